@@ -206,7 +206,7 @@ async def steps(client: TokserveClient, trainer: Trainer, options: argparse.Name
             figures = await asyncio.to_thread(train, trainer, optimizer, history, groups)
             version = f"{run}-{step}"
             history.add(version)
-            pushed = await client.push(trainer.module, version=version, delta=True)
+            pushed = await client.push(trainer.module, version=version, delta=True, recompute_kv=True)
             rollouts.free(options.prompts)
             seconds = time.monotonic() - began
             rewards.append(figures["reward"])

@@ -1,5 +1,7 @@
 """An adapter in PEFT's format written by hand, loaded, asked for, unloaded.  Usage: lora.py [BASE_URL]
 
+`lora.py --write DIRECTORY` only writes one.
+
 The server must serve the demo model, from this machine, with --enable-lora.
 """
 
@@ -29,13 +31,15 @@ def write_adapter(directory: Path, gain: float) -> None:
                 outputs, inputs = weights.get_slice(name).get_shape()
                 tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(RANK, inputs) / inputs**0.5
                 tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(outputs, RANK) * gain
-    directory.mkdir()
+    directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": TARGETS}
     (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--write"]:
+        return write_adapter(Path(sys.argv[2]), 0.5)
     base = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 
     def post(path: str, body: Any) -> Any:

@@ -318,6 +318,11 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     weight_transfer_timeout: Annotated[
         float, about("Seconds that a weight transfer waits for its sender before it fails.", gt=0, le=FOR_EVER)
     ] = 300.0
+    control_lease: Annotated[
+        float,
+        about("Seconds without a call of an open weight update after which it is rolled back, as its trainer has "
+              "probably gone; 0: never. A call can set its own (lease), that of a pause too.", ge=0, le=FOR_EVER),
+    ] = 600.0  # fmt: skip
     weight_checksums: Annotated[
         bool,
         about("Compute a checksum of every tensor that is pushed, for /weight_checker; it takes about a second per "

@@ -371,7 +371,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=5):
     weights came from since the start, if it was one, and `stamp` the state of its files.  `pushed`: they came in a way
     that cannot be gone again; `lost`: and that has happened, so others are in memory.  `asleep`: what sleeps, of
     `control.TAGS`; `dropped`: there are no weights.  `num_loads`: of adapters, so far.  `checksum`: of the weights, if
-    it is known.
+    it is known.  `pause_lease`: seconds; 0: the pause does not expire.
     """
 
     state: str = "running"
@@ -390,6 +390,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=5):
     dropped: bool = False
     num_loads: int = 0
     checksum: str | None = None
+    pause_lease: float = 0.0
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load
 
 from tests.client.fake_engine import config, logprobs_for
 from tests.text.checkpoints import write_chatml
@@ -22,7 +24,7 @@ from tokserve.client import launch
 from tokserve.client.inputs import LoRARequest
 from tokserve.client.llm import LLM
 from tokserve.client.results import Logprob, TokenLogprobs
-from tokserve.errors import EngineDead, RequestError, StartError
+from tokserve.errors import Conflict, EngineDead, RequestError, StartError
 from tokserve.messages import LoadedAdapter, Status
 from tokserve.params import SamplingParams
 
@@ -239,6 +241,35 @@ def test_control_methods_are_verbs_of_the_engine(fake: LLM, monkeypatch: pytest.
     with pytest.raises(RequestError, match="can import") as caught:
         fake.apply_model(lambda model: model)
     assert caught.value.field == "func"
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_tensors_of_this_process_are_pushed(fake: LLM, monkeypatch: pytest.MonkeyPatch, opened: bool) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    async def call(method: str, /, **args: Any) -> Any:
+        calls.append((method, args))
+        if method == "begin_weight_stream" and len(calls) == 1 and not opened:
+            raise Conflict("no weight update is open")
+        return {"update_id": "u1"}
+
+    monkeypatch.setattr(fake._llm, "call", call)
+    weights = {"a": torch.ones(2, 3), "b": torch.zeros(2)}
+    for given in (weights, weights.items(), torch.nn.ParameterDict(weights)):
+        calls.clear()
+        fake.update_weights(given)
+        file = b"".join(args["chunk"] for method, args in calls if method == "feed_weights")
+        assert {name: tensor.tolist() for name, tensor in load(file).items()} == {
+            name: tensor.tolist() for name, tensor in weights.items()
+        }
+        methods = list(dict.fromkeys(method for method, _ in calls))
+        around = ["begin_weight_stream", "start_weight_update", "feed_weights", "finish_weight_update"]
+        assert methods == (["begin_weight_stream", "feed_weights"] if opened else around)
+    calls.clear()
+    for wrong in (5, "weights", {"a": 1}, {}, [1], torch.ones(2)):
+        with pytest.raises(TypeError, match=r"weights are a module, a mapping or pairs|is no tensor"):
+            fake.update_weights(wrong)
+    assert calls == []
 
 
 def test_what_the_engine_last_said_of_itself(fake: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,16 +5,21 @@ After each update the replies must be, bit for bit, those of a server that was s
 
 from __future__ import annotations
 
+import asyncio
 import json
+import secrets
 import shutil
 import socket
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -22,7 +27,7 @@ from safetensors.torch import load_file, save, save_file
 
 from tests.e2e.server import Server
 from tokserve.checkpoint import DEMO_DIR
-from tokserve.rl import broadcast, checksums
+from tokserve.rl import TokserveClient, broadcast, checksums
 
 PROMPT = [286, 84, 82, 68, 81, 198, 16, 10, 16, 287, 198, 286, 64, 82, 82, 72, 82, 83, 64, 77, 83, 198]
 FIXED = {"temperature": 1.0, "seed": 5, "max_tokens": 24, "ignore_eos": True, "logprobs": 2}
@@ -237,6 +242,67 @@ def test_bad_updates_leave_the_server_as_it_was(lab: Lab) -> None:
     empty.mkdir(exist_ok=True)
     assert lab.server.post("/update_weights", {"weight_dir": str(empty)}).status_code == 400
     assert lab.serves(0)
+
+
+def test_after_recompute_kv_tokens_in_flight_have_the_logprobs_of_the_new_weights(lab: Lab) -> None:
+    """To the bit: what a re-score of prompt and tokens with the new weights gives."""
+
+    async def across_a_commit(number: int, *, recompute_kv: bool) -> list[tuple[Any, Any]]:
+        """Of a request in flight while weights are pushed: the logprobs after the commit, and those of a re-score."""
+        async with TokserveClient(lab.server.url) as client:
+            sampling = {"max_tokens": 1500, "ignore_eos": True, "logprobs_mode": "raw"}
+            making = asyncio.ensure_future(client.generate([PROMPT, PROMPT[:9]], seeds=[1, 2], **sampling))
+            while True:
+                live = (await client.get("/inference/v1/requests"))["requests"]
+                if len(live) == 2 and all(request["output_tokens"] > 20 for request in live):
+                    break
+                assert not making.done()
+            async with client.paused():
+                await client.update_weights(lab.tensors(number), recompute_kv=recompute_kv)
+            pairs = []
+            for made in await making:
+                (_, start, end), (_, after, last) = made.weight_versions
+                assert start == 0 < end == after < last == 1500
+                body = {
+                    "token_ids": [*made.prompt_ids.tolist(), *made.token_ids.tolist()], "logprobs_format": "arrays",
+                    "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "logprobs_mode": "raw",
+                                        "prompt_logprobs_start": len(made.prompt_ids) + after},
+                    "cache_salt": secrets.token_hex(8),
+                }  # fmt: skip
+                scored = lab.post("/inference/v1/generate", body)["prompt_logprobs"]["token_logprobs"]
+                pairs.append((made.logprobs[after:].tolist(), np.array(scored, np.float32).tolist()))
+            return pairs
+
+    for got, want in asyncio.run(across_a_commit(1, recompute_kv=True)):
+        assert got == want
+    assert lab.serves(1)
+    assert any(got != want for got, want in asyncio.run(across_a_commit(0, recompute_kv=False)))
+    assert lab.serves(0)
+
+
+def test_a_weight_body_that_is_refused_is_answered_all_the_same(lab: Lab) -> None:
+    """urllib reads no reply before it has sent everything."""
+    lab.state()
+    request = urllib.request.Request(
+        lab.server.url + "/update_weights", data=bytes(48 << 20), headers={"Content-Type": "application/octet-stream"}
+    )
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=60)
+    with refused.value as reply:
+        assert reply.code == 409 and "no weight update is open" in json.load(reply)["error"]["message"]
+    lab.post("/start_weight_update")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=60)
+    with refused.value as reply:
+        assert reply.code == 400
+    assert lab.state()["state"] == "running"
+
+
+def test_nccl_without_a_card_is_refused_at_once(lab: Lab) -> None:
+    info = {"backend": "nccl", "master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2}
+    answer = lab.server.post("/init_weight_transfer_engine", {"init_info": info})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "init_info.backend") and "CUDA" in error["message"]
 
 
 def test_checksums_are_compared(lab: Lab) -> None:

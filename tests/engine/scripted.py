@@ -282,6 +282,7 @@ class ScriptedExecutor:
         self.weights: str | None = ""  # None: given back
         self.has_kv = True
         self.kv_weights: dict[tuple[int, int], str] = {}
+        self.only_own_kv = False  # no row may read KV that other weights made
         self.staged: str | None = None
         self.adapters: dict[int, str] = {}  # slot -> what was put there
         self.adapter_read: str | None = None
@@ -364,6 +365,8 @@ class ScriptedExecutor:
             self.staged = f"{self.staged}{args['chunk'].decode()}"
         elif method == "finish_update" and not self.staged:
             raise RequestError("no tensor came")
+        elif method == "finish_update":
+            return {"num_bytes": len(str(self.staged))}
         elif method == "abort_update":
             self.staged = None
         elif method == "read_adapter":
@@ -512,6 +515,9 @@ class ScriptedExecutor:
         for position in range(slot.computed):
             found = self.kv.get(self._place(slot, position), (b"", -1))[0]
             demand(found == slot.prefixes[position + 1], f"{slot.row.request_id} reads a stale block at {position}")
+            if self.only_own_kv:
+                made_by = self.kv_weights[self._place(slot, position)]
+                demand(made_by == self._weights(slot), f"{slot.row.request_id} reads KV of the weights {made_by!r}")
 
     def _result(self, plan: StepPlan, bitmask: GrammarBitmask | None) -> StepResult:
         tokens: list[int] = []

@@ -289,6 +289,7 @@ def test_ping_and_state() -> None:
     assert last_reply(engine).result == {
         "state": "running", "weight_version": "v1", "epoch": 0, "running": 1, "waiting": 1, "reason": None,
         "since": engine.core.control.since, "in_flight": 0, "steps": 1,
+        "paused_since": None,
     }  # fmt: skip
 
 

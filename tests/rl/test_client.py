@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -226,3 +227,114 @@ def test_sticky_seeds_depend_on_the_prompt_and_the_base_alone() -> None:
     assert seeds[0] == seeds[3] and len({*seeds}) == 3 and all(0 <= seed < 1 << 62 for seed in seeds)
     assert sticky_seeds(np.array([[1, 2, 3]])) == seeds[:1] == sticky_seeds(iter(prompts[:1]))
     assert not {*sticky_seeds(prompts, 1)} & {*seeds}
+
+
+def bodies(script: dict[str, list[Answer]], use: Callable[[TokserveClient], Any], **options: Any) -> list[Any]:
+    """(path, JSON body) of all that was sent."""
+    sent: list[Any] = []
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        content = await request.aread()
+        is_json = request.headers.get("content-type") == "application/json"
+        sent.append((str(request.url.raw_path, "ascii"), json.loads(content) if is_json else None))
+        answers = script.get(request.url.path, [OK])
+        return answers.pop(0) if len(answers) > 1 else answers[0]  # type: ignore[return-value]
+
+    async def scene() -> None:
+        async with TokserveClient("http://nowhere", **options) as client:
+            await client._http.aclose()
+            client._http = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://nowhere")
+            await use(client)
+
+    asyncio.run(scene())
+    return sent
+
+
+def test_the_first_update_and_the_first_pause_take_over() -> None:
+    async def use(client: TokserveClient) -> None:
+        for _ in range(2):
+            await client.pause("keep")
+            await client.update_weights(dict(WEIGHTS))
+
+    sent = bodies({}, use)
+    assert [body.get("take_over") for path, body in sent if path == START] == [True, None]
+    assert [body.get("take_over") for path, body in sent if path == "/pause"] == [True, None]
+    assert all("take_over" not in body for path, body in bodies({}, use, take_over=False) if body is not None)
+
+
+def test_calls_of_an_update_say_which_one_they_mean() -> None:
+    started = httpx.Response(200, json={"update_id": "u1"})
+
+    async def use(client: TokserveClient) -> None:
+        await client.update_weights(torch.nn.Linear(2, 3), recompute_kv=True)
+        with pytest.raises(ServerError):
+            await client.update_weights(WEIGHTS)
+        await client.abort_weight_update()
+
+    sent = bodies({START: [started], FINISH: [OK, refusal(400)]}, use)
+    assert [path for path, _ in sent] == [START, f"{PUT}?update_id=u1", FINISH] * 2 + [ABORT] * 2
+    assert sent[2][1] == {"weight_version": None, "recompute_kv": True, "update_id": "u1"}
+    assert sent[6][1] == {"update_id": "u1"} and sent[7][1] == {}
+
+
+def test_what_are_no_weights_is_refused_before_anything_is_sent() -> None:
+    async def use(client: TokserveClient) -> None:
+        for wrong in ({"a": 1}, ["a"], 5, "a", torch.ones(2), [("a", "b")]):
+            with pytest.raises(TypeError, match=r"weights are a module, a mapping or pairs|is no tensor"):
+                await client.update_weights(wrong)  # type: ignore[arg-type]
+
+    assert bodies({}, use) == []
+
+
+@pytest.mark.parametrize("when", ["while it pauses", "in the block", "while it resumes"])
+def test_a_pause_does_not_outlive_its_block(when: str) -> None:
+    sent: list[str] = []
+    at = {"while it pauses": "/pause", "in the block": None, "while it resumes": "/resume"}[when]
+
+    async def scene() -> None:
+        arrived = asyncio.Event()
+
+        async def answer(request: httpx.Request) -> httpx.Response:
+            sent.append(request.url.path)
+            if request.url.path == at:
+                arrived.set()
+                await asyncio.sleep(0.01 if at == "/resume" else 60)
+            sent.append(f"{request.url.path} done")
+            return OK
+
+        async def block(client: TokserveClient) -> None:
+            async with client.paused(lease=5):
+                if at is None:
+                    arrived.set()
+                    await asyncio.sleep(60)
+
+        async with TokserveClient("http://nowhere") as client:
+            await client._http.aclose()
+            client._http = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://nowhere")
+            task = asyncio.create_task(block(client))
+            await arrived.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(scene())
+    assert sent[-1] == "/resume done" and sent.count("/resume") == 1
+
+
+def test_a_pause_that_is_refused_is_not_resumed() -> None:
+    async def use(client: TokserveClient) -> None:
+        async with client.paused():
+            raise AssertionError
+
+    sent, error = run({"/pause": [refusal(409)]}, use)
+    assert sent == ["/pause"] and isinstance(error, ServerError)
+
+
+def test_a_pause_is_extended_until_somebody_has_ended_it() -> None:
+    async def use(client: TokserveClient) -> None:
+        async with client.paused(lease=0.004):
+            await asyncio.sleep(0.1)
+
+    script: dict[str, list[Answer]] = {"/extend_pause": [OK, httpx.ReadError("cut"), OK, refusal(409), OK]}
+    sent, _ = run(script, use)
+    assert sent == ["/pause", *["/extend_pause"] * 4, "/resume"]

@@ -78,7 +78,7 @@ class Served:
             feed(self.runner, body[:100])
             feed(self.runner, body[100:], last=True)
             done = self.runner.background("finish_update", {"checksum": None})
-            assert done == {"version": label.version, "checksum": label.checksum}
+            assert (done["version"], done["checksum"]) == (label.version, label.checksum)
         except RequestError:
             self.runner.background("abort_update", {})
             raise

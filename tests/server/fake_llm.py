@@ -359,7 +359,8 @@ class FakeLLM:
 
 
 CONTROLS = (
-    "pause_generation", "resume_generation", "is_paused", "sleep", "wake_up", "is_sleeping", "release_kv_cache_memory",
+    "pause_generation", "extend_pause", "resume_generation", "is_paused", "sleep", "wake_up", "is_sleeping",
+    "release_kv_cache_memory",
     "reset_prefix_cache", "add_draft_corpus", "remove_draft_corpus", "init_weight_transfer_engine",
     "shutdown_weight_transfer_engine", "start_weight_update",
     "update_weights", "begin_weight_stream", "feed_weights", "finish_weight_update", "abort_weight_update",

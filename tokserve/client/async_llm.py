@@ -263,6 +263,7 @@ class AsyncLLM:
             await asyncio.wait_for(self.call("stats"), seconds)
 
     pause_generation = control.pause_generation
+    extend_pause = control.extend_pause
     resume_generation = control.resume_generation
     is_paused = control.is_paused
     sleep = control.sleep

@@ -7,11 +7,14 @@ semantics (docs/rl.md) are the engine's: nothing here keeps state between two ca
 from __future__ import annotations
 
 import asyncio
+import importlib
+import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from tokserve.client.inputs import LoRARequest
-from tokserve.errors import RequestError
+from tokserve.errors import Conflict, EngineDead, RequestError
 from tokserve.messages import Status, pack_ids
 
 
@@ -31,12 +34,27 @@ def _part(request: Any, name: str) -> Any:
     return request.get(name) if isinstance(request, Mapping) else vars(request).get(name)
 
 
+def _given(**args: Any) -> dict[str, Any]:
+    """Those arguments that are not None."""
+    return {name: value for name, value in args.items() if value is not None}
+
+
 async def pause_generation(
-    engine: Engine, *, mode: str = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True
-) -> None:
-    """Stop generating; returns when generation has stopped.  mode: abort, wait or keep; new requests wait."""
+    engine: Engine, *, mode: str = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True,
+    lease: float | None = None, take_over: bool = False,
+) -> None:  # fmt: skip
+    """Stop generating; returns when generation has stopped.  mode: abort, wait or keep; new requests wait.
+
+    `lease`: seconds without `extend_pause` after which generation goes on; default: none.  `take_over`: a longer lease
+    of another pause does not count.
+    """
     mode = "wait" if wait_for_inflight_requests else mode
-    await engine.call("pause", mode=mode, clear_cache=clear_cache)
+    await engine.call("pause", mode=mode, clear_cache=clear_cache, **_given(lease=lease, take_over=take_over or None))
+
+
+async def extend_pause(engine: Engine) -> None:
+    """Extend the lease of the pause.  Raises Conflict if generation is not paused any more."""
+    await engine.call("extend_pause")
 
 
 async def resume_generation(engine: Engine) -> None:
@@ -91,9 +109,10 @@ async def remove_draft_corpus(engine: Engine, group: str) -> Any:
     return await engine.call("remove_draft_corpus", group=group)
 
 
-async def init_weight_transfer_engine(engine: Engine, request: Any) -> Any:
-    """`request`: {"init_info": {...}} or an object with that attribute."""
-    return await engine.call("init_weight_transfer_engine", options=_part(request, "init_info") or {})
+async def init_weight_transfer_engine(engine: Engine, request: Any, *, take_over: bool = False) -> Any:
+    """`request`: {"init_info": {...}} or an object with that attribute.  `take_over`: roll back an open update."""
+    options = _part(request, "init_info") or {}
+    return await engine.call("init_weight_transfer_engine", options=options, **_given(take_over=take_over or None))
 
 
 async def shutdown_weight_transfer_engine(engine: Engine) -> None:
@@ -102,32 +121,74 @@ async def shutdown_weight_transfer_engine(engine: Engine) -> None:
 
 
 async def start_weight_update(
-    engine: Engine, is_checkpoint_format: bool = True, base_version: str | None = None, base_checksum: str | None = None
-) -> None:
-    """Open an update; with a base, of a delta.  Raises Conflict if one is open, or if others than the base serve."""
-    base = {"base_version": base_version, "base_checksum": base_checksum}
-    given = {name: value for name, value in base.items() if value is not None}
-    await engine.call("start_weight_update", is_checkpoint_format=is_checkpoint_format, **given)
+    engine: Engine, is_checkpoint_format: bool = True, base_version: str | None = None,
+    base_checksum: str | None = None, *, lease: float | None = None, take_over: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Open an update; with a base, of a delta.  Raises Conflict if one is open, or if others than the base serve.
+
+    `lease`: seconds without a call of the update after which it is rolled back; default: `--control-lease`.
+    `take_over`: roll back an update that is open.  Returns {"update_id"}, which other calls may name: they are refused
+    (Conflict) where another update is open.
+    """
+    given = _given(base_version=base_version, base_checksum=base_checksum, lease=lease, take_over=take_over or None)
+    started: dict[str, Any] = await engine.call(
+        "start_weight_update", is_checkpoint_format=is_checkpoint_format, **given
+    )
+    return started
 
 
 async def update_weights(engine: Engine, request: Any) -> None:
-    """Stage the tensors of {"update_info": {...}} (or an object with that attribute, or a list with one per rank);
-    {"weight_dir": PATH} outside an update is a complete one, with `weight_version` if given."""
-    update = _part(request, "update_info")
-    if update is None and isinstance(request, Mapping) and "weight_dir" in request:
+    """Stage the tensors of {"update_info": {...}} (or an object with that attribute, or a list with one per rank).
+
+    {"weight_dir": PATH} outside an update is a complete one, with `weight_version`, `recompute_kv` and `take_over` if
+    given.  So are tensors: a module, a state_dict, or pairs of (name, tensor); within an update they are staged.
+    Raises TypeError for anything else.
+    """
+    if isinstance(request, Mapping) and "weight_dir" in request and request.get("update_info") is None:
         whole = {"weight_dir": request["weight_dir"], "weight_version": request.get("weight_version")}
-        await engine.call("update_weights_from_dir", **whole)
+        flags = {name: True for name in ("recompute_kv", "take_over") if request.get(name)}
+        await engine.call("update_weights_from_dir", **whole, **flags)
         return
+    is_request = "update_info" in request if isinstance(request, Mapping) else hasattr(request, "update_info")
+    if not is_request:
+        await _update_by_tensors(engine, request)
+        return
+    update = _part(request, "update_info")
     if isinstance(update, list):  # there is one rank
         update = update[0] if update else None
     if not isinstance(update, Mapping):
         raise RequestError("update_info must be an object", field="update_info")
-    await engine.call("update_weights", update=dict(update))
+    await engine.call("update_weights", update=dict(update), **_given(update_id=_part(request, "update_id")))
 
 
-async def begin_weight_stream(engine: Engine, stream: str) -> None:
+async def _update_by_tensors(engine: Engine, weights: Any) -> None:
+    """Push tensors of this process, in the update that is open, else as a complete one."""
+    pieces = importlib.import_module("tokserve.rl.push").weight_file(weights)  # loads torch, as its caller has
+    stream = secrets.token_hex(8)
+    update_id = None
+    try:
+        await begin_weight_stream(engine, stream)
+    except Conflict:  # none is open, or it is closed, and then none can be opened
+        update_id = (await start_weight_update(engine))["update_id"]
+    done = False
+    try:
+        if update_id is not None:
+            await begin_weight_stream(engine, stream, update_id)
+        for piece in pieces:
+            await feed_weights(engine, stream, piece)
+        await feed_weights(engine, stream, b"", last=True)
+        if update_id is not None:
+            await finish_weight_update(engine, update_id=update_id)
+        done = True
+    finally:
+        if not done:
+            with suppress(RequestError, EngineDead):  # it was rolled back already
+                await abort_weight_update(engine, update_id)
+
+
+async def begin_weight_stream(engine: Engine, stream: str, update_id: str | None = None) -> None:
     """Announce a safetensors file, for `feed_weights`, in the update that is open now.  Raises Conflict."""
-    await engine.call("begin_weight_stream", stream=stream)
+    await engine.call("begin_weight_stream", stream=stream, **_given(update_id=update_id))
 
 
 async def feed_weights(engine: Engine, stream: str, chunk: bytes, *, last: bool = False, broken: bool = False) -> None:
@@ -136,20 +197,26 @@ async def feed_weights(engine: Engine, stream: str, chunk: bytes, *, last: bool 
 
 
 async def finish_weight_update(
-    engine: Engine, weight_version: str | None = None, checksum: str | None = None
+    engine: Engine,
+    weight_version: str | None = None,
+    checksum: str | None = None,
+    *,
+    recompute_kv: bool = False,
+    update_id: str | None = None,
 ) -> dict[str, Any]:
     """Commit: {"weight_version", "epoch", "message"}.  Raises RequestError if tensors are missing.
 
-    `checksum`: what the result of a delta must have.
+    `checksum`: what the result of a delta must have.  `recompute_kv`: requests in flight go on with KV of the new
+    weights.
     """
-    more = {} if checksum is None else {"checksum": checksum}
+    more = _given(checksum=checksum, recompute_kv=recompute_kv or None, update_id=update_id)
     done: dict[str, Any] = await engine.call("finish_weight_update", weight_version=weight_version, **more)
     return done
 
 
-async def abort_weight_update(engine: Engine) -> None:
-    """Roll the open update back."""
-    await engine.call("abort_weight_update")
+async def abort_weight_update(engine: Engine, update_id: str | None = None) -> None:
+    """Roll the open update back; with `update_id`, no other than that."""
+    await engine.call("abort_weight_update", **_given(update_id=update_id))
 
 
 async def update_weight_version(engine: Engine, new_version: str) -> None:

@@ -158,6 +158,7 @@ class LLM:
     # --- control: AsyncLLM's methods of these names, blocking ---
 
     pause_generation = _blocking(control.pause_generation)
+    extend_pause = _blocking(control.extend_pause)
     resume_generation = _blocking(control.resume_generation)
     is_paused = _blocking(control.is_paused)
     sleep = _blocking(control.sleep)

@@ -74,7 +74,10 @@ class EngineCore:
             model=config.model.model,
         )  # fmt: skip
         self.scheduler = Scheduler(config.scheduler, self.cache, facts.weight_version, drafter)
-        self.control = Control(self, self.scheduler, self.cache, executor, facts.weight_version)
+        self.control = Control(
+            self, self.scheduler, self.cache, executor, facts.weight_version,
+            clock=clock, update_lease=config.weights.control_lease,
+        )  # fmt: skip
         self.adapters = Adapters(config.lora, self, self.cache, executor, config.server.served_model_name or [])
         self.grammars = Grammars(config, facts.vocab_size, eos)
         self.stopped = False
@@ -110,6 +113,8 @@ class EngineCore:
     def step(self) -> bool:
         """One turn; False when there is nothing to do until the next message or deadline."""
         self._expire()
+        if self.control.expire():
+            self._send_status()
         self._poll_grammars()
         if self._admission.busy:
             self._admit_more()
@@ -235,6 +240,7 @@ class EngineCore:
         if isinstance(message, Submit):
             now = self._clock()
             self._admission.submit(identity, message, now if received is None else received, self._status, now)
+            self.control.note_request()
         elif self._admission.busy and (isinstance(message, Call) or self._admission.concerns(message.request_ids)):
             self._held.append((identity, message))
         elif isinstance(message, Call):
@@ -296,7 +302,8 @@ class EngineCore:
 
     def seconds_to_deadline(self) -> float | None:
         """How long the loop may sleep when idle; None: until a message comes."""
-        return self._deadlines.seconds_to_next(self._clock())
+        ends = (self._deadlines.seconds_to_next(self._clock()), self.control.seconds_to_expiry)
+        return min((seconds for seconds in ends if seconds is not None), default=None)
 
     # --- status ---
 
@@ -353,7 +360,8 @@ class EngineCore:
         return {
             "state": status.state, "weight_version": status.weight_version, "epoch": status.epoch,
             "running": stats.running, "waiting": stats.waiting, "since": self.control.since,
-            "reason": status.quarantine or status.failure,
+            "reason": status.quarantine or status.failure or self.control.why_frozen,
+            "paused_since": self.control.paused_since,
             "in_flight": len(self.scheduler.in_flight), "steps": stats.steps,
         }  # fmt: skip
 

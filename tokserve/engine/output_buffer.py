@@ -98,6 +98,12 @@ class OutputBuffer:
             self._routed = RoutedColumns()
         self._routed.add(end, ids)
 
+    def restart_prompt_rows(self) -> None:
+        """The prompt is computed again with other weights: if its logprobs are not complete, all of them come again."""
+        if self._prompt_logprobs is not None and self.next_prompt_row < self._prompt_len:
+            self._prompt_logprobs = LogprobColumns(self._prompt_logprobs.width, self._prompt_logprobs.mode)
+            self.next_prompt_row = self._first_prompt_row
+
     def set_pooled(self, vector: Float32) -> None:
         """The vector of a pooling request."""
         self._pooled = vector.astype("<f4").tobytes()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 
+from tokserve.engine.lease import Lease
 from tokserve.errors import RequestError
 
 MAX_VERSION = 256
@@ -27,10 +29,17 @@ class Update:
     come from, if they come from one, and `stamp` the state of its files.  `streams`: the safetensors bodies that belong
     to it, by name; one that began before it, or beside another update, does not.  `is_delta`: it changes elements of
     the weights that serve, so there is nothing beside them; `spoiled`: a worker call may have changed them since.
-    `checksum`: what the result must have, if the call that opened it knows."""
+    `checksum`: what the result must have, if the call that opened it knows.  `lease`: how long it stays open without a
+    call of its holder, which may show the `update_id`.  `num_bytes`: of the tensors that came, or of the bodies that
+    they came in; `way`: how they did.  `recompute_kv`: its commit has the KV of requests in flight computed again."""
 
+    lease: Lease
+    update_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    num_bytes: int = 0
+    way: str = "disk"
     in_place: bool = False
     is_delta: bool = False
+    recompute_kv: bool = False
     spoiled: bool = False
     checksum: str | None = None
     closed: bool = False

@@ -5,10 +5,12 @@ New weights are staged by the executor beside those that serve, and take effect 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator
 from typing import Any
 
 from tokserve.engine.command import STEP_BOUNDARY, Command, RunningRequests, Wait
+from tokserve.engine.lease import Lease, check_lease
 from tokserve.engine.prefix_cache import PrefixCache
 from tokserve.engine.scheduler import Scheduler
 from tokserve.engine.update import Origin, Update, VersionHistory, check_version
@@ -16,19 +18,23 @@ from tokserve.errors import Conflict, RequestError
 from tokserve.executor.base import Executor
 from tokserve.messages import Status
 
+logger = logging.getLogger(__name__)
+
 
 class Weights:
-    """`is_settled`: no sleep is about to drop the weights.  `commands` is the table."""
+    """`is_settled`: no sleep is about to drop the weights.  `new_lease`: of so many seconds, or of the default number.
+    `commands` is the table."""
 
     def __init__(
         self, requests: RunningRequests, scheduler: Scheduler, cache: PrefixCache, executor: Executor, version: str,
-        is_settled: Callable[[], bool],
+        *, is_settled: Callable[[], bool], new_lease: Callable[[float | None], Lease],
     ) -> None:  # fmt: skip
         self._requests = requests
         self._scheduler = scheduler
         self._cache = cache
         self._executor = executor
         self._is_settled = is_settled
+        self._new_lease = new_lease
         self.version = version
         self.epoch = 0
         self.loaded = True
@@ -106,10 +112,59 @@ class Weights:
             return error.message
         return ""
 
-    def init_weight_transfer_engine(self, options: dict[str, Any]) -> Command:
-        """Prepare a backend: for gloo and nccl, meet the trainer."""
+    # --- whose update is open ---
+
+    @property
+    def seconds_to_expiry(self) -> float | None:
+        """Until the open update is rolled back, if its holder stays silent; None: it will not be."""
+        return None if self.update is None or self.update.closed else self.update.lease.seconds_left
+
+    def expire(self) -> bool:
+        """Roll the open update back if its holder has been silent for too long; whether it was."""
+        if self.update is None or self.seconds_to_expiry != 0.0:
+            return False
+        lease = self.update.lease
+        self._fail(self.update, f"nothing was heard of it for {lease.silence:.0f} s (its lease: {lease.seconds:g} s)")
+        self._executor.background("abort_update", {})  # the next update's calls come after it
+        return True
+
+    def _vacated(self, take_over: bool) -> Generator[Wait, None, None]:
+        """Until no update is open; one that is open is a conflict, unless it is to be taken over."""
+        while take_over and self.update is not None:
+            update = self.update
+            if update.closed:  # it needs nothing more of its holder
+                yield self._has_ended(update)
+            else:
+                yield from self._roll_back(update, "another client took over")
         if self.update is not None:
-            raise Conflict("a weight update is open: finish or abort it first")
+            raise Conflict(self._who_is_open(self.update))
+
+    def _has_ended(self, update: Update) -> Callable[[], bool]:
+        return lambda: self.update is not update
+
+    def _who_is_open(self, update: Update) -> str:
+        lease = update.lease
+        if update.closed:
+            return f"a weight update is open already, for {lease.age:.0f} s: it is being committed"
+        left = lease.seconds_left
+        return (
+            f"a weight update is open already: for {lease.age:.0f} s, last heard of {lease.silence:.0f} s ago; finish "
+            'or abort it first (POST /abort_weight_update), or take over from its holder with "take_over": true'
+            + ("" if left is None else f"; it is rolled back in {left:.0f} s if nothing more is heard of it")
+        )
+
+    def _roll_back(self, update: Update, reason: str) -> Generator[Wait, None, None]:
+        """Drop what was staged for an update, and what is still coming."""
+        self._fail(update, reason)
+        if update.lease.in_use:
+            self._executor.interrupt()
+        yield from self._background("abort_update")
+
+    # --- commands ---
+
+    def init_weight_transfer_engine(self, options: dict[str, Any], take_over: bool = False) -> Command:
+        """Prepare a backend: for gloo and nccl, meet the trainer."""
+        yield from self._vacated(take_over)
         self._stop_meeting()
         self._meeting += 1
         try:
@@ -130,37 +185,49 @@ class Weights:
         return (yield from self._background("shutdown_weight_transfer"))
 
     def start_weight_update(
-        self, is_checkpoint_format: bool = True, base_version: str | None = None, base_checksum: str | None = None
+        self,
+        is_checkpoint_format: bool = True,
+        base_version: str | None = None,
+        base_checksum: str | None = None,
+        lease: float | None = None,
+        take_over: bool = False,
     ) -> Command:
         """Open a transaction: new weights are staged beside those that serve.
 
         With the base of a delta: changes of the weights that serve, which must be of that version and checksum.
+        `lease`: seconds without a call of this update after which it is rolled back; 0: never.  `take_over`: roll back
+        an update that is open.
         """
+        check_lease(lease)
         if not is_checkpoint_format:
             raise RequestError("only checkpoint format is supported", field="is_checkpoint_format")
         if (base_version is None) != (base_checksum is None):
             raise RequestError("a delta has a base_version and a base_checksum", field="base_checksum")
-        if base_version is None or base_checksum is None:
-            yield from self._open()
-        else:
-            yield from self._open_delta(base_version, base_checksum)
-        return {"message": "Weight update started"}
-
-    def _open_delta(self, version: str, checksum: str, closed: bool = False) -> Generator[Wait, None, Update]:
         yield lambda: self.update is not None or self._is_settled()
-        if self.update is not None:
-            raise Conflict("a weight update is open already: finish or abort it first")
+        yield from self._vacated(take_over)
+        if base_version is None or base_checksum is None:
+            update = yield from self._open(lease=lease)
+        else:
+            update = yield from self._open_delta(base_version, base_checksum, lease=lease)
+        return {"message": "Weight update started", "update_id": update.update_id}
+
+    def _open_delta(
+        self, version: str, checksum: str, closed: bool = False, lease: float | None = None
+    ) -> Generator[Wait, None, Update]:
+        yield lambda: self.update is not None or self._is_settled()
+        yield from self._vacated(take_over=False)
         if not self.can_compute:
             raise Conflict("there are no weights that a delta could change: push full weights", field="base_version")
-        self.update = update = Update(closed=closed, is_delta=True)
+        self.update = update = Update(self._new_lease(lease), closed=closed, is_delta=True)
         base = {"version": self.version, "base_version": version, "base_checksum": checksum}
         yield from self._staged(update, "begin_delta", **base)
         return update
 
-    def _open_directory(self, weight_dir: str, version: str | None) -> Generator[Wait, None, tuple[Update, str | None]]:
+    def _open_directory(
+        self, weight_dir: str, version: str | None, take_over: bool = False
+    ) -> Generator[Wait, None, tuple[Update, str | None]]:
         """Open an update, and stage all that comes: a checkpoint, or the files that lead to a version; and that."""
-        if self.update is not None:
-            raise Conflict("a weight update is open already: finish or abort it first")
+        yield from self._vacated(take_over)
         args = {"weight_dir": weight_dir, "version": version, "served_version": self.version}
         plan = yield from self._background("plan_chain", **args)
         source: dict[str, Any] = {"weight_dir": weight_dir}
@@ -176,11 +243,10 @@ class Weights:
         update.stamp = yield from self._staged(update, "receive_update", source=source)
         return update, version
 
-    def _open(self, closed: bool = False) -> Generator[Wait, None, Update]:
+    def _open(self, closed: bool = False, lease: float | None = None) -> Generator[Wait, None, Update]:
         yield lambda: self.update is not None or self._is_settled()
-        if self.update is not None:
-            raise Conflict("a weight update is open already: finish or abort it first")
-        self.update = update = Update(closed=closed)
+        yield from self._vacated(take_over=False)
+        self.update = update = Update(self._new_lease(lease), closed=closed)
         beside = yield from self._staged(update, "begin_update", have_weights=self.loaded)
         if not beside:
             yield STEP_BOUNDARY
@@ -190,16 +256,20 @@ class Weights:
             self.loaded = False
         return update
 
-    def update_weights(self, update: dict[str, Any]) -> Command:
-        """Stage the tensors that `update` announces (names, dtypes, shapes, and where they are)."""
-        opened = self._filling()
+    def update_weights(self, update: dict[str, Any], update_id: str | None = None) -> Command:
+        """Stage the tensors that `update` announces (names, dtypes, shapes, and where they are).
+
+        `update_id`, here and in other commands: Conflict if another update is open.
+        """
+        opened = self._filling(update_id=update_id)
         opened.source = update.get("weight_dir", update.get("path"))
+        opened.way = "disk" if opened.source is not None else "ipc" if "segment" in update else "process group"
         opened.stamp = yield from self._staged(opened, "receive_update", source=update)
         return {"message": "Weights updated"}
 
-    def begin_weight_stream(self, stream: str) -> Command:
+    def begin_weight_stream(self, stream: str, update_id: str | None = None) -> Command:
         """What comes under this name belongs to the update that is open now, and to no later one."""
-        self._filling().streams.add(stream)
+        self._filling(update_id=update_id).streams.add(stream)
         yield from ()
         return {}
 
@@ -208,23 +278,35 @@ class Weights:
         opened = self._filling()
         if stream not in opened.streams:
             raise Conflict("the weight update that this body belongs to has ended")
-        opened.source = None
+        opened.source, opened.way = None, "http"
+        opened.num_bytes += len(chunk)
         yield from self._staged(opened, "feed_update", stream=stream, chunk=chunk, last=last, broken=broken)
         return {"message": "Weights updated"}
 
-    def update_weights_from_dir(self, weight_dir: str, weight_version: str | None = None) -> Command:
+    def update_weights_from_dir(
+        self, weight_dir: str, weight_version: str | None = None, recompute_kv: bool = False, take_over: bool = False
+    ) -> Command:
         """A whole update from a checkpoint directory."""
         check_version(weight_version)
-        update, version = yield from self._open_directory(weight_dir, weight_version)
+        update, version = yield from self._open_directory(weight_dir, weight_version, take_over)
+        update.recompute_kv = recompute_kv
         return (yield from self._commit(update, version))
 
-    def finish_weight_update(self, weight_version: str | None = None, checksum: str | None = None) -> Command:
+    def finish_weight_update(
+        self,
+        weight_version: str | None = None,
+        checksum: str | None = None,
+        recompute_kv: bool = False,
+        update_id: str | None = None,
+    ) -> Command:
         """Commit at a step boundary what was staged; `weight_version`: by default what a delta's file says, or the new
-        epoch; `checksum`: what the result of a delta must have."""
+        epoch; `checksum`: what the result of a delta must have; `recompute_kv`: compute the KV of requests in flight
+        again with the new weights."""
         check_version(weight_version)
-        update = self._filling(weight_version)
+        update = self._filling(weight_version, update_id)
         if checksum is not None and not update.is_delta:
             raise RequestError("only the result of a delta has a checksum here", field="checksum")
+        update.recompute_kv = recompute_kv
         return (yield from self._commit(update, weight_version, checksum=checksum))
 
     def _commit(
@@ -255,21 +337,39 @@ class Weights:
         self.lost = self.modified_by_rpc = False
         self._set_epoch(weight_version, Origin(update.source, update.stamp, pushed=update.source is None), epoch)
         self._set_checksum(result)
+        if update.recompute_kv:
+            self._recompute_kv()
+        self._log_commit(update)
         done = {"message": "Weight update finished", "weight_version": self.version, "epoch": self.epoch}
         if result is not None:
             done["checksum"] = result
         yield from self._background("forget_weights")
         return done
 
+    def _recompute_kv(self) -> None:
+        """At a step boundary: take the KV from all requests; nothing of it is found again in this epoch."""
+        self._scheduler.preempt_all()
+        for request in self._requests.live:
+            request.output.restart_prompt_rows()
+
+    def _log_commit(self, update: Update) -> None:
+        logger.info(
+            "weights of version %s committed as epoch %d, %.1f s after the update was opened: a %s of %.1f MB by %s%s",
+            self.version, self.epoch, update.lease.age, "delta" if update.is_delta else "full set",
+            update.num_bytes / 1e6, update.way, "; KV is computed again" if update.recompute_kv else "",
+        )  # fmt: skip
+
     def _finished(
         self, update: Update, weight_version: str | None, checksum: str | None
     ) -> Generator[Wait, None, tuple[str | None, str | None]]:
         """Complete what is staged: the version, and the checksum of the result if it is known."""
         if not update.is_delta:
-            yield from self._staged(update, "finish_update")
+            staged = yield from self._staged(update, "finish_update")
+            update.num_bytes = update.num_bytes or (staged or {}).get("num_bytes", 0)
             return weight_version, None
         done = yield from self._staged(update, "finish_update", checksum=checksum or update.checksum)
         version, result = done["version"], done["checksum"]
+        update.num_bytes = update.num_bytes or done["num_bytes"]
         if weight_version is None:
             weight_version = version
         reason = ""
@@ -303,9 +403,9 @@ class Weights:
         self._cache.set_epoch(self.epoch)
         self._scheduler.weights.use(self.version, self.epoch)
 
-    def abort_weight_update(self) -> Command:
+    def abort_weight_update(self, update_id: str | None = None) -> Command:
         """Roll back: drop what was staged, and what is still coming."""
-        update = self._opened()
+        update = self._opened(update_id=update_id)
         self._fail(update, "the weight update was aborted")
         self._executor.interrupt()
         yield from self._background("abort_update")
@@ -370,20 +470,26 @@ class Weights:
             yield from self._background("abort_update")
             raise Conflict(f"weight_version: {reason}", field="weight_version", code="version_in_use")
 
-    def _opened(self, weight_version: str | None = None) -> Update:
-        """`weight_version`: what it is to make."""
+    def _opened(self, weight_version: str | None = None, update_id: str | None = None) -> Update:
+        """`weight_version`: what it is to make; `update_id`: what it must be."""
         if self.update is None:
             last = f"; the last one failed: {self.failure}" if self.failure else ""
             if weight_version is not None and weight_version == self.version:
                 last = f"; weights of version {weight_version} serve already"
             raise Conflict(f"no weight update is open: start one first{last}")
+        if update_id is not None and update_id != self.update.update_id:
+            raise Conflict(
+                f"the weight update {update_id} is over, and another one is open: {self.failure or 'it was committed'}",
+                field="update_id",
+            )
         return self.update
 
-    def _filling(self, weight_version: str | None = None) -> Update:
+    def _filling(self, weight_version: str | None = None, update_id: str | None = None) -> Update:
         """The open update.  Raises Conflict if nothing more may come; the update is not affected by that."""
-        opened = self._opened(weight_version)
+        opened = self._opened(weight_version, update_id)
         if opened.closed:
             raise Conflict("the weight update is closed: it is being committed, or comes from a directory as a whole")
+        opened.lease.extend()
         return opened
 
     def _check_open(self, update: Update) -> None:
@@ -393,7 +499,8 @@ class Weights:
     def _staged(self, update: Update, method: str, **args: Any) -> Generator[Wait, None, Any]:
         """A background call for an update; if it fails, the update is rolled back and the error is raised."""
         future = self._executor.background(method, args)
-        yield future
+        with update.lease.used():
+            yield future
         self._check_open(update)
         error = future.exception()
         if error is not None:
@@ -406,6 +513,7 @@ class Weights:
         """The update is over.  If the old weights are gone, nothing can be served until another one succeeds."""
         self.update = None
         self.failure = reason
+        logger.warning("the weight update opened %.1f s ago was rolled back: %s", update.lease.age, reason)
         if update.in_place:
             self.quarantine = f"a weight update failed when the old weights were gone already: {reason}"
             self._requests.end_all("abort_quarantine")

@@ -37,6 +37,7 @@ class DeltaStaging:
         self.sums = dict(base_sums)
         self.checksum = self.base_checksum = coordinates.checksum(base_sums)
         self.label: DeltaLabel | None = None  # of a file, if the delta came in one
+        self.num_bytes = 0  # of the values that came
         self._base = base
         self._check_finite = check_finite
         self._reader = DeltaReader(coordinates.described)
@@ -73,6 +74,7 @@ class DeltaStaging:
         if name in self._changed:
             raise RequestError(f"{name} comes twice")
         self._changed.add(name)
+        self.num_bytes += delta.values.nbytes
         if self._pool is None:
             self._pool = ThreadPoolExecutor(sums.THREADS)
         self._pending.append(self._pool.submit(self._add, name, delta))

@@ -36,6 +36,7 @@ class Staging:
         self._format = decoder.spec.format
         self.provenance = decoder.provenance = Provenance(enabled=checksums)
         self._check_finite = check_finite
+        self.num_bytes = 0  # of what came
         self._not_finite: list[str] = []  # in the order in which they came
         self._names = tuple(decoder.parameters_by_name())
         stacked = decoder.stacked_parameters()
@@ -107,6 +108,7 @@ class Staging:
 
     def _receive(self, name: str, target: str, part: Part, tensors: tuple[Tensor, ...]) -> None:
         self._received |= {target, part}
+        self.num_bytes += sum(tensor.nbytes for tensor in tensors)
         if self._check_finite and not all(is_finite(tensor, self._decoder.dtype) for tensor in tensors):
             self._not_finite.append(name)
 

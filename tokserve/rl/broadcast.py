@@ -43,6 +43,7 @@ def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 BACKENDS: dict[str, tuple[Callable[..., Any], str]] = {"gloo": (_gloo, "cpu"), "nccl": (_nccl, "cuda")}
+ON_A_CARD = ("nccl",)  # backends whose tensors are on a GPU at both ends
 
 
 class TransferGroup:
@@ -62,6 +63,8 @@ class TransferGroup:
         make, device = BACKENDS[backend]
         if not getattr(distributed, f"is_{backend}_available")():
             raise RequestError(f"this build of torch has no {backend}", field="backend")
+        if backend in ON_A_CARD and not torch.cuda.is_available():
+            raise RequestError(f"{backend} needs a CUDA device, and there is none here: use gloo", field="backend")
         self.device = torch.device(device)
         self._backend = backend
         self._interrupted = interrupted or threading.Event()

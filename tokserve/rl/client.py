@@ -30,11 +30,14 @@ from tokserve.rl.broadcast import TransferGroup
 from tokserve.rl.deltas import dtype_name, file_pieces
 from tokserve.rl.digests import checksums
 from tokserve.rl.push import PushResult, Weights, named_tensors
-from tokserve.rl.pusher import TENSORS, Pusher, ServerError, body_of, transaction
+from tokserve.rl.pusher import ABORT, FINISH, PUT, TENSORS, Pusher, ServerError, body_of, path_of, transaction
 
 MSGPACK = "application/msgpack"
 INT32 = np.iinfo(np.int32)
 TRUNCATED = -2  # the count of a sampling mask that would have had too many ids
+CONFLICT = 409
+PAUSE_LEASE = 600.0  # seconds
+EXTENSIONS = 4  # of a pause, for each of its lease
 WAIT = 0.1  # seconds between two attempts to reach a server
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -80,15 +83,19 @@ class Rollout:
 class TokserveClient:
     """For one server and one event loop; use as an async context manager, or `await close()`.
 
-    `api_key`: an admin key where the server has one.  `connections`: limit of requests in flight.
+    `api_key`: an admin key where the server has one.  `connections`: limit of requests in flight.  `take_over`: the
+    first update and the first pause take the place of what a trainer that has gone left open; false: they are refused
+    (409) until its lease expires.
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None, connections: int = 256) -> None:
+    def __init__(self, url: str, *, api_key: str | None = None, connections: int = 256, take_over: bool = True) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=None, limits=limits)
         self._group: TransferGroup | None = None
         self._pusher = Pusher(self)
+        self._take_update = self._take_pause = take_over  # the next one takes over
+        self._resuming: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> TokserveClient:
         return self
@@ -97,6 +104,8 @@ class TokserveClient:
         await self.close()
 
     async def close(self) -> None:
+        if self._resuming:
+            await asyncio.wait(self._resuming)
         if self._group is not None:
             self._group.close()
         await self._http.aclose()
@@ -162,21 +171,60 @@ class TokserveClient:
         state: dict[str, Any] = (await self._send("GET", "/inference/v1/state", again=True)).json()
         return state
 
-    async def pause(self, mode: str = "abort", clear_cache: bool = False) -> None:
-        """Stop generating; returns when generation has stopped."""
-        await self.control("/pause", {"mode": mode, "clear_cache": clear_cache}, again=True)
+    async def pause(self, mode: str = "abort", clear_cache: bool = False, *, lease: float | None = None) -> None:
+        """Stop generating; returns when generation has stopped.
+
+        `lease`: seconds without `extend_pause` after which the server goes on by itself; default: never.
+        """
+        body = {"mode": mode, "clear_cache": clear_cache} | ({} if lease is None else {"lease": lease})
+        await self.control("/pause", body | ({"take_over": True} if self._take_pause else {}), again=True)
+        self._take_pause = False
+
+    async def extend_pause(self) -> None:
+        """Extend the lease of the pause.  Raises ServerError (409) if generation is not paused any more."""
+        await self.control("/extend_pause", again=True)
 
     async def resume(self) -> None:
         await self.control("/resume", again=True)
 
     @asynccontextmanager
-    async def paused(self, mode: str = "keep") -> AsyncIterator[None]:
-        """Pause for the length of the block; resumes even if it raises."""
-        await self.pause(mode)
+    async def paused(self, mode: str = "keep", *, lease: float = PAUSE_LEASE) -> AsyncIterator[None]:
+        """Pause for the length of the block; resumes even if it raises or is cancelled, also while it is pausing.
+
+        The pause is extended while the event loop runs; if it does not for `lease` seconds (0: for ever), because this
+        process has ended, say, the server goes on by itself.
+        """
+        extending: asyncio.Task[None] | None = None
+        refused = False
         try:
+            try:
+                await self.pause(mode, lease=lease)
+            except (ServerError, httpx.ConnectError):
+                refused = True
+                raise
+            if lease:
+                extending = asyncio.create_task(self._keep_paused(lease))
             yield
         finally:
-            await self.resume()
+            if extending is not None:
+                extending.cancel()
+            if not refused:
+                task = asyncio.create_task(self.resume())  # goes on if this is cancelled once more
+                self._resuming.add(task)
+                task.add_done_callback(self._resuming.discard)
+                await asyncio.shield(task)
+
+    async def _keep_paused(self, lease: float) -> None:
+        """Extend the pause until it has been ended."""
+        while True:
+            await asyncio.sleep(lease / EXTENSIONS)
+            try:
+                await self.extend_pause()
+            except ServerError as error:
+                if error.status == CONFLICT:
+                    return
+            except httpx.TransportError:
+                pass  # the next attempt is soon enough
 
     async def abort(self, group_id: str) -> int:
         """Abort the requests of a group; returns how many there were."""
@@ -211,26 +259,30 @@ class TokserveClient:
                    "world_size": world_size}  # fmt: skip
         meeting = _in_thread(lambda: TransferGroup(backend, address, port, 0, world_size, timeout))
         self._group, _ = await asyncio.gather(
-            meeting, self.control("/init_weight_transfer_engine", {"init_info": options})
+            meeting, self.open_update("/init_weight_transfer_engine", {"init_info": options})
         )
 
-    async def update_weights(self, tensors: Weights, version: str | None = None) -> dict[str, Any]:
+    async def update_weights(
+        self, tensors: Weights, version: str | None = None, *, recompute_kv: bool = False
+    ) -> dict[str, Any]:
         """Replace all weights, over the group if there is one, else over HTTP: {"weight_version", "epoch"}.
 
-        Names are those of the checkpoint, as `model.named_parameters()` of a transformers model gives them.  If it
-        fails, the server keeps its old weights.
+        `tensors`: a module, a state_dict, or pairs of (name, tensor), by names of the checkpoint, as
+        `model.named_parameters()` of a transformers model gives them.  `recompute_kv`: requests in flight go on with KV
+        of the new weights.  If it fails, the server keeps its old weights.
         """
         named = named_tensors(tensors)
-        async with transaction(self):
+        async with transaction(self) as handle:
             if self._group is None:
-                await self.send_body("/update_weights", body_of(file_pieces(named)), TENSORS)
+                await self.send_body(path_of(PUT, handle), body_of(file_pieces(named)), TENSORS)
             else:
                 announced = {
                     "names": list(named), "dtype_names": [dtype_name(tensor.dtype) for tensor in named.values()],
                     "shapes": [list(tensor.shape) for tensor in named.values()], "packed": True,
                 }  # fmt: skip
-                await self.broadcast(announced, list(named.values()), packed=True)
-            committed: dict[str, Any] = await self.control("/finish_weight_update", {"weight_version": version})
+                await self.broadcast(announced, list(named.values()), packed=True, handle=handle)
+            finish = {"weight_version": version} | ({"recompute_kv": True} if recompute_kv else {})
+            committed: dict[str, Any] = await self.control(FINISH, finish | handle)
         return committed
 
     async def push(
@@ -241,6 +293,7 @@ class TokserveClient:
         delta: bool = False,
         directory: str | Path | None = None,
         anchor_every: int = 10,
+        recompute_kv: bool = False,
     ) -> PushResult:
         """Replace all weights by those of a module (a `PolicyModel`, say), a state_dict, or pairs of (name, tensor).
 
@@ -248,16 +301,25 @@ class TokserveClient:
         only the elements that changed since the last push with it, which must still be what serves; else, and the
         first time, everything is pushed, and the result says why.  For that a rounded copy of all weights is kept.
         `directory`: write files there, which this server and others (`load_weights`) read, a delta a version and all
-        weights with every `anchor_every`-th.  If it fails, the server keeps its old weights.
+        weights with every `anchor_every`-th.  `recompute_kv`: requests in flight go on with KV of the new weights, so
+        each token after the commit has the logprob that they give it.  If it fails, the server keeps its old weights.
         """
-        return await self._pusher.push(weights, version, delta=delta, directory=directory, anchor_every=anchor_every)
+        return await self._pusher.push(
+            weights, version, delta=delta, directory=directory, anchor_every=anchor_every, recompute_kv=recompute_kv
+        )
 
-    async def load_weights(self, directory: str | Path, version: str | None = None) -> dict[str, Any]:
+    async def load_weights(
+        self, directory: str | Path, version: str | None = None, *, recompute_kv: bool = False
+    ) -> dict[str, Any]:
         """Have the server read a checkpoint directory, or the files of a version (default: the newest) that `push`
         wrote: {"weight_version", "epoch"}."""
-        body = {"weight_dir": str(directory), "weight_version": version}
-        loaded: dict[str, Any] = await self.control("/update_weights", body)
+        body: dict[str, Any] = {"weight_dir": str(directory), "weight_version": version}
+        loaded: dict[str, Any] = await self.open_update(PUT, body | ({"recompute_kv": True} if recompute_kv else {}))
         return loaded
+
+    async def abort_weight_update(self) -> None:
+        """Roll back the update that is open, of any client.  Raises ServerError (409) if none is."""
+        await self.control(ABORT)
 
     async def served_weights(self, *, checksum: bool = False, tensors: bool = False) -> dict[str, Any]:
         """GET /weight_info.  `checksum`: have the checksum of all weights computed; `tensors`: list them."""
@@ -289,15 +351,17 @@ class TokserveClient:
         """Whether `join` has formed a process group."""
         return self._group is not None
 
-    async def broadcast(self, announced: dict[str, Any], tensors: list[Tensor], *, packed: bool) -> None:
-        """Announce tensors to the server and send them over the group."""
+    async def broadcast(
+        self, announced: dict[str, Any], tensors: list[Tensor], *, packed: bool, handle: dict[str, Any]
+    ) -> None:
+        """Announce tensors to the server and send them over the group; `handle`: names the update."""
         group = self._group
         if group is None:
             raise TransferFailed("there is no process group: join one first")
         sending = asyncio.ensure_future(asyncio.to_thread(broadcast.send, group, tensors, packed=packed))
         received = False
         try:
-            await self.control("/update_weights", {"update_info": announced})
+            await self.control(PUT, {"update_info": announced} | handle)
             received = True
         finally:
             if not received:  # the server does not receive any more: interrupt the sending thread
@@ -306,6 +370,12 @@ class TokserveClient:
                 await asyncio.wait([sending])
                 sending.exception()  # retrieved, or asyncio logs it
         await sending
+
+    async def open_update(self, path: str, body: dict[str, Any]) -> Any:
+        """The reply of a POST that opens an update; the first one takes over from a holder that has gone."""
+        reply = await self.control(path, body | ({"take_over": True} if self._take_update else {}))
+        self._take_update = False
+        return reply
 
     async def get(self, path: str) -> Any:
         """The reply of a GET, as JSON."""

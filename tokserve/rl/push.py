@@ -44,6 +44,8 @@ def named_tensors(weights: Weights) -> dict[str, Tensor]:
     """Tensors by name.  Raises TypeError for what is none of `Weights`, ValueError for a name that comes twice."""
     if isinstance(weights, nn.Module):
         return {name: tensor.detach() for name, tensor in weights.named_parameters()}
+    if not isinstance(weights, Iterable) or isinstance(weights, str | bytes | Tensor):
+        raise TypeError(f"weights are a module, a mapping or pairs of (name, tensor), not {type(weights).__name__}")
     pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
@@ -54,6 +56,14 @@ def named_tensors(weights: Weights) -> dict[str, Tensor]:
     if len(named) < len(pairs):
         raise ValueError("a name comes twice")
     return named
+
+
+def weight_file(weights: Weights) -> Iterator[bytes]:
+    """The safetensors file of all of them, in pieces.  Raises as `named_tensors`, and for none at all."""
+    named = named_tensors(weights)
+    if not named:
+        raise TypeError("weights are a module, a mapping or pairs of (name, tensor), and here there are none")
+    return iter(file_pieces(named))
 
 
 @dataclass(slots=True)

@@ -47,6 +47,9 @@ class Connection(Protocol):
     async def get(self, path: str) -> Any:
         """The reply of a GET.  Raises ServerError."""
 
+    async def open_update(self, path: str, body: dict[str, Any]) -> Any:
+        """The reply of a POST that opens an update; the first one takes over from a holder that has gone."""
+
     async def control(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The reply of a POST.  Raises ServerError."""
 
@@ -57,26 +60,33 @@ class Connection(Protocol):
     def has_group(self) -> bool:
         """Whether there is a process group."""
 
-    async def broadcast(self, announced: dict[str, Any], tensors: list[Tensor], *, packed: bool) -> None:
+    async def broadcast(
+        self, announced: dict[str, Any], tensors: list[Tensor], *, packed: bool, handle: dict[str, Any]
+    ) -> None:
         """Announce tensors and send them over the group.  Raises ServerError."""
 
 
 @asynccontextmanager
-async def transaction(connection: Connection, base: dict[str, str] | None = None) -> AsyncIterator[None]:
-    """A weight update around the block, which has to finish it; it is rolled back if the block raises."""
+async def transaction(connection: Connection, base: dict[str, str] | None = None) -> AsyncIterator[dict[str, Any]]:
+    """A weight update around the block, which has to finish it; it is rolled back if the block raises.
+
+    Yields what the calls of the block say besides, so that they mean no other update, which took over from this one.
+    """
     closed = False
+    handle: dict[str, Any] = {}
     try:
         try:
-            await connection.control(START, base)
+            started = await connection.open_update(START, dict(base or {}))
         except (ServerError, httpx.ConnectError):
             closed = True  # not opened by this call; after any other error, it may have been
             raise
-        yield
+        handle = {name: started[name] for name in ("update_id",) if name in started}
+        yield handle
         closed = True
     finally:
         if not closed:
             with suppress(ServerError, httpx.TransportError):  # already rolled back, or the server has exited
-                await connection.control(ABORT)
+                await connection.control(ABORT, handle)
 
 
 class Pusher:
@@ -88,12 +98,15 @@ class Pusher:
         self._pushed: PushedWeights | None = None
         self._keeping: asyncio.Future[None] | None = None  # the kept copy is brought up to date
         self._epoch = 0
+        self._commit: dict[str, Any] = {}  # options of the commit
         self._directories: dict[Path, tuple[WeightDirectory, PushedWeights | None]] = {}
 
     async def push(
-        self, weights: Weights, version: str | None, *, delta: bool, directory: str | Path | None, anchor_every: int
-    ) -> PushResult:
+        self, weights: Weights, version: str | None, *, delta: bool, directory: str | Path | None, anchor_every: int,
+        recompute_kv: bool = False,
+    ) -> PushResult:  # fmt: skip
         """As `TokserveClient.push`."""
+        self._commit = {"recompute_kv": True} if recompute_kv else {}
         if self._keeping is not None:
             await self._keeping
         named = await asyncio.to_thread(named_tensors, weights)
@@ -128,9 +141,9 @@ class Pusher:
         label = pushed.label(sums, str(self._epoch + 1) if version is None else version)
         base = {"base_version": label.base_version, "base_checksum": label.base_checksum}
         try:
-            async with transaction(self._connection, base):
-                size = await self._send_delta(pushed, deltas, label)
-                finish = {"weight_version": label.version, "checksum": label.checksum}
+            async with transaction(self._connection, base) as handle:
+                size = await self._send_delta(pushed, deltas, label, handle)
+                finish = {"weight_version": label.version, "checksum": label.checksum} | self._commit | handle
                 done = await self._connection.control(FINISH, finish)
         except ServerError as error:
             if error.code not in CURED_BY_FULL:
@@ -142,15 +155,17 @@ class Pusher:
             done["weight_version"], done["epoch"], "delta", size, num_changed(deltas), pushed.num_elements
         )
 
-    async def _send_delta(self, pushed: PushedWeights, deltas: Deltas, label: DeltaLabel) -> int:
+    async def _send_delta(
+        self, pushed: PushedWeights, deltas: Deltas, label: DeltaLabel, handle: dict[str, Any]
+    ) -> int:
         if not self._connection.has_group:
             size, pieces = await asyncio.to_thread(file_of, deltas, label)
-            await self._connection.send_body(PUT, body_of(pieces), TENSORS)
+            await self._connection.send_body(path_of(PUT, handle), body_of(pieces), TENSORS)
             return size
         announced, tensors = sparse_broadcast(deltas)
         announced["shapes"] = [list(pushed.described[name][1]) for name in announced["names"]]
         if deltas:
-            await self._connection.broadcast(announced, tensors, packed=False)
+            await self._connection.broadcast(announced, tensors, packed=False, handle=handle)
         return sum(tensor.nbytes for tensor in tensors)
 
     async def _push_full(
@@ -163,9 +178,9 @@ class Pusher:
         if keep and known.keys() == server.described.keys():
             pushed = await asyncio.to_thread(PushedWeights.of, server, known)
         sent: dict[str, Tensor] = dict(others) | (known if pushed is None else pushed.tensors)
-        async with transaction(self._connection):
-            size = await self._send_full(server, sent)
-            done = await self._connection.control(FINISH, {"weight_version": version})
+        async with transaction(self._connection) as handle:
+            size = await self._send_full(server, sent, handle)
+            done = await self._connection.control(FINISH, {"weight_version": version} | self._commit | handle)
         self._epoch = done["epoch"]
         if pushed is not None:
             pushed.version = done["weight_version"]
@@ -173,7 +188,7 @@ class Pusher:
         elements = sum(tensor.numel() for tensor in sent.values())
         return PushResult(done["weight_version"], done["epoch"], "full", size, elements, elements, reason)
 
-    async def _send_full(self, server: ServerTensors, sent: Mapping[str, Tensor]) -> int:
+    async def _send_full(self, server: ServerTensors, sent: Mapping[str, Tensor], handle: dict[str, Any]) -> int:
         rounded = RoundedTensors(server, sent)
         if self._connection.has_group:
             tensors = list(rounded.values())
@@ -181,7 +196,7 @@ class Pusher:
                 "names": list(rounded), "dtype_names": [dtype_name(tensor.dtype) for tensor in tensors],
                 "shapes": [list(tensor.shape) for tensor in tensors], "packed": True,
             }  # fmt: skip
-            await self._connection.broadcast(announced, tensors, packed=True)
+            await self._connection.broadcast(announced, tensors, packed=True, handle=handle)
             return sum(tensor.nbytes for tensor in tensors)
         size = 0
 
@@ -191,7 +206,7 @@ class Pusher:
                 size += len(piece)
                 yield piece
 
-        await self._connection.send_body(PUT, body(), TENSORS)
+        await self._connection.send_body(path_of(PUT, handle), body(), TENSORS)
         return size
 
     async def _push_by_directory(
@@ -217,7 +232,8 @@ class Pusher:
             size = await asyncio.to_thread(_write, directory, pushed, (deltas, sums, label))
             mode, count = "delta", num_changed(deltas)
         self._directories[target] = directory, pushed
-        done = await self._connection.control(PUT, {"weight_dir": str(target), "weight_version": version})
+        body = {"weight_dir": str(target), "weight_version": version} | self._commit
+        done = await self._connection.open_update(PUT, body)
         self._epoch = done["epoch"]
         return PushResult(done["weight_version"], done["epoch"], mode, size, count, pushed.num_elements, reason)
 
@@ -262,6 +278,11 @@ def _obstacle(
     if known.keys() != pushed.tensors.keys():
         return "other tensors were pushed before"
     return None
+
+
+def path_of(path: str, handle: dict[str, Any]) -> str:
+    """A path with what says which update is meant."""
+    return f"{path}?update_id={handle['update_id']}" if handle else path
 
 
 async def body_of(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:

@@ -97,6 +97,12 @@ class WeightSync:
             group = msgspec.convert(options, GroupOptions)
         except msgspec.ValidationError as error:
             raise RequestError(f"init_info: {error}", field="init_info") from None
+        device = self._device.torch_device.type
+        if backend in broadcast.ON_A_CARD and device != broadcast.BACKENDS[backend][1]:
+            raise RequestError(
+                f"the backend {backend} needs a CUDA device, and this server's is {device}: use gloo",
+                field="init_info.backend",
+            )
         if not 0 < group.rank_offset < group.world_size:
             raise RequestError("rank_offset must be from 1 to world_size - 1", field="init_info.rank_offset")
         if not 0 < group.master_port < 1 << 16:
@@ -299,10 +305,10 @@ class WeightSync:
             if not whole:
                 self.abort()
 
-    def finish(self, checksum: str | None = None) -> dict[str, Any] | None:
-        """Make sure that every weight is there.
+    def finish(self, checksum: str | None = None) -> dict[str, Any]:
+        """Make sure that every weight is there: {"num_bytes": of what came}.
 
-        Of a delta: {"version": as its file says, "checksum"}; `checksum`: what its result must have.
+        Of a delta also {"version": as its file says, "checksum"}; `checksum`: what its result must have.
         """
         staging = self._opened()
         self._staging = None
@@ -313,9 +319,9 @@ class WeightSync:
             staging.finish(checksum)
             self._complete = staging
             version = None if staging.label is None else staging.label.version
-            return {"version": version, "checksum": staging.checksum}
+            return {"version": version, "checksum": staging.checksum, "num_bytes": staging.num_bytes}
         self._complete = staging.finish()
-        return None
+        return {"num_bytes": staging.num_bytes}
 
     def is_same(self, current: Decoder) -> bool:
         """Whether the complete set has the bits of the one that serves."""

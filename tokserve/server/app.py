@@ -112,6 +112,7 @@ ENDPOINTS = (
         for path, handler, kind in (
             ("/pause", control.pause, control.PauseBody),
             ("/resume", control.resume, None),
+            ("/extend_pause", control.extend_pause, None),
             ("/sleep", control.sleep, control.SleepBody),
             ("/wake_up", control.wake_up, control.WakeBody),
             ("/release_kv_cache_memory", control.release_kv_cache_memory, None),

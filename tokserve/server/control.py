@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -28,15 +29,20 @@ PIECE = 4 << 20  # bytes of a weight body that go to the engine at a time
 LEVELS = ("scheduling", "kv_cache", "weights")  # what each level of sleep releases in addition
 BLANK = 1 << 10  # so many bytes of white space count as no body
 LONGEST_RPC = 1e6  # seconds: limit of a timeout
+SLOW_PIECE = 1.0  # seconds after which a smaller piece goes, too
+DRAIN_SECONDS = 60.0  # for the rest of a refused weight body
 UNDER_WAY = 8  # limit of pieces sent and not yet acknowledged
 
 
 class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What becomes of running requests and of the prefix cache."""
+    """What becomes of running requests and of the prefix cache; `lease`: seconds without a extension after which
+    generation goes on; `take_over`: a longer one of another pause does not count."""
 
     mode: str = "abort"
     wait_for_inflight_requests: bool = False
     clear_cache: bool = True
+    lease: float | None = None
+    take_over: bool = False
 
 
 class SleepBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -78,17 +84,21 @@ class RemoveCorpusBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class InitBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Options of the backend."""
+    """Options of the backend; `take_over`: roll back an open update."""
 
     init_info: dict[str, Any]
+    take_over: bool = False
 
 
 class StartBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Whether tensors have the names of the checkpoint; of a delta, the version and the checksum of what it changes."""
+    """Whether tensors have the names of the checkpoint; of a delta, the version and the checksum of what it changes.
+    `lease`: seconds without a call after which it is rolled back; `take_over`: roll back an update that is open."""
 
     is_checkpoint_format: bool = True
     base_version: str | None = None
     base_checksum: str | None = None
+    lease: float | None = None
+    take_over: bool = False
 
 
 class UpdateBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -101,13 +111,25 @@ class UpdateBody(msgspec.Struct, forbid_unknown_fields=True):
     weight_dir: str | None = None
     weight_version: str | None = None
     skip_prefix_cache_reset: bool = False
+    recompute_kv: bool = False
+    take_over: bool = False
+    update_id: str | None = None
 
 
 class FinishBody(msgspec.Struct, forbid_unknown_fields=True):
-    """The version of the new weights; of a delta, the checksum that its result must have."""
+    """The version of the new weights; of a delta, the checksum that its result must have.  `recompute_kv`: requests in
+    flight go on with KV of the new weights."""
 
     weight_version: str | None = None
     checksum: str | None = None
+    recompute_kv: bool = False
+    update_id: str | None = None
+
+
+class AbortUpdateBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Which update; default: the one that is open."""
+
+    update_id: str | None = None
 
 
 class VersionBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -177,8 +199,15 @@ async def pause(serving: Serving, request: Request) -> Response:
     """POST /pause"""
     params = await read(serving, request, PauseBody)
     await serving.llm.pause_generation(
-        mode=params.mode, wait_for_inflight_requests=params.wait_for_inflight_requests, clear_cache=params.clear_cache
-    )
+        mode=params.mode, wait_for_inflight_requests=params.wait_for_inflight_requests, clear_cache=params.clear_cache,
+        lease=params.lease, take_over=params.take_over,
+    )  # fmt: skip
+    return body.reply(request, {"status": "paused"})
+
+
+async def extend_pause(serving: Serving, request: Request) -> Response:
+    """POST /extend_pause"""
+    await serving.llm.extend_pause()
     return body.reply(request, {"status": "paused"})
 
 
@@ -196,7 +225,7 @@ async def is_paused(serving: Serving, request: Request) -> Response:
 async def state(serving: Serving, request: Request) -> Response:
     """GET /inference/v1/state: what the engine does, with which weights and arithmetic"""
     state = await serving.llm.call("state")
-    names = ("state", "weight_version", "epoch", "running", "waiting", "since", "reason")
+    names = ("state", "weight_version", "epoch", "running", "waiting", "since", "reason", "paused_since")
     arithmetic = serving.llm.ready.facts.get("arithmetic")
     return body.reply(request, {name: state[name] for name in names} | {"arithmetic": arithmetic})
 
@@ -273,7 +302,8 @@ async def remove_draft_corpus(serving: Serving, request: Request) -> Response:
 async def init_weight_transfer_engine(serving: Serving, request: Request) -> Response:
     """POST /init_weight_transfer_engine"""
     params = await read(serving, request, InitBody)
-    return body.reply(request, await serving.llm.init_weight_transfer_engine({"init_info": params.init_info}))
+    info = {"init_info": params.init_info}
+    return body.reply(request, await serving.llm.init_weight_transfer_engine(info, take_over=params.take_over))
 
 
 async def shutdown_weight_transfer_engine(serving: Serving, request: Request) -> Response:
@@ -285,8 +315,11 @@ async def shutdown_weight_transfer_engine(serving: Serving, request: Request) ->
 async def start_weight_update(serving: Serving, request: Request) -> Response:
     """POST /start_weight_update"""
     params = await read(serving, request, StartBody)
-    await serving.llm.start_weight_update(params.is_checkpoint_format, params.base_version, params.base_checksum)
-    return body.reply(request, {"message": "Weight update started"})
+    started = await serving.llm.start_weight_update(
+        params.is_checkpoint_format, params.base_version, params.base_checksum,
+        lease=params.lease, take_over=params.take_over,
+    )  # fmt: skip
+    return body.reply(request, started)
 
 
 async def update_weights(serving: Serving, request: Request) -> Response:
@@ -298,24 +331,76 @@ async def update_weights(serving: Serving, request: Request) -> Response:
     if (params.update_info is None) == (params.weight_dir is None):
         raise RequestError("give update_info (inside an update) or weight_dir (a complete one)", field="update_info")
     if params.weight_dir is not None:
-        await serving.llm.update_weights({"weight_dir": params.weight_dir, "weight_version": params.weight_version})
+        await serving.llm.update_weights({
+            "weight_dir": params.weight_dir, "weight_version": params.weight_version,
+            "recompute_kv": params.recompute_kv, "take_over": params.take_over,
+        })  # fmt: skip
     else:
-        await serving.llm.update_weights({"update_info": params.update_info})
+        for name in ("recompute_kv", "take_over"):
+            if getattr(params, name):
+                raise invalid(name, "goes with weight_dir here; else with finish_weight_update or start_weight_update")
+        await serving.llm.update_weights({"update_info": params.update_info, "update_id": params.update_id})
     status = serving.llm.status
     return body.reply(
         request, {"message": "Weights updated", "weight_version": status.weight_version, "epoch": status.epoch}
     )
 
 
+class _WeightBody:
+    """A safetensors file as it arrives."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._more = True
+
+    async def _part(self) -> bytes:
+        message = await self._request.receive()
+        if message["type"] == "http.disconnect":
+            self._more = False
+            raise ClientDisconnected
+        self._more = message.get("more_body", False)
+        part: bytes = message.get("body", b"")
+        return part
+
+    async def pieces(self) -> AsyncIterator[tuple[bytes, bool]]:
+        """Pieces of at least PIECE bytes, smaller ones if they come slowly: (bytes, whether they are the last).
+
+        Raises `ClientDisconnected`.
+        """
+        buffer, began = bytearray(), time.monotonic()
+        while self._more:
+            buffer += await self._part()
+            if len(buffer) >= PIECE or not self._more or time.monotonic() - began > SLOW_PIECE:
+                yield bytes(buffer), not self._more
+                buffer.clear()
+                began = time.monotonic()
+
+    async def drain(self) -> None:
+        """Read what is left of a refused body, for a while: most clients read no reply before they have sent it."""
+        with suppress(TimeoutError, ClientDisconnected):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while self._more:
+                    await self._part()
+
+
 async def _stream_weights(serving: Serving, request: Request) -> None:
     """Send a safetensors file to the engine piece by piece, as it arrives; it is never held as a whole."""
+    file = _WeightBody(request)
+    try:
+        await _feed(serving, file, request.query_params.get("update_id"))
+    except RequestError:
+        await file.drain()
+        raise
+
+
+async def _feed(serving: Serving, file: _WeightBody, update_id: str | None) -> None:
     stream = secrets.token_hex(8)
-    await serving.llm.begin_weight_stream(stream)  # ties the file to the open update
+    await serving.llm.begin_weight_stream(stream, update_id)  # ties the file to the open update
     sent: deque[asyncio.Task[None]] = (
         deque()
     )  # several in flight: the engine acknowledges a piece only between two steps
     try:
-        async for piece, last in _pieces(request):
+        async for piece, last in file.pieces():
             sent.append(asyncio.create_task(serving.llm.feed_weights(stream, piece, last=last)))
             if len(sent) == UNDER_WAY:
                 await sent.popleft()
@@ -330,30 +415,19 @@ async def _stream_weights(serving: Serving, request: Request) -> None:
             task.cancel()
 
 
-async def _pieces(request: Request) -> AsyncIterator[tuple[bytes, bool]]:
-    """A body in pieces of at least PIECE bytes: (bytes, whether they are the last).  Raises `ClientDisconnected`."""
-    buffer = bytearray()
-    more = True
-    while more:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        buffer += message.get("body", b"")
-        more = message.get("more_body", False)
-        if len(buffer) >= PIECE or not more:
-            yield bytes(buffer), not more
-            buffer.clear()
-
-
 async def finish_weight_update(serving: Serving, request: Request) -> Response:
     """POST /finish_weight_update"""
     params = await read(serving, request, FinishBody)
-    return body.reply(request, await serving.llm.finish_weight_update(params.weight_version, params.checksum))
+    done = await serving.llm.finish_weight_update(
+        params.weight_version, params.checksum, recompute_kv=params.recompute_kv, update_id=params.update_id
+    )
+    return body.reply(request, done)
 
 
 async def abort_weight_update(serving: Serving, request: Request) -> Response:
     """POST /abort_weight_update"""
-    await serving.llm.abort_weight_update()
+    params = await read(serving, request, AbortUpdateBody)
+    await serving.llm.abort_weight_update(params.update_id)
     return body.reply(request, {"message": "Weight update aborted"})
 
 
