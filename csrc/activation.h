@@ -19,6 +19,18 @@ struct Gelu {
   }
 };
 
+template <class Activation>
+TOKSERVE_INLINE f32x16 gated(f32x16 gate, f32x16 up) {
+  return Activation()(gate) * up;
+}
+
+// SwiGLU as gpt-oss has it: (up + 1) gate sigmoid(1.702 gate), the gate at most 7, up between -7 and 7.
+struct Clamped {};
+template <>
+TOKSERVE_INLINE f32x16 gated<Clamped>(f32x16 gate, f32x16 up) {
+  const f32x16 limit = broadcast(7.0f), g = vmin(limit, gate), u = vmax(broadcast(-7.0f), vmin(limit, up));
+  return (u + broadcast(1.0f)) * (g / (broadcast(1.0f) + exp(g * broadcast(-1.702f))));
+}
 // x times the normal distribution function at x.  W. H. Press et al., Numerical Recipes, section 6.2 (erfcc): the
 // relative error of the tail is 1.2e-7.
 struct GeluErf {

@@ -199,9 +199,16 @@ struct Tile {
   void write_out(const SoftmaxState& state) {
     for (int64_t r = 0; r < rows; r++) {
       T* out = static_cast<T*>(a.out) + ((tile.token + r / group) * a.heads + tile.kv_head * group + r % group) * a.dim;
-      const f32x16 row_sum = broadcast(state.row_sum[r]);
-      for (int64_t i = 0; i < a.dim; i += kLanes)
-        store_partial(out + i, load(state.acc + r * width + i) / row_sum, a.dim - i);
+      float rescale = 1.0f, row_sum = state.row_sum[r];
+      if (a.sinks) {
+        const float sink = a.sinks[tile.kv_head * group + r % group], row_max = max(state.row_max[r], sink);
+        rescale = exp(state.row_max[r] - row_max);
+        row_sum = row_sum * rescale + exp(sink - row_max);
+      }
+      for (int64_t i = 0; i < a.dim; i += kLanes) {
+        const f32x16 acc = load(state.acc + r * width + i) * broadcast(rescale);
+        store_partial(out + i, acc / broadcast(row_sum), a.dim - i);
+      }
     }
   }
 };

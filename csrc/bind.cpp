@@ -95,6 +95,7 @@ NB_MODULE(_C, m) {
       .def("replay", &Graph::replay, "Run the calls again; invalid contents of tensors raise ValueError.");
   bind_amx(m);
   bind_elementwise(m);
+  bind_experts(m);
   bind_linear(m);
   bind_lora(m);
   bind_quant(m);

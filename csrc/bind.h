@@ -67,6 +67,11 @@ inline int64_t panels_of(int64_t n, bool gated) {
 // The gate of an activation's name; none: the gated product without activation.  Defined in bind_linear.cpp.
 Gate gate_of(const std::optional<std::string>& activation);
 
+// Elements of a packed weight; `pairs`: it is bfloat16.  Defined in bind_linear.cpp.
+int64_t packed_size(int64_t panels, int64_t k, bool pairs);
+// Bytes of a packed int8 weight.  Defined in bind_quant.cpp.
+int64_t packed_int8_size(int64_t panels, int64_t k);
+
 // The sizes of a product: `sums` is the number of the weight's rows, 2 n for a gated weight, else n.
 struct Product {
   DType dtype, out_dtype;
@@ -77,6 +82,7 @@ struct Product {
 Product product_of(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& out, Gate gate, const char* op);
 
 void bind_amx(nanobind::module_& m);
+void bind_experts(nanobind::module_& m);
 void bind_elementwise(nanobind::module_& m);
 void bind_linear(nanobind::module_& m);
 void bind_lora(nanobind::module_& m);

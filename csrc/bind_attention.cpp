@@ -1,4 +1,6 @@
 // Bindings of the store into the KV pages and of attention over them: all indices are checked here, once per call.
+#include <nanobind/stl/optional.h>
+
 #include <vector>
 
 #include "bind.h"
@@ -138,7 +140,7 @@ void attend(const AttentionArgs& a, const std::vector<AttentionTile>& tiles, boo
 
 void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& tables,
                      const Tensor& start, const Tensor& lens, float scale, int64_t window, float softcap,
-                     const Tensor& out) {
+                     const std::optional<Tensor>& sinks, const Tensor& out) {
   const char* op = "paged_attention";
   const DType dtype = float_type(q, op);
   require(q.ndim() == 3 && q.dense(1), op, "q must be [T,Hq,D], dense in a token");
@@ -152,6 +154,7 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
   require(lens, Kind::i32, {rows}, op, "seq_lens must be int32 [R]");
   require(start, Kind::i32, {rows + 1}, op, "query_start must be int32 [R+1]");
   require(out, q.kind(), {tokens, heads, c.dim}, op, "out must be like q");
+  if (sinks) require(*sinks, Kind::f32, {heads}, op, "sinks must be float32 [Hq]");
   const AttentionRows batch{
       rows,           tokens,          start.data<int32_t>(), lens.data<int32_t>(), tables.data<int32_t>(),
       tables.size(1), tables.stride(0)};
@@ -167,7 +170,8 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
                         .dim = c.dim,
                         .scale = scale,
                         .window = window,
-                        .softcap = softcap};
+                        .softcap = softcap,
+                        .sinks = sinks ? sinks->data<float>() : nullptr};
   launch([=] {
     std::vector<AttentionTile> tiles;
     const double cost = make_tiles(a, c, batch, tiles);
@@ -181,7 +185,9 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
 
 void bind_attention(nb::module_& m) {
   m.def("store_kv", store_kv);
-  m.def("paged_attention", paged_attention);
+  m.def("paged_attention", paged_attention, nb::arg("q"), nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("tables"),
+        nb::arg("start"), nb::arg("lens"), nb::arg("scale"), nb::arg("window"), nb::arg("softcap"),
+        nb::arg("sinks").none(), nb::arg("out"));
 }
 
 }  // namespace tokserve

@@ -29,10 +29,9 @@ Product product_of(const Tensor& x, const std::optional<Tensor>& bias, const Ten
   return {dtype, float_type(out, op), x.size(0), n, x.size(1), panels_of(n, gated), sums};
 }
 
-namespace {
-
-// Elements of a packed weight, its rows padded to panels of 64; bfloat16 takes K in pairs.
 int64_t packed_size(int64_t panels, int64_t k, bool pairs) { return panels * kPanel * (pairs ? (k + 1) / 2 * 2 : k); }
+
+namespace {
 
 // Rows of one panel: element (row r, column c of K) goes to [c / depth][r][c % depth].
 template <class T>

@@ -15,7 +15,11 @@ namespace {
 constexpr int64_t kMaxColumns = 1 << 17;  // of K: 127 * 127 * 2^17 is below 2^31, so no sum overflows
 constexpr int64_t kQuad = 4;              // elements of K that a panel groups
 
+}  // namespace
+
 int64_t packed_int8_size(int64_t panels, int64_t k) { return panels * kPanel * ((k + kQuad - 1) / kQuad * kQuad); }
+
+namespace {
 
 void quantize_rows(const Tensor& x, const Tensor& values, const Tensor& scales) {
   const char* op = "quantize_rows";

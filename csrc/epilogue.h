@@ -58,7 +58,6 @@ TOKSERVE_INLINE f32x16 rounded<float>(f32x16 x) {
 // A panel's sums [rows][gate | up] become activation(gate) * up.
 template <class T, class Activation, class Args, class Sums>
 void write_gated(const Args& a, const Sums& sums, int64_t row0, int64_t rows, int64_t columns, int64_t first) {
-  const Activation activation;
   const T* bias = a.bias ? static_cast<const T*>(a.bias) + first : nullptr;
   for (int64_t c = 0; c < columns; c += kLanes) {
     const int64_t n = min(kLanes, columns - c);
@@ -70,7 +69,7 @@ void write_gated(const Args& a, const Sums& sums, int64_t row0, int64_t rows, in
       const f32x16 gate = gates(r), up = ups(r);
       const f32x16 shifted_gate = rounded<T>(bias ? gate + gate_shift : gate),
                    shifted_up = rounded<T>(bias ? up + up_shift : up);
-      store_partial(out + r * a.n, activation(shifted_gate) * shifted_up, n);
+      store_partial(out + r * a.n, gated<Activation>(shifted_gate, shifted_up), n);
     }
   }
 }
@@ -82,6 +81,7 @@ void write_panel(const Args& a, const Sums& sums, int64_t row0, int64_t rows, in
   switch (a.gate) {
     case Gate::silu: return write_gated<T, Silu>(a, sums, row0, rows, columns, first);
     case Gate::gelu: return write_gated<T, Gelu>(a, sums, row0, rows, columns, first);
+    case Gate::clamped: return write_gated<T, Clamped>(a, sums, row0, rows, columns, first);
     case Gate::both:  // all of the gate, then all of the up projection
       write_out<T, T>(a, sums, row0, rows, 0, columns, first, 2 * a.n);
       return write_out<T, T>(a, sums, row0, rows, kGatedPanel, columns, a.n + first, 2 * a.n);

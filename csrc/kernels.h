@@ -114,7 +114,7 @@ struct StoreArgs {
   int64_t k_stride, v_stride, heads, page, dim;
 };
 
-enum class Gate : int { none, both, silu, gelu };
+enum class Gate : int { none, both, silu, gelu, clamped };
 
 struct LinearArgs {
   DType dtype, out_dtype;
@@ -202,8 +202,9 @@ struct AttentionArgs {
   void* out;  // [T, heads, dim]
   int64_t q_stride, heads, kv_heads, page, dim;
   float scale;
-  int64_t window;  // 0: all keys up to the query
-  float softcap;   // 0: none
+  int64_t window;      // 0: all keys up to the query
+  float softcap;       // 0: none
+  const float* sinks;  // [heads]: a score beside those of the keys, whose value is zero; or null
 };
 
 // Consecutive queries of one request, all heads of one group: one attention task.
@@ -280,6 +281,32 @@ struct PenaltyArgs {
   int64_t vocab, length;
 };
 
+// The experts of each token, by its router logits.
+struct RouteArgs {
+  const float* logits;  // [T, E]
+  const float* bias;    // [E], added to the scores for the choice alone, or null
+  int32_t* ids;         // [T, k], best first
+  float* weights;       // [T, k]
+  int64_t experts, k;
+  int64_t groups, kept_groups;  // experts come from the best groups only; one group: from all
+  bool sigmoid;                 // scores are sigmoids, else the softmax
+  bool two_of_group;            // a group is as good as its two best experts together, else as its best one
+  bool normalize;               // weights are divided by their sum
+  float scale;                  // of the weights
+};
+
+// out = sum over j of weights[j] * outputs[places[j]], in order of j, then + sigmoid(shared_gate) * shared.
+struct CombineArgs {
+  DType dtype;
+  const float* outputs;      // [T * k, width]
+  const int32_t* places;     // [T, k]: rows of outputs
+  const float* weights;      // [T, k]
+  const void* shared;        // [T, width] or null
+  const float* shared_gate;  // [T], or null: 1
+  void* out;                 // [T, width]
+  int64_t k, width;
+};
+
 struct Kernels {
   const char* name;        // of the instruction set
   const char* arithmetic;  // of its bfloat16 products: kernels of one arithmetic give the same bits in every op
@@ -315,6 +342,10 @@ struct Kernels {
   void (*wna16_rows)(const Wna16Args&, int64_t begin, int64_t end);
   void (*linear_wna16)(const Wna16Args&, int64_t row0, int64_t begin, int64_t end);
   void (*embedding_wna16)(const Wna16Args&, const int64_t* ids, int64_t begin, int64_t end);  // rows ids[t] into out
+  // Rows [begin, end); scratch holds route_scratch(args) bytes.
+  int64_t (*route_scratch)(const RouteArgs&);
+  void (*route)(const RouteArgs&, int64_t begin, int64_t end, char* scratch);
+  void (*combine)(const CombineArgs&, int64_t begin, int64_t end);
   // attend: a whole tile into out.  attend_split: one split of it into `partial`; merge_splits: its partials into out.
   int64_t (*attention_scratch)(const AttentionArgs&);
   int64_t (*attention_partial)(const AttentionArgs&, int64_t queries);  // floats of one split's partial result

@@ -174,10 +174,7 @@ struct Scratch {
   ~Scratch() { std::free(memory); }
 };
 
-}  // namespace
-
-char* thread_scratch(int64_t bytes) {
-  static thread_local Scratch scratch;
+char* reserve(Scratch& scratch, int64_t bytes) {
   if (bytes > scratch.size) {
     std::free(scratch.memory);
     scratch.size = (bytes + 4095) / 4096 * 4096;
@@ -188,6 +185,18 @@ char* thread_scratch(int64_t bytes) {
     }
   }
   return scratch.memory;
+}
+
+}  // namespace
+
+char* thread_scratch(int64_t bytes) {
+  static thread_local Scratch scratch;
+  return reserve(scratch, bytes);
+}
+
+char* thread_workspace(int64_t bytes) {
+  static thread_local Scratch workspace;
+  return reserve(workspace, bytes);
 }
 
 }  // namespace tokserve

@@ -61,6 +61,9 @@ Pool& pool();
 // A buffer of at least `bytes` bytes, aligned to 64, that the calling thread may use until its next call.
 char* thread_scratch(int64_t bytes);
 
+// Another one, for what a call keeps while its tasks use their scratch memory.
+char* thread_workspace(int64_t bytes);
+
 // run(tasks, f) for a callable f(task).
 template <class F>
 void parallel(int64_t tasks, const F& f) {

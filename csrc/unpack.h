@@ -75,7 +75,9 @@ struct Factors {
   explicit Factors(const int8_t* factors) {
     for (int i = 0; i < 16; i++) table[i] = factors[i];
   }
-  TOKSERVE_INLINE f32x16 at(u32x16 codes) const { return per_lane<f32x16>([&](int i) { return table[codes.v[i] & 15]; }); }
+  TOKSERVE_INLINE f32x16 at(u32x16 codes) const {
+    return per_lane<f32x16>([&](int i) { return table[codes.v[i] & 15]; });
+  }
 #endif
 };
 

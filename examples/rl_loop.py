@@ -5,12 +5,15 @@ share of the answer's letters that are in their place.
 
     tokserve serve demo --dtype float32 &
     python examples/rl_loop.py [BASE_URL] | tee log && python examples/rl_plot.py log rl_loop.png
+
+With --epoch N the words of N steps come again and again.  The server drafts their rollouts from the last epoch's, which
+changes no token (docs/speculation.md); with --sticky-seeds almost all of these drafts are right.
 """
 
+import argparse
 import asyncio
 import random
 import string
-import sys
 import time
 
 import numpy as np
@@ -18,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tokserve.checkpoint import DEMO_DIR
-from tokserve.rl import Rollout, TokserveClient
+from tokserve.rl import Rollout, TokserveClient, sticky_seeds
 
 LETTERS, PROMPTS, SAMPLES, TEMPERATURE, STEPS, GOAL = 8, 8, 16, 2.0, 60, 0.85  # the goal: of three steps' mean reward
 
@@ -40,20 +43,22 @@ def logprobs(model: torch.nn.Module, rollouts: list[Rollout]) -> tuple[torch.Ten
     return trainer, server, mask
 
 
-async def main(url: str) -> None:
+async def main(url: str, steps: int, epoch: int, *, sticky: bool) -> None:
     torch.set_num_threads(1)  # the model is small
-    rng = random.Random(0)
+    rng, noise = random.Random(0), random.Random(1)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_DIR)
     model = AutoModelForCausalLM.from_pretrained(DEMO_DIR, dtype=torch.float32)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     rewards, mismatches, began = [], [], time.monotonic()
     async with TokserveClient(url) as client:
-        for step in range(STEPS):
-            words = ["".join(rng.choices(string.ascii_lowercase, k=LETTERS)) for _ in range(PROMPTS)]
+        for step in range(steps):
+            chance = random.Random(step % epoch) if epoch else rng
+            words = ["".join(chance.choices(string.ascii_lowercase, k=LETTERS)) for _ in range(PROMPTS)]
             chats = [[{"role": "user", "content": f"Reverse the word {word}."}] for word in words]
             prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
             sampling = {"max_tokens": LETTERS + 4, "temperature": TEMPERATURE, "logprobs_mode": "temperature"}
-            rollouts = await client.generate(prompts, n=SAMPLES, **sampling)
+            seeds = sticky_seeds(prompts) if sticky else [noise.randrange(1 << 62) for _ in prompts]
+            rollouts = await client.generate(prompts, n=SAMPLES, seeds=seeds, **sampling)
             answers = [tokenizer.decode(r.token_ids, skip_special_tokens=True) for r in rollouts]
             got = [reward(a, words[r.prompt_index][::-1]) for a, r in zip(answers, rollouts, strict=True)]
             scores = torch.tensor(got).view(PROMPTS, SAMPLES)
@@ -76,4 +81,10 @@ async def main(url: str) -> None:
           f"mean |server logprob - trainer logprob| {np.mean(mismatches):.1e}")  # fmt: skip
 
 
-asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"))
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000")
+parser.add_argument("--steps", type=int, default=STEPS, help="at most")
+parser.add_argument("--epoch", type=int, default=0, help="steps after which the words come again; 0: never")
+parser.add_argument("--sticky-seeds", action="store_true", help="the same seeds for a word in every epoch")
+args = parser.parse_args()
+asyncio.run(main(args.url, args.steps, args.epoch, sticky=args.sticky_seeds))

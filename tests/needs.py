@@ -91,6 +91,7 @@ EXTENSION = Need(
         "ops/test_arithmetic.py",
         "ops/test_cpu.py",
         "ops/test_capture.py",
+        "ops/test_wna16.py",
         "runner/test_arithmetic.py",
         "runner/test_cpu_graphs.py",
     ),

@@ -11,7 +11,7 @@ import difflib
 import os
 import re
 from functools import cache
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -19,6 +19,14 @@ from msgspec import Meta
 from tokserve.errors import StartError
 from tokserve.params import LogprobsMode
 
+SPECULATION_METHODS = ("suffix", "ngram", "prediction", "none")  # the first is the default
+_SPECULATION = ", ".join(SPECULATION_METHODS)
+# keys of other servers' methods that tune how drafts are found; here that is adaptive, so they change nothing
+SPECULATION_HINTS = (
+    "prompt_lookup_max", "prompt_lookup_min", "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests",
+    "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob",
+)  # fmt: skip
+DEFAULT_DRAFTS, MAX_DRAFTS = 32, 128  # of a request in a step
 BACKENDS = ("disk", "http", "ipc", "gloo", "nccl")  # of weight transfers
 PACKING = ("packed", "packed_buffer_size_bytes", "packed_num_buffers")  # must be equal at both ends of a broadcast
 GIB = 1 << 30
@@ -33,6 +41,14 @@ NotNegative = Annotated[int, Meta(ge=0)]
 def about(text: str, **limits: Any) -> Meta:
     """The field's sentence for --help, and its range."""
     return Meta(description=text, **limits)
+
+
+class SpeculationPlan(NamedTuple):
+    """What speculation does: its method, most drafts of a request in a step, and bytes of earlier outputs."""
+
+    method: str
+    num_drafts: int
+    history_bytes: int
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,6 +115,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "processed_logprobs are the first and the last)."
         ),
     ] = "raw"
+    enable_return_routed_experts: Annotated[
+        bool, about("Return the experts that were chosen for each position of prompt and output (CPU).")
+    ] = False
     return_sampling_mask: Annotated[
         bool, about("Return the ids that each token was drawn from, and their mass, to requests that do not say.")
     ] = False
@@ -179,6 +198,52 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     depth: Annotated[
         Literal[1, 2], about("Steps in flight: 1 plans after a step's result is known, 2 while it runs (for GPUs).")
     ] = 1
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Speculation: drafts of the next tokens that a step verifies (docs/speculation.md)."""
+
+    speculative_config: Annotated[
+        dict[str, Any] | None,
+        about('JSON object {"method": NAME, "num_speculative_tokens": N}: drafts come from what requests predict '
+              "(prediction), also from their own text (ngram), also from earlier outputs (suffix, the default), or "
+              "nowhere (none). No result depends on it."),
+    ] = None  # fmt: skip
+    spec_method: Annotated[str | None, about("The same as method in speculative_config.")] = None
+    spec_tokens: Annotated[
+        Positive | None, about("The same as num_speculative_tokens in speculative_config: most drafts of a request in "
+                               "a step; default: 32."),
+    ] = None  # fmt: skip
+    speculative_history_bytes: Annotated[
+        NotNegative,
+        about("Memory for earlier outputs that are drafts for later ones (suffixes K, M, G are understood); 0: none "
+              "are kept."),
+    ] = 64 << 20  # fmt: skip
+
+    def resolved(self) -> SpeculationPlan:
+        """What the options amount to.  Raises StartError for what is not served."""
+        given = dict(self.speculative_config or {})
+        for name, flag in (("method", self.spec_method), ("num_speculative_tokens", self.spec_tokens)):
+            if flag is not None and given.setdefault(name, flag) != flag:
+                raise StartError(f"option speculative_config: {name} is {given[name]!r}, and {flag!r} by its own flag")
+        if given.get("model") is not None:
+            raise StartError("option speculative_config: draft models are not served; methods are " + _SPECULATION)
+        method = given.pop("method", SPECULATION_METHODS[0])
+        if method not in SPECULATION_METHODS:
+            raise StartError(f"option speculative_config: there is no method {method!r}; methods are {_SPECULATION}")
+        most = given.pop("num_speculative_tokens", None)
+        most = DEFAULT_DRAFTS if most is None else most
+        if type(most) is not int or not 1 <= most <= MAX_DRAFTS:
+            raise StartError(
+                f"option speculative_config: num_speculative_tokens must be an integer from 1 to {MAX_DRAFTS}, "
+                f"got {most!r}"
+            )
+        unknown = [name for name in given if given[name] is not None and name not in SPECULATION_HINTS]
+        if unknown:
+            raise StartError(
+                f"option speculative_config: unknown key {unknown[0]!r}; keys are method and num_speculative_tokens"
+            )
+        return SpeculationPlan(method, most, self.speculative_history_bytes if method == "suffix" else 0)
 
 
 class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -458,6 +523,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    speculation: SpeculativeConfig = SpeculativeConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     weights: WeightsConfig = WeightsConfig()
     lora: LoraConfig = LoraConfig()

@@ -100,27 +100,27 @@ def read_header(path: Path) -> GgufHeader:
         with path.open("rb") as file:
             if file.seek(0, 2) < 24:
                 raise StartError(f"{path} is not a GGUF file: it has fewer bytes than a header")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
                 return _Reader(path, view).header()
     except OSError as error:
         raise StartError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 class _Reader:
-    def __init__(self, path: Path, data: memoryview) -> None:
-        self._path, self._data, self._at = path, data, 0
+    def __init__(self, path: Path, content: memoryview) -> None:
+        self._path, self._content, self._at = path, content, 0
 
     def _error(self, what: str) -> StartError:
         return StartError(f"{self._path} is not a valid GGUF file: {what}")
 
     def _left(self) -> int:
-        return len(self._data) - self._at
+        return len(self._content) - self._at
 
     def _take(self, form: str) -> Any:
         size = struct.calcsize("<" + form)
         if size > self._left():
-            raise self._error(f"it ends within its header, at byte {len(self._data)}")
-        (value,) = struct.unpack_from("<" + form, self._data, self._at)
+            raise self._error(f"it ends within its header, at byte {len(self._content)}")
+        (value,) = struct.unpack_from("<" + form, self._content, self._at)
         self._at += size
         return value
 
@@ -135,7 +135,7 @@ class _Reader:
         size = self._count(1, f"bytes of {what}")
         if most is not None and size > most:
             raise self._error(f"{what} has {size} bytes, more than {most}")
-        raw = bytes(self._data[self._at : self._at + size])
+        raw = bytes(self._content[self._at : self._at + size])
         self._at += size
         try:
             return raw.decode("utf-8")
@@ -144,7 +144,7 @@ class _Reader:
 
     def header(self) -> GgufHeader:
         """All of it."""
-        if bytes(self._data[:4]) != MAGIC:
+        if bytes(self._content[:4]) != MAGIC:
             raise self._error("it does not begin with GGUF")
         self._at = 4
         version = self._take("I")
@@ -175,7 +175,7 @@ class _Reader:
             raise self._error(f"{key!r} is an array of the unknown type {inner}")
         form = "B" if inner == BOOL else SCALARS[inner]
         count = self._count(struct.calcsize("<" + form), f"elements of {key!r}")
-        values = list(struct.unpack_from(f"<{count}{form}", self._data, self._at))
+        values = list(struct.unpack_from(f"<{count}{form}", self._content, self._at))
         self._at += count * struct.calcsize("<" + form)
         return values
 
@@ -187,17 +187,17 @@ class _Reader:
 
     def _tensors(self, count: int, alignment: int) -> dict[str, GgufTensor]:
         described = [self._tensor() for _ in range(count)]
-        data = -(-self._at // alignment) * alignment
+        begin = -(-self._at // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
         for name, shape, kind, offset, size in described:
             if name in tensors:
                 raise self._error(f"it has the tensor {name!r} twice")
-            if offset % alignment or data + offset + size > len(self._data):
+            if offset % alignment or begin + offset + size > len(self._content):
                 raise self._error(
                     f"the {size} bytes of {name!r} at offset {offset} are "
                     + ("not aligned" if offset % alignment else "not all in the file, which may be truncated")
                 )
-            tensors[name] = GgufTensor(self._path, name, shape, kind, data + offset, size)
+            tensors[name] = GgufTensor(self._path, name, shape, kind, begin + offset, size)
         return tensors
 
     def _tensor(self) -> tuple[str, tuple[int, ...], str, int, int]:

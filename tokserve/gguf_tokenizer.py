@@ -114,14 +114,14 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], *, gemma:
 def _merges(tokens: Sequence[str], ranks: Sequence[float]) -> list[tuple[str, str]]:
     """Every way to join two pieces to a third, the best third first."""
     numbers = {token: number for number, token in enumerate(tokens)}
-    found: list[tuple[float, int, int, str, str]] = []
+    ranked: list[tuple[float, int, int, str, str]] = []
     for token, number in numbers.items():
         if 2 <= len(token) <= MAX_PIECE:
             for cut in range(1, len(token)):
                 left, right = token[:cut], token[cut:]
                 if left in numbers and right in numbers:
-                    found.append((-ranks[number], numbers[left], numbers[right], left, right))
-    return [(left, right) for *_, left, right in sorted(found)]
+                    ranked.append((-ranks[number], numbers[left], numbers[right], left, right))
+    return [(left, right) for *_, left, right in sorted(ranked)]
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ microseconds, and deltas are joined by joining bytes.  A step's output is a few 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,7 +35,8 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One choice of a checked request.  `request_id`: the client's id, `#` and the choice's index.
 
     `task`: without the fields that are for the front end.  `options.stream` is True as well if the front end searches
-    the text for stop strings.  `arrival`: seconds, the front end's monotonic clock; for order only.
+    the text for stop strings.  `arrival`: seconds, the front end's monotonic clock; for order only.  `drafts`:
+    `options.draft_token_ids` as packed int32, in their place.
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     options: RequestOptions
     seed: int
     arrival: float = 0.0
+    drafts: bytes = b""
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -113,6 +115,16 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
         )  # fmt: skip
 
 
+class DraftCounts(NamedTuple):
+    """Of one request: steps that had drafts, drafts, and accepted ones; and `predicted`, the output tokens that its
+    prediction foresaw, which does not depend on what was drafted."""
+
+    steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    predicted: int = 0
+
+
 class SamplingMasks(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What n tokens were drawn from, as in `plan.SamplingMaskRows`.
 
@@ -152,7 +164,7 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):
     abort_quarantine | deadline | queue_timeout | shutdown | nan | forbidden |
     grammar_limit | error.  `stop`: the token id or sequence
     that matched.  Times are seconds since arrival: admitted to a slot, first token, end (0.0 where it never came to
-    that).
+    that).  `drafts`: of the whole request.
     """
 
     reason: str
@@ -162,6 +174,7 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):
     queued: float = 0.0
     first_token: float = 0.0
     total: float = 0.0
+    drafts: DraftCounts = DraftCounts()
 
 
 class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -185,6 +198,24 @@ class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
                 )
             else:
                 to[row] = Logprobs(token_logprobs[start:end], ranks[start:end], b"", b"", 0, mode)
+
+
+class RoutedExperts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The experts chosen for positions `start`, start + 1, ... of prompt and output.
+
+    `ids`: [n, layers, chosen] of `item` bytes each, little-endian; zeros in layers without experts.
+    """
+
+    ids: bytes
+    start: int
+    layers: int
+    chosen: int
+    item: int
+
+    def array(self, end: int) -> NDArray[Any]:
+        """The ids of positions before `end`."""
+        ids = np.frombuffer(self.ids, f"<u{self.item}").reshape(-1, self.layers, self.chosen)
+        return ids[: max(0, end - self.start)]
 
 
 class RowSamplingMasks(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -215,7 +246,7 @@ class RareFields(msgspec.Struct, frozen=True, array_like=True, gc=False):
     With a request's first output: `prompt_logprobs` (rows for prompt tokens start, start + 1, ...; the very first token
     of a prompt has none) and `cached_tokens`, its prompt tokens found in the cache.  With its last: `finish`, and
     `weight_versions`, (weight version, start, end) of output positions, the version with the adapter's label.
-    `pooled`: float32, the vector of a pooling request.
+    `pooled`: float32, the vector of a pooling request.  `routed_experts`: if the server returns them.
     """
 
     row: int
@@ -224,6 +255,7 @@ class RareFields(msgspec.Struct, frozen=True, array_like=True, gc=False):
     cached_tokens: int = 0
     weight_versions: list[tuple[str, int, int]] = []
     pooled: bytes = b""
+    routed_experts: RoutedExperts | None = None
 
 
 # request id, new tokens, and the rest
@@ -241,6 +273,8 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     `grammar_refusals`: a counter of grammars refused after a trial.  `clients`, `stalled`: gauges of the clients with
     requests, and of the requests whose client does not read; `displaced`: a counter, the part of `preemptions` that
     made room for another client.
+    `draft_steps`: steps of requests that had drafts; `draft_tokens`: their drafts; `accepted_by_position`: those that
+    were accepted, by their position in the row.
     """
 
     running: int = 0
@@ -263,6 +297,9 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     clients: int = 0
     stalled: int = 0
     displaced: int = 0
+    draft_steps: int = 0
+    draft_tokens: int = 0
+    accepted_by_position: list[int] = []
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):

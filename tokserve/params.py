@@ -166,7 +166,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `temperature` 0 is greedy.  `top_k` 0 or -1 is off.  `max_tokens` None is the rest of the context.
     `logprobs` k returns the sampled token's logprob and the k most probable (-1: the whole
     vocabulary); `prompt_logprobs` the same for prompt tokens from `prompt_logprobs_start` on;
-    `logprob_token_ids` the logprobs of given ids at every generated position.  `return_sampling_mask` returns the
+    `logprob_token_ids` the logprobs of given ids at every generated position.  `routed_experts_prompt_start`: so
+    many of the first tokens of the prompt are left out of the routed experts.  `return_sampling_mask` returns the
     ids that each token was drawn from; None is the server's default.
     """
 
@@ -192,6 +193,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: NumLogprobs | None = None
     prompt_logprobs: NumLogprobs | None = None
     prompt_logprobs_start: Count = 0
+    routed_experts_prompt_start: Count = 0
     logprob_token_ids: Annotated[list[int], Meta(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)] | None = None
     logprobs_mode: LogprobsMode | None = None
     return_sampling_mask: bool | None = None
@@ -270,7 +272,10 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `stream`: outputs as they come, else one at the end.  `priority`: lower runs earlier under the priority policy.
     `cache_salt`: shares cached blocks only with requests of the same salt.  `group_id`: aborted together.  `adapter`:
     the name of a loaded LoRA adapter, "" for none.  `deadline_ms`: ends the request so long after its arrival with what
-    it has; `queue_timeout_ms`: likewise while it has no slot.
+    it has; `queue_timeout_ms`: likewise while it has no slot.  `speculate`: drafts may be made for it.
+    `draft_token_ids`: what the output may be, from its first token on; it is verified, and changes how fast tokens
+    come, never which.  `draft_group`: earlier outputs of requests with the same name are drafts as well; default:
+    those of the same client with the same prompt.
     """
 
     stream: bool = False
@@ -278,6 +283,9 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     group_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     adapter: str = ""
+    speculate: bool = True
+    draft_token_ids: list[int] | None = None
+    draft_group: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     deadline_ms: PositiveCount | None = None
     queue_timeout_ms: PositiveCount | None = None
 

@@ -131,8 +131,8 @@ class StepResult(msgspec.Struct, frozen=True):
     `sampling_masks`.  `status[i]`:
     OK, NOT_FINITE (the logits held NaN or only -inf), NO_LEGAL_TOKEN (the request's own parameters left none) or
     WITHHELD; unless OK, the row has no token.  By plan row: `prompt_logprobs` of the prompt tokens that follow this
-    chunk's positions (token num_computed + 1 ...), as far as requested; `pooled` vectors; `routed_experts`, int32
-    [num_tokens, layers, experts per token].
+    chunk's positions (token num_computed + 1 ...), as far as requested; `pooled` vectors; `routed_experts`, uint8 or
+    uint16 [n, layers, experts per token] of the row's last n positions, all of them if it enters its slot.
     """
 
     step: int
@@ -142,7 +142,7 @@ class StepResult(msgspec.Struct, frozen=True):
     logprobs: LogprobRows | None = None
     prompt_logprobs: dict[int, LogprobRows] = {}
     pooled: dict[int, Float32] = {}
-    routed_experts: dict[int, Int32] = {}
+    routed_experts: dict[int, NDArray[Any]] = {}
     sampling_masks: SamplingMaskRows | None = None
 
 

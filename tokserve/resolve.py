@@ -120,6 +120,7 @@ def _is_loopback(host: str) -> bool:
 
 def _check(config: Config) -> None:
     model = config.model
+    config.speculation.resolved()
     if model.quantize_lm_head and model.quantization in (None, "none") and config.runtime.device != "cpu":
         raise StartError("quantize_lm_head needs a quantization, except on a CPU")
     if model.quantize_lm_head and model.head_dtype != "auto":

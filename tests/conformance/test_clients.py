@@ -92,7 +92,7 @@ VALUES: dict[str, Any] = {
 }  # fmt: skip
 
 
-IGNORED = {"metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
+IGNORED = {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
 
 
 def sdk(text: Api) -> openai.OpenAI:

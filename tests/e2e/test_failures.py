@@ -155,6 +155,7 @@ def test_a_second_sigint_hangs_up_on_a_client_that_does_not_read() -> None:
         assert not any("ERROR" in line or "Traceback" in line for line in server.log), server.log
 
 
+@pytest.mark.slow
 def test_without_the_compiled_extension_it_serves_on_torch_and_says_so_once(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['tokserve._C'] = None\n")
     with Server("demo", env={"PYTHONPATH": str(tmp_path)}) as server:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 from tests.e2e.test_exact import alone, columns, together
 from tests.models import gguf_models
@@ -23,6 +22,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("tiny"), tiny_config("qwen3", dtype="bfloat16"), seed=1)
 
 
+@pytest.mark.slow
 def test_same_bits_alone_among_others_chunked_preempted_and_cached(checkpoint: Path) -> None:
     with LLM(checkpoint, enable_prefix_caching=False, cpu_threads=1, **OPTIONS) as llm:
         facts, per_token = llm.ready.facts, llm.ready.facts["kv_bytes"] // (llm.ready.num_blocks * llm.ready.block_size)
@@ -52,15 +52,3 @@ def test_a_gguf_file_decodes_as_it_scores_prompts(tmp_path: Path) -> None:
             assert columns(scored.prompt_logprobs) == columns(made.logprobs)
         chat = llm.chat([{"role": "user", "content": "Hello <extra_1>"}], SamplingParams(max_tokens=3), use_tqdm=False)
         assert len(chat[0].outputs[0].token_ids) == 3
-
-
-@pytest.mark.parametrize("head", [False, True])
-def test_floats_pushed_are_quantized_as_at_the_start(checkpoint: Path, tmp_path: Path, head: bool) -> None:
-    other = write_checkpoint(tmp_path / "other", tiny_config("qwen3", dtype="bfloat16"), seed=2)
-    assert load_file(other / "model.safetensors").keys() == load_file(checkpoint / "model.safetensors").keys()
-    with LLM(other, quantize_lm_head=head, **OPTIONS) as llm:
-        expected = alone(llm)
-    with LLM(checkpoint, quantize_lm_head=head, **OPTIONS) as llm:
-        assert alone(llm) != expected
-        llm.update_weights(other)
-        assert alone(llm) == expected

@@ -23,9 +23,9 @@ import msgspec
 import numpy as np
 
 from tests.outputs import Output, unpack
-from tokserve.config import Config
+from tokserve.config import Config, SpeculationPlan
 from tokserve.engine.core import EngineCore
-from tokserve.engine.drafter import Drafter
+from tokserve.engine.drafter import Drafter, TextDrafter
 from tokserve.engine.request import Request
 from tokserve.errors import RequestError
 from tokserve.kv_spec import KVLayout, KVSpec
@@ -469,8 +469,7 @@ class ScriptedExecutor:
         samples = known == len(slot.tokens) and isinstance(task, SamplingParams)
         demand(num_logits == (num_drafts + 1 if samples else 0), f"{name}: num_logits")
         if num_drafts:
-            demand(samples and slot.sampled <= self.collected, f"{name}: drafts after tokens that are not settled")
-            demand(task.structured_outputs is None, f"{name}: drafts under a grammar")
+            demand(samples, f"{name}: drafts in the middle of a prompt")
         if samples:
             limit = slot.row.prompt_len + (task.max_tokens or self.context)
             demand(start + count < min(limit, self.context), f"{name}: scheduled beyond its length")
@@ -517,12 +516,13 @@ class ScriptedExecutor:
     def _result(self, plan: StepPlan, bitmask: GrammarBitmask | None) -> StepResult:
         tokens: list[int] = []
         counts, status, rows, prompt_rows, pooled = [], [], [], {}, {}
-        masks: dict[int, int] = {}
+        masks: dict[int, list[int]] = {}
         withheld: set[int] = set()
         if bitmask is not None:
             demand(bitmask.slots.dtype == bitmask.withheld.dtype == np.int32, "types of a bitmask")
             demand(bitmask.bits.dtype == np.uint32 and len(bitmask.bits) == len(bitmask.slots), "bits")
-            masks = dict(zip(bitmask.slots.tolist(), (row[0] for row in bitmask.bits.tolist()), strict=True))
+            for number, row in zip(bitmask.slots.tolist(), bitmask.bits.tolist(), strict=True):
+                masks.setdefault(number, []).append(row[0])
             withheld = set(bitmask.withheld.tolist())
         sampling = set(plan.slots[plan.num_logits > 0].tolist())
         demand(masks.keys() | withheld <= sampling and not masks.keys() & withheld, "a mask for a row without logits")
@@ -545,12 +545,16 @@ class ScriptedExecutor:
                     prompt_rows[i] = rows_of(scored, width, padding=2)
             if number in withheld:
                 demand(task.structured_outputs is not None, "a row without a grammar is withheld")
-                slot.computed -= 1
+                slot.truncate(len(slot.tokens) - int(plan.num_drafts[i]))
+                slot.computed -= int(plan.num_logits[i])
                 counts.append(0)
                 status.append(WITHHELD)
             elif plan.num_logits[i]:
                 demand((number in masks) == (task.structured_outputs is not None), f"{slot.row.request_id}: mask")
-                sampled, state = self._sampled(slot, plan.step, int(plan.num_drafts[i]), masks.get(number, ~0), rows)
+                num_drafts = int(plan.num_drafts[i])
+                own = masks.get(number, [~0] * (num_drafts + 1))
+                demand(len(own) == num_drafts + 1, f"{slot.row.request_id}: {len(own)} masks for {num_drafts} drafts")
+                sampled, state = self._sampled(slot, plan.step, num_drafts, own, rows)
                 tokens += sampled
                 counts.append(len(sampled))
                 status.append(state)
@@ -565,7 +569,7 @@ class ScriptedExecutor:
         )  # fmt: skip
 
     def _sampled(
-        self, slot: Slot, step: int, num_drafts: int, mask: int, rows: list[tuple[float, int, Any, Any]]
+        self, slot: Slot, step: int, num_drafts: int, masks: list[int], rows: list[tuple[float, int, Any, Any]]
     ) -> tuple[list[int], int]:
         """A row's new tokens, and its status; the drafts that are not what would have been sampled are dropped."""
         row, task = slot.row, slot.row.task
@@ -575,8 +579,11 @@ class ScriptedExecutor:
         slot.truncate(known)
         slot.sampled = step
         tokens: list[int] = []
-        for draft in [*drafts, -1]:
+        for draft, mask in zip([*drafts, -1], masks, strict=True):
             end = len(slot.tokens)
+            if not mask % (1 << VOCAB) and tokens:  # nothing may come after the draft before
+                self._reject(slot, step, num_drafts + 1 - len(tokens))
+                return tokens, OK
             for positions, failed in ((self.bar, NO_LEGAL_TOKEN), (self.spoil, NOT_FINITE)):
                 if (row.seed, end) in positions:
                     if tokens:  # the next step finds out
@@ -606,7 +613,28 @@ class ScriptedExecutor:
 # --- drafts ---
 
 
-class RandomDrafter:
+class OneByOne:
+    """A drafter that looks at one request at a time."""
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int], num_tokens: int) -> list[list[int]]:
+        return [self.propose_one(request, limit) for request, limit in zip(requests, limits, strict=True)]
+
+    def propose_one(self, request: Request, limit: int) -> list[int]:
+        raise NotImplementedError
+
+    def on_step(self, rows: int, num_tokens: int, seconds: float) -> None:
+        pass
+
+    def on_end(self, request: Request) -> None:
+        pass
+
+
+def text_drafter() -> TextDrafter:
+    """The one that serves, with little memory."""
+    return TextDrafter(SpeculationPlan("suffix", 8, 1 << 14), VOCAB)
+
+
+class RandomDrafter(OneByOne):
     """Proposes what would be sampled, something else, or the one and then the other."""
 
     def __init__(self, executor: ScriptedExecutor, seed: int, right: float = 0.5, longest: int = 5) -> None:
@@ -616,7 +644,9 @@ class RandomDrafter:
         self._longest = longest
         self.proposed = 0
 
-    def propose(self, request: Request, limit: int) -> list[int]:
+    def propose_one(self, request: Request, limit: int) -> list[int]:
+        if request.num_in_flight:
+            return []
         count = min(self._rng.randint(0, self._longest), limit)
         right = count if self._rng.random() < self._right else self._rng.randint(0, count)
         drafts = self._continuation(request, right)
@@ -696,7 +726,13 @@ class Engine:
         self, *, num_blocks: int = 64, block_size: int = 4, context: int = 64, drafter: Drafter | None = None,
         **options: Any,
     ) -> None:  # fmt: skip
-        options = {"model": "scripted", "max_num_seqs": 8, "max_num_batched_tokens": 32, **options}
+        options = {
+            "model": "scripted",
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 32,
+            "spec_method": "none",
+            **options,
+        }
         options.setdefault("eos_token_ids", list(EOS))
         self.config = Config.make(max_model_len=context, **options)
         self.executor = ScriptedExecutor(self.config, num_blocks, block_size)

@@ -18,7 +18,7 @@ from typing import Any, cast
 import pytest
 
 from tests.engine.grammars import STEPS, LateGrammars, LateMasks
-from tests.engine.scripted import Engine, RandomDrafter
+from tests.engine.scripted import Engine, RandomDrafter, text_drafter
 from tokserve.messages import Abort, Status, StepOutput, Submit, SubmitReply
 from tokserve.params import PoolingParams, SamplingParams, StructuredOutputs
 
@@ -58,7 +58,8 @@ class Life:
         self.engine.core._admission._grammars = self.engine.core.grammars = cast(Any, self.grammars)
         self.engine.core._mask_worker = cast(Any, self.masks)
         if self.drafts:
-            self.engine.core.scheduler._drafter = RandomDrafter(self.engine.executor, rng.randrange(100), right=0.8)
+            guesses = RandomDrafter(self.engine.executor, rng.randrange(100), right=0.8)
+            self.engine.core.scheduler._drafter = rng.choice([guesses, text_drafter()])
         self.engine.executor.slow = deque()
         self.engine.executor.beside = beside
         self.calls: dict[int, str] = {}

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from tests.engine.grammars import Machine, compiled
-from tests.engine.scripted import VOCAB, Engine, RandomDrafter
+from tests.engine.scripted import VOCAB, Engine, OneByOne, RandomDrafter
 from tokserve.engine.grammar import Grammar
 from tokserve.engine.prefix_cache import BlockTable
 from tokserve.engine.request import Request
@@ -21,14 +21,16 @@ DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 PROMPT = [3, 4, 5, 6, 7]
 
 
-class Fixed:
+class Fixed(OneByOne):
     """Proposes by output position: `right` tokens of what the request gives alone, then `wrong` others."""
 
     def __init__(self, engine: Engine, right: int, wrong: int = 0, only: Sequence[int] | None = None) -> None:
         self.engine, self.right, self.wrong, self.only = engine, right, wrong, only
         self.calls: list[tuple[int, int]] = []  # known output tokens, limit
 
-    def propose(self, request: Request, limit: int) -> list[int]:
+    def propose_one(self, request: Request, limit: int) -> list[int]:
+        if request.num_in_flight:
+            return []
         self.calls.append((request.num_output, limit))
         if self.only is not None and request.num_output not in self.only:
             return []
@@ -96,11 +98,11 @@ def test_a_stop_among_accepted_drafts_drops_what_follows(depth: int, stop: str) 
     engine = Engine(depth=depth)
     engine.add("a", PROMPT, max_tokens=12, ignore_eos=True, logprobs=1, **fields)
 
-    class Through:
+    class Through(OneByOne):
         """Proposes on, past the end."""
 
-        def propose(self, request: Request, limit: int) -> list[int]:
-            return tokens[request.num_output :][: min(limit, 6)]
+        def propose_one(self, request: Request, limit: int) -> list[int]:
+            return [] if request.num_in_flight else tokens[request.num_output :][: min(limit, 6)]
 
     engine.core.scheduler._drafter = Through()
     engine.run()
@@ -180,14 +182,39 @@ class Compiled:
         pass
 
 
-def test_requests_with_a_grammar_are_not_drafted_for() -> None:
-    engine, drafter = drafting(0, 3)
-    engine.core._admission._grammars = engine.core.grammars = cast(Any, Compiled())
-    request = engine.make("g", PROMPT, structured_outputs=StructuredOutputs(regex="x"))
-    engine.core.receive(b"A", Submit(7, "g", [request]))
-    engine.run()
-    assert len(engine.tokens("g")) >= 3 and not drafter.calls
-    engine.core._mask_worker.close()
+class Given(OneByOne):
+    """Proposes the same whenever it may."""
+
+    def __init__(self, drafts: list[int]) -> None:
+        self.drafts = drafts
+
+    def propose_one(self, request: Request, limit: int) -> list[int]:
+        return self.drafts[request.num_output :][:limit]
+
+
+@DEPTHS
+def test_drafts_under_a_grammar_are_sampled_as_it_allows(depth: int) -> None:
+    """The grammar: 3 or 13, then 5, then 6 or 16, then the end; after 16 its state fails."""
+
+    def run(drafts: list[int], seed: int) -> tuple[list[int], object]:
+        engine = Engine(depth=depth, drafter=Given(drafts))
+        engine.core._admission._grammars = engine.core.grammars = cast(Any, Compiled())
+        request = engine.make("g", PROMPT, seed=seed, structured_outputs=StructuredOutputs(regex="x"), max_tokens=9)
+        engine.core.receive(b"A", Submit(7, "g", [request]))
+        engine.run()
+        engine.core._mask_worker.close()
+        accepted.append(engine.executor.accepted)
+        finish = engine.received["g"].finish
+        return engine.tokens("g"), finish and (finish.reason, finish.detail, finish.message)
+
+    accepted: list[int] = []
+    for seed in range(6):
+        expected = run([], seed)
+        assert accepted[-1] == 0
+        texts = [[a, 5, b, 1, 7] for a in (3, 13) for b in (6, 16)]
+        for drafts in [*texts, [3, 6], [9, 9, 9], [3, 5, 7, 1], [13, 5, 5, 5, 5, 5]]:
+            assert run(drafts, seed) == expected
+    assert max(accepted) >= 2
 
 
 @DEPTHS
@@ -211,5 +238,5 @@ def test_drafts_of_many_requests_in_turn(depth: int) -> None:
     engine.run()
     for i in range(12):
         engine.check_complete(f"r{i}")
-    assert drafter.proposed == engine.executor.accepted + engine.executor.rejected > 0
+    assert drafter.proposed >= engine.executor.accepted + engine.executor.rejected > 0
     engine.check_empty()

@@ -64,6 +64,7 @@ def test_bodies_in_tiny_pieces(scene: Scene) -> None:
     assert {answer.status for answer in scene.under(attack.tiny_segments)} == {200}
 
 
+@pytest.mark.slow
 def test_large_replies_are_sent_while_they_are_made(scene: Scene) -> None:
     answers = scene.under(attack.large_replies)
     assert [answer.status for answer in answers] == [200, 200] and all(answer.size > 50e6 for answer in answers)

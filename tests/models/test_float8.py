@@ -238,7 +238,7 @@ def test_scales_that_are_missing_or_misshapen_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "asks for quantization 'gptq'"),
+        ({"quant_method": "gptq", "bits": 3}, "asks for quantization 'gptq'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "asks for fp8 of format 'e5m2'"),
         (compressed("channel", num_bits=4, type="int"), "asks for weights of type 'int' with 4 bits by channel"),
         (compressed("group"), "asks for weights of type 'float' with 8 bits by group"),

@@ -205,3 +205,12 @@ def test_groups_of_different_sizes_become_floats() -> None:
     made = PackedFormat("gptq", 4, 32, frozenset(), frozenset()).assemble(roles | {"order": uneven})
     assert isinstance(made, Tensor)
     assert torch.equal(made[:, :3], meant[:, :3]) and not torch.equal(made[:, 3], meant[:, 3])
+
+
+def test_a_policy_refuses_a_quantized_checkpoint(tmp_path: Path) -> None:
+    from tokserve.train.policy import PolicyModel
+
+    directory = write_checkpoint(tmp_path / "q", HF, seed=1)
+    write(directory, *CASES["awq"])
+    with pytest.raises(StartError, match="a quantized checkpoint cannot be trained"):
+        PolicyModel.from_pretrained(directory, dtype="float32")

@@ -44,6 +44,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3-untied-biases": ("qwen3", {"tie_word_embeddings": False, "attention_bias": True, "head_dim": 32}),
     "qwen3-mixed": ("qwen3", {"use_sliding_window": True, "sliding_window": 9, "layer_types": MIXED}),
+    "qwen3-moe": ("qwen3_moe", {}),
+    "qwen3-moe-mixed": (
+        "qwen3_moe",
+        {"norm_topk_prob": False, "decoder_sparse_step": 2, "attention_bias": True, "num_experts": 7, "head_dim": 32},
+    ),
+    "qwen2-moe": ("qwen2_moe", {}),
+    "qwen2-moe-window": (
+        "qwen2_moe",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1, "norm_topk_prob": True},
+    ),
+    "mixtral": ("mixtral", {}),
+    "mixtral-window": ("mixtral", {"sliding_window": 24, "hidden_act": "gelu_pytorch_tanh", "head_dim": None}),
+    "gpt-oss": ("gpt_oss", {}),
+    "gpt-oss-default-windows": ("gpt_oss", {"layer_types": None, "num_experts_per_tok": 1, "attention_bias": False}),
+    "glm4-moe": ("glm4_moe", {}),
+    "glm4-moe-plain": (
+        "glm4_moe",
+        {"n_group": 1, "topk_group": 1, "use_qk_norm": False, "attention_bias": False, "first_k_dense_replace": 2},
+    ),
     "gemma3": ("gemma3_text", {}),
     "gemma3-untied-biases": (
         "gemma3_text",

@@ -36,6 +36,35 @@ def theirs(hf: dict[str, Any]) -> PretrainedConfig:
     return AutoConfig.for_model(**{name: value for name, value in hf.items() if name != "architectures"})
 
 
+MIXTURES = {"qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "gpt_oss"}
+
+
+@pytest.mark.parametrize("family", sorted(MIXTURES))
+def test_absent_attributes_of_mixtures_mean_what_transformers_assumes(family: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 6}
+    hf = {"architectures": tiny_config(family)["architectures"], "model_type": family, "num_attention_heads": 32}
+    expected, spec = theirs(hf | sizes), decoder_spec(hf | sizes)
+    attention = spec.blocks[0].attention
+    assert attention.kv_heads == expected.num_key_value_heads
+    assert attention.dim == (getattr(expected, "head_dim", None) or 128 // 32)
+    assert (spec.norm.eps, spec.tied) == (expected.rms_norm_eps, expected.tie_word_embeddings)
+    assert spec.max_position == expected.max_position_embeddings
+    (rope,) = spec.ropes
+    assert rope.theta == expected.rope_parameters["rope_theta"]
+    assert rope.dim == attention.dim * expected.rope_parameters.get("partial_rotary_factor", 1.0)
+    mixture = spec.mixtures[5]
+    assert mixture.router.chosen == expected.num_experts_per_tok
+    assert mixture.router.normalize == getattr(expected, "norm_topk_prob", True)
+    assert mixture.experts == (getattr(expected, "num_experts", None) or expected.num_local_experts)
+    assert mixture.inner == getattr(expected, "moe_intermediate_size", 64)
+    dense_layers = getattr(expected, "first_k_dense_replace", 0)
+    assert list(spec.mixtures) == list(range(dense_layers, 6))
+    if mixture.shared is not None:
+        shared = getattr(expected, "shared_expert_intermediate_size", mixture.inner)
+        assert mixture.shared.inner == shared
+    assert windows(spec) == ([128, 0] * 3 if family == "gpt_oss" else [0] * 6)
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_absent_attributes_mean_what_transformers_assumes(family: str) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 40}
@@ -182,7 +211,7 @@ def test_yarn_attributes_reach_the_spec() -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization 'awq'"),
+    ("llama", {"quantization_config": {"quant_method": "hqq", "bits": 4}}, "quantization 'hqq'"),
     ("llama", {"quantization_config": {}}, "quantization 'unnamed'"),
     ("llama", {"compression_config": {"quant_method": "compressed-tensors"}}, "quantization 'compressed-tensors'"),
     ("llama", {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config"),

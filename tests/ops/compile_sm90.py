@@ -96,8 +96,10 @@ def calls(sizes: list[int]) -> None:
     whole = torch.empty(heads * dim, dtype=BF16), torch.empty(kv_heads * dim, dtype=BF16)
     call["norm_rope_store"](qkv, *whole, 1e-6, table, index, *caches, index)
     for window in (0, 1000):
-        call["paged_attention"](many, *caches, tables, starts, lens, 0.1, window)
+        for sinks in (None, torch.empty(heads)):
+            call["paged_attention"](many, *caches, tables, starts, lens, 0.1, window, 1.0, 0.0, sinks)
     call["paged_attention"](many, *caches, tables, starts, lens, 0.1, 0, 1.0, 50.0)
+    call["paged_attention"](many, *caches, tables, starts, lens, 0.1, 0, 1.0, 50.0, torch.empty(heads))
     float8 = torch.empty(2, 32, kv_heads, page, dim, dtype=torch.float8_e4m3fn).unbind()
     for scales in ((1.0, 1.0), (0.03, 0.7)):
         call["store_kv"](k, k, *float8, index, *scales)
@@ -114,6 +116,15 @@ def calls(sizes: list[int]) -> None:
         call["linear_float8"](inputs, ops.PackedFloat8(hidden, hidden, values, scales[:1], hidden), None)
         call["linear_float8"](inputs, ops.PackedFloat8(hidden, hidden, values, scales, 128), None)
     call["linear"](x, packed, torch.empty(24576, dtype=BF16), torch.float32)
+    count, inner = 128, 768
+    gate_up = [ops.PackedWeight(2 * inner, hidden, BF16, torch.empty(2 * inner, hidden, dtype=BF16))] * count
+    downs = [ops.PackedWeight(hidden, inner, BF16, torch.empty(hidden, inner, dtype=BF16))] * count
+    call["route"](torch.empty(rows, count), torch.empty(count), 8, True, 8, 4, True, True, 2.5)
+    call["route"](torch.empty(rows, count), None, 8, False, 1, 1, False, True, 1.0)
+    for tokens in sizes:
+        shared = torch.empty(tokens, hidden, dtype=BF16)
+        ids = torch.zeros(tokens, 8, dtype=INT)
+        call["experts"](shared, ids, torch.empty(tokens, 8), gate_up, None, downs, None, "silu", shared)
     down, up = torch.empty(8, 2, 32, hidden, dtype=BF16), torch.empty(8, 32, hidden, dtype=BF16)
     ranks, sizes = torch.zeros(8, 2, dtype=INT), (hidden - 64, 64)
     call["add_lora"](x.clone(), x, lens, down, up, ranks, torch.empty(8, 2), sizes)

@@ -355,6 +355,7 @@ def test_a_models_logits_do_not_depend_on_chunks(family: str) -> None:
 
 @pytest.mark.skipif(_C.amx_status() != "the processor has no AMX", reason="the instructions would not be refused")
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@pytest.mark.slow
 def test_the_kernel_of_tile_instructions_has_the_bits_of_software_tiles(tmp_path: Path) -> None:
     """Its 8,000 products and all that goes with them, executed one by one by a handler of SIGILL."""
     sources, program = Path(__file__).parents[2] / "csrc", tmp_path / "amx_traps"

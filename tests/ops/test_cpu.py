@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.ops import pages
+from tests.ops.packing import PACKING, pack_arguments
 from tokserve import ops
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
@@ -23,11 +24,6 @@ from tokserve.ops.samples.wna16 import weights
 
 _C = pytest.importorskip("tokserve._C")
 registry.load_extension("cpu")
-PACKING = {  # of the second argument
-    "linear": "pack_linear", "embedding": "pack_linear", "gated_linear": "pack_gated",
-    "linear_int8": "pack_linear_int8", "gated_linear_int8": "pack_gated_int8",
-    "linear_wna16": "pack_wna16", "gated_linear_wna16": "pack_gated_wna16", "embedding_wna16": "pack_wna16",
-}  # fmt: skip
 # for devices with their own memory, and for those that compute in float8
 NOT_ON_CPU = {"edit_rows", "prepare_step", "pack_linear_float8", "pack_scaled_float8", "linear_float8"}
 NAMES = [name for name in OPS if name not in PACKING.values() and name not in NOT_ON_CPU]
@@ -47,8 +43,7 @@ def as_it_was() -> Iterator[None]:
 def run(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
     """Outputs, and the arguments after the call: some ops write into them."""
     arguments = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
-    if name in PACKING:
-        arguments = (arguments[0], CALLS[PACKING[name]](arguments[1]), *arguments[2:])
+    arguments = pack_arguments(name, "cpp", arguments)
     arguments = pages.arguments_held(name, "cpp", arguments)
     result = CALLS[name](*arguments)
     return outputs(result, pages.arguments_as_rows(name, "cpp", arguments))
@@ -107,8 +102,7 @@ def test_other_instruction_sets_are_close_to_the_reference(name: str, isa: str) 
     for dtype, (absolute, relative) in op.tolerance.items():
         for arguments in samples(op.name, dtype):
             copies = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
-            if name in PACKING:
-                copies = (copies[0], OPS[PACKING[name]].reference(copies[1]), *copies[2:])
+            copies = pack_arguments(name, "torch", copies)
             expected = outputs(op.reference(*copies), copies)
             _C.select(isa)
             for a, e in zip(run(name, arguments), expected, strict=True):
@@ -179,6 +173,14 @@ def attend(q: Tensor, caches: Tensor, tables: Tensor, length: int, window: int) 
     return result
 
 
+def mixture(dtype: torch.dtype) -> tuple[Any, ...]:
+    """Some experts with no rows, one with more than a block of rows, others with few."""
+    ids = torch.tensor([[2, 5 if token % 3 else 0] for token in range(300)], dtype=torch.int32)
+    x, weights = randn(300, 128, dtype=dtype), randn(300, 2).abs()
+    up, down = randn(8, 192, 128, dtype=dtype) / 11, randn(8, 128, 96, dtype=dtype) / 10
+    return x, ids, weights, up, randn(8, 192, dtype=dtype), down, None, "silu", x.flip(1), randn(300, 1)
+
+
 def large_cases() -> dict[str, tuple[Any, ...]]:
     """Arguments large enough that the work is given to threads."""
     bf16 = torch.bfloat16
@@ -220,6 +222,9 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
             torch.tensor([[16, 7], [5, 16], [0, 0]], dtype=torch.int32), torch.tensor([[0.5, 2.0], [1.0, 0.7], [1, 1]]),
             (600, 100),
         ),
+        "route": (randn(300, 64), randn(64, seed=1), 6, True, 8, 4, True, True, 2.5),
+        "experts": mixture(bf16),
+        "experts_int8": mixture(torch.float32),
         "embedding": (torch.arange(300) * 7 % 700, randn(700, 512, dtype=bf16), 22.5),
         "norm_rope_store": (
             randn(300, 12 * 64, dtype=bf16), *randn(2, 64, dtype=bf16).unbind(), 1e-6, table, torch.arange(300),
@@ -378,6 +383,11 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
     one = torch.ones(2)
     qkv, at, angles = randn(3, 4 * 32), torch.arange(3), randn(4, 32)
     slots, ranks = torch.zeros(3, dtype=INT), torch.full((2, 2), 4, dtype=INT)
+    mixed: tuple[Any, ...] = (
+        x, torch.tensor([[0, 1], [2, 0], [1, 2]], dtype=INT), torch.ones(3, 2),
+        [CALLS["pack_gated"](randn(10, 64))] * 3, None, [CALLS["pack_linear"](randn(64, 5))] * 3, None, "silu", None,
+        None,
+    )  # fmt: skip
     lora = (randn(2, 2, 4, 64), randn(2, 4, 9), ranks, torch.ones(2, 2), (4, 5))
     return {
         "norm: short weight": ("rms_norm", (x, w[:63], 1e-6)),
@@ -417,6 +427,32 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
         "lora: shards": ("add_lora", (x[:, :9].clone(), x, slots, *lora[:4], (9,))),
         "lora: int64": ("add_lora", (x[:, :9].clone(), x, slots.long(), *lora)),
         "lora: scales": ("add_lora", (x[:, :9].clone(), x, slots, *lora[:3], lora[3].half(), (4, 5))),
+        "route: too many": ("route", (logits, None, 51, False, 1, 1, False, True, 1.0)),
+        "route: none": ("route", (logits, None, 0, False, 1, 1, False, True, 1.0)),
+        "route: groups": ("route", (logits, None, 2, False, 3, 1, False, True, 1.0)),
+        "route: groups kept": ("route", (logits, None, 2, False, 5, 6, False, True, 1.0)),
+        "route: groups of one": ("route", (logits, None, 2, True, 50, 20, True, True, 1.0)),
+        "route: bias": ("route", (logits, torch.zeros(49), 2, True, 1, 1, False, True, 1.0)),
+        "route: float64": ("route", (logits.double(), None, 2, True, 1, 1, False, True, 1.0)),
+        **{
+            f"experts: {what}": ("experts", (*mixed[:at], wrong, *mixed[at + 1 :]))
+            for what, at, wrong in (
+                ("width", 0, x[:, :63]),
+                ("dtype", 0, x.half()),
+                ("int64", 1, mixed[1].long()),
+                ("id", 1, mixed[1] + 3),
+                ("negative id", 1, mixed[1] - 3),
+                ("weights", 2, mixed[2][:2]),
+                ("gate", 3, mixed[3][:2]),
+                ("gate's shape", 3, [CALLS["pack_gated"](randn(12, 64))] * 3),
+                ("bias", 4, torch.zeros(3, 9)),
+                ("down's shape", 5, [CALLS["pack_linear"](randn(64, 7))] * 3),
+                ("down's bias", 6, torch.zeros(2, 64)),
+                ("activation", 7, "relu"),
+                ("shared", 8, x[:2]),
+                ("shared gate", 9, torch.zeros(3)),
+            )
+        },
         "embedding: id past the end": ("embedding", (torch.tensor([10]), packed)),
         "embedding: negative id": ("embedding", (torch.tensor([-1]), packed)),
         "embedding: int32": ("embedding", (torch.tensor([1], dtype=INT), packed)),
@@ -453,6 +489,7 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
         "attention: more queries than keys": ("paged_attention", (heads, *caches, table, two, five - 3, 1.0, 0)),
         "attention: starts do not end at T": ("paged_attention", (heads, *caches, table, two - 1, five, 1.0, 0)),
         "attention: dtype": ("paged_attention", (heads.half(), *caches, table, two, five, 1.0, 0)),
+        "attention: sinks": ("paged_attention", (heads, *caches, table, two, five, 1.0, 0, 1.0, 0.0, torch.ones(3))),
         "attention: int64 table": ("paged_attention", (heads, *caches, table.long(), two, five, 1.0, 0)),
         "sample: seeds": ("sample", (logits, ids[:1], ids, ids == 0)),
         "sample: bfloat16": ("sample", (logits.bfloat16(), ids, ids, ids == 0)),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.ops import pages
+from tests.ops.packing import pack_arguments
 from tokserve import ops  # noqa: F401  (declares the ops)
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
@@ -165,6 +166,55 @@ def test_gated_linear_rows_are_batch_invariant(
     rows_are_batch_invariant(lambda rows: call(x[rows], packed, None, "silu"), trials=6)
     rows_are_batch_invariant(lambda rows: call(x[rows], packed, bias, "gelu_tanh"), trials=3)
     rows_are_batch_invariant(lambda rows: call(x[rows], packed, bias, None), trials=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("width", "inner", "count", "k"), [(33, 17, 5, 2), (64, 32, 8, 3), (96, 40, 4, 4), (130, 9, 3, 1)]
+)
+@every("experts", "experts_int8")
+def test_rows_of_experts_are_batch_invariant(
+    name: str, call: Any, width: int, inner: int, count: int, k: int, dtype: torch.dtype
+) -> None:
+    """An expert gets none, one or many of the rows, in any order."""
+    x, shared, gate = randn(dtype, 1, MOST, width), randn(dtype, 2, MOST, width), randn(torch.float32, 3, MOST, 1)
+    raw = (None, None, None, randn(dtype, 4, count, 2 * inner, width), None, randn(dtype, 5, count, width, inner))
+    implementation = next(one for one, other in OPS[name].implementations.items() if other.call is call)
+    *_, up, _, down = pack_arguments(name, implementation, raw)
+    ids = randn(torch.float32, 6, MOST, count).argsort(-1)[:, :k].int().contiguous()
+    ids[: MOST // 2, 0], weights = ids[0, 0], randn(torch.float32, 7, MOST, k)  # many rows for one expert
+    bias = randn(dtype, 8, count, 2 * inner)
+    for activation in ("silu", "clamped_swiglu"):
+        rows_are_batch_invariant(
+            lambda r, kind=activation: call(x[r], ids[r], weights[r], up, bias, down, None, kind, shared[r], gate[r]),
+            trials=4,
+        )
+
+
+@every("route")
+def test_routes_are_batch_invariant(name: str, call: Any) -> None:
+    logits, bias = randn(torch.float32, 1, MOST, 60), randn(torch.float32, 2, 60)
+    rows_are_batch_invariant(lambda r: call(logits[r], bias, 7, True, 6, 3, True, True, 2.5), trials=4)
+    rows_are_batch_invariant(lambda r: call(logits[r], None, 7, False, 1, 1, False, False, 1.0), trials=4)
+
+
+@every("route")
+def test_equal_scores_go_to_the_lowest_expert(name: str, call: Any) -> None:
+    logits = torch.tensor([[0.0] * 8, [1.0, 2.0, 1.0, 2.0, 2.0, 0.0, 1.0, 2.0], [-0.0, 0.0] * 4])
+    ids, weights = call(logits, None, 3, False, 1, 1, False, True, 1.0)
+    assert ids.tolist() == [[0, 1, 2], [1, 3, 4], [0, 1, 2]]
+    torch.testing.assert_close(weights, torch.full((3, 3), 1 / 3))
+    grouped, _ = call(logits, torch.zeros(8), 3, True, 4, 2, True, True, 1.0)
+    assert grouped.tolist() == [[0, 1, 2], [1, 3, 0], [0, 1, 2]]
+
+
+@every("route")
+def test_a_row_that_is_not_a_number_has_experts_all_the_same(name: str, call: Any) -> None:
+    logits = torch.zeros(4, 12)
+    logits[0, 3], logits[1], logits[2, 0] = torch.nan, torch.nan, torch.inf
+    for arguments in ((None, 5, False, 1, 1, False), (torch.zeros(12), 5, True, 3, 2, True)):
+        ids, _ = call(logits, *arguments, True, 1.0)
+        assert all(len(set(row)) == 5 and min(row) >= 0 and max(row) < 12 for row in ids.tolist())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -351,6 +401,7 @@ class Paged:
         order = torch.randperm(len(lengths) * blocks, generator=torch.Generator().manual_seed(page))
         self.tables = order.view(len(lengths), blocks).int()
         self.lengths, self.scale, self.window, self.store = lengths, dim**-0.5, window, store
+        self.sinks = randn(torch.float32, 80, heads) if dim == 80 else None
         self.q = [randn(dtype, row, length, heads, dim) for row, length in enumerate(lengths)]
         self.kv = [randn(dtype, 90 + row, 2, length, kv_heads, dim) for row, length in enumerate(lengths)]
         self.caches = torch.full((2, len(order), kv_heads, page, dim), float("nan"), dtype=dtype)
@@ -367,7 +418,19 @@ class Paged:
         query_start = torch.tensor([0, *sizes]).cumsum(0).int()
         q = torch.cat([self.q[row][start:end] for row, start, end in parts])
         lens = torch.tensor(ends, dtype=torch.int32)
-        result = call(q, self.caches[0], self.caches[1], self.tables[rows], query_start, lens, self.scale, self.window)
+        result = call(
+            q,
+            self.caches[0],
+            self.caches[1],
+            self.tables[rows],
+            query_start,
+            lens,
+            self.scale,
+            self.window,
+            1.0,
+            5.0 if self.scale < 0.1 else 0.0,  # soft cap
+            self.sinks,
+        )
         return list(result.split(sizes))
 
     def forget(self) -> None:

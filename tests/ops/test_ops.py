@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.ops import pages
+from tests.ops.packing import PACKING, pack_arguments, takes_packed
 from tokserve import ops  # noqa: F401  (declares the ops)
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS, Op
@@ -26,20 +27,14 @@ OTHERS = [
     if name != registry.REFERENCE
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-PACKING = {  # of the second argument
-    "linear": "pack_linear", "embedding": "pack_linear", "gated_linear": "pack_gated",
-    "linear_int8": "pack_linear_int8", "gated_linear_int8": "pack_gated_int8", "linear_float8": "pack_linear_float8",
-    "linear_wna16": "pack_wna16", "gated_linear_wna16": "pack_gated_wna16", "embedding_wna16": "pack_wna16",
-}  # fmt: skip
 
 
 def run(op: Op[Any, Any], name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """What the implementation returns, and its arguments after the call (some write into them)."""
     arguments = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
     call = op.implementations[name].call
-    if op.name in PACKING:
-        pack = OPS[PACKING[op.name]].implementations[name].call
-        return call(arguments[0], pack(arguments[1]), *arguments[2:]), arguments
+    if takes_packed(op.name):
+        return call(*pack_arguments(op.name, name, arguments)), arguments
     arguments = pages.arguments_held(op.name, name, arguments)
     result = call(*arguments)
     return result, pages.arguments_as_rows(op.name, name, arguments)
@@ -256,8 +251,9 @@ def test_store_kv_writes_its_slots_and_nothing_else(dtype: torch.dtype) -> None:
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, _: float = 1.0, softcap: float = 0.0
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, _: float = 1.0, softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """q [n,Hq,D] at the last n positions of k, v [L,Hk,D], in float64."""
     count, length, group = len(q), len(k), q.shape[1] // k.shape[1]
     query, key = torch.arange(length - count, length)[:, None], torch.arange(length)
@@ -267,7 +263,11 @@ def dense_attention(
     k, v = (x.double().repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
     scores = q.double().transpose(0, 1) @ k.transpose(1, 2) * scale
     scores = torch.tanh(scores / softcap) * softcap if softcap else scores
-    return (torch.softmax(scores.masked_fill(~seen, float("-inf")), -1) @ v).transpose(0, 1)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        beside = sinks.double()[:, None, None].expand(-1, count, 1)
+        return (torch.cat((scores, beside), -1).softmax(-1)[..., :-1] @ v).transpose(0, 1)
+    return (torch.softmax(scores, -1) @ v).transpose(0, 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -290,6 +290,50 @@ def test_attention_survives_large_scores() -> None:
     keys = cache.flatten(0, 2)[:140]
     best = keys[(keys @ q[0, 0]).argmax()]
     assert torch.equal(result[0, 0], best) and math.isfinite(result.sum().item())
+
+
+def test_route_is_the_formula() -> None:
+    for logits, bias, k, sigmoid, groups, kept, two, normalize, scale in samples("route", torch.float32):
+        ids, weights = OPS["route"].reference(logits, bias, k, sigmoid, groups, kept, two, normalize, scale)
+        assert ids.dtype == torch.int32 and ids.shape == weights.shape == (len(logits), k)
+        for row, chosen, found in zip(logits.double(), ids.tolist(), weights.double(), strict=True):
+            scores = torch.sigmoid(row) if sigmoid else torch.softmax(row, -1)
+            choice = (scores if bias is None else scores + bias).tolist()
+            size = len(choice) // groups
+            quality = [sum(sorted(choice[g * size : (g + 1) * size])[-2 if two else -1 :]) for g in range(groups)]
+            best = sorted(range(groups), key=lambda g: (-round(quality[g], 12), g))[:kept]
+            allowed = [e for e in range(len(choice)) if e // size in best]
+            assert sorted(allowed, key=lambda e: (-round(choice[e], 12), e))[:k] == chosen
+            exact = scores[chosen]
+            exact = exact / exact.sum() * scale if normalize else exact * scale
+            torch.testing.assert_close(found, exact, rtol=3e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_are_the_sum_of_what_each_makes(dtype: torch.dtype) -> None:
+    for x, ids, weights, up, up_bias, down, down_bias, activation, shared, gate in samples("experts", dtype):
+        packed = pack_arguments(
+            "experts", "torch", (x, ids, weights, up, up_bias, down, down_bias, activation, shared, gate)
+        )
+        result = OPS["experts"].reference(*packed)
+        exact = torch.zeros(x.shape, dtype=torch.float64)
+        for token, slot in torch.cartesian_prod(torch.arange(len(x)), torch.arange(ids.shape[1])).tolist():
+            expert = int(ids[token, slot])
+            both = up[expert].double() @ x[token].double()
+            both = both if up_bias is None else both + up_bias[expert].double()
+            left, right = both.to(dtype).double().chunk(2)
+            if activation == "clamped_swiglu":
+                left = left.clamp(max=7)
+                inner = (right.clamp(-7, 7) + 1) * left * torch.sigmoid(1.702 * left)
+            else:
+                inner = (F.silu(left) if activation == "silu" else F.gelu(left, approximate="tanh")) * right
+            made = down[expert].double() @ inner.to(dtype).double()
+            made = made if down_bias is None else made + down_bias[expert].double()
+            exact[token] += weights[token, slot].double() * made
+        if shared is not None:
+            exact += (1.0 if gate is None else torch.sigmoid(gate.double())) * shared.double()
+        half = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}[dtype]
+        torch.testing.assert_close(result.double(), exact, rtol=half, atol=half)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

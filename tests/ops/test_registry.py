@@ -87,7 +87,15 @@ def test_products_are_the_librarys_where_exactness_is_not_asked_for(monkeypatch:
     monkeypatch.setattr(ops, "torch_device", ops.torch_device)
     monkeypatch.setattr(registry, "load_extension", lambda device: None)
     products = ("linear", "gated_linear", "linear_float8")
-    for name in (*products, "pack_linear", "embedding", "pack_gated", "pack_linear_float8", "pack_scaled_float8"):
+    for name in (
+        *products,
+        "pack_linear",
+        "embedding",
+        "pack_gated",
+        "pack_linear_float8",
+        "pack_scaled_float8",
+        "experts",
+    ):
         for one in ("triton", "cublas"):
             OPS[name].implement(one, device="cuda")(lambda *_: None)
     assert ops.bind("cuda")["linear"] == "triton" and ops.torch_device.type == "cuda"

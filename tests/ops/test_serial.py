@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tests.ops.packing import pack_arguments
 from tokserve import ops  # noqa: F401  (declares the ops)
 from tokserve.ops.registry import OPS, REFERENCE
 from tokserve.ops.samples import samples
@@ -20,12 +21,7 @@ PRODUCTS = {
     "__matmul__", "__rmatmul__", "addbmm", "addmm", "addmv", "baddbmm", "bilinear", "bmm", "chain_matmul", "dot",
     "einsum", "inner", "linear", "matmul", "mm", "mv", "scaled_dot_product_attention", "tensordot", "vdot",
 }  # fmt: skip
-PACKING = {
-    "linear": "pack_linear", "gated_linear": "pack_gated", "embedding": "pack_linear",
-    "linear_float8": "pack_linear_float8",
-    "linear_wna16": "pack_wna16", "gated_linear_wna16": "pack_gated_wna16", "embedding_wna16": "pack_wna16",
-}  # fmt: skip
-WHOLE_NUMBERS = {"linear_int8", "gated_linear_int8"}  # float32 sums of whole numbers below 2^24: exact in any order
+WHOLE_NUMBERS = {"linear_int8", "gated_linear_int8", "experts_int8"}  # float32 sums below 2^24: exact in any order
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +47,7 @@ class Products(TorchFunctionMode):
 
 def packed(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Samples of products hold weights that are not packed yet."""
-    if name not in PACKING:
-        return arguments
-    first, weight, *rest = arguments
-    return first, OPS[PACKING[name]].reference(weight), *rest
+    return pack_arguments(name, REFERENCE, arguments)
 
 
 @pytest.mark.parametrize("name", sorted(set(OPS) - WHOLE_NUMBERS))
@@ -66,7 +59,7 @@ def test_products_of_references_run_on_one_thread(name: str) -> None:
                 op.implementations[REFERENCE].call(*packed(name, arguments))
     assert all(threads == 1 for _, threads in products.threads), products.threads
     assert torch.get_num_threads() == THREADS
-    if name in ("linear", "gated_linear", "linear_float8", "add_lora", "paged_attention"):
+    if name in ("linear", "gated_linear", "linear_float8", "experts", "add_lora", "paged_attention"):
         assert products.threads
 
 

@@ -23,8 +23,9 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
+from tests.ops.packing import takes_packed  # noqa: E402
 from tests.ops.test_exact import Outputs, Paged, by_row, outputs, randn, same  # noqa: E402
-from tests.ops.test_ops import PACKING, close, run  # noqa: E402
+from tests.ops.test_ops import close, run  # noqa: E402
 from tokserve import ops  # noqa: E402, F401  (declares the ops)
 from tokserve.ops import float8, registry  # noqa: E402
 from tokserve.ops.registry import OPS, Op  # noqa: E402
@@ -106,7 +107,7 @@ def test_kernel_is_close_to_the_reference(op: Op[Any, Any], name: str, dtype: to
     for arguments in small_samples(op, dtype):
         actual = to_cpu(run(op, name, tuple(to_device(argument) for argument in arguments)))
         expected = run(op, registry.REFERENCE, arguments)
-        if not expected[1] or op.name in PACKING:
+        if not expected[1] or takes_packed(op.name):
             actual, expected = actual[0], expected[0]
         tolerance = TOLERANCE.get((op.name, dtype), op.tolerance[dtype])
         by_cublas = name == "cublas" and op.name in ("linear", "gated_linear")
@@ -114,8 +115,8 @@ def test_kernel_is_close_to_the_reference(op: Op[Any, Any], name: str, dtype: to
 
 
 def test_every_op_has_a_kernel() -> None:
-    int8 = {"quantize_rows", "pack_linear_int8", "linear_int8", "pack_gated_int8", "gated_linear_int8"}  # for CPUs
-    assert {name for name, op in OPS.items() if "triton" not in op.available("cuda")} <= int8
+    for_cpus = {"quantize_rows", *(name for name in OPS if name.endswith(("_int8", "_wna16")))}
+    assert {name for name, op in OPS.items() if "triton" not in op.available("cuda")} <= for_cpus
 
 
 def rows_are_batch_invariant(call: Callable[[Tensor], Tensor | Outputs], count: int) -> None:

@@ -128,7 +128,7 @@ def test_wrong_arguments_are_refused() -> None:
         {"sub_scales": torch.zeros(1, 1, 64, dtype=torch.int8)}, {"mins": part.scales, "folded": True},
     ]  # fmt: skip
     for changes in wrong:
-        with pytest.raises((ValueError, TypeError), match="linear_wna16|incompatible"):
+        with pytest.raises((ValueError, TypeError), match=r"linear_wna16|incompatible"):
             product(x, **changes)
     with pytest.raises(ValueError, match="linear_wna16"):
         product(torch.ones(2, 63))

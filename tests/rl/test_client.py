@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load
 
 from tokserve.errors import RequestError, TransferFailed
-from tokserve.rl import ServerError, TokserveClient
+from tokserve.rl import ServerError, TokserveClient, sticky_seeds
 from tokserve.rl.broadcast import TransferGroup
 from tokserve.rl.deltas import file_pieces
 
@@ -218,3 +218,11 @@ def test_nobody_goes_on_sending_what_the_server_does_not_receive(failure: Answer
     sent, error = run({"/update_weights": [failure]}, push)
     assert sent == ["/start_weight_update", "/update_weights", "/abort_weight_update"]
     assert isinstance(error, ServerError | httpx.ReadError)
+
+
+def test_sticky_seeds_depend_on_the_prompt_and_the_base_alone() -> None:
+    prompts = [[1, 2, 3], [1, 2], [3, 2, 1], [1, 2, 3]]
+    seeds = sticky_seeds(prompts)
+    assert seeds[0] == seeds[3] and len({*seeds}) == 3 and all(0 <= seed < 1 << 62 for seed in seeds)
+    assert sticky_seeds(np.array([[1, 2, 3]])) == seeds[:1] == sticky_seeds(iter(prompts[:1]))
+    assert not {*sticky_seeds(prompts, 1)} & {*seeds}

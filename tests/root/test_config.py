@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import msgspec
 import pytest
 from huggingface_hub import errors as hub
 
 from tokserve.checkpoint import DEMO_DIR
-from tokserve.config import Config
+from tokserve.config import Config, RuntimeConfig
 from tokserve.errors import StartError
 from tokserve.resolve import resolve
 
@@ -35,7 +36,7 @@ def test_unknown_option_names_the_nearest() -> None:
         ({"port": 70000}, "must be at most 65535, got 70000"),
         ({"max_num_seqs": 0}, "must be at least 1, got 0"),
         ({"dtype": "int4"}, "must be one of auto, float32, bfloat16, float16, got 'int4'"),
-        ({"quantization": "gptq"}, "must be one of int8, fp8, none, got 'gptq'"),
+        ({"quantization": "gptq"}, "must be one of int8, int4, fp8, none, got 'gptq'"),
         ({"depth": 3}, "must be one of 1, 2, got 3"),
         ({"scheduling_policy": "lifo"}, "must be one of priority, fcfs, got 'lifo'"),
         ({"gpu_memory_utilization": 1.5}, "must be at most 1.0, got 1.5"),
@@ -216,8 +217,10 @@ def test_tls_needs_both_files(checkpoint: Path) -> None:
 
 def test_a_quantized_head_needs_a_quantization_and_excludes_another_type(checkpoint: Path) -> None:
     for quantization in (None, "none"):
+        alone = Config.make(model=str(checkpoint), quantization=quantization, quantize_lm_head=True, device="cpu")
+        assert resolve(alone).model.quantize_lm_head
         with pytest.raises(StartError, match="quantize_lm_head needs a quantization"):
-            resolve(Config.make(model=str(checkpoint), quantization=quantization, quantize_lm_head=True))
+            resolve(msgspec.structs.replace(alone, runtime=RuntimeConfig(device="cuda")))
     both = Config.make(model=str(checkpoint), quantization="int8", quantize_lm_head=True)
     assert resolve(both).model.quantization == "int8"
     with pytest.raises(StartError, match="quantize_lm_head and head_dtype exclude each other"):
@@ -287,3 +290,38 @@ def test_hosts_that_may_control_a_server_that_only_this_machine_can_reach() -> N
     assert hosts(host="::1") == [*local, "::1"]
     assert hosts(host="0.0.0.0") == hosts(uds="/tmp/x.sock") == hosts(host="10.0.0.3") == ["*"]
     assert hosts(allowed_hosts=["box.lan"]) == ["box.lan"]
+
+
+@pytest.mark.parametrize(
+    ("options", "resolved"),
+    [
+        ({}, ("suffix", 32, 64 << 20)),
+        ({"spec_method": "ngram"}, ("ngram", 32, 0)),
+        ({"speculative_config": {"method": "none"}}, ("none", 32, 0)),
+        (
+            {"speculative_config": {"num_speculative_tokens": 5, "prompt_lookup_max": 4}, "spec_tokens": 5},
+            ("suffix", 5, 64 << 20),
+        ),
+        ({"speculative_history_bytes": 0}, ("suffix", 32, 0)),
+    ],
+)
+def test_speculation(options: dict[str, Any], resolved: tuple[str, int, int]) -> None:
+    assert tuple(Config.make(**options).speculation.resolved()) == resolved
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"spec_method": "eagle"}, "no method 'eagle'; methods are suffix, ngram, prediction, none"),
+        ({"speculative_config": {"model": "x"}}, "draft models are not served"),
+        ({"speculative_config": {"tokens": 4}}, "unknown key 'tokens'"),
+        ({"speculative_config": {"num_speculative_tokens": 0}, "spec_tokens": None}, "from 1 to 128, got 0"),
+        ({"speculative_config": {"num_speculative_tokens": 500}}, "from 1 to 128, got 500"),
+        ({"speculative_config": {"num_speculative_tokens": True}}, "must be an integer"),
+        ({"speculative_config": {"method": ["suffix"]}}, "there is no method"),
+        ({"speculative_config": {"method": "ngram"}, "spec_method": "suffix"}, "'suffix' by its own flag"),
+    ],
+)
+def test_speculation_that_is_not_served(checkpoint: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(StartError, match=f"option speculative_config: .*{message}"):
+        resolve(Config.make(model=str(checkpoint), **options))

@@ -19,6 +19,7 @@ BAD = {
     "logprobs": [-2],
     "prompt_logprobs": [-2],
     "prompt_logprobs_start": [-1],
+    "routed_experts_prompt_start": [-1],
     "seed": [1 << 63, -(1 << 63) - 1],
     "stop": ["", ["a", ""]],
     "bad_words": [[""]],

@@ -103,7 +103,6 @@ def jobs(adapters: int) -> list[Job]:
         {"top_k": 3, "prompt_logprobs": 2}, {"repetition_penalty": 1.2, "min_p": 0.1}, {"frequency_penalty": 1.0},
         {"logprobs": 3, "logprobs_mode": "temperature"}, {"logprobs": 2, "logprobs_mode": "processed", "top_k": 4},
         {"logprobs": 1, "logprob_token_ids": [5, 6, 7]}, {"prompt_logprobs": 0, "logit_bias": {3: 1.0}},
-        {"return_sampling_mask": True}, {"return_sampling_mask": True, "temperature": 0.0},
         {"return_sampling_mask": True, "top_p": 0.8, "logprobs": 1},
     ]  # fmt: skip
     return [

@@ -11,11 +11,12 @@ import torch
 
 from tests import needs
 from tests.runner.drive import Driver, make_runner
+from tests.runner.test_drafts import SomeRight
 from tests.runner.test_runner import jobs, outcomes
 from tokserve.models.decoder import Decoder
 from tokserve.models.dummy import tiny_config
 from tokserve.ops.registry import load_extension
-from tokserve.runner.cpu_graphs import MAX_ROWS, CpuGraphs
+from tokserve.runner.cpu_graphs import MAX_TOKENS, CpuGraphs
 from tokserve.runner.host import HostBackend
 from tokserve.runner.runner import Runner
 
@@ -31,13 +32,13 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 
 
 def captured(runner: Runner) -> list[int]:
-    """The numbers of rows whose steps are."""
+    """The numbers of tokens whose steps are."""
     assert isinstance(runner.backend, HostBackend) and isinstance(runner.backend._graphs, CpuGraphs)
     return runner.backend._graphs.sizes
 
 
 def run(runner: Runner, facts: Any, seed: int) -> list[Any]:
-    """What comes of the requests, which join and leave by chance, so that all numbers of rows occur."""
+    """What comes of the requests, which join and leave by chance, so that all numbers of tokens occur."""
     driver = Driver(runner, facts, seed=seed)
     rng = random.Random(seed)
     return outcomes(driver.run(jobs(), chunk=rng.choice([7, 16, 1000]), preempt_after={3: 2, 8: 4, 11: 1}))
@@ -70,13 +71,29 @@ def test_what_torch_computes_is_run_op_by_op(tmp_path: Path) -> None:
 
 
 def test_many_rows_are_run_op_by_op(tmp_path: Path) -> None:
-    runner, facts = make_runner(tmp_path / "model", tiny_config("qwen3"), max_num_seqs=MAX_ROWS + 1)
-    wide = [job.fresh() for job in jobs() for _ in range(4)][: MAX_ROWS + 1]
+    runner, facts = make_runner(tmp_path / "model", tiny_config("qwen3"), max_num_seqs=MAX_TOKENS + 1)
+    wide = [job.fresh() for job in jobs() for _ in range(4)][: MAX_TOKENS + 1]
     assert (
-        outcomes(Driver(runner, facts, MAX_ROWS + 1).run(wide))
-        == [outcome for outcome in run(runner, facts, 1) for _ in range(4)][: MAX_ROWS + 1]
+        outcomes(Driver(runner, facts, MAX_TOKENS + 1).run(wide))
+        == [outcome for outcome in run(runner, facts, 1) for _ in range(4)][: MAX_TOKENS + 1]
     )
-    assert max(captured(runner)) <= MAX_ROWS
+    assert max(captured(runner)) <= MAX_TOKENS
+
+
+@pytest.mark.parametrize(("family", "options"), OPTIONS[:2], ids=[family for family, _ in OPTIONS[:2]])
+def test_captured_steps_with_drafts_have_the_bits_of_steps_without(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    runner, facts = make_runner(tmp_path / "model", tiny_config(family), **options)
+    eager, facts_eager = make_runner(tmp_path / "model", tiny_config(family), enforce_eager=True, **options)
+    alone = [Driver(eager, facts_eager).run([job])[0] for job in jobs()]
+    for wrong in (0.0, 0.3):
+        driver = Driver(runner, facts, seed=3, drafter=SomeRight(alone, wrong, 1))
+        assert outcomes(driver.run(jobs())) == outcomes(alone)
+        assert driver.accepted > 40
+    graphs = captured(runner)
+    assert max(graphs) > len(jobs()), "steps with drafts were captured"
+    assert outcomes(Driver(runner, facts, seed=1).run(jobs())) == outcomes(alone), "after drafts, without"
 
 
 def swap_head(model: Decoder) -> None:

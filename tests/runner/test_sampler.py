@@ -14,6 +14,7 @@ from tokserve import ops
 from tokserve.device import Host
 from tokserve.params import LOGPROBS_MODES, SamplingParams
 from tokserve.plan import NO_LEGAL_TOKEN, NOT_FINITE, OK, LogprobRows, NewRow
+from tokserve.rl import sticky_seeds
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.sampler import SampledTokens, Sampler
 from tokserve.runner.slots import SamplingColumns, Slots
@@ -337,3 +338,19 @@ def test_scoring_knows_no_min_tokens() -> None:
     expected = sampler([SamplingParams(prompt_logprobs=2, logprobs_mode="temperature", temperature=0.5)])[0]
     assert np.array_equal(found.top_logprobs, expected.score(logits.clone(), 0, 1).top_logprobs)
     assert np.array_equal(found.token_logprobs, expected.score(logits.clone(), 0, 1).token_logprobs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("position", [3, 400])
+def test_sticky_seeds_draw_from_the_distribution(position: int) -> None:
+    """Over 1e5 prompts, each with the seed that belongs to it; and choices of one prompt are independent."""
+    logits = torch.randn(32, generator=torch.Generator().manual_seed(position)) * 2
+    expected = torch.softmax(logits.double(), 0).numpy()
+    seeds = torch.tensor(sticky_seeds([number, 7, number % 13] for number in range(100_000)))
+    rows = logits.expand(len(seeds), -1).contiguous()
+    lengths, greedy = torch.full((len(seeds),), position), torch.zeros(len(seeds), dtype=torch.bool)
+    first, second = (ops.sample(rows.clone(), seeds + choice, lengths, greedy).numpy() for choice in (0, 1))
+    assert stats.chisquare(np.bincount(first, minlength=32), expected * len(seeds)).pvalue > 1e-3
+    likely = np.argsort(expected)[-6:]
+    pairs = np.array([[((first == a) & (second == b)).sum() for b in likely] for a in likely])
+    assert stats.chi2_contingency(pairs).pvalue > 1e-3

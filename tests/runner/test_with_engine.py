@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from tests.engine.scripted import Clock, Engine
+from tests.engine.scripted import Clock, Engine, OneByOne
 from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import prompt
 from tokserve import device
@@ -18,6 +19,7 @@ from tokserve.engine.core import EngineCore
 from tokserve.engine.drafter import Drafter
 from tokserve.engine.request import Request
 from tokserve.executor.inline import InlineExecutor
+from tokserve.messages import DraftCounts
 from tokserve.models.dummy import tiny_config
 
 VOCAB = 320
@@ -37,6 +39,7 @@ class RealEngine(Engine):
         defaults = {
             "model": str(directory), "load_format": "dummy", "max_model_len": 128, "max_num_seqs": 6, "device": "cpu",
             "block_size": 16, "cpu_threads": 1, "dtype": "bfloat16", "max_num_batched_tokens": 48, "eos_token_ids": [],
+            "spec_method": "none",
         }  # fmt: skip
         self.config = Config.make(**(defaults | options))
         self.real = InlineExecutor(self.config)
@@ -56,10 +59,18 @@ class RealEngine(Engine):
         self.run(5000)
         self.core.close()
         self.real.close()
-        return {rid: (got.tokens, got.logprobs, got.prompt_logprobs, got.finish) for rid, got in self.received.items()}
+        return {
+            rid: (
+                got.tokens,
+                got.logprobs,
+                got.prompt_logprobs,
+                got.finish and replace(got.finish, drafts=DraftCounts()),
+            )
+            for rid, got in self.received.items()
+        }
 
 
-class SomeRight:
+class SomeRight(OneByOne):
     """Drafts from outputs that are known to come, some of them wrong."""
 
     def __init__(self, known: dict[str, Any], wrong: float) -> None:
@@ -68,7 +79,7 @@ class SomeRight:
         self._rng = random.Random(0)
         self.proposed = 0
 
-    def propose(self, request: Request, limit: int) -> list[int]:
+    def propose_one(self, request: Request, limit: int) -> list[int]:
         at = request.num_output
         rest = self._known[request.request_id][0][at : at + self._rng.randrange(5)]
         drafts = [self._rng.randrange(VOCAB) if self._rng.random() < self._wrong else token for token in rest][:limit]

@@ -360,7 +360,8 @@ class FakeLLM:
 
 CONTROLS = (
     "pause_generation", "resume_generation", "is_paused", "sleep", "wake_up", "is_sleeping", "release_kv_cache_memory",
-    "reset_prefix_cache", "init_weight_transfer_engine", "shutdown_weight_transfer_engine", "start_weight_update",
+    "reset_prefix_cache", "add_draft_corpus", "remove_draft_corpus", "init_weight_transfer_engine",
+    "shutdown_weight_transfer_engine", "start_weight_update",
     "update_weights", "begin_weight_stream", "feed_weights", "finish_weight_update", "abort_weight_update",
     "update_weight_version",
     "weight_checksums", "checkpoint_checksums",

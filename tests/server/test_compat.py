@@ -149,7 +149,7 @@ def test_the_routes_keep_to_the_table(route: str) -> None:
 
 
 def test_what_openai_calls_its_fields_is_named_and_not_refused() -> None:
-    sent = {"verbosity": "low", "prediction": {"type": "content", "content": "x"}, "service_tier": "flex",
+    sent = {"verbosity": "low", "service_tier": "flex",
             "store": True, "metadata": {"a": "b"}, "user": "u", "safety_identifier": "s",
             "prompt_cache_key": "k"}  # fmt: skip
     s = site(says("a"))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.fake_llm import Site, site
 from tokserve.errors import BY_STATUS, Conflict, RequestError
-from tokserve.messages import Status
+from tokserve.messages import Status, pack_ids
 from tokserve.server.app import CONTROL
 from tokserve.server.control import PIECE
 
@@ -29,7 +29,12 @@ ROUTES: list[tuple[str, dict[str, Any] | None, str, dict[str, Any]]] = [
     ("/wake_up", {"tags": ["weights"]}, "wake_up", {"tags": ["weights"]}),
     ("/release_kv_cache_memory", None, "release_kv_cache_memory", {}),
     ("/reset_prefix_cache", {"reset_running_requests": False}, "reset_prefix_cache", {}),
-    ("/reset_prefix_cache?reset_external=true", None, "reset_prefix_cache", {}),
+    ("/reset_prefix_cache?reset_external=true", None, "reset_prefix_cache", {"drafts": True}),
+    (
+        "/add_draft_corpus", {"draft_group": "g", "token_ids": [[5, 6]]}, "add_draft_corpus",
+        {"group": "g", "sequences": [pack_ids([5, 6])], "adapter": "", "cache_salt": ""},
+    ),
+    ("/remove_draft_corpus", {"draft_group": "g"}, "remove_draft_corpus", {"group": "g"}),
     ("/init_weight_transfer_engine", {"init_info": {"x": 1}}, "init_weight_transfer_engine", {"options": {"x": 1}}),
     ("/shutdown_weight_transfer_engine", {}, "shutdown_weight_transfer_engine", {}),
     ("/start_weight_update", None, "start_weight_update", {"is_checkpoint_format": True}),

@@ -45,6 +45,7 @@ def test_a_server_that_cannot_start() -> None:
         server(max_num_seq=4)
 
 
+@pytest.mark.slow
 def test_it_ends_with_a_killed_test_process() -> None:
     script = (
         "import os, signal\nfrom tokserve.testing import server\n"

@@ -14,6 +14,7 @@ from tests.train.references import cosine
 from tokserve import ops
 from tokserve.layers.norm import NormSpec, RMSNorm
 from tokserve.train import backward
+from tokserve.train.products import Products
 
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # largest relative error of a gradient
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -80,12 +81,13 @@ def test_gate(name: str, dtype: torch.dtype) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("window", [0, 9, 300])
+@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize(("start", "count"), [(0, 40), (0, 600), (37, 1), (301, 290)])
-def test_attention(start: int, count: int, window: int, dtype: torch.dtype) -> None:
+def test_attention(start: int, count: int, window: int, dtype: torch.dtype, *, native: bool) -> None:
     q, grad = (drawn(count, 6, 16, seed=seed).to(dtype) for seed in (0, 1))
     k, v = (drawn(start + count, 2, 16, seed=seed).to(dtype) for seed in (2, 3))
     function = partial(references.attention, scale=0.3, window=window)
-    found = backward.attention(grad, q, k, v, start, 0.3, window)
+    found = Products(native=native).attention(grad, q, k, v, start, 0.3, window)
     for gradient, reference in zip(found, expected(function, grad, q, k, v), strict=True):
         assert gradient.dtype == torch.float32
         assert_close(gradient, reference, dtype)

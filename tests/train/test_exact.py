@@ -241,7 +241,7 @@ def test_selective_logprobs_have_a_gradient() -> None:
 def test_what_is_refused_is_named(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="Linear"):
         exact(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="architecture GPT2LMHeadModel is not supported; supported are: Gemma3"):
+    with pytest.raises(ValueError, match="architecture GPT2LMHeadModel is not supported; supported are: "):
         exact(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16)))
     directory = write_checkpoint(tmp_path, tiny_config("llama"))
     with pytest.raises(ValueError, match="LlamaForSequenceClassification"):

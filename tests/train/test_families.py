@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.models.driver import random_ids
 from tests.train.references import cosine
 from tests.train.test_policy import expected, weights
 from tokserve.models.dummy import FAMILIES, tiny_config, write_checkpoint
-from tokserve.train import PolicyModel
+from tokserve.train import PolicyModel, exact, selective_logprobs
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {}),
@@ -67,6 +67,33 @@ def test_logprobs_equal_the_decoders(name: str, dtype: str, tmp_path: Path) -> N
             assert torch.equal(logprobs, expected(directory, dtype, row, 5))
     with torch.no_grad():
         assert torch.equal(policy.logprobs(rows()[:1], [5])[0], expected(directory, dtype, rows()[0], 5))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_exact_models(name: str, tmp_path: Path) -> None:
+    """A transformers model with the server's arithmetic: logprobs to the bit, and the policy's gradients."""
+    directory = checkpoint(name, tmp_path)
+    policy = PolicyModel.from_pretrained(directory, dtype="float32")
+    config = AutoConfig.from_pretrained(directory)
+    for dropout in ("attention_dropout", "residual_dropout"):
+        if hasattr(config, dropout):
+            setattr(config, dropout, 0.0)
+    whole = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32)
+    if name.startswith(("gemma2", "granite", "cohere")):
+        with pytest.raises(ValueError, match="scales or caps logits"):
+            exact(whole)
+        return
+    model, row = exact(whole), rows()[0]
+    (scored,) = policy.logprobs([row], [1])
+    logits = model(torch.tensor([row])).logits
+    found = selective_logprobs(logits[0, :-1], torch.tensor(row[1:]))
+    assert torch.equal(found, scored)
+    for values in (found, scored):
+        (values * weights(values)).sum().backward()
+    masters = dict(policy.named_parameters())
+    both = [(masters[n].grad, p.grad) for n, p in model.named_parameters() if n in masters]
+    assert len(both) == len(masters)
+    assert cosine(*(torch.cat([pair[i].flatten() for pair in both]) for i in range(2))) > 1 - 1e-6
 
 
 @pytest.mark.parametrize("name", EVERY)

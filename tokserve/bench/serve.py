@@ -198,7 +198,7 @@ async def _serve(load: Load) -> tuple[dict[str, Any], list[Outcome]]:
         connector=connector, timeout=limits, headers=headers, read_bufsize=BUFFER
     ) as session:
         if not load.shape.model:
-            load = replace(load, shape=replace(load.shape, model=await _first_model(load, session)))
+            load = replace(load, shape=replace(load.shape, model=await first_model(load, session)))
         await _warm_up(load, session)
         run = LoadRunner(load, session)
         total = sum(len(conversation.turns) for conversation in conversations)
@@ -211,7 +211,8 @@ async def _serve(load: Load) -> tuple[dict[str, Any], list[Outcome]]:
     return row | (details(run.outcomes) if load.save_detailed else {}), run.outcomes
 
 
-async def _first_model(load: Load, session: aiohttp.ClientSession) -> str:
+async def first_model(load: Load, session: aiohttp.ClientSession) -> str:
+    """The first model that the server lists.  Raises StartError."""
     url = load.root + "/v1/models"
     try:
         async with session.get(url) as answer:

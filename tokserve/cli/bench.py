@@ -40,6 +40,8 @@ def add_bench(commands: Any) -> None:
     served.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True,
                         help="stream; without it only end-to-end latency is measured. Default: true.")  # fmt: skip
     _add_load(served)
+    served.add_argument("--check-speculation", action="store_true", help="instead of a measurement, send every request "
+                        "twice, without speculation and with it, and compare the replies.")  # fmt: skip
     _add_output(served, plot=True)
     served.set_defaults(parser=served)
     offline = kinds.add_parser(
@@ -156,6 +158,7 @@ def _serve(v: dict[str, Any]) -> int:
     try:
         from tokserve.bench.clients import RequestShape
         from tokserve.bench.serve import Load, serve
+        from tokserve.bench.speculation import check
     except ImportError as error:
         raise StartError(f"bench serve needs {error.name}: pip install 'tokserve[bench]'") from None
     draw = _plotter() if v["plot"] else None
@@ -172,6 +175,10 @@ def _serve(v: dict[str, Any]) -> int:
         goodput=report.parse_goodput(v["goodput"]), percentiles=percentiles, api_key=v["api_key"],
         timeout=v["request_timeout"], save_detailed=v["save_detailed"], progress=v["progress"],
     )  # fmt: skip
+    if v["check_speculation"]:
+        checked = check(load)
+        print(checked.summary())
+        return 1 if checked.different else 0
     row, outcomes = serve(load)
     if v["result_json"]:
         report.write(row, v["result_json"])

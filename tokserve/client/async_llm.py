@@ -175,6 +175,7 @@ class AsyncLLM:
         """
         given, params = read(prompt, self.tokenizer), typed(SamplingParams, sampling_params)
         options["cache_salt"] = options.get("cache_salt") or given.cache_salt
+        options.setdefault("draft_token_ids", given.draft_token_ids)
         stream = self.stream(
             given.ids, params, request_id=request_id, text=self.tokenizer is not None, lora_request=lora_request,
             **options,
@@ -269,6 +270,8 @@ class AsyncLLM:
     is_sleeping = control.is_sleeping
     release_kv_cache_memory = control.release_kv_cache_memory
     reset_prefix_cache = control.reset_prefix_cache
+    add_draft_corpus = control.add_draft_corpus
+    remove_draft_corpus = control.remove_draft_corpus
     init_weight_transfer_engine = control.init_weight_transfer_engine
     shutdown_weight_transfer_engine = control.shutdown_weight_transfer_engine
     start_weight_update = control.start_weight_update

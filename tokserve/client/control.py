@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from tokserve.client.inputs import LoRARequest
 from tokserve.errors import RequestError
-from tokserve.messages import Status
+from tokserve.messages import Status, pack_ids
 
 
 class Engine(Protocol):
@@ -70,11 +70,25 @@ async def release_kv_cache_memory(engine: Engine) -> None:
 
 
 async def reset_prefix_cache(
-    engine: Engine, reset_running_requests: bool = False, reset_connector: bool = False
+    engine: Engine, reset_running_requests: bool = False, reset_connector: bool = False, *, reset_external: bool = False
 ) -> bool:
-    """Empty the prefix cache.  Running requests keep their KV pages, so both arguments (vLLM's) are ignored; not needed
-    after a weight update."""
-    return bool(await engine.call("reset_prefix_cache"))
+    """Empty the prefix cache; not needed after a weight update.  `reset_external`: drop the earlier outputs that are
+    kept as drafts as well.  Running requests keep their KV pages, so the other arguments (vLLM's) are ignored."""
+    return bool(await engine.call("reset_prefix_cache", **({"drafts": True} if reset_external else {})))
+
+
+async def add_draft_corpus(
+    engine: Engine, group: str, token_ids: Sequence[Sequence[int]], *, lora_name: str = "", cache_salt: str = ""
+) -> Any:
+    """Keep outputs as drafts for requests with this `draft_group`; {"outputs": how many the group has}."""
+    sequences = [pack_ids(ids) for ids in token_ids]
+    args = {"group": group, "sequences": sequences, "adapter": lora_name, "cache_salt": cache_salt}
+    return await engine.call("add_draft_corpus", **args)
+
+
+async def remove_draft_corpus(engine: Engine, group: str) -> Any:
+    """Drop the outputs of a group; {"removed": how many those were}."""
+    return await engine.call("remove_draft_corpus", group=group)
 
 
 async def init_weight_transfer_engine(engine: Engine, request: Any) -> Any:

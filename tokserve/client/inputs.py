@@ -21,7 +21,7 @@ from tokserve import checkpoint
 from tokserve.client.request_state import ChoiceState, DeliveryRules, RequestState
 from tokserve.config import Config, LimitsConfig, ModelConfig
 from tokserve.errors import RequestError, StartError
-from tokserve.messages import EngineRequest, Ready
+from tokserve.messages import EngineRequest, Ready, pack_ids
 from tokserve.params import PoolingParams, RequestOptions, SamplingParams, check_ranges, wrap_seed
 from tokserve.prompt import TokenPrompt
 from tokserve.text.detokenizer import Detokenizer
@@ -95,13 +95,17 @@ class Inputs:
                 tasks += [msgspec.structs.replace(task, prompt_logprobs=None, prompt_logprobs_start=0)] * (params.n - 1)
             if params.stop_strings() and not options.stream:  # the text is searched as it comes
                 options = msgspec.structs.replace(options, stream=True)
+        drafts = b"" if not options.draft_token_ids else pack_ids(options.draft_token_ids)
+        if options.draft_token_ids is not None:
+            options = msgspec.structs.replace(options, draft_token_ids=None)
         prefix, now = f"{bare_id(request.request_id)}#", time.monotonic()
         engine_requests = [
             EngineRequest(
-                f"{prefix}{request.first_choice + index}", request.prompt, task, options, wrap_seed(seed + index), now
+                f"{prefix}{request.first_choice + index}", request.prompt, task, options, wrap_seed(seed + index), now,
+                drafts,
             )
             for index, task in enumerate(tasks)
-        ]
+        ]  # fmt: skip
         choices = self._choices(request, [engine_request.request_id for engine_request in engine_requests])
         return RequestState(request.request_id, request.prompt, seed, choices, engine_requests)
 
@@ -242,6 +246,11 @@ class Inputs:
         request.options.validate()
         if request.options.priority and not self._has_priority:
             _refuse("priority", "is not served with --scheduling-policy fcfs")
+        drafts = request.options.draft_token_ids or ()
+        if len(drafts) > self.ready.max_model_len:
+            _refuse("draft_token_ids", f"must have at most {self.ready.max_model_len} ids (max_model_len), "
+                    f"got {len(drafts)}")  # fmt: skip
+        self._check_ids("draft_token_ids", drafts)
         if not 0 < len(request.request_id) <= MAX_ID:
             _refuse("request_id", f"must have 1 to {MAX_ID} characters")
 

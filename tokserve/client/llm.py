@@ -79,8 +79,8 @@ class LLM:
         lora_request: Adapters = None,
     ) -> list[RequestOutput]:  # fmt: skip
         """Outputs in the order of the prompts: texts, lists of token ids, or mappings {"prompt": text} and
-        {"prompt_token_ids": ids}, optionally with "cache_salt".  One `sampling_params` for all, or one each; default:
-        what the model recommends.  If a request is refused, none is served.
+        {"prompt_token_ids": ids}, optionally with "cache_salt" and "draft_token_ids".  One `sampling_params` for all,
+        or one each; default: what the model recommends.  If a request is refused, none is served.
 
         `lora_request`: the adapter for all prompts, or one (or None) each; a `LoRARequest` with a path is loaded if
         necessary, a name must be that of a loaded adapter.
@@ -165,6 +165,8 @@ class LLM:
     is_sleeping = _blocking(control.is_sleeping)
     release_kv_cache_memory = _blocking(control.release_kv_cache_memory)
     reset_prefix_cache = _blocking(control.reset_prefix_cache)
+    add_draft_corpus = _blocking(control.add_draft_corpus)
+    remove_draft_corpus = _blocking(control.remove_draft_corpus)
     init_weight_transfer_engine = _blocking(control.init_weight_transfer_engine)
     shutdown_weight_transfer_engine = _blocking(control.shutdown_weight_transfer_engine)
     start_weight_update = _blocking(control.start_weight_update)
@@ -237,8 +239,9 @@ class LLM:
             streams = []
             for prompt, sampling, adapter in zip(parsed, params, adapters, strict=True):
                 stream = self._llm.stream(
-                    prompt.ids, sampling, stream=False, text=text, cache_salt=prompt.cache_salt, lora_request=adapter
-                )
+                    prompt.ids, sampling, stream=False, text=text, cache_salt=prompt.cache_salt, lora_request=adapter,
+                    draft_token_ids=prompt.draft_token_ids,
+                )  # fmt: skip
                 streams.append(await stack.enter_async_context(stream))
             stack.pop_all()
         return streams

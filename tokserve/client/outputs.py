@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
+from numpy.typing import NDArray
 
-from tokserve.messages import Logprobs, Ready, SamplingMasks, Status, StepStats
+from tokserve.messages import DraftCounts, Logprobs, Ready, SamplingMasks, Status, StepStats
 
 __all__ = [
     "ChoiceOutput", "Logprobs", "Ready", "SamplingMasks", "Status", "StepStats", "join_logprobs", "join_masks", "merge",
@@ -22,9 +24,10 @@ class ChoiceOutput(msgspec.Struct):
     delta.  `stop_reason`: the token id, sequence or string that matched.  `stop_detail`: see `messages.Finish`, or
     `stop_string`.  `weight_versions`: (version, start, end) of output positions, with the last delta, as are `times`:
     seconds from arrival to a slot, to the first token and to the end (0.0 for what was not reached).  `pooled`: the
-    vector of a pooling request, float32, with the last delta.  `sampling_masks`: None where none were requested or
-    there are no tokens; `sampling_mask_truncated`, with the last delta: how many of the choice's tokens had more ids
-    than a mask may have.
+    vector of a pooling request, float32, with the last delta, as are the counts of `drafts`.  `routed_experts`: uint8
+    or uint16 [n, layers, chosen] of all positions but the last, with the last delta, if the server returns them.
+    `sampling_masks`: None where none were requested or there are no tokens; `sampling_mask_truncated`, with the last
+    delta: how many of the choice's tokens had more ids than a mask may have.
     """
 
     index: int
@@ -40,6 +43,8 @@ class ChoiceOutput(msgspec.Struct):
     weight_versions: list[tuple[str, int, int]] = []
     times: tuple[float, float, float] = (0.0, 0.0, 0.0)
     pooled: bytes = b""
+    routed_experts: NDArray[Any] | None = None
+    drafts: DraftCounts = DraftCounts()
     sampling_masks: SamplingMasks | None = None
     sampling_mask_truncated: int = 0
 
@@ -89,6 +94,8 @@ def _merge_one(parts: list[ChoiceOutput]) -> ChoiceOutput:
         weight_versions=last.weight_versions,
         times=last.times,
         pooled=last.pooled,
+        routed_experts=last.routed_experts,
+        drafts=last.drafts,
         sampling_masks=join_masks([part.sampling_masks for part in parts if part.sampling_masks is not None]),
         sampling_mask_truncated=last.sampling_mask_truncated,
     )

@@ -20,11 +20,12 @@ NOT_BYTES = "bytes are no prompt: decode them to a text, or give a list of token
 
 
 class ParsedPrompt(NamedTuple):
-    """A prompt as ids, the text if it was given as text, and its cache_salt ("": none)."""
+    """A prompt as ids, the text if it was given as text, its cache_salt ("": none), and what its output may be."""
 
     ids: Sequence[int]
     text: str | None = None
     cache_salt: str = ""
+    draft_token_ids: list[int] | None = None
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -55,11 +56,21 @@ def read(prompt: Prompt, tokenizer: Tokenizer | None) -> ParsedPrompt:
 def _from_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer | None) -> ParsedPrompt:
     given = {key: value for key, value in prompt.items() if value is not None and value != {}}
     text, ids, salt = given.pop("prompt", None), given.pop("prompt_token_ids", None), given.pop("cache_salt", "")
+    drafts = given.pop("draft_token_ids", None)
     if given:
         raise RequestError(f"unknown key {next(iter(given))!r} in a prompt, which is {FORMS}", field="prompts")
     if not isinstance(text, str | None) or (text is None and ids is None) or not isinstance(salt, str):
         raise RequestError(f"a prompt must be {FORMS}", field="prompts")
-    return ParsedPrompt(_encode(text, tokenizer) if ids is None and text is not None else ids, text, salt)
+    if drafts is not None:
+        drafts = _drafts(drafts)
+    return ParsedPrompt(_encode(text, tokenizer) if ids is None and text is not None else ids, text, salt, drafts)
+
+
+def _drafts(ids: Any) -> list[int]:
+    listed = ids.tolist() if hasattr(ids, "tolist") else ids
+    if not isinstance(listed, list | tuple) or not all(type(token) is int for token in listed):
+        raise RequestError("draft_token_ids must be a list of token ids", field="draft_token_ids")
+    return list(listed)
 
 
 def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:

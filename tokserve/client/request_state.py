@@ -16,7 +16,7 @@ import msgspec
 
 from tokserve.client.outputs import TERMINATORS, ChoiceOutput, join_logprobs, join_masks
 from tokserve.errors import RequestError
-from tokserve.messages import EngineRequest, Finish, Logprobs, RareFields, SamplingMasks
+from tokserve.messages import EngineRequest, Finish, Logprobs, RareFields, RoutedExperts, SamplingMasks
 from tokserve.params import MASK_TOO_LONG
 from tokserve.prompt import TokenPrompt
 from tokserve.text.detokenizer import Detokenizer, StopHit
@@ -40,7 +40,8 @@ class ChoiceState:
 
     __slots__ = (
         "_cached_tokens", "_detokenizer", "_finish", "_logprobs", "_masks", "_masks_too_long", "_num_tokens", "_pooled",
-        "_prompt_logprobs", "_rules", "_stop_hit", "_texts", "_token_ids", "_weight_versions", "awaits_scores",
+        "_prompt_logprobs", "_routed_experts", "_rules", "_stop_hit", "_texts", "_token_ids", "_weight_versions",
+        "awaits_scores",
         "finished", "index", "queued", "request", "request_id", "scored",
     )  # fmt: skip
 
@@ -61,6 +62,7 @@ class ChoiceState:
         self._finish: Finish | None = None
         self._weight_versions: list[tuple[str, int, int]] = []
         self._pooled = b""
+        self._routed_experts: RoutedExperts | None = None
         self._num_tokens = 0
         self._token_ids: list[int] = []  # this and below: accepted, not yet taken
         self._texts: list[str] = []
@@ -126,6 +128,7 @@ class ChoiceState:
             self._cached_tokens = rare.cached_tokens
         if rare.pooled:
             self._pooled = rare.pooled
+        self._routed_experts = rare.routed_experts
         if rare.finish is not None:
             self._finish = rare.finish
             self._weight_versions = rare.weight_versions
@@ -170,6 +173,9 @@ class ChoiceState:
         delta.stop_reason = finish.stop
         delta.times = finish.queued, finish.first_token, finish.total
         delta.pooled = self._pooled
+        if self._routed_experts is not None:
+            delta.routed_experts = self._routed_experts.array(self.request.prompt_len + self._num_tokens - 1)
+        delta.drafts = finish.drafts
         delta.sampling_mask_truncated = self._masks_too_long
         count = self._num_tokens
         delta.weight_versions = [

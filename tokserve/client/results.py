@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +57,9 @@ class TokenLogprobs:
 class CompletionOutput:
     """One choice.  `finish_reason` "error" comes with a `message`.
 
+    `routed_experts` (`enable_return_routed_experts`): the experts chosen for each position of prompt and output but the
+    last, uint8 or uint16 [positions, layers, experts per token]; zeros in layers without experts.
+
     With `return_sampling_mask`, by token: `sampling_mask`, the ascending ids that it was drawn from (None: the whole
     vocabulary, or more ids than `max_sampling_mask`, of which there are `sampling_mask_truncated`),
     `sampling_logprobs`, its logprob among them, and `kept_logprob`, that of all of them in the model's distribution at
@@ -73,6 +76,7 @@ class CompletionOutput:
     stop_detail: str | None = None
     message: str | None = None
     weight_versions: list[tuple[str, int, int]] = field(default_factory=list)
+    routed_experts: NDArray[Any] | None = None
     sampling_mask: list[NDArray[np.int32] | None] | None = None
     sampling_logprobs: NDArray[np.float32] | None = None
     kept_logprob: NDArray[np.float32] | None = None
@@ -121,7 +125,8 @@ def request_output(
         output = CompletionOutput(
             index=c.index, text=c.text or "", token_ids=c.token_ids, logprobs=logprobs, cumulative_logprob=total,
             finish_reason=c.finish_reason, stop_reason=c.stop_reason, stop_detail=c.stop_detail,
-            message=c.message, weight_versions=c.weight_versions, sampling_mask_truncated=c.sampling_mask_truncated,
+            message=c.message, weight_versions=c.weight_versions, routed_experts=c.routed_experts,
+            sampling_mask_truncated=c.sampling_mask_truncated,
         )  # fmt: skip
         if c.sampling_masks is not None:
             output.set_masks(c.sampling_masks)

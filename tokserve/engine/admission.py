@@ -14,6 +14,7 @@ from functools import cached_property
 from tokserve.config import Config
 from tokserve.engine.adapters import MAX_NAME, Adapters
 from tokserve.engine.deadlines import Deadlines
+from tokserve.engine.drafter import prediction_index
 from tokserve.engine.front_ends import Emit
 from tokserve.engine.grammars import Grammars
 from tokserve.engine.output_buffer import Limits
@@ -21,6 +22,7 @@ from tokserve.engine.pending_grammars import PendingGrammars
 from tokserve.engine.registry import Registry
 from tokserve.engine.request import Request
 from tokserve.engine.scheduler import Scheduler
+from tokserve.engine.token_index import TokenIndex
 from tokserve.errors import RequestError
 from tokserve.messages import Status, Submit, SubmitReply
 from tokserve.params import SamplingParams
@@ -37,6 +39,7 @@ class PendingSubmission:
     def __init__(self, identity: bytes, submit: Submit, received: float, first: int) -> None:
         self.identity, self.submit, self.received, self.first = identity, submit, received, first
         self.requests: list[Request] = []
+        self.predictions: dict[bytes, TokenIndex] = {}  # by `EngineRequest.drafts`: choices share them
         self.refusal: SubmitReply | None = None
 
     @cached_property
@@ -172,14 +175,21 @@ class Admission:
     def _requests(self, large: PendingSubmission) -> list[Request]:
         """One of each `EngineRequest` of the next slice.  Raises RequestError."""
         start = len(large.requests)
-        return [
+        specs = large.submit.requests[start : start + SLICE]
+        requests = [
             Request(
                 spec, owner=large.identity, number=number, received=large.received, limits=self._limits,
                 adapter=self._adapters.get(spec.options.adapter), client=large.submit.client,
                 share=None if self._fair else "",
             )
-            for number, spec in enumerate(large.submit.requests[start : start + SLICE], large.first + start)
+            for number, spec in enumerate(specs, large.first + start)
         ]  # fmt: skip
+        for spec, request in zip(specs, requests, strict=True):
+            if spec.drafts:
+                if spec.drafts not in large.predictions:
+                    large.predictions[spec.drafts] = prediction_index(spec.drafts)
+                request.expect(large.predictions[spec.drafts])
+        return requests
 
     def _compile_grammars(self, requests: Sequence[Request], client: str) -> None:
         """Begin to compile the grammars.  Raises RequestError."""

@@ -7,14 +7,17 @@ joined, never as objects per token.
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tokserve.messages import (
     MASK_ROW,
     Finish,
     Logprobs,
     RareFields,
+    RoutedExperts,
     RowLogprobs,
     RowSamplingMasks,
     SamplingMasks,
@@ -112,6 +115,31 @@ class LogprobColumns:
         )  # fmt: skip
 
 
+class RoutedColumns:
+    """The experts chosen for a request's positions, from the first one on."""
+
+    __slots__ = ("_ids", "_item", "_shape")
+
+    def __init__(self) -> None:
+        self._ids = bytearray()
+        self._shape, self._item = (0, 0), 1
+
+    def add(self, end: int, ids: NDArray[Any]) -> None:
+        """Those of the last positions before `end`, [n, layers, chosen], in place of what is known from there on: after
+        a preemption, or where drafts were rejected."""
+        self._shape, self._item = (ids.shape[1], ids.shape[2]), ids.itemsize
+        start = (end - len(ids)) * ids[0].nbytes
+        assert start <= len(self._ids), "a step left out routed experts"
+        del self._ids[start:]
+        self._ids += ids.tobytes()
+
+    def packed(self, start: int, end: int) -> RoutedExperts:
+        """Those of positions start ... end - 1, as far as they are computed."""
+        layers, chosen = self._shape
+        size = layers * chosen * self._item
+        return RoutedExperts(bytes(self._ids[start * size : end * size]), start, layers, chosen, self._item)
+
+
 class PackedMasks:
     """The sampling masks of a step's tokens as bytes."""
 
@@ -192,11 +220,12 @@ class StepColumns:
     def set_rare(
         self, finish: Finish | None, prompt_logprobs: LogprobColumns | None = None, cached_tokens: int = 0,
         weight_versions: list[tuple[str, int, int]] | None = None, pooled: bytes = b"",
+        routed_experts: RoutedExperts | None = None,
     ) -> None:  # fmt: skip
         """What few rows have, of the row just added."""
         packed = None if prompt_logprobs is None else prompt_logprobs.packed()
         row = len(self._request_ids) - 1
-        self._rare.append(RareFields(row, finish, packed, cached_tokens, weight_versions or [], pooled))
+        self._rare.append(RareFields(row, finish, packed, cached_tokens, weight_versions or [], pooled, routed_experts))
 
     def step(self, stats: StepStats) -> StepOutput:
         """The message."""

@@ -26,6 +26,7 @@ from tokserve.engine.command import Command, Commands, immediate
 from tokserve.engine.control import Control
 from tokserve.engine.deadlines import Deadlines
 from tokserve.engine.drafter import Drafter
+from tokserve.engine.drafter import make as make_drafter
 from tokserve.engine.front_ends import Emit, FrontEnds
 from tokserve.engine.grammars import Grammars
 from tokserve.engine.mask_worker import MaskWorker
@@ -35,6 +36,7 @@ from tokserve.engine.prefix_cache import PrefixCache
 from tokserve.engine.registry import Registry
 from tokserve.engine.request import Request
 from tokserve.engine.scheduler import Scheduler
+from tokserve.errors import Conflict
 from tokserve.executor.base import Executor
 from tokserve.messages import Abort, Call, Ready, Stall, Status, StepStats, Submit, ToEngine
 from tokserve.plan import DeviceFacts
@@ -60,6 +62,8 @@ class EngineCore:
         wake: Callable[[], None] = lambda: None,
         drafter: Drafter | None = None,
     ) -> None:
+        self._text_drafter = make_drafter(config.speculation.resolved(), facts.vocab_size) if drafter is None else None
+        drafter = self._text_drafter if drafter is None else drafter
         layout = facts.layout
         capacity = layout.num_blocks * layout.block_size
         context = min(config.model.max_model_len or capacity, capacity)
@@ -89,8 +93,9 @@ class EngineCore:
         )  # fmt: skip
         self._held: list[tuple[bytes, Call | Abort | Stall]] = []  # until no submission is being admitted
         self._status = self._state_now()
+        commands = self.control.commands | self.adapters.commands | self._draft_commands() | self._table()
         self._commands = Commands(
-            self.control.commands | self.adapters.commands | self._table(), with_caller=("stats",), emit=emit,
+            commands, with_caller=("stats",), emit=emit,
             at_boundary=lambda: not self.scheduler.in_flight, on_progress=self._send_status, wake=wake,
         )  # fmt: skip
         if context < (config.model.max_model_len or 0):
@@ -365,8 +370,20 @@ class EngineCore:
         self.cache.check()
         return True
 
-    def _reset_prefix_cache(self) -> bool:
+    def _draft_commands(self) -> dict[str, Callable[..., Command]]:
+        if self._text_drafter is not None:
+            return self._text_drafter.commands()
+
+        def refuse(**args: Any) -> int:
+            raise Conflict("this server keeps no drafts: it was started with the speculative method none")
+
+        return {"add_draft_corpus": immediate(refuse), "remove_draft_corpus": immediate(refuse)}
+
+    def _reset_prefix_cache(self, drafts: bool = False) -> bool:
+        """`drafts`: drop the earlier outputs that are kept as drafts as well."""
         self.cache.reset()
+        if drafts and self._text_drafter is not None:
+            self._text_drafter.history.clear()
         return True
 
     def _leave(self, front_end: str) -> int:

@@ -12,6 +12,26 @@ from tokserve.messages import AGES
 EPOCHS_KEPT = 1000
 
 
+class DraftCounters:
+    """Steps of requests with drafts, drafts, and accepted drafts by their position in the row."""
+
+    __slots__ = ("accepted_at", "num_drafts", "num_steps")
+
+    def __init__(self) -> None:
+        self.num_steps = self.num_drafts = 0
+        self.accepted_at: list[int] = []
+
+    def record(self, drafts: int, accepted: int) -> None:
+        """A row had drafts, of which so many were accepted."""
+        self.num_steps += 1
+        self.num_drafts += drafts
+        at = self.accepted_at
+        if accepted > len(at):
+            at += [0] * (accepted - len(at))
+        for index in range(accepted):
+            at[index] += 1
+
+
 class Counters(msgspec.Struct):
     """Since the engine's start; tokens unless said otherwise."""
 
@@ -24,10 +44,16 @@ class Counters(msgspec.Struct):
     prefix_hits: int = 0
     nan_requests: int = 0  # requests
     tokens_by_age: list[int] = msgspec.field(default_factory=lambda: [0] * AGES)
+    drafts: DraftCounters = msgspec.field(default_factory=DraftCounters)
 
     def values(self) -> dict[str, Any]:
         """A copy, by the names of `StepStats`."""
-        return msgspec.structs.asdict(self) | {"tokens_by_age": self.tokens_by_age.copy()}
+        values = msgspec.structs.asdict(self) | {"tokens_by_age": self.tokens_by_age.copy()}
+        drafts = values.pop("drafts")
+        return values | {
+            "draft_steps": drafts.num_steps, "draft_tokens": drafts.num_drafts,
+            "accepted_by_position": drafts.accepted_at.copy(),
+        }  # fmt: skip
 
 
 class WeightEpochs:

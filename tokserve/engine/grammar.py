@@ -32,6 +32,7 @@ NO_TOKENIZER = "structured_outputs needs a tokenizer (tokenizer.json), and there
 PAGE = os.sysconf("SC_PAGE_SIZE")
 STACK = 256 << 20  # bytes of address space; the library descends a frame per rule that another names
 SHOWN = 300  # characters of the library's complaint
+DRAFT_SECONDS = 0.002  # that the masks of one request's drafts may take
 STATE_BYTES = 2048  # of a lexer state, the upper end of the library's own estimate; 400 were measured
 WALKS, WALK_TOKENS, WALK_SECONDS = 3, 8, 0.2  # of the texts that a trial writes
 LIMITS: dict[str, Any] = {  # what one grammar may cost, in the library's units
@@ -60,7 +61,7 @@ class Grammar:
 
     `sentinels`: the library's EOS tokens, of the tokenizer's vocabulary.  Of the model's: `eos`, its own, and `barred`,
     ids that no text has (the sentinels, and bits past the last id).  `cost`: as measured in a trial; `num_accepted`:
-    tokens that all its states have accepted.
+    tokens that all its states have accepted, drafts included.
     """
 
     machine: LLMatcher
@@ -94,13 +95,13 @@ class GrammarState:
         self.limited = False
         self._ends = ends
         self._machine: LLMatcher | None = None
-        self._token: int | None = None  # accepted, not yet consumed by the machine
+        self._tokens: list[int] = []  # accepted, not yet consumed by the machine
         self._bits: UInt32 | None = None
         self._complete = False
 
     def accept(self, token: int) -> None:
         """The output has a new token."""
-        self._token = token
+        self._tokens.append(token)
         self.grammar.num_accepted += 1
         self.pending = True
 
@@ -109,12 +110,32 @@ class GrammarState:
         self.error = "its mask could not be computed"  # if one of the next lines raises
         if self._machine is None:
             self._machine = self.grammar.machine.deep_copy()
-        if self._token is not None:
-            self._machine.consume_token(self._token)
-            self._token = None
+        for token in self._tokens:
+            self._machine.consume_token(token)
+        self._tokens.clear()
         self._bits, self._complete = self._next_ids(self._machine)
         self.limited = self._machine.is_error()
         self.error = _shortened(self._machine.get_error()) if self.limited else None
+
+    def bits_along(self, drafts: Sequence[int]) -> list[UInt32]:
+        """`bits`, and what may come after each of these drafts if it is sampled, by a copy of the machine.
+
+        After a draft that may not come, and once this has taken `DRAFT_SECONDS`, nothing may: drafts from there on are
+        rejected, and computed again as tokens.
+        """
+        assert self._machine is not None
+        masks, machine = [self.bits], self._machine.deep_copy()
+        until = time.monotonic() + DRAFT_SECONDS
+        for draft in drafts:
+            if not masks[-1][draft // 32] >> np.uint32(draft % 32) & 1 or time.monotonic() > until:
+                break
+            if self.grammar.eos[draft // 32] >> np.uint32(draft % 32) & 1:  # the end: nothing comes after it
+                break
+            machine.consume_token(draft)
+            self.grammar.num_accepted += 1
+            masks.append(self._next_ids(machine)[0])
+        nothing = np.zeros_like(masks[0])
+        return masks + [nothing] * (1 + len(drafts) - len(masks))
 
     def _next_ids(self, machine: LLMatcher) -> tuple[UInt32, bool]:
         """The bits, and whether the text is complete."""

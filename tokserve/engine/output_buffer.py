@@ -7,9 +7,12 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
+
+from numpy.typing import NDArray
 
 from tokserve.engine.adapter import Adapter
-from tokserve.engine.columns import LogprobColumns, MaskColumns, PackedMasks, PackedRows, StepColumns
+from tokserve.engine.columns import LogprobColumns, MaskColumns, PackedMasks, PackedRows, RoutedColumns, StepColumns
 from tokserve.messages import Finish
 from tokserve.params import PoolingParams, SamplingParams
 from tokserve.plan import Float32, LogprobRows
@@ -40,12 +43,15 @@ class OutputBuffer:
         self.version: str | None = None  # of the weights that made the newest token
         self._generation = 0  # of its adapter
         self._pooled = b""
+        self._routed: RoutedColumns | None = None
+        self._routed_start = 0
         self._logprobs: LogprobColumns | None = None
         self._masks: MaskColumns | None = None
         self._prompt_logprobs: LogprobColumns | None = None
         self._first_prompt_row = self.next_prompt_row = prompt_len  # the prompt token whose row comes next
         if not isinstance(task, SamplingParams):
             return
+        self._routed_start = min(task.routed_experts_prompt_start, prompt_len)
         mode = task.logprobs_mode or limits.logprobs_mode
         named = len(task.logprob_token_ids or ())
         if task.logprobs is not None or named:
@@ -86,6 +92,12 @@ class OutputBuffer:
             self._prompt_logprobs.add(rows, known, count)
             self.next_prompt_row += count - known
 
+    def add_routed_experts(self, end: int, ids: NDArray[Any]) -> None:
+        """Keep the experts of the positions before `end`, as many as there are ids."""
+        if self._routed is None:
+            self._routed = RoutedColumns()
+        self._routed.add(end, ids)
+
     def set_pooled(self, vector: Float32) -> None:
         """The vector of a pooling request."""
         self._pooled = vector.astype("<f4").tobytes()
@@ -112,7 +124,10 @@ class OutputBuffer:
                 (f"{version}+{label}" if label else version, start, end)
                 for version, label, start, end in self.spans(len(tokens) - self._prompt_len)
             ]
-        columns.set_rare(finish, prompt_logprobs, 0 if self._sent else cached, versions, self._pooled)
+        routed = None
+        if finish is not None and self._routed is not None:
+            routed = self._routed.packed(self._routed_start, len(tokens) - 1)
+        columns.set_rare(finish, prompt_logprobs, 0 if self._sent else cached, versions, self._pooled, routed)
         self._sent = True
 
 

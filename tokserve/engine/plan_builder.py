@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from tokserve.engine.request import Request
-from tokserve.plan import GrammarBitmask, NewRow, StepPlan, StepResult
+from tokserve.plan import GrammarBitmask, NewRow, StepPlan, StepResult, UInt32
 
 
 class ScheduledRow(msgspec.Struct, eq=False, gc=False):
@@ -31,6 +31,7 @@ class InFlightStep:
     weight_version: str
     num_new: int
     num_tokens: int
+    num_logits: int
     planned: float  # when, by the clock of `Scheduler.schedule`
     future: Future[StepResult] | None = None
     grammar_rows: list[ScheduledRow] = field(init=False)  # those that sample under a grammar
@@ -48,12 +49,15 @@ class InFlightStep:
         """The masks of the rows with a grammar.  Rows whose mask is late, or whose request has ended, are withheld."""
         if not self.grammar_rows:
             return None
-        slots, bits, withheld = [], [], []
+        slots: list[int] = []
+        bits: list[UInt32] = []
+        withheld: list[int] = []
         for row in self.grammar_rows:
             request, grammar = row.request, row.request.grammar
             if request.finish is None and request.is_ready_to_sample and grammar is not None:
-                slots.append(request.slot)
-                bits.append(grammar.bits)
+                masks = grammar.bits_along(row.drafts) if row.drafts else [grammar.bits]
+                slots += [request.slot] * len(masks)
+                bits += masks
             else:
                 request.withheld = True
                 withheld.append(request.slot)
@@ -115,7 +119,7 @@ class PlanBuilder:
         if self.shares:
             self.shares[request.share] = max(0, self.shares[request.share] - num_tokens)
 
-    def add_drafts(self, row: ScheduledRow, drafts: list[int]) -> None:
+    def add_drafts(self, row: ScheduledRow, drafts: Sequence[int]) -> None:
         """Drafts in a row that samples."""
         row.drafts = drafts
         row.num_tokens += len(drafts)
@@ -170,4 +174,5 @@ class PlanBuilder:
             blocks=blocks,
             freed=freed,
         )
-        return plan, InFlightStep(step, rows, weight_version, len(self.new), sum(num_tokens), now)
+        num_logits = sum(row.num_logits for row in rows)
+        return plan, InFlightStep(step, rows, weight_version, len(self.new), sum(num_tokens), num_logits, now)

@@ -18,12 +18,14 @@ import numpy as np
 
 from tokserve.engine.adapter import Adapter
 from tokserve.engine.columns import PackedMasks, PackedRows, StepColumns
+from tokserve.engine.draft_state import Corpus, DraftState
 from tokserve.engine.grammar import Grammar, GrammarState
 from tokserve.engine.output_buffer import Limits, OutputBuffer
 from tokserve.engine.prefix_cache import BlockTable
 from tokserve.engine.stopping import StopChecker
+from tokserve.engine.token_index import TokenIndex
 from tokserve.errors import RequestError
-from tokserve.messages import EngineRequest, Finish
+from tokserve.messages import DraftCounts, EngineRequest, Finish
 from tokserve.params import PoolingParams, SamplingParams
 from tokserve.plan import NO_LEGAL_TOKEN, NOT_FINITE, Float32, NewRow
 from tokserve.prompt import check_features
@@ -90,6 +92,11 @@ class Request:
         self.stalled = False  # its client does not read what it was sent
         self.cached_tokens: int | None = None  # prompt tokens found in the cache at the first admission
         self.admitted: float | None = None
+        # of a request that is drafted for
+        self.prediction: TokenIndex | None = None  # what the client expects
+        self.draft_state: DraftState | None = None
+        self.drafts = DraftCounts()
+        self._follower: DraftState | None = None  # through the prediction, token by token
         # of a request with structured outputs
         self.pending_grammar: Future[Grammar] | None = None  # until it is compiled, the request waits
         self.grammar: GrammarState | None = None
@@ -128,6 +135,13 @@ class Request:
     def is_ready_to_sample(self) -> bool:
         """Its grammar is compiled, and the mask of its newest known token is computed."""
         return self.pending_grammar is None and not self.withheld and (self.grammar is None or not self.grammar.pending)
+
+    @property
+    def may_be_drafted(self) -> bool:
+        """A step may verify drafts of it.  Those under a grammar need masks, made of tokens that are known."""
+        if self.grammar is None:
+            return self.options.speculate
+        return self.options.speculate and not self.num_in_flight and not self.grammar.is_slow
 
     @property
     def released(self) -> bool:
@@ -169,6 +183,8 @@ class Request:
         for token in tokens:
             known.append(token)
             kept += 1
+            if self._follower is not None:
+                self._follower.advance()
             if stopping.always or token in stopping.candidates or len(known) >= stopping.limit:
                 stop = stopping.check(known)
                 if stop is not None:
@@ -181,6 +197,17 @@ class Request:
         if masks is not None:
             output.add_sampling_masks(masks, first_row, kept)
         return kept
+
+    def count_drafts(self, proposed: int, accepted: int) -> None:
+        """A step had drafts of it."""
+        before = self.drafts
+        self.drafts = DraftCounts(before.steps + 1, before.proposed + proposed, before.accepted + accepted)
+
+    def expect(self, prediction: TokenIndex) -> None:
+        """The output may be these tokens."""
+        corpus = Corpus("prediction", prediction, given=True)
+        self.prediction = prediction
+        self._follower = DraftState(self.tokens, self.prompt_len, [corpus], (corpus, 0), searches=False)
 
     def set_pooled(self, vector: Float32, now: float) -> None:
         """The prompt of a pooling request is computed, and this is its vector."""
@@ -229,7 +256,8 @@ class Request:
             return 0.0 if moment is None else moment - self.received
 
         self.finish = Finish(
-            reason, detail, stop, message, since(self.admitted), since(self._first_token), since(now)
+            reason, detail, stop, message, since(self.admitted), since(self._first_token), since(now),
+            self.drafts._replace(predicted=0 if self._follower is None else self._follower.num_hits),
         )  # fmt: skip
 
     def emit(self, columns: StepColumns) -> None:

@@ -18,7 +18,7 @@ from tokserve.engine.counters import Counters, WeightEpochs
 from tokserve.engine.drafter import Drafter
 from tokserve.engine.fairness import FairQueue, Shares, choose_displaced, choose_victim
 from tokserve.engine.pace import StepPace
-from tokserve.engine.plan_builder import InFlightStep, PlanBuilder
+from tokserve.engine.plan_builder import InFlightStep, PlanBuilder, ScheduledRow
 from tokserve.engine.prefix_cache import PrefixCache
 from tokserve.engine.queue import POLICIES, Queue, QueueLimits
 from tokserve.engine.request import Request, State
@@ -145,6 +145,8 @@ class Scheduler:
         self._stalled.discard(request)
         self.shares.ended(request)
         self.weights.count_ages(request, self.counters.tokens_by_age)
+        if self._drafter is not None:
+            self._drafter.on_end(request)
         request.state = State.ENDED
         if request.slot >= 0:
             self._release_slot(request)
@@ -228,12 +230,20 @@ class Scheduler:
 
     def _add_drafts(self, builder: PlanBuilder, drafter: Drafter) -> None:
         """Propose drafts for rows that sample, with what is left of the budget and without preempting."""
+        rows: list[ScheduledRow] = []
+        limits: list[int] = []
         for row in builder.rows:
             request = row.request
             limit = min(builder.budget, request.limit - request.num_tokens - 1)
-            if limit <= 0 or not row.num_logits or request.num_in_flight or request.grammar is not None:
-                continue
-            drafts = drafter.propose(request, limit)[:limit]
+            if limit > 0 and row.num_logits and request.may_be_drafted:
+                rows.append(row)
+                limits.append(limit)
+        if not rows:
+            return
+        num_tokens = sum(row.num_tokens for row in builder.rows)
+        proposals = drafter.propose([row.request for row in rows], limits, num_tokens)
+        for row, limit, proposed in zip(rows, limits, proposals, strict=True):
+            drafts, request = proposed[: min(limit, builder.budget)], row.request
             if drafts and self._cache.extend(request.table, request.num_tokens + len(drafts), len(self._running)):
                 builder.add_drafts(row, drafts)
 
@@ -357,7 +367,10 @@ class Scheduler:
         if step.step != result.step:
             raise RuntimeError(f"the result is of step {result.step}, but step {step.step} is the oldest in flight")
         self.counters.steps += 1
-        self._pace.record(step.num_tokens, now - max(step.planned, self._answered))
+        seconds = now - max(step.planned, self._answered)
+        self._pace.record(step.num_tokens, seconds)
+        if self._drafter is not None and step.num_logits == step.num_tokens:
+            self._drafter.on_step(len(step.rows), step.num_tokens, seconds)
         self._answered = now
         token_ids, prompt_logprobs = result.token_ids.tolist(), result.prompt_logprobs
         logprobs = None if result.logprobs is None else PackedRows(result.logprobs)
@@ -374,7 +387,13 @@ class Scheduler:
                     request.output.add_prompt_rows(request.num_settled, prompt_logprobs[index])
                 request.num_in_flight -= row.num_logits
                 request.num_settled += row.num_tokens
+                if index in result.routed_experts:
+                    request.output.add_routed_experts(request.num_settled, result.routed_experts[index])
                 rejected = row.num_logits - count  # drafts, or the position whose token was withheld
+                if row.drafts:
+                    accepted = max(0, count - 1)
+                    self.counters.drafts.record(len(row.drafts), accepted)
+                    request.count_drafts(len(row.drafts), accepted)
                 if rejected:
                     request.num_computed -= rejected
                     request.num_settled -= rejected

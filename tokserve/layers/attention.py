@@ -19,7 +19,7 @@ from tokserve.layers.linear import Linear
 from tokserve.layers.norm import NormSpec, RMSNorm
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import Group
-from tokserve.layers.parameter import Parameter, under
+from tokserve.layers.parameter import Parameter, owned_copy, under
 from tokserve.layers.rope import RopeSpec
 
 
@@ -31,6 +31,7 @@ class AttentionSpec:
     `softcap` > 0: a score s becomes softcap * tanh(s / softcap).  `qk_norm`: of each query and key head, or with
     `norm_scope` "all" of all heads of a token together, before the rotation, or with `norm_last` after it.
     `qkv_names`: the checkpoint's names of the tensors that form the first projection; the others are names, too.
+    `sinks`: each head has a score beside those of its keys, whose value is zero.
     """
 
     heads: int
@@ -49,6 +50,7 @@ class AttentionSpec:
     qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     out_name: str = "o_proj"
     norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    sinks: bool = False
 
 
 class Attention:
@@ -66,6 +68,8 @@ class Attention:
         self.softcap, self.interleaved, self.norm_last = spec.softcap, spec.rope.interleaved, spec.norm_last
         self.qkv = Linear(hidden, _shards(spec, group), options, bias=spec.qkv_bias, split="column")
         self.out = Linear(width, {spec.out_name: hidden}, options, bias=spec.out_bias, split="row")
+        self.sinks = torch.zeros(self.heads, device=ops.torch_device) if spec.sinks else None  # [heads] float32
+        self._heads, self._group = spec.heads, group
         norm, self.norm_names = spec.qk_norm, spec.norm_names
         self.norm_eps = norm.eps if norm else 0.0
         widths = (spec.heads * spec.dim, spec.kv_heads * spec.dim) if spec.norm_scope == "all" else (spec.dim, spec.dim)
@@ -84,7 +88,16 @@ class Attention:
         for name, norm in zip(self.norm_names, (self.q_norm, self.k_norm), strict=True):
             if norm is not None:
                 parameters |= under(name, norm.parameters())
+        if self.sinks is not None:
+            parameters["sinks"] = Parameter((self._heads,), self.load_sinks, torch.float32)
         return parameters
+
+    def load_sinks(self, tensor: Tensor) -> None:
+        """Take the heads' sinks."""
+        assert self.sinks is not None
+        self.sinks = owned_copy(
+            tensor.narrow(0, self._group.rank * self.heads, self.heads), (self.heads,), torch.float32
+        )
 
     def kv_spec(self) -> KVSpec:
         """What the cache keeps for this layer."""
@@ -109,7 +122,7 @@ class Attention:
             q, rows = q.index_select(0, logits_rows.tokens), logits_rows
         mixed = ops.paged_attention(
             q, keys, values, rows.block_tables, rows.query_start, rows.seq_lens, self.scale * self.k_scale,
-            self.window, self.v_scale, self.softcap,
+            self.window, self.v_scale, self.softcap, self.sinks,
         )  # [T or n, heads, dim]  # fmt: skip
         return self.out(mixed.view(q.shape[0], self.heads * self.dim), adapters=rows.adapters)
 

@@ -34,6 +34,8 @@ class ForwardBatch:
     are never read.  `slot_mapping[t]` = page * P + offset is where token t's key and value go.
     `logits_rows`: the tokens whose hidden states are needed; for the others the last layer computes keys and values
     only.  None: all.  `adapters`: the slot of each token's adapter, negative for none; None: no token has one.
+    `routed`: a list to which the layers with experts append the chosen ones [T, k] int32; with it, all tokens are
+    computed in all layers.
     `embeds`: tokens whose embeddings are given, not looked up: inputs of the first layer, any multiplier applied.
     """
 
@@ -46,4 +48,5 @@ class ForwardBatch:
     kv: Pages
     logits_rows: LogitsRows | None = None
     adapters: Tensor | None = None  # [T] int32
+    routed: list[Tensor] | None = None
     embeds: tuple[Tensor, Tensor] | None = None  # indices in the batch [m] int64, embeddings [m, hidden]

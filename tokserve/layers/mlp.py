@@ -49,8 +49,10 @@ class GatedMLP:
         """Of the projections, under the checkpoint's names."""
         return self.gate_up.parameters() | self.down.parameters()
 
-    def __call__(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:  # [T, hidden] -> [T, hidden]
-        """`adapters`: as `Linear` takes them."""
+    def __call__(
+        self, x: Tensor, adapters: Tensor | None = None, routed: list[Tensor] | None = None
+    ) -> Tensor:  # [T, hidden] -> [T, hidden]
+        """`adapters`: as `Linear` takes them.  `routed` stays as it is: there are no experts."""
         return self.down(self.gate_up(x, adapters=adapters), adapters=adapters)
 
 
@@ -67,8 +69,10 @@ class PlainMLP(GatedMLP):
         """The projections by name."""
         return {"up": self.gate_up, "down": self.down}
 
-    def __call__(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:  # [T, hidden] -> [T, hidden]
-        """`adapters`: as `Linear` takes them."""
+    def __call__(
+        self, x: Tensor, adapters: Tensor | None = None, routed: list[Tensor] | None = None
+    ) -> Tensor:  # [T, hidden] -> [T, hidden]
+        """`adapters`: as `Linear` takes them.  `routed` stays as it is: there are no experts."""
         return self.down(ops.activate(self.gate_up(x, adapters=adapters), self.activation), adapters=adapters)
 
 

@@ -27,6 +27,7 @@ class QuantMethod(Protocol):
     """
 
     name: str | None  # the value of the option `quantization`; None: none
+    covers_experts: bool  # there are products for a mixture of experts
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What an element of a weight of `dtype` is kept as."""
@@ -43,6 +44,9 @@ class QuantMethod(Protocol):
     def pack_gated(self, weight: Any) -> Packed:
         """As `pack`, of a gate projection's rows and the up projection's."""
 
+    def experts(self, *arguments: Any) -> Tensor:
+        """As `ops.experts`, of packed weights; only if it covers them."""
+
     def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
         """[T, outputs / 2] in x's dtype; activation None: the product itself, [T, outputs]."""
 
@@ -51,6 +55,7 @@ class Unquantized:
     """The weight in its own dtype."""
 
     name: str | None = None
+    covers_experts = True
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The same."""
@@ -76,11 +81,16 @@ class Unquantized:
         """One op."""
         return ops.gated_linear(x, packed, bias, activation)
 
+    def experts(self, *arguments: Any) -> Tensor:
+        """Of a mixture; arguments as those of the op."""
+        return ops.experts(*arguments)
+
 
 class Int8:
     """Weights int8 with a scale per output, activations int8 with a scale per token, both symmetric."""
 
     name: str | None = "int8"
+    covers_experts = True
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """int8; the scales are not worth counting."""
@@ -105,6 +115,10 @@ class Int8:
     def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
         """One op."""
         return ops.gated_linear_int8(x, packed, bias, activation)
+
+    def experts(self, *arguments: Any) -> Tensor:
+        """Of a mixture; arguments as those of the op."""
+        return ops.experts_int8(*arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +180,7 @@ class Float8:
     """
 
     name: str | None = "fp8"
+    covers_experts = False
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """float8; the scales are not worth counting."""
@@ -192,6 +207,10 @@ class Float8:
     def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
         """Two ops: the product, then the gate."""
         return gated(self.linear(x, packed, bias, None), activation)
+
+    def experts(self, *arguments: Any) -> Tensor:
+        """There are no such products."""
+        raise NotImplementedError
 
 
 def gated(both: Tensor, activation: str | None) -> Tensor:

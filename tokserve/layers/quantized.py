@@ -17,6 +17,7 @@ from tokserve import ops
 from tokserve.layers.parameter import StoredWeight
 from tokserve.ops.wna16 import SIGNED, QuantizedRows
 
+ROWS = 128  # that are rounded at once: they fit a cache
 GROUP = 128  # inputs that share a scale where nothing else is asked for
 TENSORS = ("codes", "scales", "sub_scales", "mins", "sub_mins")  # of QuantizedRows, with a row per output
 
@@ -80,7 +81,8 @@ def _each(part: QuantizedRows, change: Callable[[str, Tensor], Tensor], *, order
     """The same with every tensor that is there changed."""
     names = (*TENSORS, "order") if order else TENSORS
     tensors = {name: getattr(part, name) for name in names}
-    return replace(part, **{name: change(name, tensor) for name, tensor in tensors.items() if tensor is not None})
+    changed: dict[str, Any] = {name: change(name, tensor) for name, tensor in tensors.items() if tensor is not None}
+    return replace(part, **changed)
 
 
 def _rows(parts: Sequence[QuantizedRows], start: int, end: int) -> list[QuantizedRows]:
@@ -120,23 +122,28 @@ def quantize_int4(weight: Tensor, group: int) -> QuantizedWeight:
     The element of the largest magnitude becomes -8: scale = that element / -8.  A group that holds an infinity or
     not-a-number has the scale not-a-number.
     """
+    parts = [_rounded(rows, group) for rows in torch.split(weight, ROWS)]
+    codes, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return QuantizedWeight((QuantizedRows(codes, SIGNED, group, scales),))
+
+
+def _rounded(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Codes [N,K] and scales [N,G] of some rows."""
     rows, columns = weight.shape
     groups = -(-columns // group)
     wide = torch.nn.functional.pad(weight.float(), (0, groups * group - columns)).view(rows, groups, group)
-    at = wide.abs().amax(-1, keepdim=True)
-    largest = torch.where(wide.amax(-1, keepdim=True) == at, at, -at)  # [N,G,1]
-    scales = (largest / -8).to(torch.bfloat16)
+    low, high = torch.aminmax(wide, dim=-1, keepdim=True)  # [N,G,1]
+    scales = (torch.where(high >= -low, high, low) / -8).to(torch.bfloat16)
     inverse = torch.where(scales == 0, 0.0, 1 / scales.float())
     codes = (wide * inverse).round_().clamp_(-8, 7).nan_to_num_().add_(8).to(torch.uint8)
-    return QuantizedWeight((
-        QuantizedRows(codes.view(rows, -1)[:, :columns].contiguous(), SIGNED, group, scales.squeeze(-1)),
-    ))  # fmt: skip
+    return codes.view(rows, -1)[:, :columns].contiguous(), scales.squeeze(-1)
 
 
 class Wna16:
     """Weights as their checkpoint stores them, or floats where it stores floats; activations are not rounded."""
 
     name: str | None = "wna16"
+    covers_experts = False
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """A byte, which is at least what most formats take."""
@@ -166,13 +173,18 @@ class Wna16:
             return ops.gated_linear_wna16(x, packed, bias, activation)
         return ops.gated_linear(x, packed, bias, activation)
 
+    def experts(self, *arguments: Any) -> Tensor:
+        """There are no such products."""
+        raise NotImplementedError
 
-@dataclass(frozen=True, slots=True)
+
 class Int4(Wna16):
     """Floats become 4-bit integers with a scale per `group` inputs; what is quantized already stays as it is stored."""
 
-    group: int = GROUP
     name: str | None = "int4"
+
+    def __init__(self, group: int = GROUP) -> None:
+        self.group = group
 
     def pack(self, weight: Tensor | QuantizedWeight) -> Any:
         """Quantize floats, in the layout of `ops.linear_wna16`."""

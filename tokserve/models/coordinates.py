@@ -30,12 +30,18 @@ class Coordinates:
         self.described = {name: (one.source_dtype, one.shape) for name, one in self._parameters.items()}
         self.tied = {HEAD: EMBEDDING} if decoder.spec.tied else {}
         self.renames = decoder.spec.renames
+        self._has_experts = bool(decoder.spec.mixtures)
 
     def refusal(self) -> str | None:
         """Why single elements cannot be replaced; None: they can."""
         lost = [name for name, parameter in self._parameters.items() if not parameter.places()]
         if not lost:
             return None
+        if self._has_experts:
+            return (
+                f"{len(lost)} weights ({lost[0]}, ...) are of a mixture of experts, of which single elements are not "
+                "replaced: push full weights"
+            )
         return (
             f"{len(lost)} weights ({lost[0]}, ...) are quantized in memory, and their values before that are not kept: "
             "push full weights, or deltas by a directory that begins with full ones"

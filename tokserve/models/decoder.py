@@ -13,14 +13,20 @@ from tokserve.kv_spec import KVSpec
 from tokserve.layers.attention import Attention
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.embedding import Embedding, Head
+from tokserve.layers.experts import Mixture, MixtureSpec, StackedParameter
 from tokserve.layers.linear import Linear
-from tokserve.layers.mlp import make_mlp
+from tokserve.layers.mlp import GatedMLP, MLPSpec, make_mlp
 from tokserve.layers.norm import NoNorm, make_norm
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter, under
 from tokserve.layers.rope import rope_table
 from tokserve.models.provenance import Provenance
 from tokserve.models.spec import BlockSpec, DecoderSpec
+
+
+def feed_forward(hidden: int, spec: MLPSpec | MixtureSpec, options: LayerOptions) -> GatedMLP | Mixture:
+    """The feed-forward part of a block."""
+    return Mixture(hidden, spec, options) if isinstance(spec, MixtureSpec) else make_mlp(hidden, spec, options)
 
 
 class DecoderBlock:
@@ -35,7 +41,7 @@ class DecoderBlock:
         self.attention_norm, self.mlp_norm = norm(spec.norms.before_attention), norm(spec.norms.before_mlp)
         self.attention_post_norm, self.mlp_post_norm = norm(spec.norms.after_attention), norm(spec.norms.after_mlp)
         self.attention = Attention(hidden, spec.attention, options)
-        self.mlp = make_mlp(hidden, spec.mlp, options)
+        self.mlp = feed_forward(hidden, spec.mlp, options)
 
     def linears(self) -> dict[str, Linear]:
         """The projections, each after the Hugging Face name of the module that it is in."""
@@ -136,6 +142,17 @@ class Decoder:
         parameters |= under("model.norm", self.norm.parameters())
         return parameters if self.spec.tied else parameters | self.head.parameters()
 
+    def stacked_parameters(self) -> dict[str, StackedParameter]:
+        """Tensors that a checkpoint may have in place of some of `parameters_by_name`, under their names."""
+        stacked: dict[str, StackedParameter] = {}
+        for number, block in enumerate(self.blocks):
+            if isinstance(block.mlp, Mixture):
+                prefix = f"model.layers.{number}.{block.mlp_name}."
+                for name, one in block.mlp.stacked_parameters().items():
+                    covers = tuple(prefix + covered for covered in one.covers)
+                    stacked[prefix + name] = StackedParameter(one.parameter, covers)
+        return stacked
+
     def named_linears(self) -> dict[str, Linear]:
         """The projections of the blocks, as `model.layers.0.self_attn.qkv`."""
         linears: dict[str, Linear] = {}
@@ -159,12 +176,13 @@ class Decoder:
     def forward(self, batch: ForwardBatch) -> Tensor:  # [T, hidden], or [n, hidden] of `batch.logits_rows`
         """Compute the batch's tokens, up to the final norm, and store their keys and values."""
         residual, last = self.embedding(batch.input_ids), len(self.blocks) - 1
+        needed = batch.logits_rows if batch.routed is None else None  # all tokens are routed in the last layer too
         if batch.embeds is not None:
             rows, embeddings = batch.embeds
             residual.index_copy_(0, rows, embeddings.to(residual.dtype))
         x = self.blocks[0].attention_norm(residual)
         for layer, (block, following, table) in enumerate(self._layers):
-            logits_rows = batch.logits_rows if layer == last else None
+            logits_rows = needed if layer == last else None
             mixed = block.attention(x, batch, layer, table, logits_rows)
             if logits_rows is not None:
                 residual = residual.index_select(0, logits_rows.tokens)
@@ -174,9 +192,11 @@ class Decoder:
                 residual = ops.add_residual(mixed, residual, block.residual_multiplier)
             else:
                 x, residual = block.mlp_norm.add(mixed, residual, block.residual_multiplier)
-            x = block.mlp(x, batch.adapters if logits_rows is None else logits_rows.adapters)
+            x = block.mlp(x, batch.adapters if logits_rows is None else logits_rows.adapters, batch.routed)
             x, residual = following.add(block.mlp_post_norm(x), residual, block.residual_multiplier)
-        return x
+        if batch.logits_rows is None or needed is not None:
+            return x
+        return x.index_select(0, batch.logits_rows.tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab] float32
         """Logits of some of the rows that `forward` returned."""

@@ -28,6 +28,55 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralForCausalLM", {"sliding_window": 24}),
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True, "use_sliding_window": False}),
     "qwen3": ("Qwen3ForCausalLM", {"tie_word_embeddings": True, "use_sliding_window": False, "attention_bias": False}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True},
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        {
+            "num_experts": 10,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 40,
+            "mlp_only_layers": [1],
+            "shared_expert_intermediate_size": 72,
+            "use_sliding_window": False,
+        },
+    ),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 24,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "glm4_moe": (
+        "Glm4MoeForCausalLM",
+        {
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
     "gemma3_text": (
         "Gemma3ForCausalLM",
         {
@@ -184,7 +233,7 @@ def _scale(name: str, width: int, tied: bool) -> tuple[float, float]:
     into the residual stream than the feed-forward, else all positions of a deep model end up alike.
     """
     small = 0.02
-    if name.endswith(".bias"):
+    if name.endswith((".bias", "_bias")):
         return 0.0, 0.1
     if name == "model.norm.weight":
         middle = 2.0 / (small * width**0.5) if tied else 1.0
@@ -195,6 +244,8 @@ def _scale(name: str, width: int, tied: bool) -> tuple[float, float]:
         return 1.0, 0.1
     if name == "model.embed_tokens.weight":
         return 0.0, small if tied else 0.15
+    if name.endswith(".sinks"):
+        return 0.5, 1.0
     part = name.removesuffix(".weight").rpartition(".")[2]
     return 0.0, GAINS.get(part, 1.0) / width**0.5
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,11 +92,10 @@ def _name(header: GgufHeader, tensor: GgufTensor) -> str:
 
 
 def _source(header: GgufHeader, tensor: GgufTensor) -> GgufSource:
-    part = partial(header.metadata.get)
-    heads = 0
+    heads: Any = 0
     if header.architecture == "llama" and tensor.name.split(".")[-2] in ("attn_q", "attn_k"):
-        queries = part("llama.attention.head_count", 0)
-        heads = queries if ".attn_q." in tensor.name else part("llama.attention.head_count_kv", queries)
+        queries = header.metadata.get("llama.attention.head_count", 0)
+        heads = queries if ".attn_q." in tensor.name else header.metadata.get("llama.attention.head_count_kv", queries)
         shape = tensor.shape[0]
         if not isinstance(heads, int) or heads <= 0 or shape % (2 * heads):
             raise StartError(f"{tensor.file.name}: {tensor.name} has {shape} rows, which {heads} heads do not divide")

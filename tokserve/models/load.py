@@ -60,11 +60,7 @@ def load(
         "group_size": group_size, "quantize_lm_head": quantize_lm_head, "float8_cache": float8_cache,
     }  # fmt: skip
     if load_format == "dummy":
-        decoder = build(spec, **options)
-        parameters = decoder.parameters_by_name()
-        weights.load_into(parameters, dummy.tensors(parameters, seed))
-        decoder.provenance.set_generator(lambda: dummy.tensors(parameters, seed))
-        return decoder
+        return _with_dummy_weights(build(spec, **options), seed)
     catalogue = weights.catalogue(directory)
     stamp = weights.stamp(catalogue)
     entries = weights.with_model_names(catalogue, spec.renames)
@@ -82,12 +78,20 @@ def load(
     if spec.tied and HEAD in entries:
         spec, entries = _resolve_tie(spec, entries)
     decoder = build(spec, **options)
-    parameters = decoder.parameters_by_name()
-    entries = weights.without_zero_biases(entries, parameters)
+    by_name = decoder.parameters_by_name()
+    entries = weights.without_zero_biases(entries, by_name)
+    parameters = weights.layout(entries, by_name, decoder.stacked_parameters())
     weights.check(entries, parameters, str(directory))
     weights.load_into(parameters, weights.stream(entries))
     decoder.provenance.add_files(catalogue, stamp)
     _scale_cache(decoder, scales, quantization_of(hf))
+    return decoder
+
+
+def _with_dummy_weights(decoder: Decoder, seed: int) -> Decoder:
+    parameters = decoder.parameters_by_name()
+    weights.load_into(parameters, dummy.tensors(parameters, seed))
+    decoder.provenance.set_generator(lambda: dummy.tensors(parameters, seed))
     return decoder
 
 

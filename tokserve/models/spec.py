@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tokserve.layers.attention import AttentionSpec
+from tokserve.layers.experts import MixtureSpec
 from tokserve.layers.linear import Activation
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
@@ -58,7 +59,7 @@ class BlockSpec:
     """
 
     attention: AttentionSpec
-    mlp: MLPSpec
+    mlp: MLPSpec | MixtureSpec
     norm: NormSpec
     norms: BlockNorms = BEFORE
     parallel: bool = False
@@ -72,8 +73,8 @@ class DecoderSpec:
 
     `embedding_multiplier`: of the embeddings, in the model's dtype.  `logits_multiplier`: of the logits, and
     `logits_softcap` > 0: a logit x becomes softcap * tanh(x / softcap) after that.
-    `renames`: (prefix in the checkpoint, prefix here), applied to names that start with the first.
-    `format`: how the checkpoint stores weights.
+    `renames`: (prefix in the checkpoint, prefix here), applied to names that start with the first; a pair whose first
+    begins with a dot is replaced anywhere in the name.  `format`: how the checkpoint stores weights.
     """
 
     vocab: int
@@ -92,6 +93,11 @@ class DecoderSpec:
     def ropes(self) -> tuple[RopeSpec, ...]:
         """The different ones, in the order of the blocks."""
         return tuple(dict.fromkeys(block.attention.rope for block in self.blocks))
+
+    @property
+    def mixtures(self) -> dict[int, MixtureSpec]:
+        """The blocks that have experts, by number."""
+        return {number: block.mlp for number, block in enumerate(self.blocks) if isinstance(block.mlp, MixtureSpec)}
 
 
 def decoder(

@@ -37,7 +37,11 @@ class Staging:
         self.provenance = decoder.provenance = Provenance(enabled=checksums)
         self._check_finite = check_finite
         self._not_finite: list[str] = []  # in the order in which they came
-        self._parameters = decoder.parameters_by_name()
+        self._names = tuple(decoder.parameters_by_name())
+        stacked = decoder.stacked_parameters()
+        self._covers = {name: frozenset(one.covers) for name, one in stacked.items()}
+        self._covered_by = {covered: name for name, one in stacked.items() for covered in one.covers}
+        self._parameters = decoder.parameters_by_name() | {name: one.parameter for name, one in stacked.items()}
         self._known = self._parameters | ({HEAD: self._parameters[EMBEDDING]} if decoder.spec.tied else {})
         self._received: set[str | Part] = set()  # names of tensors and of complete weights, and the tensors' parts
         self._parts: dict[str, dict[str, Tensor]] = {}  # of incomplete weights, by role
@@ -60,7 +64,10 @@ class Staging:
             target, part = self._part(name, entry, whole=whole)
             if part is None:
                 continue
-            if not seen.isdisjoint((target, part)) or not self._received.isdisjoint((target, part)):
+            same = {target, part, *self._covers.get(target, ())}
+            if target in self._covered_by:
+                same.add(self._covered_by[target])
+            if not seen.isdisjoint(same) or not self._received.isdisjoint(same):
                 twice.append(name)
             seen |= {target, part}
             if target in self._cache_scale_names:
@@ -132,9 +139,10 @@ class Staging:
         """The decoder with all its weights."""
         for weight in [name for name, parts in self._parts.items() if parts.keys() >= self._format.needs]:
             self._assemble(weight)
-        received = self._received | ({EMBEDDING} if self._shared else set())
+        stacked = (self._covers[name] for name in self._covers if name in self._received)
+        received = self._received.union(*stacked) | ({EMBEDDING} if self._shared else set())
         kinds = [
-            ("missing", [name for name in self._parameters if name not in received]),
+            ("missing", [name for name in self._names if name not in received]),
             *self._format.incomplete(self._parts),
         ]
         if problems := [weights.counted(kind, names) for kind, names in kinds if names]:

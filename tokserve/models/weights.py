@@ -8,16 +8,20 @@ unpickled.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import json
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tokserve import checkpoint, gguf_config
 from tokserve.errors import StartError
+from tokserve.layers.experts import StackedParameter
 from tokserve.layers.parameter import Parameter, StoredWeight
 from tokserve.models import gguf_weights
 from tokserve.models.formats.base import DENSE, FLOATS, CheckpointFormat, group
@@ -27,6 +31,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 IGNORED = "rotary_emb.inv_freq"  # older checkpoints store what the rope table holds
 LISTED = 10
+SMALL = 64 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,8 @@ class Entry:
     """A tensor in a file; `key`: its name there; `dtype`: the file's name for it, if it is none of `FLOATS`.
 
     `parts`: by role, the tensors that form a weight in `format`; shape and dtype are then the weight's, file and key
-    those of one part.  `gguf`: where it lies, if that is a GGUF file.
+    those of one part.  `gguf`: where it lies, if that is a GGUF file.  `offset`: of its first byte in another file, if
+    that is known.
     """
 
     file: Path
@@ -43,6 +49,7 @@ class Entry:
     dtype: torch.dtype | str
     parts: Mapping[str, Entry] = field(default_factory=dict)
     format: CheckpointFormat = DENSE
+    offset: int | None = None
     gguf: GgufSource | None = None
 
     @property
@@ -56,8 +63,8 @@ def catalogue(directory: Path, may_read: Callable[[Sequence[str]], object] = len
 
     `may_read` is called with the names of files before any of them is opened, and raises if one must not be.
     """
-    if files := gguf_config.source(directory):
-        return _in_gguf(files)
+    if shards := gguf_config.source(directory):
+        return _in_gguf(shards)
     may_read((SINGLE, INDEX))
     if (directory / SINGLE).is_file():
         return headers(directory / SINGLE)
@@ -99,16 +106,26 @@ def headers(file: Path) -> dict[str, Entry]:
     try:
         file.open("rb").close()  # safe_open reports a file without read permission as missing
         with safe_open(file, framework="pt") as opened:
-            entries = {}
+            entries, offsets = {}, _offsets(file)
             for key in opened.keys():  # noqa: SIM118 - not a mapping
                 view = opened.get_slice(key)
                 dtype = view.get_dtype()
-                entries[key] = Entry(file, key, tuple(view.get_shape()), FLOATS.get(dtype, dtype))
+                entries[key] = Entry(
+                    file, key, tuple(view.get_shape()), FLOATS.get(dtype, dtype), offset=offsets.get(key)
+                )
             return entries
     except SafetensorError as error:
         raise StartError(f"{file} is not a complete safetensors file: {error}") from error
     except OSError as error:
         raise StartError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def _offsets(file: Path) -> dict[str, int]:
+    """Where the tensors of a safetensors file, which safe_open has checked, begin."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
 def stamp(entries: Mapping[str, Entry]) -> str:
@@ -123,7 +140,12 @@ def model_name(name: str, renames: Iterable[tuple[str, str]]) -> str | None:
     """The model's name for a checkpoint's tensor; None for one that no model takes."""
     if name.endswith(IGNORED):
         return None
-    return next((new + name.removeprefix(old) for old, new in renames if name.startswith(old)), name)
+    renames = tuple(renames)
+    name = next((new + name.removeprefix(old) for old, new in renames if name.startswith(old)), name)
+    for old, new in renames:
+        if old.startswith("."):
+            name = name.replace(old, new)
+    return name
 
 
 def with_model_names(entries: Mapping[str, Entry], renames: Iterable[tuple[str, str]]) -> dict[str, Entry]:
@@ -176,12 +198,20 @@ def read(entry: Entry) -> Tensor:
 def stored(entry: Entry) -> Tensor | StoredWeight:
     """The weight as it is stored; it may be a view of the mapped file.
 
-    The file is opened for it alone, so that no more of it than that tensor is counted as our memory.
+    The file is mapped for it alone, so that no more of it than that tensor is counted as our memory.  A small one is
+    read: to map the file, and to touch its pages one by one, takes longer.
     """
     if entry.gguf is not None:
         return entry.gguf.read()
     if entry.parts:
         return entry.format.assemble({role: read(part) for role, part in entry.parts.items()})
+    if entry.offset is not None and isinstance(entry.dtype, torch.dtype):
+        size = math.prod(entry.shape) * entry.dtype.itemsize
+        if 0 < size <= SMALL:
+            raw = np.fromfile(entry.file, np.uint8, size, offset=entry.offset)
+            if len(raw) < size:
+                raise StartError(f"{entry.file} ends within {entry.key}")
+            return torch.from_numpy(raw).view(entry.dtype).view(entry.shape)
     with safe_open(entry.file, framework="pt") as opened:
         tensor: Tensor = opened.get_tensor(entry.key)
     return tensor
@@ -207,6 +237,16 @@ def check(entries: Mapping[str, Entry | Tensor], parameters: Mapping[str, Parame
     """
     if problems := misfits(entries, parameters):
         raise StartError(f"the tensors of {source} do not fit the model: {'; '.join(problems)}")
+
+
+def layout(
+    names: Collection[str], parameters: Mapping[str, Parameter], stacked: Mapping[str, StackedParameter]
+) -> dict[str, Parameter]:
+    """The parameters that tensors of these names load: a stacked one in place of those that it covers."""
+    present = {name: one for name, one in stacked.items() if name in names}
+    covered = {name for one in present.values() for name in one.covers}
+    kept = {name: parameter for name, parameter in parameters.items() if name not in covered}
+    return kept | {name: one.parameter for name, one in present.items()}
 
 
 def misfits(

@@ -113,13 +113,15 @@ def paged_attention(
     window: int,
     v_scale: float = 1.0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * q K^T) V * v_scale for q [T,Hq,D] over the paged caches [B,Hk,P,D]: [T,Hq,D].
 
     Row r owns q[query_start[r]:query_start[r+1]], its last positions of seq_lens[r].  Its keys are in pages
     block_tables[r] ([R,max_blocks] int32), those of its own positions included.  Causal; `window` > 0 leaves each
     query its last `window` keys.  For a float8 cache, `scale` includes the keys' scale; `v_scale` is 1 for
-    others.  `softcap` > 0: a score s becomes softcap * tanh(s / softcap).
+    others.  `softcap` > 0: a score s becomes softcap * tanh(s / softcap).  `sinks` [Hq] float32: a score beside those
+    of the keys, uncapped, whose value is zero.
     Online softmax over splits: Milakov and Gimelshein, arXiv 1805.02867.
     """
     out = torch.empty_like(q)
@@ -127,7 +129,7 @@ def paged_attention(
         batch = _batch(pieces, window)
         tables = block_tables[[piece.row for piece in pieces]]
         caches = (_Pages(k_cache, tables), _Pages(v_cache, tables))
-        mixed = _attend(q[batch.tokens].float() * scale, batch, *caches, softcap)
+        mixed = _attend(q[batch.tokens].float() * scale, batch, *caches, softcap, sinks)
         out[batch.tokens] = (mixed * v_scale).to(q.dtype)
     return out
 
@@ -218,7 +220,7 @@ class _Pages:
         return self.units.index_select(0, unit.flatten()).view(self.heads, -1, SPLIT, self.dim).float()
 
 
-def _attend(q: Tensor, batch: _Batch, keys: _Pages, values: _Pages, softcap: float) -> Tensor:
+def _attend(q: Tensor, batch: _Batch, keys: _Pages, values: _Pages, softcap: float, sinks: Tensor | None) -> Tensor:
     """Attention of scaled float32 queries q [n,Hq,D]: [n,Hq,D] float32."""
     count, heads, dim = q.shape
     kv_heads, group = keys.heads, heads // keys.heads
@@ -250,6 +252,11 @@ def _attend(q: Tensor, batch: _Batch, keys: _Pages, values: _Pages, softcap: flo
         row_sum = row_sum * rescale + probs.sum(-1, keepdim=True) * split_rescale
         acc = acc * rescale + split_acc * split_rescale
         row_max = new_max
+    if sinks is not None:
+        sink = sinks.view(kv_heads, 1, group, 1)
+        new_max = torch.maximum(row_max, sink)
+        rescale = torch.exp(row_max - new_max)
+        acc, row_sum = acc * rescale, row_sum * rescale + torch.exp(sink - new_max)
     return (acc / row_sum).transpose(0, 1).reshape(count, heads, dim)
 
 

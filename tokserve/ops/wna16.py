@@ -85,7 +85,7 @@ def _by_group(values: Tensor, parts: Tensor | None, ratio: int, groups: int) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class PackedRows:
+class PackedPart:
     """Rows of a weight in the layout of the `linear_wna16` that they were packed for; the fields are those of
     `QuantizedRows`."""
 
@@ -113,7 +113,7 @@ class PackedWna16:
 
     rows: int
     columns: int
-    parts: tuple[PackedRows, ...]
+    parts: tuple[PackedPart, ...]
     gated: bool = False
 
 
@@ -124,9 +124,9 @@ def pack_wna16(parts: Sequence[QuantizedRows]) -> PackedWna16:
     return PackedWna16(sum(part.rows for part in packed), packed[0].columns, packed)
 
 
-def _packed_rows(part: QuantizedRows) -> PackedRows:
+def _packed_rows(part: QuantizedRows) -> PackedPart:
     scales, mins = part.by_group()
-    return PackedRows(
+    return PackedPart(
         8, *part.shape, part.group, 1, part.integers(), torch.zeros(16, dtype=torch.int8), scales, None, mins, None,
         part.order, part.folded,
     )  # fmt: skip
@@ -145,7 +145,7 @@ def linear_wna16(x: Tensor, packed: PackedWna16, bias: Tensor | None, out_dtype:
     return result.to(out_dtype or x.dtype)
 
 
-def _product(x: Tensor, part: PackedRows) -> Tensor:
+def _product(x: Tensor, part: PackedPart) -> Tensor:
     """[T,N] float32.  Every product has one shape, as in `dense.linear`."""
     wide = x.float() if part.order is None else x.float()[:, part.order.long()]
     if part.folded:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from tokserve.rl.digests import checksum, checksums
 
 if TYPE_CHECKING:
-    from tokserve.rl.client import Rollout, TokserveClient
+    from tokserve.rl.client import Rollout, TokserveClient, sticky_seeds
     from tokserve.rl.push import PushResult
     from tokserve.rl.pusher import ServerError
 
-__all__ = ["PushResult", "Rollout", "ServerError", "TokserveClient", "checksum", "checksums"]
+__all__ = ["PushResult", "Rollout", "ServerError", "TokserveClient", "checksum", "checksums", "sticky_seeds"]
 
 
 def __getattr__(name: str) -> Any:

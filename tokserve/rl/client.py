@@ -8,6 +8,7 @@ docs/token-api.md, and none of the server's code.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -36,6 +37,20 @@ INT32 = np.iinfo(np.int32)
 TRUNCATED = -2  # the count of a sampling mask that would have had too many ids
 WAIT = 0.1  # seconds between two attempts to reach a server
 NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+def sticky_seeds(prompts: Iterable[Sequence[int]], seed: int = 0) -> list[int]:
+    """A seed for each prompt that depends on nothing but the prompt and `seed`.
+
+    With the same seed in the next epoch a rollout meets the same noise, so where the policy has changed little the
+    server drafts it from the last one.  Each is still an exact sample of the policy, but those of one prompt are
+    correlated over epochs.
+    """
+    key = seed.to_bytes(8, "little", signed=True)
+    packed = (np.asarray(prompt, "<i4").tobytes() for prompt in prompts)
+    return [
+        int.from_bytes(hashlib.blake2b(ids, digest_size=8, key=key).digest(), "little") % (1 << 62) for ids in packed
+    ]
 
 
 @dataclass(slots=True)
@@ -105,19 +120,21 @@ class TokserveClient:
         seeds: Sequence[int] | None = None,
         cache_salt: str | None = None,
         group_id: str | None = None,
+        draft_group: str | None = None,
         model: str | None = None,
         **sampling: Any,
     ) -> list[Rollout]:
         """`n` rollouts for each prompt (token ids), by prompt and index; `sampling`: the route's sampling_params.
 
         `model`: the name of an adapter; default: the model itself.  Logprobs are always returned.  Without `seeds` (one
-        per prompt; choice i adds i) the server draws them.  If one prompt fails, the others are aborted.
+        per prompt; choice i adds i) the server draws them.  `draft_group`: earlier rollouts of this group are drafts,
+        as those of the same prompt are without it.  If one prompt fails, the others are aborted.
         """
         if seeds is not None and len(seeds) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts and {len(seeds)} seeds")
         checked = [_prompt(number, prompt) for number, prompt in enumerate(prompts)]
         tasks = []
-        options = {"cache_salt": cache_salt, "group_id": group_id, "model": model}
+        options = {"cache_salt": cache_salt, "group_id": group_id, "draft_group": draft_group, "model": model}
         for number, ids in enumerate(checked):
             params = {"logprobs": 0, **sampling, "n": n} | ({} if seeds is None else {"seed": seeds[number]})
             tasks.append(asyncio.ensure_future(self._generate(number, ids, params, options)))

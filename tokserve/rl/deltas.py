@@ -278,7 +278,8 @@ def _changed(old: Bits, new: Bits) -> NDArray[np.int64]:
     size = 8 // old.itemsize
     whole = len(old) // size * size
     words = np.flatnonzero(old[:whole].view(np.uint64) != new[:whole].view(np.uint64))
-    places = (words[:, None] * size + np.arange(size)).reshape(-1)
+    places: NDArray[np.int64] = (words[:, None] * size + np.arange(size)).reshape(-1)
     if whole < len(old):
         places = np.concatenate([places, np.arange(whole, len(old))])
-    return places[old[places] != new[places]]
+    differ: NDArray[np.int64] = places[old[places] != new[places]]
+    return differ

@@ -16,6 +16,7 @@ from tokserve.models.decoder import Decoder
 from tokserve.plan import Int32, StepPlan
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.replay import Step
+from tokserve.runner.routed import RoutedTable
 from tokserve.runner.slots import Int64, SamplingColumns, Slots
 from tokserve.runner.steps import PendingResult
 
@@ -60,6 +61,10 @@ class Backend(Protocol):
 
     @property
     def kv(self) -> Pages: ...
+
+    @property
+    def routed(self) -> RoutedTable | None:
+        """The chosen experts of cached positions, if they are kept."""
 
     @property
     def warm_ups(self) -> Sequence[dict[str, Any]]: ...

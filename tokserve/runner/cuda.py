@@ -22,6 +22,7 @@ from tokserve.runner.backend import WARM_UPS, HiddenStates, decode_step
 from tokserve.runner.cuda_graphs import DecodeGraphs, PromptGraphs, decode_sizes, prompt_rows, prompt_sizes
 from tokserve.runner.device_slots import DeviceSlots
 from tokserve.runner.logits import LogitRows
+from tokserve.runner.routed import RoutedTable
 from tokserve.runner.slots import Int64, SamplingColumns
 from tokserve.runner.steps import PendingResult
 
@@ -32,6 +33,7 @@ class CudaBackend:
     """Backend protocol, see `backend`.  The KV cache has one page more, for padding."""
 
     warm_ups = WARM_UPS
+    routed: RoutedTable | None = None
 
     def __init__(
         self, device: Accelerator, specs: tuple[KVSpec, ...], config: Config, max_model_len: int, model: Decoder

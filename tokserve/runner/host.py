@@ -11,6 +11,7 @@ from tokserve.device import Device
 from tokserve.kv_spec import KVSpec
 from tokserve.layers.batch import Pages
 from tokserve.models.decoder import Decoder
+from tokserve.models.spec import DecoderSpec
 from tokserve.plan import Int32, StepPlan
 from tokserve.runner import kvcache
 from tokserve.runner.backend import WARM_UPS, HiddenStates, decode_step
@@ -18,6 +19,7 @@ from tokserve.runner.cpu_graphs import CpuGraphs
 from tokserve.runner.host_slots import HostSlots
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.replay import Replay
+from tokserve.runner.routed import RoutedTable
 from tokserve.runner.slots import SamplingColumns, last_indices
 from tokserve.runner.steps import PendingResult
 
@@ -27,7 +29,9 @@ class HostBackend:
 
     warm_ups = WARM_UPS[:1]
 
-    def __init__(self, device: Device, specs: tuple[KVSpec, ...], config: Config, max_model_len: int) -> None:
+    def __init__(
+        self, device: Device, specs: tuple[KVSpec, ...], config: Config, max_model_len: int, spec: DecoderSpec
+    ) -> None:
         max_num_seqs = config.scheduler.max_num_seqs
         self.device = device
         self.layout = kvcache.layout(
@@ -36,6 +40,7 @@ class HostBackend:
         )  # fmt: skip
         self.slots = HostSlots(max_num_seqs, max_model_len, self.layout.block_size)
         self.kv: Pages = kvcache.allocate(self.layout)
+        self.routed = RoutedTable(spec, self.layout) if config.model.enable_return_routed_experts else None
         self._eager = config.runtime.enforce_eager
         self._graphs: Replay | None = None
 
@@ -54,8 +59,11 @@ class HostBackend:
     ) -> HiddenStates:
         batch = self.slots.build(plan, self.kv)
         batch.embeds = embeds
+        batch.routed = None if self.routed is None else []
         batch.logits_rows = self.slots.logits_rows(plan, batch, needed)
         states = model.forward(batch)
+        if self.routed is not None and batch.routed is not None:
+            self.routed.store(batch.slot_mapping, batch.routed)
         ends = np.add.accumulate(plan.num_tokens if batch.logits_rows is None else needed, dtype=np.int64)
         if np.add.reduce(plan.num_logits) == len(states):
             return HiddenStates(states, ends, None)
@@ -75,7 +83,7 @@ class HostBackend:
 
     def capture(self, model: Decoder) -> None:
         if not self._eager:
-            self._graphs = CpuGraphs(self.slots, self.kv, decode_step(model), model.row_bytes())
+            self._graphs = CpuGraphs(self.slots, self.kv, decode_step(model), model.row_bytes(), self.routed)
 
     def invalidate(self) -> None:
         self._graphs = None

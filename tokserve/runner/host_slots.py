@@ -15,9 +15,13 @@ from tokserve.runner.slots import Int64, SamplingColumns, Slots, last_indices
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """A batch of one token a row to be filled again and again, and its tensors as arrays."""
+    """A batch of some number of tokens to be filled again and again, and its tensors as arrays.
+
+    It has as many rows as tokens; if some rows have drafts, the last rows have no tokens.
+    """
 
     batch: ForwardBatch
+    query_start: Int32
     input_ids: Int64
     positions: Int64
     seq_lens: Int32
@@ -77,8 +81,9 @@ class HostSlots(Slots):
             adapters=torch.from_numpy(self.adapters[owner]) if self.has_adapters(plan) else None,  # [T]
         )
 
-    def decode_batch(self, rows: int, kv: Pages, *, adapters: bool = False) -> DecodeBatch:
-        """A batch of `rows` decode rows, with or without adapters, for `fill`."""
+    def decode_batch(self, num_tokens: int, kv: Pages, *, adapters: bool = False) -> DecodeBatch:
+        """A batch of so many tokens of decode rows, with or without adapters, for `fill`."""
+        rows = num_tokens
         batch = ForwardBatch(
             input_ids=torch.zeros(rows, dtype=torch.int64),
             positions=torch.zeros(rows, dtype=torch.int64),
@@ -90,14 +95,17 @@ class HostSlots(Slots):
             adapters=torch.full((rows,), -1, dtype=torch.int32) if adapters else None,
         )
         return DecodeBatch(
-            batch, batch.input_ids.numpy(), batch.positions.numpy(), batch.seq_lens.numpy(),
+            batch, batch.query_start.numpy(), batch.input_ids.numpy(), batch.positions.numpy(), batch.seq_lens.numpy(),
             batch.block_tables.numpy(), batch.slot_mapping.numpy(),
             None if batch.adapters is None else batch.adapters.numpy(),
         )  # fmt: skip
 
     def fill(self, plan: StepPlan, into: DecodeBatch) -> None:
-        """Put the rows of a decode plan into a batch of as many."""
+        """Put the rows of a decode plan into a batch of as many tokens."""
+        if len(plan.draft_token_ids):
+            return self._fill_with_drafts(plan, into)
         slots, positions = plan.slots, plan.num_computed
+        np.copyto(into.query_start, self._count[: len(slots) + 1])
         pages, offsets = np.divmod(positions, self.block_size)
         np.add(positions, 1, out=into.seq_lens)
         width = int(np.maximum.reduce(pages)) + 1
@@ -108,6 +116,23 @@ class HostSlots(Slots):
         np.add(into.slot_mapping, offsets, out=into.slot_mapping)
         if into.adapters is not None:
             into.adapters[:] = self.adapters[slots]
+
+    def _fill_with_drafts(self, plan: StepPlan, into: DecodeBatch) -> None:
+        rows, counts = len(plan.slots), plan.num_tokens
+        owner = plan.slots.repeat(counts)
+        positions = last_indices(plan.num_computed + counts, counts)
+        pages, offsets = np.divmod(positions, self.block_size)
+        width = int(np.maximum.reduce(pages)) + 1
+        np.add.accumulate(counts, out=into.query_start[1 : rows + 1])
+        into.query_start[rows + 1 :] = into.query_start[rows]
+        np.add(plan.num_computed, counts, out=into.seq_lens[:rows])
+        into.seq_lens[rows:] = 0
+        into.block_tables[:rows, :width] = self.blocks[plan.slots, :width]
+        into.positions[:] = positions
+        into.input_ids[:] = self.tokens[owner, positions]
+        into.slot_mapping[:] = self.blocks[owner, pages] * np.int64(self.block_size) + offsets
+        if into.adapters is not None:
+            into.adapters[:] = self.adapters[owner]
 
     def logits_rows(self, plan: StepPlan, batch: ForwardBatch, counts: Int32) -> LogitsRows | None:
         """The last counts[i] tokens of each row; None if these are all of the batch."""

@@ -50,7 +50,7 @@ def _load(config: Config) -> tuple[Runner, DeviceFacts]:
     kernels = cpu_kernels(bound, runtime, config.model.dtype)
     if bound["linear"] != "torch":
         device.set_threads(1)  # the compiled ops have their own threads; torch's would fight them for the cores
-    model = _model(config, has_float8=target.has_float8)
+    model = _model(config, target)
     lora = LoraTables(config.lora, model, config.weights.allowed_weight_dirs) if config.lora.enable_lora else None
     if lora is not None:
         lora.attach(model)
@@ -72,6 +72,7 @@ def _load(config: Config) -> tuple[Runner, DeviceFacts]:
         "dtype": config.model.dtype,
         "quantization": model.quantization,
         "exact": exact,
+        "routed_bytes": 0 if backend.routed is None else backend.routed.position_bytes,
         "model_impl": model.implementation,
         "load_seconds": round(loaded - began, 3),
         "warm_up_seconds": round(time.perf_counter() - loaded, 3),
@@ -80,7 +81,7 @@ def _load(config: Config) -> tuple[Runner, DeviceFacts]:
     return runner, DeviceFacts(backend.layout, model.spec.vocab, "0", facts, {"embeddings": 4 * model.spec.hidden})
 
 
-def _model(config: Config, *, has_float8: bool) -> Decoder:
+def _model(config: Config, target: Device | Accelerator) -> Decoder:
     options = config.model
     directory = checkpoint.locate(options.model, weights=options.load_format != "dummy")
     hf = checkpoint.hf_config(directory) | (options.hf_overrides or {})
@@ -92,8 +93,8 @@ def _model(config: Config, *, has_float8: bool) -> Decoder:
     if options.model_impl == "transformers" or (options.model_impl == "auto" and not is_known(hf)):
         return import_module("tokserve.hf.load").load(directory, hf, **common)  # type: ignore[no-any-return]
     return models.load(
-        directory, hf, max_model_len=options.max_model_len, has_float8=has_float8,
-        group_size=options.quantization_group_size, has_wna16=config.runtime.device == "cpu", **common,
+        directory, hf, max_model_len=options.max_model_len, group_size=options.quantization_group_size,
+        has_float8=target.has_float8, has_wna16=not isinstance(target, Accelerator), **common,
     )  # fmt: skip
 
 
@@ -105,8 +106,10 @@ def make_backend(target: Device | Accelerator, model: Decoder, config: Config) -
     if any(spec.dtype == kvcache.FLOAT8 for spec in specs):
         target.require_float8("kv_cache_dtype")
     if isinstance(target, Accelerator):
+        if config.model.enable_return_routed_experts:
+            raise StartError("option enable_return_routed_experts is for the CPU; this device does not have it yet")
         return CudaBackend(target, specs, config, max_model_len, model)
-    return HostBackend(target, specs, config, max_model_len)
+    return HostBackend(target, specs, config, max_model_len, model.spec)
 
 
 def _warm_up(runner: Runner, adapter: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ class PendingStep:
     columns: SamplingColumns | None = None
     prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
     pooled: dict[int, Float32] = field(default_factory=dict)
+    routed_experts: dict[int, NDArray[Any]] = field(default_factory=dict)
     withheld: NDArray[np.bool_] | None = None  # [R], plan rows whose logits were left out
 
     def withhold(self, slots: Int32) -> None:
@@ -51,6 +53,7 @@ class PendingResult:
         self.plan, self.rows = step.plan, step.rows
         self._sample = sample
         self._prompt_logprobs, self._pooled = step.prompt_logprobs, step.pooled
+        self._routed_experts = step.routed_experts
         self._withheld = step.withheld
         self._result: StepResult | None = None
         self.kept: NDArray[np.bool_] | None = None  # [n], logits whose tokens are in the result; None: all
@@ -90,7 +93,15 @@ class PendingResult:
             if not np.isfinite(vector).all():
                 status[row] = NOT_FINITE
         return StepResult(
-            plan.step, counts, token_ids, status, logprobs, self._prompt_logprobs, self._pooled, sampling_masks=masks
+            plan.step,
+            counts,
+            token_ids,
+            status,
+            logprobs,
+            self._prompt_logprobs,
+            self._pooled,
+            self._routed_experts,
+            masks,
         )
 
 

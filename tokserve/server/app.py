@@ -116,6 +116,8 @@ ENDPOINTS = (
             ("/wake_up", control.wake_up, control.WakeBody),
             ("/release_kv_cache_memory", control.release_kv_cache_memory, None),
             ("/reset_prefix_cache", control.reset_prefix_cache, control.ResetBody),
+            ("/add_draft_corpus", control.add_draft_corpus, control.AddCorpusBody),
+            ("/remove_draft_corpus", control.remove_draft_corpus, control.RemoveCorpusBody),
             ("/init_weight_transfer_engine", control.init_weight_transfer_engine, control.InitBody),
             ("/shutdown_weight_transfer_engine", control.shutdown_weight_transfer_engine, None),
             ("/start_weight_update", control.start_weight_update, control.StartBody),

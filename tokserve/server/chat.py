@@ -21,7 +21,8 @@ from tokserve.params import SamplingParams
 from tokserve.server import logprobs, sampling_masks, schemas, sse, structured, tools
 from tokserve.server.body import encode_json, wants_msgpack
 from tokserve.server.generation import ReplyContext, Usage
-from tokserve.server.replies import StopDetail, WeightVersion, last_version, versions
+from tokserve.server.prediction import with_prediction
+from tokserve.server.replies import StopDetail, WeightVersion, last_version, routed_experts, versions
 from tokserve.server.reply_parts import DeferredParts
 from tokserve.server.sampling_masks import MaskFields
 from tokserve.server.schemas import ChatBody, TokenizeBody
@@ -54,6 +55,7 @@ class ChatChoice(MaskFields):
     stop_detail: StopDetail
     token_ids: list[int] | None = None
     weight_versions: list[WeightVersion] | UnsetType = UNSET
+    routed_experts: str | UnsetType = UNSET
 
 
 class ChatReply(msgspec.Struct):
@@ -91,6 +93,7 @@ class ChunkChoice(MaskFields):
     stop_detail: StopDetail | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     weight_versions: list[WeightVersion] | UnsetType = UNSET
+    routed_experts: str | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct):
@@ -158,7 +161,8 @@ async def call_of(
         return plan, sampling_params(serving, body, plan)
 
     plan, params = await off_loop(request, size, plan_and_params)
-    generate = serving.request_of(request, body, params)
+    bare = serving.request_of(request, body, params)
+    generate = await off_loop(request, size, lambda: with_prediction(serving, body, bare))
     if with_tokens:
         if body.tokens is None:
             raise RequestError("tokens is required", field="tokens")
@@ -291,7 +295,8 @@ class ChatRenderer:
         choices = [
             ChatChoice(
                 c.index, self._message(c), self._logprobs(c, parts), self._finish_reason(c), c.stop_reason,
-                StopDetail(c.stop_detail, c.message), *((c.token_ids, versions(c)) if self._ids else ()),
+                StopDetail(c.stop_detail, c.message), c.token_ids if self._ids else None,
+                versions(c) if self._ids else UNSET, routed_experts(c),
             )
             for c in completions
         ]  # fmt: skip
@@ -351,6 +356,7 @@ class ChatRenderer:
             choice = ChunkChoice(delta.index, Delta(), None, reason, delta.stop_reason, detail)
             if self._ids:
                 choice.weight_versions = versions(delta)
+            choice.routed_experts = routed_experts(delta)
             if self._has_masks:
                 choice.sampling_mask_truncated = delta.sampling_mask_truncated
             chunk = self._chunk(choice)

@@ -46,7 +46,6 @@ OPENAI: FieldTable = {
     "metadata": _ignored({}, note=_TAG),
     "modalities": _refused(["text"]),
     "moderation": _refused(note="nothing is moderated"),
-    "prediction": _ignored(note="it would make the same answer faster"),
     "prompt_cache_key": _ignored(note=_CACHE),
     "prompt_cache_options": _ignored({}, note=_CACHE),
     "prompt_cache_retention": _ignored("in_memory", note=_CACHE),
@@ -180,6 +179,8 @@ VLLM_METRICS = frozenset({
     "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
     "request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
     "request_prompt_tokens", "request_generation_tokens", "request_params_n", "request_params_max_tokens",
+    "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
+    "spec_decode_num_accepted_tokens_per_pos",
 })  # fmt: skip
 
 

@@ -25,7 +25,8 @@ from tokserve.server import logprobs, sampling_masks, schemas, sse, structured
 from tokserve.server.body import encode_json, wants_msgpack
 from tokserve.server.generation import ReplyContext, Usage
 from tokserve.server.logprobs import TextLogprobs
-from tokserve.server.replies import StopDetail, WeightVersion, last_version, versions
+from tokserve.server.prediction import with_prediction
+from tokserve.server.replies import StopDetail, WeightVersion, last_version, routed_experts, versions
 from tokserve.server.reply_parts import DeferredParts, single_part
 from tokserve.server.sampling_masks import MaskFields
 from tokserve.server.schemas import CompletionBody
@@ -51,6 +52,7 @@ class CompletionChoice(MaskFields):
     token_ids: list[int] | UnsetType | None = UNSET
     weight_versions: list[WeightVersion] | UnsetType = UNSET
     prompt_logprobs: Any = UNSET
+    routed_experts: str | UnsetType = UNSET
 
 
 class CompletionReply(msgspec.Struct):
@@ -97,7 +99,7 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
     body, ignored, size = await schemas.read(serving, request, CompletionBody)
     schemas.check_stream(body, replies and wants_msgpack(request))
     params = await off_loop(request, size, lambda: sampling_params(serving, body))
-    generate = serving.request_of(request, body, params, score_each=True)
+    bare = serving.request_of(request, body, params, score_each=True)
     prompts = await off_loop(request, size, lambda: parse_prompts(body.prompt))
     if len(prompts) * params.n > MAX_CHOICES:
         asks = f"{len(prompts)} prompts with n {params.n}"
@@ -105,6 +107,7 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
     listed = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
     special = body.add_special_tokens is not False
     ids = await off_loop(request, size, lambda: tokenized(serving, prompts, special, listed))
+    generate = await off_loop(request, size, lambda: with_prediction(serving, body, bare))
     others = {"extra_args": "vllm_xargs", "max_tokens": schemas.output_limit(body)[1]}
     if body.structured_outputs is None:
         others["structured_outputs"] = "response_format"
@@ -251,6 +254,7 @@ class CompletionRenderer:
             choice.stop_detail = StopDetail(c.stop_detail, c.message)
             if self._ids:
                 choice.weight_versions = versions(c)
+            choice.routed_experts = routed_experts(c)
         return choice
 
     def _logprobs(self, c: ChoiceOutput, begins: bool) -> TextLogprobs:

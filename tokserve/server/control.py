@@ -54,11 +54,27 @@ class WakeBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResetBody(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's options, ignored: running requests keep their KV pages, and there is no other cache."""
+    """vLLM's options.  `reset_external`: drop the earlier outputs that are kept as drafts as well.  The others are
+    ignored: running requests keep their KV pages."""
 
     reset_running_requests: bool = False
     reset_external: bool = False
     reset_connector: bool = False
+
+
+class AddCorpusBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Outputs, as ids, that are drafts for requests of a group with the same model and cache salt."""
+
+    draft_group: str
+    token_ids: list[list[int]]
+    model: str | None = None
+    cache_salt: str = ""
+
+
+class RemoveCorpusBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Which group."""
+
+    draft_group: str
 
 
 class InitBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -223,8 +239,32 @@ async def release_kv_cache_memory(serving: Serving, request: Request) -> Respons
 
 async def reset_prefix_cache(serving: Serving, request: Request) -> Response:
     """POST /reset_prefix_cache"""
-    await read(serving, request, ResetBody)
-    return body.reply(request, {"success": await serving.llm.reset_prefix_cache()})
+    params = await read(serving, request, ResetBody)
+    success = await serving.llm.reset_prefix_cache(reset_external=params.reset_external)
+    return body.reply(request, {"success": success})
+
+
+# --- drafts ---
+
+
+async def add_draft_corpus(serving: Serving, request: Request) -> Response:
+    """POST /add_draft_corpus"""
+    params = await read(serving, request, AddCorpusBody)
+    for index, ids in enumerate(params.token_ids):
+        if ids and not (min(ids) >= 0 and max(ids) < serving.llm.ready.vocab_size):
+            field = f"token_ids[{index}]"
+            raise RequestError(f"{field} has an id that is not in the vocabulary", field=field)
+    await serving.find_model(params.model)
+    reply = await serving.llm.add_draft_corpus(
+        params.draft_group, params.token_ids, lora_name=serving.adapter(params.model), cache_salt=params.cache_salt
+    )
+    return body.reply(request, reply)
+
+
+async def remove_draft_corpus(serving: Serving, request: Request) -> Response:
+    """POST /remove_draft_corpus"""
+    params = await read(serving, request, RemoveCorpusBody)
+    return body.reply(request, await serving.llm.remove_draft_corpus(params.draft_group))
 
 
 # --- weights ---

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Protocol
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from tokserve.client.async_llm import Stream
 from tokserve.client.inputs import bare_id
@@ -27,6 +28,13 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """Of a prediction: output tokens that it foresaw, in all choices, and its tokens that did not come."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(msgspec.Struct):
     """Tokens read and written."""
 
@@ -34,6 +42,7 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class Observer(Protocol):
@@ -83,10 +92,12 @@ class Generation:
         self.rename: Callable[[RequestError], RequestError] = _unchanged  # names fields as in the route's body
         self.cause: str | None = "abort_disconnect"  # for the metrics, if it is closed before its end
         self.completion_tokens = 0
+        self.prediction_len: int | None = None  # tokens; None: there is no prediction
         self._observers = observers
         self._lengths: dict[int, int] = {}  # choice -> tokens so far
         self._cached: dict[int, int] = {}
         self._ended = 0
+        self._predicted: list[int] = []  # of the choices that have ended
         self._closed = False
         self._news: deque[int] = deque()  # indexes of streams that have something to take
 
@@ -141,6 +152,7 @@ class Generation:
             self._cached[index] = delta.cached_tokens
         if delta.finish_reason is not None:
             self._ended += 1
+            self._predicted.append(delta.drafts.predicted)
             for observer in self._observers:
                 observer.finished(delta, self.streams[index // self.n].prompt_len, length)
         return delta
@@ -164,7 +176,13 @@ class Generation:
             seen = [i for i in range(first, first + self.n) if i in self._lengths]
             cached += min((self._cached.get(i, 0) for i in seen), default=0)
         output = self.completion_tokens
-        return Usage(prompt, output, prompt + output, PromptTokensDetails(cached))
+        return Usage(prompt, output, prompt + output, PromptTokensDetails(cached), self._prediction())
+
+    def _prediction(self) -> CompletionTokensDetails | UnsetType:
+        if self.prediction_len is None:
+            return UNSET
+        accepted = [min(count, self.prediction_len) for count in self._predicted]
+        return CompletionTokensDetails(sum(accepted), self.prediction_len * len(accepted) - sum(accepted))
 
     def stall(self, stalled: bool) -> None:
         """The client does not read (`stalled`), or reads again: meanwhile no tokens are made."""

@@ -274,6 +274,9 @@ class Metrics(Collector):
             ("displaced_requests", "Preemptions that made room for another client.", s.displaced),
             ("grammar_refusals", "Grammars refused after a trial.", s.grammar_refusals),
             ("nan_requests", "Requests ended because their logits were not finite.", s.nan_requests),
+            ("spec_decode_num_drafts", "Steps of requests that had drafts.", s.draft_steps),
+            ("spec_decode_num_draft_tokens", "Drafts.", s.draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Drafts that were accepted.", sum(s.accepted_by_position)),
             (
                 "sampling_masks_truncated",
                 "Tokens without a sampling mask, as it would have had too many ids.",
@@ -288,6 +291,13 @@ class Metrics(Collector):
         for age, count in zip(AGES, s.tokens_by_age or [0] * len(AGES), strict=True):
             ages.add_metric([self._model, ENGINE, age], count)
         yield ages
+        text = "Drafts that were accepted, by their position."
+        accepted = CounterMetricFamily(
+            PREFIX + "spec_decode_num_accepted_tokens_per_pos", text, labels=[*LABELS, "position"]
+        )
+        for position, count in enumerate(s.accepted_by_position):
+            accepted.add_metric([self._model, ENGINE, str(position)], count)
+        yield accepted
 
     def _labelled(self, name: str, text: str, label: str, tally: LabelledCounter) -> Metric:
         family = CounterMetricFamily(PREFIX + name, text, labels=[*LABELS, label])

@@ -15,11 +15,11 @@ TOKEN_BYTES = 16  # JSON of an id and its text
 
 def reply_bytes(
     lengths: Sequence[int], params: SamplingParams, context: int, vocab_size: int, *,
-    stream: bool, score_each: bool, entry_bytes: int, max_mask: int = 0,
+    stream: bool, score_each: bool, entry_bytes: int, max_mask: int = 0, routed_bytes: int = 0,
 ) -> int:  # fmt: skip
     """An upper estimate in bytes.  `lengths`: of the prompts, in tokens; `entry_bytes`: of a logprob in the reply's
-    format; `max_mask`: most ids of a sampling mask, 0 if there are none.  Of a stream only the prompts' logprobs count,
-    which are sent at once."""
+    format; `max_mask`: most ids of a sampling mask, 0 if there are none; `routed_bytes`: of the routed experts of a
+    position.  Of a stream only the prompts' logprobs and the routed experts count, which are sent at once."""
     repeats = params.n if score_each else 1
     per_token = TOKEN_BYTES + _output_entries(params, vocab_size) * entry_bytes
     if max_mask:
@@ -29,6 +29,9 @@ def reply_bytes(
         if params.prompt_logprobs is not None:
             rows = max(0, length - max(1, params.prompt_logprobs_start))
             total += repeats * rows * (1 + _width(params.prompt_logprobs, vocab_size)) * entry_bytes
+        if routed_bytes:
+            positions = min(length + (params.max_tokens or context), context) - params.routed_experts_prompt_start
+            total += params.n * max(0, positions) * routed_bytes * 4 // 3  # in base64
         if not stream:
             tokens = min(params.max_tokens or context, max(0, context - length))
             total += params.n * tokens * per_token

@@ -29,7 +29,9 @@ OTHER_FORM = (
     "logit_bias", "repetition_detection", "structured_outputs", "extra_args", "detokenize", "logprobs",
     "prompt_logprobs",
 )  # fmt: skip
-NOT_OF_RESPONSES = ("n", "max_tokens", "prompt_logprobs_start", "return_sampling_mask")
+NOT_OF_RESPONSES = (
+    "n", "max_tokens", "prompt_logprobs_start", "routed_experts_prompt_start", "return_sampling_mask",
+)  # fmt: skip
 SAMPLING = tuple(field for field in declared(SamplingParams) if field.name not in OTHER_FORM)
 
 # Fields that may hold bytes in msgpack, also those of a request within a body: who reads them looks at them.
@@ -97,6 +99,22 @@ class GeneratingBody(_GeneratingFields):  # type: ignore[misc]
 _TextFields: Any = model("_TextFields", GeneratingBody, (f for f in SAMPLING if f.name in NOT_OF_RESPONSES))
 
 
+class PredictionPart(BaseModel):
+    """A part of a predicted text."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(BaseModel):
+    """What the output may be: it makes the same answer faster."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["content"]
+    content: str | list[PredictionPart]
+
+
 class TextBody(_TextFields):  # type: ignore[misc]
     """What chat and completions share."""
 
@@ -104,6 +122,7 @@ class TextBody(_TextFields):  # type: ignore[misc]
     response_format: dict[str, Any] | None = None
     prompt_logprobs: bool | int | None = None
     add_special_tokens: bool | None = None
+    prediction: Prediction | None = None
 
 
 class ChatBody(TextBody):

@@ -260,6 +260,8 @@ class Serving:
         generation = Generation(generate.request_id, params.n, self._observers(request))
         generation.timed = self.metrics.timed
         generation.rename = fields.rename
+        if generate.options.draft_token_ids is not None:
+            generation.prediction_len = len(generate.options.draft_token_ids)
         if generate.text:
             generation.fingerprint = self.fingerprint
         self.metrics.started()
@@ -295,6 +297,7 @@ class Serving:
             [state.prompt_len for state in states], params, ready.max_model_len, ready.vocab_size,
             stream=generate.options.stream, score_each=generate.score_each, entry_bytes=entry_bytes,
             max_mask=self.config.model.max_sampling_mask if self.has_masks(params) else 0,
+            routed_bytes=ready.facts.get("routed_bytes", 0),
         )  # fmt: skip
         try:
             reply_size.check(size, self.config.limits.max_reply_bytes, params)

@@ -20,11 +20,11 @@ from starlette.responses import Response
 
 from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
-from tokserve.params import RepetitionDetection, SamplingParams, StructuredOutputs, check_ranges
+from tokserve.params import Count, RepetitionDetection, SamplingParams, StructuredOutputs, check_ranges
 from tokserve.server import compat, declared, errors, logprobs, reply_size, sampling_masks, sse, structured
 from tokserve.server.body import decode, encode_json, is_msgpack, wants_msgpack
 from tokserve.server.generation import Generation, Usage
-from tokserve.server.replies import StopDetail, WeightVersion, versions
+from tokserve.server.replies import StopDetail, WeightVersion, npy, routed_experts, versions
 from tokserve.server.reply_parts import DeferredParts, single_part
 from tokserve.server.sampling_masks import MaskFields
 from tokserve.server.serving import FieldPaths, Serving
@@ -38,9 +38,9 @@ Format = Literal["objects", "arrays", "base64"]
 
 # sampling parameters of other servers that have no effect on the result, whatever their value
 IGNORED = frozenset({
-    "output_kind", "flat_logprobs", "skip_clone", "skip_reading_prefix_cache", "routed_experts_prompt_start",
-    "stream_interval", "watermarking", "output_text_buffer_length", "_all_stop_token_ids", "_bad_words_token_ids",
-    "_eos_token_id", "_watermarking_skipped",
+    "output_kind", "flat_logprobs", "skip_clone", "skip_reading_prefix_cache", "stream_interval",
+    "watermarking", "output_text_buffer_length", "_all_stop_token_ids", "_bad_words_token_ids", "_eos_token_id",
+    "_watermarking_skipped",
 })  # fmt: skip
 # and those that this server does not support, with the values that have no effect (null never has one)
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -87,10 +87,10 @@ class _Generate(OptionFields, kw_only=True, forbid_unknown_fields=True, omit_def
     token_offsets: Any = None  # this and the next two: what vLLM's render adds; no effect here
     reasoning_ended: Any = None
     reasoning_parser_kwargs: Any = None
-    output_kind: Any = None  # this and the next three belong in sampling_params, and have no effect there either
+    routed_experts_prompt_start: Count | None = None  # as in sampling_params
+    output_kind: Any = None  # this and the next two belong in sampling_params, and have no effect there either
     flat_logprobs: Any = None
     skip_clone: Any = None
-    routed_experts_prompt_start: Any = None
 
 
 class GenerateBody(_Generate, kw_only=True):
@@ -121,6 +121,7 @@ class GenerateChoice(MaskFields):
     weight_versions: list[WeightVersion] | UnsetType = UNSET
     stop_detail: StopDetail | UnsetType = UNSET
     text: str | Raw | UnsetType | None = UNSET
+    routed_experts: Any = UNSET  # an npy file: base64, in msgpack bytes
 
 
 class GenerateReply(msgspec.Struct):
@@ -261,6 +262,8 @@ async def generate_tokens(serving: Serving, request: Request) -> Response:
         serving.bodies.check_values(request, raw, packed)
         body = decode_body(raw, packed)
         params = with_mask(decode_params(body.sampling_params, packed), body.return_sampling_mask)
+        if body.routed_experts_prompt_start:
+            params = msgspec.structs.replace(params, routed_experts_prompt_start=body.routed_experts_prompt_start)
         return body, structured.with_default(params, serving.closed_schemas)
 
     body, params = await off_loop(request, len(raw), decode)
@@ -313,11 +316,14 @@ class _Render:
             self._logprobs(c.logprobs or NO_ROWS, c.token_ids, deferred) if self._has_logprobs else None,
             UNSET if c.finish_reason is None else versions(c),
             UNSET if c.finish_reason is None else StopDetail(c.stop_detail, c.message),
-            c.text or "" if self._text else UNSET,
+            c.text or "" if self._text else UNSET, self._routed_experts(c),
         )  # fmt: skip
         if self._has_masks:
             sampling_masks.add(choice, c, self._mask_form, deferred)
         return choice
+
+    def _routed_experts(self, c: ChoiceOutput) -> str | bytes | UnsetType:
+        return npy(c.routed_experts) if self._packed and c.routed_experts is not None else routed_experts(c)
 
     def _ids(self, ids: list[int]) -> list[int] | bytes:
         return array("i", ids).tobytes() if self._packed else ids

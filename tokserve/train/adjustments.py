@@ -99,18 +99,18 @@ def adjust(logits: Tensor, rows: Sequence[AdjustedRow | None]) -> tuple[Tensor, 
             lens = (torch.tensor([size], dtype=torch.int32, device=logits.device) for size in (
                 row.prompt_len, len(row.history)
             ))  # fmt: skip
-            own = logits[number : number + 1]
-            penalized = ops.penalize(own, _tensor(row.history[None], logits), *lens, *columns)
-            own.copy_(penalized.clamp(-MAX_LOGIT, MAX_LOGIT) if adjustment.extreme else penalized)
+            part = logits[number : number + 1]
+            penalized = ops.penalize(part, _tensor(row.history[None], logits), *lens, *columns)
+            part.copy_(penalized.clamp(-MAX_LOGIT, MAX_LOGIT) if adjustment.extreme else penalized)
     return logits, extreme
 
 
 def slopes(logits: Tensor, rows: Sequence[AdjustedRow | None]) -> list[tuple[Tensor, Tensor] | None]:
     """By row, ids and the factors by which repetition changes the gradient at them; `logits` [n, V] as the head's."""
-    found: list[tuple[Tensor, Tensor] | None] = []
+    factors: list[tuple[Tensor, Tensor] | None] = []
     for logit, row in zip(logits, rows, strict=True):
         if row is None or row.adjustment.repetition == 1.0:
-            found.append(None)
+            factors.append(None)
             continue
         adjustment = row.adjustment
         biases = torch.zeros_like(logit).index_add_(
@@ -118,8 +118,8 @@ def slopes(logits: Tensor, rows: Sequence[AdjustedRow | None]) -> list[tuple[Ten
         )
         ids = _tensor(np.unique(row.history).astype(np.int64), logits)
         positive = (logit + biases).index_select(0, ids) > 0.0
-        found.append((ids, torch.where(positive, 1.0 / adjustment.repetition, adjustment.repetition)))
-    return found
+        factors.append((ids, torch.where(positive, 1.0 / adjustment.repetition, adjustment.repetition)))
+    return factors
 
 
 def _tensor(values: NDArray[Any], like: Tensor) -> Tensor:

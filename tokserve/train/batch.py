@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.layers.attention import Attention
-from tokserve.train import backward
+from tokserve.train.products import Products
 from tokserve.train.tree import BLOCK, Packing
 
 
@@ -54,7 +54,7 @@ class PackedBatch:
         return mixed.view(len(qkv), -1)
 
     def attention_gradients(
-        self, grad: Tensor, qkv: tuple[Tensor, Tensor, Tensor], layer: Attention
+        self, grad: Tensor, qkv: tuple[Tensor, Tensor, Tensor], layer: Attention, products: Products
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients float32 of q [T, Hq, D], k and v [T, Hk, D] as attention takes them; nodes add theirs in order."""
         q, k, v = qkv
@@ -63,7 +63,7 @@ class PackedBatch:
             rows = slice(node.token, node.token + node.end - node.start)
             whole = node.start == 0
             keys, values = (x[rows] if whole else x.index_select(0, path) for x in (k, v))
-            parts = backward.attention(
+            parts = products.attention(
                 grad[rows], q[rows], keys, values, node.start, layer.scale, layer.window, softcap=layer.softcap
             )
             grads[0][rows] = parts[0]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tokserve.errors import StartError
 from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.models.registry import ARCHITECTURES, decoder_spec
+from tokserve.models.spec import DecoderSpec
 from tokserve.params import LOGPROBS_MODES
 from tokserve.train import projections
 from tokserve.train.padding import unpad
@@ -97,7 +98,7 @@ def _causal(model: nn.Module) -> Any:
     config: dict[str, Any] = causal.config.to_dict()
     if config.get("quantization_config"):
         raise ValueError("the model is quantized; quantized weights have no useful gradient here")
-    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"):
+    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout"):
         if config.get(name):
             raise ValueError(f"config.{name} is {config[name]}; the server drops nothing out: set it to 0.0")
     return causal
@@ -110,9 +111,15 @@ def _dtype_of(causal: Any) -> str:
     return DTYPES[weight.dtype]
 
 
-def _spec(causal: Any, *, tied: bool) -> Any:
+def _spec(causal: Any, *, tied: bool) -> DecoderSpec:
     config = causal.config.to_dict()
-    return decoder_spec(config | {"architectures": [type(causal).__name__], "tie_word_embeddings": tied})
+    spec = decoder_spec(config | {"architectures": [type(causal).__name__], "tie_word_embeddings": tied})
+    if spec.logits_multiplier != 1.0 or spec.logits_softcap:
+        raise ValueError(
+            f"{type(causal).__name__} scales or caps logits after its head, where an exact model cannot: "
+            "train a tokserve.train.PolicyModel"
+        )
+    return spec
 
 
 class _ExactModule(nn.Module):

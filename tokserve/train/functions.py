@@ -59,12 +59,14 @@ def low_rank(out: Tensor, x: Tensor, layer: Linear, factors: Sequence[Factors]) 
     return cast(Tensor, applied(_LowRank, out, x, layer, [(f.shard, f.scale) for f in factors], *masters))
 
 
-def attention(qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, norms: Sequence[Tensor] = ()) -> Tensor:
+def attention(
+    qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, products: Products, norms: Sequence[Tensor] = ()
+) -> Tensor:
     """Attention of the batch's tokens from their projections qkv [T, (Hq + 2 Hk) D]: [T, Hq D].
 
     `norms`: the masters of the query and key norms, where the layer has them.
     """
-    return cast(Tensor, applied(_Attention, qkv, layer, batch, table, *norms))
+    return cast(Tensor, applied(_Attention, qkv, layer, batch, table, products, *norms))
 
 
 class _Embedding(torch.autograd.Function):
@@ -141,9 +143,11 @@ class _LowRank(torch.autograd.Function):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, *norms: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, products: Products, *norms: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(qkv, *norms)
-        ctx.layer, ctx.batch, ctx.table = layer, batch, table
+        ctx.layer, ctx.batch, ctx.table, ctx.products = layer, batch, table, products
         return batch.attend(qkv, layer, table)
 
     @staticmethod
@@ -176,9 +180,9 @@ class _Attention(torch.autograd.Function):
         q, k = turned = ops.rope(q, k, table, batch.positions, layer.interleaved)
         if layer.norm_last:
             q, k = normed(q, k)
-        grads = list(batch.attention_gradients(grad.view(q.shape), (q, k, parts[2]), layer))
+        grads = list(batch.attention_gradients(grad.view(q.shape), (q, k, parts[2]), layer, ctx.products))
         of_weights = norm_gradients(grads, turned) if layer.norm_last else []
         for number in (0, 1):
             grads[number] = backward.rope(grads[number], table, batch.positions, interleaved=layer.interleaved)
         of_weights = of_weights if layer.norm_last else norm_gradients(grads, projected)
-        return torch.cat(grads, 1).flatten(1).to(qkv.dtype), None, None, None, *of_weights
+        return torch.cat(grads, 1).flatten(1).to(qkv.dtype), None, None, None, None, *of_weights

@@ -45,8 +45,7 @@ class PolicyModel(nn.Module):
     the order of the call, so that the sum has the same bits however the sequences are cut into calls, each followed by
     its own `backward`.  Slower; of one process, without hooks of DDP or FSDP.
 
-    `max_tokens`: tokens that go through the model together.  Masters that were changed through `.data` are not noticed:
-    call `weights_changed()` then.
+    `max_tokens`: tokens that go through the model together.
     """
 
     def __init__(
@@ -240,7 +239,8 @@ def _masters(directory: Path, decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """(name, float32 values) of the checkpoint's tensors that the decoder has.  Raises StartError."""
     entries = weights.with_model_names(weights.catalogue(directory), decoder.spec.renames)
     for name in decoder.parameters_by_name():
-        entry = entries.get(name) or entries[HEAD]  # of a tied model, which may have either
-        if entry.dtype not in FLOATS.values():
-            raise StartError(f"{name} is {entry.dtype}: a quantized checkpoint cannot be trained")
+        entry = entries.get(name) or (entries.get(HEAD) if name == EMBEDDING else None)  # a tied model may have either
+        if entry is None or entry.is_stored or entry.dtype not in FLOATS.values():
+            what = "stored in parts" if entry is None else entry.gguf.tensor.kind if entry.gguf else entry.dtype
+            raise StartError(f"{name} is {what}: a quantized checkpoint cannot be trained")
         yield name, torch.empty(entry.shape, dtype=torch.float32).copy_(weights.read(entry))

@@ -161,7 +161,9 @@ class Logits(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         hidden, weight = ctx.saved_tensors
-        dtype, needs = ctx.head.dtype, ctx.needs_input_grad
-        rounded = grad.to(dtype)
+        head, dtype, needs = ctx.head, ctx.head.dtype, ctx.needs_input_grad
+        if head.softcap:
+            grad = grad * (1.0 - (head(hidden) / head.softcap).square_())
+        rounded = (grad if head.multiplier == 1.0 else grad * head.multiplier).to(dtype)
         grad_hidden = ctx.products.linear_input(rounded, [weight]).to(hidden.dtype) if needs[0] else None
         return grad_hidden, None, ctx.products.linear_weight(rounded, hidden.to(dtype)) if needs[2] else None, None

@@ -18,22 +18,23 @@ from tokserve.models.spec import BlockSpec, DecoderSpec
 KNOWN: dict[type, set[str]] = {
     DecoderSpec: {
         "vocab", "hidden", "max_position", "blocks", "norm", "tied", "renames", "embedding_multiplier", "format",
+        "logits_multiplier", "logits_softcap",
     },
-    BlockSpec: {"attention", "mlp", "norm", "post_norms"},
+    BlockSpec: {"attention", "mlp", "norm", "norms", "parallel", "residual_multiplier", "mlp_name"},
     AttentionSpec: {
-        "heads", "kv_heads", "dim", "scale", "rope", "kind", "window", "qk_norm", "qkv_bias", "out_bias",
+        "heads", "kv_heads", "dim", "scale", "rope", "kind", "window", "qk_norm", "qkv_bias", "out_bias", "softcap",
+        "norm_scope", "norm_last", "qkv_names", "out_name", "norm_names",
     },
-    MLPSpec: {"inner", "activation", "bias"},
-    NormSpec: {"eps", "offset"},
+    MLPSpec: {"inner", "activation", "bias", "gated", "up_names", "down_name"},
+    NormSpec: {"eps", "offset", "kind", "bias"},
 }  # fmt: skip
-VALUES: dict[tuple[type, str], set[str]] = {
-    (AttentionSpec, "kind"): {"full", "window"},
-    (MLPSpec, "activation"): {"silu", "gelu_tanh"},
-}
+VALUES: dict[tuple[type, str], set[str]] = {(AttentionSpec, "kind"): {"full", "window"}}
 
 
 def check(spec: DecoderSpec) -> None:
     """Raise StartError, naming the attribute, if part of the decoder has no gradient here."""
+    if spec.mixtures:
+        raise StartError("a model with a mixture of experts cannot be trained here: its backward pass is not built")
     _check(spec, "the model")
     _check(spec.norm, "norm")
     for number, block in enumerate(spec.blocks):

@@ -125,9 +125,9 @@ class TokserveGeneration:
             rows = [self._run(self._rollouts(gathered[::num_generations], num_generations))]
         broadcast_object_list(rows, from_process=0)
         first = accelerator.process_index * len(prompts)
-        own = rows[0][first : first + len(prompts)]
-        ids = [row[0] for row in own]
-        logprobs = [[[value] for value in row[1]] for row in own]
+        slices = rows[0][first : first + len(prompts)]
+        ids = [row[0] for row in slices]
+        logprobs = [[[value] for value in row[1]] for row in slices]
         return prompts, ids, logprobs, [[[token] for token in row] for row in ids]
 
     async def _rollouts(self, prompts: list[list[int]], n: int) -> list[tuple[list[int], list[float]]]:
@@ -176,7 +176,8 @@ class ExactGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if self.use_vllm or self.rollout_func is not None:
+        trainer: Any = self  # TRL has no types
+        if trainer.use_vllm or trainer.rollout_func is not None:
             raise ValueError("use_vllm and rollout_func must be left out: rollouts come from server_url")
         options = server_options(server_url, server_api_key) | (exact_options or {})
         for model in (self.model, self.ref_model):

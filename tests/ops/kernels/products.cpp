@@ -1,4 +1,4 @@
-// linear and linear_int8 with every dtype, gate, tile height and edge of a panel; quantize_rows.
+// linear and linear_int8 with every dtype, gate, tile height and edge of a panel; quantize_rows; route and combine.
 #include "cases.h"
 
 namespace tokserve::cases {
@@ -9,7 +9,7 @@ struct Shape {
   int64_t m, n, k;
 };
 
-constexpr Gate kGates[] = {Gate::none, Gate::both, Gate::silu, Gate::gelu};
+constexpr Gate kGates[] = {Gate::none, Gate::both, Gate::silu, Gate::gelu, Gate::clamped};
 
 int64_t panels_of(int64_t n, Gate gate) {
   const int64_t width = gate == Gate::none ? kPanel : kGatedPanel;
@@ -171,6 +171,57 @@ void run_quantize(const Kernels& kernels, Results& results, DType dtype) {
   }
 }
 
+void run_route(const Kernels& kernels, Results& results, int64_t experts, int64_t k, int64_t groups, bool sigmoid) {
+  Random from(800 + experts);
+  constexpr int64_t tokens = 9;
+  const Array plain = random(Kind::f32, tokens * experts, from), bias = random(Kind::f32, experts, from, {-6, -2});
+  for (const bool special : {false, true}) {
+    const Array logits = special ? with_specials(plain, from, 30) : copy_of(plain);
+    Array ids(Kind::i32, tokens * k), weights(Kind::f32, tokens * k);
+    const RouteArgs a{logits.as<float>(),
+                      groups > 1 || sigmoid ? bias.as<float>() : nullptr,
+                      ids.as<int32_t>(),
+                      weights.as<float>(),
+                      experts,
+                      k,
+                      groups,
+                      (groups + 1) / 2,
+                      sigmoid,
+                      sigmoid,
+                      sigmoid,
+                      1.5f};
+    const Array memory = scratch(kernels.route_scratch(a));
+    kernels.route(a, 0, tokens, memory.as<char>());
+    const std::string rest = text(" experts=%lld k=%lld groups=%lld specials=%d", (long long)experts, (long long)k,
+                                  (long long)groups, special);
+    results.add("route" + rest + " ids", ids);
+    results.add("route" + rest + " weights", weights);
+  }
+}
+
+void run_combine(const Kernels& kernels, Results& results, DType dtype, int64_t width, int64_t k) {
+  Random from(900 + width);
+  constexpr int64_t tokens = 5;
+  const Array outputs = random(Kind::f32, tokens * k * width, from), weights = random(Kind::f32, tokens * k, from),
+              shared = random(dtype, tokens * width, from), gate = random(Kind::f32, tokens, from),
+              places = integers(Kind::i32, tokens * k, from, 0, tokens * k - 1);
+  for (const int parts : {0, 1, 2}) {
+    Array out(kind_of(dtype), tokens * width);
+    const CombineArgs a{dtype,
+                        outputs.as<float>(),
+                        places.as<int32_t>(),
+                        weights.as<float>(),
+                        parts > 0 ? shared.as<void>() : nullptr,
+                        parts > 1 ? gate.as<float>() : nullptr,
+                        out.as<void>(),
+                        k,
+                        width};
+    kernels.combine(a, 0, tokens);
+    results.add(text("combine %s width=%lld k=%lld parts=%d", name_of(dtype), (long long)width, (long long)k, parts),
+                out);
+  }
+}
+
 }  // namespace
 
 void run_products(const Kernels& kernels, Results& results) {
@@ -178,6 +229,12 @@ void run_products(const Kernels& kernels, Results& results) {
     run_linears(kernels, results, dtype);
     run_int8s(kernels, results, dtype);
     run_quantize(kernels, results, dtype);
+    for (const int64_t width : {1, 31, 64, 100}) run_combine(kernels, results, dtype, width, 3);
+  }
+  for (const bool sigmoid : {false, true}) {
+    run_route(kernels, results, 7, 2, 1, sigmoid);
+    run_route(kernels, results, 64, 8, 8, sigmoid);
+    run_route(kernels, results, 130, 6, 1, sigmoid);
   }
 }
 

@@ -38,6 +38,11 @@ def _blocks(raw: Tensor, columns: int, size: int) -> Tensor:  # [N, blocks, byte
     return raw.view(len(raw), columns // size, -1)
 
 
+def _split(tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    split: Tensor = tensor.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
+    return split
+
+
 def _half(blocks: Tensor, at: int) -> Tensor:  # [N, blocks] float16
     return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
 
@@ -54,7 +59,7 @@ def _bits(word: Tensor) -> Tensor:
 
 
 def _small(raw: Tensor, columns: int, *, at: int, mins: bool = False, high: int | None = None) -> QuantizedRows:
-    """Blocks of 32: scale, perhaps a minimum, perhaps a fifth bit of each code, and 16 bytes of nibbles from `at` on."""
+    """Blocks of 32: scale, perhaps a minimum, perhaps the codes' fifth bits, and 16 bytes of nibbles from `at` on."""
     blocks = _blocks(raw, columns, SMALL)
     codes = _nibbles(blocks[..., at:])
     if high is None:
@@ -97,7 +102,7 @@ def _signed(parts: Tensor) -> Tensor:
 def _q4_k(raw: Tensor, columns: int) -> QuantizedRows:
     blocks = _blocks(raw, columns, LARGE)
     scales, mins = _six_bits(blocks[..., 4:16])
-    codes = _nibbles(blocks[..., 16:].unflatten(-1, (4, 32)))  # 32 low, then 32 high of each 32 bytes
+    codes = _nibbles(_split(blocks[..., 16:], -1, (4, 32)))  # 32 low, then 32 high of each 32 bytes
     return QuantizedRows(
         codes.flatten(1), UNSIGNED, 32, _half(blocks, 0), _signed(scales), -_half(blocks, 2), _signed(mins), 8
     )
@@ -106,7 +111,7 @@ def _q4_k(raw: Tensor, columns: int) -> QuantizedRows:
 def _q5_k(raw: Tensor, columns: int) -> QuantizedRows:
     blocks = _blocks(raw, columns, LARGE)
     scales, mins = _six_bits(blocks[..., 4:16])
-    low = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(2, 3)  # [N,B,8,32]
+    low = _split(_nibbles(_split(blocks[..., 48:], -1, (4, 32))), -1, (2, 32)).flatten(2, 3)  # [N,B,8,32]
     shifts = torch.arange(8, dtype=torch.uint8)[:, None]
     codes = low | (blocks[..., None, 16:48] >> shifts & 1) << 4
     return QuantizedRows(
@@ -117,12 +122,12 @@ def _q5_k(raw: Tensor, columns: int) -> QuantizedRows:
 def _pairs(packed: Tensor) -> Tensor:
     """[..., 2 * 32] bytes as [..., 2, 4, 32]: the first two bits of 32 bytes, then the next ones."""
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
-    return packed.unflatten(-1, (2, 1, 32)) >> shifts & 3
+    return _split(packed, -1, (2, 1, 32)) >> shifts & 3
 
 
 def _q6_k(raw: Tensor, columns: int) -> QuantizedRows:
     blocks = _blocks(raw, columns, LARGE)
-    low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).unflatten(-1, (4, 32))  # [N,B,2,4,32]
+    low = _split(_nibbles(_split(blocks[..., :128], -1, (2, 64))), -1, (4, 32))  # [N,B,2,4,32]
     codes = (low | _pairs(blocks[..., 128:192]) << 4) - 32  # modulo 256: the bits of int8
     return QuantizedRows(codes.flatten(1), None, 16, _half(blocks, 208), _signed(blocks[..., 192:208]), ratio=16)
 
@@ -139,7 +144,7 @@ def _q2_k(raw: Tensor, columns: int) -> QuantizedRows:
 def _q3_k(raw: Tensor, columns: int) -> QuantizedRows:
     blocks = _blocks(raw, columns, LARGE)
     shifts = torch.arange(8, dtype=torch.uint8)[:, None]
-    high = (blocks[..., None, :32] >> shifts & 1).unflatten(2, (2, 4))
+    high = _split(blocks[..., None, :32] >> shifts & 1, 2, (2, 4))
     codes = (_pairs(blocks[..., 32:96]) | high << 2) + 4  # 8 more than the factor, which is -4 .. 3
     packed = blocks[..., 96:108]
     low, pairs = _nibbles(packed[..., :8]), packed[..., None, 8:] >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
@@ -151,7 +156,7 @@ def _iq4_xs(raw: Tensor, columns: int) -> QuantizedRows:
     blocks = _blocks(raw, columns, LARGE)
     low = torch.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], -1).flatten(-2)
     high = (blocks[..., 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3).flatten(-2)
-    codes = _nibbles(blocks[..., 8:].unflatten(-1, (8, 16)))
+    codes = _nibbles(_split(blocks[..., 8:], -1, (8, 16)))
     return QuantizedRows(codes.flatten(1), IQ4, 32, _half(blocks, 0), _signed((low | high << 4) - 32), ratio=8)
 
 

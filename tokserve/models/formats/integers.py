@@ -33,9 +33,9 @@ def refusal(quantization: Mapping[str, Any]) -> str | None:
     elif problem := _scheme_refusal(quantization):
         return problem
     if bits not in BITS:
-        return f"asks for {method} with {bits} bits"
+        return f"asks for quantization {method!r} with {bits} bits"
     if not isinstance(_group(quantization), int):
-        return f"asks for {method} in groups of {_group(quantization)!r}"
+        return f"asks for quantization {method!r} in groups of {_group(quantization)!r}"
     return None
 
 
@@ -46,7 +46,8 @@ def _scheme_refusal(quantization: Mapping[str, Any]) -> str | None:
     for scheme in schemes:
         kind, strategy = scheme.get("type"), scheme.get("strategy")
         if kind != "int" or strategy not in STRATEGIES:
-            return f"asks for weights of type {kind!r} with {scheme.get('num_bits')} bits by {strategy}"
+            weights = f"weights of type {kind!r} with {scheme.get('num_bits')} bits by {strategy}"
+            return f"asks for {weights}, of format {quantization['format']!r}"
     if len({scheme.get("num_bits") for scheme in schemes}) > 1:
         return "has config_groups with different numbers of bits"
     return None

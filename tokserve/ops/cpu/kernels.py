@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tokserve import _C
-from tokserve.ops import attention, dense, elementwise, lora, quant, sampling
+from tokserve.ops import attention, dense, elementwise, lora, mixture, quant, sampling
 from tokserve.ops.cpu import wna16  # noqa: F401 - registers its implementations
 from tokserve.ops.cpu.arena import Arena
 from tokserve.ops.dense import PackedWeight
@@ -243,6 +243,70 @@ def gated_linear_int8(x: Tensor, packed: PackedInt8, bias: Tensor | None, activa
     return out
 
 
+@mixture.route.implement("cpp", device="cpu")
+def route(logits: Tensor, bias: Tensor | None, k: int, *rest: Any) -> tuple[Tensor, Tensor]:
+    tokens = logits.shape[0]
+    ids, weights = logits.new_empty(tokens, k, dtype=torch.int32), logits.new_empty(tokens, k)
+    _C.route(logits, bias, *rest, ids, weights)
+    return ids, weights
+
+
+def _check_experts(x: Tensor, gate_up: PackedWeight | PackedInt8, down: PackedWeight | PackedInt8) -> None:
+    """Sizes that packed weights do not tell."""
+    if not x.shape[-1] == gate_up.columns == down.rows or gate_up.rows != 2 * down.columns:
+        raise ValueError(
+            f"experts: x has {x.shape[-1]} columns, the weights are [{gate_up.rows},{gate_up.columns}] and "
+            f"[{down.rows},{down.columns}]"
+        )
+
+
+@mixture.experts.implement("cpp", device="cpu")
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Sequence[PackedWeight],
+    gate_up_bias: Tensor | None,
+    down: Sequence[PackedWeight],
+    down_bias: Tensor | None,
+    activation: str,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
+    """Rows of x need not be adjacent."""
+    _check_experts(x, gate_up[0], down[0])
+    out = x.new_empty(x.shape[0], x.shape[1])
+    _C.experts(
+        x, ids, weights, [one.packed for one in gate_up], [], gate_up_bias, [one.packed for one in down], [],
+        down_bias, activation, down[0].columns, shared, shared_gate, out,
+    )  # fmt: skip
+    return out
+
+
+@mixture.experts_int8.implement("cpp", device="cpu")
+def experts_int8(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Sequence[PackedInt8],
+    gate_up_bias: Tensor | None,
+    down: Sequence[PackedInt8],
+    down_bias: Tensor | None,
+    activation: str,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
+    """Rows of x need not be adjacent."""
+    _check_experts(x, gate_up[0], down[0])
+    out = x.new_empty(x.shape[0], x.shape[1])
+    _C.experts(
+        x, ids, weights, [one.packed for one in gate_up], [one.scales for one in gate_up], gate_up_bias,
+        [one.packed for one in down], [one.scales for one in down], down_bias, activation, down[0].columns, shared,
+        shared_gate, out,
+    )  # fmt: skip
+    return out
+
+
 @attention.store_kv.implement("cpp", device="cpu")
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *scales: float) -> None:
     """k and v may be slices of one tensor [T, ...].  A cache is never float8, so the scales are 1."""
@@ -256,8 +320,9 @@ def paged_attention(
     """q may be a slice of a tensor [T, ...].  A cache is never float8, so v_scale is 1."""
     scale, window, *more = rest
     softcap = more[1] if len(more) > 1 else 0.0
+    sinks = more[2] if len(more) > 2 else None
     out = torch.empty_like(q)
-    _C.paged_attention(q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, window, softcap, out)
+    _C.paged_attention(q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, window, softcap, sinks, out)
     return out
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from tokserve import _C
 from tokserve.ops import wna16
 from tokserve.ops.cpu.arena import Arena
-from tokserve.ops.wna16 import PackedRows, PackedWna16, QuantizedRows
+from tokserve.ops.wna16 import PackedPart, PackedWna16, QuantizedRows
 
 PANEL = 64
 
@@ -37,17 +37,20 @@ def _packed(parts: Sequence[QuantizedRows], *, gated: bool) -> PackedWna16:
     return PackedWna16(sum(part.rows for part in packed), packed[0].columns, packed, gated)
 
 
-def _pack(part: QuantizedRows, gated: bool) -> PackedRows:
+def _pack(part: QuantizedRows, gated: bool) -> PackedPart:
     rows, columns = part.shape
     bits = 8 if part.factors is None else 4
     packed = _weights.empty(_C.packed_wna16_size(rows, columns, bits, gated), torch.uint8)
     _C.pack_wna16(part.codes.contiguous(), bits, packed, gated)
-    values = (part.scales, part.sub_scales, part.mins, part.sub_mins)
+    factors = torch.tensor(part.factors or [0] * 16, dtype=torch.int8)
+    sub_scales, mins, sub_mins = (
+        None if values is None else _panels(values, gated) for values in (part.sub_scales, part.mins, part.sub_mins)
+    )
     order = None if part.order is None else part.order.contiguous()
-    return PackedRows(
-        bits, rows, columns, part.group, part.ratio, packed, torch.tensor(part.factors or [0] * 16, dtype=torch.int8),
-        *(None if value is None else _panels(value, gated) for value in values), order, part.folded,
-    )  # type: ignore[arg-type]  # fmt: skip
+    return PackedPart(
+        bits, rows, columns, part.group, part.ratio, packed, factors, _panels(part.scales, gated), sub_scales, mins,
+        sub_mins, order, part.folded,
+    )  # fmt: skip
 
 
 def _panels(values: Tensor, gated: bool) -> Tensor:
@@ -59,7 +62,7 @@ def _panels(values: Tensor, gated: bool) -> Tensor:
     return _weights.empty(panels.numel(), values.dtype).view(panels.shape).copy_(panels)
 
 
-def _arguments(part: PackedRows) -> tuple[object, ...]:
+def _arguments(part: PackedPart) -> tuple[object, ...]:
     return (
         part.bits, part.rows, part.columns, part.group, part.ratio, part.packed, part.factors, part.scales,
         part.sub_scales, part.mins, part.sub_mins, part.order, part.folded,

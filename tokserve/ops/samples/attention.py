@@ -60,6 +60,9 @@ def paged_attention(dtype: torch.dtype) -> Samples:
         tables = torch.randperm(len(rows) * blocks, generator=generator).view(len(rows), blocks).int()
         query_start = torch.cat([torch.zeros(1, dtype=torch.int32), new.cumsum(0).int()])
         q = torch.randn(int(new.sum()), heads, dim, generator=generator).to(dtype)
-        yield q, caches[0], caches[1], tables, query_start, seq_lens, dim**-0.5, window
+        rest = caches[0], caches[1], tables, query_start, seq_lens, dim**-0.5, window
+        yield q, *rest
+        if heads > 1:
+            yield q, *rest, 1.0, 0.0, torch.randn(heads, generator=generator) * 3
         if dim < 128:
-            yield q * 8, caches[0], caches[1], tables, query_start, seq_lens, dim**-0.5, window, 1.0, 5.0
+            yield q * 8, *rest, 1.0, 5.0

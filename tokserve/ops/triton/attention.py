@@ -31,7 +31,7 @@ WARPS = 4  # part of the arithmetic: the order of a sum over keys
 MERGE_STAGES = tl.constexpr(5)  # splits in flight, the one that is merged included
 ROWS_BLOCK = 128  # minimum of rows that a program searches for its own: one per thread costs no more than a single one
 LOG2_E = 1.4426950408889634
-LOG2_E_OF_CAPPED = tl.constexpr(LOG2_E)
+LOG2_E_IN_KERNELS = tl.constexpr(LOG2_E)
 NEG_INF = tl.constexpr(float("-inf"))
 
 
@@ -51,6 +51,14 @@ def merge(acc, row_max, row_sum, part, part_max, part_sum):
         new_max,
         row_sum * rescale + part_sum * part_rescale,
     )
+
+
+@triton.jit
+def with_sink(acc, row_max, row_sum, sink):
+    """Add a score, in units of powers of two, whose value is zero."""
+    new_max = tl.maximum(row_max, sink)
+    rescale = tl.exp2(row_max - new_max)
+    return acc * rescale[:, None], row_sum * rescale + tl.exp2(sink - new_max)
 
 
 @triton.jit
@@ -80,7 +88,7 @@ def attend_split(
         k = tl.load(k_ptr + offset, mask=valid, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [M,KEYS]
         if CAPPED:
-            scores = tanh(tl.div_rn(scores, softcap)) * softcap * LOG2_E_OF_CAPPED
+            scores = tanh(tl.div_rn(scores, softcap)) * softcap * LOG2_E_IN_KERNELS
         visible = key[None, :] <= position[:, None]
         if WINDOW > 0:
             visible = visible & (key[None, :] > position[:, None] - WINDOW)
@@ -141,8 +149,9 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["max_splits"])
 def merge_kernel(
-    part_ptr, max_ptr, sum_ptr, start_ptr, len_ptr, out_ptr, max_splits, v_scale,
+    part_ptr, max_ptr, sum_ptr, start_ptr, len_ptr, out_ptr, sinks_ptr, max_splits, v_scale,
     HEADS: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """One query head of one row with one query: its splits in ascending order."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -160,6 +169,9 @@ def merge_kernel(
             acc, row_max, row_sum = merge(
                 acc, row_max, row_sum, part, tl.load(max_ptr + offset), tl.load(sum_ptr + offset)
             )
+        if SINKS:
+            sink = tl.load(sinks_ptr + head + tl.arange(0, 1)) * LOG2_E_IN_KERNELS
+            acc, row_sum = with_sink(acc, row_max, row_sum, sink)
         out = acc / row_sum[:, None] * v_scale
         offset = (start.to(tl.int64) * HEADS + head) * DIM + column[None, :]
         tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=column[None, :] < DIM)
@@ -180,10 +192,11 @@ def row_of_tile(start_ptr, rows, tile, QUERIES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "table_stride"])
 def prefill_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, start_ptr, len_ptr, out_ptr,
+    q_ptr, k_ptr, v_ptr, table_ptr, start_ptr, len_ptr, out_ptr, sinks_ptr,
     rows, scale, softcap, v_scale, q_stride, table_stride, page_stride,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SPLIT: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr, CAPPED: tl.constexpr, TILE: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries (of a row with several) that share a KV head, over all their splits."""
     QUERIES: tl.constexpr = TILE // GROUP
@@ -216,6 +229,9 @@ def prefill_kernel(
                 KV_HEADS, DIM, PAGE, WINDOW, SPLIT, KEYS, DIM_BLOCK, CAPPED,
             )  # fmt: skip
             acc, row_max, row_sum = merge(acc, row_max, row_sum, part, part_max, part_sum)
+        if SINKS:
+            sink = tl.load(sinks_ptr + head) * LOG2_E_IN_KERNELS
+            acc, row_sum = with_sink(acc, finite(row_max), row_sum, sink)
         out = acc / tl.where(is_query, row_sum, 1.0)[:, None] * v_scale
         offset = (token * (GROUP * KV_HEADS) + head)[:, None] * DIM + column
         tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=inside)
@@ -233,6 +249,7 @@ def paged_attention(
     window: int,
     v_scale: float = 1.0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q may be a slice of a tensor [T, ...]."""
     tokens, heads, dim = q.shape
@@ -251,8 +268,8 @@ def paged_attention(
     if tokens > rows:
         queries = tile // group
         prefill_kernel[(tokens // queries + rows, kv_heads)](
-            q, k_cache, v_cache, block_tables, query_start, seq_lens, out,
-            rows, scale, softcap, v_scale, *strides, page * dim, *shape,
+            q, k_cache, v_cache, block_tables, query_start, seq_lens, out, out if sinks is None else sinks,
+            rows, scale, softcap, v_scale, *strides, page * dim, *shape, sinks is not None,
             num_warps=WARPS, num_stages=config["prefill_stages"], **EXACT,
         )  # fmt: skip
     max_splits = triton.cdiv(width * page, SPLIT)
@@ -265,8 +282,8 @@ def paged_attention(
         num_warps=WARPS, num_stages=config["decode_stages"], **EXACT,
     )  # fmt: skip
     merge_kernel[(rows, heads)](
-        parts, maxima, row_sums, query_start, seq_lens, out, max_splits, v_scale, heads, dim, window, SPLIT, dim_block,
-        num_warps=1, **EXACT,
+        parts, maxima, row_sums, query_start, seq_lens, out, out if sinks is None else sinks, max_splits, v_scale,
+        heads, dim, window, SPLIT, dim_block, sinks is not None, num_warps=1, **EXACT,
     )  # fmt: skip
     return out
 

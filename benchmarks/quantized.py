@@ -1,0 +1,102 @@
+"""Decoding and prompts of quantized models: `quantized.py CHECKPOINT [--gguf FILE --llama PYTHON]`.
+
+Each option serves the checkpoint offline and is timed in turn; with a GGUF file, the same file by llama.cpp too
+(`llama_worker.py`).  Decoding is the time of a step with c requests of short prompts, prompts are 1,024 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from tokserve import LLM, SamplingParams
+
+THREADS = 2
+CASES = ((1, 16, 24), (16, 16, 12), (1, 1024, 0))  # requests, tokens of a prompt, decoding steps
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "int4, head int8": {"quantization": "int4", "quantize_lm_head": True},
+}
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    """A prompt that no other begins with."""
+    return [(seed * 7919 + i * 104_729) % 4000 + 10 for i in range(count)]
+
+
+def ours(model: str, options: dict[str, Any], rounds: int) -> list[float]:
+    """Milliseconds of a step, or tokens of prompts per second, the best of the rounds, for each case."""
+    began = time.perf_counter()
+    figures = []
+    with LLM(
+        model, tokens_only=True, cpu_threads=THREADS, max_model_len=1280, enable_prefix_caching=False, **options
+    ) as llm:
+        print(f"  started in {time.perf_counter() - began:.1f} s", flush=True)
+        for requests, length, steps in CASES:
+            prompts = [tokens(length, seed) for seed in range(requests)]
+
+            def seconds(count: int, prompts: list[list[int]] = prompts) -> float:
+                params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+                start = time.perf_counter()
+                llm.generate(prompts, [params] * len(prompts), use_tqdm=False)
+                return time.perf_counter() - start
+
+            seconds(2)
+            first = min(seconds(1) for _ in range(rounds))
+            if steps:
+                figures.append(1e3 * (min(seconds(1 + steps) for _ in range(rounds)) - first) / steps)
+            else:
+                figures.append(requests * length / first)
+    return figures
+
+
+def llama(python: str, model: str) -> list[float]:
+    """The same by llama.cpp."""
+    worker = subprocess.Popen(
+        [python, str(Path(__file__).parent / "llama_worker.py"), model, "--threads", str(THREADS)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert worker.stdin is not None and worker.stdout is not None
+    worker.stdout.readline()
+    figures = []
+    for requests, length, steps in CASES:
+        worker.stdin.write(json.dumps({"sequences": requests, "prompt": length, "steps": steps}) + "\n")
+        worker.stdin.flush()
+        figures.append(json.loads(worker.stdout.readline())["value"])
+    worker.stdin.close()
+    worker.wait()
+    return figures
+
+
+def main() -> None:
+    """Time every option, and print a row of a table for each."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("checkpoint")
+    parser.add_argument("--gguf", action="append", default=[])
+    parser.add_argument("--llama", help="a Python that has llama-cpp-python")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--only", help="options of this name alone")
+    args = parser.parse_args()
+    print("| model | c=1, ms a step | c=16, ms a step | prompts of 1,024, tokens/s |\n|---|---|---|---|", flush=True)
+    for name, options in OPTIONS.items():
+        if args.only in (None, name):
+            row(name, ours(args.checkpoint, options, args.rounds))
+    for path in args.gguf:
+        row(f"{Path(path).stem}, tokserve", ours(path, {}, args.rounds))
+        if args.llama:
+            row(f"{Path(path).stem}, llama.cpp", llama(args.llama, path))
+
+
+def row(name: str, figures: list[float]) -> None:
+    """A row of the table."""
+    print(f"| {name} | " + " | ".join(f"{figure:.1f}" for figure in figures) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Decoding with and without speculation, side by side in one process: `python benchmarks/speculation.py MODEL`.
+
+Every case runs with the method none and with suffix in turns; the output must be equal, and the best time of each
+counts, from the first step to the last token.  Random weights write random text at temperature 1, so acceptance is
+exactly what a case makes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from tokserve.config import Config
+from tokserve.engine.core import EngineCore
+from tokserve.executor.inline import InlineExecutor
+from tokserve.messages import EngineRequest, FromEngine, StepOutput, StepStats, Submit, pack_ids
+from tokserve.params import RequestOptions, SamplingParams
+from tokserve.prompt import TokenPrompt
+from tokserve.resolve import resolve
+
+PROMPT = 24  # tokens
+Ids = Sequence[int]
+
+
+class Bench:
+    """One loaded model, served by an engine per run."""
+
+    def __init__(self, model: str, tokens: int, turns: int) -> None:
+        options = {"max_model_len": 2048, "max_num_seqs": 32, "kv_cache_memory_bytes": 1 << 30}
+        self._config = resolve(Config.make(model=model, **options))
+        self._executor = InlineExecutor(self._config)
+        self._facts = self._executor.start()
+        self._tokens, self._turns = tokens, turns
+        self._rng = random.Random(0)
+        self.vocab_size = self._facts.vocab_size
+        print(f"{model}: {self._facts.facts['kernels']}, {self._facts.facts['threads']} threads")
+
+    def ids(self, count: int) -> list[int]:
+        """Random ids."""
+        return [self._rng.randrange(self.vocab_size) for _ in range(count)]
+
+    def request(self, index: int, prompt: Ids, drafts: Ids = (), **params: float) -> EngineRequest:
+        task = SamplingParams(ignore_eos=True, max_tokens=self._tokens, **params)  # type: ignore[arg-type]
+        packed = pack_ids(drafts) if drafts else b""
+        return EngineRequest(
+            f"r{index}", TokenPrompt(pack_ids(prompt)), task, RequestOptions(stream=True), index, 0.0, packed
+        )
+
+    def run(self, method: str, requests: Sequence[EngineRequest]) -> tuple[dict[str, list[int]], float, StepStats]:
+        """Outputs, seconds and counters."""
+        outputs: dict[str, list[int]] = {}
+
+        def emit(_: bytes, message: FromEngine) -> None:
+            if isinstance(message, StepOutput):
+                for request_id, ids, _, _ in message.rows():
+                    outputs.setdefault(request_id, []).extend(ids)
+
+        speculation = msgspec.structs.replace(self._config.speculation, spec_method=method)
+        config = msgspec.structs.replace(self._config, speculation=speculation)
+        core = EngineCore(config, self._executor, self._facts, emit)
+        for request in requests:
+            core.receive(b"A", Submit(7, request.request_id, [request]))
+        began = time.perf_counter()
+        while core.step():
+            pass
+        seconds = time.perf_counter() - began
+        core.cache.check()
+        core.close()
+        return outputs, seconds, core.scheduler.stats()
+
+    def compare(self, name: str, requests: Sequence[EngineRequest]) -> None:
+        """One line: the rates without and with speculation."""
+        best = {"none": float("inf"), "suffix": float("inf")}
+        expected, stats = None, StepStats()
+        for _ in range(self._turns):
+            for method in best:
+                outputs, seconds, stats = self.run(method, requests)
+                best[method] = min(best[method], seconds)
+                assert expected in (None, outputs), f"{name}: the output differs"
+                expected = outputs
+        count = sum(map(len, (expected or {}).values()))
+        off, on = (count / best[method] for method in ("none", "suffix"))
+        print(
+            f"| {name} | {len(requests)} | {off:.1f} | {on:.1f} | {on / off:.2f} | {stats.steps} "
+            f"| {stats.draft_tokens} | {sum(stats.accepted_by_position)} |", flush=True,
+        )  # fmt: skip
+
+    def random_text(self, clients: int) -> None:
+        """S1: nothing is ever accepted."""
+        self.compare("random text", [self.request(i, self.ids(PROMPT)) for i in range(clients)])
+
+    def predicted(self, name: str, clients: int, change: Callable[[list[int]], list[int]]) -> None:
+        """S3: predictions made of the outputs."""
+        prompts = [self.ids(PROMPT) for _ in range(clients)]
+        outputs, *_ = self.run("none", [self.request(i, prompt) for i, prompt in enumerate(prompts)])
+        drafts = [change(outputs[f"r{i}"]) for i in range(clients)]
+        self.compare(name, [self.request(i, prompts[i], drafts[i]) for i in range(clients)])
+
+    def repeated(self, clients: int) -> None:
+        """A greedy random model repeats itself: its own text is the draft."""
+        self.compare("repeats itself", [self.request(i, self.ids(PROMPT), temperature=0.0) for i in range(clients)])
+
+    def half(self, output: list[int]) -> list[int]:
+        """The first half of an output, then others."""
+        return output[: len(output) // 2] + self.ids(len(output) - len(output) // 2)
+
+    def edited(self, output: list[int]) -> list[int]:
+        """Every tenth token exchanged."""
+        return [self.ids(1)[0] if index % 10 == 9 else token for index, token in enumerate(output)]
+
+    def garbage(self, output: list[int]) -> list[int]:
+        """As many others."""
+        return self.ids(len(output))
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--tokens", type=int, default=96, help="of an output")
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--cases", nargs="+", default=["right", "half", "edited", "garbage", "random", "repeats"])
+    args = parser.parse_args()
+    bench = Bench(args.model, args.tokens, args.turns)
+    print("| case | requests | off, tokens/s | on | ratio | steps | drafts | accepted |")
+    print("|---|--:|--:|--:|--:|--:|--:|--:|")
+    changes = {"half": bench.half, "edited": bench.edited, "garbage": bench.garbage, "right": lambda output: output}
+    for case in args.cases:
+        for clients in args.clients:
+            if case in changes:
+                bench.predicted(f"prediction: {case}", clients, changes[case])
+            elif case == "random":
+                bench.random_text(clients)
+            else:
+                bench.repeated(clients)
+
+
+if __name__ == "__main__":
+    main()

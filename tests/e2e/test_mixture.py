@@ -1,0 +1,159 @@
+"""A mixture of experts through real engines: the same bits and the same experts, however a request is computed."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.e2e.server import Server
+from tests.e2e.test_exact import alone, columns, together
+from tokserve import LLM, SamplingParams
+from tokserve.checkpoint import DEMO_DIR
+from tokserve.errors import StartError
+from tokserve.models.dummy import tiny_config, write_checkpoint
+
+OPTIONS: dict[str, Any] = {"tokens_only": True, "max_model_len": 256}
+ROUTED: dict[str, Any] = {"enable_return_routed_experts": True}
+PARAMS = SamplingParams(max_tokens=40, logprobs=2, temperature=0.8, seed=3, ignore_eos=True)
+PROMPTS = [
+    list(range(start, start + length)) for start, length in ((5, 70), (90, 33), (5, 70), (150, 50), (210, 40), (260, 9))
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"), tiny_config("glm4_moe", dtype="bfloat16"), seed=1)
+
+
+def routed(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[tuple[list[int], NDArray[Any]]]:
+    outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+    return [(output.token_ids, output.routed_experts) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[tuple[list[int], NDArray[Any]]]:
+    with LLM(checkpoint, enable_prefix_caching=False, cpu_threads=1, **ROUTED, **OPTIONS) as llm:
+        return [routed(llm, [prompt], PARAMS)[0] for prompt in PROMPTS]
+
+
+@pytest.mark.slow
+def test_same_bits_alone_among_others_chunked_preempted_and_cached(checkpoint: Path) -> None:
+    with LLM(checkpoint, enable_prefix_caching=False, cpu_threads=1, **OPTIONS) as llm:
+        per_token = llm.ready.facts["kv_bytes"] // (llm.ready.num_blocks * llm.ready.block_size)
+        bits = alone(llm)
+    assert len({tuple(tokens) for tokens, _ in bits}) == len(bits)
+    small: dict[str, Any] = {"kv_cache_memory_bytes": per_token * 264, "block_size": 8, "max_num_batched_tokens": 37}
+    with LLM(checkpoint, depth=2, cpu_threads=2, **small, **ROUTED, **OPTIONS) as llm:
+        assert together(llm) == bits
+        assert together(llm) == bits, "second time, from the prefix cache"
+        assert llm.stats.preemptions > 0
+
+
+def test_experts_of_all_positions_but_the_last(expected: list[tuple[list[int], NDArray[Any]]]) -> None:
+    for prompt, (tokens, experts) in zip(PROMPTS, expected, strict=True):
+        assert experts.shape == (len(prompt) + len(tokens) - 1, 3, 3) and experts.dtype == np.uint8
+        assert not experts[:, 0].any(), "the first layer has no experts"
+        assert all(len(set(ids.tolist())) == 3 for layers in experts for ids in layers[1:])
+        assert experts.max() < 16 and len(np.unique(experts[:, 1:])) > 8
+
+
+def test_experts_survive_batches_chunks_preemption_and_the_prefix_cache(
+    checkpoint: Path, expected: list[tuple[list[int], NDArray[Any]]]
+) -> None:
+    with LLM(checkpoint, cpu_threads=1, **ROUTED, **OPTIONS) as llm:
+        per_token = llm.ready.facts["kv_bytes"] // (llm.ready.num_blocks * llm.ready.block_size)
+    small: dict[str, Any] = {"kv_cache_memory_bytes": per_token * 256, "block_size": 8, "max_num_batched_tokens": 19}
+    with LLM(checkpoint, depth=2, **small, **ROUTED, **OPTIONS) as llm:
+        for _ in range(2):
+            for (tokens, experts), (want_tokens, want) in zip(
+                routed(llm, PROMPTS, PARAMS), expected, strict=True
+            ):  # fmt: skip
+                assert tokens == want_tokens and np.array_equal(experts, want)
+        assert llm.stats.preemptions > 0 and llm.stats.prefix_hits > 0
+        tokens, want = expected[1]
+        rescore = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        scored = routed(llm, [PROMPTS[1] + tokens], rescore)[0][1]
+        assert np.array_equal(scored[:-1], want)
+        late = routed(llm, [PROMPTS[1]], SamplingParams(**{**OUTPUT, "routed_experts_prompt_start": 30}))[0][1]
+        assert np.array_equal(late, want[30:])
+        beyond = routed(llm, [PROMPTS[1]], SamplingParams(**{**OUTPUT, "routed_experts_prompt_start": 999}))[0][1]
+        assert np.array_equal(beyond, want[33:]), "all of the output's, whatever is left out of the prompt"
+
+
+OUTPUT: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+
+
+def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
+    dense = write_checkpoint(tmp_path, tiny_config("qwen3"))
+    with pytest.raises(StartError, match="enable_return_routed_experts: the model has no experts"):
+        LLM(dense, **ROUTED, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("served")
+    vocab = json.loads((DEMO_DIR / "config.json").read_text())["vocab_size"]
+    write_checkpoint(directory, tiny_config("qwen3_moe", vocab_size=vocab))
+    for file in DEMO_DIR.glob("tokenizer*"):
+        shutil.copy(file, directory)
+    with Server(directory, "--enable-return-routed-experts", "--max-model-len", "256") as served:
+        yield served
+
+
+def events_of(served: Server, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    lines = served.post(path, body).text.splitlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+def unpacked(npy: str) -> NDArray[Any]:
+    array: NDArray[Any] = np.load(io.BytesIO(base64.b64decode(npy)), allow_pickle=False)
+    return array
+
+
+@pytest.mark.slow
+def test_routes_return_the_same_experts_whole_and_streamed(server: Server) -> None:
+    prompt, common = list(range(20, 60)), {"temperature": 0.7, "seed": 5, "max_tokens": 9}
+    sampling = common | {"ignore_eos": True}
+    body = {"token_ids": prompt, "sampling_params": sampling}
+    whole = server.post("/inference/v1/generate", body).json()["choices"][0]
+    want = unpacked(whole["routed_experts"])
+    assert want.shape == (48, 3, 3)
+    events = events_of(server, "/inference/v1/generate", body | {"stream": True})
+    found = [choice["routed_experts"] for event in events for choice in event["choices"] if "routed_experts" in choice]
+    assert found == [whole["routed_experts"]], "with the last event"
+    late = server.post("/inference/v1/generate", body | {"routed_experts_prompt_start": 10}).json()["choices"][0]
+    assert np.array_equal(unpacked(late["routed_experts"]), want[10:])
+    text = {"prompt": prompt, "return_token_ids": True} | sampling
+    for changes, rest in (({}, want), ({"routed_experts_prompt_start": 25}, want[25:])):
+        choice = server.post("/v1/completions", text | changes).json()["choices"][0]
+        assert choice["token_ids"] == whole["token_ids"] and np.array_equal(unpacked(choice["routed_experts"]), rest)
+    chat = {"messages": [{"role": "user", "content": "What is an expert?"}], "return_token_ids": True} | sampling
+    reply = server.post("/v1/chat/completions", chat).json()
+    experts = unpacked(reply["choices"][0]["routed_experts"])
+    assert len(experts) == len(reply["prompt_token_ids"]) + 8
+    events = events_of(server, "/v1/chat/completions", chat | {"stream": True})
+    found = [choice["routed_experts"] for event in events for choice in event["choices"] if "routed_experts" in choice]
+    assert [unpacked(npy).tolist() for npy in found] == [experts.tolist()]
+    again = {"token_ids": prompt + whole["token_ids"], "sampling_params": {"max_tokens": 1}}
+    scored = unpacked(server.post("/inference/v1/generate", again).json()["choices"][0]["routed_experts"])
+    assert np.array_equal(scored[:48], want)
+
+
+def test_decode_logprobs_equal_rescored_prompt_logprobs(checkpoint: Path) -> None:
+    prompt = PROMPTS[0]
+    with LLM(checkpoint, max_num_batched_tokens=48, **OPTIONS) as llm:
+        made = llm.generate([prompt], [PARAMS], use_tqdm=False)[0].outputs[0]
+        assert made.routed_experts is None
+        rescore = SamplingParams(max_tokens=1, prompt_logprobs=2, prompt_logprobs_start=len(prompt))
+        for _ in range(2):
+            scored = llm.generate([prompt + list(made.token_ids)], [rescore], use_tqdm=False)[0]
+            assert columns(scored.prompt_logprobs) == columns(made.logprobs)

@@ -1,0 +1,270 @@
+"""A mixture of experts: a router chooses some of many gated feed-forward blocks for each token.
+
+The weights of experts are packed one by one as they come, whether a checkpoint has a tensor for each expert or one for
+all.  What is computed for a token depends on that token alone (docs/mixtures.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tokserve import ops
+from tokserve.errors import StartError
+from tokserve.layers.linear import Linear
+from tokserve.layers.mlp import GatedMLP, MLPSpec
+from tokserve.layers.options import LayerOptions
+from tokserve.layers.parameter import Parameter, owned_copy, under
+from tokserve.layers.quant import Packed
+
+ExpertActivation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """How `chosen` experts of a token are found among all.  Fields as the arguments of `ops.route`.
+
+    `bias`: of the logits.  `correction_bias`: the checkpoint's name of a bias that is added to the scores, for the
+    choice alone; None: there is none.
+    """
+
+    chosen: int
+    sigmoid: bool = False
+    normalize: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
+    two_of_group: bool = False
+    bias: bool = False
+    correction_bias: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureSpec:
+    """`experts` blocks of width `inner`, and at most one `shared` block that every token passes.
+
+    `shared_name`: of its module; `shared_gate`: its output is multiplied by the sigmoid of a product with the input.
+    `stacked`: checkpoints have one tensor for all experts only; `interleaved`: it is stored transposed, gate and up
+    outputs alternating.  `router_name`, `names`: the checkpoint's names of the router, and of an expert's gate, up and
+    down projections.
+    """
+
+    experts: int
+    inner: int
+    router: RouterSpec
+    activation: ExpertActivation = "silu"
+    bias: bool = False
+    shared: MLPSpec | None = None
+    shared_name: str = "shared_expert"
+    shared_gate: bool = False
+    stacked: bool = False
+    interleaved: bool = False
+    router_name: str = "gate"
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class StackedParameter:
+    """A tensor that holds what the parameters `covers` hold, of all experts: a checkpoint has it or them."""
+
+    parameter: Parameter
+    covers: tuple[str, ...]
+
+
+class Experts:
+    """The weights of all experts, packed for `ops.experts`."""
+
+    def __init__(self, hidden: int, spec: MixtureSpec, options: LayerOptions) -> None:
+        self.spec, self.hidden, self.dtype, self.quant = spec, hidden, options.dtype, options.quant
+        if not self.quant.covers_experts:
+            raise StartError(f"quantization {self.quant.name} does not cover the experts of a mixture")
+        if options.group.size > 1:
+            raise StartError("a mixture of experts runs on one rank")
+        self.gate_up: list[Packed | None] = [None] * spec.experts
+        self.down: list[Packed | None] = [None] * spec.experts
+        device = ops.torch_device
+        self.gate_up_bias = self.down_bias = None
+        if spec.bias:
+            self.gate_up_bias = torch.zeros(spec.experts, 2 * spec.inner, dtype=self.dtype, device=device)
+            self.down_bias = torch.zeros(spec.experts, hidden, dtype=self.dtype, device=device)
+        self._halves: dict[int, Tensor] = {}  # by expert, gate above up while one of them is missing
+        self._spare: Tensor | None = None  # that has been used: new memory costs more than the copy into it
+
+    def parameters(self) -> dict[str, Parameter]:
+        """`<expert>.gate_proj.weight` and so on; `gate_up_proj` and `down_proj` where checkpoints have only these."""
+        if self.spec.stacked:
+            return {name: stacked.parameter for name, stacked in self.stacked_parameters().items()} | self._biases()
+        parameters, kept = {}, self.quant.kept_dtype(self.dtype)
+        for expert in range(self.spec.experts):
+            for shard, name in zip(("gate", "up", "down"), self.spec.names, strict=True):
+                load = partial(self.load, expert, shard)
+                parameters[f"{expert}.{name}.weight"] = Parameter(self._shape(shard), load, kept)
+        return parameters
+
+    def stacked_parameters(self) -> dict[str, StackedParameter]:
+        """One tensor for all experts: gate above up [E,2I,H], and down [E,H,I]; transposed if `interleaved`."""
+        kept = self.quant.kept_dtype(self.dtype)
+
+        def stacked(
+            shards: tuple[str, ...], rows: int, columns: int, load: Callable[[Tensor], None]
+        ) -> StackedParameter:
+            shape = (columns, rows) if self.spec.interleaved else (rows, columns)
+            names = [] if self.spec.stacked else [f"{e}.{s}.weight" for e in range(self.spec.experts) for s in shards]
+            return StackedParameter(Parameter((self.spec.experts, *shape), load, kept), tuple(names))
+
+        inner, hidden, names = self.spec.inner, self.hidden, self.spec.names
+        return {
+            "gate_up_proj": stacked(names[:2], 2 * inner, hidden, self.load_gate_up),
+            "down_proj": stacked(names[2:], hidden, inner, self.load_down),
+        }
+
+    def _biases(self) -> dict[str, Parameter]:
+        if self.gate_up_bias is None or self.down_bias is None:
+            return {}
+        return {
+            "gate_up_proj_bias": Parameter(tuple(self.gate_up_bias.shape), self.load_gate_up_bias, self.dtype),
+            "down_proj_bias": Parameter(tuple(self.down_bias.shape), self.load_down_bias, self.dtype),
+        }
+
+    def _shape(self, shard: str) -> tuple[int, int]:
+        return (self.hidden, self.spec.inner) if shard == "down" else (self.spec.inner, self.hidden)
+
+    def load(self, expert: int, shard: str, tensor: Tensor) -> None:
+        """Take one projection of one expert; gate and up are packed together."""
+        if tuple(tensor.shape) != self._shape(shard):
+            raise ValueError(f"{shard}: expected {list(self._shape(shard))}, found {list(tensor.shape)}")
+        if shard == "down":
+            self.down[expert] = self.quant.pack(tensor.to(self.dtype))
+            return
+        complete = expert in self._halves
+        weight = self._halves.pop(expert) if complete else self._buffer()
+        weight[self.spec.inner * (shard == "up") :][: self.spec.inner].copy_(tensor)
+        if complete:
+            self.gate_up[expert] = self.quant.pack_gated(weight)
+            self._spare = None if all(one is not None for one in self.gate_up) else weight
+        else:
+            self._halves[expert] = weight
+
+    def _buffer(self) -> Tensor:
+        """Memory for the gate and up projections of an expert."""
+        buffer, self._spare = self._spare, None
+        return torch.empty(2 * self.spec.inner, self.hidden, dtype=self.dtype) if buffer is None else buffer
+
+    def load_gate_up(self, tensor: Tensor) -> None:
+        """Take the gate and up projections of all experts."""
+        for expert, weight in enumerate(tensor):
+            rows = _deinterleaved(weight.t()) if self.spec.interleaved else weight
+            self.gate_up[expert] = self.quant.pack_gated(rows.to(self.dtype))
+
+    def load_down(self, tensor: Tensor) -> None:
+        """Take the down projections of all experts."""
+        for expert, weight in enumerate(tensor):
+            self.down[expert] = self.quant.pack(
+                (weight.t() if self.spec.interleaved else weight).to(self.dtype).contiguous()
+            )
+
+    def load_gate_up_bias(self, tensor: Tensor) -> None:
+        """Take the biases [E,2I] of the gate and up projections."""
+        assert self.gate_up_bias is not None
+        self.gate_up_bias.copy_(_deinterleaved(tensor.t()).t() if self.spec.interleaved else tensor)
+
+    def load_down_bias(self, tensor: Tensor) -> None:
+        """Take the biases [E,H] of the down projections."""
+        assert self.down_bias is not None
+        self.down_bias.copy_(tensor)
+
+    def __call__(
+        self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, shared_gate: Tensor | None
+    ) -> Tensor:  # [T, hidden] -> [T, hidden]
+        """`ids`, `weights` [T,k]: of the router.  `shared`, `shared_gate`: what is added, as in `ops.experts`."""
+        return self.quant.experts(
+            x, ids, weights, self.gate_up, self.gate_up_bias, self.down, self.down_bias, self.spec.activation, shared,
+            shared_gate,
+        )  # fmt: skip
+
+
+class Router:
+    """Scores of all experts, and the choice among them.  Logits are float32 sums of the model's dtype, unquantized."""
+
+    correction_bias: Tensor  # [E] float32
+
+    def __init__(self, hidden: int, mixture: MixtureSpec, options: LayerOptions) -> None:
+        self.spec, self.experts = mixture.router, mixture.experts
+        shards = {mixture.router_name: mixture.experts}
+        self.linear = Linear(hidden, shards, LayerOptions(options.dtype), bias=self.spec.bias)
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Weight, bias and correction bias, as far as there are any."""
+        parameters = self.linear.parameters()
+        if self.spec.correction_bias is not None:
+            parameters[self.spec.correction_bias] = Parameter((self.experts,), self.load_correction, torch.float32)
+        return parameters
+
+    def load_correction(self, tensor: Tensor) -> None:
+        """Take the correction bias [E]."""
+        self.correction_bias = owned_copy(tensor, (self.experts,), torch.float32)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids int32 and weights float32 [T,k] for x [T,hidden]."""
+        spec = self.spec
+        logits = self.linear(x, torch.float32)
+        bias = None if spec.correction_bias is None else self.correction_bias
+        return ops.route(
+            logits, bias, spec.chosen, spec.sigmoid, spec.groups, spec.kept_groups, spec.two_of_group, spec.normalize,
+            spec.scale,
+        )  # fmt: skip
+
+
+class Mixture:
+    """The feed-forward part of a block: router, experts and, if there is one, the shared block."""
+
+    def __init__(self, hidden: int, spec: MixtureSpec, options: LayerOptions) -> None:
+        self.spec = spec
+        self.router = Router(hidden, spec, options)
+        self.experts = Experts(hidden, spec, options)
+        self.shared = None if spec.shared is None else GatedMLP(hidden, spec.shared, options)
+        plain = LayerOptions(options.dtype)
+        self.shared_gate = Linear(hidden, {f"{spec.shared_name}_gate": 1}, plain) if spec.shared_gate else None
+
+    def linears(self) -> dict[str, Linear]:
+        """Projections that adapters can change: those of the shared block, not the router's and the experts'."""
+        return {} if self.shared is None else under(self.spec.shared_name, self.shared.linears())
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Under the names of Hugging Face checkpoints."""
+        parameters = self.router.parameters() | under("experts", self.experts.parameters())
+        if self.shared is not None:
+            parameters |= under(self.spec.shared_name, self.shared.parameters())
+        if self.shared_gate is not None:
+            parameters |= self.shared_gate.parameters()
+        return parameters
+
+    def stacked_parameters(self) -> dict[str, StackedParameter]:
+        """What a checkpoint may have in place of a tensor for each expert."""
+        if self.spec.stacked:
+            return {}
+        return {
+            f"experts.{name}": StackedParameter(one.parameter, tuple(f"experts.{covered}" for covered in one.covers))
+            for name, one in self.experts.stacked_parameters().items()
+        }
+
+    def __call__(
+        self, x: Tensor, adapters: Tensor | None = None, routed: list[Tensor] | None = None
+    ) -> Tensor:  # [T, hidden] -> [T, hidden]
+        """`adapters`: as `Linear` takes them.  `routed`: the chosen experts' ids [T,k] int32 are appended to it."""
+        ids, weights = self.router(x)
+        if routed is not None:
+            routed.append(ids)
+        shared = None if self.shared is None else self.shared(x, adapters)
+        gate = None if self.shared_gate is None else self.shared_gate(x, torch.float32)
+        return self.experts(x, ids, weights, shared, gate)
+
+
+def _deinterleaved(rows: Tensor) -> Tensor:
+    """Rows 0, 2, 4, ... above rows 1, 3, 5, ..."""
+    return torch.cat((rows[::2], rows[1::2]))

@@ -1,0 +1,61 @@
+"""gpt-oss: every other layer has a window, heads have sinks, and all that is linear has a bias.
+
+Checkpoints store the experts as MXFP4; here they must have been converted to bfloat16, which is exact (transformers
+does so with `Mxfp4Config(dequantize=True)` and `save_pretrained`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from tokserve.layers.experts import MixtureSpec, RouterSpec
+from tokserve.models.config_reader import ConfigReader
+from tokserve.models.llama import HEADLESS
+from tokserve.models.spec import DecoderSpec, dense, window_size, windows_by_type
+from tokserve.ops.mixture import CLAMPED_LIMIT, CLAMPED_SLOPE
+
+DEFAULTS = {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "sliding_window": 128,
+}
+YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def gpt_oss(hf: Mapping[str, Any]) -> DecoderSpec:
+    """gpt-oss 20b and 120b."""
+    rope = {} if hf.get("rope_parameters") or hf.get("rope_scaling") else {"rope_parameters": YARN}
+    fields = ConfigReader(DEFAULTS | dict(hf) | rope)
+    for name, value in (("swiglu_limit", CLAMPED_LIMIT), ("swiglu_alpha", CLAMPED_SLOPE)):
+        if fields.number(name, value) != value:
+            raise fields.refuse(name, f"must be {value}")
+    bias = fields.flag("attention_bias", True)
+    spec = dense(
+        fields, windows=_windows(fields), max_position=131072, kv_heads=8, head_dim=64, qkv_bias=bias, out_bias=bias,
+        renames=HEADLESS,
+    )  # fmt: skip
+    mixture = MixtureSpec(
+        experts=fields.integer("num_local_experts", 128),
+        inner=fields.integer("intermediate_size", 2880),
+        router=RouterSpec(fields.integer("num_experts_per_tok", 4), bias=True),
+        activation="clamped_swiglu",
+        bias=True,
+        stacked=True,
+        interleaved=True,
+        router_name="router",
+    )
+    blocks = (replace(b, mlp=mixture, attention=replace(b.attention, sinks=True)) for b in spec.blocks)
+    return replace(spec, blocks=tuple(blocks))
+
+
+def _windows(fields: ConfigReader) -> tuple[int, ...]:
+    """By `layer_types`, or else in every other layer from the first on."""
+    window = window_size(fields, 128)
+    if fields.present("layer_types"):
+        return windows_by_type(fields, window)
+    return tuple(0 if layer % 2 else window for layer in range(fields.integer("num_hidden_layers")))

@@ -1,0 +1,158 @@
+"""Families whose blocks are those of a dense family, with a mixture of experts in place of the MLP of most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tokserve.layers.experts import MixtureSpec, RouterSpec
+from tokserve.layers.mlp import MLPSpec
+from tokserve.models.config_reader import ConfigReader
+from tokserve.models.llama import HEADLESS
+from tokserve.models.spec import (
+    ACTIVATIONS,
+    DecoderSpec,
+    dense,
+    no_windows,
+    window_size,
+    windows_by_type,
+)
+
+MIXTRAL_NAMES = ((".mlp.", ".block_sparse_moe."),)  # transformers 5 calls the module so, checkpoints do not
+
+
+def with_mixture(spec: DecoderSpec, mixture: MixtureSpec, layers: Sequence[bool], mlp_name: str = "mlp") -> DecoderSpec:
+    """The spec with the mixture in the layers marked True.  `mlp_name`: of its module in a checkpoint."""
+    blocks = (
+        replace(block, mlp=mixture, mlp_name=mlp_name) if sparse else block
+        for block, sparse in zip(spec.blocks, layers, strict=True)
+    )
+    return replace(spec, blocks=tuple(blocks))
+
+
+def mixture(
+    fields: ConfigReader, router: RouterSpec, *, count: tuple[str, int], inner: tuple[str, int | None], **options: Any
+) -> MixtureSpec:
+    """`count` and `inner`: the attributes with the number of experts and their width, and what is assumed where they
+    are absent; `options`: further fields."""
+    names = (count[0], "num_local_experts", "num_experts")  # transformers saves some families' under another name
+    experts = fields.integer(next((name for name in names if fields.present(name)), count[0]), count[1])
+    if experts % router.groups:
+        raise fields.refuse("n_group", f"{router.groups} does not divide the {experts} experts")
+    if router.two_of_group and router.groups > 1 and experts // router.groups < 2:
+        raise fields.refuse("n_group", f"{router.groups} leaves a group with one expert")
+    if router.kept_groups > router.groups:
+        raise fields.refuse("topk_group", f"is {router.kept_groups}, more than n_group {router.groups}")
+    if router.chosen > experts // router.groups * router.kept_groups:
+        raise fields.refuse("num_experts_per_tok", f"is {router.chosen}, more than there are to choose from")
+    name = fields.text("hidden_act", "silu")
+    activation = ACTIVATIONS.get(name)
+    if activation not in ("silu", "gelu_tanh"):
+        raise fields.refuse("hidden_act", f"{name!r} is not supported for experts")
+    return MixtureSpec(experts, fields.integer(*inner), router, activation, **options)
+
+
+def shared_mlp(fields: ConfigReader, inner: int) -> MLPSpec:
+    """A shared block of this width, without biases."""
+    return MLPSpec(inner, ACTIVATIONS[fields.text("hidden_act", "silu")])
+
+
+def sparse_layers(fields: ConfigReader) -> list[bool]:
+    """Every `decoder_sparse_step`-th layer but those of `mlp_only_layers`."""
+    step, plain = fields.integer("decoder_sparse_step", 1), fields.values.get("mlp_only_layers") or ()
+    layers = range(fields.integer("num_hidden_layers"))
+    return [layer not in plain and (layer + 1) % step == 0 for layer in layers]
+
+
+def qwen3_moe(hf: Mapping[str, Any]) -> DecoderSpec:
+    """Qwen 3 with experts."""
+    fields = ConfigReader(hf)
+    window = window_size(fields, 4096) if fields.flag("use_sliding_window") else 0
+    bias = fields.flag("attention_bias")
+    spec = dense(
+        fields,
+        windows=(window,) * fields.integer("num_hidden_layers"),
+        max_position=32768,
+        kv_heads=4,
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
+        renames=HEADLESS,
+    )
+    router = RouterSpec(fields.integer("num_experts_per_tok", 8), normalize=fields.flag("norm_topk_prob"))
+    experts = mixture(fields, router, count=("num_experts", 128), inner=("moe_intermediate_size", 768))
+    return with_mixture(spec, experts, sparse_layers(fields))
+
+
+def qwen2_moe(hf: Mapping[str, Any]) -> DecoderSpec:
+    """Qwen 1.5 and 2 with experts, and a gated shared one."""
+    fields = ConfigReader(hf)
+    spec = dense(
+        fields,
+        windows=_alternating_windows(fields),
+        max_position=32768,
+        kv_heads=16,
+        qkv_bias=fields.flag("qkv_bias", True),
+        renames=HEADLESS,
+    )
+    router = RouterSpec(fields.integer("num_experts_per_tok", 4), normalize=fields.flag("norm_topk_prob"))
+    shared = shared_mlp(fields, fields.integer("shared_expert_intermediate_size", 5632))
+    experts = mixture(
+        fields,
+        router,
+        count=("num_experts", 60),
+        inner=("moe_intermediate_size", 1408),
+        shared=shared,
+        shared_gate=True,
+    )
+    return with_mixture(spec, experts, sparse_layers(fields))
+
+
+def mixtral(hf: Mapping[str, Any]) -> DecoderSpec:
+    """Mixtral: experts in every layer."""
+    fields = ConfigReader({"rms_norm_eps": 1e-5, "rope_theta": 1e6} | dict(hf))
+    layers = fields.integer("num_hidden_layers")
+    window = window_size(fields, 4096) if fields.present("sliding_window") else 0
+    spec = dense(fields, windows=(window,) * layers, max_position=131072, kv_heads=8, renames=HEADLESS + MIXTRAL_NAMES)
+    experts = mixture(
+        fields, RouterSpec(fields.integer("num_experts_per_tok", 2)), count=("num_local_experts", 8),
+        inner=("intermediate_size", 14336), names=("w1", "w3", "w2"),
+    )  # fmt: skip
+    return with_mixture(spec, experts, [True] * layers, "block_sparse_moe")
+
+
+def glm4_moe(hf: Mapping[str, Any]) -> DecoderSpec:
+    """GLM-4.5: sigmoid scores with a correction bias, a shared expert, dense layers first, half of a head rotated."""
+    fields = ConfigReader({"rms_norm_eps": 1e-5} | dict(hf))
+    bias, layers = fields.flag("attention_bias"), fields.integer("num_hidden_layers")
+    spec = dense(
+        fields, windows=no_windows(fields), max_position=131072, kv_heads=8, qkv_bias=bias,
+        qk_norm=fields.flag("use_qk_norm"), rotary=0.5, renames=HEADLESS,
+    )  # fmt: skip
+    router = RouterSpec(
+        fields.integer("num_experts_per_tok", 8),
+        sigmoid=True,
+        normalize=fields.flag("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 1.0),
+        groups=fields.integer("n_group", 1),
+        kept_groups=fields.integer("topk_group", 1),
+        two_of_group=True,
+        correction_bias="gate.e_score_correction_bias",
+    )
+    shared = shared_mlp(fields, fields.integer("moe_intermediate_size", 1408) * fields.integer("n_shared_experts", 1))
+    experts = mixture(
+        fields, router, count=("n_routed_experts", 128), inner=("moe_intermediate_size", 1408),
+        shared=shared, shared_name="shared_experts",
+    )  # fmt: skip
+    first = fields.integer("first_k_dense_replace", 1, minimum=0)
+    return with_mixture(spec, experts, [layer >= first for layer in range(layers)])
+
+
+def _alternating_windows(fields: ConfigReader) -> tuple[int, ...]:
+    """By `layer_types`, or else in every other layer below `max_window_layers`; none unless `use_sliding_window`."""
+    window = window_size(fields, 4096) if fields.flag("use_sliding_window") else 0
+    if fields.present("layer_types"):
+        return windows_by_type(fields, window)
+    last = fields.integer("max_window_layers", 28, minimum=0)
+    return tuple(0 if layer % 2 or layer >= last else window for layer in range(fields.integer("num_hidden_layers")))

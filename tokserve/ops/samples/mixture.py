@@ -1,0 +1,51 @@
+"""Sample inputs of the ops of mixtures of experts, whose weights come unpacked, stacked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokserve.ops.samples.common import Samples, normal
+
+
+def route(dtype: torch.dtype) -> Samples:
+    """Logits on a grid, so that there are ties, and no sum of scores decides."""
+    for tokens, count, k in ((1, 8, 2), (5, 64, 8), (17, 60, 4), (70, 32, 1), (0, 4, 2), (3, 3, 3)):
+        logits = (normal(dtype, tokens, tokens, count) * 4).round() / 2
+        yield logits, None, k, False, 1, 1, False, True, 1.0
+        yield logits, None, k, False, 1, 1, False, False, 2.5
+        bias = (torch.arange(count) * 5 % 7) / 8.0
+        yield logits, bias, k, True, 1, 1, False, True, 1.0
+        if count % 8 == 0 and k <= count // 2:
+            yield logits, bias, k, True, 4, 2, True, True, 2.5
+            yield logits, None, k, False, 4, 2, False, False, 16.0
+
+
+def _mixtures(dtype: torch.dtype) -> Samples:
+    shapes = ((1, 8, 64, 32, 2), (5, 4, 40, 24, 3), (17, 6, 33, 17, 2), (40, 2, 96, 40, 1), (0, 3, 16, 8, 2))
+    for number, (tokens, count, width, inner, k) in enumerate(shapes):
+        x = normal(dtype, number, tokens, width)
+        up = normal(dtype, number + 10, count, 2 * inner, width) / width**0.5
+        down = normal(dtype, number + 20, count, width, inner) / inner**0.5
+        order = torch.rand(tokens, count, generator=torch.Generator().manual_seed(number)).argsort(-1)
+        ids, weights = order[:, :k].int().contiguous(), 0.5 + torch.rand(tokens, k)
+        biases: list[Tensor | None] = [None, None]
+        shared: dict[str, Any] = {"shared": None, "gate": None}
+        if number % 2:
+            biases = [normal(dtype, 5, count, 2 * inner), normal(dtype, 6, count, width)]
+        if number >= 2:
+            shared = {"shared": normal(dtype, 7, tokens, width), "gate": None}
+        if number == 3:
+            shared["gate"] = normal(torch.float32, 8, tokens, 1)
+        for activation in ("silu", "clamped_swiglu", "gelu_tanh")[: 2 if number % 2 else 3]:
+            yield x, ids, weights, up, biases[0], down, biases[1], activation, shared["shared"], shared["gate"]
+
+
+def experts(dtype: torch.dtype) -> Samples:
+    return _mixtures(dtype)
+
+
+def experts_int8(dtype: torch.dtype) -> Samples:
+    return _mixtures(dtype)

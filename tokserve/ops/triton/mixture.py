@@ -1,0 +1,237 @@
+"""A mixture of experts on the GPU: the choice of experts, products of rows sorted by expert, and their weighted sum.
+
+Sizes of tiles and of the grid follow from shapes alone, so that a step can be captured; programs beyond the last
+tile of all experts return at once.  A product's chain over K is that of `linear_kernel`, whatever rows
+came to the expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokserve.ops import mixture
+from tokserve.ops.dense import PackedWeight
+from tokserve.ops.triton import elementwise
+from tokserve.ops.triton.dense import BLOCK_K
+from tokserve.ops.triton.launch import EXACT, tuned, warps
+
+COLUMNS = 1024  # of a row that one program adds up
+NO_INDEX = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def best_of(values, available, index):
+    """The index of the largest available value, the lowest of equals."""
+    top = tl.max(tl.where(available, values, float("-inf")), 0)
+    return tl.min(tl.where(available & (values == top), index, NO_INDEX), 0)
+
+
+@triton.jit
+def route_kernel(
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, scale,
+    EXPERTS: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr,
+    KEPT: tl.constexpr, TWO: tl.constexpr, NORMALIZE: tl.constexpr, MIN_SUM: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The experts of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, BLOCK)
+    available = index < EXPERTS
+    logits = tl.load(logits_ptr + token * EXPERTS + index, mask=available, other=float("-inf"))
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        powers = tl.exp(logits - tl.max(logits, 0))
+        scores = powers / tl.sum(powers, 0)
+    choice = logits
+    if BIAS:
+        choice = scores + tl.load(bias_ptr + index, mask=available, other=0.0)
+    elif GROUPS > 1:
+        choice = scores
+    choice = tl.where(choice == choice, choice, float("-inf"))  # a number for each, so that one is chosen
+    if GROUPS > 1:
+        group, groups = index // (EXPERTS // GROUPS), tl.arange(0, GROUP_BLOCK)
+        value = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
+        for g in tl.static_range(GROUPS):
+            members = available & (group == g)
+            first = best_of(choice, members, index)
+            score = tl.max(tl.where(members, choice, float("-inf")), 0)
+            if TWO:
+                score += tl.max(tl.where(members & (index != first), choice, float("-inf")), 0)
+            value = tl.where(groups == g, score, value)
+        left, allowed = groups < GROUPS, index < 0
+        for _ in tl.static_range(KEPT):
+            kept = best_of(value, left, groups)
+            left = left & (groups != kept)
+            allowed = allowed | (group == kept)
+        available = available & allowed
+    slot = tl.arange(0, K_BLOCK)
+    chosen, weights, total = tl.zeros([K_BLOCK], tl.int32), tl.zeros([K_BLOCK], tl.float32), 0.0
+    for j in tl.static_range(K):
+        best = best_of(choice, available, index)
+        available = available & (index != best)
+        weight = tl.sum(tl.where(index == best, scores, 0.0), 0)
+        total += weight
+        chosen, weights = tl.where(slot == j, best, chosen), tl.where(slot == j, weight, weights)
+    if NORMALIZE:
+        weights = weights / tl.maximum(total, MIN_SUM)
+    tl.store(ids_ptr + token * K + slot, chosen, mask=slot < K)
+    tl.store(weights_ptr + token * K + slot, weights * scale, mask=slot < K)
+
+
+@mixture.route.implement("triton", device="cuda")
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    k: int,
+    sigmoid: bool,
+    groups: int,
+    kept_groups: int,
+    two_of_group: bool,
+    normalize: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    tokens, experts = logits.shape
+    ids, weights = logits.new_empty(tokens, k, dtype=torch.int32), logits.new_empty(tokens, k)
+    if tokens:
+        block = triton.next_power_of_2(experts)
+        route_kernel[(tokens,)](
+            logits.contiguous(), logits if bias is None else bias, ids, weights, float(scale), experts, k, sigmoid,
+            bias is not None, groups, kept_groups, two_of_group, normalize, mixture.MIN_SUM, block,
+            triton.next_power_of_2(groups), triton.next_power_of_2(k), num_warps=warps(block), **EXACT,
+        )  # fmt: skip
+    return ids, weights
+
+
+@triton.jit(do_not_specialize=["choices"])
+def experts_kernel(
+    x_ptr, weights_ptr, bias_ptr, out_ptr, order_ptr, starts_ptr, tiles_ptr, choices, outputs, inputs, x_stride,
+    GATHER: tl.constexpr, EXPERTS: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, E_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A tile of the rows of one expert times its weight's transpose.  GATHER > 0: row r of the sorted rows is token
+    order[r] // GATHER of x."""
+    tile, index = tl.program_id(0), tl.arange(0, E_BLOCK)
+    ends = tl.load(tiles_ptr + index, mask=index < EXPERTS, other=1 << 30)
+    expert = tl.sum((ends <= tile).to(tl.int32), 0)
+    if expert >= EXPERTS:
+        return
+    first_tile = tl.max(tl.where(index < expert, ends, 0), 0)
+    start, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
+    row = start + (tile - first_tile) * BLOCK_M + tl.arange(0, BLOCK_M)
+    output, step = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    x_valid, weight_valid = (row < end)[:, None], (output < outputs)[:, None]
+    source = row
+    if GATHER > 0:
+        source = tl.load(order_ptr + row, mask=row < end, other=0) // GATHER
+    weight_ptr = tl.load(weights_ptr + expert).to(tl.pointer_type(x_ptr.dtype.element_ty))
+    x_ptrs = x_ptr + source.to(tl.int64)[:, None] * x_stride + step[None, :]
+    weight_ptrs = weight_ptr + output.to(tl.int64)[:, None] * inputs + step[None, :]
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for at in range(0, inputs, BLOCK_K):
+        if EVEN:
+            x = tl.load(x_ptrs + at, mask=x_valid, other=0.0)
+            weight = tl.load(weight_ptrs + at, mask=weight_valid, other=0.0)
+        else:
+            remaining = (step < inputs - at)[None, :]
+            x = tl.load(x_ptrs + at, mask=x_valid & remaining, other=0.0)
+            weight = tl.load(weight_ptrs + at, mask=weight_valid & remaining, other=0.0)
+        sums = tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
+    if BIAS:
+        bias = tl.load(bias_ptr + expert * outputs + output, mask=output < outputs, other=0.0)
+        sums += bias.to(tl.float32)[None, :]
+    offset = row.to(tl.int64)[:, None] * outputs + output[None, :]
+    valid = (row < end)[:, None] & (output < outputs)[None, :]
+    tl.store(out_ptr + offset, sums.to(out_ptr.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def combine_kernel(
+    outputs_ptr, places_ptr, weights_ptr, shared_ptr, gate_ptr, out_ptr, width,
+    K: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A part of one token's sum, in the order of its choices."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    valid = column < width
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(K):
+        place = tl.load(places_ptr + token * K + j).to(tl.int64)
+        total += tl.load(weights_ptr + token * K + j) * tl.load(outputs_ptr + place * width + column, mask=valid)
+    if SHARED:
+        shared = tl.load(shared_ptr + token * width + column, mask=valid).to(tl.float32)
+        if GATED:
+            shared = shared * (1.0 / (1.0 + tl.exp(-tl.load(gate_ptr + token))))
+        total += shared
+    tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=valid)
+
+
+@lru_cache(maxsize=4096)
+def _addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
+    """A table of addresses on the device; one that is known costs no transfer."""
+    return torch.tensor(pointers, dtype=torch.int64, device=device)
+
+
+def _product(
+    x: Tensor, weights: Sequence[PackedWeight], bias: Tensor | None, out: Tensor, sorting: tuple[Tensor, Tensor], k: int
+) -> Tensor:
+    """out [T * k, N] = the sorted rows of x times their experts' weights; k > 0: x is [T, K], its rows unsorted."""
+    order, starts = sorting
+    choices, outputs, inputs, count = len(order), out.shape[1], x.shape[1], len(weights)
+    config = tuned("linear", x.device.index, rows=-(-choices // count), outputs=outputs, bytes=x.element_size())
+    block_m, block_n = config["tile"]
+    block_k = config.get("step", BLOCK_K)
+    tiles = ((starts.diff() + block_m - 1) // block_m).cumsum(0, dtype=torch.int32)
+    grid = (min(choices, count + choices // block_m), triton.cdiv(outputs, block_n))
+    table = _addresses(tuple(weight.packed.data_ptr() for weight in weights), x.device)
+    experts_kernel[grid](
+        x, table, out if bias is None else bias, out, order, starts, tiles, choices, outputs, inputs, x.stride(0), k,
+        count, bias is not None, inputs % block_k == 0, triton.next_power_of_2(count), block_m, block_n, block_k,
+        num_warps=config["warps"], num_stages=config["stages"], **EXACT,
+    )  # fmt: skip
+    return out
+
+
+@mixture.experts.implement("cublas", device="cuda")
+@mixture.experts.implement("triton", device="cuda")
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Sequence[PackedWeight],
+    gate_up_bias: Tensor | None,
+    down: Sequence[PackedWeight],
+    down_bias: Tensor | None,
+    activation: str,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
+    """Rows of x need not be adjacent."""
+    (tokens, width), k = x.shape, ids.shape[1]
+    out = x.new_empty(tokens, width)
+    if tokens == 0:
+        return out
+    flat = ids.flatten().long()
+    order = torch.sort(flat, stable=True).indices.int()
+    counts = torch.zeros(len(gate_up) + 1, dtype=torch.int32, device=x.device)
+    counts.scatter_add_(0, flat + 1, torch.ones_like(order))
+    sorting = order, counts.cumsum(0, dtype=torch.int32)
+    both = _product(x, gate_up, gate_up_bias, x.new_empty(len(order), gate_up[0].rows), sorting, k)
+    clamped = activation == "clamped_swiglu"
+    inner = mixture.gated(both, activation) if clamped else elementwise.gated(both, activation == "gelu_tanh")
+    wide = torch.empty(len(order), width, dtype=torch.float32, device=x.device)
+    outputs = _product(inner, down, down_bias, wide, sorting, 0)
+    places = torch.empty_like(order)
+    places[order.long()] = torch.arange(len(order), dtype=torch.int32, device=x.device)
+    block = min(COLUMNS, triton.next_power_of_2(width))
+    combine_kernel[(tokens, triton.cdiv(width, block))](
+        outputs, places, weights, out if shared is None else shared, weights if shared_gate is None else shared_gate,
+        out, width, k, shared is not None, shared_gate is not None, block, num_warps=warps(block), **EXACT,
+    )  # fmt: skip
+    return out
