@@ -144,8 +144,8 @@ def long_text(url: str, rng: random.Random) -> list[Answer]:
     bodies: list[tuple[str, Any]] = [
         (COMPLETIONS, {"prompt": text}), (CHAT, {"messages": [{"role": "user", "content": text}]}),
         (TOKENIZE, {"prompt": text}), ("/v1/responses", {"input": text}),
-        ("/v1/messages", {"model": "demo", "max_tokens": 9, "messages": [{"role": "user", "content": text}]}),
         (COMPLETIONS, {"prompt": ["a", text]}), ("/v1/completions/render", {"prompt": text}),
+        ("/v1/messages", {"model": "demo", "max_tokens": 9, "messages": [{"role": "user", "content": text}]}),
     ]  # fmt: skip
     return [post(url, path, body) for path, body in bodies]
 
