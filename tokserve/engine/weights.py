@@ -149,7 +149,7 @@ class Weights:
     def _open_delta(self, version: str, checksum: str, closed: bool = False) -> Generator[Wait, None, Update]:
         yield lambda: self.update is not None or self._is_settled()
         if self.update is not None:
-            raise Conflict("a weight update is open already: finish or abort it first")
+            raise Conflict("a weight update is open already: finish or abort it first", code="update_open")
         if not self.can_compute:
             raise Conflict("there are no weights that a delta could change: push full weights", field="base_version")
         self.update = update = Update(closed=closed, is_delta=True)
@@ -160,7 +160,7 @@ class Weights:
     def _open_directory(self, weight_dir: str, version: str | None) -> Generator[Wait, None, tuple[Update, str | None]]:
         """Open an update, and stage all that comes: a checkpoint, or the files that lead to a version; and that."""
         if self.update is not None:
-            raise Conflict("a weight update is open already: finish or abort it first")
+            raise Conflict("a weight update is open already: finish or abort it first", code="update_open")
         args = {"weight_dir": weight_dir, "version": version, "served_version": self.version}
         plan = yield from self._background("plan_chain", **args)
         source: dict[str, Any] = {"weight_dir": weight_dir}
@@ -179,7 +179,7 @@ class Weights:
     def _open(self, closed: bool = False) -> Generator[Wait, None, Update]:
         yield lambda: self.update is not None or self._is_settled()
         if self.update is not None:
-            raise Conflict("a weight update is open already: finish or abort it first")
+            raise Conflict("a weight update is open already: finish or abort it first", code="update_open")
         self.update = update = Update(closed=closed)
         beside = yield from self._staged(update, "begin_update", have_weights=self.loaded)
         if not beside:
@@ -376,7 +376,7 @@ class Weights:
             last = f"; the last one failed: {self.failure}" if self.failure else ""
             if weight_version is not None and weight_version == self.version:
                 last = f"; weights of version {weight_version} serve already"
-            raise Conflict(f"no weight update is open: start one first{last}")
+            raise Conflict(f"no weight update is open: start one first{last}", code="no_update")
         return self.update
 
     def _filling(self, weight_version: str | None = None) -> Update:

@@ -12,7 +12,7 @@ from starlette.types import Scope
 from tokserve.errors import Forbidden, Unauthorized
 
 # "": the status page, which holds no secrets
-PUBLIC = frozenset({"", "/health", "/ping", "/ready", "/version"})
+PUBLIC = frozenset({"", "/health", "/health_generate", "/ping", "/ready", "/version"})
 
 
 class Keys:
