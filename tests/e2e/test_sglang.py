@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def test_a_stream_ends_with_the_whole_reply(server: Server) -> None:
     events = parse_events(server.post("/generate", body | {"stream": True}).text)
     assert events[-1]["output_ids"] == whole["output_ids"] and events[-1]["text"] == whole["text"]
     assert events[-1]["meta_info"]["output_token_logprobs"] == whole["meta_info"]["output_token_logprobs"]
-    assert all(before["text"] in after["text"] for before, after in zip(events, events[1:], strict=False))
+    assert all(before["text"] in after["text"] for before, after in pairwise(events))
 
 
 def test_a_batch_is_what_its_prompts_are_alone(server: Server) -> None:

@@ -310,7 +310,7 @@ def test_garbage_is_always_the_clients_fault() -> None:
     s = sglang()
     rng = random.Random(0)
     values = (None, True, -1, 2**70, 0.5, "", "a", [], [1], [[1]], [None], ["a"], {}, {"a": 1}, [{}], [True, 2])
-    fields = [*SglangGenerateBody.__struct_fields__, *REFUSED, "other"]
+    fields = [*SglangGenerateBody.__struct_encode_fields__, *REFUSED, "other"]
     params = SglangSamplingParams.__struct_fields__
 
     async def scene() -> None:

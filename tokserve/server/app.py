@@ -240,7 +240,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
         suggestion = suggest_route(request.url.path.rstrip("/"))
         hint = f"; did you mean {suggestion}?" if suggestion else ""
         if request.url.path.rstrip("/") in SGLANG_PATHS:
-            hint = ": it is SGLang's, and --sglang-api serves those"
+            hint += "; SGLang's routes need --sglang-api"
         return errors.response(NotFound(f"there is no route {path}{hint}", code="unknown_route"))
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")

@@ -37,6 +37,7 @@ from tokserve.server.disconnect import CancelOnDisconnect
 from tokserve.server.generation import Generation, Observer
 from tokserve.server.metrics import Metrics
 from tokserve.server.request_log import RequestLog
+from tokserve.server.sglang.state import SglangState
 from tokserve.server.workers import off_loop
 from tokserve.text import tool_formats
 from tokserve.text.chat import ChatTemplate
@@ -93,6 +94,7 @@ class Serving:
         self.state = state
         self.keep_alive = keep_alive
         self._trace = trace
+        self.sglang = SglangState()
         self.names = config.server.served_model_name or [config.model.model]
         self.name = self.names[0]
         # other names of the same model that clients send: its directory, and names without their first part

@@ -30,7 +30,7 @@ class PauseGenerationBody(msgspec.Struct):
 class AbortRequestBody(msgspec.Struct):
     """Which requests: one by its id, all whose id begins with it (`prefix`), or all."""
 
-    rid: str | None = None
+    request_id: str | None = msgspec.field(default=None, name="rid")
     abort_all: bool = False
     prefix: bool = False
     abort_message: str | None = None
@@ -103,13 +103,13 @@ async def abort_request(serving: Serving, request: Request) -> Response:
     params, headers = await read(serving, request, AbortRequestBody)
     if params.abort_all:
         await serving.llm.abort_all()
-    elif params.rid and params.prefix:
+    elif params.request_id and params.prefix:
         live = await serving.llm.call("requests", limit=LISTED)
-        names = [one["request_id"] for one in live["requests"] if one["request_id"].startswith(params.rid)]
+        names = [one["request_id"] for one in live["requests"] if one["request_id"].startswith(params.request_id)]
         await serving.llm.abort(names)
-    elif params.rid:
-        await serving.llm.abort([params.rid])
-    elif params.rid is None:
+    elif params.request_id:
+        await serving.llm.abort([params.request_id])
+    elif params.request_id is None:
         raise RequestError("say which requests: rid, or abort_all", field="rid")
     return Response(status_code=200, headers=headers)
 
@@ -138,13 +138,13 @@ async def _num_live(serving: Serving) -> int:
 async def release_memory_occupation(serving: Serving, request: Request) -> Response:
     """POST /release_memory_occupation"""
     params, headers = await read(serving, request, MemoryBody)
-    wanted = _memory(params)
+    memory = _memory(params)
     asleep = (await serving.llm.fresh_status()).asleep
-    if "weights" in wanted:
+    if "weights" in memory:
         await serving.llm.sleep(2)
-        if "kv_cache" not in wanted and "kv_cache" not in asleep:
+        if "kv_cache" not in memory and "kv_cache" not in asleep:
             await serving.llm.wake_up(["kv_cache"])
-    elif wanted:
+    elif memory:
         await serving.llm.sleep(1)
     return json(None, headers)
 
@@ -153,8 +153,8 @@ async def release_memory_occupation(serving: Serving, request: Request) -> Respo
 async def resume_memory_occupation(serving: Serving, request: Request) -> Response:
     """POST /resume_memory_occupation: without weights, requests wait until some are pushed"""
     params, headers = await read(serving, request, MemoryBody)
-    if wanted := _memory(params):
-        await serving.llm.wake_up([*wanted, "scheduling"] if set(wanted) == set(MEMORY) else wanted)
+    if memory := _memory(params):
+        await serving.llm.wake_up([*memory, "scheduling"] if set(memory) == set(MEMORY) else memory)
     return json(None, headers)
 
 
@@ -196,9 +196,9 @@ async def weights_checker(serving: Serving, request: Request) -> Response:
     if params.action == "checksum":
         reply["checksums"] = checksums
     elif params.action == "snapshot":
-        serving.state.sglang_snapshot = checksums
+        serving.sglang.snapshot = checksums
     else:
-        before = getattr(serving.state, "sglang_snapshot", None)
+        before = serving.sglang.snapshot
         if before is None:
             raise Conflict("there is no snapshot to compare with", field="action")
         names = sorted(before.keys() | checksums.keys())

@@ -46,7 +46,7 @@ class SglangGenerateBody(msgspec.Struct, omit_defaults=True):
     text: str | list[str] | None = None
     input_ids: list[Any] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any] | None] | None = None
-    rid: str | list[str] | None = None
+    request_id: str | list[str] | None = msgspec.field(default=None, name="rid")
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: int | list[int] | None = None
@@ -70,7 +70,7 @@ class GenerateCall(NamedTuple):
     tasks: list[SamplingParams]
     forms: list[ReplyForm]
     scored: frozenset[int]
-    rid: str | None
+    request_id: str | None
     listed: bool
     fields: FieldPaths
 
@@ -85,7 +85,7 @@ async def generate(serving: Serving, request: Request) -> Response:
         raise invalid("lora_path", "needs the name of a loaded adapter (--enable-lora, /load_lora_adapter)")
     options = {field.name: field.default for field in declared.OPTIONS} | {
         "stream": bool(sent.stream), "cache_salt": _cache_salt(sent), "priority": -(sent.priority or 0),
-        "request_id": call.rid, "model": lora,
+        "request_id": call.request_id, "model": lora,
     }  # fmt: skip
     try:
         await serving.find_model(lora)
@@ -99,8 +99,8 @@ async def generate(serving: Serving, request: Request) -> Response:
         n = generation.n
         generation.adjust = lambda c: drop_output(c) if c.index // n in call.scored else c
     render = GenerateRenderer(
-        generation, call.forms, _names(serving, sent), rids=[bare.request_id] * len(call.prompts), listed=call.listed,
-        text=serving.text, echo=bool(sent.return_prompt_token_ids),
+        generation, call.forms, _names(serving, sent), request_ids=[bare.request_id] * len(call.prompts),
+        listed=call.listed, text=serving.text, echo=bool(sent.return_prompt_token_ids),
         version=lambda: serving.llm.status.weight_version,
     )  # fmt: skip
     headers = {"X-Request-Id": bare.request_id, **schemas.ignored_header(call.ignored)}
@@ -130,12 +130,12 @@ def read(serving: Serving, value: Any) -> GenerateCall:
         raise invalid(f"{sampling.PREFIX}n", f"and the number of prompts make more than {MAX_CHOICES} choices")
     forms = _forms(serving, sent, prompts)
     named = _token_ids(sent, len(prompts))
-    tasks = [_task(serving, *each) for each in zip(params, forms, named, prompts, strict=True)]
+    tasks = [_task(serving, *of_prompt) for of_prompt in zip(params, forms, named, prompts, strict=True)]
     if sent.return_text_in_logprobs and not serving.text:
         raise invalid("return_text_in_logprobs", "needs a tokenizer, and this server has none (--tokens-only)")
+    scored = frozenset(index for index, one in enumerate(params) if one.max_new_tokens == 0)
     return GenerateCall(
-        sent, ignored, prompts, tasks, forms,
-        frozenset(index for index, one in enumerate(params) if one.max_new_tokens == 0), _rid(sent, len(prompts)),
+        sent, ignored, prompts, tasks, forms, scored, _request_id(sent, len(prompts)),
         batched or tasks[0].n > 1, FieldPaths(field, sampling.PREFIX, sampling.OTHER_NAMES),
     )  # fmt: skip
 
@@ -151,7 +151,7 @@ def _body(value: Any) -> tuple[SglangGenerateBody, list[str]]:
         name
         for name in value
         if isinstance(name, str)
-        and name not in SglangGenerateBody.__struct_fields__
+        and name not in SglangGenerateBody.__struct_encode_fields__
         and name not in IGNORED
         and name not in REFUSED
     ]
@@ -177,7 +177,7 @@ def _prompts(serving: Serving, sent: SglangGenerateBody) -> tuple[list[list[int]
         raise invalid(field, f"must have at most {MAX_PROMPTS} entries, got {len(listed)}")
     places = [f"{field}[{index}]" if batched else field for index in range(len(listed))]
     if field == "text":
-        return [_encode(serving, *each) for each in zip(listed, places, strict=True)], field, batched
+        return [_encode(serving, text, place) for text, place in zip(listed, places, strict=True)], field, batched
     for ids, place in zip(listed, places, strict=True):
         _check_ids(ids, place)
     return listed, field, batched
@@ -221,12 +221,12 @@ def _same(value: Any, field: str) -> str | None:
     return (value[0] if value else None) or None
 
 
-def _rid(sent: SglangGenerateBody, count: int) -> str | None:
-    if isinstance(sent.rid, list):
-        if count > 1 or len(sent.rid) > 1:
+def _request_id(sent: SglangGenerateBody, count: int) -> str | None:
+    if isinstance(sent.request_id, list):
+        if count > 1 or len(sent.request_id) > 1:
             raise invalid("rid", "must be one string: a batch is one request here")
-        return sent.rid[0] if sent.rid else None
-    return sent.rid
+        return sent.request_id[0] if sent.request_id else None
+    return sent.request_id
 
 
 def _cache_salt(sent: SglangGenerateBody) -> str | None:
@@ -242,10 +242,10 @@ def _forms(serving: Serving, sent: SglangGenerateBody, prompts: Sequence[Sequenc
         has_masks = serving.config.model.return_sampling_mask
     named = _token_ids(sent, count)
     forms = []
-    for index, wanted in enumerate(_each(sent.return_logprob, count, "return_logprob")):
+    for index, has_logprobs in enumerate(_each(sent.return_logprob, count, "return_logprob")):
         start = _each(sent.logprob_start_len, count, "logprob_start_len")[index]
         top = _each(sent.top_logprobs_num, count, "top_logprobs_num")[index] or 0
-        if not wanted:
+        if not has_logprobs:
             forms.append(ReplyForm(False, None, 0, False, has_masks))
             continue
         if start is None or start == -1:
@@ -263,13 +263,13 @@ def _forms(serving: Serving, sent: SglangGenerateBody, prompts: Sequence[Sequenc
 def _token_ids(sent: SglangGenerateBody, count: int) -> list[list[int] | None]:
     given = sent.token_ids_logprob
     if given and not isinstance(given[0], int):
-        each: list[list[int] | None] = _each(given, count, "token_ids_logprob")
+        lists: list[list[int] | None] = _each(given, count, "token_ids_logprob")
     else:
-        each = [given or None] * count
-    for ids in each:
+        lists = [given or None] * count
+    for ids in lists:
         if ids is not None:
             _check_ids(ids, "token_ids_logprob")
-    return each
+    return lists
 
 
 def _task(

@@ -31,8 +31,8 @@ async def health_generate(serving: Serving, request: Request) -> Response:
     state = serving.llm.status.state
     if state not in SERVING:
         raise Unavailable(f"no token can be generated: the engine is {state}", code=state)
-    if (probe := getattr(serving.state, "sglang_probe", None)) is None or probe.done():
-        probe = serving.state.sglang_probe = asyncio.create_task(_probe(serving))  # one for all who ask meanwhile
+    if (probe := serving.sglang.probe) is None or probe.done():
+        probe = serving.sglang.probe = asyncio.create_task(_probe(serving))  # one for all who ask meanwhile
         probe.add_done_callback(_retrieve)
     await asyncio.shield(probe)
     return Response(status_code=200)
@@ -41,21 +41,21 @@ async def health_generate(serving: Serving, request: Request) -> Response:
 async def _probe(serving: Serving) -> None:
     """Wait for a token of a request of its own, or of any other: a busy engine is healthy however long its queue is."""
     before = serving.llm.stats.output_tokens
-    own = asyncio.create_task(_generate_token(serving))
-    own.add_done_callback(_retrieve)
+    generating = asyncio.create_task(_generate_token(serving))
+    generating.add_done_callback(_retrieve)
     try:
         async with asyncio.timeout(HEALTH_SECONDS):
             while serving.llm.stats.output_tokens <= before:
-                done, _ = await asyncio.wait([own], timeout=LOOK_SECONDS)
-                if done and not isinstance(own.exception(), Overloaded):
-                    return own.result()
+                done, _ = await asyncio.wait([generating], timeout=LOOK_SECONDS)
+                if done and not isinstance(generating.exception(), Overloaded):
+                    return generating.result()
                 if done:  # the queue is full
                     await asyncio.sleep(LOOK_SECONDS)
                 await serving.llm.refresh(LOOK_SECONDS)
     except TimeoutError:
         raise EngineDead(f"no token was generated in {HEALTH_SECONDS:g} s", code="engine_hung") from None
     finally:
-        own.cancel()
+        generating.cancel()
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:
@@ -79,15 +79,15 @@ async def _generate_token(serving: Serving) -> None:
                 raise Unavailable("the request was aborted", code="aborted")
 
 
-async def model_info(serving: Serving, request: Request) -> Response:
+async def model(serving: Serving, request: Request) -> Response:
     """GET /model_info: what the model is"""
     status = await serving.llm.fresh_status()
     config = await workers.run(workers.SMALL, lambda: _config(serving))
-    model = serving.config.model
+    options = serving.config.model
     return json({
-        "model_path": model.model,
+        "model_path": options.model,
         "served_model_name": serving.name,
-        "tokenizer_path": (model.tokenizer or model.model) if serving.text else None,
+        "tokenizer_path": (options.tokenizer or options.model) if serving.text else None,
         "is_generation": True,
         "preferred_sampling_params": None,
         "weight_version": status.weight_version,
@@ -101,16 +101,16 @@ async def model_info(serving: Serving, request: Request) -> Response:
 
 def _config(serving: Serving) -> dict[str, Any]:
     """The model's config.json, read once."""
-    if (known := getattr(serving.state, "sglang_config", None)) is None:
+    if (known := serving.sglang.model_config) is None:
         try:
             known = checkpoint.hf_config(checkpoint.locate(serving.config.model.model, weights=False))
         except (RequestError, OSError, StartError):  # it has been moved since the start
             known = {}
-        serving.state.sglang_config = known
+        serving.sglang.model_config = known
     return dict(known)
 
 
-async def server_info(serving: Serving, request: Request) -> Response:
+async def configuration(serving: Serving, request: Request) -> Response:
     """GET /server_info: this server's facts, and under SGLang's names those that trainers and routers read"""
     await serving.llm.refresh(introspection.FRESH_SECONDS)
     ready, model, server = serving.llm.ready, serving.config.model, serving.config.server
@@ -164,11 +164,11 @@ def _core(serving: Serving) -> dict[str, Any]:
 def _throughput(serving: Serving) -> float:
     """Output tokens per second since the last question of at least a second ago; 0 at the first."""
     now, tokens = time.monotonic(), serving.llm.stats.output_tokens
-    since, before, rate = getattr(serving.state, "sglang_throughput", (now, tokens, 0.0))
+    since, before, rate = serving.sglang.throughput or (now, tokens, 0.0)
     if now - since >= 1.0:
         since, before, rate = now, tokens, round(max(0, tokens - before) / (now - since), 2)
-    serving.state.sglang_throughput = since, before, rate
-    return float(rate)
+    serving.sglang.throughput = since, before, rate
+    return rate
 
 
 async def loads(serving: Serving, request: Request) -> Response:

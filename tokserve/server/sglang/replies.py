@@ -42,14 +42,14 @@ def answered(handler: Handler) -> Handler:
 async def read(serving: Serving, request: Request, kind: type[T]) -> tuple[T, dict[str, str]]:
     """The parameters from query and body, and the header that names those which were ignored."""
     query = request.query_params
-    values: dict[str, Any] = {name: query[name] for name in kind.__struct_fields__ if name in query}
+    values: dict[str, Any] = {name: query[name] for name in kind.__struct_encode_fields__ if name in query}
     raw = await serving.bodies.read(request)
     ignored: list[str] = []
     if len(raw) > BLANK or bytes(raw).strip():
         sent = await serving.bodies.decode(request, raw)
         if sent is not None and not isinstance(sent, dict):
             raise RequestError("the body must be an object")
-        ignored = [str(name) for name in sent or {} if name not in kind.__struct_fields__]
+        ignored = [str(name) for name in sent or {} if name not in kind.__struct_encode_fields__]
         values |= {name: value for name, value in (sent or {}).items() if value is not None}
     return body.convert(values, kind, strict=False), schemas.ignored_header(ignored)
 

@@ -41,7 +41,7 @@ class SglangReply(msgspec.Struct):
     """A choice, with all of its tokens so far."""
 
     output_ids: Raw
-    meta_info: dict[str, Any]
+    details: dict[str, Any] = msgspec.field(name="meta_info")
     text: str | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     index: int | UnsetType = UNSET
@@ -143,11 +143,11 @@ class _Choice:
     def ids(self) -> Raw:
         return self._ids.json()
 
-    def meta_info(self, rid: str, elapsed: float, version: str) -> dict[str, Any]:
+    def details(self, request_id: str, elapsed: float, version: str) -> dict[str, Any]:
         """All of `meta_info`.  `version`: of the weights that serve now."""
         end, count = self._end, self._ids.length
         made: dict[str, Any] = {
-            "id": rid,
+            "id": request_id,
             "finish_reason": None if end is None else self._finish_reason(end, count),
             "prompt_tokens": self._prompt_len,
             "weight_version": version,
@@ -191,11 +191,11 @@ class GenerateRenderer:
     `version`: that of the weights that serve now."""
 
     def __init__(
-        self, generation: Generation, forms: Sequence[ReplyForm], name: Name, *, rids: Sequence[str], listed: bool,
-        text: bool, echo: bool, version: Callable[[], str],
+        self, generation: Generation, forms: Sequence[ReplyForm], name: Name, *, request_ids: Sequence[str],
+        listed: bool, text: bool, echo: bool, version: Callable[[], str],
     ) -> None:  # fmt: skip
         self._generation = generation
-        self._rids = rids
+        self._request_ids = request_ids
         self._listed = listed
         self._text = text
         self._echo = echo
@@ -215,8 +215,8 @@ class GenerateRenderer:
             choice.begin(self._generation.prompt_ids(c.index), c.prompt_logprobs)
         choice.add(c)
         elapsed = (c.times[2] if c.finish_reason is not None else 0.0) or time.monotonic() - self._start
-        rid = self._rids[c.index // self._generation.n]
-        reply = SglangReply(choice.ids(), choice.meta_info(rid, elapsed, self._version()))
+        request_id = self._request_ids[c.index // self._generation.n]
+        reply = SglangReply(choice.ids(), choice.details(request_id, elapsed, self._version()))
         if self._text:
             reply.text = choice.text
         if self._echo:

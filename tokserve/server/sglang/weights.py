@@ -158,12 +158,12 @@ async def _open(serving: Serving) -> bool:
 def _note_version(serving: Serving, version: str | None) -> None:
     """Keep the version that the open update will have."""
     if version is not None:
-        serving.state.sglang_version = version
+        serving.sglang.version = version
 
 
 async def commit_open(serving: Serving) -> bool:
     """Commit the open update; False if there is none.  Raises `RequestError` if tensors are missing."""
-    version, serving.state.sglang_version = getattr(serving.state, "sglang_version", None), None
+    version, serving.sglang.version = serving.sglang.version, None
     try:
         await serving.llm.finish_weight_update(version)
     except Conflict as error:
