@@ -391,6 +391,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tokens_only: Annotated[
         bool, about("Serve the token routes only: no tokenizer is loaded, text routes are absent.")
     ] = False
+    sglang_api: Annotated[
+        bool,
+        about("Serve SGLang's routes as well (/generate, /pause_generation, /update_weights_from_disk, ...), for "
+              "trainers and routers that speak to SGLang; where a route has the same name, SGLang's is served."),
+    ] = False  # fmt: skip
     api_key: Annotated[
         list[str] | None,
         about("Key clients must send, as bearer token or x-api-key (repeatable; or TOKSERVE_API_KEY). Default: none."),

@@ -251,7 +251,7 @@ def test_a_sender_that_leaves_is_told_to_the_engine() -> None:
     ("path", "meant"),
     [
         ("/chat/completions", "/v1/chat/completions"), ("/completions", "/v1/completions"),
-        ("/v1/v1/models", "/v1/models"), ("/generate", "/inference/v1/generate"), ("/v1", None),
+        ("/v1/v1/models", "/v1/models"), ("/v1/generate", "/inference/v1/generate"), ("/v1", None),
         ("/v1/embeddings", None),
     ],
 )  # fmt: skip

@@ -137,7 +137,7 @@ class Weights:
             else:
                 yield from self._roll_back(update, "another client took over")
         if self.update is not None:
-            raise Conflict(self._who_is_open(self.update))
+            raise Conflict(self._who_is_open(self.update), code="update_open")
 
     def _has_ended(self, update: Update) -> Callable[[], bool]:
         return lambda: self.update is not update
@@ -476,7 +476,7 @@ class Weights:
             last = f"; the last one failed: {self.failure}" if self.failure else ""
             if weight_version is not None and weight_version == self.version:
                 last = f"; weights of version {weight_version} serve already"
-            raise Conflict(f"no weight update is open: start one first{last}")
+            raise Conflict(f"no weight update is open: start one first{last}", code="no_update")
         if update_id is not None and update_id != self.update.update_id:
             raise Conflict(
                 f"the weight update {update_id} is over, and another one is open: {self.failure or 'it was committed'}",

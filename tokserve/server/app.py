@@ -50,6 +50,7 @@ from tokserve.server.counters import ApiProcess
 from tokserve.server.disconnect import ClientDisconnected
 from tokserve.server.openapi import Endpoint
 from tokserve.server.serving import GIVEN_ID, Serving, Trace
+from tokserve.server.sglang import routes as sglang
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[Serving, Request], Awaitable[Response]]
@@ -146,6 +147,14 @@ INTROSPECTION = frozenset({
     "/server_info", "/metrics", "/load", "/weight_info", "/is_paused", "/is_sleeping", "/inference/v1/state",
 })  # fmt: skip
 CONTROL = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.control)
+SGLANG_PATHS = frozenset(endpoint.path for endpoint in sglang.ENDPOINTS)
+
+
+def endpoints(config: Config) -> tuple[Endpoint, ...]:
+    """The routes of a server; with `sglang_api`, SGLang's take the place of those with the same path."""
+    if not config.server.sglang_api:
+        return ENDPOINTS
+    return (*(endpoint for endpoint in ENDPOINTS if endpoint.path not in SGLANG_PATHS), *sglang.ENDPOINTS)
 
 
 class Api(FastAPI):
@@ -155,7 +164,7 @@ class Api(FastAPI):
         if self.openapi_schema is None:
             serving = self.state.serving
             names = None if serving.config.lora.enable_lora else serving.names
-            self.openapi_schema = openapi.schema(ENDPOINTS, tokserve.__version__, names)
+            self.openapi_schema = openapi.schema(endpoints(serving.config), tokserve.__version__, names)
         return self.openapi_schema
 
 
@@ -190,8 +199,10 @@ def build_app(
     server = config.server
     hosts = server.allowed_hosts
     keys = Keys(
-        server.api_key or [], server.admin_api_key or [], control=CONTROL, remote_control=server.allow_remote_control,
-        hosts=None if hosts is None or "*" in hosts else hosts, guarded=INTROSPECTION,
+        server.api_key or [], server.admin_api_key or [], remote_control=server.allow_remote_control,
+        control=frozenset(endpoint.path for endpoint in endpoints(config) if endpoint.control),
+        hosts=None if hosts is None or "*" in hosts else hosts,
+        guarded=INTROSPECTION | sglang.INTROSPECTION if server.sglang_api else INTROSPECTION,
     )  # fmt: skip
     app.add_middleware(Guard, keys=keys)
     app.add_exception_handler(HTTPException, _http_error)
@@ -199,7 +210,7 @@ def build_app(
 
 
 def _routes(serving: Serving) -> Iterable[Route]:
-    for endpoint in ENDPOINTS:
+    for endpoint in endpoints(serving.config):
         handler = introspection.refuse_text_route if endpoint.text and not serving.text else endpoint.handler
         yield Route(
             endpoint.path,
@@ -248,6 +259,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         suggestion = suggest_route(request.url.path.rstrip("/"))
         hint = f"; did you mean {suggestion}?" if suggestion else ""
+        if request.url.path.rstrip("/") in SGLANG_PATHS:
+            hint += "; SGLang's routes need --sglang-api"
         return errors.response(NotFound(f"there is no route {path}{hint}", code="unknown_route"), None, shape)
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")

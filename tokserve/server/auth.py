@@ -16,7 +16,7 @@ from tokserve.errors import Forbidden, Unauthorized
 
 ACCEPTED = "tokserve.api_key"  # key in the scope: the digest of the API key that was accepted
 # "": the status page, which holds no secrets
-PUBLIC = frozenset({"", "/health", "/ping", "/ready", "/version"})
+PUBLIC = frozenset({"", "/health", "/health_generate", "/ping", "/ready", "/version"})
 
 
 class Keys:

@@ -70,13 +70,14 @@ async def readiness(serving: Serving, request: Request) -> Response:
 
 async def health(serving: Serving, request: Request) -> Response:
     """GET /health: 200 while the engine is alive and not hung; `?deep=1` asks the engine itself"""
-    _check_alive(serving)
+    check_alive(serving)
     if request.query_params.get("deep", "0").lower() not in ("0", "false", ""):
         await serving.probe("check", DEEP_SECONDS)  # checks the accounting of KV blocks
     return body.reply(request, {})
 
 
-def _check_alive(serving: Serving) -> None:
+def check_alive(serving: Serving) -> None:
+    """Raise `EngineDead` if there is no engine, or if it is hung."""
     llm = serving.llm
     if llm.down is not None:
         raise llm.down.again()
@@ -107,10 +108,11 @@ async def model(serving: Serving, request: Request) -> Response:
 
 def _model(serving: Serving, name: str) -> ModelCard:
     created, length = serving.api_process.created, serving.llm.ready.max_model_len
+    owner = "sglang" if serving.config.server.sglang_api else "tokserve"  # routers choose their dialect by it
     if name in serving.names:
-        return ModelCard(name, created, serving.config.model.model, length)
+        return ModelCard(name, created, serving.config.model.model, length, owned_by=owner)
     path = next((adapter.path for adapter in serving.llm.status.adapters if adapter.name == name), name)
-    return ModelCard(name, created, path, length, parent=serving.name)
+    return ModelCard(name, created, path, length, parent=serving.name, owned_by=owner)
 
 
 async def load(serving: Serving, request: Request) -> Response:
@@ -130,14 +132,17 @@ async def prometheus_metrics(serving: Serving, request: Request) -> Response:
 
 async def configuration(serving: Serving, request: Request) -> Response:
     """GET /server_info: the resolved configuration without its secrets, and the facts of the start"""
+    return body.reply(request, description(serving, request))
+
+
+def description(serving: Serving, request: Request) -> dict[str, Any]:
+    """What /server_info replies; `?config_format=json|text` adds vLLM's `vllm_config`."""
     config_format = request.query_params.get("config_format")
     if config_format not in (None, "json", "text"):
         raise invalid("config_format", "must be json or text")
     config, status = _without_secrets(serving.config), serving.llm.status
     vllm_config = {} if config_format is None else {"vllm_config": _as_vllm(serving, config, config_format)}
-    return body.reply(
-        request,
-        {
+    return {
             "config": config,
             **vllm_config,
             "api_server": serving.api_process.index,
@@ -149,8 +154,7 @@ async def configuration(serving: Serving, request: Request) -> Response:
                 "tokserve": tokserve.__version__, "python": platform.python_version(),
                 "fastapi": fastapi.__version__, "msgspec": msgspec.__version__, "pydantic": pydantic.VERSION,
             },
-        },
-    )  # fmt: skip
+    }  # fmt: skip
 
 
 def _as_vllm(serving: Serving, config: dict[str, Any], config_format: str) -> Any:

@@ -37,6 +37,7 @@ from tokserve.server.disconnect import CancelOnDisconnect
 from tokserve.server.generation import Generation, Observer
 from tokserve.server.metrics import Metrics
 from tokserve.server.request_log import RequestLog
+from tokserve.server.sglang.state import SglangState
 from tokserve.server.workers import off_loop
 from tokserve.text import tool_formats
 from tokserve.text.chat import ChatTemplate
@@ -94,6 +95,7 @@ class Serving:
         self.state = state
         self.keep_alive = keep_alive
         self._trace = trace
+        self.sglang = SglangState()
         self.names = config.server.served_model_name or [config.model.model]
         self.name = self.names[0]
         # other names of the same model that clients send: its directory, and names without their first part
@@ -249,9 +251,10 @@ class Serving:
 
     async def start(
         self, request: Request, generate: GenerateRequest, prompts: Prompts, fields: FieldPaths, *,
-        entry_bytes: int = reply_size.OBJECT_BYTES,
+        entry_bytes: int = reply_size.OBJECT_BYTES, tasks: Sequence[SamplingParams] = (),
     ) -> Generation:  # fmt: skip
         """Send the prompts to the engine and wait until it accepts them.  `entry_bytes`: of a logprob in the reply.
+        `tasks`: one per prompt, with the same n, instead of the request's for all.
 
         Everything that can be refused is refused here, before a response begins.  Raises `Gone` if the client leaves.
         """
@@ -269,8 +272,8 @@ class Serving:
         try:
             if self.state.draining:
                 raise Overloaded("the server is shutting down", retry_after=5, code="draining")
-            states = await self._prepare(request, generate, prompts, fields)
-            self._check_reply(generate, params, states, fields, entry_bytes)
+            states = await self._prepare(request, generate, prompts, fields, tasks)
+            self._check_reply(generate, tasks or [params], states, fields, entry_bytes)
             generation.streams = self.llm.submit(states, self._clients.name(request.scope))
             self.bodies.release(request)
             async with CancelOnDisconnect(request.receive):
@@ -289,18 +292,22 @@ class Serving:
         return generation
 
     def _check_reply(
-        self, generate: GenerateRequest, params: SamplingParams, states: Sequence[RequestState], fields: FieldPaths,
-        entry_bytes: int,
+        self, generate: GenerateRequest, tasks: Sequence[SamplingParams], states: Sequence[RequestState],
+        fields: FieldPaths, entry_bytes: int,
     ) -> None:  # fmt: skip
+        """`tasks`: one for all prompts, or one per prompt."""
         ready = self.llm.ready
-        size = reply_size.reply_bytes(
-            [state.prompt_len for state in states], params, ready.max_model_len, ready.vocab_size,
-            stream=generate.options.stream, score_each=generate.score_each, entry_bytes=entry_bytes,
-            max_mask=self.config.model.max_sampling_mask if self.has_masks(params) else 0,
-            routed_bytes=ready.facts.get("routed_bytes", 0),
-        )  # fmt: skip
+        size = 0
+        for index, params in enumerate(tasks):
+            prompts = states if len(tasks) == 1 else states[index : index + 1]
+            size += reply_size.reply_bytes(
+                [state.prompt_len for state in prompts], params, ready.max_model_len, ready.vocab_size,
+                stream=generate.options.stream, score_each=generate.score_each, entry_bytes=entry_bytes,
+                max_mask=self.config.model.max_sampling_mask if self.has_masks(params) else 0,
+                routed_bytes=ready.facts.get("routed_bytes", 0),
+            )  # fmt: skip
         try:
-            reply_size.check(size, self.config.limits.max_reply_bytes, params)
+            reply_size.check(size, self.config.limits.max_reply_bytes, tasks[-1])
         except RequestError as error:
             raise fields.rename(error) from None
 
@@ -322,8 +329,9 @@ class Serving:
         return task.bad_token_sequences if isinstance(task, SamplingParams) else []
 
     async def _prepare(
-        self, request: Request, generate: GenerateRequest, prompts: Prompts, fields: FieldPaths
-    ) -> list[RequestState]:
+        self, request: Request, generate: GenerateRequest, prompts: Prompts, fields: FieldPaths,
+        tasks: Sequence[SamplingParams] = (),
+    ) -> list[RequestState]:  # fmt: skip
         """Check the prompts; errors name fields as the client wrote them."""
         params = generate.task
         assert isinstance(params, SamplingParams)
@@ -333,7 +341,8 @@ class Serving:
             try:
                 for index, ids in enumerate(prompts):
                     prompt = token_prompt(ids, self.llm.ready.vocab_size)
-                    one = msgspec.structs.replace(generate, prompt=prompt, first_choice=index * params.n)
+                    task = tasks[index] if tasks else params
+                    one = msgspec.structs.replace(generate, prompt=prompt, task=task, first_choice=index * params.n)
                     states.append(self.llm.prepare(one))
             except RequestError as error:
                 raise fields.rename(error, len(states) if len(prompts) > 1 else None) from None

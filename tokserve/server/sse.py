@@ -65,7 +65,7 @@ async def answer(
     """The reply that `render` makes from all choices; a large one is made in a thread, in parts, while it is sent.
     Raises as `collect`."""
     choices = await collect(generation, request)
-    size = sum(map(_columns_size, choices))
+    size = sum(map(columns_size, choices))
     if size < LARGE:
         return body.reply(request, render(choices, None), headers)
     if body.wants_msgpack(request):
@@ -75,7 +75,8 @@ async def answer(
     return PartedResponse(parts.encode(json), headers)
 
 
-def _columns_size(completion: ChoiceOutput) -> int:
+def columns_size(completion: ChoiceOutput) -> int:
+    """Bytes of the logprobs and masks."""
     both = (completion.logprobs, completion.prompt_logprobs)
     size = sum(len(columns.token_logprobs) + len(columns.top_logprobs) for columns in both if columns is not None)
     return size + sampling_masks.num_bytes(completion.sampling_masks)
@@ -199,7 +200,7 @@ class _Pump:
         try:
             events, size = b"", 0
             for delta in generation.take():
-                columns = _columns_size(delta)
+                columns = columns_size(delta)
                 size += columns
                 self._size += columns
                 if delta.finish_reason is not None:
@@ -218,7 +219,7 @@ class _Pump:
     async def _large_events(self, delta: ChoiceOutput) -> bytes:
         """Render a delta with many logprobs, such as those of a long prompt, in a thread."""
         try:
-            return await workers.run(_columns_size(delta), lambda: self._events(delta))
+            return await workers.run(columns_size(delta), lambda: self._events(delta))
         except Exception as error:
             if not self._ended.done():
                 self._ended.set_result(error)

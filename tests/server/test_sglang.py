@@ -1,0 +1,332 @@
+"""/generate in SGLang's dialect: which request it makes, what the reply says, what is refused."""
+
+import asyncio
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.server.fake_llm import EOS, NOWHERE, VOCAB, Caller, Site, ids, parse_events, says, site
+from tokserve.messages import LoadedAdapter, Status
+from tokserve.params import SamplingParams, StructuredOutputs
+from tokserve.server.sglang.generate import REFUSED, SglangGenerateBody
+from tokserve.server.sglang.sampling import SglangSamplingParams
+
+PROMPT = {"input_ids": [70, 71, 72]}
+
+
+def sglang(*args: Any, **options: Any) -> Site:
+    return site(*args, sglang_api=True, **options)
+
+
+@pytest.fixture(scope="module")
+def server() -> Site:
+    return sglang()
+
+
+def generate(s: Site, body: dict[str, Any], **params: Any) -> Any:
+    answer = s.post("/generate", body | ({"sampling_params": params} if params else {}))
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_the_routes_are_there_with_the_option_only() -> None:
+    answer = site().post("/generate", PROMPT)
+    assert answer.status_code == 404 and "--sglang-api" in answer.json()["error"]["message"]
+    assert "/generate" not in site().get("/openapi.json").json()["paths"]
+    assert "/generate" in sglang().get("/openapi.json").json()["paths"]
+    assert sglang().get("/v1/models").json()["data"][0]["owned_by"] == "sglang"
+    assert site().get("/v1/models").json()["data"][0]["owned_by"] == "tokserve"
+
+
+def test_a_reply_and_its_meta_info() -> None:
+    s = sglang()
+    s.llm.cached = 2
+    reply = generate(s, PROMPT | {"rid": "r1", "return_logprob": True}, max_new_tokens=3)
+    assert reply["text"] == "fgj" and reply["output_ids"] == [72, 73, 76]
+    info = reply["meta_info"]
+    assert info["id"] == "r1" and info["finish_reason"] == {"type": "length", "length": 3}
+    assert (info["prompt_tokens"], info["completion_tokens"], info["cached_tokens"]) == (3, 3, 2)
+    assert info["weight_version"] == "0" and info["weight_versions"] == [{"version": "0", "start": 0, "end": 3}]
+    assert info["output_token_logprobs"] == [[-0.125, 72, None], [-0.375, 73, None], [-0.125, 76, None]]
+    assert info["output_token_logprobs_length"] == 3 and info["input_token_logprobs"] == []
+    assert info["e2e_latency"] == 1.25 and "output_top_logprobs" not in info
+    assert "prompt_token_ids" not in reply and "index" not in reply
+    plain = generate(s, PROMPT | {"return_prompt_token_ids": True}, max_new_tokens=1)
+    assert "output_token_logprobs" not in plain["meta_info"] and plain["prompt_token_ids"] == [70, 71, 72]
+
+
+def test_put_is_the_same_as_post() -> None:
+    s = sglang()
+    answer = s.request("PUT", "/generate", json=PROMPT | {"sampling_params": {"max_new_tokens": 2}})
+    assert answer.status_code == 200 and answer.json()["output_ids"] == [72, 73]
+
+
+def test_defaults_are_sglangs() -> None:
+    s = sglang()
+    generate(s, PROMPT)
+    params = s.llm.calls[-1].params
+    assert params == SamplingParams(max_tokens=128, logprobs_mode="temperature", return_sampling_mask=False)
+    generate(s, PROMPT, max_new_tokens=None)
+    assert s.llm.calls[-1].params.max_tokens is None
+
+
+PARAMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"temperature": 1e-7}, {"temperature": 0.0}),
+    ({"temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.1}, {"top_p": 0.9, "top_k": -1, "min_p": 0.1}),
+    ({"min_new_tokens": 2, "ignore_eos": True}, {"min_tokens": 2, "ignore_eos": True}),
+    ({"stop": ["z"], "no_stop_trim": True}, {"stop": ["z"], "include_stop_str_in_output": True}),
+    ({"stop_token_ids": [5], "sampling_seed": 7}, {"stop_token_ids": [5], "seed": 7}),
+    ({"logit_bias": {"5": 1.5}}, {"logit_bias": {5: 1.5}}),
+    ({"json_schema": '{"type": "object"}'}, {"structured_outputs": StructuredOutputs(json='{"type": "object"}')}),
+    ({"json_schema": "$$ANY$$"}, {"structured_outputs": StructuredOutputs(json_object=True)}),
+    ({"regex": "a+"}, {"structured_outputs": StructuredOutputs(regex="a+")}),
+    ({"stop": None, "regex": None, "stop_regex": None, "custom_params": {"a": 1}}, {}),
+    ({"logprobs_mode": "raw"}, {"logprobs_mode": "raw"}),
+]
+
+
+@pytest.mark.parametrize(("given", "ours"), PARAMS, ids=lambda value: str(value)[:30])
+def test_sampling_parameters_are_translated(given: dict[str, Any], ours: dict[str, Any]) -> None:
+    s = sglang()
+    generate(s, PROMPT, max_new_tokens=4, **given)
+    params = msgspec.structs.asdict(s.llm.calls[-1].params)
+    assert {name: params[name] for name in ours} == ours and params["max_tokens"] == 4
+
+
+def test_logprobs_of_the_prompt_begin_with_a_null() -> None:
+    s = sglang()
+    body = PROMPT | {"return_logprob": True, "logprob_start_len": 1, "top_logprobs_num": 2}
+    info = generate(s, body, max_new_tokens=1)["meta_info"]
+    assert info["input_token_logprobs"] == [[None, 71, None], [-0.125, 72, None]]
+    assert info["input_top_logprobs"][0] is None and len(info["input_top_logprobs"][1]) == 2
+    assert info["output_top_logprobs"] == [[[-0.125, 72, None], [-0.25, 84, None]]]
+    assert s.llm.calls[-1].params.prompt_logprobs_start == 2
+    last = generate(s, body | {"logprob_start_len": 2}, max_new_tokens=1)["meta_info"]
+    assert last["input_token_logprobs"] == [[None, 72, None]]
+    assert generate(s, body | {"logprob_start_len": 3}, max_new_tokens=1)["meta_info"]["input_token_logprobs"] == []
+
+
+def test_no_new_tokens_scores_the_prompt() -> None:
+    s = sglang()
+    reply = generate(s, PROMPT | {"return_logprob": True, "logprob_start_len": 0}, max_new_tokens=0, temperature=0.5)
+    info = reply["meta_info"]
+    assert reply["output_ids"] == [] and reply["text"] == "" and info["completion_tokens"] == 0
+    assert info["finish_reason"] == {"type": "length", "length": 0} and info["output_token_logprobs"] == []
+    assert [entry[1] for entry in info["input_token_logprobs"]] == [70, 71, 72]
+    assert s.llm.calls[-1].params.logprobs_mode == "raw"  # the prompt's logits are not divided by the temperature
+
+
+def test_named_ids_and_text_of_tokens() -> None:
+    s = sglang()
+    body = PROMPT | {"return_logprob": True, "token_ids_logprob": [5, 6], "return_text_in_logprobs": True}
+    info = generate(s, body, max_new_tokens=1)["meta_info"]
+    assert info["output_token_logprobs"] == [[-0.125, 72, "f"]]
+    assert info["output_token_ids_logprobs"] == [[[-5.0, 5, "#"], [-5.5, 6, "$"]]]
+
+
+def test_an_impossible_token_is_a_number() -> None:
+    s = sglang(lambda prompt, index: [NOWHERE, EOS])
+    info = generate(s, PROMPT | {"return_logprob": True})["meta_info"]
+    assert info["output_token_logprobs"][0][0] == -9999.0
+    assert info["finish_reason"] == {"type": "stop", "matched": EOS}
+
+
+def test_what_matched() -> None:
+    s = sglang(says("hello world"))
+    assert generate(s, PROMPT, stop="wor")["meta_info"]["finish_reason"] == {"type": "stop", "matched": "wor"}
+    reply = generate(s, PROMPT, stop_token_ids=ids("o"))
+    assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": ids("o")[0]}
+    assert reply["text"] == "hell" and len(reply["output_ids"]) == 5
+
+
+def test_a_batch_is_a_list_in_the_order_of_its_prompts() -> None:
+    s = sglang()
+    both = generate(s, {"text": ["ab", "c"], "return_logprob": [True, False]} | {
+        "sampling_params": [{"max_new_tokens": 1}, {"max_new_tokens": 2, "temperature": 0}]})  # fmt: skip
+    assert [len(one["output_ids"]) for one in both] == [1, 2]
+    assert ["output_token_logprobs" in one["meta_info"] for one in both] == [True, False]
+    assert [call.prompt for call in s.llm.calls] == [ids("ab"), ids("c")]
+    assert [call.params.temperature for call in s.llm.calls] == [1.0, 0.0]
+    one = generate(s, {"input_ids": [[70, 71]]}, max_new_tokens=1)
+    assert isinstance(one, list) and len(one) == 1
+    four = generate(s, {"input_ids": [[70], [71]]}, max_new_tokens=1, n=2)
+    first, second = (generate(s, {"input_ids": [id]}, max_new_tokens=1, n=2) for id in (70, 71))
+    assert [reply["output_ids"] for reply in four] == [reply["output_ids"] for reply in (*first, *second)]
+
+
+def test_a_stream_repeats_what_came_before() -> None:
+    s = sglang()
+    body = PROMPT | {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 4}}
+    events = s.events("/generate", body)
+    whole = s.post("/generate", body).json()
+    assert [event["output_ids"] for event in events] == [whole["output_ids"][: k + 1] for k in range(4)]
+    assert [event["meta_info"]["finish_reason"] for event in events[:-1]] == [None] * 3
+    assert all(len(event["meta_info"]["input_token_logprobs"]) == 3 for event in events)
+    last = events[-1]
+    for reply in (last, whole):
+        del reply["meta_info"]["id"]
+    assert last == whole
+
+
+def test_a_stream_of_a_batch_has_indexes() -> None:
+    events = sglang().events("/generate", {"text": ["a", "b"], "sampling_params": {"max_new_tokens": 2, "n": 2}})
+    assert {event["index"] for event in events} == {0, 1, 2, 3}
+
+
+def test_options_of_a_request() -> None:
+    s = sglang(enable_lora=True)
+    s.llm.status = Status(adapters=[LoadedAdapter("sql", "/adapters/sql", 3)])
+    generate(s, PROMPT | {"lora_path": "sql", "priority": 3, "extra_key": "a", "cache_salt": None}, max_new_tokens=1)
+    options = s.llm.calls[-1].options
+    assert (options["adapter"], options["priority"], options["cache_salt"]) == ("sql", -3, "a")
+    generate(s, PROMPT | {"extra_key": "a", "cache_salt": "b"}, max_new_tokens=1)
+    both = s.llm.calls[-1].options["cache_salt"]
+    generate(s, PROMPT | {"extra_key": "b", "cache_salt": "a"}, max_new_tokens=1)
+    assert len({both, s.llm.calls[-1].options["cache_salt"], "a", "b"}) == 4
+    answer = s.post("/generate", PROMPT | {"lora_path": "nobody"})
+    assert answer.status_code == 404 and answer.json()["error"]["param"] == "lora_path"
+
+
+def test_an_abort_is_a_200_with_what_there_is() -> None:
+    async def run(path: str, body: dict[str, Any]) -> Any:
+        s = sglang()
+        s.llm.hold = True
+        caller = Caller(s, "/generate", PROMPT | {"rid": "mine"})
+        await asyncio.sleep(0.01)
+        async with s.client() as client:
+            aborted = await client.post(path, json=body)
+        assert aborted.status_code == 200 and aborted.content == b""
+        await asyncio.wait_for(caller.task, 5)
+        return caller.status, msgspec.json.decode(b"".join(caller.writes))
+
+    for body in ({"rid": "mine"}, {"abort_all": True}, {"rid": "", "abort_all": True}):
+        status, reply = asyncio.run(run("/abort_request", body))
+        assert status == 200 and reply["output_ids"] == [] and reply["text"] == ""
+        reason = reply["meta_info"]["finish_reason"]
+        assert reason["type"] == "abort" and reason["status_code"] is None and reason["message"]
+
+
+def test_unknown_fields_are_ignored_and_named() -> None:
+    s = sglang()
+    body = PROMPT | {"new_field": 1, "image_data": [None, []], "session_id": "x", "bootstrap_room": None, "text": "a"}
+    answer = s.post("/generate", body | {"sampling_params": {"max_new_tokens": 1}})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-ignored-fields"] == "new_field, text" and s.llm.calls[-1].prompt == [70, 71, 72]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input_ids"),
+        ({"input_ids": []}, "input_ids"),
+        ({"text": ""}, "text"),
+        ({"text": [""]}, "text[0]"),
+        ({"text": [1]}, "text[0]"),
+        ({"input_ids": [70, "a"]}, "input_ids[1]"),
+        ({"input_ids": [True]}, "input_ids[0]"),
+        ({"input_ids": [[70], 5]}, "input_ids[1]"),
+        ({"input_ids": [[70], []]}, "input_ids[1]"),
+        ({"input_ids": [VOCAB]}, "input_ids"),
+        ({"input_ids": [[5], [VOCAB]]}, "input_ids[1]"),
+        ({"input_ids": [5] * 512}, "input_ids"),
+        (PROMPT | {"image_data": ["http://x/y.png"]}, "image_data"),
+        (PROMPT | {"input_embeds": [[0.5]]}, "input_embeds"),
+        (PROMPT | {"return_hidden_states": True}, "return_hidden_states"),
+        (PROMPT | {"return_routed_experts": True}, "return_routed_experts"),
+        (PROMPT | {"routed_dp_rank": 1}, "routed_dp_rank"),
+        (PROMPT | {"rid": "ä"}, "rid"),
+        ({"text": ["a", "b"], "rid": ["1", "2"]}, "rid"),
+        (PROMPT | {"return_logprob": True, "logprob_start_len": 4}, "logprob_start_len"),
+        (PROMPT | {"return_logprob": True, "logprob_start_len": -2}, "logprob_start_len"),
+        (PROMPT | {"return_logprob": True, "top_logprobs_num": -1}, "top_logprobs_num"),
+        (PROMPT | {"return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
+        (PROMPT | {"return_logprob": True, "token_ids_logprob": [VOCAB]}, "token_ids_logprob"),
+        (PROMPT | {"return_logprob": True, "token_ids_logprob": ["a"]}, "token_ids_logprob"),
+        (PROMPT | {"return_logprob": True, "token_ids_logprob": [5], "logprob_start_len": 0}, "token_ids_logprob"),
+        ({"text": ["a", "b"], "return_logprob": [True]}, "return_logprob"),
+        ({"text": ["a", "b"], "lora_path": ["a", None]}, "lora_path"),
+        (PROMPT | {"lora_path": "x"}, "lora_path"),
+        (PROMPT | {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"temperature": 0.5}},
+         "logprob_start_len"),
+    ],
+)  # fmt: skip
+def test_bodies_are_refused_by_field(server: Site, body: dict[str, Any], param: str, stream: bool) -> None:
+    answer = server.post("/generate", body | {"stream": stream})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["message"] and error["param"] == param, error
+
+
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"max_new_tokens": -1}, "max_new_tokens"),
+        ({"max_new_tokens": "x"}, "max_new_tokens"),
+        ({"min_new_tokens": 9, "max_new_tokens": 4}, "min_new_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"sampling_seed": 2**70}, "sampling_seed"),
+        ({"stop_regex": "a"}, "stop_regex"),
+        ({"ebnf": "root ::= a"}, "ebnf"),
+        ({"structural_tag": "{}"}, "structural_tag"),
+        ({"beam_width": 4}, "beam_width"),
+        ({"regex": "a", "json_schema": "{}"}, "regex"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"stop": [""]}, "stop"),
+    ],
+)
+def test_sampling_parameters_are_refused_by_their_name(server: Site, params: dict[str, Any], name: str) -> None:
+    answer = server.post("/generate", PROMPT | {"sampling_params": params})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == f"sampling_params.{name}", answer.text
+
+
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    s = sglang(tokens_only=True)
+    reply = generate(s, PROMPT, max_new_tokens=2)
+    assert "text" not in reply and reply["output_ids"] == [72, 73]
+    assert s.post("/generate", {"text": "a"}).json()["error"]["param"] == "text"
+
+
+def test_a_stream_that_fails_ends_with_an_error() -> None:
+    s = sglang()
+    s.llm.fails = lambda index: True
+    answer = s.post("/generate", PROMPT | {"stream": True})
+    *_, last = parse_events(answer.text)
+    assert set(last["error"]) == {"message", "type", "code", "retryable"} and last["error"]["code"] == 500
+    assert s.post("/generate", PROMPT).status_code == 500
+    s.llm.fails = lambda index: index == 1
+    good, bad = generate(s, PROMPT, n=2, max_new_tokens=2)
+    assert good["meta_info"]["finish_reason"]["type"] == "length"
+    assert bad["meta_info"]["finish_reason"]["status_code"] == 500
+
+
+def test_garbage_is_always_the_clients_fault() -> None:
+    s = sglang()
+    rng = random.Random(0)
+    values = (None, True, -1, 2**70, 0.5, "", "a", [], [1], [[1]], [None], ["a"], {}, {"a": 1}, [{}], [True, 2])
+    fields = [*SglangGenerateBody.__struct_encode_fields__, *REFUSED, "other"]
+    params = SglangSamplingParams.__struct_fields__
+
+    async def scene() -> None:
+        async with s.client() as client:
+            for i in range(800):
+                body: dict[str, Any] = dict(PROMPT) if i % 2 else {"text": "a"}
+                body |= {rng.choice(fields): rng.choice(values) for _ in range(rng.randrange(1, 3))}
+                if i % 3 == 0:
+                    body["sampling_params"] = {rng.choice(params): rng.choice(values) for _ in range(2)}
+                answer = await client.post("/generate", json=body)
+                assert answer.status_code < 500, (body, answer.text)
+                if answer.status_code >= 400:
+                    assert answer.json()["error"]["message"] and answer.json()["error"]["param"], (body, answer.text)
+            for raw in (b"", b"{", b"[]", b"5", b"\xff", b'{"input_ids": [1'):
+                answer = await client.post("/generate", content=raw)
+                assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+    asyncio.run(scene())
+    assert not s.app.state.serving.metrics.inflight and not s.llm.streams

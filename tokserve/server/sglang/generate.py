@@ -1,0 +1,304 @@
+"""POST /generate: text or ids in, text, ids and logprobs out, for one prompt or several.
+
+A request is one `GenerateRequest` here too, with a task per prompt.  Logprobs are of logits over temperature, as in
+SGLang, not the server's default.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokserve.client.outputs import ChoiceOutput
+from tokserve.errors import RequestError, invalid
+from tokserve.params import SamplingParams
+from tokserve.server import body, declared, errors, schemas, sse, structured
+from tokserve.server.completions import MAX_CHOICES, MAX_PROMPTS, drop_output
+from tokserve.server.serving import FieldPaths, Serving
+from tokserve.server.sglang import sampling
+from tokserve.server.sglang.reply import GenerateRenderer, ReplyForm, last_events
+from tokserve.server.workers import off_loop
+
+# fields without an effect on the result, whatever their value
+IGNORED = frozenset({
+    "session_id", "routing_key", "custom_labels", "log_metrics", "background", "modalities", "no_logs",
+    "received_time", "validation_time", "conversation_id", "http_worker_ipc", "external_trace_header",
+})  # fmt: skip
+# fields that this server does not support, with the values that have no effect besides null and empty ones
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "input_embeds": (), "image_data": (), "video_data": (), "audio_data": (), "session_params": (),
+    "custom_logit_processor": (), "return_hidden_states": (False,), "return_routed_experts": (False,),
+    "return_indexer_topk": (False,), "require_reasoning": (False,), "return_entropy": (False,),
+    "routed_dp_rank": (0,), "data_parallel_rank": (0,), "bootstrap_host": (), "bootstrap_port": (),
+    "bootstrap_room": (), "routed_experts_start_len": (0,),
+}  # fmt: skip
+
+
+class SglangGenerateBody(msgspec.Struct, omit_defaults=True):
+    """The body of /generate; what takes a list has an entry per prompt then."""
+
+    text: str | list[str] | None = None
+    input_ids: list[Any] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any] | None] | None = None
+    request_id: str | list[str] | None = msgspec.field(default=None, name="rid")
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
+    token_ids_logprob: list[Any] | None = None
+    return_text_in_logprobs: bool | None = None
+    return_prompt_token_ids: bool | None = None
+    return_sampling_mask: bool | None = None
+    stream: bool | None = None
+    lora_path: str | list[str | None] | None = None
+    priority: int | None = None
+    extra_key: str | list[str | None] | None = None
+    cache_salt: str | list[str | None] | None = None
+
+
+class GenerateCall(NamedTuple):
+    """A body, read and checked.  `scored`: the prompts whose output is left out (max_new_tokens 0)."""
+
+    body: SglangGenerateBody
+    ignored: list[str]
+    prompts: list[list[int]]
+    tasks: list[SamplingParams]
+    forms: list[ReplyForm]
+    scored: frozenset[int]
+    request_id: str | None
+    listed: bool
+    fields: FieldPaths
+
+
+async def generate(serving: Serving, request: Request) -> Response:
+    """POST /generate"""
+    value, size = await serving.bodies.load(request)
+    call = await off_loop(request, size, lambda: read(serving, value))
+    sent = call.body
+    lora = _same(sent.lora_path, "lora_path")
+    if lora and (not serving.config.lora.enable_lora or serving.adapter(lora) != lora):
+        raise invalid("lora_path", "needs the name of a loaded adapter (--enable-lora, /load_lora_adapter)")
+    options = {field.name: field.default for field in declared.OPTIONS} | {
+        "stream": bool(sent.stream), "cache_salt": _cache_salt(sent), "priority": -(sent.priority or 0),
+        "request_id": call.request_id, "model": lora,
+    }  # fmt: skip
+    try:
+        await serving.find_model(lora)
+        bare = serving.request_of(
+            request, SimpleNamespace(**options), call.tasks[0], text=serving.text, score_each=True
+        )
+    except RequestError as error:
+        raise call.fields.rename(error) from None
+    generation = await serving.start(request, bare, call.prompts, call.fields, tasks=call.tasks)
+    if call.scored:
+        n = generation.n
+        generation.adjust = lambda c: drop_output(c) if c.index // n in call.scored else c
+    render = GenerateRenderer(
+        generation, call.forms, _names(serving, sent), request_ids=[bare.request_id] * len(call.prompts),
+        listed=call.listed, text=serving.text, echo=bool(sent.return_prompt_token_ids),
+        version=lambda: serving.llm.status.weight_version,
+    )  # fmt: skip
+    headers = {"X-Request-Id": bare.request_id, **schemas.ignored_header(call.ignored)}
+    if sent.stream:
+        return sse.EventStream(generation, render, serving.keep_alive, headers, close=last_events)
+    choices: list[ChoiceOutput] = await sse.collect(generation, request)
+    columns = sum(map(sse.columns_size, choices))
+    raw = await off_loop(request, columns, lambda: render.reply(choices))
+    return Response(raw, headers=headers, media_type=body.JSON)
+
+
+def read(serving: Serving, value: Any) -> GenerateCall:
+    """Check a decoded body and tokenize its texts.  Raises `RequestError` naming the field."""
+    sent, ignored = _body(value)
+    prompts, field, batched = _prompts(serving, sent)
+    if sent.text is not None and sent.input_ids is not None:
+        ignored.append("text")
+    params = [
+        sampling.read(one, f"sampling_params[{index}]" if isinstance(sent.sampling_params, list) else "sampling_params")
+        for index, one in enumerate(_each(sent.sampling_params, len(prompts), "sampling_params"))
+    ]
+    if any((one.max_new_tokens or 0) < 0 for one in params):
+        raise invalid(f"{sampling.PREFIX}max_new_tokens", "must be at least 0")
+    if len({one.n or 1 for one in params}) > 1:
+        raise invalid("sampling_params", "must have the same n for all prompts")
+    if len(prompts) * max(1, params[0].n or 1) > MAX_CHOICES:
+        raise invalid(f"{sampling.PREFIX}n", f"and the number of prompts make more than {MAX_CHOICES} choices")
+    forms = _forms(serving, sent, prompts)
+    named = _token_ids(sent, len(prompts))
+    tasks = [_task(serving, *of_prompt) for of_prompt in zip(params, forms, named, prompts, strict=True)]
+    if sent.return_text_in_logprobs and not serving.text:
+        raise invalid("return_text_in_logprobs", "needs a tokenizer, and this server has none (--tokens-only)")
+    scored = frozenset(index for index, one in enumerate(params) if one.max_new_tokens == 0)
+    return GenerateCall(
+        sent, ignored, prompts, tasks, forms, scored, _request_id(sent, len(prompts)),
+        batched or tasks[0].n > 1, FieldPaths(field, sampling.PREFIX, sampling.OTHER_NAMES),
+    )  # fmt: skip
+
+
+def _body(value: Any) -> tuple[SglangGenerateBody, list[str]]:
+    """The body, and the names of its unknown fields."""
+    if not isinstance(value, dict):
+        raise RequestError("the body must be an object")
+    for name, no_effect in REFUSED.items():
+        if not _is_blank(value.get(name)):
+            errors.refuse_unsupported(name, value[name], no_effect)
+    unknown = [
+        name
+        for name in value
+        if isinstance(name, str)
+        and name not in SglangGenerateBody.__struct_encode_fields__
+        and name not in IGNORED
+        and name not in REFUSED
+    ]
+    return body.convert(value, SglangGenerateBody), unknown
+
+
+def _is_blank(value: Any) -> bool:
+    """null, nothing, or lists of that: what clients send who always send a field."""
+    return value in (None, "") or (isinstance(value, list) and all(map(_is_blank, value)))
+
+
+def _prompts(serving: Serving, sent: SglangGenerateBody) -> tuple[list[list[int]], str, bool]:
+    """The prompts as ids, the name of their field, and whether they came as a batch."""
+    given: list[Any] | str | None = sent.text if sent.input_ids is None else sent.input_ids
+    field = "text" if sent.input_ids is None else "input_ids"
+    if given is None:
+        raise RequestError("text or input_ids is required", field="input_ids")
+    if not given:
+        raise invalid(field, "must not be empty")
+    batched = isinstance(given, list) and not isinstance(given[0], int)
+    listed: list[Any] = given if batched else [given]  # type: ignore[assignment]
+    if len(listed) > MAX_PROMPTS:
+        raise invalid(field, f"must have at most {MAX_PROMPTS} entries, got {len(listed)}")
+    places = [f"{field}[{index}]" if batched else field for index in range(len(listed))]
+    if field == "text":
+        return [_encode(serving, text, place) for text, place in zip(listed, places, strict=True)], field, batched
+    for ids, place in zip(listed, places, strict=True):
+        _check_ids(ids, place)
+    return listed, field, batched
+
+
+def _encode(serving: Serving, text: str, field: str) -> list[int]:
+    if not serving.text:
+        raise invalid("text", "needs a tokenizer, and this is a tokens-only server: send input_ids", code="tokens_only")
+    serving.check_text(text, field)
+    ids = serving.tokenizer.encode(text, add_special_tokens=True)
+    if not ids:
+        raise invalid(field, "must not be empty")
+    return ids
+
+
+def _check_ids(ids: Any, field: str) -> None:
+    if not isinstance(ids, list):
+        raise invalid(field, "must be a list of token ids")
+    if not ids:
+        raise invalid(field, "must not be empty")
+    if set(map(type, ids)) != {int}:
+        index = next(i for i, token in enumerate(ids) if type(token) is not int)
+        raise invalid(f"{field}[{index}]", "must be a token id")
+
+
+def _each(value: Any, count: int, field: str) -> list[Any]:
+    """A value per prompt."""
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise invalid(field, f"must have an entry per prompt ({count}), got {len(value)}")
+    return value
+
+
+def _same(value: Any, field: str) -> str | None:
+    """The one value of a field that may be given per prompt, but is the same for all here."""
+    if not isinstance(value, list):
+        return value or None
+    if len(set(value)) > 1:
+        raise invalid(field, "must be the same for all prompts of a batch")
+    return (value[0] if value else None) or None
+
+
+def _request_id(sent: SglangGenerateBody, count: int) -> str | None:
+    if isinstance(sent.request_id, list):
+        if count > 1 or len(sent.request_id) > 1:
+            raise invalid("rid", "must be one string: a batch is one request here")
+        return sent.request_id[0] if sent.request_id else None
+    return sent.request_id
+
+
+def _cache_salt(sent: SglangGenerateBody) -> str | None:
+    """What separates this request in the prefix cache: both fields do in SGLang."""
+    salts = [salt for name in ("cache_salt", "extra_key") if (salt := _same(getattr(sent, name), name))]
+    return salts[0] if len(salts) == 1 else hashlib.sha256(repr(salts).encode()).hexdigest() if salts else None
+
+
+def _forms(serving: Serving, sent: SglangGenerateBody, prompts: Sequence[Sequence[int]]) -> list[ReplyForm]:
+    count = len(prompts)
+    has_masks = sent.return_sampling_mask
+    if has_masks is None:
+        has_masks = serving.config.model.return_sampling_mask
+    named = _token_ids(sent, count)
+    forms = []
+    for index, has_logprobs in enumerate(_each(sent.return_logprob, count, "return_logprob")):
+        start = _each(sent.logprob_start_len, count, "logprob_start_len")[index]
+        top = _each(sent.top_logprobs_num, count, "top_logprobs_num")[index] or 0
+        if not has_logprobs:
+            forms.append(ReplyForm(False, None, 0, False, has_masks))
+            continue
+        if start is None or start == -1:
+            start = None
+        elif not 0 <= start <= len(prompts[index]):
+            raise invalid("logprob_start_len", f"must be -1, or at most the prompt's length {len(prompts[index])}")
+        if top < 0:
+            raise invalid("top_logprobs_num", f"must be at least 0, got {top}")
+        if named[index] and start is not None:
+            raise invalid("token_ids_logprob", "is served for the output only: logprob_start_len must be -1 with it")
+        forms.append(ReplyForm(True, start, top, bool(named[index]), has_masks))
+    return forms
+
+
+def _token_ids(sent: SglangGenerateBody, count: int) -> list[list[int] | None]:
+    given = sent.token_ids_logprob
+    if given and not isinstance(given[0], int):
+        lists: list[list[int] | None] = _each(given, count, "token_ids_logprob")
+    else:
+        lists = [given or None] * count
+    for ids in lists:
+        if ids is not None:
+            _check_ids(ids, "token_ids_logprob")
+    return lists
+
+
+def _task(
+    serving: Serving, given: sampling.SglangSamplingParams, form: ReplyForm, named: list[int] | None,
+    prompt: Sequence[int],
+) -> SamplingParams:  # fmt: skip
+    scores = form.start is not None and form.start + 1 < len(prompt)
+    mode = given.logprobs_mode or "temperature"
+    if scores and given.logprobs_mode is None and given.temperature not in (None, 0, 1):
+        # SGLang divides the output's logits by the temperature, and not the prompt's; a request has one mode here
+        if given.max_new_tokens not in (0, 1):
+            raise invalid(
+                "logprob_start_len",
+                "with a temperature other than 1 needs sampling_params.logprobs_mode: raw or temperature, for the "
+                "prompt's logprobs and the output's (or max_new_tokens 0 or 1, which scores the prompt)",
+            )
+        mode = "raw"
+    computed: dict[str, Any] = {"logprobs_mode": mode}
+    if form.has_logprobs:
+        computed |= {"logprobs": form.top, "logprob_token_ids": named}
+    if scores and form.start is not None:
+        computed |= {"prompt_logprobs": form.top, "prompt_logprobs_start": form.start + 1}
+    computed["return_sampling_mask"] = form.has_masks
+    made = sampling.translate(given, **computed)
+    return structured.with_default(made, serving.closed_schemas)
+
+
+def _names(serving: Serving, sent: SglangGenerateBody) -> Any:
+    """What names tokens in the triples: their text, if that was requested."""
+    if not sent.return_text_in_logprobs:
+        return lambda token_id: None
+    return serving.tokenizer.token

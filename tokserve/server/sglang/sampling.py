@@ -1,0 +1,125 @@
+"""SGLang's sampling parameters as `SamplingParams`.
+
+Names, defaults and meanings are SGLang's; an unknown name is an error there too.  What this server cannot do is refused
+by name, and values without an effect are accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from tokserve.errors import RequestError, invalid
+from tokserve.params import LogprobsMode, SamplingParams, StructuredOutputs
+from tokserve.server import body, errors
+
+PREFIX = "sampling_params."
+GREEDY = 1e-6  # a temperature below is 0
+ANY_JSON = "$$ANY$$"  # as json_schema: any JSON object
+FORMS = ("json_schema", "regex", "choice")
+# the names of `SamplingParams` and `RequestOptions` in the body of /generate
+OTHER_NAMES: Mapping[str, str] = {
+    "logprobs": "top_logprobs_num", "prompt_logprobs": "logprob_start_len", "logprob_token_ids": "token_ids_logprob",
+    "prompt_logprobs_start": "logprob_start_len", "return_sampling_mask": "return_sampling_mask", "request_id": "rid",
+    "max_tokens": f"{PREFIX}max_new_tokens", "min_tokens": f"{PREFIX}min_new_tokens", "seed": f"{PREFIX}sampling_seed",
+    "include_stop_str_in_output": f"{PREFIX}no_stop_trim", "structured_outputs": f"{PREFIX}json_schema",
+    "model": "lora_path",
+}  # fmt: skip
+
+
+class SglangSamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`sampling_params` of /generate.  null is the default, but for `max_new_tokens`, where it is the rest of the
+    context.  `logprobs_mode` is this server's own."""
+
+    max_new_tokens: int | None = 128
+    min_new_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    sampling_seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    logprobs_mode: LogprobsMode | None = None
+    stop_regex: Any = None  # this and the next four are refused
+    ebnf: Any = None
+    structural_tag: Any = None
+    beam_width: Any = None
+    watermark: Any = None
+    custom_params: Any = None  # this and the next: no effect
+    stream_interval: Any = None
+
+
+_SAME = (
+    "n", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "logprobs_mode",
+)  # fmt: skip
+_RENAMED = {"min_new_tokens": "min_tokens", "no_stop_trim": "include_stop_str_in_output", "sampling_seed": "seed"}
+_REFUSED: dict[str, tuple[Any, ...]] = {  # values without an effect, and the reason
+    "stop_regex": ([], "", "use stop, stop_token_ids or regex"),
+    "ebnf": ("", "grammars are Lark's: use structured_outputs.grammar of /inference/v1/generate"),
+    "structural_tag": ("", "use json_schema or regex"),
+    "beam_width": (0, 1, "there is no beam search"),
+    "watermark": (False, "outputs are not watermarked"),
+}
+
+
+def read(value: Any, field: str) -> SglangSamplingParams:
+    """The parameters of one prompt; `field`: their path in the body.  Raises `RequestError` naming a wrong one."""
+    known = [name for name in SglangSamplingParams.__struct_fields__ if name not in _REFUSED]
+    params = body.convert({} if value is None else value, SglangSamplingParams, field, known=known)
+    for name, (*no_effect, reason) in _REFUSED.items():
+        errors.refuse_unsupported(f"{field}.{name}", getattr(params, name), no_effect, str(reason))
+    return params
+
+
+def translate(given: SglangSamplingParams, **computed: Any) -> SamplingParams:
+    """The parameters under this server's names; `computed`: what other fields of the body say.  As in SGLang, what the
+    model recommends has no effect.  `max_new_tokens` 0 becomes one token, which the reply leaves out."""
+    values: dict[str, Any] = {}
+    for name, ours in (*((name, name) for name in _SAME), *_RENAMED.items()):
+        value = getattr(given, name)
+        if value is not None:
+            values[ours] = value
+    if 0 <= values.get("temperature", 1.0) < GREEDY:
+        values["temperature"] = 0.0
+    values["max_tokens"] = 1 if given.max_new_tokens == 0 else given.max_new_tokens
+    if given.max_new_tokens == 0:
+        values["min_tokens"] = 0
+    if given.logit_bias is not None:
+        values["logit_bias"] = {_token(key): bias for key, bias in given.logit_bias.items()}
+    values["structured_outputs"] = _form(given)
+    return SamplingParams(**(values | computed))
+
+
+def _token(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) <= 9):
+        raise invalid(f"{PREFIX}logit_bias", f"must have token ids as keys, got {key[:20]!r}")
+    return int(key)
+
+
+def _form(given: SglangSamplingParams) -> StructuredOutputs | None:
+    forms = [name for name in FORMS if getattr(given, name) not in (None, "")]
+    if len(forms) > 1:
+        raise RequestError(f"give only one of {' and '.join(forms)}", field=PREFIX + forms[1])
+    if not forms:
+        return None
+    if forms == ["json_schema"]:
+        if given.json_schema == ANY_JSON:
+            return StructuredOutputs(json_object=True)
+        return StructuredOutputs(json=given.json_schema)
+    return StructuredOutputs(**{forms[0]: getattr(given, forms[0])})
