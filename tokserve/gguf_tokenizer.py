@@ -128,7 +128,8 @@ def _add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Seq
     added = [
         tokenizers.AddedToken(token, normalized=False, special=kind == CONTROL)
         for token, kind in zip(tokens, kinds, strict=False)
-        if kind in (CONTROL, USER_DEFINED) and token
+        # Gemma's pieces of spaces are in the model as it spells them; under this spelling they would get new ids
+        if kind in (CONTROL, USER_DEFINED) and backend.token_to_id(token) is not None
     ]
     backend.add_tokens(added)
 

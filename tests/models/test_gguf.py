@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 
 from tests.models import gguf_models
 from tests.models.driver import Driver, prefill, random_ids
-from tokserve import checkpoint, gguf
+from tokserve import checkpoint, gguf, gguf_tokenizer
 from tokserve.errors import StartError
+from tokserve.gguf import GgufHeader
 from tokserve.models.decoder import Decoder
 from tokserve.models.load import load
 from tokserve.text.tokenizer import Tokenizer
@@ -74,6 +76,21 @@ def test_the_header_gives_tokenizer_template_and_end_of_sequence(tmp_path: Path)
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
     assert len(tokenizer.encode("<extra_3>")) == 1
     assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == [257]
+
+
+def test_pieces_of_spaces_in_gemma_s_files_keep_their_ids() -> None:
+    tokens = ["<unk>", "<bos>", "  ", "    ", "\u2581", "\u2581a", "a", "\n", "\n\n"]
+    kinds = [2, 3, 4, 4, 1, 1, 1, 4, 4]
+    metadata = {
+        "general.architecture": "gemma3", "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.unknown_token_id": 0,
+    }  # fmt: skip
+    made, _ = gguf_tokenizer.convert(GgufHeader((), metadata, {}))
+    backend = tokenizers.Tokenizer.from_str(made)
+    assert backend.get_vocab_size() == len(tokens)
+    for text, ids in (("  ", [2]), ("a  a a", [6, 2, 6, 5]), ("     \n\na", [3, 4, 8, 6]), ("\n", [7])):
+        assert backend.encode(text).ids == [1, *ids], text
+        assert backend.decode(ids) == text
 
 
 def test_checksums_are_of_the_file_s_bytes(tmp_path: Path) -> None:
