@@ -92,6 +92,19 @@ def test_experts_survive_batches_chunks_preemption_and_the_prefix_cache(
 OUTPUT: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "seed": 3, "ignore_eos": True}
 
 
+def test_experts_and_sampling_masks_of_one_request(checkpoint: Path) -> None:
+    params = SamplingParams(**OUTPUT, logprobs=2, top_k=20, return_sampling_mask=True)
+    with LLM(checkpoint, max_num_batched_tokens=48, **ROUTED, **OPTIONS) as llm:
+        both = [output.outputs[0] for output in llm.generate(PROMPTS[:3], params, use_tqdm=False)]
+        for prompt, choice in zip(PROMPTS, both, strict=False):
+            assert choice.sampling_mask is not None and choice.routed_experts is not None
+            assert [len(row) for row in choice.sampling_mask if row is not None] == [20] * 40
+            assert all(token in row for token, row in zip(choice.token_ids, choice.sampling_mask, strict=True))
+            rescore = SamplingParams(max_tokens=1)
+            scored = routed(llm, [prompt + choice.token_ids], rescore)[0][1]
+            assert np.array_equal(scored[:-1], choice.routed_experts)
+
+
 def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     dense = write_checkpoint(tmp_path, tiny_config("qwen3"))
     with pytest.raises(StartError, match="enable_return_routed_experts: the model has no experts"):

@@ -428,7 +428,7 @@ class Paged:
             self.scale,
             self.window,
             1.0,
-            5.0 if self.scale < 0.1 else 0.0,  # soft cap
+            5.0 if self.scale < 0.12 else 0.0,  # soft cap
             self.sinks,
         )
         return list(result.split(sizes))

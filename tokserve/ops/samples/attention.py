@@ -63,6 +63,6 @@ def paged_attention(dtype: torch.dtype) -> Samples:
         rest = caches[0], caches[1], tables, query_start, seq_lens, dim**-0.5, window
         yield q, *rest
         if heads > 1:
-            yield q, *rest, 1.0, 0.0, torch.randn(heads, generator=generator) * 3
+            yield q, *rest, 1.0, 5.0 if dim < 64 else 0.0, torch.randn(heads, generator=generator) * 3
         if dim < 128:
             yield q * 8, *rest, 1.0, 5.0
