@@ -74,8 +74,9 @@ def check_rows(output: CompletionOutput, params: dict[str, Any]) -> list[int]:
         logprob, kept = float(output.sampling_logprobs[i]), float(output.kept_logprob[i])
         own = float(columns.token_logprobs[i])
         if row is None:
-            cut += kept != 0.0
-            assert kept <= 0.0 and (kept != 0.0 or edited or logprob == own)
+            # the logarithm of nearly all of the mass rounds to 0, too; only the whole vocabulary leaves the bits
+            cut += kept != 0.0 or not (edited or logprob == own)
+            assert kept <= 0.0
         else:
             ids = row.tolist()
             assert 0 < len(ids) <= MAX_MASK and ids == sorted(set(ids)) and token in ids
