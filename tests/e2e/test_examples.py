@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.server import Server
 from tokserve import SamplingParams
 from tokserve.server.app import ENDPOINTS
@@ -22,6 +24,7 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_grpo(tmp_path: Path) -> None:
     """Rollouts of the next step are generated with older weights while this one trains."""
     log = tmp_path / "log.jsonl"

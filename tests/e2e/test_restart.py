@@ -66,6 +66,7 @@ def check_lost(whole: httpx.Response, stream: str) -> None:
     assert '"code":"engine_restarting"' in stream and stream.rstrip().endswith("data: [DONE]")
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_killed_or_hangs_is_replaced_with_its_last_weights_and_else_noticed(tmp_path: Path) -> None:
     with Server("demo", *FLAGS) as server:
         pushed = {"weight_dir": str(variant(tmp_path, 1)), "weight_version": "pushed"}

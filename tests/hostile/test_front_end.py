@@ -53,6 +53,7 @@ def test_bad_words(scene: Scene) -> None:
     assert (refused.status, refused.field, served.status) == (400, "bad_words", 200)
 
 
+@pytest.mark.slow
 def test_bodies_that_never_end(scene: Scene) -> None:
     counts = Counter((answer.status, answer.code) for answer in scene.under(attack.endless_bodies))
     assert counts[503, "body_memory"] > 0 and counts[408, "body_timeout"] > 0, counts

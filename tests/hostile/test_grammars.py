@@ -78,6 +78,7 @@ def test_a_cheap_grammar_does_not_wait_for_bombs(server: Server) -> None:
     until_quiet(server)
 
 
+@pytest.mark.slow
 def test_a_bomb_is_refused_at_once_the_second_time(server: Server) -> None:
     first = server.post(GENERATE, body(bomb(77)))
     assert first.status_code == 400

@@ -149,7 +149,7 @@ def test_deltas_that_are_large_together_are_made_beside_the_loop(monkeypatch: py
     asked = BODY | {"sampling_params": {"max_tokens": 6, "seed": 3, "logprobs": 2, "n": 4}}
     at_once = joined(site().events(GENERATE, asked))
     monkeypatch.setattr(logprobs, "objects", objects)
-    monkeypatch.setattr(sse, "LARGE", 3 * sse._columns_size(ChoiceOutput(0, [5], logprobs=columns([5], 2, ()))))
+    monkeypatch.setattr(sse, "LARGE", 3 * sse.columns_size(ChoiceOutput(0, [5], logprobs=columns([5], 2, ()))))
     assert joined(site().events(GENERATE, asked)) == at_once
     assert any(name.startswith("tokserve-work") for name in threads)
 
