@@ -285,7 +285,8 @@ def spoiled(body: bytes, fault: str, generator: random.Random) -> bytes:
         steps = bytes([0]) * (end - begin) if generator.random() < 0.5 else bytes([255]) * (end - begin)
         return body[: 8 + size + begin] + steps + body[8 + size + end :]
     if fault == "count":
-        header[name + "#values"]["shape"] = [generator.choice([0, 1 << 40, -1, 3])]
+        right = header[name + "#values"]["shape"]
+        header[name + "#values"]["shape"] = generator.choice([[n] for n in (0, 1 << 40, -1, 3) if [n] != right])
     else:  # sizes that would take all memory
         header[name + "#steps"] = {"dtype": "U8", "shape": [1 << 50], "data_offsets": [begin, begin + (1 << 50)]}
     packed = json.dumps(header).encode()
