@@ -204,3 +204,19 @@ def test_served_with_cache_and_batch(name: str, impl: str, tmp_path: Path) -> No
                         do_sample=False,
                     )[0, len(prompt) :].tolist()  # fmt: skip
                 assert list(result.outputs[0].token_ids) == expected
+
+
+def test_quantization_options_count(tmp_path: Path) -> None:
+    """The group size and the head's own quantization, as for a family with a spec function."""
+    checkpoint("qwen2", tmp_path)
+    ids = random_ids(12, 320, 1)
+
+    def logits(**options: Any) -> torch.Tensor:
+        hf = json.loads((tmp_path / "config.json").read_text())
+        made = load(tmp_path, hf, dtype="float32", head_dtype="auto", load_format="auto", seed=0, **options)
+        return prefill(made, ids)
+
+    plain, head = logits(), logits(quantize_lm_head=True)
+    groups = [logits(quantization="int4", group_size=size) for size in (32, 64)]
+    for one, other in ((plain, head), (plain, groups[0]), (groups[0], groups[1])):
+        assert not torch.equal(one, other)

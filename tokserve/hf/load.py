@@ -10,9 +10,9 @@ from typing import Any
 from tokserve.errors import StartError
 from tokserve.hf.model import TransformersModel
 from tokserve.layers.options import LayerOptions
-from tokserve.layers.quant import METHODS, UNQUANTIZED
+from tokserve.layers.quantized import GROUP
 from tokserve.models import dummy, weights
-from tokserve.models.load import DTYPES
+from tokserve.models.load import DTYPES, quant_methods
 
 logger = logging.getLogger(__name__)
 
@@ -26,15 +26,15 @@ def load(
     load_format: str,
     seed: int,
     quantization: str | None = None,
+    group_size: int = GROUP,
     quantize_lm_head: bool = False,
     float8_cache: bool = False,
 ) -> TransformersModel:
     """As `models.load.load`.  Raises StartError, for what such a model cannot do as well."""
     if float8_cache:
         raise StartError("kv_cache_dtype fp8 is not supported by --model-impl transformers")
-    quant = UNQUANTIZED if quantization is None else METHODS[quantization]
+    quant, head_quant = quant_methods(quantization, group_size, quantize_lm_head=quantize_lm_head)
     head_type = DTYPES[dtype if head_dtype == "auto" else head_dtype]
-    head_quant = quant if quantize_lm_head else UNQUANTIZED
     model = TransformersModel(hf, LayerOptions(DTYPES[dtype], quant), LayerOptions(head_type, head_quant))
     parameters = model.parameters_by_name()
     if load_format == "dummy":

@@ -121,19 +121,23 @@ def build(
     float8_cache: bool = False,
 ) -> Decoder:
     """A decoder without weights; arguments as `load`'s."""
-    quant = _method(quantization, group_size)
+    quant, head_quant = quant_methods(quantization, group_size, quantize_lm_head=quantize_lm_head)
     model_type = _dtype(dtype)
     head_type = model_type if head_dtype == "auto" else _dtype(head_dtype)
-    head_quant = _head_method(quant, quantize=quantize_lm_head)
     options, head = LayerOptions(model_type, quant), LayerOptions(head_type, head_quant)
     tables = rope_tables(spec, max_model_len or spec.max_position)
     return Decoder(spec, options, head, tables, float8_cache=float8_cache)
 
 
-def _method(quantization: str | None, group_size: int) -> QuantMethod:
+def quant_methods(
+    quantization: str | None, group_size: int, *, quantize_lm_head: bool
+) -> tuple[QuantMethod, QuantMethod]:
+    """How the projections are quantized, and how the head is."""
     if quantization == "int4":
-        return Int4(group_size)
-    return UNQUANTIZED if quantization is None else METHODS[quantization]
+        quant: QuantMethod = Int4(group_size)
+    else:
+        quant = UNQUANTIZED if quantization is None else METHODS[quantization]
+    return quant, _head_method(quant, quantize=quantize_lm_head)
 
 
 def _head_method(quant: QuantMethod, *, quantize: bool) -> QuantMethod:
