@@ -475,8 +475,12 @@ def test_tiles_of_any_shape_add_up_in_one_order_on_sm_90(
 @pytest.mark.slow
 def test_decode_and_prefill_do_the_same_arithmetic_on_sm_90(compiled: dict[str, Any]) -> None:
     attention = variants(compiled, "decode", "prefill")
-    loops = {name: figures["loop"] for name, figures in attention.items()}
-    assert len(loops) == 6 and all(loop == loops[name.replace("decode", "prefill")] for name, loop in loops.items())
+    # sinks are in the merge of a decode step and in prefill itself, so prefill has more variants of the same loops
+    loops = {
+        kernel: {str(figures["loop"]) for figures in variants(compiled, kernel).values()}
+        for kernel in ("decode", "prefill")
+    }
+    assert loops["decode"] == loops["prefill"] and len(loops["decode"]) >= 3
     for name, figures in attention.items():
         scores, values = figures["chains"]
         assert scores["fresh"] and not values["fresh"], name
