@@ -23,11 +23,12 @@ def rope(x: Tensor, table: Tensor) -> Tensor:  # [n, heads, D], [n, rot]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, x[..., 2 * half :]], -1)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float = 0.0) -> Tensor:
     """q [n, Hq, D] are the last n positions of k and v [m, Hk, D]."""
     n, m, group = len(q), len(k), q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
+    scores = torch.tanh(scores / softcap) * softcap if softcap else scores
     position, key = torch.arange(m - n, m)[:, None], torch.arange(m)
     hidden = key > position
     if window:

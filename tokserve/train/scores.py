@@ -21,7 +21,8 @@ from tokserve.train.adjustments import AdjustedRow
 from tokserve.train.byte_budget import ByteBudget
 from tokserve.train.products import Products
 
-PIECE_BYTES = 256 << 20  # of logits
+PIECE_BYTES = 256 << 20  # of logits, made by one product
+CACHED_BYTES = 4 << 20  # of logits, that go through everything after the product together
 COLDEST = 2.0**-100  # lower temperatures count as this one
 COLD = 2.0**-7  # below, processed logits are reckoned from the largest before they are divided
 Masks = list[Tensor | None]
@@ -37,6 +38,9 @@ class Items:
     mode: str  # raw, temperature or processed
     masks: Masks
     adjusted: list[AdjustedRow | None] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
     def part(self, piece: slice) -> Items:
         """Some of them."""
@@ -103,15 +107,19 @@ class _Logprobs(torch.autograd.Function):
         ctx.head, ctx.items, ctx.products, ctx.kept, ctx.slopes = head, items, products, [], []
         out = torch.empty(len(items.rows), device=hidden.device)
         for piece in _pieces(items, len(weight)):
-            part = items.part(piece)
-            logits = head(hidden.index_select(0, part.rows))
-            ctx.slopes += adjustments.slopes(logits, part.adjusted) if part.adjusted else [None] * len(logits)
-            work = part.processed(logits)
-            temperature = part.divisors() if part.mode == "temperature" else None
-            out[piece] = ops.logprobs(work, part.token_ids, 0, None, temperature)[0]
-            if budget is not None:
-                keep = not head.softcap and budget.take(work.numel() * head.dtype.itemsize)
-                ctx.kept.append(part.probabilities(work).to(head.dtype) if keep else None)
+            logits = head(hidden.index_select(0, items.rows[piece]))
+            keep = budget is not None and not head.softcap and budget.take(logits.numel() * head.dtype.itemsize)
+            kept = torch.empty(logits.shape, dtype=head.dtype, device=logits.device) if keep else None
+            for rows in backward.pieces(len(logits), max(1, CACHED_BYTES // (4 * len(weight)))):
+                scored = slice(piece.start + rows.start, piece.start + rows.stop)
+                part = items.part(scored)
+                ctx.slopes += adjustments.slopes(logits[rows], part.adjusted) if part.adjusted else [None] * len(part)
+                work = part.processed(logits[rows])
+                temperature = part.divisors() if part.mode == "temperature" else None
+                out[scored] = ops.logprobs(work, part.token_ids, 0, None, temperature)[0]
+                if kept is not None:
+                    kept[rows] = part.probabilities(work)
+            ctx.kept.append(kept)
         ctx.save_for_backward(hidden, weight, out)
         return out
 
