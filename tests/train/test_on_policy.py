@@ -19,7 +19,13 @@ from tokserve.checkpoint import DEMO_DIR
 from tokserve.rl import TokserveClient
 from tokserve.train import PolicyModel, exact
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings(
+        "ignore:.*checkpointing.*:FutureWarning", "ignore:.*(lora_bias|unmerged|tied layer).*:UserWarning"
+    ),
+]
 
 STEPS = 20
 TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
