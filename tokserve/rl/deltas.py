@@ -65,7 +65,7 @@ def label_of(metadata: Mapping[str, Any]) -> DeltaLabel:
     checksum = metadata.get("checksum", "")
     if not isinstance(checksum, str):
         raise RequestError("the checksum in the delta's metadata is not a text", code="not_a_delta")
-    return DeltaLabel(*(metadata[name] for name in names), checksum)
+    return DeltaLabel(metadata["base_version"], metadata["base_checksum"], metadata["version"], checksum)
 
 
 @dataclass(slots=True)
