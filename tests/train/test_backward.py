@@ -155,6 +155,18 @@ def test_a_sequences_attention_gradient_has_the_same_bits_beside_others(dtype: t
         assert all(torch.equal(one, part[rows]) for one, part in zip(alone, whole, strict=True))
 
 
+@pytest.mark.slow
+def test_partial_sums_that_do_not_fit_into_memory_together_change_no_bit() -> None:
+    """8 KV heads of 4096 tokens need 84 MB of them, and one needs 10."""
+    length, heads, dim = 4096, 8, 128
+    cuts, path = torch.tensor([0, length]), torch.arange(length)
+    x = [drawn(length, heads, dim, seed=seed).bfloat16() for seed in range(4)]
+    whole = ops.attention_gradients(*x, cuts, path, cuts, 0.1, 0)
+    for head in range(0, heads, 3):
+        alone = ops.attention_gradients(*(one[:, head : head + 1] for one in x), cuts, path, cuts, 0.1, 0)
+        assert all(torch.equal(one, part[:, head : head + 1]) for one, part in zip(alone, whole, strict=True))
+
+
 def test_rows_do_not_depend_on_the_rows_beside_them() -> None:
     grad, both, x, weight = drawn(300, 64), drawn(300, 128, seed=1), drawn(300, 64, seed=2), drawn(64, seed=3)
     for dtype in (torch.float32, torch.bfloat16):
