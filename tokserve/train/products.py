@@ -26,7 +26,8 @@ class Products:
         """[T, N], each [n, K] -> [T, K] of grad's dtype: the gradient of x in x W^T, where `weights` are W's rows."""
         if not (self.native and grad.dtype == torch.bfloat16):
             return backward.linear_input(grad, weights)
-        return torch.mm(grad, torch.cat([weight.to(grad.dtype) for weight in weights]))
+        rounded = [weight.to(grad.dtype) for weight in weights]
+        return torch.mm(grad, rounded[0] if len(rounded) == 1 else torch.cat(rounded))
 
     def linear_weight(self, grad: Tensor, x: Tensor) -> Tensor:
         """[T, N], [T, K] -> [N, K] float32: the gradient of W in x W^T."""
