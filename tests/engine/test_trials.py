@@ -95,7 +95,7 @@ def test_the_process_has_one_thread_so_it_may_fork(trials: Trials) -> None:
 
 
 def test_the_process_shares_this_session_so_its_priority_counts(trials: Trials) -> None:
-    """Linux gives each session an equal share of the processors, whatever the priorities in it (sched(7), autogroup)."""
+    """Linux gives sessions equal shares of the processors, whatever the priorities in them (sched(7), autogroup)."""
     Tried(trials, regex="a").outcome.result(PATIENCE)
     assert trials.pid is not None
     assert os.getsid(trials.pid) == os.getsid(0)

@@ -96,10 +96,12 @@ async def reset_prefix_cache(
 
 
 async def add_draft_corpus(
-    engine: Engine, group: str, token_ids: Sequence[Sequence[int]], *, lora_name: str = "", cache_salt: str = ""
-) -> Any:
-    """Keep outputs as drafts for requests with this `draft_group`; {"outputs": how many the group has}."""
-    sequences = [pack_ids(ids) for ids in token_ids]
+    engine: Engine, group: str, token_ids: Sequence[Sequence[int] | bytes], *, lora_name: str = "",
+    cache_salt: str = "",
+) -> Any:  # fmt: skip
+    """Keep outputs, as ids or as packed int32, as drafts for requests with this `draft_group`; {"outputs": how many the
+    group has}."""
+    sequences = [ids if isinstance(ids, bytes) else pack_ids(ids) for ids in token_ids]
     args = {"group": group, "sequences": sequences, "adapter": lora_name, "cache_salt": cache_salt}
     return await engine.call("add_draft_corpus", **args)
 

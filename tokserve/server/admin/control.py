@@ -19,8 +19,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.errors import Conflict, EngineDead, RequestError, invalid
+from tokserve.messages import pack_ids
 from tokserve.server.http import body
 from tokserve.server.http.disconnect import ClientDisconnected
+from tokserve.server.http.workers import off_loop
 from tokserve.server.serving import Serving
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -31,6 +33,8 @@ BLANK = 1 << 10  # so many bytes of white space count as no body
 LONGEST_RPC = 1e6  # seconds: limit of a timeout
 SLOW_PIECE = 1.0  # seconds after which a smaller piece goes, too
 DRAIN_SECONDS = 60.0  # for the rest of a refused weight body
+MAX_CORPUS_OUTPUTS = 4096  # of one call; a group keeps far fewer
+ID_BYTES = 4
 UNDER_WAY = 8  # limit of pieces sent and not yet acknowledged
 
 
@@ -189,7 +193,7 @@ async def read(serving: Serving, request: Request, kind: type[T]) -> T:
         if sent is not None and not isinstance(sent, dict):
             raise RequestError("the body must be an object")
         values |= sent or {}
-    return body.convert(values, kind, strict=False)
+    return await off_loop(request, len(raw), lambda: body.convert(values, kind, strict=False))
 
 
 # --- pause ---
@@ -279,15 +283,25 @@ async def reset_prefix_cache(serving: Serving, request: Request) -> Response:
 async def add_draft_corpus(serving: Serving, request: Request) -> Response:
     """POST /add_draft_corpus"""
     params = await read(serving, request, AddCorpusBody)
-    for index, ids in enumerate(params.token_ids):
-        if ids and not (min(ids) >= 0 and max(ids) < serving.llm.ready.vocab_size):
-            field = f"token_ids[{index}]"
-            raise RequestError(f"{field} has an id that is not in the vocabulary", field=field)
+    count = len(params.token_ids)
+    if count > MAX_CORPUS_OUTPUTS:
+        raise invalid("token_ids", f"must have at most {MAX_CORPUS_OUTPUTS} outputs, got {count}")
+    vocab_size = serving.llm.ready.vocab_size
+    size = ID_BYTES * sum(map(len, params.token_ids))
+    packed = await off_loop(request, size, lambda: _packed_outputs(params.token_ids, vocab_size))
     await serving.find_model(params.model)
     reply = await serving.llm.add_draft_corpus(
-        params.draft_group, params.token_ids, lora_name=serving.adapter(params.model), cache_salt=params.cache_salt
+        params.draft_group, packed, lora_name=serving.adapter(params.model), cache_salt=params.cache_salt
     )
     return body.reply(request, reply)
+
+
+def _packed_outputs(outputs: list[list[int]], vocab_size: int) -> list[bytes]:
+    for index, ids in enumerate(outputs):
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            field = f"token_ids[{index}]"
+            raise RequestError(f"{field} has an id that is not in the vocabulary", field=field)
+    return [pack_ids(ids) for ids in outputs]
 
 
 async def remove_draft_corpus(serving: Serving, request: Request) -> Response:
