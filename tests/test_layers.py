@@ -27,6 +27,7 @@ ROOT_ORDER = [
     "checkpoint",
     "config",
     "cpu_list",
+    "garbage",
     "resolve",
     "messages",
     "plan",
@@ -62,13 +63,16 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         set(),
     ),
     "executor": ({"plan", "config", "runner"}, TORCH),
-    "engine": ({"messages", "plan", "prompt", "params", "config", "errors", "log", "sockets", "executor"}, TORCH),
+    "engine": (
+        {"messages", "plan", "prompt", "params", "config", "errors", "log", "sockets", "garbage", "executor"},
+        TORCH,
+    ),
     "client": (
         {"messages", "prompt", "params", "config", "resolve", "text", "errors", "log", "checkpoint", "engine"},
         TORCH | {"fastapi"},
     ),
     "server": ({"client", "text", "jsonschema", "prompt", "params", "errors", "config", "log", "checkpoint"}, TORCH),
-    "cli": ({"bench", "client", "server", "config", "resolve", "errors", "log", "sockets"}, TORCH),
+    "cli": ({"bench", "client", "server", "config", "resolve", "errors", "log", "sockets", "garbage"}, TORCH),
     "bench": ({"client", "params", "errors"}, TORCH),
     "testing": (
         {"cli", "client", "rl", "engine", "messages", "plan", "params", "kv_spec", "checkpoint", "config", "errors"},

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from array import array
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -19,7 +20,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.errors import Conflict, EngineDead, RequestError, invalid
-from tokserve.messages import pack_ids
 from tokserve.server.http import body
 from tokserve.server.http.disconnect import ClientDisconnected
 from tokserve.server.http.workers import off_loop
@@ -301,7 +301,7 @@ def _packed_outputs(outputs: list[list[int]], vocab_size: int) -> list[bytes]:
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             field = f"token_ids[{index}]"
             raise RequestError(f"{field} has an id that is not in the vocabulary", field=field)
-    return [pack_ids(ids) for ids in outputs]
+    return [array("i", ids).tobytes() for ids in outputs]
 
 
 async def remove_draft_corpus(serving: Serving, request: Request) -> Response:
