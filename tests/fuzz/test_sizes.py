@@ -14,7 +14,7 @@ from tokserve.server.openapi import Endpoint
 from tokserve.server.sglang.routes import ENDPOINTS as SGLANG
 
 
-@pytest.fixture(scope="module", params=["tokserve", "sglang"])
+@pytest.fixture(scope="module", params=["tokserve", pytest.param("sglang", marks=pytest.mark.slow)])
 def dialect(request: pytest.FixtureRequest) -> Iterator[tuple[Scene, Sequence[Endpoint]]]:
     """A server, and the routes that are not tried with the other."""
     is_sglang = request.param == "sglang"
