@@ -9,7 +9,7 @@ import sys
 PROGRAM = """
 import gc, weakref
 import msgspec
-from tokserve.garbage import LATEST, SOON, FullCollections
+from tokserve.garbage import AGAIN, LATEST, SOON, FullCollections
 
 class Node: pass
 now = 0.0
@@ -25,13 +25,13 @@ del node
 garbage.run_if_due(calm=True)
 assert not full and gone() is not None
 now = SOON
-garbage.run_if_due(calm=False)
-assert not full
-garbage.run_if_due(calm=True)
-assert full == [SOON] and gone() is None
-now = SOON + LATEST
-garbage.run_if_due(calm=False)
-assert full == [SOON, now]
+assert not garbage.run_if_due(calm=False) and not garbage.run_if_due(calm=True), "there are many objects"
+del bodies
+now += AGAIN
+assert not garbage.run_if_due(calm=False) and not full
+assert garbage.run_if_due(calm=True) and full == [now] and gone() is None
+now += LATEST
+assert garbage.run_if_due(calm=False) and len(full) == 2
 """
 
 

@@ -120,11 +120,14 @@ def _http_server(llm: AsyncLLM, config: Config, api_process: ApiProcess | None) 
 
 
 async def _collect_garbage(bodies: Any) -> None:
-    """Run full collections while no large bodies are in memory."""
+    """Run full collections while no large bodies are in memory, and return to the system what they have freed."""
+    from tokserve.server.http.workers import trim_soon
+
     garbage = FullCollections()
     while True:
         await asyncio.sleep(GARBAGE_INTERVAL)
-        garbage.run_if_due(calm=not bodies.held)
+        if garbage.run_if_due(calm=not bodies.held):
+            trim_soon()
 
 
 def _tracing(config: Config) -> Any:
