@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import Any
 
-from tests.hostile.attack import CHAT, COMPLETIONS, GENERATE, Answer, attack, post, words
+from tests.hostile.attack import CHAT, COMPLETIONS, GENERATE, Answer, attack, leave, post, words
 
 MESSAGES, COUNT_TOKENS, SGLANG = "/v1/messages", "/v1/messages/count_tokens", "/generate"
 REFUSED_NESTED = ("input_embeds", "image_data", "session_params", "custom_logit_processor")  # of SGLang, read by hand
@@ -165,3 +166,15 @@ def large_masks(url: str, rng: random.Random) -> list[Answer]:
         post(url, SGLANG, {"input_ids": [5], "return_sampling_mask": True, "sampling_params": {
             "n": 512, "max_new_tokens": 2000, "ignore_eos": True, "temperature": 2.0}}),
     ]  # fmt: skip
+
+
+# --- choices ---
+
+
+@attack
+def many_choices_left(url: str, rng: random.Random) -> list[Answer]:
+    """As many choices as a request may have, from clients that leave."""
+    params = {"n": 4, "max_tokens": 500, "ignore_eos": True, "seed": rng.randrange(1 << 30)}
+    leave(url, COMPLETIONS, {"prompt": ["a"] * 4096, **params}, 2)
+    time.sleep(2.0)  # the last client leaves after 20 ms; then its choices end one after the other
+    return []

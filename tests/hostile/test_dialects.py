@@ -68,3 +68,7 @@ def test_masks(scene: Scene) -> None:
     too_large, served, of_sglang = scene.under(dialects.large_masks)
     assert (too_large.status, too_large.code) == (of_sglang.status, of_sglang.code) == (400, "reply_too_large")
     assert served.status == 200 and served.size > 1e6
+
+
+def test_choices_that_are_left(scene: Scene) -> None:
+    assert not scene.under(dialects.many_choices_left)
