@@ -210,6 +210,8 @@ def _with_error_responses(
             return errors.response(error, _echoed_id(request), endpoint.errors)
         except ClientDisconnected:
             return Response(status_code=499)  # not sent: the client has disconnected
+        except RecursionError as error:  # of code that follows the body's nesting
+            return errors.response(errors.malformed(error, "this route"), _echoed_id(request), endpoint.errors)
         except Exception:
             logger.exception("%s %s failed", request.method, request.url.path)
             return errors.response(RequestFailed("internal error"), _echoed_id(request), endpoint.errors)
