@@ -57,6 +57,7 @@ RECIPES = {
     "own_loop": Recipe("own_loop", None, ("--steps", "25"), (), mismatch=0.0),
     "own_loop_transformers": Recipe("own_loop", "trl", ("--steps", "25", "--transformers")),
 }
+PIECES = "trl_pieces"
 
 
 def figures(log: Path) -> list[dict[str, Any]]:
@@ -110,13 +111,30 @@ def run(name: str) -> bool:
     return not wrong
 
 
+def run_pieces() -> bool:
+    """The pieces for TRL, beyond what its recipes use; whether they passed."""
+    python = environment(HERE / "trl.txt", BUILD / "trl")
+    with Server("demo", "--dtype", "float32", "--admin-api-key", "k") as server:
+        command = [str(python), str(HERE / "trl_pieces.py"), server.url, str(DEMO_DIR), "k"]
+        env = {**os.environ, **OFFLINE, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS)
+    print(f"{PIECES}: {'passed' if not done.returncode else 'FAILED' + chr(10) + done.stderr[-4000:]}", flush=True)
+    return not done.returncode
+
+
 def main() -> int:
     """All recipes, or those that are named."""
     parser = argparse.ArgumentParser(description="Run the recipes of examples/trainers.")
-    parser.add_argument("names", nargs="*", choices=[*RECIPES, []], metavar="RECIPE", help=f"Of {', '.join(RECIPES)}.")
-    names = parser.parse_args().names or list(RECIPES)
+    parser.add_argument(
+        "names",
+        nargs="*",
+        choices=[*RECIPES, PIECES, []],
+        metavar="RECIPE",
+        help=f"Of {', '.join([*RECIPES, PIECES])}. Default: all.",
+    )
+    names = parser.parse_args().names or [*RECIPES, PIECES]
     BUILD.mkdir(parents=True, exist_ok=True)
-    failed = [name for name in names if not run(name)]
+    failed = [name for name in names if not (run_pieces() if name == PIECES else run(name))]
     print(f"{len(names) - len(failed)} of {len(names)} recipes passed")
     return 1 if failed else 0
 
