@@ -41,11 +41,15 @@ class Recipe:
     server: tuple[str, ...] = ("--dtype", "float32")
     gain: float = 0.08  # of the mean reward
     mismatch: float | None = 1e-3  # largest difference of a logprob at any step; None: not measured
+    packages: str | None = None  # an environment whose packages this project's interpreter finds after its own
 
 
 RECIPES = {
     "trl": Recipe("trl", "trl", ("--steps", "25")),
     "trl_rollout_function": Recipe("trl", "trl", ("--steps", "25", "--rollout-function"), mismatch=None),
+    "trl_exact": Recipe(
+        "trl", None, ("--steps", "25", "--exact"), ("--dtype", "bfloat16"), mismatch=0.0, packages="trl"
+    ),
     "trl_async": Recipe(
         "trl_async",
         "trl",
@@ -81,16 +85,25 @@ def verdict(recipe: Recipe, steps: list[dict[str, Any]]) -> tuple[list[str], str
     return wrong, line
 
 
+def interpreter(recipe: Recipe) -> list[str]:
+    """The beginning of a recipe's command."""
+    if recipe.environment is not None:
+        return [str(environment(HERE / f"{recipe.environment}.txt", BUILD / recipe.environment))]
+    if recipe.packages is None:
+        return [sys.executable]
+    python = environment(HERE / f"{recipe.packages}.txt", BUILD / recipe.packages)
+    packages = next(python.parents[1].glob("lib/python*/site-packages"))
+    return [sys.executable, str(HERE / "with_packages.py"), str(packages)]
+
+
 def run(name: str) -> bool:
     """Run a recipe; whether it passed."""
     recipe, log = RECIPES[name], BUILD / f"{name}.jsonl"
-    python = Path(sys.executable)
-    if recipe.environment is not None:
-        python = environment(HERE / f"{recipe.environment}.txt", BUILD / recipe.environment)
+    command = interpreter(recipe)
     log.unlink(missing_ok=True)
     began = time.monotonic()
     with Server("demo", *recipe.server) as server:
-        command = [str(python), str(EXAMPLES / recipe.folder / "train.py"), "--url", server.url, "--log", str(log)]
+        command += [str(EXAMPLES / recipe.folder / "train.py"), "--url", server.url, "--log", str(log)]
         env = {**os.environ, **OFFLINE, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # the model is small
         try:
             done = subprocess.run(

@@ -60,12 +60,14 @@ class WeightUpdates:
         opened = self._post("/start_weight_update", json={"take_over": True} if self._take_over else {})
         self._take_over = False
         update_id: str = opened["update_id"]
+        committed = False
         try:
             yield update_id
             self._post("/finish_weight_update", json={"update_id": update_id, "recompute_kv": recompute_kv})
-        except BaseException:
-            self._abort(update_id)
-            raise
+            committed = True
+        finally:
+            if not committed:
+                self._abort(update_id)
 
     def _abort(self, update_id: str) -> None:
         try:
@@ -144,20 +146,22 @@ class TokserveVLLMClient(vllm_client.VLLMClient):  # type: ignore[misc]
     def _post(self, url: str, **kwargs: Any) -> Any:
         return super()._post(url, headers=self._headers(), **kwargs)
 
-    def get_server_info(self) -> Any:
+    def vllm_config(self) -> Any:
         """vLLM's configuration as the server reports it, with the kind of logprobs that `generate` asks for."""
-        info = self._get(f"{self.base_url}/server_info", params={"config_format": "json"})["vllm_config"]
-        return info | {"model_config": info["model_config"] | {"logprobs_mode": "processed_logprobs"}}
+        config = self._get(f"{self.base_url}/server_info", params={"config_format": "json"})["vllm_config"]
+        return config | {"model_config": config["model_config"] | {"logprobs_mode": "processed_logprobs"}}
+
+    get_server_info = vllm_config  # TRL's name
 
     def generate(self, *args: Any, generation_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         """As TRL's, with logprobs of the distribution at the temperature."""
-        wanted = {"logprobs_mode": LOGPROBS_MODE} | (generation_kwargs or {})
-        return super().generate(*args, generation_kwargs=wanted, **kwargs)
+        requested = {"logprobs_mode": LOGPROBS_MODE} | (generation_kwargs or {})
+        return super().generate(*args, generation_kwargs=requested, **kwargs)
 
     def chat(self, *args: Any, generation_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         """As TRL's, with logprobs of the distribution at the temperature."""
-        wanted = {"logprobs_mode": LOGPROBS_MODE} | (generation_kwargs or {})
-        return super().chat(*args, generation_kwargs=wanted, **kwargs)
+        requested = {"logprobs_mode": LOGPROBS_MODE} | (generation_kwargs or {})
+        return super().chat(*args, generation_kwargs=requested, **kwargs)
 
     def init_communicator(self, device: Any = 0) -> None:
         """Get ready for weight updates; `device` may be a CPU."""

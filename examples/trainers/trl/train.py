@@ -4,10 +4,12 @@
     python train.py --log trl.jsonl && python ../plot.py trl.jsonl trl.png
 
 `use_tokserve()` is all that differs from a script for vLLM's server.  With --rollout-function TRL's public hook is used
-instead, which knows nothing of vLLM; TRL then measures no difference of logprobs.
+instead, which knows nothing of vLLM; TRL then measures no difference of logprobs.  With --exact the trainer computes
+with the server's arithmetic, and the difference is 0.0.
 """
 
 import argparse
+import functools
 import json
 import random
 import string
@@ -64,10 +66,15 @@ def main(options: argparse.Namespace) -> None:
         output_dir="out", max_steps=options.steps, learning_rate=1e-3, per_device_train_batch_size=64,
         num_generations=8, max_completion_length=LETTERS + 4, temperature=1.0, lr_scheduler_type="constant",
         use_cpu=True, bf16=False, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, seed=1,
-        use_vllm=not options.rollout_function, vllm_mode="server", vllm_server_base_url=options.url,
+        use_vllm=not (options.rollout_function or options.exact), vllm_mode="server", vllm_server_base_url=options.url,
     )  # fmt: skip
+    trainer_class: Any = GRPOTrainer
+    if options.exact:
+        from tokserve.train.trl import ExactGRPOTrainer
+
+        trainer_class = functools.partial(ExactGRPOTrainer, server_url=options.url)
     use_tokserve()
-    trainer = GRPOTrainer(
+    trainer = trainer_class(
         model=AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(directory),
         args=config,
@@ -85,5 +92,6 @@ if __name__ == "__main__":
     parser.add_argument("--model", help="directory of the model; default: that of the server, on this machine")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--log", type=Path, default=Path("trl.jsonl"))
-    parser.add_argument("--rollout-function", action="store_true")
+    parser.add_argument("--rollout-function", action="store_true", help="TRL's rollout_func, not its server mode")
+    parser.add_argument("--exact", action="store_true", help="ExactGRPOTrainer; needs tokserve itself")
     main(parser.parse_args())
