@@ -116,15 +116,11 @@ def use_tokserve(*, api_key: str | None = None) -> None:
     `vllm_server_base_url`.  `api_key`: an admin key, where the server has one.
     """
 
-    class Client(TokserveVLLMClient):
-        """With the key."""
-
-        _api_key = api_key
-
     for name in CHECK_FOR_VLLM:
         if name in sys.modules:
             vars(sys.modules[name])["is_vllm_available"] = lambda *_, **__: True
-    vars(vllm_generation)["VLLMClient"] = Client
+    keyed = type("TokserveVLLMClient", (TokserveVLLMClient,), {"_api_key": api_key})
+    vars(vllm_generation)["VLLMClient"] = keyed
 
 
 class TokserveVLLMClient(vllm_client.VLLMClient):  # type: ignore[misc]

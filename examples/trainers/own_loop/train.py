@@ -16,6 +16,7 @@ import string
 import time
 from pathlib import Path
 
+import httpx
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -45,16 +46,16 @@ async def train(options: argparse.Namespace) -> None:
     rng = random.Random(options.seed)
     async with TokserveClient(options.url) as client:
         await client.wait_ready()
-        directory = options.model or (await client.get("/v1/models"))["data"][0]["root"]
+        directory = options.model or httpx.get(f"{options.url}/v1/models").json()["data"][0]["root"]
         tokenizer = AutoTokenizer.from_pretrained(directory)
         if options.transformers:
             model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         else:
             from tokserve.train import PolicyModel
 
-            config = (await client.get("/server_info"))["config"]["model"]
+            dtype = httpx.get(f"{options.url}/server_info").json()["config"]["model"]["dtype"]
             arithmetic = (await client.state())["arithmetic"]
-            model = PolicyModel.from_pretrained(directory, dtype=config["dtype"], cpu_arithmetic=arithmetic or "auto")
+            model = PolicyModel.from_pretrained(directory, dtype=dtype, cpu_arithmetic=arithmetic or "auto")
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         await client.push(model)  # the server may have another run's weights
         with options.log.open("w", encoding="utf-8") as log:

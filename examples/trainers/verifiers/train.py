@@ -15,6 +15,7 @@ import string
 import time
 from pathlib import Path
 
+import httpx
 import torch
 import verifiers.v1 as vf
 from transformers import AutoModelForCausalLM
@@ -76,7 +77,7 @@ async def train(options: argparse.Namespace) -> None:
     rng = random.Random(options.seed)
     async with TokserveClient(options.url) as server:
         await server.wait_ready()
-        served = (await server.get("/v1/models"))["data"][0]
+        served = httpx.get(f"{options.url}/v1/models").json()["data"][0]
         directory = options.model or served["root"]
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
