@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tokserve.rl import Rollout, TokserveClient
 
+DEMO = Path(__file__).parents[3] / "tokserve" / "demo_model"  # what `tokserve serve demo` serves
 LETTERS, PROMPTS, SAMPLES, TEMPERATURE = 8, 8, 8, 1.0
 
 
@@ -46,7 +47,7 @@ async def train(options: argparse.Namespace) -> None:
     rng = random.Random(options.seed)
     async with TokserveClient(options.url) as client:
         await client.wait_ready()
-        directory = options.model or httpx.get(f"{options.url}/v1/models").json()["data"][0]["root"]
+        directory = str(options.model)
         tokenizer = AutoTokenizer.from_pretrained(directory)
         if options.transformers:
             model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -97,7 +98,7 @@ async def train(options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--model", help="directory of the model; default: that of the server, on this machine")
+    parser.add_argument("--model", type=Path, default=DEMO, help="directory of the model that is served")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, default=Path("own_loop.jsonl"))

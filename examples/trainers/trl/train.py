@@ -16,7 +16,6 @@ import string
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -24,6 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tokserve.rl.trl import RolloutFunction, use_tokserve
 
+DEMO = Path(__file__).parents[3] / "tokserve" / "demo_model"  # what `tokserve serve demo` serves
 LETTERS = 8
 
 
@@ -61,7 +61,7 @@ class StepLog(TrainerCallback):
 
 def main(options: argparse.Namespace) -> None:
     """Train."""
-    directory = options.model or httpx.get(f"{options.url}/v1/models").json()["data"][0]["root"]
+    directory = str(options.model)
     config = GRPOConfig(
         output_dir="out", max_steps=options.steps, learning_rate=1e-3, per_device_train_batch_size=64,
         num_generations=8, max_completion_length=LETTERS + 4, temperature=1.0, lr_scheduler_type="constant",
@@ -89,7 +89,7 @@ def main(options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--model", help="directory of the model; default: that of the server, on this machine")
+    parser.add_argument("--model", type=Path, default=DEMO, help="directory of the model that is served")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--log", type=Path, default=Path("trl.jsonl"))
     parser.add_argument("--rollout-function", action="store_true", help="TRL's rollout_func, not its server mode")

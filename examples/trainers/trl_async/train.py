@@ -14,15 +14,15 @@ import string
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
-from cpu_attention import use_cpu_attention
+from cpu import use_cpu
 from datasets import Dataset
 from transformers import TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from tokserve.rl.trl import HTTPWeightTransfer, use_tokserve
 
+DEMO = Path(__file__).parents[3] / "tokserve" / "demo_model"  # what `tokserve serve demo` serves
 LETTERS = 8
 
 
@@ -59,7 +59,7 @@ class StepLog(TrainerCallback):
 
 def main(options: argparse.Namespace) -> None:
     """Train."""
-    directory = options.model or httpx.get(f"{options.url}/v1/models").json()["data"][0]["root"]
+    directory = str(options.model)
     config = AsyncGRPOConfig(
         output_dir="out", max_steps=options.steps, learning_rate=1e-3, per_device_train_batch_size=64, token_budget=0,
         num_generations=8, max_completion_length=LETTERS + 4, temperature=1.0, max_inflight_tasks=128,
@@ -67,6 +67,8 @@ def main(options: argparse.Namespace) -> None:
         disable_tqdm=True, seed=1, vllm_server_base_url=options.url,
     )  # fmt: skip
     use_tokserve()
+    if not torch.cuda.is_available():
+        use_cpu()
     trainer = AsyncGRPOTrainer(
         model=directory,
         args=config,
@@ -75,15 +77,13 @@ def main(options: argparse.Namespace) -> None:
         weight_transfer=HTTPWeightTransfer(options.url),
         callbacks=[StepLog(options.log)],
     )
-    if not torch.cuda.is_available():
-        use_cpu_attention()
     trainer.train()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--model", help="directory of the model; default: that of the server, on this machine")
+    parser.add_argument("--model", type=Path, default=DEMO, help="directory of the model that is served")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--log", type=Path, default=Path("trl_async.jsonl"))
     main(parser.parse_args())

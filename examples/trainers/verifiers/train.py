@@ -26,6 +26,7 @@ from verifiers.v1.types import SamplingConfig, UserMessage
 
 from tokserve.rl import TokserveClient
 
+DEMO = Path(__file__).parents[3] / "tokserve" / "demo_model"  # what `tokserve serve demo` serves
 LETTERS, PROMPTS, SAMPLES, TEMPERATURE = 8, 8, 8, 1.0
 
 
@@ -77,8 +78,8 @@ async def train(options: argparse.Namespace) -> None:
     rng = random.Random(options.seed)
     async with TokserveClient(options.url) as server:
         await server.wait_ready()
-        served = httpx.get(f"{options.url}/v1/models").json()["data"][0]
-        directory = options.model or served["root"]
+        name = httpx.get(f"{options.url}/v1/models").json()["data"][0]["id"]
+        directory = str(options.model)
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         config = vf.TrainClientConfig(base_url=f"{options.url}/v1", api_key_var="NONE", renderer_model_name=directory)
@@ -88,9 +89,7 @@ async def train(options: argparse.Namespace) -> None:
             for step in range(1, options.steps + 1):
                 began = time.monotonic()
                 tasks = [reverse_task(rng) for _ in range(PROMPTS)]
-                calls = [
-                    rollout(client, served["id"], task, rng.getrandbits(60)) for task in tasks for _ in range(SAMPLES)
-                ]
+                calls = [rollout(client, name, task, rng.getrandbits(60)) for task in tasks for _ in range(SAMPLES)]
                 traces = await asyncio.gather(*calls)
                 rewards = torch.tensor([trace.reward for trace in traces]).view(PROMPTS, SAMPLES)
                 advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 0.05)
@@ -115,7 +114,7 @@ async def train(options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--model", help="directory of the model; default: that of the server, on this machine")
+    parser.add_argument("--model", type=Path, default=DEMO, help="directory of the model that is served")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, default=Path("verifiers.jsonl"))

@@ -1,10 +1,12 @@
-"""The attention of TRL's packed rows without a GPU; on one, TRL loads FlashAttention 3 and this is not needed."""
+"""What TRL 1.16's asynchronous trainer takes from a GPU, without one: its attention of packed rows, and peak FLOPS."""
 
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+from trl.experimental.async_grpo import async_grpo_trainer
 from trl.experimental.async_grpo.packing import TREE_ATTENTION
 
 
@@ -35,6 +37,13 @@ def attention(
     return out.transpose(1, 2), None
 
 
-def use_cpu_attention() -> None:
-    """Call it after the trainer was made, which registers its own."""
+def register_attention() -> None:
+    """In the place of TRL's, which is FlashAttention 3."""
     AttentionInterface.register(TREE_ATTENTION, attention)
+    AttentionMaskInterface.register(TREE_ATTENTION, lambda **_: None)
+
+
+def use_cpu() -> None:
+    """Call it before the trainer is made."""
+    async_grpo_trainer.register_tree_attention = register_attention
+    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
