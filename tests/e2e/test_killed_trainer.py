@@ -54,7 +54,7 @@ class Watcher:
             while True:
                 (rollout,) = await client.generate([[1, 2, 3]], max_tokens=5, ignore_eos=True, temperature=0)
                 versions = {version for version, _, _ in rollout.weight_versions}
-                if len(versions) == 1:
+                if len(versions) == 1 and rollout.finish_reason == "length":  # a pause of mode abort cuts rollouts
                     self._results.setdefault(versions.pop(), set()).add(tuple(rollout.logprobs.tolist()))
 
     def check(self, *expected: str) -> None:
