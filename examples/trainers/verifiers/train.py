@@ -104,7 +104,7 @@ async def train(options: argparse.Namespace) -> None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 await server.push(model)
-                mismatch = float((torch.cat(scored) - torch.cat(behaviour)).abs().max())
+                mismatch = float((torch.cat(scored).detach() - torch.cat(behaviour)).abs().max())
                 entry = {"step": step, "reward": float(rewards.mean()), "mismatch": mismatch}
                 entry["seconds"] = time.monotonic() - began
                 print(json.dumps(entry), file=log, flush=True)
