@@ -84,15 +84,11 @@ async def train(options: argparse.Namespace) -> None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 await client.push(model)
-                mismatch = max(
-                    float((mine - theirs).abs().max()) for mine, theirs in zip(scored, behaviour, strict=True)
-                )
+                mismatch = float((torch.cat(scored).detach() - torch.cat(behaviour)).abs().max())
                 entry = {"step": step, "reward": float(rewards.mean()), "mismatch": mismatch}
                 entry["seconds"] = time.monotonic() - began
                 print(json.dumps(entry), file=log, flush=True)
-                print(
-                    f"step {step:3}  reward {entry['reward']:.3f}  max |logprob difference| {mismatch:.1e}", flush=True
-                )
+                print(f"step {step:3}  reward {entry['reward']:.3f}  |logprob difference| {mismatch:.1e}", flush=True)
 
 
 if __name__ == "__main__":
