@@ -39,14 +39,14 @@ class Recipe:
     environment: str | None  # None: this project's, which has the compiled ops
     arguments: tuple[str, ...] = ()
     server: tuple[str, ...] = ("--dtype", "float32")
-    gain: float = 0.08  # of the mean reward
+    gain: float = 0.06  # of the mean reward
     mismatch: float | None = 1e-3  # largest difference of a logprob at any step; None: not measured
     packages: str | None = None  # an environment whose packages this project's interpreter finds after its own
 
 
 RECIPES = {
     "trl": Recipe("trl", "trl", ("--steps", "25")),
-    "trl_rollout_function": Recipe("trl", "trl", ("--steps", "25", "--rollout-function"), mismatch=None),
+    "trl_rollout_function": Recipe("trl", "trl", ("--steps", "30", "--rollout-function"), mismatch=None),
     "trl_exact": Recipe(
         "trl", None, ("--steps", "25", "--exact"), ("--dtype", "bfloat16"), mismatch=0.0, packages="trl"
     ),
