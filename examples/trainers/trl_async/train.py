@@ -17,13 +17,18 @@ from typing import Any
 import torch
 from cpu import use_cpu
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from tokserve.rl.trl import HTTPWeightTransfer, use_tokserve
 
 DEMO = Path(__file__).parents[3] / "tokserve" / "demo_model"  # what `tokserve serve demo` serves
 LETTERS = 8
+RESPONSE = {  # how a reply is read, for a chat template that TRL does not know
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {"content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"}},
+}
 
 
 def share_in_place(completions: list[Any], word: list[str], **_: Any) -> list[float]:
@@ -66,6 +71,8 @@ def main(options: argparse.Namespace) -> None:
         dtype="float32", use_cpu=True, bf16=False, logging_steps=1, save_strategy="no", report_to=[],
         disable_tqdm=True, seed=1, vllm_server_base_url=options.url,
     )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.response_template = RESPONSE
     use_tokserve()
     if not torch.cuda.is_available():
         use_cpu()
@@ -74,6 +81,7 @@ def main(options: argparse.Namespace) -> None:
         args=config,
         reward_funcs=share_in_place,
         train_dataset=questions(4000, seed=1),
+        processing_class=tokenizer,
         weight_transfer=HTTPWeightTransfer(options.url),
         callbacks=[StepLog(options.log)],
     )
