@@ -110,6 +110,7 @@ def main(make_executor: Callable[[Config], Executor] = make) -> NoReturn:
     line = sys.stdin.buffer.readline()
     if not line:
         sys.exit("the engine is started by `tokserve serve`, AsyncLLM or LLM, with its configuration on stdin")
+    sys.path.append(os.getcwd())  # last: a worker extension may be a module there
     opening = msgspec.json.decode(line, type=Opening)
     server = opening.config.server
     log.setup("engine", server.log_level, server.log_format)
