@@ -13,6 +13,7 @@ from tokserve.device import Device
 from tokserve.kv_spec import KVLayout
 from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.models.decoder import Decoder
+from tokserve.models.quantized_copy import QuantizedCopy
 from tokserve.plan import Int32, StepPlan
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.replay import Step
@@ -47,10 +48,11 @@ class HiddenStates:
 @dataclass(slots=True)
 class Draft:
     """A model that draws drafts.  Its layers' pages are those of the cache from `first_layer` on; 0: it shares those of
-    the served model."""
+    the served model, of which it is the `copy`."""
 
     model: Decoder
     first_layer: int = 0
+    copy: QuantizedCopy | None = None
 
 
 class Backend(Protocol):

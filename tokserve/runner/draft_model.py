@@ -7,14 +7,16 @@ depends on this file.
 
 from __future__ import annotations
 
+import math
 import time
 
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from tokserve.models.decoder import Decoder
 from tokserve.plan import DRAWN, Drawing, Int32, StepPlan
-from tokserve.runner.backend import Backend
+from tokserve.runner.backend import Backend, Draft
 from tokserve.runner.draft_progress import DraftProgress
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.sampler import Sampler
@@ -30,14 +32,38 @@ def has_drawn(plan: StepPlan) -> bool:
 
 
 class DraftModel:
-    """Draws with `backend.draft`.  `shares_cache`: it reads and writes the served model's own keys and values, so it
-    has nothing to catch up with, and what it writes is overwritten when its drafts are verified."""
+    """Draws with a backend's `draft`.  A copy of the served model reads and writes the same keys and values: it has
+    nothing to catch up with, and what it writes is overwritten when its drafts are verified, in the same step."""
 
-    def __init__(self, backend: Backend, sampler: Sampler, *, shares_cache: bool) -> None:
+    def __init__(self, draft: Draft, backend: Backend, sampler: Sampler) -> None:
+        self._draft = draft
         self._backend = backend
         self._slots = backend.slots
         self._sampler = sampler
-        self.progress = None if shares_cache else DraftProgress(backend.slots)
+        self.progress = None if draft.first_layer == 0 else DraftProgress(backend.slots)
+
+    def num_bytes(self) -> int:
+        """Memory of its weights."""
+        copy = self._draft.copy
+        if copy is not None:
+            return copy.num_bytes()
+        parameters = self._draft.model.parameters_by_name().values()
+        return sum(math.prod(parameter.shape) * parameter.dtype.itemsize for parameter in parameters)
+
+    def on_weights(self, model: Decoder) -> None:
+        """The served model's weights have changed, or another model has taken its place."""
+        if self._draft.copy is not None:
+            self._draft.copy.follow(model)
+
+    def on_weights_lost(self, blank: Decoder) -> None:
+        """The served model's weights are given up; `blank` takes its place."""
+        if self._draft.copy is not None:
+            self._draft.copy.rest(blank)
+
+    def on_pages_lost(self) -> None:
+        """The KV cache has lost its contents."""
+        if self.progress is not None:
+            self.progress.clear()
 
     def release(self, slot: int) -> None:
         """The slot is free, or another request takes it."""
@@ -47,6 +73,8 @@ class DraftModel:
     def draw(self, plan: StepPlan) -> tuple[StepPlan, Drawing]:
         """The plan with the drafts that it left open, which are in the slots' tables as well."""
         began = time.perf_counter()
+        if self._draft.copy is not None:
+            self._draft.copy.advance()
         starts = np.cumsum(plan.num_drafts) - plan.num_drafts
         rows = np.flatnonzero(plan.num_drafts)
         rows = rows[plan.draft_token_ids[starts[rows]] == DRAWN]

@@ -44,7 +44,7 @@ class Runner:
         self._features = FeatureTable(model.spec.hidden, model.dtype, backend.device.torch_device)
         self._pooler = Pooler(model.spec.hidden)
         draft = backend.draft
-        self.draft_model = None if draft is None else DraftModel(backend, self._sampler, shares_cache=not draft.first_layer)
+        self.draft_model = None if draft is None else DraftModel(draft, backend, self._sampler)
         self._no_autograd = torch.inference_mode()
         self._score_chunk = max(16, min(256, PROMPT_LOGITS_BYTES // (4 * model.spec.vocab)))  # tokens
         self._admin = Admin(self, config.weights, lora)
