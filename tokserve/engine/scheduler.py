@@ -9,7 +9,7 @@ is the same: slots and blocks that a step in flight mentions are not freed until
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
 
 from tokserve.config import SchedulerConfig
@@ -368,6 +368,11 @@ class Scheduler:
             raise RuntimeError(f"the result is of step {result.step}, but step {step.step} is the oldest in flight")
         self.counters.steps += 1
         seconds = now - max(step.planned, self._answered)
+        drawing = result.drawing
+        behind: Collection[int] = () if drawing is None else drawing.behind
+        if drawing is not None and self._drafter is not None:
+            self._drafter.on_drawn(drawing, sum(row.is_drawn for row in step.rows))
+            seconds -= drawing.seconds
         self._pace.record(step.num_tokens, seconds)
         if self._drafter is not None and step.num_logits == step.num_tokens:
             self._drafter.on_step(len(step.rows), step.num_tokens, seconds)
@@ -390,10 +395,8 @@ class Scheduler:
                 if index in result.routed_experts:
                     request.output.add_routed_experts(request.num_settled, result.routed_experts[index])
                 rejected = row.num_logits - count  # drafts, or the position whose token was withheld
-                if row.drafts:
-                    accepted = max(0, count - 1)
-                    self.counters.drafts.record(len(row.drafts), accepted)
-                    request.count_drafts(len(row.drafts), accepted)
+                if row.drafts and index not in behind:
+                    self._count_drafts(row, max(0, count - 1))
                 if rejected:
                     request.num_computed -= rejected
                     request.num_settled -= rejected
@@ -416,6 +419,13 @@ class Scheduler:
                 self._release_slot(request)
         self.counters.output_tokens += num_output
         return requests
+
+    def _count_drafts(self, row: ScheduledRow, accepted: int) -> None:
+        proposed = len(row.drafts)
+        self.counters.drafts.record(row.source, proposed, accepted)
+        row.request.count_drafts(proposed, accepted)
+        if row.is_drawn and self._drafter is not None:
+            self._drafter.on_verified(row.request, proposed, accepted)
 
     def _release_slot(self, request: Request) -> None:
         """Free slot and blocks, now or when the last step in flight that mentions it is answered."""
