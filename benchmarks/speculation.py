@@ -57,7 +57,7 @@ class Bench:
 
         def emit(_: bytes, message: FromEngine) -> None:
             if isinstance(message, StepOutput):
-                for request_id, ids, _, _ in message.rows():
+                for request_id, ids, *_ in message.rows():
                     outputs.setdefault(request_id, []).extend(ids)
 
         speculation = self._config.speculation if on else SpeculativeConfig(spec_method="none")

@@ -246,10 +246,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         method = given.pop("method", None) or (SPECULATION_METHODS[0] if model is None else "draft_model")
         if method not in SPECULATION_METHODS:
             raise StartError(f"option speculative_config: there is no method {method!r}; methods are {_SPECULATION}")
-        if (method == "draft_model") != (model is not None):
-            raise StartError("option speculative_config: the method draft_model needs a model, and no other takes one")
         if model is not None and not isinstance(model, str):
             raise StartError(f"option speculative_config: model must be a directory or a hub name, got {model!r}")
+        if (method == "draft_model") != (model is not None):
+            raise StartError("option speculative_config: the method draft_model needs a model, and no other takes one")
         if quantization is None and method == "self":
             quantization = SELF_QUANTIZATIONS[0]
         if quantization is not None and (method not in DRAWING or quantization not in SELF_QUANTIZATIONS):

@@ -38,8 +38,8 @@ class DraftProgress:
 
     def computed(self, slot: int, length: int) -> int:
         """Leading positions of the slot's `length` tokens that are computed, at most all but the last."""
-        known = self._computed.get(slot)
-        if known is None:
+        known = self._computed.get(slot, 0)
+        if known == len(self._chains.get(slot, ())) * self._slots.block_size:  # others may have computed more
             known = self._find(slot, length)
         drafted = self._drafted.pop(slot, None)
         if drafted is not None:

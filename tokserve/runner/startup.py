@@ -125,9 +125,7 @@ def _draft(config: Config, target: Device | Accelerator, model: Decoder) -> Draf
     return Draft(second, len(model.kv_specs()))
 
 
-def make_backend(
-    target: Device | Accelerator, model: Decoder, config: Config, draft: Draft | None = None
-) -> Backend:
+def make_backend(target: Device | Accelerator, model: Decoder, config: Config, draft: Draft | None = None) -> Backend:
     """The backend of a device."""
     max_model_len = config.model.max_model_len
     assert max_model_len is not None, "the configuration is not resolved"
