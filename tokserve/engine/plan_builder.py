@@ -12,7 +12,6 @@ import numpy as np
 from tokserve.engine.request import Request
 from tokserve.plan import DRAWN, GrammarBitmask, Int32, NewRow, StepPlan, StepResult, UInt32
 
-
 DRAFT_MODEL = "draft_model"  # the source of drafts that the device draws
 
 
