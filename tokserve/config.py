@@ -219,11 +219,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         dict[str, Any] | None,
         about('JSON object {"method": NAME, "num_speculative_tokens": N}: drafts come from what requests predict '
               "(prediction), also from their own text (ngram), also from earlier outputs (suffix, the default), also "
-              'from a smaller model (draft_model, with "model": DIR), or from a quantized copy of the model (self, with '
+              'from a smaller model (draft_model, with "model": DIR) or a quantized copy of the model (self, with '
               '"quantization": "int8" or "int4"), or nowhere (none). No result depends on it.'),
     ] = None  # fmt: skip
     spec_method: Annotated[
-        str | None, about("The same as method in speculative_config; self-int8 and self-int4 name the quantization too.")
+        str | None, about("The same as method in speculative_config; or self-int8 or self-int4.")
     ] = None  # fmt: skip
     spec_model: Annotated[
         str | None, about("The same as model in speculative_config: directory or hub name of a smaller model with the "

@@ -27,7 +27,8 @@ from tokserve.runner.runner import Runner
 VOCAB = 320
 Loaded = tuple[Runner, DeviceFacts]
 METHODS: dict[str, dict[str, Any]] = {
-    "self-int8": {"spec_method": "self-int8"}, "self-int4": {"speculative_config": {"method": "self", "quantization": "int4"}},
+    "self-int8": {"spec_method": "self-int8"},
+    "self-int4": {"speculative_config": {"method": "self", "quantization": "int4"}},
     "same": {"spec_model": "same"}, "other": {"spec_model": "other"}, "int8 model": {"spec_model": "same"},
 }  # fmt: skip
 METHODS["int8 model"]["speculative_config"] = {"quantization": "int8", "num_speculative_tokens": 4}
@@ -135,7 +136,7 @@ def test_a_prefix_that_was_computed_for_drafts_is_found_again(loaded: Callable[.
 
 
 def test_rejected_drafts_and_steps_without_drafts_are_caught_up_with(loaded: Callable[..., Loaded]) -> None:
-    runner, facts = loaded("same")
+    runner, _ = loaded("same")
     job = Job(prompt(20, 3), SamplingParams(max_tokens=16), 7)
     output = Driver(*loaded(None)).run([job.fresh()])[0].output
     assert enter(runner, 0, job.prompt, [0, 1, 2, 3]) == output[0]

@@ -33,7 +33,8 @@ TASK += [64, 82, 82, 72, 82, 83, 64, 77, 83, 198]  # "Reverse the word stone.", 
 SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"},"b":{"enum":["x","yy"]}},"required":["a","b"]}'
 MORE: list[dict[str, Any]] = [
     {"return_sampling_mask": True, "top_k": 7, "temperature": 0.8}, {"logprobs": 2, "temperature": 1.0},
-    {"return_sampling_mask": True, "top_p": 0.9, "temperature": 1.2, "logprobs": 1}, {"temperature": 1.4, "min_p": 0.05},
+    {"return_sampling_mask": True, "top_p": 0.9, "temperature": 1.2, "logprobs": 1},
+    {"temperature": 1.4, "min_p": 0.05},
     {"structured_outputs": StructuredOutputs(regex="[ab]{3,12}x?"), "temperature": 1.0, "logprobs": 1},
     {"structured_outputs": StructuredOutputs(json=SCHEMA), "temperature": 0.9},
     {"structured_outputs": StructuredOutputs(choice=["stone", "enots", "tones"]), "temperature": 1.1},
@@ -144,7 +145,8 @@ class Server(RealEngine):
 
 
 def serve(
-    server: Server, rounds: Sequence[Sequence[Case]], drafts: dict[str, list[int]], rng: random.Random, weights: Sequence[Path],
+    server: Server, rounds: Sequence[Sequence[Case]], drafts: dict[str, list[int]], rng: random.Random,
+    weights: Sequence[Path],
 ) -> dict[str, Any]:  # fmt: skip
     """The rounds one after the other, each with other weights; returns what each choice says."""
     said: dict[str, Any] = {}
@@ -184,7 +186,7 @@ def disturb(server: Server, rng: random.Random, weights: Path) -> None:
     """Something that interrupts requests and changes none."""
     what = rng.choice(["pause", "sleep", "cache", "weights"])
     if what == "cache":
-        server.command("reset_prefix_cache", drafts=rng.random() < 0.5)
+        server.command("reset_prefix_cache", reset_external=rng.random() < 0.5)
     elif what == "weights":
         server.command("update_weights_from_dir", weight_dir=str(weights), recompute_kv=rng.random() < 0.5)
     elif what == "pause":

@@ -112,10 +112,8 @@ class DraftModel:
         """
         if self.progress is None:
             return served, lengths - served
-        computed = np.array(
-            [self.progress.computed(slot, length) for slot, length in zip(slots.tolist(), lengths.tolist(), strict=True)],
-            np.int32,
-        )  # fmt: skip
+        ends = zip(slots.tolist(), lengths.tolist(), strict=True)
+        computed = np.array([self.progress.computed(slot, length) for slot, length in ends], np.int32)
         sizes, room, size = lengths - computed, CATCH_UP, self._slots.block_size
         claimed: set[int] = set()
         for row in np.argsort(sizes, kind="stable").tolist():
