@@ -125,7 +125,7 @@ class SamplingMaskRows(msgspec.Struct, frozen=True):
         return SamplingMaskRows(self.counts[kept], ids, self.logprobs[kept], self.kept_logprobs[kept])
 
 
-class Drawing(msgspec.Struct, frozen=True):
+class DraftPasses(msgspec.Struct, frozen=True):
     """What the draft model did in a step.
 
     `behind`: the plan rows whose drafts are any ids, as the draft model has yet to catch up with their tokens.
@@ -147,7 +147,7 @@ class StepResult(msgspec.Struct, frozen=True):
     WITHHELD; unless OK, the row has no token.  By plan row: `prompt_logprobs` of the prompt tokens that follow this
     chunk's positions (token num_computed + 1 ...), as far as requested; `pooled` vectors; `routed_experts`, uint8 or
     uint16 [n, layers, experts per token] of the row's last n positions, all of them if it enters its slot.
-    `drawing`: None if no row's drafts were drawn.
+    `draft_passes`: None if no row's drafts were drawn.
     """
 
     step: int
@@ -159,7 +159,7 @@ class StepResult(msgspec.Struct, frozen=True):
     pooled: dict[int, Float32] = {}
     routed_experts: dict[int, NDArray[Any]] = {}
     sampling_masks: SamplingMaskRows | None = None
-    drawing: Drawing | None = None
+    draft_passes: DraftPasses | None = None
 
 
 def _encode_array(value: Any) -> Any:

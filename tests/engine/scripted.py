@@ -55,7 +55,7 @@ from tokserve.plan import (
     OK,
     WITHHELD,
     DeviceFacts,
-    Drawing,
+    DraftPasses,
     Float32,
     GrammarBitmask,
     Int32,
@@ -590,15 +590,15 @@ class ScriptedExecutor:
         logprobs = rows_of(rows, widest, padding=1) if widest or rows else None
         return StepResult(
             plan.step, np.array(counts, np.int32), np.array(tokens, np.int32), np.array(status, np.uint8), logprobs,
-            prompt_rows, pooled, drawing=self._drawing(plan),
+            prompt_rows, pooled, draft_passes=self._draft_passes(plan),
         )  # fmt: skip
 
-    def _drawing(self, plan: StepPlan) -> Drawing | None:
+    def _draft_passes(self, plan: StepPlan) -> DraftPasses | None:
         if DRAWN not in plan.draft_token_ids:
             return None
         rows = np.flatnonzero(plan.num_drafts).tolist()
         longest = int(plan.num_drafts.max())
-        return Drawing(0.5, longest, longest, rows if self.behind else [])
+        return DraftPasses(0.5, longest, longest, rows if self.behind else [])
 
     def _sampled(
         self, slot: Slot, step: int, num_drafts: int, masks: list[int], rows: list[tuple[float, int, Any, Any]]
@@ -657,7 +657,7 @@ class OneByOne:
     def on_step(self, rows: int, num_tokens: int, seconds: float) -> None:
         pass
 
-    def on_drawn(self, drawing: Drawing, rows: int) -> None:
+    def on_drawn(self, draft_passes: DraftPasses, rows: int) -> None:
         pass
 
     def on_verified(self, request: Request, proposed: int, accepted: int) -> None:

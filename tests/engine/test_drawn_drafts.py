@@ -16,7 +16,7 @@ from tokserve.engine.speculation.draft_state import DrawState
 from tokserve.engine.speculation.drawn import EXPLORE, PRIOR, DrawnDrafts
 from tokserve.messages import Submit
 from tokserve.params import StructuredOutputs
-from tokserve.plan import DRAWN, Drawing
+from tokserve.plan import DRAWN, DraftPasses
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 RUN: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
@@ -114,11 +114,11 @@ def test_passes_that_cost_as_much_as_steps_are_not_made() -> None:
     good = request(draw_state=DrawState(0.9))
     for _ in range(40):
         costs.record(1, 1, 0.01)
-        drawn.on_drawn(Drawing(0.02, 2, 2), 1)
+        drawn.on_drawn(DraftPasses(0.02, 2, 2), 1)
     assert drawn.choose([good], [60], [0.0], [0], 1, costs) == [0]
     for _ in range(80):
-        drawn.on_drawn(Drawing(0.002, 2, 3), 1)
-        drawn.on_drawn(Drawing(9.0, 2, 300), 1)  # most of that was a prompt
+        drawn.on_drawn(DraftPasses(0.002, 2, 3), 1)
+        drawn.on_drawn(DraftPasses(9.0, 2, 300), 1)  # most of that was a prompt
     assert drawn.choose([good], [60], [0.0], [0], 1, costs)[0] > 2
 
 

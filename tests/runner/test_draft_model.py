@@ -96,7 +96,7 @@ def drawn_step(runner: Runner, slot: int, computed: int, count: int, **more: Any
     """A step of a slot with so many drawn drafts: its tokens, and what the draft model did."""
     plan = plan_of([(slot, computed, count + 1, count + 1)], 0, [[DRAWN] * count], **more)
     result = runner.execute(plan)
-    return result.token_ids.tolist(), result.drawing
+    return result.token_ids.tolist(), result.draft_passes
 
 
 def enter(runner: Runner, slot: int, tokens: list[int], blocks: list[int], computed: int = 0) -> int:
@@ -158,8 +158,8 @@ def test_a_long_prompt_is_caught_up_with_in_parts(
     enter(runner, 1, prompt(3, 9), [4, 5])
     plan = plan_of([(0, 40, 3, 3), (1, 3, 3, 3)], 0, [[DRAWN] * 2] * 2)
     result = runner.execute(plan)
-    assert result.drawing is not None and result.drawing.behind == [0], "the short one does not wait"
-    assert result.counts[1] == 3 and result.drawing.num_tokens == 32 + 4 + 1
+    assert result.draft_passes is not None and result.draft_passes.behind == [0], "the short one does not wait"
+    assert result.counts[1] == 3 and result.draft_passes.num_tokens == 32 + 4 + 1
     _, drawing = drawn_step(runner, 0, 40 + int(result.counts[0]), 2)
     assert drawing.behind == [] and drawing.num_tokens == 40 + int(result.counts[0]) + 1 - 32 + 1
     free(runner, 0, 1)
@@ -172,7 +172,9 @@ def test_rows_with_one_prompt_compute_it_once(loaded: Callable[..., Loaded]) -> 
     enter(runner, 1, tokens, [0, 1, 2, 8, 9], computed=48)
     plan = plan_of([(0, 60, 2, 2), (1, 60, 2, 2)], 0, [[DRAWN]] * 2)
     result = runner.execute(plan)
-    assert result.drawing is not None and result.drawing.behind == [1] and result.drawing.num_tokens == 61
+    assert (
+        result.draft_passes is not None and result.draft_passes.behind == [1] and result.draft_passes.num_tokens == 61
+    )
     ids, drawing = drawn_step(runner, 1, 60 + int(result.counts[1]), 1)
     assert len(ids) == 2 and drawing.num_tokens == 60 + int(result.counts[1]) + 1 - 48
     free(runner, 0, 1)

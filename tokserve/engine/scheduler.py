@@ -368,11 +368,11 @@ class Scheduler:
             raise RuntimeError(f"the result is of step {result.step}, but step {step.step} is the oldest in flight")
         self.counters.steps += 1
         seconds = now - max(step.planned, self._answered)
-        drawing = result.drawing
-        behind: Collection[int] = () if drawing is None else drawing.behind
-        if drawing is not None and self._drafter is not None:
-            self._drafter.on_drawn(drawing, sum(row.is_drawn for row in step.rows))
-            seconds -= drawing.seconds
+        draft_passes = result.draft_passes
+        behind: Collection[int] = () if draft_passes is None else draft_passes.behind
+        if draft_passes is not None and self._drafter is not None:
+            self._drafter.on_drawn(draft_passes, sum(row.is_drawn for row in step.rows))
+            seconds -= draft_passes.seconds
         self._pace.record(step.num_tokens, seconds)
         if self._drafter is not None and step.num_logits == step.num_tokens:
             self._drafter.on_step(len(step.rows), step.num_tokens, seconds)

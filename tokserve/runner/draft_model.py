@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from tokserve.models.decoder import Decoder
-from tokserve.plan import DRAWN, Drawing, Int32, StepPlan
+from tokserve.plan import DRAWN, DraftPasses, Int32, StepPlan
 from tokserve.runner.backend import Backend, Draft
 from tokserve.runner.draft_progress import DraftProgress
 from tokserve.runner.logits import LogitRows
@@ -70,7 +70,7 @@ class DraftModel:
         if self.progress is not None:
             self.progress.release(slot)
 
-    def draw(self, plan: StepPlan) -> tuple[StepPlan, Drawing]:
+    def draw(self, plan: StepPlan) -> tuple[StepPlan, DraftPasses]:
         """The plan with the drafts that it left open, which are in the slots' tables as well."""
         began = time.perf_counter()
         if self._draft.copy is not None:
@@ -101,8 +101,8 @@ class DraftModel:
             token_ids[start : start + count] = drawn[row, :count]
             if self.progress is not None and ready[row]:
                 self.progress.on_drafted(int(slots[row]), drawn[row, : count - 1])
-        drawing = Drawing(time.perf_counter() - began, num_passes, num_tokens, rows[~ready].tolist())
-        return replace(plan, draft_token_ids=token_ids), drawing
+        passes = DraftPasses(time.perf_counter() - began, num_passes, num_tokens, rows[~ready].tolist())
+        return replace(plan, draft_token_ids=token_ids), passes
 
     def _missing(self, served: Int32, slots: Int32, lengths: Int32) -> tuple[Int32, Int32]:
         """For each row the first position to compute, and how many of those that are missing: CATCH_UP of the rows
@@ -137,10 +137,10 @@ class DraftModel:
         plan = StepPlan(0, slots, sizes, computed, np.zeros_like(sizes), num_logits, NO_IDS)
         logits = self._backend.draft_logits(plan)
         lengths = (computed + sizes)[has_logits].astype(np.int64)
-        drawing = slots[has_logits]
-        if len(drawing) == 0:
+        drawn_for = slots[has_logits]
+        if len(drawn_for) == 0:
             return NO_IDS
-        rows = LogitRows(drawing, lengths, self._slots.prompt_lens[drawing], has_grammar=False)
+        rows = LogitRows(drawn_for, lengths, self._slots.prompt_lens[drawn_for], has_grammar=False)
         token_ids = self._sampler.draw(logits, rows, self._backend.columns(rows))
-        self._slots.write(drawing, lengths, token_ids)
+        self._slots.write(drawn_for, lengths, token_ids)
         return token_ids

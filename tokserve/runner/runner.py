@@ -59,13 +59,15 @@ class Runner:
             self._update_tables(plan)
             draws = self.draft_model is not None and has_drawn(plan)
             plan = self.backend.begin(plan, needs_history=draws or self._sampler.needs_history(plan.slots))
-            drawing = None
+            draft_passes = None
             if draws and self.draft_model is not None:
-                plan, drawing = self.draft_model.draw(plan)
+                plan, draft_passes = self.draft_model.draw(plan)
             if len(plan.draft_token_ids):
                 self._slots.write_drafts(plan)
             slots, lengths = logit_lengths(plan)
-            step = PendingStep(plan, LogitRows(slots, lengths, self._slots.prompt_lens[slots]), drawing=drawing)
+            step = PendingStep(
+                plan, LogitRows(slots, lengths, self._slots.prompt_lens[slots]), draft_passes=draft_passes
+            )
             if len(plan.slots) > 0:
                 self._compute(step)
             return step

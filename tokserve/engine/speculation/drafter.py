@@ -18,7 +18,7 @@ from tokserve.engine.speculation.draft_state import Corpus, DraftState
 from tokserve.engine.speculation.drawn import DrawnDrafts
 from tokserve.engine.speculation.token_index import MAX_MATCH, PAIR, TokenIndex
 from tokserve.errors import Conflict, RequestError
-from tokserve.plan import DRAWN, Drawing
+from tokserve.plan import DRAWN, DraftPasses
 
 PREDICTION_TRUST = 4  # tokens in a row that a prediction counts as having been right, at its start
 
@@ -37,7 +37,7 @@ class Drafter(Protocol):
     def on_step(self, rows: int, num_tokens: int, seconds: float) -> None:
         """A step in which every token was sampled from has taken so long."""
 
-    def on_drawn(self, drawing: Drawing, rows: int) -> None:
+    def on_drawn(self, draft_passes: DraftPasses, rows: int) -> None:
         """The device has drawn drafts for so many rows of a step."""
 
     def on_verified(self, request: Request, proposed: int, accepted: int) -> None:
@@ -103,10 +103,10 @@ class TextDrafter:
         """As in `Drafter`."""
         self._costs.record(rows, num_tokens, seconds)
 
-    def on_drawn(self, drawing: Drawing, rows: int) -> None:
+    def on_drawn(self, draft_passes: DraftPasses, rows: int) -> None:
         """As in `Drafter`."""
         if self._drawn is not None:
-            self._drawn.on_drawn(drawing, rows)
+            self._drawn.on_drawn(draft_passes, rows)
 
     def on_verified(self, request: Request, proposed: int, accepted: int) -> None:
         """As in `Drafter`."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tokserve.engine.request import Request
 from tokserve.engine.speculation.draft_budget import MIN_GAIN, StepCosts
 from tokserve.engine.speculation.draft_state import DrawState
-from tokserve.plan import Drawing
+from tokserve.plan import DraftPasses
 
 MAX_DRAWN = 16  # drafts of a request in a step
 PRIOR = 0.7  # the probability of a draft before anything is known
@@ -97,11 +97,11 @@ class DrawnDrafts:
                 self.state(requests[index]).tried_at = requests[index].num_output
         return drawn
 
-    def on_drawn(self, drawing: Drawing, rows: int) -> None:
+    def on_drawn(self, draft_passes: DraftPasses, rows: int) -> None:
         """The device has drawn drafts for so many rows."""
-        if drawing.num_passes == 0 or drawing.num_tokens > 2 * rows * drawing.num_passes:
+        if draft_passes.num_passes == 0 or draft_passes.num_tokens > 2 * rows * draft_passes.num_passes:
             return  # most of it was catching up
-        seconds = drawing.seconds / drawing.num_passes
+        seconds = draft_passes.seconds / draft_passes.num_passes
         known = self._seconds
         self._seconds = seconds if known is None else known + (min(seconds, 4 * known) - known) * _SECONDS_RATE
 
