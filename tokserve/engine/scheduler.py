@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
 
 from tokserve.config import SchedulerConfig
@@ -385,6 +385,11 @@ class Scheduler:
             raise RuntimeError(f"the result is of step {result.step}, but step {step.step} is the oldest in flight")
         self.counters.steps += 1
         seconds = now - max(step.planned, self._answered)
+        draft_passes = result.draft_passes
+        behind: Collection[int] = () if draft_passes is None else draft_passes.behind
+        if draft_passes is not None and self._drafter is not None:
+            self._drafter.on_drawn(draft_passes, sum(row.is_drawn for row in step.rows))
+            seconds -= draft_passes.seconds
         self._pace.record(step.num_tokens, seconds)
         if self._drafter is not None and step.num_logits == step.num_tokens:
             self._drafter.on_step(len(step.rows), step.num_tokens, seconds)
@@ -407,10 +412,8 @@ class Scheduler:
                 if index in result.routed_experts:
                     request.output.add_routed_experts(request.num_settled, result.routed_experts[index])
                 rejected = row.num_logits - count  # drafts, or the position whose token was withheld
-                if row.drafts:
-                    accepted = max(0, count - 1)
-                    self.counters.drafts.record(len(row.drafts), accepted)
-                    request.count_drafts(len(row.drafts), accepted)
+                if row.drafts and index not in behind:
+                    self._count_drafts(row, max(0, count - 1))
                 if rejected:
                     request.num_computed -= rejected
                     request.num_settled -= rejected
@@ -433,6 +436,13 @@ class Scheduler:
                 self._release_slot(request)
         self.counters.output_tokens += num_output
         return requests
+
+    def _count_drafts(self, row: ScheduledRow, accepted: int) -> None:
+        proposed = len(row.drafts)
+        self.counters.drafts.record(row.source, proposed, accepted)
+        row.request.count_drafts(proposed, accepted)
+        if row.is_drawn and self._drafter is not None:
+            self._drafter.on_verified(row.request, proposed, accepted)
 
     def _release_slot(self, request: Request) -> None:
         """Free slot and blocks, now or when the last step in flight that mentions it is answered."""
