@@ -31,6 +31,7 @@ from tokserve.models.formats.base import is_finite
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts
 from tokserve.rl import broadcast, checksums
+from tokserve.rl.errors import TransferError
 from tokserve.runner.runner import Runner
 from tokserve.runner.startup import load
 
@@ -162,7 +163,7 @@ class Trainer:
     def _send(self, group: broadcast.TransferGroup, tensors: Any, options: dict[str, Any]) -> None:
         try:
             broadcast.send(group, tensors, **options)
-        except TransferFailed:
+        except TransferError:
             return
 
     def die(self) -> None:
@@ -180,7 +181,7 @@ def by_gloo(runner: Runner, tensors: Tensors, packed: bool = False, limit: int =
     group = runner._admin._sync._group
     assert runner.background("shutdown_weight_transfer", {}) == {"message": "Weight transfer shut down"}
     assert group is not None
-    with pytest.raises(TransferFailed, match="is broken"):
+    with pytest.raises(TransferError, match="is broken"):
         broadcast.send(group, list(tensors.values()), packed=False)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import importlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
 
 from tokserve.client.inputs import LoRARequest
@@ -60,6 +60,16 @@ async def extend_pause(engine: Engine) -> None:
 async def resume_generation(engine: Engine) -> None:
     """Go on after a pause."""
     await engine.call("resume")
+
+
+@asynccontextmanager
+async def paused(engine: Engine, mode: str = "keep") -> AsyncIterator[None]:
+    """Pause for the length of the block; resumes even if it raises or is cancelled, also while it is pausing."""
+    try:
+        await pause_generation(engine, mode=mode, clear_cache=False)
+        yield
+    finally:
+        await resume_generation(engine)
 
 
 async def is_paused(engine: Engine) -> bool:
@@ -159,6 +169,29 @@ async def update_weights(engine: Engine, request: Any) -> None:
     if not isinstance(update, Mapping):
         raise RequestError("update_info must be an object", field="update_info")
     await engine.call("update_weights", update=dict(update), **_given(update_id=_part(request, "update_id")))
+
+
+async def load_weights(
+    engine: Engine, directory: str, version: str | None = None, *, recompute_kv: bool = False
+) -> dict[str, Any]:
+    """A complete update from a checkpoint directory, or from the files of a version that `push` wrote there (default:
+    the newest): {"weight_version", "epoch"}."""
+    flags = {"recompute_kv": True} if recompute_kv else {}
+    await engine.call("update_weights_from_dir", weight_dir=str(directory), weight_version=version, **flags)
+    return {"weight_version": engine.status.weight_version, "epoch": engine.status.epoch}
+
+
+async def served_weights(engine: Engine, *, checksum: bool = False, tensors: bool = False) -> dict[str, Any]:
+    """Which weights serve: {"weight_version", "epoch", "checksum", "last_failure"}.
+
+    `checksum`: have it computed; `tensors`: list the tensors in which deltas count.
+    """
+    listed = await engine.call("weight_coordinates") | {"delta_format": "tokserve-delta-1"} if tensors else {}
+    if checksum:
+        await engine.call("weights_checksum")
+    status = await fresh_status(engine)
+    known = {"weight_version": status.weight_version, "epoch": status.epoch, "checksum": status.checksum}
+    return known | {"last_failure": status.failure} | listed
 
 
 async def _update_by_tensors(engine: Engine, weights: Any) -> None:

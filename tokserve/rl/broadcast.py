@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from tokserve.errors import RequestError, TransferFailed
+from .errors import TransferError, WeightsError
 
 PACKED_BYTES = 1 << 30  # a packed buffer ends with the tensor that brings it above this
 PROBE = 5.0  # seconds until a connection attempt fails
@@ -50,7 +50,7 @@ class TransferGroup:
     """A process group, independent of any other in this process.  The constructor blocks until all ranks have joined;
     `interrupted`, set from another thread, ends the wait for rank 0.
 
-    Raises RequestError for an unknown backend or one that this build of torch lacks, TransferFailed if the others do
+    Raises WeightsError for an unknown backend or one that this build of torch lacks, TransferError if the others do
     not join.
     """
 
@@ -59,12 +59,12 @@ class TransferGroup:
         interrupted: threading.Event | None = None,
     ) -> None:  # fmt: skip
         if backend not in BACKENDS:
-            raise RequestError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}", field="backend")
+            raise WeightsError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}", field="backend")
         make, device = BACKENDS[backend]
         if not getattr(distributed, f"is_{backend}_available")():
-            raise RequestError(f"this build of torch has no {backend}", field="backend")
+            raise WeightsError(f"this build of torch has no {backend}", field="backend")
         if backend in ON_A_CARD and not torch.cuda.is_available():
-            raise RequestError(f"{backend} needs a CUDA device, and there is none here: use gloo", field="backend")
+            raise WeightsError(f"{backend} needs a CUDA device, and there is none here: use gloo", field="backend")
         self.device = torch.device(device)
         self._backend = backend
         self._interrupted = interrupted or threading.Event()
@@ -77,7 +77,7 @@ class TransferGroup:
             self._group = make(PrefixStore(PREFIX, store), rank, size, patience)
             self.broadcast(torch.zeros(1, device=self.device))  # fails now if the ranks cannot communicate
         except (RuntimeError, ValueError) as error:  # raised by torch.distributed
-            raise TransferFailed(
+            raise TransferError(
                 f"the {backend} group at {address}:{port} could not be formed: {_first(error)}"
             ) from None
 
@@ -90,26 +90,26 @@ class TransferGroup:
                 return
             except OSError as error:
                 if time.monotonic() > end:
-                    raise TransferFailed(
+                    raise TransferError(
                         f"the {self._backend} group at {address}:{port} could not be formed: {error.strerror or error}"
                     ) from None
             if self._interrupted.wait(0.05):
-                raise TransferFailed("the transfer was interrupted")
+                raise TransferError("the transfer was interrupted")
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Send (rank 0) or receive `tensor`.  Raises TransferFailed; the group is unusable afterwards.
+        """Send (rank 0) or receive `tensor`.  Raises TransferError; the group is unusable afterwards.
 
         Over gloo the size is sent first: gloo would abort the process if a message were longer than expected, and
         leave the rest of the tensor unchanged if it were shorter.
         """
         if self._broken:
-            raise TransferFailed("the process group is broken: initialise the transfer engine again")
+            raise TransferError("the process group is broken: initialise the transfer engine again")
         if self._backend == "gloo":
             size = torch.tensor([tensor.nbytes])
             self._broadcast(size)
             if int(size) != tensor.nbytes:
                 self.close()
-                raise TransferFailed(
+                raise TransferError(
                     f"the sender sends {int(size)} bytes where {tensor.nbytes} were announced: both ends must agree on "
                     "names, dtypes, shapes, their order, packed and packed_buffer_size_bytes"
                 )
@@ -127,10 +127,10 @@ class TransferGroup:
                 if self._interrupted.is_set():
                     threading.Thread(target=_await_abandoned, args=(self._group, work, tensor), daemon=True).start()
                     self._group = None
-                    raise TransferFailed("the transfer was interrupted")
+                    raise TransferError("the transfer was interrupted")
             work.wait()
         except RuntimeError as error:
-            raise TransferFailed(f"the other end of the transfer has gone: {_first(error)}") from None
+            raise TransferError(f"the other end of the transfer has gone: {_first(error)}") from None
         self._broken = False
 
     def interrupt(self) -> None:
