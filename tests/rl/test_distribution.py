@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import tokserve
 import tokserve.testing
@@ -31,7 +31,7 @@ WITHOUT_SERVER = ["distribution.py", "scripted_http.py", "script.py", "test_clie
 def declared() -> list[str]:
     """Names of the dependencies that pyproject.toml declares."""
     project = tomllib.loads((SOURCE / "pyproject.toml").read_text())["project"]
-    return [re.split(r"[><=\[]", requirement)[0] for requirement in project["dependencies"]]
+    return [Requirement(requirement).name for requirement in project["dependencies"]]
 
 
 def with_dependencies(names: list[str]) -> set[str]:
@@ -41,10 +41,9 @@ def with_dependencies(names: list[str]) -> set[str]:
         name = todo.pop()
         if name not in complete:
             complete.add(name)
-            for requirement in importlib.metadata.requires(name) or ():
-                text, _, marker = requirement.partition(";")
-                if "extra" not in marker and "python_version" not in marker and "platform" not in marker:
-                    todo.append(re.split(r"[^\w.-]", text.strip())[0].lower())
+            for requirement in map(Requirement, importlib.metadata.requires(name) or ()):
+                if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                    todo.append(requirement.name)
     return complete
 
 

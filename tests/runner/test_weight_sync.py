@@ -26,6 +26,7 @@ from torch import Tensor
 from tests.runner.drive import Driver, Job
 from tokserve.config import Config
 from tokserve.errors import Conflict, Forbidden, RequestError, TransferFailed
+from tokserve.models import weights
 from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.models.formats.base import is_finite
 from tokserve.params import SamplingParams
@@ -296,6 +297,18 @@ def test_weights_that_are_not_finite_are_named_and_nothing_changes(bench: Bench,
         runner.background("finish_update", {})
     assert caught.value.code == "weights_not_finite"
     assert outcome(runner, facts) == bench.want_old
+
+
+def test_all_weights_that_are_not_finite_are_named_up_to_a_bound(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "MAX_NAMED", 3)
+    runner, _ = start(bench.old)
+    names = sorted(bench.tensors)
+    tensors = {name: bench.tensors[name] * (float("nan") if name in names[:5] else 1) for name in names}
+    runner.background("begin_update", {"have_weights": True})
+    by_stream(runner, tensors)
+    with pytest.raises(RequestError, match="are not finite") as caught:
+        runner.background("finish_update", {})
+    assert all(name in caught.value.message for name in names[:3]) and "and 2 more" in caught.value.message
 
 
 def test_weights_that_are_not_finite_are_taken_if_nobody_checks(bench: Bench) -> None:

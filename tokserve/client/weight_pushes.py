@@ -10,7 +10,7 @@ import secrets
 from collections.abc import AsyncIterator
 from typing import Any
 
-from tokserve.client import control
+from tokserve.client.admin import AdminMethods
 from tokserve.errors import EngineDead, RequestError
 
 
@@ -21,7 +21,7 @@ class EngineChannel:
     not_opened = (RequestError, EngineDead)
     has_group = False
 
-    def __init__(self, engine: control.Engine) -> None:
+    def __init__(self, engine: AdminMethods) -> None:
         self._engine = engine
 
     def refusal(self, error: Exception) -> tuple[str | None, str]:
@@ -30,31 +30,31 @@ class EngineChannel:
 
     async def served_weights(self, *, checksum: bool = False, tensors: bool = False) -> dict[str, Any]:
         """As GET /weight_info."""
-        return await control.served_weights(self._engine, checksum=checksum, tensors=tensors)
+        return await self._engine.served_weights(checksum=checksum, tensors=tensors)
 
     async def start(self, base: dict[str, Any]) -> dict[str, Any]:
         """Open an update; `base`: of a delta, what must be served."""
-        return await control.start_weight_update(self._engine, **base)
+        return await self._engine.start_weight_update(**base)
 
     async def put_file(self, pieces: AsyncIterator[bytes], handle: dict[str, Any]) -> None:
         """Stage a safetensors file."""
         stream = secrets.token_hex(8)
-        await control.begin_weight_stream(self._engine, stream, **handle)
+        await self._engine.begin_weight_stream(stream, **handle)
         async for piece in pieces:
-            await control.feed_weights(self._engine, stream, piece)
-        await control.feed_weights(self._engine, stream, b"", last=True)
+            await self._engine.feed_weights(stream, piece)
+        await self._engine.feed_weights(stream, b"", last=True)
 
     async def finish(self, body: dict[str, Any]) -> dict[str, Any]:
         """Commit: {"weight_version", "epoch"}."""
-        return await control.finish_weight_update(self._engine, **body)
+        return await self._engine.finish_weight_update(**body)
 
     async def abort(self, handle: dict[str, Any]) -> None:
         """Roll back."""
-        await control.abort_weight_update(self._engine, **handle)
+        await self._engine.abort_weight_update(**handle)
 
     async def load_dir(self, body: dict[str, Any]) -> dict[str, Any]:
         """An update from a directory: {"weight_version", "epoch"}."""
-        return await control.load_weights(self._engine, body["weight_dir"], body["weight_version"],
+        return await self._engine.load_weights(body["weight_dir"], body["weight_version"],
                                           recompute_kv=body.get("recompute_kv", False))  # fmt: skip
 
     async def broadcast(self, *args: Any, **kwargs: Any) -> None:
@@ -65,7 +65,7 @@ class EngineChannel:
 class WeightPushes:
     """Of one engine; remembers what was pushed with `delta`."""
 
-    def __init__(self, engine: control.Engine) -> None:
+    def __init__(self, engine: AdminMethods) -> None:
         self._pusher: Any = None
         self._engine = engine
 

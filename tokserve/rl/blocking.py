@@ -116,7 +116,7 @@ class Client:
                 yield delta
         finally:
             if self._close.alive:  # not waited for: a collected iterator may be closed in the loop's thread
-                asyncio.run_coroutine_threadsafe(deltas.aclose(), self._loop)  # type: ignore[attr-defined]
+                asyncio.run_coroutine_threadsafe(deltas.aclose(), self._loop)
 
     @contextmanager
     def paused(self, mode: str = "keep", *, lease: float = PAUSE_LEASE) -> Iterator[None]:

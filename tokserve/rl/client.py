@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import secrets
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import cached_property
 from pathlib import Path
@@ -76,6 +76,7 @@ class AsyncClient:
 
     async def generate(
         self,
+        /,
         prompts: Sequence[Sequence[int]],
         *,
         n: int = 1,
@@ -129,7 +130,7 @@ class AsyncClient:
         group_id: str | None = None,
         model: str | None = None,
         **sampling: Any,
-    ) -> AsyncIterator[RolloutDelta]:
+    ) -> AsyncGenerator[RolloutDelta, None]:
         """The tokens of one prompt's rollouts as they are generated; the joined deltas are what `generate` returns.
 
         Leaving the iteration aborts the rest: close the iterator (`contextlib.aclosing`), or let it be collected.
@@ -148,6 +149,7 @@ class AsyncClient:
 
     async def score(
         self,
+        /,
         sequences: Sequence[Sequence[int]],
         starts: Sequence[int] | None = None,
         *,

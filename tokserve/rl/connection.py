@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from typing import Any, Literal
 
@@ -89,7 +89,7 @@ class Connection:
                 raise server_error(answer)
             await asyncio.sleep(delay)
 
-    async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[Any]:
+    async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
         """The events of a stream, as JSON.  Leaving it early closes the connection, which aborts the request."""
         while True:
             async with self.http.stream("POST", path, json=body) as answer:
@@ -105,7 +105,7 @@ class Connection:
             await asyncio.sleep(delay)
 
 
-async def _events(answer: httpx.Response) -> AsyncIterator[Any]:
+async def _events(answer: httpx.Response) -> AsyncGenerator[Any, None]:
     async for line in answer.aiter_lines():
         if line == "data: [DONE]":
             return

@@ -38,7 +38,7 @@ class GroupChannel(WeightRoutes):
     ) -> None:
         """Form a process group with the server, this process as rank 0."""
         options = {"backend": backend, "master_address": address, "master_port": port, "rank_offset": rank_offset,
-                   "world_size": world_size}  # fmt: skip
+                   "world_size": world_size, "rendezvous": "tokserve"}  # fmt: skip
         meeting = _in_thread(lambda: TransferGroup(backend, address, port, 0, world_size, timeout))
         self._group, _ = await asyncio.gather(meeting, self.init(options))
 

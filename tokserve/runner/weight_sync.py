@@ -32,6 +32,7 @@ from tokserve.rl.broadcast import TransferGroup
 from tokserve.rl.delta_directory import chain, described, files_of, is_chain
 from tokserve.rl.deltas import FORMAT
 from tokserve.rl.errors import TransferError, WeightsConflict, WeightsError
+from tokserve.rl.rendezvous import KINDS, Rendezvous
 from tokserve.rl.sums import Sums
 from tokserve.runner import delta_sources
 from tokserve.runner import weight_sources as sources
@@ -51,6 +52,8 @@ class GroupOptions(msgspec.Struct, forbid_unknown_fields=True):
     packed_buffer_size_bytes: int | None = None
     packed_num_buffers: int | None = None
     backend: str | None = None
+    rendezvous: str | None = None
+    group_name: str = ""
 
 
 @contextmanager
@@ -120,6 +123,7 @@ class WeightSync:
             raise RequestError("rank_offset must be from 1 to world_size - 1", field="init_info.rank_offset")
         if not 0 < group.master_port < 1 << 16:
             raise RequestError("master_port must be from 1 to 65535", field="init_info.master_port")
+        rendezvous = self._rendezvous(backend, group)
         self.shutdown()
         try:
             address = socket.gethostbyname(group.master_address)
@@ -127,11 +131,24 @@ class WeightSync:
             raise RequestError(f"master_address: {error.strerror or error}", field="init_info.master_address") from None
         self._group = TransferGroup(
             backend, address, group.master_port, group.rank_offset, group.world_size,
-            self._config.weight_transfer_timeout, self._meeting,
+            self._config.weight_transfer_timeout, self._meeting, rendezvous,
         )  # fmt: skip
         packing = {name: value for name in PACKING if (value := getattr(group, name)) is not None}
         self._packing = self._chosen_packing | packing
         return {"message": "Weight transfer initialized", "backend": backend}
+
+    def _rendezvous(self, backend: str, group: GroupOptions) -> Rendezvous:
+        """How the trainer's group is met: as vLLM's is over nccl, which is where the backend's name comes from."""
+        kind = group.rendezvous or ("vllm" if backend in broadcast.ON_A_CARD else "tokserve")
+        if kind not in KINDS:
+            raise RequestError(f"rendezvous must be one of {', '.join(KINDS)}", field="init_info.rendezvous")
+        if kind == "vllm" and backend not in broadcast.ON_A_CARD:
+            raise RequestError(
+                "vLLM's rendezvous sends an NCCL id, and so needs the backend nccl and a CUDA device: over gloo, "
+                "rendezvous must be tokserve or torch",
+                field="init_info.rendezvous",
+            )
+        return Rendezvous(kind, group.group_name)
 
     def shutdown(self) -> dict[str, Any]:
         """Let go of the backend."""
