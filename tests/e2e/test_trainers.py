@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e.server import Server
-from tests.rl.test_rendezvous import torch_group
-from tests.runner.test_weight_sync import free_port
+from tests.rl.test_rendezvous import listening, torch_group
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.rl import Client
 
@@ -32,16 +31,16 @@ class TorchTrainer:
 
     def __init__(self, server: Server, path: str) -> None:
         self.server = server
-        port = free_port()
-        self._name = f"update_weight_group_{port}"  # a process may have a name once
-        self._joining = threading.Thread(target=self._join, args=(port,), daemon=True)
+        store = listening()
+        self._name = f"update_weight_group_{store.port}"  # a process may have a name once
+        self._joining = threading.Thread(target=self._join, args=(store,), daemon=True)
         self._joining.start()
-        where = {"master_address": "127.0.0.1", "master_port": str(port), "rank_offset": 1, "world_size": 2}
+        where = {"master_address": "127.0.0.1", "master_port": str(store.port), "rank_offset": 1, "world_size": 2}
         self.post(path, where | {"backend": "gloo", "group_name": self._name})
         self._joining.join(60)
 
-    def _join(self, port: int) -> None:
-        self._group = torch_group(port, self._name)
+    def _join(self, store: Any) -> None:
+        self._group = torch_group(store, self._name)
 
     def _send(self, tensors: list[torch.Tensor]) -> None:
         for tensor in tensors:

@@ -13,7 +13,6 @@ import torch
 from torch import distributed
 from torch.distributed import TCPStore, distributed_c10d
 
-from tests.runner.test_weight_sync import free_port
 from tokserve.rl import TransferError, broadcast
 from tokserve.rl.broadcast import TransferGroup
 from tokserve.rl.rendezvous import Meeting, Rendezvous, nccl_id
@@ -26,9 +25,13 @@ RECORDED = base64.b64decode(
 )
 
 
-def torch_group(port: int, name: str) -> Any:
+def listening() -> TCPStore:
+    """Rank 0's end of a rendezvous of two, on a free port."""
+    return TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=60), wait_for_workers=False)
+
+
+def torch_group(store: TCPStore, name: str) -> Any:
     """Rank 0 of a second group of torch.distributed, as AReaL, SGLang and OpenRLHF make theirs."""
-    store = TCPStore("127.0.0.1", port, 2, True, timedelta(seconds=60))
     group, _ = distributed_c10d._new_process_group_helper(
         2, 0, [], "gloo", distributed.PrefixStore(name, store), group_name=name, timeout=timedelta(seconds=60)
     )
@@ -36,16 +39,16 @@ def torch_group(port: int, name: str) -> Any:
 
 
 def test_a_group_of_torch() -> None:
-    port, tensors = free_port(), [torch.randn(5, 3), torch.randn(7).bfloat16()]
+    store, tensors = listening(), [torch.randn(5, 3), torch.randn(7).bfloat16()]
 
     def send() -> None:
-        group = torch_group(port, "weights")
+        group = torch_group(store, "weights")
         for tensor in tensors:
             group.broadcast(tensor, 0).wait()
 
     sending = threading.Thread(target=send, daemon=True)
     sending.start()
-    group = TransferGroup("gloo", "127.0.0.1", port, 1, 2, 60, rendezvous=Rendezvous("torch", "weights"))
+    group = TransferGroup("gloo", "127.0.0.1", store.port, 1, 2, 60, rendezvous=Rendezvous("torch", "weights"))
     declared = [("a", torch.float32, (5, 3)), ("b", torch.bfloat16, (7,))]
     received = [tensor.clone() for _, tensor in broadcast.receive(group, declared, packed=False)]
     sending.join(60)
@@ -76,9 +79,8 @@ def test_what_is_no_id_is_refused(pickled: bytes) -> None:
 
 
 def test_the_store_of_vllm_has_the_id_where_torch_looks_for_it() -> None:
-    port = free_port()
-    first = TCPStore("127.0.0.1", port, 2, True, timedelta(seconds=60), wait_for_workers=False)
+    first = listening()
     first.set("broadcast_from/0/0", RECORDED)
-    meeting = Meeting("127.0.0.1", port, 1, 2, timedelta(seconds=60))
+    meeting = Meeting("127.0.0.1", first.port, 1, 2, timedelta(seconds=60))
     store = Rendezvous("vllm").store(meeting, "cuda")
     assert store.get("0") == nccl_id(RECORDED)
