@@ -14,6 +14,7 @@ ROOT = DOCS.parent
 FILES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "tests" / "README.md",
     *sorted(DOCS.rglob("*.md")),
     *sorted(ROOT.glob("examples/**/*.md")),
 ]
