@@ -21,6 +21,8 @@ TESTS = (
     "tests/models/test_parity.py", "tests/runner/test_weight_sync.py", "tests/e2e/test_tokens.py",
     "tests/e2e/test_structured.py", "tests/e2e/test_rl_client.py", "tests/testing",
 )  # fmt: skip
+# transformers 5.6.2, which is the oracle here, computes these differently from later versions
+OTHERS = "not gemma2 and not granite4-no-rope"
 
 
 def lowest() -> list[str]:
@@ -54,7 +56,7 @@ def main() -> None:
     shutil.copytree(ROOT / "tests", tree / "tests")
     shutil.copy(ROOT / "pyproject.toml", tree)
     run(python, "-P", tree / "tests" / "wheel.py", where=tree)
-    run(python, "-m", "pytest", "-q", "-W", "default", *TESTS, where=tree)
+    run(python, "-m", "pytest", "-q", "-W", "default", "-k", OTHERS, *TESTS, where=tree)
 
 
 if __name__ == "__main__":
