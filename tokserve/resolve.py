@@ -114,7 +114,7 @@ def _allowed_hosts(server: ServerConfig) -> list[str]:
             raise StartError("option allowed_hosts: must not be empty")
         return server.allowed_hosts
     if server.uds is None and (server.host == "localhost" or _is_loopback(server.host)):
-        return [*LOCAL_HOSTS, server.host]
+        return list(dict.fromkeys([*LOCAL_HOSTS, server.host]))
     return ["*"]
 
 
