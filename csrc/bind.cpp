@@ -102,4 +102,5 @@ NB_MODULE(_C, m) {
   bind_attention(m);
   bind_sampling(m);
   bind_wna16(m);
+  bind_experts_wna16(m);
 }

@@ -181,6 +181,14 @@ def mixture(dtype: torch.dtype) -> tuple[Any, ...]:
     return x, ids, weights, up, randn(8, 192, dtype=dtype), down, None, "silu", x.flip(1), randn(300, 1)
 
 
+def integer_mixture(dtype: torch.dtype) -> tuple[Any, ...]:
+    """As `mixture`, with weights of every kind."""
+    x, ids, chosen, _, bias, *_, shared, gate = mixture(dtype)
+    up: list[Any] = [[kind] for kind in weights(192, 128)]
+    up[0], up[5] = [weights(96, 128)[3], weights(96, 128)[7]], randn(192, 128, dtype=dtype) / 11
+    return x, ids, chosen, up, bias, [[kind] for kind in weights(128, 96)], None, "silu", shared, gate
+
+
 def large_cases() -> dict[str, tuple[Any, ...]]:
     """Arguments large enough that the work is given to threads."""
     bf16 = torch.bfloat16
@@ -225,6 +233,7 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
         "route": (randn(300, 64), randn(64, seed=1), 6, True, 8, 4, True, True, 2.5),
         "experts": mixture(bf16),
         "experts_int8": mixture(torch.float32),
+        "experts_wna16": integer_mixture(bf16),
         "embedding": (torch.arange(300) * 7 % 700, randn(700, 512, dtype=bf16), 22.5),
         "norm_rope_store": (
             randn(300, 12 * 64, dtype=bf16), *randn(2, 64, dtype=bf16).unbind(), 1e-6, table, torch.arange(300),
