@@ -46,6 +46,12 @@ def locate(model: str, *, weights: bool = True, what: str = "model") -> Path:
     return _download(model, [*TEXT_FILES, *(WEIGHT_FILES if weights else [])], what)
 
 
+def given_name(model: str) -> str:
+    """The name of a located model for people: of a GGUF file, the file's, not that of the directory made of it."""
+    source = gguf_config.file_name(Path(model))
+    return model if source is None else source[0]
+
+
 def _download(model: str, patterns: list[str], what: str) -> Path:
     from huggingface_hub import snapshot_download
 

@@ -203,10 +203,8 @@ def test_rows_of_experts_of_integers_are_batch_invariant(name: str, call: Any, d
             x = randn(dtype, 1, MOST, arguments[0].shape[1])
             ids = randn(torch.float32, 6, MOST, len(up)).argsort(-1)[:, :3].int().contiguous()
             ids[: MOST // 2, 0], chosen = ids[0, 0], randn(torch.float32, 7, MOST, 3)
-            rows_are_batch_invariant(
-                lambda r, a=(x, ids, chosen), w=(up, up_bias, down, down_bias, activation): call(*(t[r] for t in a), *w),
-                trials=3,
-            )
+            given, own = (up, up_bias, down, down_bias, activation), (x, ids, chosen)
+            rows_are_batch_invariant(lambda r, a=own, w=given: call(*(t[r] for t in a), *w), trials=3)
 
 
 @every("route")

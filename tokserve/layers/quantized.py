@@ -63,6 +63,11 @@ class QuantizedWeight:
             return self.dense().narrow(1, start, length)
         return QuantizedWeight(tuple(_columns(part, start, end) for part in self.parts))
 
+    def every_other(self, start: int) -> QuantizedWeight:
+        """Rows start, start + 2, ...  It is in one part."""
+        (part,) = self.parts
+        return QuantizedWeight((_each(part, lambda _, tensor: tensor[start::2]),))
+
     def joined(self, others: Sequence[StoredWeight]) -> QuantizedWeight | None:
         """All rows in one weight; None unless all are quantized in groups."""
         parts: list[QuantizedRows] = []
@@ -143,7 +148,7 @@ class Wna16:
     """Weights as their checkpoint stores them, or floats where it stores floats; activations are not rounded."""
 
     name: str | None = "wna16"
-    covers_experts = False
+    covers_experts = True
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """A byte, which is at least what most formats take."""
@@ -174,8 +179,11 @@ class Wna16:
         return ops.gated_linear(x, packed, bias, activation)
 
     def experts(self, *arguments: Any) -> Tensor:
-        """There are no such products."""
-        raise NotImplementedError
+        """Of a mixture; arguments as those of the op."""
+        _, _, _, gate_up, _, down, *_ = arguments
+        if any(isinstance(packed, ops.PackedWna16) for packed in (*gate_up, *down)):
+            return ops.experts_wna16(*arguments)
+        return ops.experts(*arguments)
 
 
 class Int4(Wna16):

@@ -46,7 +46,9 @@ def _mixtures(dtype: torch.dtype) -> Samples:
 
 def experts_wna16(dtype: torch.dtype) -> Samples:
     """Experts of every kind of weight, one with a gate and what it gates of two kinds, one of floats."""
-    for number, (tokens, width, inner, k) in enumerate(((1, 64, 32, 2), (17, 40, 24, 3), (40, 96, 40, 2), (0, 32, 8, 1))):
+    for number, (tokens, width, inner, k) in enumerate(
+        ((1, 64, 32, 2), (17, 40, 24, 3), (40, 96, 40, 2), (0, 32, 8, 1))
+    ):
         kinds, down = integer_weights(2 * inner, width), integer_weights(width, inner)
         up: list[Any] = [*([kind] for kind in kinds), normal(dtype, 3, 2 * inner, width) / width**0.5]
         downs = [*([kind] for kind in down), normal(dtype, 4, width, inner) / inner**0.5]
