@@ -83,8 +83,9 @@ def _write(directory: Path, name: str, value: Mapping[str, Any]) -> None:
 def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     """Ids of the tokens that end an output: those that the header names, and control tokens that are known to."""
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    tokens, kinds = metadata.get("tokenizer.ggml.tokens") or [], metadata.get("tokenizer.ggml.token_type") or []
-    ids = [token for token in named if isinstance(token, int)]
+    lists = (metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    tokens, kinds = (value if isinstance(value, list) else [] for value in lists)
+    ids = [token for token in named if type(token) is int]
     for token, (text, kind) in enumerate(zip(tokens, kinds, strict=False)):
         if kind == CONTROL and text in END_TOKENS and token not in ids:
             ids.append(token)
@@ -143,7 +144,38 @@ def model_config(header: GgufHeader) -> dict[str, Any]:
     }
     if fields.get("attention.value_length", config["head_dim"]) != config["head_dim"]:
         raise StartError(f"{header.files[0].name}: heads whose keys and values differ in size are not supported")
-    return config | _rope_scaling(fields) | FAMILIES[header.architecture](fields)
+    config = config | _rope_scaling(fields) | FAMILIES[header.architecture](fields)
+    _check_sizes(header, config)
+    return config
+
+
+def _check_sizes(header: GgufHeader, config: Mapping[str, Any]) -> None:
+    """Refuse sizes that are not those of the first layer's tensors: what is built of them takes memory."""
+    name = header.files[0].name
+    layers, blocks = config["num_hidden_layers"], len(header.tensors)
+    if type(layers) is not int or not 0 < layers <= blocks:
+        raise StartError(f"{name} announces {layers!r} layers and holds {blocks} tensors")
+    hidden, dim = config["hidden_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    if not all(type(size) is int and 0 < size < 1 << 20 for size in (hidden, dim, heads, kv_heads)):
+        raise StartError(f"{name} announces {heads!r} and {kv_heads!r} heads of {dim!r} for a width of {hidden!r}")
+    shapes = {
+        "token_embd.weight": (config["vocab_size"], hidden),
+        "blk.0.attn_q.weight": (heads * dim, hidden), "blk.0.attn_k.weight": (kv_heads * dim, hidden),
+    }  # fmt: skip
+    experts = config.get("num_experts", config.get("num_local_experts"))
+    if experts is not None:
+        inner = config.get("moe_intermediate_size", config["intermediate_size"])
+        shapes["blk.0.ffn_up_exps.weight"] = (experts, inner, hidden)
+        if shared := config.get("shared_expert_intermediate_size"):
+            shapes["blk.0.ffn_up_shexp.weight"] = (shared, hidden)
+    else:
+        shapes["blk.0.ffn_up.weight"] = (config["intermediate_size"], hidden)
+    for tensor, shape in shapes.items():
+        if tensor not in header.tensors:
+            raise StartError(f"{name} has no tensor {tensor}")
+        if header.tensors[tensor].shape != shape:
+            raise StartError(f"{name}: {tensor} is {list(header.tensors[tensor].shape)}, where the header says {shape}")
 
 
 def _dtype(header: GgufHeader) -> str:

@@ -17,6 +17,7 @@ from tests.models.driver import Driver, prefill
 from tests.models.test_load import IDS, opened, rewrite, stored
 from tokserve.errors import StartError
 from tokserve.models.dummy import tiny_config, write_checkpoint
+from tokserve.models.formats.base import is_finite
 from tokserve.models.formats.packed import PackedFormat
 from tokserve.models.staging import Staging
 from tokserve.ops import PackedWna16
@@ -155,6 +156,10 @@ def test_the_model_is_that_of_what_the_tensors_mean(tmp_path: Path, case: str) -
     del hf["quantization_config"]
     (directory / "config.json").write_text(json.dumps(hf))
     assert (result - prefill(opened(directory), IDS).log_softmax(-1)).abs().max() < 2e-4
+
+
+def test_words_that_are_no_finite_float16_are_finite() -> None:
+    assert is_finite(torch.tensor([2**31 - 1], dtype=torch.int32), torch.float16)
 
 
 @pytest.mark.parametrize("case", ["gptq4-g32-sym-plain-v1", "gptq4-g32-asym-act-v2", "awq", "packed4-asym", "int8"])
