@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 
-from tokserve import checkpoint
 from tokserve.config import Config
 from tokserve.engine.admin.adapters import Adapters
 from tokserve.engine.admin.command import Command, Commands, immediate
@@ -72,7 +71,7 @@ class EngineCore:
         self.limits = Limits(context, facts.vocab_size, eos, config.model.logprobs_mode, facts.feature_bytes)
         self.cache = PrefixCache(
             layout.num_blocks, layout.block_size, enabled=config.cache.enable_prefix_caching,
-            model=checkpoint.given_name(config.model.model),
+            model=config.model.model,
         )  # fmt: skip
         self.scheduler = Scheduler(config.scheduler, self.cache, facts.weight_version, drafter)
         self.control = Control(

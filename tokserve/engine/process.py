@@ -16,12 +16,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 
-from tokserve import gguf_config, log
+from tokserve import log
 from tokserve.config import Config
 from tokserve.engine.core import EngineCore
 from tokserve.engine.socket import EngineSocket
@@ -82,9 +81,6 @@ def run(address: str, config: Config, executor: Executor, bind: Callable[[str], 
 
 def _start(config: Config, executor: Executor, socket: EngineSocket) -> EngineCore:
     began = time.monotonic()
-    file = gguf_config.file_name(Path(config.model.model))
-    name, types = (config.model.model, "") if file is None else (file[0], f"{file[1]}; ")
-    logger.info("loading %s (%s%s)", name, types, config.model.dtype)
     facts = executor.start()
     layout = facts.layout
     logger.info(

@@ -52,18 +52,18 @@ def wna16_kernel(
             x = tl.load(
                 x_ptr + row[:, None] * x_stride + column[None, :], mask=in_rows[:, None] & inside[None, :], other=0.0
             )
-            wanted = in_outputs[:, None] & inside[None, :]
+            valid = in_outputs[:, None] & inside[None, :]
             if BITS == 8:
-                codes = tl.load(codes_ptr + output[:, None] * codes_per_row + k[None, :], mask=wanted, other=0)
+                codes = tl.load(codes_ptr + output[:, None] * codes_per_row + k[None, :], mask=valid, other=0)
                 factor = codes.to(tl.int8, bitcast=True).to(tl.float32)
             else:
-                pair = tl.load(codes_ptr + output[:, None] * codes_per_row + k[None, :] // 2, mask=wanted, other=0)
+                pair = tl.load(codes_ptr + output[:, None] * codes_per_row + k[None, :] // 2, mask=valid, other=0)
                 codes = (pair.to(tl.int32) >> (k[None, :] % 2 * 4)) & 15
                 if ZERO < 0:  # noqa: SIM108 - a choice of the compiler's
                     factor = tl.load(factors_ptr + codes).to(tl.float32)
                 else:
                     factor = (codes - ZERO).to(tl.float32)
-                factor = tl.where(wanted, factor, 0.0)
+                factor = tl.where(valid, factor, 0.0)
             if FOLDED:
                 factor = factor * scale[:, None]
             if MINS:
