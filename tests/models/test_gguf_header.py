@@ -17,6 +17,8 @@ from tests.models import gguf_models
 from tests.models.driver import prefill
 from tests.models.test_gguf import IDS, opened
 from tokserve import checkpoint, gguf, gguf_config
+from tokserve.cli.serve import chosen
+from tokserve.config import Config
 from tokserve.errors import StartError
 from tokserve.gguf import GgufHeader
 from tokserve.models.registry import decoder_spec
@@ -107,4 +109,5 @@ def test_people_read_the_name_of_the_file_and_its_types(tmp_path: Path) -> None:
     directory = checkpoint.locate(str(path))
     assert gguf_config.file_name(directory) == (str(path), "Q4_0, Q8_0")
     assert checkpoint.given_name(str(directory)) == str(path)
+    assert chosen(Config.make(model=str(directory))) == f"model={path}"
     assert checkpoint.given_name(str(tmp_path)) == str(tmp_path) and gguf_config.file_name(tmp_path) is None

@@ -16,7 +16,7 @@ from typing import Any
 import uvloop
 
 import tokserve
-from tokserve import log
+from tokserve import checkpoint, log
 from tokserve.cli import listen
 from tokserve.cli.http import ApiServer, Signals, banner, report
 from tokserve.cli.supervisor import Supervisor
@@ -55,6 +55,7 @@ def chosen(config: Config) -> str:
     for group, name, _ in fields():
         value = getattr(getattr(config, group), name)
         if value != getattr(getattr(defaults, group), name) and value not in (None, []):
+            value = checkpoint.given_name(value) if name == "model" else value
             words.append(f"{name}={f'({len(value)} set)' if name in SECRET else value}")
     return " ".join(words)
 
