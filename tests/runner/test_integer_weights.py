@@ -104,12 +104,12 @@ print(json.dumps([resident("VmHWM") - before, resident("VmRSS") - before]))
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["int4", "mxfp4"])
 def test_loading_takes_the_packed_weights_and_about_one_tensor(tmp_path: Path, form: str) -> None:
-    """The largest tensor, with a byte per weight while it is packed, and its floats where it is rounded here."""
-    sizes = {"vocab_size": 320, "num_hidden_layers": 6}
+    """One tensor, and of a layer that joins two their floats and a byte per weight, while it is packed."""
+    sizes = {"vocab_size": 320, "num_hidden_layers": 5}
     if form == "mxfp4":
-        hf = tiny_config("gpt_oss", hidden_size=1024, intermediate_size=1024, dtype="bfloat16", **sizes)
+        hf = tiny_config("gpt_oss", hidden_size=512, intermediate_size=1024, dtype="bfloat16", **sizes)
     else:
-        hf = tiny_config("qwen3", hidden_size=2048, intermediate_size=4096, dtype="bfloat16", **sizes)
+        hf = tiny_config("qwen3", hidden_size=1024, intermediate_size=4096, dtype="bfloat16", **sizes)
     directory = write_checkpoint(tmp_path / "m", hf)
     if form == "mxfp4":
         mxfp4.quantized(directory)
@@ -120,4 +120,4 @@ def test_loading_takes_the_packed_weights_and_about_one_tensor(tmp_path: Path, f
     peak, kept = json.loads(done.stdout)
     entries = load_file(directory / "model.safetensors").values()
     largest = max(tensor.nbytes for tensor in entries) / (1 << 20)
-    assert peak - kept <= 4 * largest + 16, (peak, kept, largest)
+    assert peak - kept <= 4 * largest + 12, (peak, kept, largest)

@@ -127,8 +127,12 @@ def quantize_int4(weight: Tensor, group: int) -> QuantizedWeight:
     The element of the largest magnitude becomes -8: scale = that element / -8.  A group that holds an infinity or
     not-a-number has the scale not-a-number.
     """
-    parts = [_rounded(rows, group) for rows in torch.split(weight, ROWS)]
-    codes, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    rows, columns = weight.shape
+    codes = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(rows, -(-columns // group), dtype=torch.bfloat16, device=weight.device)
+    for start in range(0, rows, ROWS):
+        part = slice(start, start + ROWS)
+        codes[part], scales[part] = _rounded(weight[part], group)
     return QuantizedWeight((QuantizedRows(codes, SIGNED, group, scales),))
 
 
