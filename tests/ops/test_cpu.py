@@ -397,8 +397,38 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
         [CALLS["pack_gated"](randn(10, 64))] * 3, None, [CALLS["pack_linear"](randn(64, 5))] * 3, None, "silu", None,
         None,
     )  # fmt: skip
+    of_integers: tuple[Any, ...] = (
+        *mixed[:3], [CALLS["pack_gated_wna16"](weights(16, 64)[:1])] * 3, None,
+        [CALLS["pack_wna16"](weights(64, 8)[:1])] * 3, *mixed[6:],
+    )  # fmt: skip
     lora = (randn(2, 2, 4, 64), randn(2, 4, 9), ranks, torch.ones(2, 2), (4, 5))
     return {
+        **{
+            f"experts of integers: {what}": ("experts_wna16", (*of_integers[:at], wrong, *of_integers[at + 1 :]))
+            for what, at, wrong in (
+                ("width", 0, x[:, :63]),
+                ("negative id", 1, mixed[1] - 3),
+                ("gate", 3, of_integers[3][:2]),
+                ("gate's shape", 3, [CALLS["pack_gated_wna16"](weights(14, 64)[:1])] * 3),
+                ("floats' shape", 3, [of_integers[3][0], CALLS["pack_gated"](randn(200, 64)), of_integers[3][0]]),
+                ("floats' dtype", 3, [of_integers[3][0], CALLS["pack_gated"](randn(16, 64).half()), of_integers[3][0]]),
+                ("not gated", 5, [CALLS["pack_gated_wna16"](weights(64, 8)[:1])] * 3),
+                ("bias", 4, torch.zeros(3, 9)),
+            )
+        },
+        "experts of integers: two parts": (
+            "experts_wna16",
+            (
+                *of_integers[:3],
+                [CALLS["pack_gated_wna16"](weights(8, 64)[:2])] * 3,
+                None,
+                of_integers[5],
+                None,
+                "clamped_swiglu",
+                None,
+                None,
+            ),
+        ),
         "norm: short weight": ("rms_norm", (x, w[:63], 1e-6)),
         "norm: strided rows": ("rms_norm", (randn(64, 3).t(), w, 1e-6)),
         "norm: integers": ("rms_norm", (x.int(), w, 1e-6)),
