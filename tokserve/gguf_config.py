@@ -159,7 +159,7 @@ def _check_sizes(header: GgufHeader, config: Mapping[str, Any]) -> None:
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     if not all(type(size) is int and 0 < size < 1 << 20 for size in (hidden, dim, heads, kv_heads)):
         raise StartError(f"{name} announces {heads!r} and {kv_heads!r} heads of {dim!r} for a width of {hidden!r}")
-    shapes = {
+    shapes: dict[str, tuple[Any, ...]] = {
         "token_embd.weight": (config["vocab_size"], hidden),
         "blk.0.attn_q.weight": (heads * dim, hidden), "blk.0.attn_k.weight": (kv_heads * dim, hidden),
     }  # fmt: skip
