@@ -69,6 +69,11 @@ def resolve(config: Config) -> Config:
     return resolved
 
 
+def model_name(config: Config) -> str:
+    """The name of a resolved configuration's model for people."""
+    return checkpoint.given_name(config.model.model)
+
+
 def _tokenizer(config: Config) -> str | None:
     """The directory of a tokenizer other than the model's, if it is needed."""
     name = config.model.tokenizer
