@@ -10,23 +10,26 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from functools import cached_property, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from tokserve.client.admin import AdminMethods
 from tokserve.client.async_llm import AsyncLLM, Stream
 from tokserve.client.inputs import LoRARequest, adapter_name, generation_defaults, typed
 from tokserve.client.outputs import ChoiceOutput, merge
+from tokserve.client.pooling import pooler_of
 from tokserve.client.prompts import ParsedPrompt, Prompt, as_list, read
-from tokserve.client.results import RequestOutput, request_output
+from tokserve.client.results import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, request_output
 from tokserve.errors import EngineDead, RequestError
 from tokserve.messages import Ready, StepStats
-from tokserve.params import SamplingParams
+from tokserve.params import PoolingParams, SamplingParams
 from tokserve.text.chat import ChatTemplate
 from tokserve.text.tokenizer import Tokenizer
 
@@ -39,7 +42,7 @@ Started = tuple[Stream, str | None, SamplingParams]  # with the prompt, if it wa
 
 
 def _blocking(
-    command: Callable[Concatenate[AdminMethods, P], Coroutine[Any, Any, T]],
+    command: Callable[Concatenate[AsyncLLM, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[LLM, P], T]:
     """An admin command as a method of `LLM`."""
 
@@ -60,6 +63,7 @@ class LLM:
     def __init__(self, model: str = "demo", **options: Any) -> None:
         self._llm = AsyncLLM(model, **options)
         self._defaults = generation_defaults(self._llm.config.model)
+        self._pooler = pooler_of(self._llm.config.model)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="tokserve-llm", daemon=True)
         self._thread.start()
@@ -104,6 +108,28 @@ class LLM:
         with tqdm(total=len(queued), disable=not use_tqdm, desc="requests", unit="req") as bar:
             return self._wait(_gather(queued, bar))
 
+    def score(
+        self, sequences: Sequence[Sequence[int]], starts: Sequence[int] | None = None, *,
+        lora_request: Adapters = None, **sampling: Any,
+    ) -> list[NDArray[np.float32]]:  # fmt: skip
+        """Logprobs of the ids of each sequence from position `starts[i]` on (default and least: 1), float32.
+
+        `sampling`: what they depend on, as `logprobs_mode` and `temperature`.  A generated token's is the same number
+        as when it was generated, to the bit.  A sequence must be shorter than the context.
+        """
+        firsts = [1] * len(sequences) if starts is None else list(starts)
+        if len(firsts) != len(sequences) or any(
+            not 1 <= first < len(ids) for first, ids in zip(firsts, sequences, strict=True)
+        ):
+            raise RequestError("starts needs a position of each sequence, from 1 to its last", field="starts")
+        params = [
+            SamplingParams(**sampling, max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=first) for first in firsts
+        ]
+        prompts: list[Prompt] = [list(ids) for ids in sequences]
+        outputs = self.generate(prompts, params, use_tqdm=False, lora_request=lora_request)
+        scores = [output.prompt_logprobs for output in outputs]
+        return [np.empty(0, np.float32) if rows is None else rows.token_logprobs for rows in scores]
+
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -130,6 +156,46 @@ class LLM:
             ParsedPrompt(ids, None if self.tokenizer is None else self.tokenizer.decode(ids, False)) for ids in prompts
         ]
         return self._generate(parsed, sampling_params, use_tqdm, lora_request)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        lora_request: Adapters = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for each prompt, of a model with `runner="pooling"`, in the order of the prompts.
+
+        `dimensions`: cut it to so many values, if the model is made for that.  `normalize`: to length 1; default: as
+        the model says.  Raises RequestError.
+        """
+        if self._pooler is None:
+            raise RequestError('this model generates: LLM(..., runner="pooling") makes embeddings', field="runner")
+        self._pooler.check_dimensions(dimensions, self.ready.facts["hidden_size"])
+        parsed = [read(prompt, self.tokenizer) for prompt in as_list(prompts)]
+        adapters = self._adapters(lora_request, len(parsed))
+        ended = self._wait(self._pooled(parsed, self._pooler.params, adapters))
+        return [
+            EmbeddingRequestOutput(
+                stream.request_id, prompt.text, list(stream.prompt_ids),
+                EmbeddingOutput(self._pooler.finish(delta.pooled, dimensions, normalize).tolist()), delta.cached_tokens,
+            )
+            for prompt, (stream, delta) in zip(parsed, ended, strict=True)
+        ]  # fmt: skip
+
+    async def _pooled(
+        self, parsed: Sequence[ParsedPrompt], task: PoolingParams, adapters: Sequence[str]
+    ) -> list[tuple[Stream, ChoiceOutput]]:
+        """Each prompt's stream with its only delta; all of them, or RequestError."""
+        streams = await self._open(parsed, [task] * len(parsed), adapters, text=False)
+        ended = []
+        for stream in streams:
+            delta = await anext(stream)
+            if not delta.pooled:
+                raise RequestError(delta.message or f"a request ended without a vector ({delta.stop_detail})")
+            ended.append((stream, delta))
+        return ended
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -181,6 +247,19 @@ class LLM:
     list_loras = _blocking(AdminMethods.list_loras)
     collective_rpc = _blocking(AdminMethods.collective_rpc)
     apply_model = _blocking(AdminMethods.apply_model)
+    load_weights = _blocking(AdminMethods.load_weights)
+    served_weights = _blocking(AdminMethods.served_weights)
+    push = _blocking(AsyncLLM.push)
+
+    @contextmanager
+    def paused(self, mode: str = "keep") -> Iterator[None]:
+        """Pause for the length of the block; resumes even if it raises."""
+        pause = self._llm.paused(mode)
+        self._wait(pause.__aenter__())
+        try:
+            yield
+        finally:
+            self._wait(pause.__aexit__(None, None, None))
 
     def get_metrics(self) -> dict[str, int | list[int]]:
         """The engine's gauges and counters by name."""
@@ -232,10 +311,14 @@ class LLM:
         return await _gather(list(zip(streams, [prompt.text for prompt in parsed], params, strict=True)), bar)
 
     async def _open(
-        self, parsed: Sequence[ParsedPrompt], params: Sequence[SamplingParams], adapters: Sequence[str]
+        self,
+        parsed: Sequence[ParsedPrompt],
+        params: Sequence[SamplingParams | PoolingParams],
+        adapters: Sequence[str],
+        text: bool = True,
     ) -> list[Stream]:
         """Start them all, or none."""
-        text = self.tokenizer is not None
+        text = text and self.tokenizer is not None
         async with AsyncExitStack() as stack:
             streams = []
             for prompt, sampling, adapter in zip(parsed, params, adapters, strict=True):
