@@ -104,4 +104,5 @@ NB_MODULE(_C, m) {
   bind_gradients(m);
   bind_sampling(m);
   bind_wna16(m);
+  bind_experts_wna16(m);
 }

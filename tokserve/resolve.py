@@ -70,6 +70,11 @@ def resolve(config: Config) -> Config:
     return resolved
 
 
+def model_name(config: Config) -> str:
+    """The name of a resolved configuration's model for people."""
+    return checkpoint.given_name(config.model.model)
+
+
 def _runner(runner: str, directory: Path) -> Any:
     if runner != "auto":
         return runner

@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 from tokserve import ops
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
+from tokserve.ops.samples.wna16 import weights as integer_weights
 from tokserve.ops.triton import launch
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -116,6 +117,8 @@ def calls(sizes: list[int]) -> None:
         call["linear_float8"](inputs, ops.PackedFloat8(hidden, hidden, values, scales[:1], hidden), None)
         call["linear_float8"](inputs, ops.PackedFloat8(hidden, hidden, values, scales, 128), None)
     call["linear"](x, packed, torch.empty(24576, dtype=BF16), torch.float32)
+    for kind in integer_weights(hidden, hidden):
+        call["linear_wna16"](x, call["pack_wna16"]([kind]), None)
     count, inner = 128, 768
     gate_up = [ops.PackedWeight(2 * inner, hidden, BF16, torch.empty(2 * inner, hidden, dtype=BF16))] * count
     downs = [ops.PackedWeight(hidden, inner, BF16, torch.empty(hidden, inner, dtype=BF16))] * count

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from tokserve.ops.registry import OPS
 
 PACKING = {  # of the second argument
@@ -13,6 +15,7 @@ PACKING = {  # of the second argument
 }  # fmt: skip
 STACKED = {  # of the fourth and sixth, [E,N,K]: an expert's weight is packed by itself
     "experts": ("pack_gated", "pack_linear"), "experts_int8": ("pack_gated_int8", "pack_linear_int8"),
+    "experts_wna16": ("pack_gated_wna16", "pack_wna16"),
 }  # fmt: skip
 
 
@@ -20,6 +23,8 @@ def pack_arguments(op: str, implementation: str, arguments: tuple[Any, ...]) -> 
     """The arguments with the weights packed for an implementation of the op."""
 
     def pack(name: str, weight: Any) -> Any:
+        if name.endswith("_wna16") and isinstance(weight, Tensor):
+            name = {"pack_wna16": "pack_linear", "pack_gated_wna16": "pack_gated"}[name]
         return OPS[name].implementations[implementation].call(weight)
 
     if op in PACKING:

@@ -181,6 +181,14 @@ def mixture(dtype: torch.dtype) -> tuple[Any, ...]:
     return x, ids, weights, up, randn(8, 192, dtype=dtype), down, None, "silu", x.flip(1), randn(300, 1)
 
 
+def integer_mixture(dtype: torch.dtype) -> tuple[Any, ...]:
+    """As `mixture`, with weights of every kind."""
+    x, ids, chosen, _, bias, *_, shared, gate = mixture(dtype)
+    up: list[Any] = [[kind] for kind in weights(192, 128)]
+    up[0], up[5] = [weights(96, 128)[3], weights(96, 128)[7]], randn(192, 128, dtype=dtype) / 11
+    return x, ids, chosen, up, bias, [[kind] for kind in weights(128, 96)], None, "silu", shared, gate
+
+
 def large_cases() -> dict[str, tuple[Any, ...]]:
     """Arguments large enough that the work is given to threads."""
     bf16 = torch.bfloat16
@@ -233,6 +241,7 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
         "route": (randn(300, 64), randn(64, seed=1), 6, True, 8, 4, True, True, 2.5),
         "experts": mixture(bf16),
         "experts_int8": mixture(torch.float32),
+        "experts_wna16": integer_mixture(bf16),
         "embedding": (torch.arange(300) * 7 % 700, randn(700, 512, dtype=bf16), 22.5),
         "norm_rope_store": (
             randn(300, 12 * 64, dtype=bf16), *randn(2, 64, dtype=bf16).unbind(), 1e-6, table, torch.arange(300),
@@ -397,8 +406,38 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
         [CALLS["pack_gated"](randn(10, 64))] * 3, None, [CALLS["pack_linear"](randn(64, 5))] * 3, None, "silu", None,
         None,
     )  # fmt: skip
+    of_integers: tuple[Any, ...] = (
+        *mixed[:3], [CALLS["pack_gated_wna16"](weights(16, 64)[:1])] * 3, None,
+        [CALLS["pack_wna16"](weights(64, 8)[:1])] * 3, *mixed[6:],
+    )  # fmt: skip
     lora = (randn(2, 2, 4, 64), randn(2, 4, 9), ranks, torch.ones(2, 2), (4, 5))
     return {
+        **{
+            f"experts of integers: {what}": ("experts_wna16", (*of_integers[:at], wrong, *of_integers[at + 1 :]))
+            for what, at, wrong in (
+                ("width", 0, x[:, :63]),
+                ("negative id", 1, mixed[1] - 3),
+                ("gate", 3, of_integers[3][:2]),
+                ("gate's shape", 3, [CALLS["pack_gated_wna16"](weights(14, 64)[:1])] * 3),
+                ("floats' shape", 3, [of_integers[3][0], CALLS["pack_gated"](randn(200, 64)), of_integers[3][0]]),
+                ("floats' dtype", 3, [of_integers[3][0], CALLS["pack_gated"](randn(16, 64).half()), of_integers[3][0]]),
+                ("not gated", 5, [CALLS["pack_gated_wna16"](weights(64, 8)[:1])] * 3),
+                ("bias", 4, torch.zeros(3, 9)),
+            )
+        },
+        "experts of integers: two parts": (
+            "experts_wna16",
+            (
+                *of_integers[:3],
+                [CALLS["pack_gated_wna16"](weights(8, 64)[:2])] * 3,
+                None,
+                of_integers[5],
+                None,
+                "clamped_swiglu",
+                None,
+                None,
+            ),
+        ),
         "norm: short weight": ("rms_norm", (x, w[:63], 1e-6)),
         "norm: strided rows": ("rms_norm", (randn(64, 3).t(), w, 1e-6)),
         "norm: integers": ("rms_norm", (x.int(), w, 1e-6)),

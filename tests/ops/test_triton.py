@@ -30,6 +30,7 @@ from tokserve import ops  # noqa: E402, F401  (declares the ops)
 from tokserve.ops import float8, registry  # noqa: E402
 from tokserve.ops.registry import OPS, Op  # noqa: E402
 from tokserve.ops.samples import samples  # noqa: E402
+from tokserve.ops.samples.wna16 import weights  # noqa: E402
 
 INTERPRETED = triton.knobs.runtime.interpret
 if not INTERPRETED and not torch.cuda.is_available():
@@ -66,7 +67,13 @@ MAX_ELEMENTS = {
     ("paged_attention", torch.float16): 30_000,
 }
 CASES = [
-    pytest.param(op, name, dtype, id=f"{op.name}-{name}-{str(dtype)[6:]}")
+    pytest.param(
+        op,
+        name,
+        dtype,
+        id=f"{op.name}-{name}-{str(dtype)[6:]}",
+        marks=[pytest.mark.slow] if op.name.endswith("linear_wna16") and INTERPRETED else [],
+    )
     for op in OPS.values()
     for name in op.available("cuda")
     if name != registry.REFERENCE and not (name == "cublas" and INTERPRETED)
@@ -117,6 +124,18 @@ def test_kernel_is_close_to_the_reference(op: Op[Any, Any], name: str, dtype: to
 def test_every_op_has_a_kernel() -> None:
     for_cpus = {"quantize_rows", *(name for name in OPS if name.endswith(("_int8", "_wna16")))}
     assert {name for name, op in OPS.items() if "triton" not in op.available("cuda")} <= for_cpus
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_integers(dtype: torch.dtype) -> None:
+    """One small weight of every kind, and a row alone."""
+    call = OPS["linear_wna16"].implementations["triton"].call
+    x = randn(dtype, 1, 3, 40)
+    for kind in weights(20, 40):
+        packed = OPS["pack_wna16"].implementations["triton"].call([kind])
+        result = to_cpu(call(to_device(x), packed, None, torch.float32))
+        close(result, x.float() @ kind.dense().t(), OPS["linear_wna16"].tolerance[dtype])
+    same((to_cpu(call(to_device(x[1:2]), packed, None, torch.float32)),), (result[1:2],))
 
 
 def rows_are_batch_invariant(call: Callable[[Tensor], Tensor | Outputs], count: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +19,9 @@ from tokserve.errors import StartError
 from tokserve.layers.linear import Linear
 from tokserve.layers.mlp import GatedMLP, MLPSpec
 from tokserve.layers.options import LayerOptions
-from tokserve.layers.parameter import Parameter, owned_copy, under
+from tokserve.layers.parameter import Parameter, StoredWeight, owned_copy, under
 from tokserve.layers.quant import Packed
+from tokserve.layers.quantized import QuantizedWeight
 
 ExpertActivation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
@@ -68,6 +69,19 @@ class MixtureSpec:
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
+class StoredExperts(StoredWeight, Protocol):
+    """The weights of all experts, stored as one that is not a tensor of floats.
+
+    `interleaved`: rows of gate and up alternate in what `expert` returns, else the gate is above.
+    """
+
+    @property
+    def interleaved(self) -> bool: ...
+
+    def expert(self, index: int) -> Tensor | StoredWeight:
+        """An expert's weight [N,K]."""
+
+
 @dataclass(frozen=True, slots=True)
 class StackedParameter:
     """A tensor that holds what the parameters `covers` hold, of all experts: a checkpoint has it or them."""
@@ -93,6 +107,7 @@ class Experts:
             self.gate_up_bias = torch.zeros(spec.experts, 2 * spec.inner, dtype=self.dtype, device=device)
             self.down_bias = torch.zeros(spec.experts, hidden, dtype=self.dtype, device=device)
         self._halves: dict[int, Tensor] = {}  # by expert, gate above up while one of them is missing
+        self._stored: dict[tuple[int, str], StoredWeight] = {}  # gate or up as stored, while the other is missing
         self._spare: Tensor | None = None  # that has been used: new memory costs more than the copy into it
 
     def parameters(self) -> dict[str, Parameter]:
@@ -102,8 +117,8 @@ class Experts:
         parameters, kept = {}, self.quant.kept_dtype(self.dtype)
         for expert in range(self.spec.experts):
             for shard, name in zip(("gate", "up", "down"), self.spec.names, strict=True):
-                load = partial(self.load, expert, shard)
-                parameters[f"{expert}.{name}.weight"] = Parameter(self._shape(shard), load, kept)
+                load, load_stored = partial(self.load, expert, shard), partial(self.load_stored, expert, shard)
+                parameters[f"{expert}.{name}.weight"] = Parameter(self._shape(shard), load, kept, load_stored)
         return parameters
 
     def stacked_parameters(self) -> dict[str, StackedParameter]:
@@ -111,16 +126,21 @@ class Experts:
         kept = self.quant.kept_dtype(self.dtype)
 
         def stacked(
-            shards: tuple[str, ...], rows: int, columns: int, load: Callable[[Tensor], None]
+            shards: tuple[str, ...],
+            rows: int,
+            columns: int,
+            load: Callable[[Tensor], None],
+            load_stored: Callable[..., None],
         ) -> StackedParameter:
             shape = (columns, rows) if self.spec.interleaved else (rows, columns)
             names = [] if self.spec.stacked else [f"{e}.{s}.weight" for e in range(self.spec.experts) for s in shards]
-            return StackedParameter(Parameter((self.spec.experts, *shape), load, kept), tuple(names))
+            parameter = Parameter((self.spec.experts, *shape), load, kept, load_stored)
+            return StackedParameter(parameter, tuple(names))
 
         inner, hidden, names = self.spec.inner, self.hidden, self.spec.names
         return {
-            "gate_up_proj": stacked(names[:2], 2 * inner, hidden, self.load_gate_up),
-            "down_proj": stacked(names[2:], hidden, inner, self.load_down),
+            "gate_up_proj": stacked(names[:2], 2 * inner, hidden, self.load_gate_up, self.load_stored_gate_up),
+            "down_proj": stacked(names[2:], hidden, inner, self.load_down, self.load_stored_down),
         }
 
     def _biases(self) -> dict[str, Parameter]:
@@ -141,6 +161,8 @@ class Experts:
         if shard == "down":
             self.down[expert] = self.quant.pack(tensor.to(self.dtype))
             return
+        if (other := self._stored.pop((expert, _other(shard)), None)) is not None:
+            self.load(expert, _other(shard), other.dense())
         complete = expert in self._halves
         weight = self._halves.pop(expert) if complete else self._buffer()
         weight[self.spec.inner * (shard == "up") :][: self.spec.inner].copy_(tensor)
@@ -149,6 +171,55 @@ class Experts:
             self._spare = None if all(one is not None for one in self.gate_up) else weight
         else:
             self._halves[expert] = weight
+
+    def load_stored(self, expert: int, shard: str, weight: StoredWeight) -> None:
+        """Take one projection of one expert in the form in which it is stored, where the method accepts that.
+
+        A gate and an up projection that cannot be packed together become floats.
+        """
+        if tuple(weight.shape) != self._shape(shard):
+            raise ValueError(f"{shard}: expected {list(self._shape(shard))}, found {list(weight.shape)}")
+        if not self.quant.accepts(weight):
+            self.load(expert, shard, weight.dense())
+        elif shard == "down":
+            self.down[expert] = self.quant.pack(weight)
+        elif expert in self._halves:
+            self.load(expert, shard, weight.dense())
+        elif (other := self._stored.pop((expert, _other(shard)), None)) is None:
+            self._stored[expert, shard] = weight.clone()
+        else:
+            gate, up = (weight, other) if shard == "gate" else (other, weight)
+            self._pack_gated(expert, gate.joined([up]), lambda: torch.cat((gate.dense(), up.dense())))
+
+    def _pack_gated(self, expert: int, whole: StoredWeight | None, dense: Callable[[], Tensor]) -> None:
+        """Pack gate above up; as what they mean if they are not one weight, or not one that the activation takes."""
+        apart = isinstance(whole, QuantizedWeight) and len(whole.parts) > 1
+        if whole is None or (apart and self.spec.activation == "clamped_swiglu"):
+            self.gate_up[expert] = self.quant.pack_gated(dense().to(self.dtype))
+        else:
+            self.gate_up[expert] = self.quant.pack_gated(whole)
+
+    def load_stored_gate_up(self, weights: StoredExperts) -> None:
+        """Take the gate and up projections of all experts as they are stored, expert by expert."""
+        for expert in range(self.spec.experts):
+            weight = weights.expert(expert)
+            if isinstance(weight, QuantizedWeight) and self.quant.accepts(weight):
+                halves = (weight.every_other(0), weight.every_other(1)) if weights.interleaved else (weight,)
+                whole = halves[0].joined(halves[1:])
+                self._pack_gated(expert, whole, weight.dense)
+            else:
+                rows = weight if isinstance(weight, Tensor) else weight.dense()
+                rows = _deinterleaved(rows) if weights.interleaved else rows
+                self.gate_up[expert] = self.quant.pack_gated(rows.to(self.dtype))
+
+    def load_stored_down(self, weights: StoredExperts) -> None:
+        """Take the down projections of all experts as they are stored, expert by expert."""
+        for expert in range(self.spec.experts):
+            weight = weights.expert(expert)
+            if isinstance(weight, Tensor) or not self.quant.accepts(weight):
+                rows = weight if isinstance(weight, Tensor) else weight.dense()
+                weight = rows.to(self.dtype)
+            self.down[expert] = self.quant.pack(weight)
 
     def _buffer(self) -> Tensor:
         """Memory for the gate and up projections of an expert."""
@@ -263,6 +334,10 @@ class Mixture:
         shared = None if self.shared is None else self.shared(x, adapters)
         gate = None if self.shared_gate is None else self.shared_gate(x, torch.float32)
         return self.experts(x, ids, weights, shared, gate)
+
+
+def _other(shard: str) -> str:
+    return "up" if shard == "gate" else "gate"
 
 
 def _deinterleaved(rows: Tensor) -> Tensor:

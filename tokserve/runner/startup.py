@@ -89,6 +89,9 @@ def _load(config: Config) -> tuple[Runner, DeviceFacts]:
 
 def _model(config: Config, target: Device | Accelerator) -> Decoder:
     options = config.model
+    file = checkpoint.gguf_file(options.model)
+    name, types = (options.model, "") if file is None else (file[0], f"{file[1]}; ")
+    logger.info("loading %s (%s%s)", name, types, options.dtype)
     directory = checkpoint.locate(options.model, weights=options.load_format != "dummy")
     hf = checkpoint.hf_config(directory) | (options.hf_overrides or {})
     common: dict[str, Any] = {
