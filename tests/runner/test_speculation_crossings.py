@@ -257,7 +257,7 @@ def crossed(root: Path, seed: int, count: int, arithmetic: dict[str, Any], sourc
     unequal = [rid for rid in said if not equal(said[rid], expected[rid])]
     assert not unequal, (options, source, unequal[:3], [(said[rid], expected[rid]) for rid in unequal[:1]])
     assert plain.stats.draft_steps == 0
-    assert sum(stats.accepted_by_position) > count // 4, "nothing was tested"
+    assert sum(stats.accepted_by_position) > count // 20, "nothing was tested"
     return len(said)
 
 
