@@ -110,9 +110,11 @@ class PlanBuilder:
     short: bool = False
 
     @classmethod
-    def of(cls, budget: int, clients: Collection[str]) -> PlanBuilder:
-        """An empty plan, whose budget the clients share equally if there are several."""
-        return cls(budget, dict.fromkeys(clients, max(1, budget // len(clients))) if len(clients) > 1 else {})
+    def of(cls, budget: int, clients: Collection[str], num_active: int = 0) -> PlanBuilder:
+        """An empty plan, whose budget the clients share equally if there are several: in `num_active` parts if only
+        so many of them have something to compute."""
+        parts = max(1, num_active or len(clients))
+        return cls(budget, dict.fromkeys(clients, max(1, budget // parts)) if len(clients) > 1 else {})
 
     def allowed(self, request: Request) -> int:
         """Tokens that a request may have of its client's share."""
@@ -151,7 +153,7 @@ class PlanBuilder:
         row.source = DRAFT_MODEL if drafts[0] == DRAWN else "" if state is None else state.source
         row.num_tokens += len(drafts)
         row.num_logits += len(drafts)
-        self.budget -= len(drafts)
+        self._spend(row.request, len(drafts))
 
     def drop(self, request: Request) -> None:
         """Remove the row of a request that was preempted."""
