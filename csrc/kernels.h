@@ -20,8 +20,10 @@ constexpr int64_t kKeyBlock = 64;
 constexpr int64_t kSplit = 512;
 // Rows of one adapter that share one reading of its weights.
 constexpr int64_t kLoraRows = 4;
-// Rows (queries x heads of one group) of one attention task.
+// Rows (queries x heads of one group) of one attention task; of latent attention, whose keys each task rearranges,
+// more.
 constexpr int64_t kQueryRows = 32;
+constexpr int64_t kLatentRows = 64;
 // Log-sum-exp is taken over slices of this many logits, merged in ascending order.
 constexpr int64_t kSlice = 4096;
 
@@ -104,6 +106,23 @@ struct QkvArgs {
   bool norm_last;    // after the rotation
 };
 
+// A row of a latent cache: a normed latent vector and the rotated key that all heads share.  And the rotated part of
+// the queries.
+struct LatentArgs {
+  DType dtype, weight_dtype;
+  const void* q;       // [T, heads, plain + rot], rows q_stride elements apart
+  const void* kv;      // [T, latent + rot], rows kv_stride elements apart
+  const void* weight;  // [latent], of the latent's norm
+  void* q_out;         // [T, heads, rot]
+  void* cache;         // [B, page, latent + rot]
+  const float* table;  // as in RopeArgs
+  const int64_t* positions;
+  const int64_t* slots;  // as in StoreArgs
+  int64_t q_stride, kv_stride, heads, plain, latent, rot;
+  float eps;
+  bool interleaved;  // as in RopeArgs
+};
+
 struct StoreArgs {
   DType dtype;
   const void* k;  // [T, heads, dim], rows k_stride elements apart
@@ -124,6 +143,7 @@ struct LinearArgs {
   const void* bias;    // [N] of dtype, or null
   void* out;           // [M, N]
   int64_t m, n, k, x_stride;
+  int64_t out_stride;   // elements between rows of out; 0: they are adjacent.  Not of a gated weight
   bool cheap_widening;  // widening 16-bit weights does not compete with multiply-adds for execution ports
 };
 
@@ -199,8 +219,13 @@ struct AttentionArgs {
   const void* q;        // [T, heads, dim], rows q_stride elements apart
   const void* k_cache;  // [B, kv_heads, page * dim elements as in pages.h]
   const void* v_cache;
-  void* out;  // [T, heads, dim]
+  void* out;  // [T, heads, value_dim]
   int64_t q_stride, heads, kv_heads, page, dim;
+  int64_t value_dim;  // elements of a value: dim, or fewer of latent attention
+  const void*
+      q_rope;  // of latent attention, else null.  Its caches are one, [B, page, dim]: a row is a key, whose first
+               // value_dim elements are the value.  A query is value_dim elements of q, then
+               // dim - value_dim of this, [T, heads, dim - value_dim]
   float scale;
   int64_t window;      // 0: all keys up to the query
   float softcap;       // 0: none
@@ -212,7 +237,7 @@ struct AttentionTile {
   const int32_t* pages;  // this request's row of the block table
   int64_t token;         // first query's row in q and out
   int64_t position;      // first query's absolute position
-  int64_t queries;       // queries * (heads / kv_heads) <= max(kQueryRows, heads / kv_heads)
+  int64_t queries;       // queries * (heads / kv_heads) <= max(kQueryRows or kLatentRows, heads / kv_heads)
   int64_t kv_head;
   int64_t split_begin, split_end;  // splits with keys that some query of the tile sees
   bool next_head;                  // the next call has the same queries of the next head: its first keys are prefetched
@@ -322,6 +347,7 @@ struct Kernels {
   void (*store_kv)(const StoreArgs&, int64_t begin, int64_t end);
   void (*norm_rope_store)(const QkvArgs&, int64_t begin, int64_t end,
                           char* scratch);  // scratch: k_heads * dim elements
+  void (*latent_rope_store)(const LatentArgs&, int64_t begin, int64_t end);
   // Panels [begin, end) of the row block that starts at row0; scratch holds linear_scratch(args) bytes.  It first
   // converts the rows of x, a cost that pays off from linear_panels(args) panels on.
   int64_t (*linear_scratch)(const LinearArgs&);

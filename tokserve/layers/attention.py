@@ -103,6 +103,10 @@ class Attention:
         """What the cache keeps for this layer."""
         return KVSpec(self.kv_heads, self.dim, str(self.dtype).removeprefix("torch."), self.window)
 
+    def row_elements(self) -> int:
+        """Elements of a token's queries and outputs that are no linear layer's: none worth counting."""
+        return 0
+
     def scale_cache(self, k_scale: float, v_scale: float) -> None:
         """Divide the keys and values that a float8 cache keeps by these; other caches have no scales."""
         self.k_scale, self.v_scale = k_scale, v_scale
