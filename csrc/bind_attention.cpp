@@ -182,12 +182,12 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
                         .kv_heads = c.kv_heads,
                         .page = c.page,
                         .dim = c.dim,
-                        .value_dim = c.dim,
-                        .q_rope = nullptr,
                         .scale = scale,
                         .window = window,
                         .softcap = softcap,
-                        .sinks = sinks ? sinks->data<float>() : nullptr};
+                        .sinks = sinks ? sinks->data<float>() : nullptr,
+                        .value_dim = c.dim,
+                        .q_rope = nullptr};
   launch([=] { attend_rows(a, c.blocks, batch); });
 }
 
@@ -215,12 +215,12 @@ void latent_attention(const Tensor& q, const Tensor& q_rope, const Tensor& cache
                         .kv_heads = 1,
                         .page = cache.size(1),
                         .dim = dim,
-                        .value_dim = latent,
-                        .q_rope = q_rope.data<void>(),
                         .scale = scale,
                         .window = 0,
                         .softcap = 0.0f,
-                        .sinks = nullptr};
+                        .sinks = nullptr,
+                        .value_dim = latent,
+                        .q_rope = q_rope.data<void>()};
   launch([=] { attend_rows(a, blocks, batch); });
 }
 

@@ -163,7 +163,6 @@ void linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& 
                      .n = p.n,
                      .k = p.k,
                      .x_stride = x.stride(0),
-                     .out_stride = 0,
                      .cheap_widening = has_cheap_widening()};
   if (p.m == 0 || p.n == 0) return;
   launch([=] { multiply(a, p.panels, p.sums); });

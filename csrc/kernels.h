@@ -143,8 +143,8 @@ struct LinearArgs {
   const void* bias;    // [N] of dtype, or null
   void* out;           // [M, N]
   int64_t m, n, k, x_stride;
-  int64_t out_stride;   // elements between rows of out; 0: they are adjacent.  Not of a gated weight
-  bool cheap_widening;  // widening 16-bit weights does not compete with multiply-adds for execution ports
+  bool cheap_widening;     // widening 16-bit weights does not compete with multiply-adds for execution ports
+  int64_t out_stride = 0;  // elements between rows of out; 0: they are adjacent.  Not of a gated weight
 };
 
 // LoRA: out += scale * (x down^T) up, for each row with its adapter's factors, separate for each shard of the outputs.
@@ -221,15 +221,15 @@ struct AttentionArgs {
   const void* v_cache;
   void* out;  // [T, heads, value_dim]
   int64_t q_stride, heads, kv_heads, page, dim;
-  int64_t value_dim;  // elements of a value: dim, or fewer of latent attention
-  const void*
-      q_rope;  // of latent attention, else null.  Its caches are one, [B, page, dim]: a row is a key, whose first
-               // value_dim elements are the value.  A query is value_dim elements of q, then
-               // dim - value_dim of this, [T, heads, dim - value_dim]
   float scale;
   int64_t window;      // 0: all keys up to the query
   float softcap;       // 0: none
   const float* sinks;  // [heads]: a score beside those of the keys, whose value is zero; or null
+  // A value has value_dim elements: dim, or fewer of latent attention, whose q_rope is not null.  Then both caches are
+  // one, [B, page, dim]: a row is a key, and its first value_dim elements are the value.  A query is value_dim elements
+  // of q, then dim - value_dim of q_rope [T, heads, dim - value_dim].
+  int64_t value_dim;
+  const void* q_rope;
 };
 
 // Consecutive queries of one request, all heads of one group: one attention task.

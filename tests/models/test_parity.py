@@ -156,7 +156,9 @@ CASES |= {
     "olmoe-plain": ("olmoe", {"norm_topk_prob": False, "attention_bias": True, "num_key_value_heads": 1}),
     "flex-olmo": ("flex_olmo", {}),
     "granite-moe": ("granitemoe", {}),
-    "granite-moe-biases": ("granitemoe", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "granite-moe-biases": (
+        "granitemoe", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    ),
     "granite-moe-shared": ("granitemoeshared", {}),
     "granite-moe-unshared": ("granitemoeshared", {"shared_intermediate_size": 0}),
     "granite4-experts": (

@@ -121,8 +121,6 @@ def _experts(
 
 def _attention(fields: ConfigReader, interleaved: bool, max_position: int, value_dim: int) -> LatentAttentionSpec:
     heads, rotated = fields.integer("num_attention_heads"), fields.integer("qk_rope_head_dim")
-    if fields.integer("num_key_value_heads", heads) != heads:
-        raise fields.refuse("num_key_value_heads", f"must be num_attention_heads {heads} with latent attention")
     for name in ("qk_rope_head_dim", "kv_lora_rank"):
         if fields.integer(name) % 2:
             raise fields.refuse(name, f"must be even, found {fields.integer(name)}")
