@@ -207,6 +207,12 @@ void run_attention(const Kernels& kernels, Results& results) {
       run_qkv(kernels, results, s, dtype, DType::f32, true);
       run_qkv(kernels, results, s, dtype, dtype, false);
     }
+    for (const Shape& s : {Shape{1, 1, 40, 16, 0, 1, 1},
+                           {5, 1, 74, 7, 0, 70, 33},
+                           {40, 1, 96, 32, 0, 130, 3},
+                           {3, 1, 36, 16, 0, 1100, 2}}) {
+      run_latent(kernels, results, s, 8, dtype, s.page % 2 ? DType::f32 : dtype);
+    }
   }
 }
 
