@@ -84,7 +84,7 @@ def test_an_adapter_on_every_projection_but_kv_b(tmp_path: Path) -> None:
     targets = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "up_proj"]
     adapter = write_adapter(tmp_path / "adapter", base, rank=5, targets=targets)
     with LLM(base, enable_lora=True, lora_modules=[f"a={adapter}"], **OPTIONS) as llm:
-        near = prompt_logprobs(llm, PROMPT, lora="a")
+        near = prompt_logprobs(llm, PROMPT, lora_request="a")
         assert (near - exact(merge(tmp_path / "merged", base, adapter), PROMPT)).abs().max() < 2e-4
         assert (prompt_logprobs(llm, PROMPT) - near).abs().max() > 0.1
     other = write_adapter(tmp_path / "other", base, rank=4, targets=["kv_b_proj"])
