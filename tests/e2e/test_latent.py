@@ -59,6 +59,7 @@ def test_same_bits_alone_among_others_chunked_preempted_cached_and_with_drafts(c
         assert together(llm) == bits
 
 
+@pytest.mark.slow
 def test_logprobs_are_transformers_and_a_rescore_is_equal(full: Path) -> None:
     with LLM(full, **OPTIONS) as llm:
         near = prompt_logprobs(llm, PROMPT)

@@ -23,7 +23,7 @@ from tokserve.models.spec import AROUND, windowed
 from tokserve.models.weights import load_into
 
 SLOW = {  # families whose parts are those of others
-    "olmoe", "flex_olmo", "granitemoe", "granitemoeshared", "dots1", "minimax_m2", "hunyuan_v1_moe", "deepseek_v2",
+    "olmoe", "flex_olmo", "granitemoe", "granitemoeshared", "ernie4_5_moe", "dots1", "minimax_m2", "hunyuan_v1_moe", "deepseek_v2",
     "glm4_moe_lite", "minicpm3", "youtu",
 }  # fmt: skip
 EVERY = [pytest.param(family, marks=pytest.mark.slow) if family in SLOW else family for family in FAMILIES]

@@ -199,8 +199,7 @@ CASES |= {
 }  # fmt: skip
 FAST = {  # of those that other families' cases cover less than half
     "gemma2", "phi3-longrope", "olmo2-odd", "granite4-no-rope", "smollm3-windows", "glm4", "cohere2", "starcoder2",
-    "hunyuan-alpha", "llama-odd-sizes", "deepseek-v2-greedy", "deepseek-v3", "granite-moe-shared", "ernie-moe",
-    "minimax-m2",
+    "hunyuan-alpha", "llama-odd-sizes", "deepseek-v3", "ernie-moe",
 }  # fmt: skip
 FIRST = list(CASES).index("gemma")  # the cases before it are fast, too
 EVERY = [
