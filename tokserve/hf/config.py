@@ -58,7 +58,7 @@ def _check_lengths(config: PretrainedConfig, name: str, max_model_len: int | Non
         limits["attention_chunk_size"] = int(values.get("attention_chunk_size") or 0)
     if values.get("attn_temperature_tuning"):
         limits["floor_scale"] = int(values.get("floor_scale") or 0) - 1
-        config.attn_temperature_tuning = False  # type: ignore[attr-defined]
+        config.attn_temperature_tuning = False
     for attribute, most in limits.items():
         if max_model_len is None or max_model_len > most:
             raise StartError(

@@ -71,7 +71,7 @@ class LatentAttention:
 
     def parameters(self) -> dict[str, Parameter]:
         """Of the projections and norms."""
-        spec, parameters = self.spec, {}
+        spec, parameters = self.spec, dict[str, Parameter]()
         for linear in self.linears().values():
             parameters |= linear.parameters()
         if self.q_a is not None:

@@ -34,8 +34,9 @@ def attention(
     hidden: int, spec: AttentionSpec | LatentAttentionSpec, options: LayerOptions
 ) -> Attention | LatentAttention:
     """The attention of a block."""
-    kind = LatentAttention if isinstance(spec, LatentAttentionSpec) else Attention
-    return kind(hidden, spec, options)
+    if isinstance(spec, LatentAttentionSpec):
+        return LatentAttention(hidden, spec, options)
+    return Attention(hidden, spec, options)
 
 
 class DecoderBlock:
