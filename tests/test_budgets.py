@@ -12,6 +12,8 @@ PACKAGE = Path(__file__).parent.parent / "tokserve"
 CXX = sorted((PACKAGE.parent / "csrc").iterdir())
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if "demo_model" not in p.parts)
 MAX_FILE, MAX_FUNCTION, MAX_FIELDS, MAX_ENV, MAX_OPS = 700, 60, 110, 5, 60
+MAX_TEST_FILE = 700
+LONG_TESTS = {"engine/scripted.py": 900, "client/test_async_llm.py": 850}  # to be divided
 MAX_CXX_FILE, MAX_CXX_FUNCTION, MAX_CXX_LINE = 400, 60, 120
 BANNED = {"manager", "helper", "helpers", "util", "utils", "info", "data", "impl", "mixin", "v2"}
 BROAD_EXCEPT = {  # process entry, I/O thread, admission, masks, admin commands, HTTP edge, a test's script
@@ -66,6 +68,14 @@ def cxx_functions(lines: list[str]) -> Iterator[tuple[int, int]]:
             depth = len(line) - 1
             first = next(i for i in range(last - 1, -1, -1) if re.match(rf" {{{depth}}}[\w~]", lines[i]))
             yield first + 1, last + 1
+
+
+def test_test_files_are_short() -> None:
+    tests = Path(__file__).parent
+    for path in tests.rglob("*.py"):
+        name = path.relative_to(tests).as_posix()
+        lines = len(path.read_text().splitlines())
+        assert lines <= LONG_TESTS.get(name, MAX_TEST_FILE), f"{name} has {lines} lines"
 
 
 def test_cxx_files_keep_the_house_rules() -> None:

@@ -107,6 +107,7 @@ ROOMS: dict[str, set[str]] = {
     "server/observe": {"http"},
     "server/tokens": {"http", "replies"},
     "server/openai": {"http", "replies", "tokens"},
+    "server/pooling": {"http", "replies", "openai"},
     "server/anthropic": {"http", "replies", "openai", "tokens"},
     "server/admin": {"http"},
     "server/sglang": {"http", "replies", "tokens", "openai", "admin", "observe"},

@@ -108,6 +108,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_logprobs: Annotated[
         int, about("Most top logprobs per position that a request may ask for; -1: the whole vocabulary.", ge=-1)
     ] = 20
+    runner: Annotated[
+        Literal["auto", "generate", "pooling"],
+        about(
+            "generate: the model makes tokens. pooling: it makes embeddings. auto: pooling for a checkpoint of "
+            "sentence-transformers."
+        ),
+    ] = "auto"
+    pooler_config: Annotated[
+        dict[str, Any] | None,
+        about("With runner pooling, JSON with pooling_type (LAST, MEAN), use_activation (length 1) and dimensions."),
+    ] = None
     logprobs_mode: Annotated[
         LogprobsMode,
         about(

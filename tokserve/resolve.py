@@ -53,6 +53,7 @@ def resolve(config: Config) -> Config:
             dtype=_dtype(model.dtype, hf),
             max_model_len=_max_model_len(model.max_model_len, hf),
             eos_token_ids=_eos(model.eos_token_ids, hf, generation),
+            runner=_runner(model.runner, directory),
             logprobs_mode=VLLM_LOGPROBS_MODES.get(model.logprobs_mode, model.logprobs_mode),
         ),
         cache=replace(config.cache, block_size=config.cache.block_size or _block_size(device)),
@@ -67,6 +68,12 @@ def resolve(config: Config) -> Config:
     )
     _check(resolved)
     return resolved
+
+
+def _runner(runner: str, directory: Path) -> Any:
+    if runner != "auto":
+        return runner
+    return "pooling" if (directory / "modules.json").is_file() else "generate"
 
 
 def _tokenizer(config: Config) -> str | None:

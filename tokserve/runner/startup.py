@@ -70,6 +70,7 @@ def _load(config: Config) -> tuple[Runner, DeviceFacts]:
         "kernels": kernels.name if kernels else None,
         "arithmetic": kernels.arithmetic if kernels else None,
         "dtype": config.model.dtype,
+        "hidden_size": model.spec.hidden,
         "quantization": model.quantization,
         "exact": exact,
         "routed_bytes": 0 if backend.routed is None else backend.routed.position_bytes,

@@ -31,10 +31,11 @@ from tokserve.server.anthropic.reply import MessagesReply
 from tokserve.server.http import body, errors
 from tokserve.server.http.auth import Keys, route_path
 from tokserve.server.http.disconnect import ClientDisconnected
-from tokserve.server.observe import introspection, live_requests, status_page
+from tokserve.server.observe import api_pages, introspection, live_requests, status_page
 from tokserve.server.observe.counters import ApiProcess
 from tokserve.server.openai import chat, completions, derender, render, responses, schemas, tokenize
 from tokserve.server.openapi import Endpoint
+from tokserve.server.pooling import embeddings
 from tokserve.server.serving import GIVEN_ID, Serving, Trace
 from tokserve.server.sglang import routes as sglang
 from tokserve.server.tokens import aborts, generate
@@ -57,6 +58,7 @@ ENDPOINTS = (
     Endpoint(("POST",), "/v1/chat/completions", chat.chat, schemas.ChatBody, text=True),
     Endpoint(("POST",), "/v1/chat/completions/tokens", chat.chat_tokens, schemas.ChatBody, text=True),
     Endpoint(("POST",), "/v1/completions", completions.completions, schemas.CompletionBody, text=True),
+    Endpoint(("POST",), "/v1/embeddings", embeddings.create, embeddings.EmbeddingBody, reply=embeddings.EmbeddingReply),
     Endpoint(("POST",), "/v1/responses", responses.create, schemas.ResponsesBody, text=True),
     Endpoint(("GET", "DELETE"), "/v1/responses/{id}", responses.stored, text=True),
     Endpoint(("GET",), "/v1/responses/{id}/input_items", responses.stored, text=True),
@@ -93,6 +95,8 @@ ENDPOINTS = (
     Endpoint(("GET",), "/load", introspection.load),
     Endpoint(("GET",), "/server_info", introspection.configuration),
     Endpoint(("GET",), "/openapi.json", introspection.openapi_schema),
+    Endpoint(("GET",), "/docs", api_pages.swagger),
+    Endpoint(("GET",), "/redoc", api_pages.redoc),
     Endpoint(("GET",), "/liveness", state.liveness),
     Endpoint(("GET",), "/inference/v1/state", state.state),
     Endpoint(("GET",), "/is_paused", state.is_paused),

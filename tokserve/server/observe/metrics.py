@@ -145,10 +145,11 @@ class Metrics(Collector):
         if error.code in REFUSALS:
             self._refusals.add(error.code)
 
-    def accepted(self, generation: Generation, params: SamplingParams) -> None:
+    def accepted(self, generation: Generation, params: SamplingParams | None) -> None:
         """Observe the parameters of an accepted request."""
-        self.params_n.observe(params.n)
-        if params.max_tokens is not None:
+        if params is not None:
+            self.params_n.observe(params.n)
+        if params is not None and params.max_tokens is not None:
             self.params_max_tokens.observe(params.max_tokens)
 
     def finished(self, completion: ChoiceOutput, prompt_tokens: int, output_tokens: int) -> None:
