@@ -19,7 +19,7 @@ from tokserve.models.spec import BlockSpec, DecoderSpec, decoder, mlp, no_extra_
 SIZES = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512, "q_lora_rank": 1536}
 
 
-def deepseek_v3(hf: Mapping[str, Any]) -> DecoderSpec:
+def deepseek3(hf: Mapping[str, Any]) -> DecoderSpec:
     """DeepSeek V3 and R1, Kimi K2: sigmoid scores, groups of experts, dense layers first."""
     fields = ConfigReader(SIZES | dict(hf))
     experts = _noaux(fields, count=256, groups=8, kept=4, chosen=8, scale=2.5, inner=2048)
@@ -39,7 +39,7 @@ def glm4_moe_lite(hf: Mapping[str, Any]) -> DecoderSpec:
     return _latent(fields, experts, [kind == "sparse" for kind in types], extra=1, max_position=202752)
 
 
-def deepseek_v2(hf: Mapping[str, Any]) -> DecoderSpec:
+def deepseek2(hf: Mapping[str, Any]) -> DecoderSpec:
     """DeepSeek V2: softmax scores that are not renormalized."""
     fields = ConfigReader(SIZES | dict(hf))
     method = fields.text("topk_method", "greedy")

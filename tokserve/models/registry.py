@@ -16,8 +16,8 @@ from tokserve.models.spec import DecoderSpec
 ARCHITECTURES = {
     "Cohere2ForCausalLM": "tokserve.models.cohere:cohere2",
     "CohereForCausalLM": "tokserve.models.cohere:cohere",
-    "DeepseekV2ForCausalLM": "tokserve.models.deepseek:deepseek_v2",
-    "DeepseekV3ForCausalLM": "tokserve.models.deepseek:deepseek_v3",
+    "DeepseekV2ForCausalLM": "tokserve.models.deepseek:deepseek2",
+    "DeepseekV3ForCausalLM": "tokserve.models.deepseek:deepseek3",
     "Dots1ForCausalLM": "tokserve.models.small_moe:dots1",
     "Ernie4_5ForCausalLM": "tokserve.models.llama:ernie4_5",
     "Ernie4_5_MoeForCausalLM": "tokserve.models.small_moe:ernie4_5_moe",
