@@ -5,11 +5,11 @@
 
 #include <cstdint>
 
+#include "attention_args.h"
+#include "dtype.h"
 #include "sampling_args.h"
 
 namespace tokserve {
-
-enum class DType : int { f32, bf16, f16 };
 
 // Columns of one panel of packed weights; N is padded to it.
 constexpr int64_t kPanel = 64;
@@ -108,23 +108,6 @@ struct QkvArgs {
   bool norm_last;    // after the rotation
 };
 
-// A row of a latent cache: a normed latent vector and the rotated key that all heads share.  And the rotated part of
-// the queries.
-struct LatentArgs {
-  DType dtype, weight_dtype;
-  const void* q;       // [T, heads, plain + rot], rows q_stride elements apart
-  const void* kv;      // [T, latent + rot], rows kv_stride elements apart
-  const void* weight;  // [latent], of the latent's norm
-  void* q_out;         // [T, heads, rot]
-  void* cache;         // [B, page, latent + rot]
-  const float* table;  // as in RopeArgs
-  const int64_t* positions;
-  const int64_t* slots;  // as in StoreArgs
-  int64_t q_stride, kv_stride, heads, plain, latent, rot;
-  float eps;
-  bool interleaved;  // as in RopeArgs
-};
-
 struct StoreArgs {
   DType dtype;
   const void* k;  // [T, heads, dim], rows k_stride elements apart
@@ -216,33 +199,25 @@ struct Wna16Args {
   char* rows;   // what wna16_rows makes of x, wna16_rows_size(args) bytes
 };
 
-struct AttentionArgs {
+struct ActivationGradientsArgs {
   DType dtype;
-  const void* q;        // [T, heads, dim], rows q_stride elements apart
-  const void* k_cache;  // [B, kv_heads, page * dim elements as in pages.h]
-  const void* v_cache;
-  void* out;  // [T, heads, value_dim]
-  int64_t q_stride, heads, kv_heads, page, dim;
-  float scale;
-  int64_t window;      // 0: all keys up to the query
-  float softcap;       // 0: none
-  const float* sinks;  // [heads]: a score beside those of the keys, whose value is zero; or null
-  // A value has value_dim elements: dim, or fewer of latent attention, whose q_rope is not null.  Then both caches are
-  // one, [B, page, dim]: a row is a key, and its first value_dim elements are the value.  A query is value_dim elements
-  // of q, then dim - value_dim of q_rope [T, heads, dim - value_dim].
-  int64_t value_dim;
-  const void* q_rope;
+  Activation activation;
+  bool gated;
+  const void* grad;  // [T, width]: of the result
+  const void* x;     // [T, width], or gated: [T, 2 * width], the gate first
+  void* out;         // like x
+  int64_t width;
 };
 
-// Consecutive queries of one request, all heads of one group: one attention task.
-struct AttentionTile {
-  const int32_t* pages;  // this request's row of the block table
-  int64_t token;         // first query's row in q and out
-  int64_t position;      // first query's absolute position
-  int64_t queries;       // queries * (heads / kv_heads) <= max(kQueryRows or kLatentRows, heads / kv_heads)
-  int64_t kv_head;
-  int64_t split_begin, split_end;  // splits with keys that some query of the tile sees
-  bool next_head;                  // the next call has the same queries of the next head: its first keys are prefetched
+struct NormGradientsArgs {
+  DType dtype, grad_dtype;
+  const void* grad;  // [T, H] of grad_dtype: of the result
+  const void* x;     // [T, H]
+  const float* weight;
+  const void* carried;  // [T, H] or null: added to the gradient of x
+  void* out;            // [T, H]
+  int64_t width;
+  float eps;
 };
 
 // The experts of each token, by its router logits.
@@ -317,6 +292,16 @@ struct Kernels {
   void (*attend)(const AttentionArgs&, const AttentionTile&, char* scratch);
   void (*attend_split)(const AttentionArgs&, const AttentionTile&, int64_t split, float* partial, char* scratch);
   void (*merge_splits)(const AttentionArgs&, const AttentionTile&, float* partials);
+  void (*activation_gradients)(const ActivationGradientsArgs&, int64_t begin, int64_t end);
+  void (*norm_gradients)(const NormGradientsArgs&, int64_t begin, int64_t end,
+                         float* weight_sum);  // [H], of these rows
+  // A task's grad_q, and its part of grad_k and grad_v into `partial`; then those of tokens [begin, end) are added.
+  int64_t (*attention_gradients_scratch)(const AttentionGradientsArgs&, const AttentionGradientsTask&);
+  int64_t (*attention_gradients_partial)(const AttentionGradientsArgs&, const AttentionGradientsTask&);  // floats
+  void (*attention_gradients)(const AttentionGradientsArgs&, const AttentionGradientsTask&, float* partial,
+                              char* scratch);
+  void (*merge_attention_gradients)(const AttentionGradientsArgs&, const AttentionGradientsTask&, const float* partial,
+                                    int64_t begin, int64_t end);
   int64_t (*sampling_scratch)(int64_t vocab, int64_t k);
   void (*logprobs)(const LogprobArgs&, int64_t row, char* scratch);
   void (*sample)(const SampleArgs&, int64_t row);

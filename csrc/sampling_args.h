@@ -1,4 +1,4 @@
-// Arguments of the kernels that work on rows of logits, as kernels.h declares them.
+// Arguments of the kernels that sample and score; a part of kernels.h, whose rules hold here too.
 #pragma once
 
 #include <cstdint>

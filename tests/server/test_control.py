@@ -13,6 +13,7 @@ from tokserve.errors import BY_STATUS, Conflict, RequestError
 from tokserve.messages import Status, pack_ids
 from tokserve.server.admin.weights import PIECE
 from tokserve.server.app import CONTROL
+from tokserve.server.trainers import routes as trainers
 
 UPDATE = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}
 ROUTES: list[tuple[str, dict[str, Any] | None, str, dict[str, Any]]] = [
@@ -86,7 +87,8 @@ def test_each_route_is_one_call_of_the_engine(path: str, sent: Any, verb: str, a
 
 def test_the_table_has_every_control_route() -> None:
     reading = {"/inference/v1/requests"}  # changes nothing, and is guarded like those that do
-    assert {path.partition("?")[0] for path, *_ in ROUTES} | reading == CONTROL
+    of_trainers = {path for path, *_ in trainers.ROUTES}  # test_trainers.py
+    assert {path.partition("?")[0] for path, *_ in ROUTES} | reading | of_trainers == CONTROL
 
 
 def test_what_the_routes_say() -> None:
@@ -260,11 +262,6 @@ def test_an_unknown_route_is_told_with_the_one_that_was_meant(path: str, meant: 
     assert message == f"there is no route {path}" + (f"; did you mean {meant}?" if meant else "")
 
 
-def test_init_broadcaster_is_not_there() -> None:
-    answer = site().post("/init_broadcaster", {"host": "h", "port": 1})
-    assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_route"
-
-
 # --- who may call ---
 
 
@@ -332,3 +329,11 @@ def test_an_admin_key_guards_control_and_opens_the_rest() -> None:
     assert status(s, HERE, "/abort_requests") == 401
     alone = site(admin_api_key=["a"])
     assert status(alone, HERE) == 401 and status(alone, AWAY, "/abort_requests") == 400
+
+
+def test_a_draft_corpus_is_bounded() -> None:
+    most = {"draft_group": "g", "token_ids": [[5, 6]] * 4097}
+    answer = site().post("/add_draft_corpus", most)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "token_ids", answer.text
+    answer = site().post("/add_draft_corpus", {"draft_group": "g", "token_ids": [[5], [6, -1]]})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "token_ids[1]", answer.text

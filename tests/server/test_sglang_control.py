@@ -12,7 +12,8 @@ from tokserve.server.app import endpoints
 from tokserve.server.sglang.routes import ENDPOINTS
 
 GROUP = {"master_address": "h", "master_port": "29500", "rank_offset": 1, "world_size": 2, "backend": "gloo"}
-JOINED = {"master_address": "h", "master_port": 29500, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+JOINED = {"master_address": "h", "master_port": 29500, "rank_offset": 1, "world_size": 2, "backend": "gloo",
+          "rendezvous": "torch", "group_name": "g"}  # fmt: skip
 DISK = {"weight_dir": "/w", "weight_version": None}
 TENSORS = {"names": ["a"], "dtypes": ["torch.bfloat16"], "shapes": [[1]]}
 STAGED = {"update": {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[1]]}}
@@ -223,3 +224,19 @@ def test_health_needs_a_token() -> None:
     assert s.get("/health_generate").status_code == 503
     s.llm.dead = EngineDead("the engine process ended")
     assert s.get("/health_generate").status_code == 503
+
+
+def test_a_version_that_is_refused_aborts_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = sglang()
+    aborted: list[str] = []
+
+    async def refuse(*_: Any) -> None:
+        raise RequestError("no such version", field="new_version")
+
+    async def abort_all(*_: Any) -> None:
+        aborted.append("all")
+
+    monkeypatch.setattr(s.llm, "abort_all", abort_all, raising=False)
+    assert s.post("/update_weight_version", {"new_version": "7"}).status_code == 200 and aborted == ["all"]
+    monkeypatch.setattr(s.llm, "update_weight_version", refuse, raising=False)
+    assert s.post("/update_weight_version", {"new_version": "8"}).status_code == 400 and aborted == ["all"]

@@ -20,7 +20,7 @@ from tokserve.engine.adapter import Adapter
 from tokserve.engine.kv_cache.prefix_cache import BlockTable
 from tokserve.engine.output.columns import PackedMasks, PackedRows, StepColumns
 from tokserve.engine.output.output_buffer import Limits, OutputBuffer
-from tokserve.engine.speculation.draft_state import Corpus, DraftState
+from tokserve.engine.speculation.draft_state import Corpus, DraftState, DrawState
 from tokserve.engine.speculation.token_index import TokenIndex
 from tokserve.engine.stopping import StopChecker
 from tokserve.engine.structured_output.grammar import Grammar, GrammarState
@@ -95,6 +95,7 @@ class Request:
         # of a request that is drafted for
         self.prediction: TokenIndex | None = None  # what the client expects
         self.draft_state: DraftState | None = None
+        self.draw_state: DrawState | None = None
         self.drafts = DraftCounts()
         self._follower: DraftState | None = None  # through the prediction, token by token
         # of a request with structured outputs

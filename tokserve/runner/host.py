@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from tokserve.config import Config
@@ -14,7 +15,7 @@ from tokserve.models.decoder import Decoder
 from tokserve.models.spec import DecoderSpec
 from tokserve.plan import Int32, StepPlan
 from tokserve.runner import kvcache
-from tokserve.runner.backend import WARM_UPS, HiddenStates, decode_step
+from tokserve.runner.backend import WARM_UPS, Draft, HiddenStates, decode_step
 from tokserve.runner.cpu_graphs import CpuGraphs
 from tokserve.runner.host_slots import HostSlots
 from tokserve.runner.logits import LogitRows
@@ -30,8 +31,9 @@ class HostBackend:
     warm_ups = WARM_UPS[:1]
 
     def __init__(
-        self, device: Device, specs: tuple[KVSpec, ...], config: Config, max_model_len: int, spec: DecoderSpec
-    ) -> None:
+        self, device: Device, specs: tuple[KVSpec, ...], config: Config, max_model_len: int, spec: DecoderSpec,
+        draft: Draft | None = None,
+    ) -> None:  # fmt: skip
         max_num_seqs = config.scheduler.max_num_seqs
         self.device = device
         self.layout = kvcache.layout(
@@ -43,12 +45,11 @@ class HostBackend:
         self.routed = RoutedTable(spec, self.layout) if config.model.enable_return_routed_experts else None
         self._eager = config.runtime.enforce_eager
         self._graphs: Replay | None = None
+        self.draft = draft
+        self._draft_graphs: Replay | None = None
 
     def begin(self, plan: StepPlan, *, needs_history: bool) -> StepPlan:
-        plan = self.slots.corrected(plan)
-        if len(plan.draft_token_ids):
-            self.slots.write_drafts(plan)
-        return plan
+        return self.slots.corrected(plan)
 
     def replay(self, plan: StepPlan) -> Tensor | None:
         graphs = self._graphs
@@ -69,6 +70,21 @@ class HostBackend:
             return HiddenStates(states, ends, None)
         return HiddenStates(states, ends, torch.from_numpy(last_indices(ends, plan.num_logits)))
 
+    def draft_logits(self, plan: StepPlan) -> Tensor:
+        draft, graphs, rows = self.draft, self._draft_graphs, len(plan.slots)
+        assert draft is not None
+        total = int(np.add.reduce(plan.num_tokens))
+        if graphs is not None and total <= 2 * rows and plan.num_logits.all():
+            # as a row with a draft: the head's work on a few rows more costs less than a step that is not captured
+            every = replace(plan, num_logits=plan.num_tokens, draft_token_ids=np.zeros(total - rows, np.int32))
+            if graphs.fits(every):
+                logits = graphs.replay(every)
+                last = np.add.accumulate(plan.num_tokens, dtype=np.int64) - 1
+                return logits if total == rows else logits.index_select(0, torch.from_numpy(last))
+        batch = self.slots.build(plan, self.kv[draft.first_layer :])
+        batch.logits_rows = self.slots.logits_rows(plan, batch, plan.num_logits)
+        return draft.model.logits(draft.model.forward(batch))
+
     def columns(self, rows: LogitRows) -> SamplingColumns:
         return self.slots.columns(rows.slots, rows.lengths)
 
@@ -84,9 +100,12 @@ class HostBackend:
     def capture(self, model: Decoder) -> None:
         if not self._eager:
             self._graphs = CpuGraphs(self.slots, self.kv, decode_step(model), model.row_bytes(), self.routed)
+            if self.draft is not None:
+                second, kv = self.draft.model, self.kv[self.draft.first_layer :]
+                self._draft_graphs = CpuGraphs(self.slots, kv, decode_step(second), second.row_bytes())
 
     def invalidate(self) -> None:
-        self._graphs = None
+        self._graphs = self._draft_graphs = None
 
     def on_foreign_code(self, model: Decoder) -> None:
         if self._graphs is not None:

@@ -6,6 +6,7 @@ which decides whether its state allows it, so every front end can serve the rout
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, TypeVar
 
@@ -16,11 +17,14 @@ from starlette.responses import Response
 from tokserve import admin
 from tokserve.errors import EngineDead, RequestError, invalid
 from tokserve.server.http import body
+from tokserve.server.http.workers import off_loop
 from tokserve.server.serving import Serving
 
 T = TypeVar("T", bound=msgspec.Struct)
 Handler = Callable[[Serving, Request], Awaitable[Response]]
 BLANK = 1 << 10  # so many bytes of white space count as no body
+MAX_CORPUS_OUTPUTS = 4096  # of one call; a group keeps far fewer
+ID_BYTES = 4
 
 
 class PauseBody(admin.Pause, forbid_unknown_fields=True):
@@ -74,7 +78,7 @@ async def read(serving: Serving, request: Request, kind: type[T]) -> T:
         if sent is not None and not isinstance(sent, dict):
             raise RequestError("the body must be an object")
         values |= sent or {}
-    return body.convert(values, kind, strict=False)
+    return await off_loop(request, len(raw), lambda: body.convert(values, kind, strict=False))
 
 
 def handler_of(command: admin.AdminCommand, kind: type[msgspec.Struct]) -> Handler:
@@ -96,15 +100,25 @@ def handler_of(command: admin.AdminCommand, kind: type[msgspec.Struct]) -> Handl
 async def add_draft_corpus(serving: Serving, request: Request) -> Response:
     """POST /add_draft_corpus: keep outputs as drafts"""
     params = await read(serving, request, AddDraftCorpusBody)
-    for index, ids in enumerate(params.token_ids):
-        if ids and not (min(ids) >= 0 and max(ids) < serving.llm.ready.vocab_size):
-            field = f"token_ids[{index}]"
-            raise RequestError(f"{field} has an id that is not in the vocabulary", field=field)
+    count = len(params.token_ids)
+    if count > MAX_CORPUS_OUTPUTS:
+        raise invalid("token_ids", f"must have at most {MAX_CORPUS_OUTPUTS} outputs, got {count}")
+    vocab_size = serving.llm.ready.vocab_size
+    size = ID_BYTES * sum(map(len, params.token_ids))
+    packed = await off_loop(request, size, lambda: _packed_outputs(params.token_ids, vocab_size))
     await serving.find_model(params.model)
     reply = await serving.llm.add_draft_corpus(
-        params.draft_group, params.token_ids, lora_name=serving.adapter(params.model), cache_salt=params.cache_salt
+        params.draft_group, packed, lora_name=serving.adapter(params.model), cache_salt=params.cache_salt
     )
     return body.reply(request, reply)
+
+
+def _packed_outputs(outputs: list[list[int]], vocab_size: int) -> list[bytes]:
+    for index, ids in enumerate(outputs):
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            field = f"token_ids[{index}]"
+            raise RequestError(f"{field} has an id that is not in the vocabulary", field=field)
+    return [array("i", ids).tobytes() for ids in outputs]
 
 
 async def load_lora_adapter(serving: Serving, request: Request) -> Response:
@@ -123,9 +137,8 @@ async def unload_lora_adapter(serving: Serving, request: Request) -> Response:
     return body.reply(request, {"success": True, "message": message, "lora_name": params.lora_name})
 
 
-async def collective_rpc(serving: Serving, request: Request) -> Response:
-    """POST /collective_rpc: call the worker extension"""
-    params = await read(serving, request, WorkerCallBody)
+async def call_worker(serving: Serving, request: Request, params: WorkerCallBody) -> Response:
+    """Call a method of the worker extension."""
     if params.timeout is not None and not 0 < params.timeout <= admin.LONGEST_RPC:
         raise invalid("timeout", f"must be above 0 and at most {admin.LONGEST_RPC:g} seconds")
     try:
@@ -148,17 +161,19 @@ HANDLERS: dict[str, Handler] = {
     "add_draft_corpus": add_draft_corpus,
     "load_lora_adapter": load_lora_adapter,
     "unload_lora_adapter": unload_lora_adapter,
-    "collective_rpc": collective_rpc,
 }
 
 
-def routes() -> list[tuple[str, Handler, type[msgspec.Struct] | None]]:
-    """Path, handler and body of every POST route of a command; without parameters, no body."""
+def routes(**handlers: Handler) -> list[tuple[str, Handler, type[msgspec.Struct] | None]]:
+    """Path, handler and body of every POST route of a command; without parameters, no body.
+
+    `handlers`: by name of the command, in the place of its own.
+    """
     table = []
     for command in admin.COMMANDS.values():
         if not command.routes:
             continue
         kind = BODIES.get(command.name, command.parameters)
-        handler = HANDLERS.get(command.name) or handler_of(command, kind)
+        handler = (HANDLERS | handlers).get(command.name) or handler_of(command, kind)
         table += [(path, handler, kind if kind.__struct_fields__ else None) for path in command.routes]
     return table
