@@ -18,6 +18,7 @@ from tokserve.models.coordinates import Coordinates
 from tokserve.models.decoder import Decoder
 from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.models.load import load
+from tokserve.models.quantized_copy import QuantizedCopy
 from tokserve.models.staging import Staging
 from tokserve.train.policy import PolicyModel
 
@@ -88,3 +89,10 @@ def test_kv_b_proj_is_not_quantized(quantization: str, tmp_path: Path) -> None:
     for one, other in pairs:
         assert torch.equal(one.packed, other.packed)
     assert 0 < (prefill(plain, IDS) - prefill(quantized, IDS)).abs().mean() < 0.5
+
+
+def test_a_quantized_copy_draws_with_the_models_kv_b_proj(tmp_path: Path) -> None:
+    source = opened(written(tmp_path, tie_word_embeddings=False, **DENSE))
+    copy = QuantizedCopy(source, "int8", 32).decoder
+    assert 0 < (prefill(copy, IDS) - prefill(source, IDS)).abs().mean() < 0.2
+    assert copy.blocks[1].attention.linears()["q"] is not source.blocks[1].attention.linears()["q"]

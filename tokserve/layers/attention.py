@@ -99,6 +99,12 @@ class Attention:
             tensor.narrow(0, self._group.rank * self.heads, self.heads), (self.heads,), torch.float32
         )
 
+    def borrow(self, other: object) -> None:
+        """Use another's norms, sinks and cache scales; its spec is the same."""
+        assert isinstance(other, Attention)
+        self.q_norm, self.k_norm, self.sinks = other.q_norm, other.k_norm, other.sinks
+        self.scale_cache(other.k_scale, other.v_scale)
+
     def kv_spec(self) -> KVSpec:
         """What the cache keeps for this layer."""
         return KVSpec(self.kv_heads, self.dim, str(self.dtype).removeprefix("torch."), self.window)

@@ -87,6 +87,13 @@ class LatentAttention:
         self.key_weights = [ops.pack_linear(weight[: spec.plain].t().contiguous()) for weight in heads]
         self.value_weights = [ops.pack_linear(weight[spec.plain :].contiguous()) for weight in heads]
 
+    def borrow(self, other: object) -> None:
+        """Use another's norms and `kv_b_proj`; its spec is the same."""
+        assert isinstance(other, LatentAttention)
+        self.kv_norm, self.key_weights, self.value_weights = other.kv_norm, other.key_weights, other.value_weights
+        if self.q_a is not None:
+            self.q_norm = other.q_norm
+
     def kv_spec(self) -> KVSpec:
         """What the cache keeps for this layer."""
         width = self.spec.latent + self.spec.rope.dim

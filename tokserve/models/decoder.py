@@ -137,9 +137,7 @@ class Decoder:
         for block, source in zip(self.blocks, other.blocks, strict=True):
             block.attention_norm, block.attention_post_norm = source.attention_norm, source.attention_post_norm
             block.mlp_norm, block.mlp_post_norm = source.mlp_norm, source.mlp_post_norm
-            lender, borrower = source.attention, block.attention
-            borrower.q_norm, borrower.k_norm, borrower.sinks = lender.q_norm, lender.k_norm, lender.sinks
-            borrower.scale_cache(lender.k_scale, lender.v_scale)
+            block.attention.borrow(source.attention)
         self._layers = self._chain()
 
     @property
