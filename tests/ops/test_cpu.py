@@ -242,6 +242,16 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
         "experts": mixture(bf16),
         "experts_int8": mixture(torch.float32),
         "experts_wna16": integer_mixture(bf16),
+        "linear_heads": (randn(300, 4, 160, dtype=bf16), list(randn(4, 200, 128, dtype=bf16))),
+        "latent_rope_store": (
+            randn(300, 8, 96), randn(300, 320), randn(256), 1e-6, table, torch.arange(300), randn(40, 16, 320),
+            torch.randperm(640)[:300], True,
+        ),
+        "latent_attention": (  # as that of paged_attention
+            randn(1, 4, 64, dtype=bf16), randn(1, 4, 16, dtype=bf16), randn(160, 16, 80, dtype=bf16),
+            torch.arange(160, dtype=torch.int32)[None], torch.tensor([0, 1], dtype=torch.int32),
+            torch.tensor([2500], dtype=torch.int32), 0.125,
+        ),
         "embedding": (torch.arange(300) * 7 % 700, randn(700, 512, dtype=bf16), 22.5),
         "norm_rope_store": (
             randn(300, 12 * 64, dtype=bf16), *randn(2, 64, dtype=bf16).unbind(), 1e-6, table, torch.arange(300),
@@ -410,6 +420,8 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
         *mixed[:3], [CALLS["pack_gated_wna16"](weights(16, 64)[:1])] * 3, None,
         [CALLS["pack_wna16"](weights(64, 8)[:1])] * 3, *mixed[6:],
     )  # fmt: skip
+    line = (heads, randn(3, 52), randn(20), 1e-6, angles, at, randn(4, 16, 52), at, True)
+    attended = (randn(3, 2, 20), heads, randn(4, 16, 52), table, two, torch.tensor([64], dtype=INT), 0.1)
     lora = (randn(2, 2, 4, 64), randn(2, 4, 9), ranks, torch.ones(2, 2), (4, 5))
     return {
         **{
@@ -499,6 +511,41 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
                 ("activation", 7, "relu"),
                 ("shared", 8, x[:2]),
                 ("shared gate", 9, torch.zeros(3)),
+            )
+        },
+        **{
+            f"heads: {what}": ("linear_heads", arguments)
+            for what, arguments in (
+                ("narrow", (heads, [packed] * 2)),
+                ("count", (randn(3, 2, 64), [packed] * 3)),
+                ("dtype", (randn(3, 2, 64).half(), [packed] * 2)),
+            )
+        },
+        **{
+            f"row: {what}": ("latent_rope_store", (*line[:at], wrong, *line[at + 1 :]))
+            for what, at, wrong in (
+                ("width", 1, randn(3, 53)),
+                ("dtype", 1, randn(3, 52).half()),
+                ("norm", 2, randn(21)),
+                ("odd angles", 4, randn(4, 31)),
+                ("wide angles", 4, randn(4, 34)),
+                ("position", 5, torch.arange(3) + 2),
+                ("cache", 6, randn(4, 16, 50)),
+                ("slot", 7, torch.arange(3) + 62),
+            )
+        },
+        **{
+            f"latent: {what}": ("latent_attention", (*attended[:at], wrong, *attended[at + 1 :]))
+            for what, at, wrong in (
+                ("strided", 0, randn(3, 20, 2).transpose(1, 2)),
+                ("odd", 0, randn(3, 2, 19)),
+                ("rotated", 1, randn(3, 2, 30)),
+                ("tokens", 1, randn(2, 2, 32)),
+                ("dtype", 2, randn(4, 16, 52).half()),
+                ("cache", 2, randn(4, 16, 50)),
+                ("page", 3, table + 1),
+                ("short table", 5, torch.tensor([65], dtype=INT)),
+                ("start", 4, torch.tensor([0, 2], dtype=INT)),
             )
         },
         "embedding: id past the end": ("embedding", (torch.tensor([10]), packed)),

@@ -31,7 +31,7 @@ class RouterSpec:
     """How `chosen` experts of a token are found among all.  Fields as the arguments of `ops.route`.
 
     `bias`: of the logits.  `correction_bias`: the checkpoint's name of a bias that is added to the scores, for the
-    choice alone; None: there is none.
+    choice alone; None: there is none; `correction_row`: it is stored as [1, experts].
     """
 
     chosen: int
@@ -43,6 +43,7 @@ class RouterSpec:
     two_of_group: bool = False
     bias: bool = False
     correction_bias: str | None = None
+    correction_row: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,8 @@ class MixtureSpec:
 
     `shared_name`: of its module; `shared_gate`: its output is multiplied by the sigmoid of a product with the input.
     `stacked`: checkpoints have one tensor for all experts only; `interleaved`: it is stored transposed, gate and up
-    outputs alternating.  `router_name`, `names`: the checkpoint's names of the router, and of an expert's gate, up and
-    down projections.
+    outputs alternating.  `router_name`, `experts_name`, `names`: the checkpoint's names of the router, of the module
+    of all experts, and of an expert's gate, up and down projections.
     """
 
     experts: int
@@ -66,6 +67,7 @@ class MixtureSpec:
     stacked: bool = False
     interleaved: bool = False
     router_name: str = "gate"
+    experts_name: str = "experts"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -273,12 +275,13 @@ class Router:
         """Weight, bias and correction bias, as far as there are any."""
         parameters = self.linear.parameters()
         if self.spec.correction_bias is not None:
-            parameters[self.spec.correction_bias] = Parameter((self.experts,), self.load_correction, torch.float32)
+            shape = (1, self.experts) if self.spec.correction_row else (self.experts,)
+            parameters[self.spec.correction_bias] = Parameter(shape, self.load_correction, torch.float32)
         return parameters
 
     def load_correction(self, tensor: Tensor) -> None:
-        """Take the correction bias [E]."""
-        self.correction_bias = owned_copy(tensor, (self.experts,), torch.float32)
+        """Take the correction bias."""
+        self.correction_bias = owned_copy(tensor.view(-1), (self.experts,), torch.float32)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Ids int32 and weights float32 [T,k] for x [T,hidden]."""
@@ -308,7 +311,7 @@ class Mixture:
 
     def parameters(self) -> dict[str, Parameter]:
         """Under the names of Hugging Face checkpoints."""
-        parameters = self.router.parameters() | under("experts", self.experts.parameters())
+        parameters = self.router.parameters() | under(self.spec.experts_name, self.experts.parameters())
         if self.shared is not None:
             parameters |= under(self.spec.shared_name, self.shared.parameters())
         if self.shared_gate is not None:
@@ -319,8 +322,9 @@ class Mixture:
         """What a checkpoint may have in place of a tensor for each expert."""
         if self.spec.stacked:
             return {}
+        prefix = self.spec.experts_name
         return {
-            f"experts.{name}": StackedParameter(one.parameter, tuple(f"experts.{covered}" for covered in one.covers))
+            f"{prefix}.{name}": StackedParameter(one.parameter, tuple(f"{prefix}.{covered}" for covered in one.covers))
             for name, one in self.experts.stacked_parameters().items()
         }
 

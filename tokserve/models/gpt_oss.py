@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.experts import MixtureSpec, RouterSpec
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.llama import HEADLESS
@@ -48,7 +49,10 @@ def gpt_oss(hf: Mapping[str, Any]) -> DecoderSpec:
         interleaved=True,
         router_name="router",
     )
-    blocks = (replace(b, mlp=mixture, attention=replace(b.attention, sinks=True)) for b in spec.blocks)
+    blocks = []
+    for block in spec.blocks:
+        assert isinstance(block.attention, AttentionSpec)
+        blocks.append(replace(block, mlp=mixture, attention=replace(block.attention, sinks=True)))
     return replace(spec, blocks=tuple(blocks))
 
 

@@ -142,6 +142,8 @@ def model_name(name: str, renames: Iterable[tuple[str, str]]) -> str | None:
     if name.endswith(IGNORED):
         return None
     renames = tuple(renames)
+    if any(not new and name.startswith(old) for old, new in renames):
+        return None
     name = next((new + name.removeprefix(old) for old, new in renames if name.startswith(old)), name)
     for old, new in renames:
         if old.startswith("."):

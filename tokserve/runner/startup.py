@@ -98,12 +98,12 @@ def _model(config: Config, target: Device | Accelerator) -> Decoder:
         "dtype": options.dtype, "head_dtype": options.head_dtype, "load_format": options.load_format,
         "seed": options.seed, "quantization": options.quantization, "quantize_lm_head": options.quantize_lm_head,
         "group_size": options.quantization_group_size,
-        "float8_cache": config.cache.kv_cache_dtype != "auto",
+        "float8_cache": config.cache.kv_cache_dtype != "auto", "max_model_len": options.max_model_len,
     }  # fmt: skip
     if options.model_impl == "transformers" or (options.model_impl == "auto" and not is_known(hf)):
         return import_module("tokserve.hf.load").load(directory, hf, **common)  # type: ignore[no-any-return]
     return models.load(
-        directory, hf, max_model_len=options.max_model_len,
+        directory, hf,
         has_float8=target.has_float8, has_wna16=not isinstance(target, Accelerator), **common,
     )  # fmt: skip
 
