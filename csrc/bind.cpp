@@ -100,6 +100,7 @@ NB_MODULE(_C, m) {
   bind_lora(m);
   bind_quant(m);
   bind_attention(m);
+  bind_recurrent(m);
   bind_sampling(m);
   bind_wna16(m);
 }

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from tokserve.ops.samples import attention, dense, elementwise, float8, lora, mixture, quant, sampling, step, wna16
+from tokserve.ops.samples import attention, dense, elementwise, float8, lora, mixture, quant, recurrent, sampling, step, wna16
 from tokserve.ops.samples.common import Samples
 
-MODULES = (attention, dense, elementwise, float8, lora, mixture, quant, sampling, step, wna16)
+MODULES = (attention, dense, elementwise, float8, lora, mixture, quant, recurrent, sampling, step, wna16)
 
 
 def samples(op: str, dtype: torch.dtype) -> Samples:
