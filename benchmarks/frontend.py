@@ -39,7 +39,7 @@ import psutil
 import uvloop
 import zmq
 
-from tokserve.engine.columns import LogprobColumns, PackedRows, StepColumns
+from tokserve.engine.output.columns import LogprobColumns, PackedRows, StepColumns
 from tokserve.messages import (
     Abort,
     Call,

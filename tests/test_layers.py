@@ -80,19 +80,35 @@ ONLY_IN = {
     ("client", "engine"): {"client/launch.py"},
     ("executor", "runner"): {"executor/inline.py", "executor/worker.py"},
     ("engine", "executor"): {
-        "engine/adapters.py",
-        "engine/control.py",
+        "engine/admin/adapters.py",
+        "engine/admin/control.py",
         "engine/core.py",
         "engine/process.py",
-        "engine/weights.py",
+        "engine/admin/weights.py",
     },
     ("ops", "_C"): {"ops/cpu/kernels.py", "ops/cpu/wna16.py"},
+}
+# rooms of the engine and the server: which packages a module of a package may import, besides modules beside them
+ROOMS: dict[str, set[str]] = {
+    "engine/kv_cache": set(),
+    "engine/output": set(),
+    "engine/structured_output": set(),
+    "engine/admin": {"kv_cache", "output"},
+    "engine/speculation": {"admin"},
+    "server/http": set(),
+    "server/replies": {"http"},
+    "server/observe": {"http"},
+    "server/tokens": {"http", "replies"},
+    "server/openai": {"http", "replies", "tokens"},
+    "server/anthropic": {"http", "replies", "openai", "tokens"},
+    "server/admin": {"http"},
+    "server/sglang": {"http", "replies", "tokens", "openai", "admin", "observe"},
 }
 LAZY_IMPORTS = {
     "tokserve/__init__.py",
     "checkpoint.py",
     "executor/inline.py",
-    "engine/grammar.py",
+    "engine/structured_output/grammar.py",
     "cli/bench.py",
     "cli/main.py",
     "cli/http.py",
@@ -144,6 +160,17 @@ def test_imports_only_lower_levels(path: Path) -> None:
         assert target in allowed, f"{name} ({package}) must not import {target}"
         files = ONLY_IN.get((package, target))
         assert files is None or name in files, f"{package} may import {target} only in {files}, not in {name}"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_import_only_what_is_below_them(room: str) -> None:
+    parent, name = room.split("/")
+    inside = {p.name for p in (PACKAGE / parent).iterdir() if p.is_dir() and p.name != "__pycache__"}
+    assert {f"{parent}/{package}" for package in inside} <= set(ROOMS), "a package without a row"
+    for path in sorted((PACKAGE / room).glob("*.py")):
+        for module in imported(parsed(path)):
+            if module[:2] == ("tokserve", parent) and len(module) > 2 and module[2] in inside:
+                assert module[2] in ROOMS[room] | {name}, f"{path} must not import {'.'.join(module)}"
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(PACKAGE)))

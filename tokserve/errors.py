@@ -1,7 +1,7 @@
 """All errors that clients and operators can get, with their HTTP status.
 
-A `RequestError` belongs to one request and becomes its response (in `server/errors`).  A `StartError` stops a process
-from starting and is printed without a traceback.
+A `RequestError` belongs to one request and becomes its response (`server/http/errors`).  A `StartError` stops a
+process from starting and is printed without a traceback.
 """
 
 from __future__ import annotations

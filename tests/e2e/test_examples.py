@@ -12,8 +12,8 @@ import pytest
 from tests.e2e.server import Server
 from tokserve import SamplingParams
 from tokserve.server.app import ENDPOINTS
-from tokserve.server.schemas import ChatBody, CompletionBody
-from tokserve.server.tokens import GenerateBody
+from tokserve.server.openai.schemas import ChatBody, CompletionBody
+from tokserve.server.tokens.generate import GenerateBody
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -10,8 +10,8 @@ from typing import Any, cast
 import numpy as np
 
 from tests.engine.scripted import EOS
-from tokserve.engine.grammar import Grammar, GrammarState
 from tokserve.engine.request import Request
+from tokserve.engine.structured_output.grammar import Grammar, GrammarState
 from tokserve.errors import RequestError
 from tokserve.params import StructuredOutputs
 

@@ -25,8 +25,8 @@ import numpy as np
 from tests.outputs import Output, unpack
 from tokserve.config import Config, SpeculationPlan
 from tokserve.engine.core import EngineCore
-from tokserve.engine.drafter import Drafter, TextDrafter
 from tokserve.engine.request import Request
+from tokserve.engine.speculation.drafter import Drafter, TextDrafter
 from tokserve.errors import RequestError
 from tokserve.kv_spec import KVLayout, KVSpec
 from tokserve.messages import (

@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.scripted import Engine
 from tests.engine.test_control import DEPTHS, PROMPT, answers, ask, update
-from tokserve.engine.adapters import MAX_NAME
+from tokserve.engine.admin.adapters import MAX_NAME
 from tokserve.errors import StartError
 from tokserve.messages import Reply, Status
 

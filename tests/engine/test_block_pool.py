@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tokserve.engine.block_pool import BlockPool, CacheBroken
+from tokserve.engine.kv_cache.block_pool import BlockPool, CacheBroken
 
 
 def new(pool: BlockPool, count: int) -> list[int]:

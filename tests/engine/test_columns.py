@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.outputs import unpack
-from tokserve.engine.columns import LogprobColumns, PackedRows, StepColumns
+from tokserve.engine.output.columns import LogprobColumns, PackedRows, StepColumns
 from tokserve.messages import Finish, StepStats, pack_ids
 from tokserve.plan import LogprobRows
 

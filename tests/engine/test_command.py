@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tokserve.engine.command import STEP_BOUNDARY, Command, Commands, immediate
+from tokserve.engine.admin.command import STEP_BOUNDARY, Command, Commands, immediate
 from tokserve.errors import Conflict, StartError
 from tokserve.messages import Call, Ready, Reply
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.scripted import Engine, engine_request
 from tokserve.engine.deadlines import Deadlines
-from tokserve.engine.output_buffer import Limits
+from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.request import Request
 from tokserve.messages import Finish
 

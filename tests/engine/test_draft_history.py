@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from array import array
 
-from tokserve.engine.draft_history import MAX_OUTPUTS, DraftHistory, GroupKey
-from tokserve.engine.token_index import SEPARATOR
+from tokserve.engine.speculation.draft_history import MAX_OUTPUTS, DraftHistory, GroupKey
+from tokserve.engine.speculation.token_index import SEPARATOR
 
 CONTEXT = array("i", [7, 8])
 

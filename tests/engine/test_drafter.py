@@ -10,9 +10,9 @@ import pytest
 
 from tests.engine.grammars import Machine, compiled
 from tests.engine.scripted import VOCAB, Engine, OneByOne, RandomDrafter
-from tokserve.engine.grammar import Grammar
-from tokserve.engine.prefix_cache import BlockTable
+from tokserve.engine.kv_cache.prefix_cache import BlockTable
 from tokserve.engine.request import Request
+from tokserve.engine.structured_output.grammar import Grammar
 from tokserve.messages import Submit
 from tokserve.params import StructuredOutputs
 from tokserve.plan import StepPlan

@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.scripted import Engine, engine_request
 from tokserve.engine.fairness import FairQueue, Shares
-from tokserve.engine.output_buffer import Limits
+from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.queue import POLICIES
 from tokserve.engine.request import Request
 from tokserve.messages import SubmitReply

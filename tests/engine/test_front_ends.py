@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.scripted import Engine
-from tokserve.engine import front_ends
+from tokserve.engine.output import front_ends
 from tokserve.messages import Reply, Status, StepOutput, StepStats, Submit
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])

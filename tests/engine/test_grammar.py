@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.engine.grammars import Matcher
 from tokserve.checkpoint import DEMO_DIR
-from tokserve.engine.grammar import LIMITS, STATE_BYTES, Compiler, Cost, GrammarState
+from tokserve.engine.structured_output.grammar import LIMITS, STATE_BYTES, Compiler, Cost, GrammarState
 from tokserve.errors import RequestError
 from tokserve.params import StructuredOutputs
 

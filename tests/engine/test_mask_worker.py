@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from tokserve.engine import mask_worker as module
-from tokserve.engine.mask_worker import MaskWorker
 from tokserve.engine.request import Request
+from tokserve.engine.structured_output import mask_worker as module
+from tokserve.engine.structured_output.mask_worker import MaskWorker
 
 LONG = 60.0  # seconds, of which none passes unless something is wrong
 

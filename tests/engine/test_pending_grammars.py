@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine.grammars import STEPS, Machine, compiled
 from tests.engine.scripted import EOS, VOCAB, Engine
-from tokserve.engine.grammar import Grammar
+from tokserve.engine.structured_output.grammar import Grammar
 from tokserve.errors import QueueFull, RequestError
 from tokserve.messages import StepOutput, Submit, SubmitReply
 from tokserve.params import StructuredOutputs

@@ -7,8 +7,8 @@ from array import array
 import pytest
 
 from tokserve.engine.adapter import Adapter
-from tokserve.engine.block_pool import CacheBroken
-from tokserve.engine.prefix_cache import BlockTable, PrefixCache
+from tokserve.engine.kv_cache.block_pool import CacheBroken
+from tokserve.engine.kv_cache.prefix_cache import BlockTable, PrefixCache
 from tokserve.prompt import Feature
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.engine.scripted import engine_request, rows_of
 from tests.outputs import Output, unpack
-from tokserve.engine.columns import PackedRows, StepColumns
-from tokserve.engine.output_buffer import Limits
+from tokserve.engine.output.columns import PackedRows, StepColumns
+from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.request import Request
 from tokserve.errors import RequestError
 from tokserve.messages import Finish, StepStats

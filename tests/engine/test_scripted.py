@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tests.engine.scripted import Engine, IllegalPlan
-from tokserve.engine.block_pool import BlockPool
-from tokserve.engine.prefix_cache import BlockTable, PrefixCache
+from tokserve.engine.kv_cache.block_pool import BlockPool
+from tokserve.engine.kv_cache.prefix_cache import BlockTable, PrefixCache
 from tokserve.engine.request import Request
 from tokserve.engine.scheduler import Scheduler
 from tokserve.plan import StepPlan

@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.scripted import VOCAB, Engine
 from tokserve.config import SpeculationPlan
-from tokserve.engine.drafter import TextDrafter
+from tokserve.engine.speculation.drafter import TextDrafter
 from tokserve.messages import Submit, pack_ids
 
 PROMPT = [3, 4, 5, 6, 7]

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from tokserve.checkpoint import DEMO_DIR
-from tokserve.engine import trials as module
-from tokserve.engine.grammar import Cost
-from tokserve.engine.trials import Trial, Trials
+from tokserve.engine.structured_output import trials as module
+from tokserve.engine.structured_output.grammar import Cost
+from tokserve.engine.structured_output.trials import Trial, Trials
 from tokserve.errors import RequestError, Unavailable
 from tokserve.params import StructuredOutputs
 

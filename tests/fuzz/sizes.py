@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from tokserve.params import SamplingParams, StructuredOutputs
 from tokserve.server.app import ENDPOINTS
 from tokserve.server.openapi import Endpoint
-from tokserve.server.tokens import GenerateBody
+from tokserve.server.tokens.generate import GenerateBody
 
 SIZES = (100, 10_000, 1_000_000)
 MESSAGE = {"role": "user", "content": "x"}

@@ -22,8 +22,10 @@ from tokserve.engine.socket import UNREADABLE
 from tokserve.errors import RequestError
 from tokserve.params import RequestOptions, SamplingParams
 from tokserve.prompt import TokenPrompt
-from tokserve.server import aborts, body, chat, completions, derender, render, responses, tokenize, tokens
 from tokserve.server.anthropic import messages as anthropic_messages
+from tokserve.server.http import body
+from tokserve.server.openai import chat, completions, derender, render, responses, tokenize
+from tokserve.server.tokens import aborts, generate
 from tokserve.text.chat import ChatTemplate
 from tokserve.text.detokenizer import Detokenizer
 from tokserve.text.tokenizer import Tokenizer
@@ -69,9 +71,9 @@ def _request(raw: bytes, packed: bool) -> Request:
 
 async def _generate(request: Request) -> None:
     packed = body.is_msgpack(request)
-    asked = tokens.decode_body(await SERVING.bodies.read(request), packed)
-    prompt, fields = tokens.prompt_of(asked)
-    params = tokens.decode_params(asked.sampling_params, packed)
+    asked = generate.decode_body(await SERVING.bodies.read(request), packed)
+    prompt, fields = generate.prompt_of(asked)
+    params = generate.decode_params(asked.sampling_params, packed)
     await SERVING.check(request, SERVING.request_of(request, asked, params, text=False), [prompt], fields)
 
 

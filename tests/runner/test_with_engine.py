@@ -16,8 +16,8 @@ from tests.runner.test_runner import prompt
 from tokserve import device
 from tokserve.config import Config
 from tokserve.engine.core import EngineCore
-from tokserve.engine.drafter import Drafter
 from tokserve.engine.request import Request
+from tokserve.engine.speculation.drafter import Drafter
 from tokserve.executor.inline import InlineExecutor
 from tokserve.messages import DraftCounts
 from tokserve.models.dummy import tiny_config

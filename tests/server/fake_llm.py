@@ -31,7 +31,7 @@ from tokserve.errors import Conflict, EngineDead, RequestError
 from tokserve.messages import EngineRequest, Finish, Ready, Status, unpack_ids
 from tokserve.params import SamplingParams
 from tokserve.server.app import build_app
-from tokserve.server.counters import ApiProcess
+from tokserve.server.observe.counters import ApiProcess
 from tokserve.text.tokenizer import Tokenizer
 
 EOS = 0

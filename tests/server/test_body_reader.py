@@ -12,8 +12,8 @@ from starlette.requests import Request
 
 from tokserve.config import LimitsConfig
 from tokserve.errors import Overloaded, RequestError, TimedOut, TooLarge
-from tokserve.server.body_reader import FREE, HELD, BodyReader
-from tokserve.server.disconnect import ClientDisconnected
+from tokserve.server.http.body_reader import FREE, HELD, BodyReader
+from tokserve.server.http.disconnect import ClientDisconnected
 
 MIB = 1 << 20
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.server.fake_llm import site
 from tokserve.config import ServerConfig
-from tokserve.server.auth import Keys
-from tokserve.server.client_names import LONGEST, PEER, ClientNames
+from tokserve.server.http.auth import Keys
+from tokserve.server.http.client_names import LONGEST, PEER, ClientNames
 
 GENERATE = "/inference/v1/generate"
 

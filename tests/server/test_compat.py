@@ -22,7 +22,7 @@ from tests.server.test_refusals import error_of
 from tokserve.server import compat
 from tokserve.server.anthropic.bodies import MessagesBody
 from tokserve.server.compat import FieldRule
-from tokserve.server.schemas import ChatBody, CompletionBody, RequestBody, ResponsesBody
+from tokserve.server.openai.schemas import ChatBody, CompletionBody, RequestBody, ResponsesBody
 
 DOCS = Path(__file__).parents[2] / "docs" / "fields.md"
 ROUTES: dict[str, tuple[type[RequestBody], dict[str, Any]]] = {

@@ -11,8 +11,8 @@ import pytest
 from tests.server.fake_llm import Site, site
 from tokserve.errors import BY_STATUS, Conflict, RequestError
 from tokserve.messages import Status, pack_ids
+from tokserve.server.admin.control import PIECE
 from tokserve.server.app import CONTROL
-from tokserve.server.control import PIECE
 
 UPDATE = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}
 ROUTES: list[tuple[str, dict[str, Any] | None, str, dict[str, Any]]] = [

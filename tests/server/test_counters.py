@@ -4,7 +4,7 @@ import os
 
 from tests.server.fake_llm import says, site
 from tests.server.test_metrics import values
-from tokserve.server.counters import ApiProcess, SharedCounters, create_shared_memory
+from tokserve.server.observe.counters import ApiProcess, SharedCounters, create_shared_memory
 
 
 def test_rows_are_summed_and_outlive_their_writer() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from tokserve.client.outputs import Logprobs
-from tokserve.server import logprobs
+from tokserve.server.replies import logprobs
 
 
 def columns(own: list[float], ranks: list[int], ids: list[list[int]], values: list[list[float]]) -> Logprobs:

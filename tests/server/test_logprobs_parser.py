@@ -5,8 +5,8 @@ import pytest
 
 from tests.server.test_logprobs import columns
 from tokserve.client.outputs import Logprobs
-from tokserve.server import logprobs
-from tokserve.server import logprobs_parser as read
+from tokserve.server.openai import logprobs_parser as read
+from tokserve.server.replies import logprobs
 
 
 def back(row: Logprobs, own: int, top: int, named: tuple[int, ...] = ()) -> tuple[list[int], list[float]]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tokserve.server import workers
-from tokserve.server.loop_monitor import LoopMonitor
+from tokserve.server.http import workers
+from tokserve.server.http.loop_monitor import LoopMonitor
 
 
 def watched(work: Coroutine[Any, Any, None]) -> list[float]:

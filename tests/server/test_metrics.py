@@ -7,8 +7,8 @@ import time
 from tests.server.fake_llm import Site, says, site
 from tokserve.client.outputs import StepStats
 from tokserve.server.compat import VLLM_METRICS
-from tokserve.server.loop_monitor import LoopMonitor
-from tokserve.server.metrics import SAMPLED
+from tokserve.server.http.loop_monitor import LoopMonitor
+from tokserve.server.observe.metrics import SAMPLED
 
 NAMES = [
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total",

@@ -10,8 +10,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from tests.server.fake_llm import Caller, parse_events, site
-from tokserve.server.protocol import _write
-from tokserve.server.sse import WRITE
+from tokserve.server.http.protocol import _write
+from tokserve.server.replies.sse import WRITE
 
 BODY = {"token_ids": [5, 6, 8], "stream": True, "sampling_params": {"max_tokens": 6, "seed": 3}, "request_id": "r"}
 EVENT = {"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True}

@@ -11,8 +11,8 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from tokserve.server.protocol import MAX_HEAD, Protocol
-from tokserve.server.sse import STALLED
+from tokserve.server.http.protocol import MAX_HEAD, Protocol
+from tokserve.server.replies.sse import STALLED
 
 HEAD = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
 PIECE = b"a" * 1000

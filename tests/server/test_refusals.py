@@ -14,7 +14,7 @@ from tests.server.fake_llm import VOCAB, Caller, Site, site
 from tokserve.errors import Conflict, QueueFull
 from tokserve.params import SamplingParams
 from tokserve.server.app import CONTROL
-from tokserve.server.tokens import GenerateBody
+from tokserve.server.tokens.generate import GenerateBody
 
 GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
 PROMPT = {"token_ids": [5, 6]}

@@ -8,7 +8,7 @@ import pytest
 
 from tests.server.fake_llm import EOS, TOKENIZER, VOCAB, Site, ids, says, site
 from tokserve.params import MAX_CHOICES
-from tokserve.server import body as bodies
+from tokserve.server.http import body as bodies
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 MESSAGES = [{"role": "user", "content": "hi"}]

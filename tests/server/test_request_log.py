@@ -13,11 +13,11 @@ from tokserve.errors import QueueFull
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    return [vars(record)["fields"] for record in caplog.records if record.name == "tokserve.server.request_log"]
+    return [vars(record)["fields"] for record in caplog.records if record.name == "tokserve.server.observe.request_log"]
 
 
 def logged(caplog: pytest.LogCaptureFixture, **options: Any) -> Site:
-    caplog.set_level("INFO", "tokserve.server.request_log")
+    caplog.set_level("INFO", "tokserve.server.observe.request_log")
     return site(**{"log_requests": True} | options)
 
 
@@ -79,7 +79,8 @@ def test_every_line_of_a_request_knows_its_id(
 ) -> None:
     seen = []
     monkeypatch.setattr(
-        "tokserve.server.request_log._log_event", lambda event, **fields: seen.append((event, log.request_id.get()))
+        "tokserve.server.observe.request_log._log_event",
+        lambda event, **fields: seen.append((event, log.request_id.get())),
     )
     s = logged(caplog)
     s.post("/v1/completions", {"prompt": "a", "max_tokens": 2}, headers={"X-Request-Id": "cmpl-mine"})

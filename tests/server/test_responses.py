@@ -14,8 +14,8 @@ from tests.server.fake_llm import TOKENIZER, Caller, Site, endless, ids, says, s
 from tests.server.test_tools import ANSWERS, CALL, PARAMETERS
 from tests.text.tool_templates import HERMES, OPENED, THINKER
 from tokserve.errors import QueueFull
-from tokserve.server import sse
-from tokserve.server.responses import ResponsesRenderer
+from tokserve.server.openai.responses import ResponsesRenderer
+from tokserve.server.replies import sse
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 TOOLS: list[dict[str, Any]] = [

@@ -11,7 +11,7 @@ import pytest
 from tests.server.fake_llm import Site, site
 from tokserve.config import Config
 from tokserve.resolve import resolve
-from tokserve.server.status_page import FILE
+from tokserve.server.observe.status_page import FILE
 
 PAGE = FILE.read_text()
 SCRIPT = PAGE[PAGE.index("<script>") : PAGE.index("</script>")]

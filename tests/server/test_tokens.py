@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.fake_llm import NOWHERE, TOKENIZER, Caller, Site, endless, ids, says, site
 from tokserve.client.outputs import ChoiceOutput
-from tokserve.server.replies import last_version
+from tokserve.server.replies.reply_fields import last_version
 
 GENERATE = "/inference/v1/generate"
 PROMPT = [5, 6, 8]

@@ -14,7 +14,7 @@ from tests.text.tool_templates import DEEPSEEK, HERMES, LLAMA, MISTRAL, OPENED, 
 from tokserve.config import Config
 from tokserve.errors import RequestError, StartError
 from tokserve.resolve import resolve
-from tokserve.server import tools
+from tokserve.server.openai import tools
 from tokserve.text.tokenizer import Tokenizer
 from tokserve.text.tool_formats import THINKING, TOOL_FORMATS
 

@@ -17,7 +17,7 @@ from tests.server.fake_llm import FakeLLM, Site, says
 from tokserve.config import Config
 from tokserve.errors import QueueFull
 from tokserve.server.app import build_app
-from tokserve.server.tracing import Tracing
+from tokserve.server.observe.tracing import Tracing
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from tests.engine.grammars import Matcher
-from tokserve.engine.grammar import Compiler
+from tokserve.engine.structured_output.grammar import Compiler
 from tokserve.errors import RequestError
 from tokserve.params import StructuredOutputs
 from tokserve.text import tool_grammars

@@ -24,7 +24,7 @@ from tokserve.cli.http import ApiServer, Signals
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.config import Config
 from tokserve.errors import StartError
-from tokserve.server.counters import ApiProcess
+from tokserve.server.observe.counters import ApiProcess
 
 logger = logging.getLogger("tokserve.serve")
 COMMAND = (sys.executable, "-m", "tokserve.cli.api_server")

@@ -21,7 +21,7 @@ from tokserve.cli.listen import BACKLOG
 from tokserve.client.async_llm import AsyncLLM, StepStats
 from tokserve.config import Config
 from tokserve.errors import RequestError, StartError
-from tokserve.server.counters import ApiProcess
+from tokserve.server.observe.counters import ApiProcess
 
 logger = logging.getLogger("tokserve.serve")
 HANG_UP = (2.0, 0.5)  # seconds to send the last bytes of replies, after the first signal and after further ones
@@ -89,10 +89,10 @@ def _http_server(llm: AsyncLLM, config: Config, api_process: ApiProcess | None) 
     """The uvicorn server, the app, the tracing (or None), the loop monitor, and the function that stops the threads."""
     import uvicorn
 
-    from tokserve.server import workers
     from tokserve.server.app import build_app
-    from tokserve.server.loop_monitor import LoopMonitor
-    from tokserve.server.protocol import Protocol
+    from tokserve.server.http import workers
+    from tokserve.server.http.loop_monitor import LoopMonitor
+    from tokserve.server.http.protocol import Protocol
 
     s = config.server
     tracing = _tracing(config) if s.otlp_traces_endpoint else None
@@ -120,7 +120,7 @@ def _http_server(llm: AsyncLLM, config: Config, api_process: ApiProcess | None) 
 def _tracing(config: Config) -> Any:
     """The tracing.  Raises StartError if its package is missing."""
     try:
-        from tokserve.server.tracing import Tracing
+        from tokserve.server.observe.tracing import Tracing
     except ImportError:
         raise StartError("otlp_traces_endpoint needs OpenTelemetry: pip install 'tokserve[otel]'") from None
     names = config.server.served_model_name or [config.model.model]

@@ -24,7 +24,7 @@ from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.launch import ChildProcess, describe_exit
 from tokserve.config import Config
 from tokserve.errors import EngineDead, StartError
-from tokserve.server.counters import ApiProcess, create_shared_memory
+from tokserve.server.observe.counters import ApiProcess, create_shared_memory
 
 logger = logging.getLogger("tokserve.serve")
 REPORT_SIZE = 1 << 16

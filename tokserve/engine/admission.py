@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
 from tokserve.config import Config
-from tokserve.engine.adapters import MAX_NAME, Adapters
+from tokserve.engine.admin.adapters import MAX_NAME, Adapters
 from tokserve.engine.deadlines import Deadlines
-from tokserve.engine.drafter import prediction_index
-from tokserve.engine.front_ends import Emit
-from tokserve.engine.grammars import Grammars
-from tokserve.engine.output_buffer import Limits
-from tokserve.engine.pending_grammars import PendingGrammars
+from tokserve.engine.output.front_ends import Emit
+from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.registry import Registry
 from tokserve.engine.request import Request
 from tokserve.engine.scheduler import Scheduler
-from tokserve.engine.token_index import TokenIndex
+from tokserve.engine.speculation.drafter import prediction_index
+from tokserve.engine.speculation.token_index import TokenIndex
+from tokserve.engine.structured_output.grammars import Grammars
+from tokserve.engine.structured_output.pending_grammars import PendingGrammars
 from tokserve.errors import RequestError
 from tokserve.messages import Status, Submit, SubmitReply
 from tokserve.params import SamplingParams

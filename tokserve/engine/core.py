@@ -20,22 +20,22 @@ from typing import Any
 import msgspec
 
 from tokserve.config import Config
-from tokserve.engine.adapters import Adapters
+from tokserve.engine.admin.adapters import Adapters
+from tokserve.engine.admin.command import Command, Commands, immediate
+from tokserve.engine.admin.control import Control
 from tokserve.engine.admission import Admission
-from tokserve.engine.command import Command, Commands, immediate
-from tokserve.engine.control import Control
 from tokserve.engine.deadlines import Deadlines
-from tokserve.engine.drafter import Drafter
-from tokserve.engine.drafter import make as make_drafter
-from tokserve.engine.front_ends import Emit, FrontEnds
-from tokserve.engine.grammars import Grammars
-from tokserve.engine.mask_worker import MaskWorker
-from tokserve.engine.output_buffer import Limits
+from tokserve.engine.kv_cache.prefix_cache import PrefixCache
+from tokserve.engine.output.front_ends import Emit, FrontEnds
+from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.plan_builder import InFlightStep
-from tokserve.engine.prefix_cache import PrefixCache
 from tokserve.engine.registry import Registry
 from tokserve.engine.request import Request
 from tokserve.engine.scheduler import Scheduler
+from tokserve.engine.speculation.drafter import Drafter
+from tokserve.engine.speculation.drafter import make as make_drafter
+from tokserve.engine.structured_output.grammars import Grammars
+from tokserve.engine.structured_output.mask_worker import MaskWorker
 from tokserve.errors import Conflict
 from tokserve.executor.base import Executor
 from tokserve.messages import Abort, Call, Ready, Stall, Status, StepStats, Submit, ToEngine

@@ -17,13 +17,13 @@ from concurrent.futures import Future
 import numpy as np
 
 from tokserve.engine.adapter import Adapter
-from tokserve.engine.columns import PackedMasks, PackedRows, StepColumns
-from tokserve.engine.draft_state import Corpus, DraftState
-from tokserve.engine.grammar import Grammar, GrammarState
-from tokserve.engine.output_buffer import Limits, OutputBuffer
-from tokserve.engine.prefix_cache import BlockTable
+from tokserve.engine.kv_cache.prefix_cache import BlockTable
+from tokserve.engine.output.columns import PackedMasks, PackedRows, StepColumns
+from tokserve.engine.output.output_buffer import Limits, OutputBuffer
+from tokserve.engine.speculation.draft_state import Corpus, DraftState
+from tokserve.engine.speculation.token_index import TokenIndex
 from tokserve.engine.stopping import StopChecker
-from tokserve.engine.token_index import TokenIndex
+from tokserve.engine.structured_output.grammar import Grammar, GrammarState
 from tokserve.errors import RequestError
 from tokserve.messages import DraftCounts, EngineRequest, Finish
 from tokserve.params import PoolingParams, SamplingParams

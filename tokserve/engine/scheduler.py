@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from itertools import islice
 
 from tokserve.config import SchedulerConfig
-from tokserve.engine.columns import PackedMasks, PackedRows
 from tokserve.engine.counters import Counters, WeightEpochs
-from tokserve.engine.drafter import Drafter
 from tokserve.engine.fairness import FairQueue, Shares, choose_displaced, choose_victim
+from tokserve.engine.kv_cache.prefix_cache import PrefixCache
+from tokserve.engine.output.columns import PackedMasks, PackedRows
 from tokserve.engine.pace import StepPace
 from tokserve.engine.plan_builder import InFlightStep, PlanBuilder, ScheduledRow
-from tokserve.engine.prefix_cache import PrefixCache
 from tokserve.engine.queue import POLICIES, Queue, QueueLimits
 from tokserve.engine.request import Request, State
+from tokserve.engine.speculation.drafter import Drafter
 from tokserve.messages import StepStats
 from tokserve.plan import NOT_FINITE, OK, StepPlan, StepResult
 

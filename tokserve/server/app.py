@@ -22,42 +22,33 @@ import tokserve
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.config import Config
 from tokserve.errors import NotFound, RequestError, RequestFailed, Unauthorized
-from tokserve.server import (
-    aborts,
-    areal,
-    body,
-    chat,
-    completions,
-    control,
-    derender,
-    errors,
-    introspection,
-    live_requests,
-    openapi,
-    render,
-    responses,
-    schemas,
-    status_page,
-    tokenize,
-    tokens,
-)  # fmt: skip
+from tokserve.server import openapi
+from tokserve.server.admin import areal, control
 from tokserve.server.anthropic import messages
 from tokserve.server.anthropic.bodies import CountTokensBody, MessagesBody
 from tokserve.server.anthropic.error_shape import ANTHROPIC
 from tokserve.server.anthropic.reply import MessagesReply
-from tokserve.server.auth import Keys, route_path
-from tokserve.server.counters import ApiProcess
-from tokserve.server.disconnect import ClientDisconnected
+from tokserve.server.http import body, errors
+from tokserve.server.http.auth import Keys, route_path
+from tokserve.server.http.disconnect import ClientDisconnected
+from tokserve.server.observe import introspection, live_requests, status_page
+from tokserve.server.observe.counters import ApiProcess
+from tokserve.server.openai import chat, completions, derender, render, responses, schemas, tokenize
 from tokserve.server.openapi import Endpoint
 from tokserve.server.serving import GIVEN_ID, Serving, Trace
 from tokserve.server.sglang import routes as sglang
+from tokserve.server.tokens import aborts, generate
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[Serving, Request], Awaitable[Response]]
 
 ENDPOINTS = (
     Endpoint(
-        ("POST",), "/inference/v1/generate", tokens.generate_tokens, tokens.GenerateBody, reply=tokens.GenerateReply
+        ("POST",),
+        "/inference/v1/generate",
+        generate.generate_tokens,
+        generate.GenerateBody,
+        reply=generate.GenerateReply,
     ),
     Endpoint(
         ("POST",), "/inference/v1/abort_requests", aborts.abort_requests, aborts.AbortBody, reply=aborts.AbortReply

@@ -17,11 +17,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.params import SamplingParams
-from tokserve.server import declared
-from tokserve.server.body import MAX_ID
-from tokserve.server.errors import OPENAI, ErrorShape
+from tokserve.server.http import declared
+from tokserve.server.http.body import MAX_ID
+from tokserve.server.http.errors import OPENAI, ErrorShape
+from tokserve.server.openai.tools import MAX_CALLS
 from tokserve.server.serving import Serving
-from tokserve.server.tools import MAX_CALLS
 
 _REF = "#/components/schemas/{name}"
 JsonSchema = dict[str, Any]

@@ -28,17 +28,18 @@ from tokserve.config import Config
 from tokserve.errors import EngineDead, NotFound, Overloaded, RequestError, StartError
 from tokserve.params import SamplingParams
 from tokserve.prompt import TokenPrompt
-from tokserve.server import declared, reply_size
-from tokserve.server.body import encode_json, given_request_id
-from tokserve.server.body_reader import BodyReader
-from tokserve.server.client_names import ClientNames
-from tokserve.server.counters import ApiProcess, SharedCounters
-from tokserve.server.disconnect import CancelOnDisconnect
 from tokserve.server.generation import Generation, Observer
-from tokserve.server.metrics import Metrics
-from tokserve.server.request_log import RequestLog
+from tokserve.server.http import declared
+from tokserve.server.http.body import encode_json, given_request_id
+from tokserve.server.http.body_reader import BodyReader
+from tokserve.server.http.client_names import ClientNames
+from tokserve.server.http.disconnect import CancelOnDisconnect
+from tokserve.server.http.workers import off_loop
+from tokserve.server.observe.counters import ApiProcess, SharedCounters
+from tokserve.server.observe.metrics import Metrics
+from tokserve.server.observe.request_log import RequestLog
+from tokserve.server.replies import reply_size
 from tokserve.server.sglang.state import SglangState
-from tokserve.server.workers import off_loop
 from tokserve.text import tool_formats
 from tokserve.text.chat import ChatTemplate
 from tokserve.text.parsing import Thinking, ToolFormat

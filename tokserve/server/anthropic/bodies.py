@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from tokserve.server import compat
-from tokserve.server.declared import OPTIONS, model
-from tokserve.server.schemas import NOT_OF_RESPONSES, SAMPLING, RequestBody
+from tokserve.server.http.declared import OPTIONS, model
+from tokserve.server.openai.schemas import NOT_OF_RESPONSES, SAMPLING, RequestBody
 
 NOT_OF_MESSAGES = (*NOT_OF_RESPONSES, "stop", "logprob_token_ids", "logprobs_mode")
 MIN_BUDGET = 1024

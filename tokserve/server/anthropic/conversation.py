@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from tokserve.errors import invalid
-from tokserve.server import errors
 from tokserve.server.anthropic.tool_list import ToolList
+from tokserve.server.http import errors
 
 ROLES = ("user", "assistant", "system")
 BLOCKS = {  # that a turn of each role may have

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tokserve.errors import RequestError
-from tokserve.server.errors import ErrorShape
+from tokserve.server.http.errors import ErrorShape
 
 TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",

@@ -14,16 +14,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.errors import RequestError, invalid
-from tokserve.server import body, chat, errors, schemas, sse, tools
-from tokserve.server import render as token_requests
 from tokserve.server.anthropic.bodies import CountTokensBody, JsonOutputOptions, MessagesBody
 from tokserve.server.anthropic.conversation import TurnMessages
 from tokserve.server.anthropic.reply import MessagesRenderer
 from tokserve.server.anthropic.tool_list import ToolList
-from tokserve.server.chat import ChatCall
-from tokserve.server.schemas import ChatBody
+from tokserve.server.http import body, errors
+from tokserve.server.http.workers import off_loop
+from tokserve.server.openai import chat, schemas, tools
+from tokserve.server.openai import render as token_requests
+from tokserve.server.openai.chat import ChatCall
+from tokserve.server.openai.schemas import ChatBody
+from tokserve.server.replies import sse
 from tokserve.server.serving import FieldPaths, Serving
-from tokserve.server.workers import off_loop
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 MESSAGE = re.compile(r"messages\[(\d+)\]")

@@ -16,12 +16,14 @@ from pydantic_core import from_json
 
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.errors import RequestError
-from tokserve.server import body, sse, tools
 from tokserve.server.anthropic import error_shape
-from tokserve.server.chat import ChatCall
 from tokserve.server.generation import Generation
-from tokserve.server.replies import StopDetail, WeightVersion, versions
-from tokserve.server.reply_parts import DeferredParts
+from tokserve.server.http import body
+from tokserve.server.openai import tools
+from tokserve.server.openai.chat import ChatCall
+from tokserve.server.replies import sse
+from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, versions
+from tokserve.server.replies.reply_parts import DeferredParts
 from tokserve.server.serving import Serving
 from tokserve.text.parsing import OutputFormat, Parser
 

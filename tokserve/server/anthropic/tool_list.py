@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from tokserve.errors import RequestError, invalid
-from tokserve.server import errors
+from tokserve.server.http import errors
 
 
 class ToolList:

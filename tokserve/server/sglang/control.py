@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.errors import Conflict, RequestError, invalid
-from tokserve.server import errors
+from tokserve.server.http import errors
 from tokserve.server.serving import Serving
 from tokserve.server.sglang import weights
 from tokserve.server.sglang.replies import answered, json, read

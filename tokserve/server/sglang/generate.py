@@ -18,12 +18,15 @@ from starlette.responses import Response
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.errors import RequestError, invalid
 from tokserve.params import SamplingParams
-from tokserve.server import body, declared, errors, schemas, sse, structured
-from tokserve.server.completions import MAX_CHOICES, MAX_PROMPTS, drop_output
+from tokserve.server.http import body, declared, errors
+from tokserve.server.http.workers import off_loop
+from tokserve.server.openai import schemas
+from tokserve.server.openai.completions import MAX_CHOICES, MAX_PROMPTS, drop_output
+from tokserve.server.replies import sse
 from tokserve.server.serving import FieldPaths, Serving
 from tokserve.server.sglang import sampling
 from tokserve.server.sglang.reply import GenerateRenderer, ReplyForm, last_events
-from tokserve.server.workers import off_loop
+from tokserve.server.tokens import structured
 
 # fields without an effect on the result, whatever their value
 IGNORED = frozenset({

@@ -16,7 +16,8 @@ from tokserve.client.async_llm import GenerateRequest
 from tokserve.client.inputs import token_prompt
 from tokserve.errors import EngineDead, Overloaded, RequestError, StartError, Unavailable
 from tokserve.params import SamplingParams
-from tokserve.server import introspection, workers
+from tokserve.server.http import workers
+from tokserve.server.observe import introspection
 from tokserve.server.serving import Serving
 from tokserve.server.sglang.replies import json
 

@@ -15,8 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.errors import RequestError
-from tokserve.server import body, errors, schemas
-from tokserve.server.control import BLANK
+from tokserve.server.admin.control import BLANK
+from tokserve.server.http import body, errors
+from tokserve.server.openai import schemas
 from tokserve.server.serving import Serving
 
 T = TypeVar("T", bound=msgspec.Struct)

@@ -15,10 +15,10 @@ from msgspec import UNSET, Raw, UnsetType
 
 from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
-from tokserve.server import logprobs, sampling_masks, sse
-from tokserve.server.body import encode_json
 from tokserve.server.generation import Generation
-from tokserve.server.replies import versions
+from tokserve.server.http.body import encode_json
+from tokserve.server.replies import logprobs, sampling_masks, sse
+from tokserve.server.replies.reply_fields import versions
 
 ROWS = 1024  # of a list that are encoded at a time: other threads run in between
 ENDS_OF_ERRORS = 500

@@ -13,7 +13,7 @@ import msgspec
 
 from tokserve.errors import RequestError, invalid
 from tokserve.params import LogprobsMode, SamplingParams, StructuredOutputs
-from tokserve.server import body, errors
+from tokserve.server.http import body, errors
 
 PREFIX = "sampling_params."
 GREEDY = 1e-6  # a temperature below is 0

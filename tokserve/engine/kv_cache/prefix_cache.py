@@ -1,0 +1,209 @@
+"""The prefix cache over the block pool: which blocks of a prompt are computed already, and the running block tables.
+
+The hash of a full block covers all tokens and features up to its end.  The chain begins with model, weight epoch,
+adapter and cache salt, and is keyed with a secret of this process, so that neither stale weights nor another tenant's
+text can be hit, not even on purpose.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from array import array
+
+import msgspec
+
+from tokserve.engine.adapter import Adapter
+from tokserve.engine.kv_cache.block_pool import BlockPool, CacheBroken
+from tokserve.prompt import Feature
+
+
+class BlockTable:
+    """The blocks of one request in order of position, and the chain of hashes of its full blocks.
+
+    `blocks` is empty while the request does not run.  The first `num_full` of them are computed and indexed.
+    `awaited`: the hash of a block that another request was computing at the last lookup.
+    """
+
+    __slots__ = ("adapter", "awaited", "blocks", "cache_salt", "features", "hash_seed", "hashes", "num_full")
+
+    def __init__(self, cache_salt: str, adapter: Adapter | None = None, features: tuple[Feature, ...] = ()) -> None:
+        self.cache_salt = cache_salt
+        self.adapter = adapter
+        self.features = features
+        self.blocks: list[int] = []
+        self.hashes: list[bytes] = []
+        self.num_full = 0
+        self.hash_seed = (-1, 0)  # generations of the cache and of the adapter that the hashes belong to
+        self.awaited: bytes | None = None
+
+
+class PrefixCache:
+    """Block tables over a `BlockPool`; with `enabled` False no block is found again."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, enabled: bool, model: str, epoch: int = 0) -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.enabled = enabled
+        self._model, self._epoch = model, epoch
+        self._key = secrets.token_bytes(32)
+        self._generation = 0
+        self._tables: set[BlockTable] = set()
+        self._pending: dict[bytes, BlockTable] = {}  # hashes of blocks being computed, and for which table
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def lookup(self, table: BlockTable, tokens: array[int], usable: int) -> int | None:
+        """How many leading blocks, at most `usable`, can be taken from the cache.
+
+        None: the first one missing is being computed for another request; wait for it.
+        """
+        if not self.enabled:
+            return 0
+        self._extend_hashes(table, tokens, usable)
+        hits = 0
+        while hits < usable and self.pool.lookup(table.hashes[hits]) is not None:
+            hits += 1
+        table.awaited = None
+        if hits < usable and table.hashes[hits] in self._pending:
+            table.awaited = table.hashes[hits]
+            return None
+        return hits
+
+    def must_wait(self, table: BlockTable) -> bool:
+        """Whether the block that the last lookup found pending is still being computed."""
+        return table.awaited is not None and table.awaited in self._pending
+
+    def allocate(self, table: BlockTable, tokens: array[int], hits: int, reserve: int) -> bool:
+        """Give `table` its first `hits` blocks from the cache and new ones for the rest of `tokens`.
+
+        False, and no change, if fewer than `reserve` blocks would be left.  The blocks to be computed are pending for
+        others with the same prefix until they are full and computed, or freed.
+        """
+        cached = self._cached_blocks(table, hits)
+        unused = sum(not self.pool.is_in_use(block) for block in cached)
+        missing = self.blocks_for(len(tokens)) - hits
+        if missing + unused + reserve > self.pool.num_available:
+            return False
+        for block in cached:
+            self.pool.ref(block)
+        new = self.pool.allocate(missing)
+        assert new is not None
+        table.blocks = cached + new
+        table.num_full = hits
+        self._tables.add(table)
+        if self.enabled:
+            full = len(tokens) // self.block_size
+            self._extend_hashes(table, tokens, full)
+            for block_hash in table.hashes[hits:full]:
+                if self.pool.lookup(block_hash) is None:
+                    self._pending.setdefault(block_hash, table)
+        return True
+
+    def _cached_blocks(self, table: BlockTable, hits: int) -> list[int]:
+        blocks = [self.pool.lookup(block_hash) for block_hash in table.hashes[:hits]]
+        assert None not in blocks
+        return [block for block in blocks if block is not None]
+
+    def extend(self, table: BlockTable, num_tokens: int, reserve: int = 0) -> bool:
+        """Make room for `num_tokens` in a running request's table.
+
+        False, and no change, if fewer than `reserve` blocks would be left.
+        """
+        if num_tokens <= len(table.blocks) * self.block_size:
+            return True
+        missing = self.blocks_for(num_tokens) - len(table.blocks)
+        new = self.pool.allocate(missing) if missing + reserve <= self.pool.num_available else None
+        if new is None:
+            return False
+        table.blocks += new
+        return True
+
+    def cache_full_blocks(self, table: BlockTable, tokens: array[int], num_settled: int) -> None:
+        """The KV of the first `num_settled` tokens is computed and stays: let its full blocks be found."""
+        full = num_settled // self.block_size
+        if full <= table.num_full:
+            return
+        if self.enabled and table.hash_seed == self._hash_seed(table):
+            self._extend_hashes(table, tokens, full)
+            for index in range(table.num_full, full):
+                self.pool.cache_block(table.blocks[index], table.hashes[index])
+                self._drop_pending(table, table.hashes[index])
+        table.num_full = full
+
+    def free(self, table: BlockTable) -> None:
+        """The request stopped running: release its blocks, tail first, and what others waited for."""
+        for block_hash in table.hashes[table.num_full :]:
+            self._drop_pending(table, block_hash)
+        self.pool.release(table.blocks)
+        self._tables.discard(table)
+        table.blocks = []
+
+    def reset(self) -> None:
+        """Let nothing computed so far be found, including blocks that running requests have begun."""
+        self._generation += 1
+        self._pending.clear()
+        self.pool.clear()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Other weights compute from here on: blocks of earlier epochs are never found."""
+        self._epoch = epoch
+        self.reset()
+
+    def on_adapter_replaced(self, adapter: Adapter) -> None:
+        """The adapter has a new generation: blocks begun with the old one are not waited for."""
+        self._pending = {
+            block_hash: table for block_hash, table in self._pending.items() if table.adapter is not adapter
+        }
+
+    def check(self) -> None:
+        """Raise `CacheBroken` if blocks were lost, allocated twice, or are pending for a request that does not run."""
+        self.pool.check(table.blocks for table in self._tables)
+        if not self._tables.issuperset(self._pending.values()):
+            raise CacheBroken("a block is pending for a request that does not run")
+
+    def check_idle(self) -> None:
+        """Raise `CacheBroken` if any block is in use or pending; cheap, for when nothing runs."""
+        if self._tables or self._pending or self.pool.num_in_use:
+            raise CacheBroken(f"nothing runs, but {self.pool.num_in_use} blocks are in use")
+
+    def _drop_pending(self, table: BlockTable, block_hash: bytes) -> None:
+        if self._pending.get(block_hash) is table:
+            del self._pending[block_hash]
+
+    def _extend_hashes(self, table: BlockTable, tokens: array[int], count: int) -> None:
+        """Bring the chain to `count` hashes; begin anew if the cache was reset, or the adapter replaced."""
+        seed = self._hash_seed(table)
+        if table.hash_seed != seed:
+            table.hash_seed = seed
+            table.hashes = []
+        hashes, size = table.hashes, self.block_size
+        last = hashes[-1] if hashes else self._root(table)
+        for index in range(len(hashes), count):
+            start, end = index * size, (index + 1) * size
+            content = tokens[start:end].tobytes()
+            if table.features:
+                content += _features_key(table.features, start, end)
+            last = hashlib.blake2b(last + content, digest_size=32, key=self._key).digest()
+            hashes.append(last)
+
+    def _hash_seed(self, table: BlockTable) -> tuple[int, int]:
+        return self._generation, 0 if table.adapter is None else table.adapter.generation
+
+    def _root(self, table: BlockTable) -> bytes:
+        adapter = table.adapter
+        names = ("", 0) if adapter is None else (adapter.name, adapter.generation)
+        root = msgspec.msgpack.encode((self._model, self._epoch, *names, table.cache_salt, self._generation))
+        return hashlib.blake2b(root, digest_size=32, key=self._key).digest()
+
+
+def _features_key(features: tuple[Feature, ...], start: int, end: int) -> bytes:
+    """What the features that overlap positions `start` to `end` - 1 add to a block's hash."""
+    overlapping = [
+        (feature.kind, feature.hash, start - feature.start)
+        for feature in features
+        if feature.start < end and start < feature.start + feature.length
+    ]
+    return msgspec.msgpack.encode(overlapping) if overlapping else b""

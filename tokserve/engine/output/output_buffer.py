@@ -1,0 +1,148 @@
+"""What a request has produced and not yet sent: logprobs, sampling masks, prompt logprobs, the pooled vector, and
+weight versions."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from numpy.typing import NDArray
+
+from tokserve.engine.adapter import Adapter
+from tokserve.engine.output.columns import (
+    LogprobColumns,
+    MaskColumns,
+    PackedMasks,
+    PackedRows,
+    RoutedColumns,
+    StepColumns,
+)
+from tokserve.messages import Finish
+from tokserve.params import PoolingParams, SamplingParams
+from tokserve.plan import Float32, LogprobRows
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the model and the cache set for all requests.  `context`: maximum tokens of prompt plus output.
+
+    `feature_bytes`: as in `DeviceFacts`.
+    """
+
+    context: int
+    vocab_size: int
+    eos: tuple[int, ...]
+    logprobs_mode: str
+    feature_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+class OutputBuffer:
+    """The unsent output of one request; positions are counted from the start of the prompt."""
+
+    def __init__(self, task: SamplingParams | PoolingParams, prompt_len: int, limits: Limits) -> None:
+        self._prompt_len = prompt_len
+        self._next_to_send = prompt_len
+        self._sent = False  # anything has been sent
+        self._versions: list[tuple[str, str, int]] = []  # (version, adapter's label, first output token)
+        self.version: str | None = None  # of the weights that made the newest token
+        self._generation = 0  # of its adapter
+        self._pooled = b""
+        self._routed: RoutedColumns | None = None
+        self._routed_start = 0
+        self._logprobs: LogprobColumns | None = None
+        self._masks: MaskColumns | None = None
+        self._prompt_logprobs: LogprobColumns | None = None
+        self._first_prompt_row = self.next_prompt_row = prompt_len  # the prompt token whose row comes next
+        if not isinstance(task, SamplingParams):
+            return
+        self._routed_start = min(task.routed_experts_prompt_start, prompt_len)
+        mode = task.logprobs_mode or limits.logprobs_mode
+        named = len(task.logprob_token_ids or ())
+        if task.logprobs is not None or named:
+            self._logprobs = LogprobColumns(_width(task.logprobs or 0, limits) + named, mode)
+        if task.return_sampling_mask:
+            self._masks = MaskColumns()
+        if task.prompt_logprobs is not None:
+            self._prompt_logprobs = LogprobColumns(_width(task.prompt_logprobs, limits), mode)
+            self._first_prompt_row = self.next_prompt_row = max(task.prompt_logprobs_start, 1)
+
+    def set_version(self, version: str, adapter: Adapter | None, index: int) -> None:
+        """The output tokens from `index` on are made by these weights."""
+        if version != self.version or (adapter is not None and adapter.generation != self._generation):
+            self.version = version
+            label = ""
+            if adapter is not None:
+                self._generation, label = adapter.generation, adapter.label
+            self._versions.append((version, label, index))
+
+    def add_logprobs(self, rows: PackedRows, first: int, count: int) -> None:
+        """Keep the logprobs of new tokens, rows `first` ... of a step, if they were requested."""
+        if self._logprobs is not None:
+            self._logprobs.append(rows, first, count)
+
+    def add_sampling_masks(self, rows: PackedMasks, first: int, count: int) -> None:
+        """Keep what new tokens were drawn from, rows `first` ... of a step, if it was requested."""
+        if self._masks is not None:
+            self._masks.append(rows, first, count)
+
+    def add_prompt_rows(self, start: int, rows: LogprobRows) -> None:
+        """Keep the logprobs that a chunk from position `start` brought, except those kept before a preemption."""
+        if self._prompt_logprobs is None:
+            return
+        known = self.next_prompt_row - max(start + 1, self._first_prompt_row)
+        count = len(rows.token_logprobs)
+        assert known >= 0, "a chunk left out prompt logprobs"
+        if count > known:
+            self._prompt_logprobs.add(rows, known, count)
+            self.next_prompt_row += count - known
+
+    def add_routed_experts(self, end: int, ids: NDArray[Any]) -> None:
+        """Keep the experts of the positions before `end`, as many as there are ids."""
+        if self._routed is None:
+            self._routed = RoutedColumns()
+        self._routed.add(end, ids)
+
+    def restart_prompt_rows(self) -> None:
+        """The prompt is computed again with other weights: if its logprobs are not complete, all of them come again."""
+        if self._prompt_logprobs is not None and self.next_prompt_row < self._prompt_len:
+            self._prompt_logprobs = LogprobColumns(self._prompt_logprobs.width, self._prompt_logprobs.mode)
+            self.next_prompt_row = self._first_prompt_row
+
+    def set_pooled(self, vector: Float32) -> None:
+        """The vector of a pooling request."""
+        self._pooled = vector.astype("<f4").tobytes()
+
+    def spans(self, num_output: int) -> list[tuple[str, str, int, int]]:
+        """(weight version, adapter's label or "", start, end) of the first `num_output` output positions."""
+        bounds = pairwise([start for *_, start in self._versions] + [num_output])
+        return [(version, label, *bound) for (version, label, _), bound in zip(self._versions, bounds, strict=True)]
+
+    def emit(
+        self, columns: StepColumns, request_id: str, tokens: array[int], finish: Finish | None, cached: int
+    ) -> None:
+        """Add what is unsent to a step's columns."""
+        columns.add(request_id, tokens, self._logprobs, self._next_to_send, self._masks)
+        self._next_to_send = len(tokens)
+        if finish is None and self._sent:
+            return
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        if self.next_prompt_row < self._prompt_len:  # it ended within its prompt: all of them or none
+            prompt_logprobs = None
+        versions: list[tuple[str, int, int]] = []
+        if finish is not None:
+            versions = [
+                (f"{version}+{label}" if label else version, start, end)
+                for version, label, start, end in self.spans(len(tokens) - self._prompt_len)
+            ]
+        routed = None
+        if finish is not None and self._routed is not None:
+            routed = self._routed.packed(self._routed_start, len(tokens) - 1)
+        columns.set_rare(finish, prompt_logprobs, 0 if self._sent else cached, versions, self._pooled, routed)
+        self._sent = True
+
+
+def _width(k: int, limits: Limits) -> int:
+    return limits.vocab_size if k < 0 else k

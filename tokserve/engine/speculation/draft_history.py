@@ -1,0 +1,119 @@
+"""Earlier outputs, kept by group as drafts for later requests of the same group, within a bound of memory.
+
+A group's key holds what separates tenants: the adapter, the cache salt and, unless the request names its group, the
+client.  The groups used least recently are dropped first, and within a group its oldest outputs.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from tokserve.engine.speculation.draft_state import Corpus
+from tokserve.engine.speculation.token_index import SEPARATOR, TokenIndex
+
+GroupKey = tuple[str, str, str, bytes]  # adapter, cache salt, client, group
+MIN_OUTPUT = 4  # tokens; shorter outputs are not kept
+MAX_OUTPUTS = 256  # of a group
+GROUP_BYTES = 512  # of a group without outputs, about
+_OVERHEAD = 5  # bytes of an indexed token in bytes of the token alone, at most
+
+
+class _Group:
+    """The outputs of one group, oldest first, by seed and as one corpus."""
+
+    def __init__(self) -> None:
+        self.outputs: list[tuple[int | None, array[int]]] = []
+        self.num_tokens = 0
+        self._corpus: Corpus | None = None
+        self._starts: dict[int, int] = {}  # by seed: where the newest output begins
+        self._joined = 0  # outputs in the corpus
+
+    @property
+    def num_bytes(self) -> int:
+        return GROUP_BYTES + 4 * _OVERHEAD * self.num_tokens
+
+    def add(self, seed: int | None, tokens: array[int]) -> None:
+        self.outputs.append((seed, tokens))
+        self.num_tokens += len(tokens) + 1
+
+    def halve(self) -> None:
+        """Drop the older half."""
+        kept = self.outputs[(len(self.outputs) + 1) // 2 :]
+        self.outputs, self.num_tokens = [], 0
+        for seed, tokens in kept:
+            self.add(seed, tokens)
+        self._corpus, self._starts, self._joined = None, {}, 0
+
+    def corpus(self, seed: int, context: Sequence[int]) -> tuple[Corpus, int | None]:
+        """All outputs, and where one of the same seed begins.  Each is preceded by `context`, the prompt's end."""
+        if self._corpus is None:
+            self._corpus = Corpus("history", TokenIndex(array("i")))
+        text = self._corpus.index.tokens
+        for output_seed, tokens in self.outputs[self._joined :]:
+            text.append(SEPARATOR)
+            text.extend(context)
+            if output_seed is not None:
+                self._starts[output_seed] = len(text)
+            text.extend(tokens)
+        self._joined = len(self.outputs)
+        return self._corpus, self._starts.get(seed)
+
+
+class DraftHistory:
+    """`max_bytes`: of all groups together; 0: nothing is kept."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._groups: OrderedDict[GroupKey, _Group] = OrderedDict()  # the least recently used first
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, key: GroupKey, seed: int | None, tokens: array[int]) -> None:
+        """Keep an output, if it is worth it."""
+        if len(tokens) < MIN_OUTPUT or 4 * _OVERHEAD * len(tokens) > self._max_bytes // 2:
+            return
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _Group()
+            self.num_bytes += group.num_bytes
+        self._groups.move_to_end(key)
+        self.num_bytes -= group.num_bytes
+        group.add(seed, tokens)
+        while len(group.outputs) > MAX_OUTPUTS or (group.num_bytes > self._max_bytes and len(group.outputs) > 1):
+            group.halve()
+        self.num_bytes += group.num_bytes
+        while self.num_bytes > self._max_bytes:
+            _, dropped = self._groups.popitem(last=False)
+            self.num_bytes -= dropped.num_bytes
+
+    def find(self, key: GroupKey, seed: int, context: Sequence[int]) -> tuple[Corpus, int | None] | None:
+        """The outputs of the group, and the position where one of the same seed begins."""
+        group = self._groups.get(key)
+        if group is None:
+            return None
+        self._groups.move_to_end(key)
+        return group.corpus(seed, context)
+
+    def count(self, key: GroupKey) -> int:
+        """Outputs of the group."""
+        group = self._groups.get(key)
+        return 0 if group is None else len(group.outputs)
+
+    def remove(self, group: bytes) -> int:
+        """Drop a group that requests name, with all adapters and salts; returns how many outputs it had."""
+        keys = [key for key in self._groups if key[3] == group]
+        count = 0
+        for key in keys:
+            dropped = self._groups.pop(key)
+            self.num_bytes -= dropped.num_bytes
+            count += len(dropped.outputs)
+        return count
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._groups.clear()
+        self.num_bytes = 0

@@ -1,0 +1,141 @@
+"""Where drafts come from: a `Drafter` proposes the next tokens of requests, and a step verifies them."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from tokserve.config import SpeculationPlan
+from tokserve.engine.admin.command import Command, immediate
+from tokserve.engine.request import Request
+from tokserve.engine.speculation.draft_budget import StepCosts, choose
+from tokserve.engine.speculation.draft_history import DraftHistory, GroupKey
+from tokserve.engine.speculation.draft_state import Corpus, DraftState
+from tokserve.engine.speculation.token_index import MAX_MATCH, PAIR, TokenIndex
+from tokserve.errors import RequestError
+
+PREDICTION_TRUST = 4  # tokens in a row that a prediction counts as having been right, at its start
+
+
+class Drafter(Protocol):
+    """Proposes drafts on the host; called by the scheduler while it plans, so it must be quick."""
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int], num_tokens: int) -> Sequence[Sequence[int]]:
+        """For each request at most its limit of ids of the vocabulary that may follow its tokens; [] for none.
+
+        A request's `num_in_flight` tokens are not known yet, and come before the drafts.  `num_tokens`: of the step
+        without drafts.
+        """
+
+    def on_step(self, rows: int, num_tokens: int, seconds: float) -> None:
+        """A step in which every token was sampled from has taken so long."""
+
+    def on_end(self, request: Request) -> None:
+        """A request has ended."""
+
+
+class TextDrafter:
+    """Drafts from texts that are there: predictions, the request's own tokens, and earlier outputs of its group."""
+
+    def __init__(self, plan: SpeculationPlan, vocab_size: int) -> None:
+        self.history = DraftHistory(plan.history_bytes)
+        self._max_drafts = plan.num_drafts
+        self._vocab_size = vocab_size
+        self._searches = plan.method != "prediction"
+        self._costs = StepCosts()
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int], num_tokens: int) -> Sequence[Sequence[int]]:
+        """As in `Drafter`."""
+        states: list[DraftState] = []
+        likely: list[list[float]] = []
+        for request, limit in zip(requests, limits, strict=True):
+            state = request.draft_state or self._state(request)
+            request.draft_state = state
+            state.advance()
+            states.append(state)
+            likely.append(state.probabilities(request.num_in_flight, min(limit, self._max_drafts)))
+        if not any(likely):
+            return [()] * len(requests)
+        counts = choose(likely, len(requests), num_tokens, max(limits), self._costs)
+        return [
+            state.drafts(request.num_in_flight, count) if count else ()
+            for request, state, count in zip(requests, states, counts, strict=True)
+        ]
+
+    def _state(self, request: Request) -> DraftState:
+        corpora, start, trust = [], None, 0
+        if request.prediction is not None:
+            prediction = Corpus("prediction", request.prediction, given=True)
+            corpora.append(prediction)
+            start, trust = (prediction, 0), PREDICTION_TRUST
+        context = request.tokens[max(0, request.prompt_len - PAIR) : request.prompt_len]
+        outputs = self.history.find(group_of(request), request.seed, context)
+        if outputs is not None:
+            history, position = outputs
+            corpora.append(history)
+            if position is not None and start is None:
+                start, trust = (Corpus("history", history.index, given=True), position), MAX_MATCH
+        return DraftState(request.tokens, request.prompt_len, corpora, start, trust=trust, searches=self._searches)
+
+    def on_step(self, rows: int, num_tokens: int, seconds: float) -> None:
+        """As in `Drafter`."""
+        self._costs.record(rows, num_tokens, seconds)
+
+    def on_end(self, request: Request) -> None:
+        """Keep the output for later requests of the group."""
+        request.draft_state = None
+        if request.num_output and request.options.speculate and not request.pooling:
+            self.history.add(group_of(request), request.seed, request.tokens[request.prompt_len :])
+
+    def commands(self) -> dict[str, Callable[..., Command]]:
+        """The admin commands, by name."""
+        return {
+            "add_draft_corpus": immediate(self._add_corpus),
+            "remove_draft_corpus": immediate(self._remove_corpus),
+        }
+
+    def _add_corpus(self, group: str, sequences: list[bytes], adapter: str = "", cache_salt: str = "") -> Any:
+        """Keep outputs, packed int32 ids, for the requests of a group.  The reply: how many outputs the group has."""
+        for index, packed in enumerate(sequences):
+            ids = np.frombuffer(packed, "<i4")
+            if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self._vocab_size):
+                field = f"token_ids[{index}]"
+                raise RequestError(
+                    f"{field} has an id that is not in the vocabulary of {self._vocab_size}", field=field
+                )
+        key = (adapter, cache_salt, "", _named(group))
+        for packed in sequences:
+            self.history.add(key, None, array("i", packed))
+        return {"outputs": self.history.count(key)}
+
+    def _remove_corpus(self, group: str) -> Any:
+        """Drop the outputs of a group, with all adapters and salts.  The reply: how many those were."""
+        return {"removed": self.history.remove(_named(group))}
+
+
+def group_of(request: Request) -> GroupKey:
+    """Whose outputs are drafts for this request."""
+    options = request.options
+    salt = options.cache_salt or ""
+    if options.draft_group is not None:
+        return options.adapter, salt, "", _named(options.draft_group)
+    prompt = request.tokens[: request.prompt_len].tobytes()
+    return options.adapter, salt, request.client, b"prompt:" + hashlib.blake2b(prompt, digest_size=16).digest()
+
+
+def _named(group: str) -> bytes:
+    return b"group:" + group.encode()
+
+
+def make(plan: SpeculationPlan, vocab_size: int) -> TextDrafter | None:
+    """The drafter of an engine; None: it does not speculate."""
+    return TextDrafter(plan, vocab_size) if plan.method != "none" else None
+
+
+def prediction_index(ids: bytes) -> TokenIndex:
+    """Packed int32 ids to be searched."""
+    return TokenIndex(array("i", ids))

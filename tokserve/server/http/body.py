@@ -1,0 +1,105 @@
+"""Request bodies in, reply bodies out: content types, JSON or msgpack.  `bodies` receives and bounds them."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokserve.errors import RequestError
+from tokserve.server.http import errors
+
+S = TypeVar("S", bound=msgspec.Struct)
+JSON = "application/json"
+MSGPACK = "application/msgpack"
+_MSGPACK_NAMES = (MSGPACK, "application/x-msgpack", "application/vnd.msgpack")
+_Q = re.compile(r"[01](\.[0-9]{0,3})?")
+MAX_ID = 256
+
+encode_json = msgspec.json.Encoder().encode
+encode_msgpack = msgspec.msgpack.Encoder().encode
+
+
+def is_msgpack(request: Request) -> bool:
+    """Whether the body is msgpack, not JSON (the default).  Raises `RequestError` for other content types.
+
+    From a web page a content type is required: browsers ask a server before they send one of these to it, but would
+    send a body without one on behalf of any page.
+    """
+    if "origin" in request.headers and "content-type" not in request.headers:
+        raise RequestError("a web page must send a Content-Type", code="content_type")
+    kind = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+    if kind == JSON or (kind.startswith("application/") and kind.endswith("+json")):
+        return False
+    if kind in _MSGPACK_NAMES:
+        return True
+    got = kind[: errors.SHOWN] if kind else "none"
+    raise RequestError(f"the content type must be {JSON} or {MSGPACK}, got {got!r}", code="content_type")
+
+
+def wants_msgpack(request: Request) -> bool:
+    """Whether the client accepts msgpack, and prefers it to JSON."""
+    accept = request.headers.get("accept", "").lower()
+    if "msgpack" not in accept:
+        return False
+    weights = dict(map(_weight, accept.split(",")))
+    packed = max(weights.get(name, 0.0) for name in _MSGPACK_NAMES)
+    return packed > 0.0 and packed >= weights.get(JSON, 0.0)
+
+
+def _weight(part: str) -> tuple[str, float]:
+    """A media type of an Accept header and its q (RFC 9110, 12.4.2); a malformed q counts as 1."""
+    kind, *parameters = (word.strip() for word in part.split(";"))
+    said = next((word[2:].strip() for word in parameters if word.startswith("q=")), "")
+    return kind, float(said) if _Q.fullmatch(said) else 1.0
+
+
+def decode(raw: bytes | bytearray | memoryview, packed: bool) -> Any:
+    """The body as dictionaries and lists."""
+    try:
+        return msgspec.msgpack.decode(raw) if packed else msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
+        raise errors.malformed(error, "msgpack" if packed else "JSON") from None
+
+
+def convert(
+    value: Any, kind: type[S], field: str = "", *, known: Iterable[str] | None = None, strict: bool = True
+) -> S:
+    """Decoded `value`, which is `field` of the body, as a struct.  Raises `RequestError` naming the value at fault.
+
+    `known`: the names to suggest for an unknown one; default: those of `kind`.
+    """
+    try:
+        return msgspec.convert(value, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        raise errors.from_msgspec(error, kind.__struct_fields__ if known is None else known, field) from None
+
+
+def unpack_ids(packed: bytes, field: str) -> list[int]:
+    """Token ids from little-endian int32 bytes.  Raises `RequestError` for a length that is no multiple of 4."""
+    if len(packed) % 4:
+        raise RequestError(f"{field} must be int32 values, 4 bytes each, got {len(packed)} bytes", field=field)
+    return array("i", packed).tolist()
+
+
+def reply(request: Request, value: Any, headers: dict[str, str] | None = None) -> Response:
+    """A 200 with `value` in the format that the client accepts."""
+    if wants_msgpack(request):
+        return Response(encode_msgpack(value), headers=headers, media_type=MSGPACK)
+    return Response(encode_json(value), headers=headers, media_type=JSON)
+
+
+def given_request_id(request: Request, given: str | None) -> str | None:
+    """The client's own id, from the X-Request-Id header or the body (`given`).  Raises if they differ, or are no id."""
+    header = request.headers.get("x-request-id")
+    if header and given and header != given:
+        raise RequestError("request_id differs from the X-Request-Id header; send one of them", field="request_id")
+    chosen = header or given
+    if chosen is not None and not (0 < len(chosen) <= MAX_ID and chosen.isascii() and chosen.isprintable()):
+        raise RequestError(f"request_id must be 1 to {MAX_ID} printable ASCII characters", field="request_id")
+    return chosen

@@ -1,0 +1,313 @@
+"""Prometheus metrics: the engine's counters, read at scrape time, and the API processes' counters of requests.
+
+The only importer of prometheus_client.  Nothing is counted per token: a choice is observed once, when it ends, with the
+times that the engine measured.  Names and labels are vLLM's under the prefix `tokserve:`; those that vLLM has can be
+exported under vLLM's prefix as well.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from tokserve.client.async_llm import AsyncLLM
+from tokserve.client.outputs import ChoiceOutput, StepStats
+from tokserve.config import Config
+from tokserve.errors import REFUSALS, RequestError
+from tokserve.params import SamplingParams
+from tokserve.server.compat import VLLM_METRICS
+from tokserve.server.generation import Generation, Render
+from tokserve.server.observe.counters import SharedCounters
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+PREFIX, VLLM_PREFIX = "tokserve:", "vllm:"
+LABELS = ["model_name", "engine"]
+ENGINE = "0"  # value of vLLM's label: this server has one engine
+TINY = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+SHORT = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+    80.0, 160.0, 640.0,
+)  # fmt: skip
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
+TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+STALLS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+SHORTEST_STALL = 0.01
+CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
+STATES = ("running", "pausing", "paused", "updating", "sleeping", "quarantined")
+REASONS = ("stop", "length", "repetition", "abort", "deadline", "error")
+CAUSES = ("abort_user", "abort_disconnect", "abort_stalled", "abort_pause", "abort_quarantine", "shutdown", "error")
+AGES = ("0", "1", "2", "3", "4+")
+SAMPLED = 16  # the serialization of one stream in so many is timed
+
+
+class Histogram:
+    """A histogram in shared memory: counts by bucket, then the sum."""
+
+    def __init__(self, counters: SharedCounters, name: str, text: str, bounds: Sequence[float]) -> None:
+        self.name, self.text, self.bounds = name, text, bounds
+        self._cells = counters.allocate(len(bounds) + 2)
+
+    def observe(self, value: float, weight: int = 1) -> None:
+        """Add `weight` observations of `value`."""
+        self._cells.add(bisect_left(self.bounds, value), weight)
+        self._cells.add(len(self.bounds) + 1, value * weight)
+
+    @property
+    def total(self) -> float:
+        return self._cells.total(len(self.bounds) + 1)
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound, cumulative count)."""
+        labels = [*(repr(bound) for bound in self.bounds), "+Inf"]
+        cumulative = 0.0
+        buckets: list[tuple[str, float]] = []
+        for index, label in enumerate(labels):
+            cumulative += self._cells.total(index)
+            buckets.append((label, cumulative))
+        return buckets
+
+
+class LabelledCounter:
+    """A counter for each value of a label; values that are not in `known` count as "other"."""
+
+    def __init__(self, counters: SharedCounters, known: Sequence[str]) -> None:
+        self._indices = {value: index for index, value in enumerate((*known, "other"))}
+        self._cells = counters.allocate(len(self._indices))
+
+    def add(self, value: str, count: int = 1) -> None:
+        self._cells.add(self._indices.get(value, self._indices["other"]), count)
+
+    def totals(self) -> dict[str, float]:
+        """Counts by value; "other" only if it is not 0."""
+        totals = {value: self._cells.total(index) for value, index in self._indices.items()}
+        return {value: count for value, count in totals.items() if count or value != "other"}
+
+
+class Metrics(Collector):
+    """All metrics of the server; its API processes share `counters`.  Observes all requests."""
+
+    def __init__(self, llm: AsyncLLM, config: Config, model: str, counters: SharedCounters) -> None:
+        self._llm = llm
+        self._config = config
+        self._model = model
+        self._vllm = config.server.vllm_metric_names
+        self._inflight = counters.allocate(1)
+        self._inflight.clear()
+        self._finished = LabelledCounter(counters, REASONS)
+        self._aborts = LabelledCounter(counters, CAUSES)
+        self._refusals = LabelledCounter(counters, REFUSALS)
+        self._truncated_masks = counters.allocate(1)
+        self._num_streams = 0
+        self.ttft = Histogram(counters, "time_to_first_token_seconds", "Arrival to first token.", SHORT)
+        text = "Mean time between tokens of a choice, counted once per token."
+        self.inter_token = Histogram(counters, "inter_token_latency_seconds", text, SHORT)
+        text = "Mean time between tokens of a choice, counted once per choice."
+        self.per_token = Histogram(counters, "request_time_per_output_token_seconds", text, SHORT)
+        self.latency = Histogram(counters, "e2e_request_latency_seconds", "Arrival to last token.", SECONDS)
+        self.queue = Histogram(counters, "request_queue_time_seconds", "Arrival to first computation.", SECONDS)
+        text = "First computation to last token."
+        self.inference = Histogram(counters, "request_inference_time_seconds", text, SECONDS)
+        self.prefill = Histogram(counters, "request_prefill_time_seconds", "First computation to first token.", SECONDS)
+        self.decode = Histogram(counters, "request_decode_time_seconds", "First to last token.", SECONDS)
+        self.prompt_length = Histogram(counters, "request_prompt_tokens", "Prompt tokens of a choice.", TOKENS)
+        self.output_length = Histogram(counters, "request_generation_tokens", "Generated tokens of a choice.", TOKENS)
+        self.params_n = Histogram(counters, "request_params_n", "The parameter n.", CHOICES)
+        self.params_max_tokens = Histogram(counters, "request_params_max_tokens", "The parameter max_tokens.", TOKENS)
+        text = "How late an API process' event loop wakes a sleeper."
+        self.loop_lag = Histogram(counters, "event_loop_lag_seconds", text, TINY)
+        text = f"Times for which an API process' event loop did nothing else, from {SHORTEST_STALL:g} s."
+        self.loop_stall = Histogram(counters, "event_loop_stall_seconds", text, STALLS)
+        text = f"Making the events of a delta, in one stream of {SAMPLED}."
+        self.serialization = Histogram(counters, "stream_serialization_seconds", text, TINY)
+        self._histograms = [value for value in vars(self).values() if isinstance(value, Histogram)]
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+
+    @property
+    def inflight(self) -> int:
+        return int(self._inflight.total(0))
+
+    def started(self) -> None:
+        """Count a request in flight, until `closed`."""
+        self._inflight.add(0)
+
+    def closed(self) -> None:
+        self._inflight.add(0, -1)
+
+    def refused(self, error: RequestError) -> None:
+        """Count a refused request; only refusals by the engine (`REFUSALS`) are counted, not invalid requests."""
+        if error.code in REFUSALS:
+            self._refusals.add(error.code)
+
+    def accepted(self, generation: Generation, params: SamplingParams) -> None:
+        """Observe the parameters of an accepted request."""
+        self.params_n.observe(params.n)
+        if params.max_tokens is not None:
+            self.params_max_tokens.observe(params.max_tokens)
+
+    def finished(self, completion: ChoiceOutput, prompt_tokens: int, output_tokens: int) -> None:
+        """Observe an ended choice; its last delta has the reason and the times."""
+        reason = completion.finish_reason or "error"
+        self._finished.add(reason)
+        if reason == "abort":
+            self._aborts.add(completion.stop_detail or "abort_user")
+        self.prompt_length.observe(prompt_tokens)
+        self.output_length.observe(output_tokens)
+        if completion.sampling_mask_truncated:
+            self._truncated_masks.add(0, completion.sampling_mask_truncated)
+        queued, first, total = completion.times
+        self.latency.observe(total)
+        if not output_tokens:
+            return
+        decode = max(0.0, total - first)
+        self.ttft.observe(first)
+        self.queue.observe(queued)
+        self.inference.observe(max(0.0, total - queued))
+        self.prefill.observe(max(0.0, first - queued))
+        self.decode.observe(decode)
+        if output_tokens > 1:
+            self.inter_token.observe(decode / (output_tokens - 1), output_tokens - 1)
+            self.per_token.observe(decode / (output_tokens - 1))
+
+    def aborted(self, cause: str, count: int) -> None:
+        """Count choices that were aborted before they finished."""
+        self._aborts.add(cause, count)
+        self._finished.add("abort", count)
+
+    def timed(self, make: Render) -> Render:
+        """`make`, which renders a stream's events; for one stream in `SAMPLED`, wrapped to measure the time."""
+        self._num_streams += 1
+        if self._num_streams % SAMPLED != 1:
+            return make
+
+        def timed(delta: ChoiceOutput) -> bytes:
+            start = perf_counter()
+            events = make(delta)
+            self.serialization.observe(perf_counter() - start)
+            return events
+
+        return timed
+
+    def observe_lag(self, late: float) -> None:
+        """Observe the lag of the event loop in seconds."""
+        self.loop_lag.observe(late)
+        if late >= SHORTEST_STALL:
+            self.loop_stall.observe(late)
+
+    def render(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._families():
+            yield family
+            if self._vllm and family.name.removeprefix(PREFIX) in VLLM_METRICS:
+                yield _renamed(family)
+
+    def _families(self) -> Iterator[Metric]:
+        yield from self._gauges(self._llm.stats)
+        yield from self._counts(self._llm.stats)
+        yield self._labelled("request_success", "Choices ended, by reason.", "finished_reason", self._finished)
+        yield self._labelled("request_aborts", "Choices aborted, by cause.", "cause", self._aborts)
+        yield self._labelled("request_refusals", "Requests not accepted, by reason.", "reason", self._refusals)
+        for histogram in self._histograms:
+            family = HistogramMetricFamily(PREFIX + histogram.name, histogram.text, labels=LABELS)
+            family.add_metric([self._model, ENGINE], histogram.buckets(), histogram.total)
+            yield family
+
+    def _gauges(self, s: StepStats) -> Iterator[Metric]:
+        used = s.blocks_held / s.blocks_total if s.blocks_total else 0.0
+        for name, text, value in (
+            ("num_requests_running", "Requests being computed.", s.running),
+            ("num_requests_waiting", "Requests waiting for a slot.", s.waiting),
+            ("kv_cache_usage_perc", "Share of KV pages held by running requests, 0 to 1.", used),
+            ("kv_cache_blocks_cached", "KV pages kept for requests with the same prefix.", s.blocks_cached),
+            ("clients", "Clients that have requests.", s.clients),
+            ("num_requests_stalled", "Requests that wait for their client to read.", s.stalled),
+            ("grammar_cache_bytes", "Memory of the compiled grammars that are kept, estimated.", s.grammar_bytes),
+            ("grammars_compiling", "Grammars that requests wait for.", s.grammars_compiling),
+            ("weight_epoch", "How often the weights have changed.", self._llm.status.epoch),
+            ("http_requests_in_flight", "HTTP requests for tokens that are being served.", self.inflight),
+        ):
+            family = GaugeMetricFamily(PREFIX + name, text, labels=LABELS)
+            family.add_metric([self._model, ENGINE], value)
+            yield family
+        text = "Requests waiting; deferred: for a prefix that another computes, a grammar, or their client to read."
+        waiting = GaugeMetricFamily(PREFIX + "num_requests_waiting_by_reason", text, labels=[*LABELS, "reason"])
+        waiting.add_metric([self._model, ENGINE, "capacity"], s.waiting - s.deferred)
+        waiting.add_metric([self._model, ENGINE, "deferred"], s.deferred)
+        yield waiting
+        state = GaugeMetricFamily(PREFIX + "engine_state", "1 for the engine's state.", labels=[*LABELS, "state"])
+        for name in STATES:
+            state.add_metric([self._model, ENGINE, name], float(name == self._llm.status.state))
+        yield state
+        labels = {"model_name": self._model, "engine": ENGINE} | self._cache_labels()
+        config = GaugeMetricFamily(PREFIX + "cache_config_info", "The KV cache, in labels.", labels=list(labels))
+        config.add_metric(list(labels.values()), 1.0)
+        yield config
+
+    def _cache_labels(self) -> dict[str, str]:
+        cache, ready = self._config.cache, self._llm.ready
+        dtype = self._config.model.dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype
+        return {
+            "block_size": str(ready.block_size), "num_gpu_blocks": str(ready.num_blocks),
+            "kv_cache_size_tokens": str(ready.num_blocks * ready.block_size), "cache_dtype": dtype,
+            "enable_prefix_caching": str(cache.enable_prefix_caching),
+            "gpu_memory_utilization": str(cache.gpu_memory_utilization),
+            "kv_cache_memory_bytes": str(cache.kv_cache_memory_bytes),
+        }  # fmt: skip
+
+    def _counts(self, s: StepStats) -> Iterator[Metric]:
+        for name, text, value in (
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", s.prefix_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", s.prefix_hits),
+            ("num_preemptions", "Times a request was put back into the queue.", s.preemptions),
+            ("prompt_tokens", "Prompt tokens computed or found in the cache.", s.prompt_tokens),
+            ("generation_tokens", "Tokens generated.", s.output_tokens),
+            ("engine_steps", "Steps of the engine.", s.steps),
+            ("displaced_requests", "Preemptions that made room for another client.", s.displaced),
+            ("grammar_refusals", "Grammars refused after a trial.", s.grammar_refusals),
+            ("nan_requests", "Requests ended because their logits were not finite.", s.nan_requests),
+            ("spec_decode_num_drafts", "Steps of requests that had drafts.", s.draft_steps),
+            ("spec_decode_num_draft_tokens", "Drafts.", s.draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Drafts that were accepted.", sum(s.accepted_by_position)),
+            (
+                "sampling_masks_truncated",
+                "Tokens without a sampling mask, as it would have had too many ids.",
+                self._truncated_masks.total(0),
+            ),
+        ):
+            family = CounterMetricFamily(PREFIX + name, text, labels=LABELS)
+            family.add_metric([self._model, ENGINE], value)
+            yield family
+        text = "Tokens of ended choices, by weight updates since they were made."
+        ages = CounterMetricFamily(PREFIX + "generation_tokens_by_age", text, labels=[*LABELS, "age"])
+        for age, count in zip(AGES, s.tokens_by_age or [0] * len(AGES), strict=True):
+            ages.add_metric([self._model, ENGINE, age], count)
+        yield ages
+        text = "Drafts that were accepted, by their position."
+        accepted = CounterMetricFamily(
+            PREFIX + "spec_decode_num_accepted_tokens_per_pos", text, labels=[*LABELS, "position"]
+        )
+        for position, count in enumerate(s.accepted_by_position):
+            accepted.add_metric([self._model, ENGINE, str(position)], count)
+        yield accepted
+
+    def _labelled(self, name: str, text: str, label: str, tally: LabelledCounter) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, text, labels=[*LABELS, label])
+        for value, count in tally.totals().items():
+            family.add_metric([self._model, ENGINE, value], count)
+        return family
+
+
+def _renamed(family: Metric) -> Metric:
+    """The same metric under vLLM's prefix."""
+    other = Metric(VLLM_PREFIX + family.name.removeprefix(PREFIX), family.documentation, family.type)
+    other.samples = [sample._replace(name=VLLM_PREFIX + sample.name.removeprefix(PREFIX)) for sample in family.samples]
+    return other

@@ -1,0 +1,394 @@
+"""Chat completions: render the messages to ids, generate, and put the text into OpenAI's shapes.
+
+Nothing is generated here; a chat answer is the token route's answer read through the tokenizer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokserve.client.inputs import GenerateRequest
+from tokserve.client.outputs import ChoiceOutput, Logprobs
+from tokserve.errors import RequestError
+from tokserve.params import SamplingParams
+from tokserve.server.generation import ReplyContext, Usage
+from tokserve.server.http.body import encode_json, wants_msgpack
+from tokserve.server.http.workers import off_loop
+from tokserve.server.openai import schemas, tools
+from tokserve.server.openai.prediction import with_prediction
+from tokserve.server.openai.schemas import ChatBody, TokenizeBody
+from tokserve.server.openai.tools import OutputParser, ParsedDelta, ResponseFormat, ToolCall, ToolPlan
+from tokserve.server.replies import logprobs, sampling_masks, sse
+from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, last_version, routed_experts, versions
+from tokserve.server.replies.reply_parts import DeferredParts
+from tokserve.server.replies.sampling_masks import MaskFields
+from tokserve.server.serving import FieldPaths, Serving
+from tokserve.server.tokens import structured
+
+ID_PREFIX = "chatcmpl-"
+THINKING = ("enable_thinking", "reasoning_effort")  # what templates of models that think read; a body's effort is both
+
+
+class Message(msgspec.Struct):
+    """The assistant's turn.  `content` is null if there is none beside reasoning or calls."""
+
+    role: str
+    content: str | None
+    refusal: None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(MaskFields):
+    """A choice of a whole answer.  Here and in the answer, ids and scores that were not requested are null."""
+
+    index: int
+    message: Message
+    logprobs: logprobs.ChatLogprobs | Raw | None
+    finish_reason: str | None
+    stop_reason: int | str | list[int] | None
+    stop_detail: StopDetail
+    token_ids: list[int] | None = None
+    weight_versions: list[WeightVersion] | UnsetType = UNSET
+    routed_experts: str | UnsetType = UNSET
+
+
+class ChatReply(msgspec.Struct):
+    """The whole answer."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: Any = None
+    weight_version: str | UnsetType | None = UNSET
+    system_fingerprint: str | None = None
+    object: str = "chat.completion"
+
+
+class Delta(msgspec.Struct):
+    """What a chunk adds."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChunkChoice(MaskFields):
+    """A choice of a chunk."""
+
+    index: int
+    delta: Delta
+    logprobs: logprobs.ChatLogprobs | Raw | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | list[int] | UnsetType | None = UNSET
+    stop_detail: StopDetail | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[WeightVersion] | UnsetType = UNSET
+    routed_experts: str | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct):
+    """An event of a stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    object: str = "chat.completion.chunk"
+    usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: Any = UNSET
+
+
+async def chat(serving: Serving, request: Request) -> Response:
+    """POST /v1/chat/completions"""
+    return await _chat(serving, request, with_tokens=False)
+
+
+async def chat_tokens(serving: Serving, request: Request) -> Response:
+    """POST /v1/chat/completions/tokens: the prompt comes as ids, the messages are not rendered"""
+    return await _chat(serving, request, with_tokens=True)
+
+
+class ChatCall(NamedTuple):
+    """A chat body, read: what is to be generated."""
+
+    body: ChatBody
+    ignored: list[str]
+    params: SamplingParams
+    generate: GenerateRequest
+    prompt: list[int]
+    fields: FieldPaths
+    plan: ToolPlan
+
+
+async def _chat(serving: Serving, request: Request, *, with_tokens: bool) -> Response:
+    call = await read(serving, request, with_tokens=with_tokens)
+    generation = await serving.start(request, call.generate, [call.prompt], call.fields)
+    render = ChatRenderer(
+        serving, generation, call.body, call.params, reader_of(serving, call.plan, generation.key, call.prompt)
+    )
+    headers = {"X-Request-Id": call.generate.request_id, **schemas.ignored_header(call.ignored)}
+    if call.generate.options.stream:
+        return sse.EventStream(generation, render, serving.keep_alive, headers)
+    return await sse.answer(generation, request, render.reply, headers)
+
+
+async def read(serving: Serving, request: Request, *, with_tokens: bool, replies: bool = True) -> ChatCall:
+    """The body with its messages as ids.  `replies` False: what comes back is no chat reply, and may be msgpack."""
+    body, ignored, size = await schemas.read(serving, request, ChatBody)
+    schemas.check_stream(body, replies and wants_msgpack(request))
+    return await call_of(serving, request, body, ignored, size, with_tokens=with_tokens)
+
+
+async def call_of(
+    serving: Serving, request: Request, body: ChatBody, ignored: list[str], size: int, *, with_tokens: bool = False
+) -> ChatCall:
+    """What a body that has passed `schemas.parse` comes to.  `size`: its bytes."""
+
+    def plan_and_params() -> tuple[ToolPlan, SamplingParams]:
+        plan = tool_plan(serving, body)
+        return plan, sampling_params(serving, body, plan)
+
+    plan, params = await off_loop(request, size, plan_and_params)
+    bare = serving.request_of(request, body, params)
+    generate = await off_loop(request, size, lambda: with_prediction(serving, body, bare))
+    if with_tokens:
+        if body.tokens is None:
+            raise RequestError("tokens is required", field="tokens")
+        prompt = body.tokens
+    else:
+        if body.tokens is not None:
+            raise RequestError("tokens belongs to /v1/chat/completions/tokens", field="tokens")
+        prompt = await off_loop(request, size, lambda: rendered(serving, body, body.reasoning_effort))
+    if body.reasoning_effort not in (None, "none") and (with_tokens or not _thinks(serving, body)):
+        if serving.config.server.strict:
+            raise RequestError("reasoning_effort: nothing of this prompt depends on it", field="reasoning_effort")
+        ignored.append("reasoning_effort")
+    others = {"logprobs": "top_logprobs", "extra_args": "vllm_xargs"}
+    others["max_tokens"] = schemas.output_limit(body)[1]
+    fields = _fields(plan.source, "tokens" if with_tokens else "messages", **others)
+    return ChatCall(body, ignored, params, generate, prompt, fields, plan)
+
+
+def _fields(source: str | None, prompt: str = "messages", **others: str) -> FieldPaths:
+    """How errors name what a chat body says.  `source`: a plan's."""
+    form = {} if source is None else {"structured_outputs": source}
+    return FieldPaths(prompt, others=others | form)
+
+
+def _thinks(serving: Serving, body: ChatBody) -> bool:
+    return any(serving.template.reads(name, body.chat_template) for name in THINKING)
+
+
+def rendered(serving: Serving, body: ChatBody | TokenizeBody, effort: str | None = None) -> list[int]:
+    """The conversation as token ids.  `effort`: the body's reasoning_effort; variables that it sends itself win."""
+    if body.messages is None:
+        raise RequestError("messages is required", field="messages")
+    serving.check_messages(body.messages, "messages")
+    is_trusted = body.chat_template is None or serving.template.knows(body.chat_template)
+    if not is_trusted and not serving.config.server.trust_request_chat_template:
+        raise RequestError(
+            "chat_template: this server runs no templates from requests (--trust-request-chat-template)",
+            field="chat_template", code="untrusted_template",
+        )  # fmt: skip
+    thinking = {} if effort is None else dict(zip(THINKING, (effort != "none", effort), strict=True))
+    try:
+        return serving.template.render(
+            body.messages, add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=bool(body.continue_final_message), tools=body.tools, documents=body.documents,
+            template=body.chat_template, kwargs=thinking | (body.chat_template_kwargs or {}),
+            add_special_tokens=bool(body.add_special_tokens), context=serving.llm.ready.max_model_len,
+            must_show_tools=not (isinstance(body, ChatBody) and tools.is_forced(body.tool_choice)),
+        )  # fmt: skip
+    except RecursionError:  # JSON text inside a message: the arguments of a tool call
+        raise RequestError("messages are nested too deeply", field="messages") from None
+
+
+def tool_plan(serving: Serving, body: ChatBody) -> ToolPlan:
+    """What becomes of the body's tools."""
+    off = serving.config.server.enable_auto_tool_choice is False
+    return tools.make_plan(
+        body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False,
+        max_calls=body.max_tool_calls, response_format=_shape(serving, body),
+        form=serving.tool_format, no_form=tools.SWITCHED_OFF if off else tools.NO_FORMAT,
+        thinking=serving.thinking, tokenizer=serving.tokenizer,
+    )  # fmt: skip
+
+
+def _shape(serving: Serving, body: ChatBody) -> ResponseFormat | None:
+    form = structured.requested_format(body.structured_outputs, body.response_format, closed=serving.closed_schemas)
+    if form is None:
+        return None
+    shape = ResponseFormat(form, "response_format" if body.structured_outputs is None else "structured_outputs")
+    try:
+        form.validate()
+    except RequestError as error:
+        raise _fields(shape.source).rename(error) from None
+    return shape
+
+
+def reader_of(serving: Serving, plan: ToolPlan, key: str, prompt: Sequence[int]) -> OutputParser | None:
+    """Who reads the answers, if they are more than content."""
+    if plan.output_format is None:
+        return None
+    return OutputParser(plan.output_format, key, inside=plan.starts_in_reasoning(serving.tokenizer, prompt))
+
+
+def sampling_params(serving: Serving, body: ChatBody, plan: ToolPlan) -> SamplingParams:
+    """What the body asks for, with the model's recommended defaults."""
+    top = body.top_logprobs
+    if top is not None and not body.logprobs and top != 0:
+        raise RequestError("top_logprobs needs logprobs: true", field="top_logprobs")
+    limit, _ = schemas.output_limit(body)
+    num_logprobs = (top or 0) if body.logprobs else None
+    more = plan.params(serving.tokenizer)
+    return schemas.sampling(body, serving.defaults, max_tokens=limit, logprobs=num_logprobs, **more)
+
+
+def _delta(read: ParsedDelta) -> Delta:
+    return Delta(UNSET, read.content or UNSET, read.reasoning or UNSET, read.calls or UNSET)
+
+
+class ChatRenderer:
+    """Completions as chat's JSON.  `reader` None: their text is the content."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        generation: ReplyContext,
+        body: ChatBody,
+        params: SamplingParams,
+        reader: OutputParser | None,
+    ) -> None:
+        self._id = ID_PREFIX + generation.key
+        self._created = int(time.time())
+        self._model = serving.answers_as(body.model)
+        self._generation = generation
+        self._reader = reader
+        self._spelling = logprobs.Spelling(serving.tokenizer, bool(body.return_tokens_as_token_ids))
+        self._names = serving.tokenizer.token
+        self._ids = bool(body.return_token_ids)
+        self._params = params
+        self._usage, self._continuous = schemas.usage_options(body)
+        self._begun: set[int] = set()
+        self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
+        self._has_masks = serving.has_masks(params)
+        self._scores_due = params.prompt_logprobs is not None
+
+    def reply(self, completions: list[ChoiceOutput], parts: DeferredParts | None = None) -> ChatReply:
+        """The whole answer; with `parts`, logprobs are made later."""
+        scores: Any = None
+        if self._scores_due:
+            columns = next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None)
+            scores = self._prompt_logprobs(columns, parts)
+        choices = [
+            ChatChoice(
+                c.index, self._message(c), self._logprobs(c, parts), self._finish_reason(c), c.stop_reason,
+                StopDetail(c.stop_detail, c.message), c.token_ids if self._ids else None,
+                versions(c) if self._ids else UNSET, routed_experts(c),
+            )
+            for c in completions
+        ]  # fmt: skip
+        if self._has_masks:
+            for choice, completion in zip(choices, completions, strict=True):
+                sampling_masks.add(choice, completion, "lists", parts)
+        generation = self._generation
+        reply = ChatReply(self._id, self._created, self._model, choices, generation.usage(), prompt_logprobs=scores)
+        reply.system_fingerprint = generation.fingerprint
+        if self._ids:
+            reply.prompt_token_ids, reply.weight_version = generation.prompt_ids(), last_version(completions)
+        return reply
+
+    def _message(self, c: ChoiceOutput) -> Message:
+        if self._reader is None:
+            return Message("assistant", c.text or "")
+        read = self._reader.read(c)
+        for call in read.calls:
+            call.index = UNSET
+        alone = not (read.reasoning or read.calls)
+        content = read.content if alone else read.content or None
+        return Message("assistant", content, None, read.reasoning or None, read.calls or UNSET)
+
+    def _finish_reason(self, c: ChoiceOutput) -> str | None:
+        return c.finish_reason if self._reader is None else self._reader.finish_reason(c)
+
+    def _logprobs(self, c: ChoiceOutput, parts: DeferredParts | None = None) -> logprobs.ChatLogprobs | Raw | None:
+        if not self._has_logprobs:
+            return None
+        args = (c.logprobs or Logprobs(), c.token_ids, self._spelling)
+        return logprobs.content(*args) if parts is None else parts.defer(logprobs.content_encoder(*args))
+
+    def _prompt_logprobs(self, columns: Logprobs | None, parts: DeferredParts | None = None) -> Any:
+        first = max(1, self._params.prompt_logprobs_start)
+        columns = columns or Logprobs()
+        args = (columns, self._generation.prompt_ids(), first, columns.width, self._names)
+        return logprobs.prompt_objects(*args) if parts is None else parts.defer(logprobs.prompt_objects_encoder(*args))
+
+    def delta(self, delta: ChoiceOutput) -> bytes:
+        """The events of a delta: the role before a choice's first, its end in one of its own."""
+        events = b""
+        if delta.index not in self._begun:
+            events += self._role(delta)
+        news = Delta(content=delta.text or "") if self._reader is None else _delta(self._reader.read(delta))
+        by_token = self._ids or self._has_masks or delta.logprobs
+        if news.content or news.reasoning or news.tool_calls or (delta.token_ids and by_token):
+            choice = ChunkChoice(delta.index, news, self._logprobs(delta))
+            if self._ids:
+                choice.token_ids = delta.token_ids
+            if self._has_masks:
+                sampling_masks.add(choice, delta, "lists")
+                choice.sampling_mask_truncated = UNSET  # comes with the end
+            events += self._event(choice)
+        if delta.finish_reason is not None:
+            detail = StopDetail(delta.stop_detail, delta.message)
+            reason = self._finish_reason(delta)
+            choice = ChunkChoice(delta.index, Delta(), None, reason, delta.stop_reason, detail)
+            if self._ids:
+                choice.weight_versions = versions(delta)
+            choice.routed_experts = routed_experts(delta)
+            if self._has_masks:
+                choice.sampling_mask_truncated = delta.sampling_mask_truncated
+            chunk = self._chunk(choice)
+            chunk.system_fingerprint = self._generation.fingerprint
+            events += sse.event(encode_json(chunk))
+        return events
+
+    def _role(self, delta: ChoiceOutput) -> bytes:
+        chunk = self._chunk(ChunkChoice(delta.index, Delta("assistant", "")))
+        if self._ids and not self._begun:
+            chunk.prompt_token_ids = self._generation.prompt_ids()
+        if self._scores_due and delta.prompt_logprobs:
+            self._scores_due = False
+            chunk.prompt_logprobs = self._prompt_logprobs(delta.prompt_logprobs)
+        self._begun.add(delta.index)
+        return sse.event(encode_json(chunk))
+
+    def _chunk(self, choice: ChunkChoice) -> ChatChunk:
+        chunk = ChatChunk(self._id, self._created, self._model, [choice])
+        if self._usage:
+            chunk.usage = self._generation.usage() if self._continuous else None
+        return chunk
+
+    def _event(self, choice: ChunkChoice) -> bytes:
+        return sse.event(encode_json(self._chunk(choice)))
+
+    def tail(self) -> bytes:
+        """The usage event, if it was requested."""
+        if not self._usage:
+            return b""
+        chunk = ChatChunk(self._id, self._created, self._model, [])
+        chunk.usage = self._generation.usage()
+        return sse.event(encode_json(chunk))

@@ -1,0 +1,320 @@
+"""Completions: text or ids in, text out, in OpenAI's older shape; evaluation harnesses use it to score texts.
+
+Several prompts are several requests in the engine under one id; choices are numbered prompt-major.
+`echo` puts the prompt before the output, with its logprobs if any are requested; `max_tokens` 0 then only
+scores: the engine generates one token, which is dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokserve.client.inputs import GenerateRequest
+from tokserve.client.outputs import ChoiceOutput, Logprobs
+from tokserve.errors import RequestError
+from tokserve.params import SamplingParams
+from tokserve.server.generation import ReplyContext, Usage
+from tokserve.server.http.body import encode_json, wants_msgpack
+from tokserve.server.http.workers import off_loop
+from tokserve.server.openai import schemas
+from tokserve.server.openai.prediction import with_prediction
+from tokserve.server.openai.schemas import CompletionBody
+from tokserve.server.replies import logprobs, sampling_masks, sse
+from tokserve.server.replies.logprobs import TextLogprobs
+from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, last_version, routed_experts, versions
+from tokserve.server.replies.reply_parts import DeferredParts, single_part
+from tokserve.server.replies.sampling_masks import MaskFields
+from tokserve.server.serving import FieldPaths, Serving
+from tokserve.server.tokens import structured
+
+ID_PREFIX = "cmpl-"
+DEFAULT_MAX_TOKENS = 16  # OpenAI's, when the field is absent; null is the rest of the context
+MAX_PROMPTS = 4096
+MAX_CHOICES = 1 << 14  # of all prompts together: each is a request in the engine
+
+
+class CompletionChoice(MaskFields):
+    """A choice, or a delta of one.  In a whole answer, ids and scores that were not requested are null."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | Raw | None
+    finish_reason: str | None
+    stop_reason: int | str | list[int] | None
+    stop_detail: StopDetail | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
+    weight_versions: list[WeightVersion] | UnsetType = UNSET
+    prompt_logprobs: Any = UNSET
+    routed_experts: str | UnsetType = UNSET
+
+
+class CompletionReply(msgspec.Struct):
+    """The whole answer, or an event of a stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | UnsetType | None = UNSET
+    weight_version: str | UnsetType | None = UNSET
+    object: str = "text_completion"
+
+
+class CompletionCall(NamedTuple):
+    """A completions body, read and checked."""
+
+    body: CompletionBody
+    ignored: list[str]
+    params: SamplingParams
+    generate: GenerateRequest
+    prompts: list[str | list[int]]
+    ids: list[list[int]]
+    fields: FieldPaths
+
+
+async def completions(serving: Serving, request: Request) -> Response:
+    """POST /v1/completions"""
+    call = await read(serving, request)
+    body = call.body
+    generation = await serving.start(request, call.generate, call.ids, call.fields)
+    render = CompletionRenderer(serving, generation, body, call.params, call.prompts)
+    if schemas.output_limit(body)[0] == 0:
+        generation.adjust = drop_output
+    headers = {"X-Request-Id": call.generate.request_id, **schemas.ignored_header(call.ignored)}
+    if call.generate.options.stream:
+        return sse.EventStream(generation, render, serving.keep_alive, headers)
+    return await sse.answer(generation, request, render.reply, headers)
+
+
+async def read(serving: Serving, request: Request, *, replies: bool = True) -> CompletionCall:
+    """Read the body, and tokenize its prompts.  `replies` False: the reply is not a completion, and may be msgpack."""
+    body, ignored, size = await schemas.read(serving, request, CompletionBody)
+    schemas.check_stream(body, replies and wants_msgpack(request))
+    params = await off_loop(request, size, lambda: sampling_params(serving, body))
+    bare = serving.request_of(request, body, params, score_each=True)
+    prompts = await off_loop(request, size, lambda: parse_prompts(body.prompt))
+    if len(prompts) * params.n > MAX_CHOICES:
+        asks = f"{len(prompts)} prompts with n {params.n}"
+        raise RequestError(f"n: a request may have at most {MAX_CHOICES} choices, and this has {asks}", field="n")
+    listed = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
+    special = body.add_special_tokens is not False
+    ids = await off_loop(request, size, lambda: tokenized(serving, prompts, special, listed))
+    generate = await off_loop(request, size, lambda: with_prediction(serving, body, bare))
+    others = {"extra_args": "vllm_xargs", "max_tokens": schemas.output_limit(body)[1]}
+    if body.structured_outputs is None:
+        others["structured_outputs"] = "response_format"
+    fields = FieldPaths("prompt[0]" if listed and len(prompts) == 1 else "prompt", others=others)
+    return CompletionCall(body, ignored, params, generate, prompts, ids, fields)
+
+
+def drop_output(c: ChoiceOutput) -> ChoiceOutput:
+    """A completion without its output, for a request that only scores its prompt."""
+    ended = c.finish_reason in ("stop", "length")
+    return msgspec.structs.replace(
+        c, token_ids=[], text="", logprobs=None, finish_reason="length" if ended else c.finish_reason,
+        stop_reason=None, stop_detail="max_tokens" if ended else c.stop_detail, weight_versions=[],
+        sampling_masks=None, sampling_mask_truncated=0,
+    )  # fmt: skip
+
+
+def sampling_params(serving: Serving, body: CompletionBody) -> SamplingParams:
+    """The body's sampling parameters, with the model's recommended defaults."""
+    num_logprobs = schemas.count(body.logprobs)
+    if num_logprobs is not None and num_logprobs < -1:
+        raise RequestError("logprobs must be at least -1", field="logprobs")
+    limit, name = schemas.output_limit(body, DEFAULT_MAX_TOKENS)
+    if limit == 0:
+        if not body.echo and schemas.count(body.prompt_logprobs) is None:
+            raise RequestError(f"{name} must be at least 1 (0 scores a prompt, with echo)", field=name)
+        limit = 1
+    num_prompt_logprobs = schemas.count(body.prompt_logprobs)
+    if body.echo and num_logprobs is not None:
+        if body.prompt_logprobs_start:
+            raise RequestError("prompt_logprobs_start must be 0 with echo", field="prompt_logprobs_start")
+        both = (num_logprobs, num_prompt_logprobs or 0)
+        num_prompt_logprobs = -1 if -1 in both else max(both)
+    form = structured.requested_format(body.structured_outputs, body.response_format, closed=serving.closed_schemas)
+    return schemas.sampling(
+        body,
+        serving.defaults,
+        max_tokens=limit,
+        logprobs=num_logprobs,
+        prompt_logprobs=num_prompt_logprobs,
+        structured_outputs=form,
+    )
+
+
+def parse_prompts(prompt: Any) -> list[str | list[int]]:
+    """The prompts: a text, a list of texts, ids, or a list of lists of ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt is None:
+        raise RequestError("prompt is required", field="prompt")
+    if not isinstance(prompt, list):
+        raise RequestError("prompt must be a string, a list of strings, token ids or a list of them", field="prompt")
+    if not prompt:
+        raise RequestError("prompt must not be empty", field="prompt")
+    if type(prompt[0]) is int:
+        _check_ids(prompt, "prompt")
+        return [prompt]
+    if len(prompt) > MAX_PROMPTS:
+        raise RequestError(f"prompt must have at most {MAX_PROMPTS} entries, got {len(prompt)}", field="prompt")
+    for index, one in enumerate(prompt):
+        if isinstance(one, list):
+            _check_ids(one, f"prompt[{index}]")
+        elif not isinstance(one, str):
+            raise RequestError(f"prompt[{index}] must be a string or token ids", field=f"prompt[{index}]")
+    return prompt
+
+
+def _check_ids(ids: list[Any], field: str) -> None:
+    if not ids:
+        raise RequestError(f"{field} must not be empty", field=field)
+    if set(map(type, ids)) != {int}:
+        index = next(i for i, token in enumerate(ids) if type(token) is not int)
+        raise RequestError(f"{field}[{index}] must be a token id", field=f"{field}[{index}]")
+
+
+def tokenized(serving: Serving, prompts: list[str | list[int]], special: bool, listed: bool) -> list[list[int]]:
+    """The prompts as token ids."""
+    made = []
+    for index, prompt in enumerate(prompts):
+        field = f"prompt[{index}]" if listed else "prompt"
+        if isinstance(prompt, str):
+            serving.check_text(prompt, field)
+            prompt = serving.tokenizer.encode(prompt, add_special_tokens=special)
+            if not prompt:
+                raise RequestError(f"{field} must not be empty", field=field)
+        made.append(prompt)
+    return made
+
+
+class CompletionRenderer:
+    """Completions as this route's JSON."""
+
+    def __init__(
+        self, serving: Serving, generation: ReplyContext, body: CompletionBody, params: SamplingParams,
+        prompts: list[str | list[int]],
+    ) -> None:  # fmt: skip
+        self._id = ID_PREFIX + generation.key
+        self._created = int(time.time())
+        self._model = serving.answers_as(body.model)
+        self._generation = generation
+        self._prompts = prompts
+        self._tokenizer = serving.tokenizer
+        self._skip_special = params.skip_special_tokens
+        self._spelling = logprobs.Spelling(serving.tokenizer, bool(body.return_tokens_as_token_ids))
+        self._ids = bool(body.return_token_ids)
+        self._echo = bool(body.echo)
+        self._start = params.prompt_logprobs_start
+        self._top = params.logprobs
+        self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
+        self._has_masks = serving.has_masks(params)
+        self._num_prompt_logprobs = schemas.count(body.prompt_logprobs)
+        self._usage, self._continuous = schemas.usage_options(body)
+        self._places: dict[int, logprobs.TextOffset] = {}  # by choice that has begun: how far its text has come
+
+    def reply(self, ends: list[ChoiceOutput], parts: DeferredParts | None = None) -> CompletionReply:
+        """The whole answer; with `parts`, logprobs are made later."""
+        choices = [self._choice(c, parts) for c in ends]
+        for choice, name in product(choices, ("prompt_token_ids", "token_ids", "prompt_logprobs")):
+            if getattr(choice, name) is UNSET:
+                setattr(choice, name, None)
+        generation = self._generation
+        reply = CompletionReply(
+            self._id, self._created, self._model, choices, generation.usage(), generation.fingerprint
+        )
+        if self._ids:
+            reply.weight_version = last_version(ends)
+        return reply
+
+    def _choice(self, c: ChoiceOutput, parts: DeferredParts | None = None) -> CompletionChoice:
+        """A choice from a delta; a choice's first delta also carries what was requested of the prompt."""
+        choice = CompletionChoice(c.index, c.text or "", None, c.finish_reason, c.stop_reason)
+        begins = c.index not in self._places
+        if begins:
+            prompt = self._begin(choice, c.prompt_logprobs, parts)
+            self._places[c.index] = logprobs.TextOffset(self._tokenizer.pieces(self._skip_special), len(prompt))
+        if self._has_logprobs:
+            made = partial(self._logprobs, c, begins)
+            choice.logprobs = made() if parts is None else parts.defer(single_part(made))
+        if self._has_masks:
+            sampling_masks.add(choice, c, "lists", parts)
+        if self._ids:
+            choice.token_ids = c.token_ids
+        if c.finish_reason is not None:
+            choice.stop_detail = StopDetail(c.stop_detail, c.message)
+            if self._ids:
+                choice.weight_versions = versions(c)
+            choice.routed_experts = routed_experts(c)
+        return choice
+
+    def _logprobs(self, c: ChoiceOutput, begins: bool) -> TextLogprobs:
+        """The logprobs of a delta; `begins`: with those of a prompt that is repeated before it."""
+        shown = TextLogprobs()
+        if begins and self._echo:
+            ids = self._generation.prompt_ids(c.index)
+            exact = self._tokenizer.decode(ids, False) == self._prompt_text(c.index)
+            place = logprobs.TextOffset(self._tokenizer.pieces(not exact))
+            shown.add(None, ids[:1], self._spelling, place, 0)
+            top = c.prompt_logprobs.width if c.prompt_logprobs and self._top == -1 else max(0, self._top or 0)
+            shown.add(c.prompt_logprobs, ids[1:], self._spelling, place, top)
+        if c.logprobs is not None:
+            shown.add(c.logprobs, c.token_ids, self._spelling, self._places[c.index], c.logprobs.width)
+        return shown
+
+    def _prompt_text(self, index: int) -> str:
+        """The text of a choice's prompt."""
+        prompt = self._prompts[index // self._generation.n]
+        if isinstance(prompt, str):
+            return prompt
+        return self._tokenizer.decode(self._generation.prompt_ids(index), self._skip_special)
+
+    def _begin(self, choice: CompletionChoice, scores: Logprobs | None, parts: DeferredParts | None) -> str:
+        """Add what was requested of the prompt; returns the part of the prompt that the text begins with."""
+        ids = self._generation.prompt_ids(choice.index)
+        columns = scores or Logprobs()
+        if self._ids:
+            choice.prompt_token_ids = ids
+        if self._num_prompt_logprobs is not None:
+            first = max(1, self._start)
+            top = columns.width if self._num_prompt_logprobs == -1 else self._num_prompt_logprobs
+            args = (columns, ids, first, top, self._tokenizer.token)
+            later = logprobs.prompt_objects_encoder
+            choice.prompt_logprobs = logprobs.prompt_objects(*args) if parts is None else parts.defer(later(*args))
+        if not self._echo:
+            return ""
+        text = self._prompt_text(choice.index)
+        choice.text = text + choice.text
+        return text
+
+    def delta(self, delta: ChoiceOutput) -> bytes:
+        """One event, or nothing if the delta is empty."""
+        begins = delta.index not in self._places
+        choice = self._choice(delta)
+        if not (begins or choice.text or delta.token_ids or delta.finish_reason):
+            return b""
+        reply = CompletionReply(self._id, self._created, self._model, [choice])
+        if self._usage:
+            reply.usage = self._generation.usage() if self._continuous else None
+        if delta.finish_reason is not None:
+            reply.system_fingerprint = self._generation.fingerprint
+        return sse.event(encode_json(reply))
+
+    def tail(self) -> bytes:
+        """The usage event, if it was requested."""
+        if not self._usage:
+            return b""
+        return sse.event(
+            encode_json(CompletionReply(self._id, self._created, self._model, [], self._generation.usage()))
+        )

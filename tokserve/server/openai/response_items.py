@@ -1,0 +1,332 @@
+"""The items of the Responses API: turns input items into chat messages, and an answer into output items.
+
+An answer becomes items while it arrives, in the same steps for a stream and a whole reply.  Each step emits an event,
+which a whole reply ignores.  Items are in the order of the answer's text.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tokserve.errors import invalid
+from tokserve.server.http import errors
+from tokserve.server.openai import tools
+from tokserve.server.replies.logprobs import ChatLogprob, TextOffset
+from tokserve.text.chat import part_text
+from tokserve.text.parsing import Parser
+
+KINDS = ("message", "reasoning", "function_call", "function_call_output")
+ROLES = ("user", "assistant", "system", "developer")
+EmitEvent = Callable[[str, dict[str, Any]], None]  # takes the name of an event, without "response.", and its fields
+
+
+class InputMessages:
+    """An input as chat messages.  `fields`: the path in the body of each message.
+
+    The items of one turn of the assistant form one message, as in chat: reasoning, then text, then calls.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.fields: list[str] = []
+        self._turn: dict[str, Any] | None = None  # the assistant's message, while items may be added to it
+
+    def append(self, field: str, message: dict[str, Any]) -> None:
+        self.messages.append(message)
+        self.fields.append(field)
+        self._turn = None
+
+    def add(self, field: str, item: Any) -> None:
+        """Add the next item.  Raises RequestError naming `field` or a path in it."""
+        if not isinstance(item, dict):
+            raise invalid(field, "must be an object")
+        kind = item.get("type") or ("message" if "role" in item else None)
+        if kind == "message":
+            self._message(field, item)
+        elif kind == "reasoning":
+            self._reasoning(field, item)
+        elif kind == "function_call":
+            function = {"name": _string(field, item, "name"), "arguments": _string(field, item, "arguments")}
+            call = {"id": _string(field, item, "call_id"), "type": "function", "function": function}
+            self._assistant(field, calls=True).setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            content = _content(f"{field}.output", item.get("output"))
+            self.append(field, {"role": "tool", "tool_call_id": _string(field, item, "call_id"), "content": content})
+        elif kind is None:
+            raise invalid(f"{field}.type", "is required")
+        else:
+            reason = "nothing is stored" if kind == "item_reference" else f"it takes {', '.join(KINDS)}"
+            errors.refuse_unsupported(f"{field}.type", kind, reason=reason)
+
+    def _message(self, field: str, item: dict[str, Any]) -> None:
+        role = item.get("role")
+        if role not in ROLES:
+            raise invalid(f"{field}.role", f"must be one of {', '.join(ROLES)}")
+        content = _content(f"{field}.content", item.get("content"))
+        if role != "assistant":
+            self.append(field, {"role": role, "content": content})
+            return
+        turn = self._assistant(field)
+        turn["content"] = _parts(turn["content"]) + _parts(content) if "content" in turn else content
+
+    def _reasoning(self, field: str, item: dict[str, Any]) -> None:
+        """Add the text of the reasoning, or else its summary; encrypted reasoning is skipped."""
+        name = "content" if item.get("content") else "summary"
+        parts = item.get(name) or []
+        if not isinstance(parts, list):
+            raise invalid(f"{field}.{name}", "must be a list of parts")
+        texts = [_string(f"{field}.{name}[{i}]", part, "text") for i, part in enumerate(parts)]
+        if any(texts):
+            turn = self._assistant(field)
+            turn["reasoning"] = "\n".join(([turn["reasoning"]] if "reasoning" in turn else []) + texts)
+
+    def _assistant(self, field: str, *, calls: bool = False) -> dict[str, Any]:
+        """The message of the assistant's turn: a message with content takes only calls and what follows them."""
+        turn = self._turn
+        if turn is None or ("content" in turn and "tool_calls" not in turn and not calls):
+            turn = {"role": "assistant"}
+            self.append(field, turn)
+            self._turn = turn
+        return turn
+
+
+def _string(field: str, item: Any, name: str) -> str:
+    value = item.get(name) if isinstance(item, dict) else None
+    if not isinstance(value, str):
+        raise invalid(f"{field}.{name}", "must be a string")
+    return value
+
+
+def _content(field: str, content: Any) -> str | list[dict[str, str]]:
+    """The content for chat.  A list of one part becomes its text, which more templates accept."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise invalid(field, "must be a string or a list of parts")
+    texts = [part_text(f"{field}[{i}]", part) for i, part in enumerate(content)]
+    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
+
+
+def _parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
+
+
+class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
+    """The part of a message."""
+
+    text: str = ""
+    annotations: list[Any] = []
+    logprobs: list[ChatLogprob] = []
+
+
+class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    """The part of a reasoning item."""
+
+    text: str = ""
+
+
+class OutputMessage(msgspec.Struct, tag_field="type", tag="message", kw_only=True):
+    """A message of the assistant."""
+
+    id: str
+    status: str = "in_progress"
+    role: str = "assistant"
+    content: list[OutputText] = []
+
+
+class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=True):
+    """The reasoning before a message."""
+
+    id: str
+    status: str = "in_progress"
+    summary: list[Any] = []
+    content: list[ReasoningText] = []
+
+
+class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call", kw_only=True):
+    """A call, with arguments as JSON text."""
+
+    id: str
+    status: str = "in_progress"
+    call_id: str
+    name: str
+    arguments: str = ""
+
+
+Item = OutputMessage | ReasoningItem | FunctionCallItem
+
+
+class OutputToken(NamedTuple):
+    """A token of an answer: the number of characters that it completes, and its logprobs if requested."""
+
+    length: int
+    entry: ChatLogprob | None
+
+
+class _TokenSplitter:
+    """Splits an answer's text where tokens end, so that each token is assigned to the item that has its text."""
+
+    def __init__(self, offset: TextOffset) -> None:
+        self._position = offset
+        self._waiting: deque[tuple[int, OutputToken]] = (
+            deque()
+        )  # tokens whose text has not arrived, and the offsets of their ends
+        self._text = ""  # of the next token, incomplete
+        self._at = 0  # offset of `_text`
+
+    def push(
+        self, text: str, token_ids: Sequence[int], entries: Sequence[ChatLogprob] | None, final: bool
+    ) -> Iterator[tuple[str, list[OutputToken]]]:
+        """The complete pieces of text with their tokens; with `final`, the rest."""
+        text, at = self._text + text, self._at
+        for i, token_id in enumerate(token_ids):
+            before = self._position.offset
+            self._position.add(token_id)
+            self._waiting.append(
+                (self._position.offset, OutputToken(self._position.offset - before, entries[i] if entries else None))
+            )
+        begin = 0
+        while self._waiting and self._waiting[0][0] - at <= len(text):
+            end, token = self._waiting.popleft()
+            yield text[begin : end - at], [token]
+            begin = end - at
+        if final or not self._waiting:
+            yield text[begin:], [token for _, token in self._waiting]
+            begin = len(text)
+            self._waiting.clear()
+        self._text, self._at = text[begin:], at + begin
+
+
+class _OpenItem:
+    """The item that is being written; emits its events."""
+
+    def __init__(self, kind: str, item: Item, index: int, emit: EmitEvent) -> None:
+        self.kind = kind
+        self.item = item
+        self._texts: list[str] = []
+        self._position: dict[str, Any] = {"item_id": item.id, "output_index": index}
+        self._emit = emit
+        emit("output_item.added", {"output_index": index, "item": item})
+        if isinstance(item, FunctionCallItem):
+            self._name = "function_call_arguments"
+            return
+        self._position["content_index"] = 0
+        if isinstance(item, OutputMessage):
+            self._name, item.content = "output_text", [OutputText()]
+        else:
+            self._name, item.content = "reasoning_text", [ReasoningText()]
+        emit("content_part.added", self._position | {"part": item.content[0]})
+
+    def add(self, text: str, tokens: Sequence[OutputToken]) -> None:
+        """Append text and tokens; only messages show logprobs."""
+        entries: list[ChatLogprob] = []
+        fields = {**self._position, "delta": text}
+        if isinstance(self.item, OutputMessage):
+            entries = [token.entry for token in tokens if token.entry is not None]
+            self.item.content[0].logprobs += entries
+            fields["logprobs"] = entries
+        if text or entries:
+            self._texts.append(text)
+            self._emit(f"{self._name}.delta", fields)
+
+    def close(self, status: str) -> None:
+        """Complete the item."""
+        item, text = self.item, "".join(self._texts)
+        if isinstance(item, FunctionCallItem):
+            item.arguments = text
+            self._emit(f"{self._name}.done", self._position | {"name": item.name, "arguments": text})
+        else:
+            part = item.content[0]
+            part.text = text
+            logprobs = {"logprobs": part.logprobs} if isinstance(part, OutputText) else {}
+            self._emit(f"{self._name}.done", self._position | {"text": text} | logprobs)
+            self._emit("content_part.done", self._position | {"part": part})
+        item.status = status
+        self._emit("output_item.done", {"output_index": self._position["output_index"], "item": item})
+
+
+class OutputItems:
+    """The items of one answer.  Their ids are made from `key`, the id of the request.
+
+    `offset`: to assign tokens to items; None: tokens are not assigned.
+
+    A token belongs to the item that has its text.  A marker that ends an item belongs to that item, and the text around
+    the name and the arguments of a call to the call.
+    """
+
+    def __init__(self, key: str, parser: Parser, offset: TextOffset | None, emit: EmitEvent) -> None:
+        self.items: list[Item] = []
+        self.reasoning_tokens = 0
+        self._key = key
+        self._parser = parser
+        self._splitter = None if offset is None else _TokenSplitter(offset)
+        self._emit = emit
+        self._held: list[OutputToken] = []  # tokens whose text the parser holds
+        self._open: _OpenItem | None = None
+        self._num_calls = 0
+
+    def push(self, text: str, token_ids: Sequence[int], entries: Sequence[ChatLogprob] | None, *, final: bool) -> None:
+        """Add a delta of the answer.  `entries`: the tokens' logprobs, if they are shown."""
+        if self._splitter is None:
+            self._read(text, False)
+            return
+        for piece, tokens in self._splitter.push(text, token_ids, entries, final):
+            self._held += tokens
+            self._read(piece, False)
+
+    def end(self, *, complete: bool) -> None:
+        """End the answer.  `complete`: it stopped by itself.  An empty answer is an empty message."""
+        self._read("", True)
+        open_item = self._open or self._begin("content")
+        self._extend(open_item, "", self._held)
+        if open_item.kind == "call":
+            complete = complete and self._parser.complete
+        open_item.close("completed" if complete else "incomplete")
+
+    def _read(self, text: str, final: bool) -> None:
+        for kind, segment in self._parser.push(text, final):
+            tokens, open_item = self._tokens_of(kind, segment), self._open
+            if kind == "call":
+                self._extend(self._begin(kind, name=segment), "", tokens)
+                continue
+            if open_item is None or kind not in (open_item.kind, "arguments"):
+                open_item = self._begin(kind)
+            self._extend(open_item, segment, tokens)
+
+    def _tokens_of(self, kind: str, text: str) -> list[OutputToken]:
+        """The held tokens of a segment.  Tokens before the text of a new item are added to the open item."""
+        held, self._held = self._held, []
+        if self._open is None or kind in (self._open.kind, "call", "arguments"):
+            return held
+        first, missing = len(held), len(text)
+        while first and (missing > 0 or not held[first - 1].length):
+            first -= 1
+            missing -= held[first].length
+        self._extend(self._open, "", held[:first])
+        return held[first:]
+
+    def _begin(self, kind: str, *, name: str = "") -> _OpenItem:
+        if self._open is not None:
+            self._open.close("completed")
+        index = len(self.items)
+        item: Item
+        if kind == "call":
+            call_id = tools.call_id(self._key, 0, self._num_calls)
+            self._num_calls += 1
+            item = FunctionCallItem(id=f"fc_{self._key}-{index}", call_id=call_id, name=name)
+        elif kind == "reasoning":
+            item = ReasoningItem(id=f"rs_{self._key}-{index}")
+        else:
+            item = OutputMessage(id=f"msg_{self._key}-{index}")
+        self.items.append(item)
+        self._open = _OpenItem(kind, item, index, self._emit)
+        return self._open
+
+    def _extend(self, open_item: _OpenItem, text: str, tokens: Sequence[OutputToken]) -> None:
+        open_item.add(text, tokens)
+        if open_item.kind == "reasoning":
+            self.reasoning_tokens += len(tokens)

@@ -1,0 +1,67 @@
+"""/tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokserve.errors import RequestError, invalid
+from tokserve.server.http import body
+from tokserve.server.http.workers import off_loop
+from tokserve.server.openai import schemas
+from tokserve.server.openai.chat import rendered
+from tokserve.server.openai.schemas import DetokenizeBody, TokenizeBody
+from tokserve.server.serving import Serving
+
+MIN_BYTES = 1 << 20  # so many bytes may be tokenized even if they exceed the context: to split or count a document
+
+
+class TokenizeReply(msgspec.Struct):
+    """The answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeReply(msgspec.Struct):
+    """The answer of /detokenize."""
+
+    prompt: str
+
+
+async def tokenize(serving: Serving, request: Request) -> Response:
+    """POST /tokenize"""
+    request_body, ignored, size = await schemas.read(serving, request, TokenizeBody)
+    answer = await off_loop(request, size, lambda: _tokens(serving, request_body))
+    return body.reply(request, answer, schemas.ignored_header(ignored))
+
+
+def _tokens(serving: Serving, request_body: TokenizeBody) -> TokenizeReply:
+    ids = _ids(serving, request_body)
+    strings = [serving.tokenizer.spelling(token) or "" for token in ids] if request_body.return_token_strs else None
+    return TokenizeReply(len(ids), serving.llm.ready.max_model_len, ids, strings)
+
+
+def _ids(serving: Serving, request_body: TokenizeBody) -> list[int]:
+    if request_body.messages is not None:
+        if request_body.prompt is not None:
+            raise RequestError("give prompt or messages, not both", field="prompt")
+        return rendered(serving, request_body)
+    if request_body.prompt is None:
+        raise invalid("prompt", "(or messages) is required")
+    serving.check_text(request_body.prompt, "prompt", MIN_BYTES)
+    return serving.tokenizer.encode(
+        request_body.prompt, add_special_tokens=request_body.add_special_tokens is not False
+    )
+
+
+async def detokenize(serving: Serving, request: Request) -> Response:
+    """POST /detokenize"""
+    request_body, ignored, size = await schemas.read(serving, request, DetokenizeBody)
+    serving.check_ids(request_body.tokens, "tokens")
+    skip = bool(request_body.skip_special_tokens)
+    text = await off_loop(request, size, lambda: serving.tokenizer.decode(request_body.tokens, skip))
+    return body.reply(request, DetokenizeReply(text), schemas.ignored_header(ignored))

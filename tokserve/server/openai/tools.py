@@ -1,0 +1,283 @@
+"""The plan for a chat with tools: the grammar that constrains its output, and the format in which it is parsed.
+
+Follows from the body's tools and tool_choice and the server's options.  The formats are in `text.tool_formats`, the
+grammars of calls in `text.tool_grammars`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from tokserve import jsonschema
+from tokserve.client.outputs import ChoiceOutput
+from tokserve.errors import RequestError, invalid
+from tokserve.params import StructuredOutputs
+from tokserve.server.http import errors
+from tokserve.text import tool_grammars
+from tokserve.text.parsing import OutputFormat, Parser, Thinking, ToolFormat
+from tokserve.text.tokenizer import Tokenizer
+from tokserve.text.tool_formats import FORCED, TOOL_FORMATS
+from tokserve.text.tool_grammars import Functions
+
+ANY: dict[str, Any] = {"additionalProperties": True}  # the arguments of a function that is not strict
+MODES = ("none", "auto", "required")
+DEFAULT_CALLS = 16  # limit where a grammar demands a list of calls: a weak model would not end the list
+MAX_CALLS = 128
+TAIL = 16  # tokens at the end of a prompt that may hold a marker
+ID_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
+NO_FORMAT = (
+    "this server does not know how this model writes tool calls: start it with --chat-template FILE, a template that "
+    f"shows tools and calls as one of these formats does: {', '.join(form.name for form in TOOL_FORMATS)} (or, if the "
+    "model's own template shows tools, name the format with --tool-call-parser); or force a call with tool_choice "
+    '"required" or a named function'
+)
+SWITCHED_OFF = (
+    "this server does not read tool calls out of answers (--no-enable-auto-tool-choice); force a call with tool_choice "
+    '"required" or a named function'
+)
+
+
+class Function(msgspec.Struct):
+    """The called function and its arguments; in a delta, a piece of them."""
+
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call.  In deltas it has an `index`, and only its first delta has `id`, `type` and the name."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: Function
+
+
+class ResponseFormat(NamedTuple):
+    """The form that a body demands of the answer's text, and the field that demands it."""
+
+    structured_outputs: StructuredOutputs
+    field: str
+
+    @property
+    def source(self) -> str | None:
+        """The field that errors name; None: the part of structured_outputs at fault."""
+        return None if self.field == "structured_outputs" else self.field
+
+
+@dataclass(frozen=True, slots=True)
+class ToolPlan:
+    """How the output of a chat is constrained and parsed.
+
+    `output_format` None: the whole text is content.  `structured_outputs`: the form of the output; `source`: the field
+    that errors about the form name, None: the part of structured_outputs at fault.
+    """
+
+    output_format: OutputFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    source: str | None = None
+
+    def params(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """The sampling parameters of the plan; special tokens stay in the text if they are markers."""
+        ids = map(tokenizer.id_of, self.output_format.markers() if self.output_format else ())
+        visible = {} if tokenizer.special_ids.isdisjoint(ids) else {"skip_special_tokens": False}
+        return {"structured_outputs": self.structured_outputs} | visible
+
+    def starts_in_reasoning(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
+        """Whether the output begins inside the reasoning."""
+        thinking = self.output_format.thinking if self.output_format else None
+        return thinking is not None and thinking.begun(tokenizer.decode(prompt[-TAIL:], False))
+
+
+PLAIN_TEXT = ToolPlan()
+
+
+def check(tools: list[dict[str, Any]] | None, choice: Any) -> None:
+    """Refuse invalid tools and an invalid tool_choice.  `choice`: the body's tool_choice."""
+    check_functions(tools or [])
+    mode, name = _parse_choice(choice)
+    if not tools and (mode == "required" or name is not None):
+        raise RequestError("tool_choice: there are no tools to choose from", field="tool_choice")
+    names = [tool["function"]["name"] for tool in tools or []]
+    if name is not None and name not in names:
+        raise RequestError(f"tool_choice: {name[: errors.SHOWN]!r} is none of the tools", field="tool_choice")
+
+
+def check_functions(tools: list[dict[str, Any]]) -> None:
+    """Refuse tools that are not functions with distinct names and with object schemas as parameters."""
+    names: set[str] = set()
+    for i, tool in enumerate(tools):
+        if tool.get("type") != "function":
+            raise invalid(f"tools[{i}].type", "must be 'function'")
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise invalid(f"tools[{i}].function.name", "must be a string")
+        if function["name"] in names:
+            field = f"tools[{i}].function.name"
+            raise RequestError(f"{field}: there are two tools {function['name']!r}", field=field)
+        names.add(function["name"])
+        parameters, field = function.get("parameters"), f"tools[{i}].function.parameters"
+        if not isinstance(parameters, dict | None):
+            raise invalid(field, "must be a JSON schema, an object")
+        if parameters is not None and parameters.get("type", "object") != "object":
+            raise invalid(f"{field}.type", "must be 'object': arguments have names")
+
+
+def _parse_choice(choice: Any) -> tuple[str, str | None]:
+    """The mode of a tool_choice, and the name of the function that it names."""
+    if choice is None:
+        return "auto", None
+    if isinstance(choice, str):
+        if choice not in MODES:
+            raise invalid("tool_choice", f"must be one of {', '.join(MODES)} or name a function")
+        return choice, None
+    if not isinstance(choice, dict):
+        raise invalid("tool_choice", "must be a string or an object")
+    if choice.get("type") != "function":
+        errors.refuse_unsupported("tool_choice", choice, ())
+    function = choice.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise invalid("tool_choice.function.name", "must be a string")
+    return "named", function["name"]
+
+
+def is_forced(choice: Any) -> bool:
+    """Whether calls are forced: then the prompt need not show the tools."""
+    return _parse_choice(choice)[0] in ("required", "named")
+
+
+def make_plan(
+    tools: list[dict[str, Any]] | None, choice: Any, *, parallel: bool, max_calls: int | None = None,
+    response_format: ResponseFormat | None, form: ToolFormat | None, no_form: str = NO_FORMAT,
+    thinking: Thinking | None, tokenizer: Tokenizer,
+) -> ToolPlan:  # fmt: skip
+    """The plan for a body that has passed `check`.
+
+    `max_calls` None: no limit, or `DEFAULT_CALLS` where a grammar demands calls; without `parallel` it is 1.
+    `response_format`: of an answer without calls; with one, or with forced calls, there is no reasoning.  `form`: the
+    server's tool format, `no_form`: the message if it has none.  Raises RequestError.
+    """
+    if max_calls is not None and not 1 <= max_calls <= MAX_CALLS:
+        raise invalid("max_tool_calls", f"must be from 1 to {MAX_CALLS}, got {max_calls}")
+    max_calls = max_calls if parallel else 1
+    mode, name = _parse_choice(choice)
+    if not tools or mode == "none":
+        if response_format is not None:
+            return ToolPlan(structured_outputs=response_format.structured_outputs, source=response_format.source)
+        return PLAIN_TEXT if thinking is None else ToolPlan(OutputFormat(thinking=thinking))
+    functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True}
+    try:
+        if name is not None:
+            schema = _closed({name: functions[name]}, strict)
+            return ToolPlan(
+                OutputFormat(named=name, functions=functions), tool_grammars.arguments(schema[name]), "tools"
+            )
+        if mode == "required":
+            calls = tool_grammars.list_of_calls(_closed(functions, strict), max_calls=max_calls or DEFAULT_CALLS)
+            return ToolPlan(OutputFormat(FORCED, functions=functions, max_calls=max_calls), calls, "tools")
+        if form is None:
+            field = "tools" if choice is None else "tool_choice"
+            raise RequestError(f"{field}: {no_form}", field=field, code="unsupported")
+        output_format = OutputFormat(
+            form, thinking if response_format is None else None, functions, max_calls=max_calls
+        )
+        structured = _constraint(response_format, form, functions, strict, tokenizer, max_calls)
+        return ToolPlan(output_format, structured, "tools" if response_format is None else response_format.field)
+    except RecursionError:
+        raise invalid("tools", "are nested too deeply") from None
+
+
+def _constraint(
+    response_format: ResponseFormat | None, form: ToolFormat, functions: Functions, strict: Collection[str],
+    tokenizer: Tokenizer, max_calls: int | None,
+) -> StructuredOutputs | None:  # fmt: skip
+    """The structured outputs of an answer that may contain calls.  `strict`: names of strict functions."""
+    try:
+        if response_format is not None:
+            functions = _closed(functions, strict)
+            return tool_grammars.answer_or_calls(
+                response_format.structured_outputs, form, functions, tokenizer, max_calls=max_calls or DEFAULT_CALLS
+            )
+        if not strict or form.bare:  # where a bare call begins is ambiguous
+            return None
+        schemas = {name: schema if name in strict else ANY for name, schema in _closed(functions, strict).items()}
+        return tool_grammars.text_or_calls(form, schemas, tokenizer, parallel=max_calls != 1)
+    except tool_grammars.NotExpressible as error:
+        field = "tools" if response_format is None else response_format.field
+        what = "tools: strict functions" if response_format is None else f"{field} and tools"
+        words = f"{what} cannot be put in a grammar, as {form.name} writes calls: {error}"
+        raise RequestError(words, field=field, code="unsupported") from None
+
+
+def _closed(functions: Functions, strict: Collection[str]) -> Functions:
+    """The schemas of the arguments; objects are closed in those of strict functions."""
+    closed = dict(functions)
+    for name in strict:
+        if name in closed:
+            closed[name] = json.loads(json.dumps(closed[name]))
+            jsonschema.close(closed[name])
+    return closed
+
+
+class ParsedDelta(msgspec.Struct):
+    """A delta or a whole answer, parsed."""
+
+    content: str
+    reasoning: str
+    calls: list[ToolCall]
+
+
+def call_id(key: str, index: int, call_index: int) -> str:
+    """The id of a call: nine letters, as Mistral's templates demand, from the request and the position only."""
+    digest = hashlib.sha256(f"{key}-{index}-{call_index}".encode()).digest()
+    return "".join(ID_LETTERS[byte % len(ID_LETTERS)] for byte in digest[:9])
+
+
+class OutputParser:
+    """Parses the choices of one reply.  Ids of calls are made from `key`, the id of the request."""
+
+    def __init__(self, output_format: OutputFormat, key: str, *, inside: bool) -> None:
+        self._format = output_format
+        self._key = key
+        self._inside = inside
+        self._parsers: dict[int, Parser] = {}
+
+    def read(self, completion: ChoiceOutput) -> ParsedDelta:
+        """Parse the next delta of a choice."""
+        index = completion.index
+        parser = self._parsers.get(index)
+        if parser is None:
+            parser = self._parsers[index] = Parser(self._format, inside=self._inside)
+        call_index = parser.num_calls - 1
+        texts: dict[str, list[str]] = {"content": [], "reasoning": []}
+        calls: list[tuple[ToolCall, list[str]]] = []
+        for kind, text in parser.push(completion.text or "", completion.finish_reason is not None):
+            if kind == "call":
+                call_index += 1
+                name = Function(text)
+                new_id = call_id(self._key, index, call_index)
+                calls.append((ToolCall(index=call_index, id=new_id, type="function", function=name), []))
+            elif kind == "arguments":
+                if not calls:
+                    calls.append((ToolCall(index=call_index, function=Function()), []))
+                calls[-1][1].append(text)
+            else:
+                texts[kind].append(text)
+        for call, arguments in calls:
+            call.function.arguments = "".join(arguments)
+        return ParsedDelta("".join(texts["content"]), "".join(texts["reasoning"]), [call for call, _ in calls])
+
+    def finish_reason(self, completion: ChoiceOutput) -> str | None:
+        """The finish reason: "tool_calls" if the choice stopped by itself, its last call is complete, and tool_choice
+        did not name the function."""
+        parser = self._parsers[completion.index]
+        calls = completion.finish_reason == "stop" and parser.complete and self._format.named is None
+        return "tool_calls" if calls else completion.finish_reason

@@ -1,0 +1,340 @@
+"""Renders columns of logprobs in the formats of the routes.
+
+The engine's columns (`Logprobs`) stay columns in the formats "arrays" and "base64".  The format "objects" and OpenAI's
+formats take a struct per token and alternative, and cost more.  In these and in "arrays" no value is below `FLOOR`:
+JSON has no -inf, and clients expect this number.  Packed columns are exact.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from tokserve.client.outputs import Logprobs
+from tokserve.server.replies.reply_parts import PartEncoder, encode_list
+from tokserve.text.tokenizer import Pieces, Tokenizer
+
+FLOOR = -9999.0  # the logprob of probability zero in JSON
+T = TypeVar("T")
+Named = Callable[[int], str]
+Row = tuple[float, int, Sequence[int], Sequence[float]]  # logprob, rank, alternatives' ids and logprobs
+
+
+class ChatAlternative(msgspec.Struct):
+    """An alternative in chat."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct):
+    """A token in chat."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[ChatAlternative]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """The logprobs of a chat choice."""
+
+    content: list[ChatLogprob]
+
+
+class Spelling:
+    """The names of tokens in a text route: their text, or `token_id:<id>` on request."""
+
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._pieces = tokenizer.pieces(skip_special_tokens=False)
+        self._as_ids = as_ids
+
+    def text(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._as_ids else self._tokenizer.token(token_id)
+
+    def text_at(self, offset: TextOffset, token_id: int) -> str:
+        """The token's name at an offset: the characters that it completes there."""
+        return f"token_id:{token_id}" if self._as_ids else offset.text(self._pieces[token_id])
+
+    def bytes(self, token_id: int) -> list[int]:
+        return list(self._pieces[token_id])
+
+
+class TextOffset:
+    """An offset in a choice's text, advanced token by token: the characters so far, and the bytes of an incomplete one.
+
+    `pieces`: the bytes that tokens add to the text; b"" for skipped tokens.  `offset`: number of characters.
+    """
+
+    def __init__(self, pieces: Pieces, offset: int = 0) -> None:
+        self.offset = offset
+        self._pieces = pieces
+        self._rest = b""
+
+    def text(self, piece: bytes) -> str:
+        """The characters that `piece` completes, without the U+FFFD of an incomplete one that it does not continue."""
+        text, _ = codecs.utf_8_decode(self._rest + piece, "replace", False)
+        return text[1:] if self._rest and text[1:] and text[0] == "\ufffd" else text
+
+    def add(self, token_id: int) -> int:
+        """Advance past a token; returns the offset at which its text begins."""
+        piece = self._pieces[token_id]
+        text, used = codecs.utf_8_decode(self._rest + piece, "replace", False)
+        length = len(self.text(piece))
+        self.offset += len(text)
+        self._rest = (self._rest + piece)[used:]
+        return self.offset - length
+
+
+class TokenAlternative(msgspec.Struct, gc=False):
+    """An alternative in the format "objects"; clients read either `token` or `token_id`."""
+
+    token: str
+    token_id: int
+    logprob: float
+    rank: int | None
+    bytes: list[int] | None = None
+
+
+class TokenLogprob(msgspec.Struct, gc=False):
+    """A token in the format "objects"."""
+
+    token: str
+    token_id: int
+    logprob: float
+    rank: int
+    bytes: list[int] | None
+    top_logprobs: list[TokenAlternative]
+
+
+class LogprobObjects(msgspec.Struct, gc=False):
+    """Format "objects"."""
+
+    content: list[TokenLogprob]
+
+
+class PromptLogprob(msgspec.Struct, gc=False):
+    """The logprob of a prompt token, or of an alternative to it."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+class LogprobArrays(msgspec.Struct):
+    """Format "arrays" as JSON numbers."""
+
+    token_logprobs: list[float]
+    ranks: list[int]
+    top_token_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+    mode: str
+    start: int | UnsetType = UNSET
+
+
+class PackedLogprobs(msgspec.Struct):
+    """Little-endian float32 and int32 columns: base64 in JSON, byte strings in msgpack."""
+
+    token_logprobs: bytes
+    ranks: bytes
+    top_token_ids: bytes
+    top_logprobs: bytes
+    shape: tuple[int, int]  # rows, alternatives per row
+    mode: str
+    start: int | UnsetType = UNSET
+
+
+def num_rows(columns: Logprobs) -> int:
+    """The number of tokens of the columns."""
+    return len(columns.token_logprobs) // 4
+
+
+def rows(columns: Logprobs) -> Iterator[Row]:
+    """The columns token by token, with nothing below `FLOOR`."""
+    width = columns.width
+    ids = memoryview(columns.top_ids).cast("i").tolist()
+    values = clamped(columns.top_logprobs)
+    logprobs = clamped(columns.token_logprobs)
+    ranks = memoryview(columns.ranks).cast("i").tolist()
+    ends = range(width, width * len(logprobs) + width, width) if width else [0] * len(logprobs)
+    for logprob, rank, end in zip(logprobs, ranks, ends, strict=True):
+        yield logprob, rank, ids[end - width : end], values[end - width : end]
+
+
+def alternatives(row: Row, token_id: int, top: int) -> Iterator[tuple[int, float, int | None]]:
+    """(id, logprob, rank) of the alternatives to a token: the `top` most probable, then those of logprob_token_ids.
+
+    Equal logprobs share a rank; the rank of tokens of logprob_token_ids is unknown.
+    """
+    _, _, ids, values = row
+    rank, last = 0, 1.0
+    for offset, (other, value) in enumerate(zip(ids, values, strict=True)):
+        if offset < top:
+            if value != last:
+                rank, last = offset + 1, value
+            if other != token_id:
+                yield other, value, rank
+        elif other != token_id and other not in ids[:offset]:
+            yield other, value, None
+
+
+def packed(columns: Logprobs, start: int | UnsetType = UNSET) -> PackedLogprobs:
+    shape = (num_rows(columns), columns.width)
+    c = columns
+    return PackedLogprobs(c.token_logprobs, c.ranks, c.top_ids, c.top_logprobs, shape, c.mode, start)
+
+
+def arrays(columns: Logprobs, start: int | UnsetType = UNSET) -> LogprobArrays:
+    logprobs = clamped(columns.token_logprobs)
+    ranks: list[int] = memoryview(columns.ranks).cast("i").tolist()
+    if not columns.width:
+        none: list[Any] = [[]] * len(logprobs)
+        return LogprobArrays(logprobs, ranks, none, none, columns.mode, start)
+    ids: list[int] = memoryview(columns.top_ids).cast("i").tolist()
+    values = clamped(columns.top_logprobs)
+    return LogprobArrays(
+        logprobs, ranks, _table(ids, columns.width), _table(values, columns.width), columns.mode, start
+    )
+
+
+def _table(values: list[T], width: int) -> list[list[T]]:
+    """A column of all alternatives as a list per token."""
+    return [values[i : i + width] for i in range(0, len(values), width)]
+
+
+def clamped(column: bytes) -> list[float]:
+    """A float32 column as numbers that JSON can represent."""
+    values: list[float] = memoryview(column).cast("f").tolist()  # type: ignore[assignment]
+    return [max(FLOOR, value) for value in values] if values and min(values) < FLOOR else values
+
+
+def objects(columns: Logprobs, token_ids: Sequence[int], top: int, spelling: Spelling | None = None) -> LogprobObjects:
+    """An entry per token, with the token as the first alternative.  Without `spelling` tokens are named by ids."""
+    entries = []
+    for token_id, row in zip(token_ids, rows(columns), strict=True):
+        token = _alternative(token_id, row[0], row[1], spelling)
+        tops = [token]
+        if row[2]:
+            tops += [_alternative(*other, spelling) for other in alternatives(row, token_id, top)]
+        entries.append(TokenLogprob(token.token, token_id, token.logprob, row[1], token.bytes, tops))
+    return LogprobObjects(entries)
+
+
+def _alternative(token_id: int, logprob: float, rank: int | None, spelling: Spelling | None) -> TokenAlternative:
+    if spelling is None:
+        return TokenAlternative(f"token_id:{token_id}", token_id, logprob, rank)
+    return TokenAlternative(spelling.text(token_id), token_id, logprob, rank, spelling.bytes(token_id))
+
+
+def prompt_objects(
+    columns: Logprobs, prompt_ids: Sequence[int], start: int, top: int, name: Named | None = None
+) -> list[dict[str, PromptLogprob] | None]:
+    """[null, {"<id>": {"logprob", "rank", "decoded_token"}}, ...]: an entry per prompt token, its own id first.
+
+    The first token and those before `start` have no entry, nor have the tokens of a prompt that was not computed.
+    `top`: number of alternatives.  `name` decodes a token.
+    """
+    first = _first(columns, prompt_ids, start)
+    return [None] * first + _scores(columns, prompt_ids[first:], top, name)
+
+
+def _scores(
+    columns: Logprobs, token_ids: Sequence[int], top: int, name: Named | None
+) -> list[dict[str, PromptLogprob] | None]:  # fmt: skip
+    entries: list[dict[str, PromptLogprob] | None] = []
+    for token_id, row in zip(token_ids, rows(columns), strict=True):
+        entry = {str(token_id): PromptLogprob(row[0], row[1], name(token_id) if name else None)}
+        for other, value, rank in alternatives((*row[:2], row[2][:top], row[3][:top]), token_id, top):
+            entry[str(other)] = PromptLogprob(value, rank, name(other) if name else None)
+        entries.append(entry)
+    return entries
+
+
+def _first(columns: Logprobs, prompt_ids: Sequence[int], start: int) -> int:
+    """The index of the first prompt token with an entry."""
+    return min(max(1, start), len(prompt_ids)) if columns.ranks else len(prompt_ids)
+
+
+def prompt_objects_encoder(
+    columns: Logprobs, prompt_ids: Sequence[int], start: int, top: int, name: Named | None = None
+) -> PartEncoder:
+    first = _first(columns, prompt_ids, start)
+
+    def make(begin: int, end: int) -> list[dict[str, PromptLogprob] | None]:
+        nones = max(0, min(end, first) - begin)
+        scores = columns.part(max(0, begin - first), max(0, end - first))
+        return [None] * nones + _scores(scores, prompt_ids[begin + nones : end], top, name)
+
+    return lambda: encode_list(len(prompt_ids), top, make)
+
+
+def objects_encoder(
+    columns: Logprobs, token_ids: Sequence[int], top: int, spelling: Spelling | None = None
+) -> PartEncoder:
+    def make(begin: int, end: int) -> list[TokenLogprob]:
+        return objects(columns.part(begin, end), token_ids[begin:end], top, spelling).content
+
+    return lambda: _object("content", encode_list(len(token_ids), columns.width, make))
+
+
+def content_encoder(columns: Logprobs, token_ids: Sequence[int], spelling: Spelling) -> PartEncoder:
+    def make(begin: int, end: int) -> list[ChatLogprob]:
+        return content(columns.part(begin, end), token_ids[begin:end], spelling).content
+
+    return lambda: _object("content", encode_list(len(token_ids), columns.width, make))
+
+
+def _object(name: str, value: Iterator[bytes]) -> Iterator[bytes]:
+    yield b'{"%b":' % name.encode()
+    yield from value
+    yield b"}"
+
+
+def content(columns: Logprobs, token_ids: Sequence[int], spelling: Spelling) -> ChatLogprobs:
+    """The logprobs of a chat choice: the top alternatives (with the token if it is one), then logprob_token_ids."""
+    entries = []
+    for token_id, (logprob, _, ids, values) in zip(token_ids, rows(columns), strict=True):
+        tops = [
+            ChatAlternative(spelling.text(other), value, spelling.bytes(other))
+            for other, value in zip(ids, values, strict=True)
+        ]
+        entries.append(ChatLogprob(spelling.text(token_id), logprob, spelling.bytes(token_id), tops))
+    return ChatLogprobs(entries)
+
+
+class TextLogprobs(msgspec.Struct):
+    """The logprobs of a completions choice, a column per kind."""
+
+    text_offset: list[int] = []
+    token_logprobs: list[float | None] = []
+    tokens: list[str] = []
+    top_logprobs: list[dict[str, float] | None] = []
+
+    def add(
+        self, columns: Logprobs | None, token_ids: Sequence[int], spelling: Spelling, offset: TextOffset, top: int
+    ) -> None:  # fmt: skip
+        """Append tokens with their first `top` alternatives; without columns, tokens that have no logprobs.
+
+        `offset`: where in the choice's text they begin; it is advanced to their end.
+        """
+        table = [None] * len(token_ids) if columns is None else rows(columns)
+        for token_id, row in zip(token_ids, table, strict=True):
+            name = spelling.text_at(offset, token_id)
+            self.tokens.append(name)
+            if row is None:
+                self.token_logprobs.append(None)
+                self.top_logprobs.append(None)
+            else:
+                logprob, _, ids, values = row
+                self.token_logprobs.append(logprob)
+                named = {name: logprob}  # the token's value wins over that of an alternative with the same name
+                for other, value in zip(ids[:top], values[:top], strict=True):
+                    named.setdefault(spelling.text_at(offset, other), value)
+                self.top_logprobs.append(named)
+            self.text_offset.append(offset.add(token_id))

@@ -1,0 +1,423 @@
+"""The token route: ids in, ids and logprobs out.  No text library is needed.
+
+msgspec decodes the raw body and encodes the reply; most of a streamed token's event is encoded once per choice.
+Unknown fields are refused with the closest known name; fields that clients of other servers send, and that have no
+effect here, are listed below.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from array import array
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokserve.client.outputs import ChoiceOutput, Logprobs
+from tokserve.errors import RequestError
+from tokserve.params import Count, RepetitionDetection, SamplingParams, StructuredOutputs, check_ranges
+from tokserve.server import compat
+from tokserve.server.generation import Generation, Usage
+from tokserve.server.http import declared, errors
+from tokserve.server.http.body import decode, encode_json, is_msgpack, wants_msgpack
+from tokserve.server.http.workers import off_loop
+from tokserve.server.replies import logprobs, reply_size, sampling_masks, sse
+from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, npy, routed_experts, versions
+from tokserve.server.replies.reply_parts import DeferredParts, single_part
+from tokserve.server.replies.sampling_masks import MaskFields
+from tokserve.server.serving import FieldPaths, Serving
+from tokserve.server.tokens import structured
+
+ID_PREFIX = "generate-tokens-"
+SAMPLING = "sampling_params."
+NO_ROWS = Logprobs()  # a delta without tokens has no columns, and a client who requested logprobs gets empty lists
+HOLE = Raw(b"\0")  # stands for a value that comes later: a byte that no JSON contains
+Format = Literal["objects", "arrays", "base64"]
+
+# sampling parameters of other servers that have no effect on the result, whatever their value
+IGNORED = frozenset({
+    "output_kind", "flat_logprobs", "skip_clone", "skip_reading_prefix_cache", "stream_interval",
+    "watermarking", "output_text_buffer_length", "_all_stop_token_ids", "_bad_words_token_ids", "_eos_token_id",
+    "_watermarking_skipped",
+})  # fmt: skip
+# and those that this server does not support, with the values that have no effect (null never has one)
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "thinking_token_budget": (), "logits_processors": ([],),
+    "prompt_logprob_token_ids": (), "prompt_logprob_start": (), "trace_decode_token_ids": (),
+    "truncate_prompt_tokens": (-1,), "best_of": (1,), "use_beam_search": (False,), "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+}  # fmt: skip
+# null stands for the default of every parameter
+NULLABLE = frozenset(SamplingParams.__struct_fields__)
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """What a stream carries besides deltas."""
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+if TYPE_CHECKING:
+
+    class OptionFields(msgspec.Struct, kw_only=True):
+        """The fields of `RequestOptions`; here those that this file reads."""
+
+        stream: bool | None = False
+
+else:
+    OptionFields = declared.struct("OptionFields", declared.OPTIONS)
+
+
+class _Generate(OptionFields, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    sampling_params: Raw | UnsetType = UNSET  # a `SamplingParams`, decoded by itself
+    request_id: str | None = None
+    model: str | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = False
+    return_sampling_mask: bool | None = None  # the same as in sampling_params
+    output_mode: Literal["tokens", "text"] | None = "tokens"
+    logprobs_format: Format | None = "objects"
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    features: Any = None
+    content_parts: Any = None
+    token_offsets: Any = None  # this and the next two: what vLLM's render adds; no effect here
+    reasoning_ended: Any = None
+    reasoning_parser_kwargs: Any = None
+    routed_experts_prompt_start: Count | None = None  # as in sampling_params
+    output_kind: Any = None  # this and the next two belong in sampling_params, and have no effect there either
+    flat_logprobs: Any = None
+    skip_clone: Any = None
+
+
+class GenerateBody(_Generate, kw_only=True):
+    """The body of /inference/v1/generate."""
+
+    token_ids: list[int] | None = None
+    token_ids_b64: bytes | None = None
+
+
+class PackedGenerateBody(_Generate, kw_only=True):
+    """The same in msgpack, where ids may be a byte string; base64 is decoded by `prompt_of`."""
+
+    token_ids: list[int] | bytes | None = None
+    token_ids_b64: str | None = None
+
+
+AnyBody = GenerateBody | PackedGenerateBody
+
+
+class GenerateChoice(MaskFields):
+    """A choice, or a delta of one."""
+
+    index: int
+    token_ids: list[int] | bytes | Raw
+    finish_reason: str | None
+    stop_reason: int | str | list[int] | None
+    logprobs: Any
+    weight_versions: list[WeightVersion] | UnsetType = UNSET
+    stop_detail: StopDetail | UnsetType = UNSET
+    text: str | Raw | UnsetType | None = UNSET
+    routed_experts: Any = UNSET  # an npy file: base64, in msgpack bytes
+
+
+class GenerateReply(msgspec.Struct):
+    """The whole answer."""
+
+    request_id: str
+    id: str
+    created: int
+    model: str
+    choices: list[GenerateChoice]
+    usage: Usage
+    prompt_logprobs: Any
+    seed: int
+    prompt_token_ids: list[int] | bytes | UnsetType = UNSET
+    kv_transfer_params: None = None
+    exact: bool = True
+    object: str = "inference.generate"
+
+
+class GenerateChunk(msgspec.Struct):
+    """An event of a stream; the first has the fields after `usage`."""
+
+    request_id: str
+    choices: list[GenerateChoice]
+    usage: Usage | UnsetType | None = UNSET
+    model: str | UnsetType = UNSET
+    created: int | UnsetType = UNSET
+    seed: int | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: Any = UNSET
+
+
+_KNOWN = (  # names to suggest; dotted ones are where a field belongs that was given at the top
+    *GenerateBody.__struct_fields__, *StreamOptions.__struct_fields__,
+    *(f"stream_options.{name}" for name in StreamOptions.__struct_fields__),
+    *(f"{SAMPLING}{name}" for name in SamplingParams.__struct_fields__),
+)  # fmt: skip
+_json_body = msgspec.json.Decoder(GenerateBody).decode
+_msgpack_body = msgspec.msgpack.Decoder(PackedGenerateBody).decode
+_json_params = msgspec.json.Decoder(SamplingParams).decode
+_msgpack_params = msgspec.msgpack.Decoder(SamplingParams).decode
+
+
+def decode_body(raw: bytes | bytearray | memoryview, packed: bool) -> AnyBody:
+    """The body; raises `RequestError` naming the field."""
+    try:
+        body: AnyBody = _msgpack_body(raw) if packed else _json_body(raw)
+    except msgspec.ValidationError as error:
+        raise errors.from_msgspec(error, _KNOWN) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise errors.malformed(error, "msgpack" if packed else "JSON") from None
+    for name in ("kv_transfer_params", "ec_transfer_params", "features", "content_parts"):
+        errors.refuse_unsupported(name, getattr(body, name))
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream: true", field="stream_options")
+    return body
+
+
+def decode_params(raw: Raw | UnsetType, packed: bool) -> SamplingParams:
+    """The sampling parameters; raises `RequestError` naming the field."""
+    if raw is UNSET:
+        return SamplingParams()
+    try:
+        return _msgpack_params(raw) if packed else _json_params(raw)
+    except msgspec.ValidationError as error:
+        if "out of range" in str(error):  # a number beyond all floats
+            raise errors.from_msgspec(error, (), "sampling_params") from None
+        values = decode(bytes(raw), packed)
+        if values is None:
+            return SamplingParams()
+        if not isinstance(values, dict):
+            raise errors.from_msgspec(error, (), "sampling_params") from None
+    except UnicodeDecodeError as error:
+        raise errors.malformed(error, "JSON") from None
+    try:
+        values = _without_ignored(values)
+        return msgspec.convert(values, SamplingParams, str_keys=True)
+    except msgspec.ValidationError as error:
+        check_ranges(SamplingParams, values, SAMPLING)
+        nested = (*RepetitionDetection.__struct_fields__, *StructuredOutputs.__struct_fields__)
+        known = (*SamplingParams.__struct_fields__, *nested)
+        raise errors.from_msgspec(error, known, "sampling_params") from None
+
+
+def _without_ignored(values: dict[Any, Any]) -> dict[Any, Any]:
+    """The parameters without those of other servers that have no effect; refuses those that would have one."""
+    kept = {}
+    for name, value in values.items():
+        if name in UNSUPPORTED:
+            errors.refuse_unsupported(f"sampling_params.{name}", value, UNSUPPORTED[name])
+        if name == "structured_outputs" and isinstance(value, dict):
+            value = structured.drop_ignored_fields(value, "sampling_params.structured_outputs")
+        structured.refuse_other_names(name, value, "sampling_params.")
+        if name in ("logprobs", "prompt_logprobs") and isinstance(value, bool):
+            value = 1 if value else None
+        if not (
+            name in IGNORED or name in UNSUPPORTED or name in compat.OTHER_NAMES or (value is None and name in NULLABLE)
+        ):
+            kept[name] = value
+    return kept
+
+
+def with_mask(params: SamplingParams, given: bool | None) -> SamplingParams:
+    """The parameters with the body's own `return_sampling_mask`."""
+    if given is None or given == params.return_sampling_mask:
+        return params
+    if params.return_sampling_mask is not None:
+        raise RequestError(
+            f"return_sampling_mask is {str(given).lower()} and {SAMPLING}return_sampling_mask is not; send one of them",
+            field="return_sampling_mask",
+        )
+    return msgspec.structs.replace(params, return_sampling_mask=given)
+
+
+def prompt_of(body: AnyBody) -> tuple[list[int] | bytes, FieldPaths]:
+    """The prompt, as a list or packed, and the names of its fields for errors."""
+    in_base64 = body.token_ids_b64
+    if in_base64 is None:
+        if body.token_ids is None:
+            raise RequestError("token_ids is required", field="token_ids")
+        return body.token_ids, FieldPaths("token_ids", SAMPLING)
+    if body.token_ids is not None:
+        raise RequestError("give token_ids or token_ids_b64, not both", field="token_ids_b64")
+    if isinstance(in_base64, str):
+        try:
+            in_base64 = base64.b64decode(in_base64, validate=True)
+        except ValueError:
+            raise RequestError("token_ids_b64 is not base64", field="token_ids_b64") from None
+    return in_base64, FieldPaths("token_ids_b64", SAMPLING)
+
+
+async def generate_tokens(serving: Serving, request: Request) -> Response:
+    """POST /inference/v1/generate"""
+    packed = is_msgpack(request)
+    raw = await serving.bodies.read(request)
+
+    def decode() -> tuple[AnyBody, SamplingParams]:
+        serving.bodies.check_values(request, raw, packed)
+        body = decode_body(raw, packed)
+        params = with_mask(decode_params(body.sampling_params, packed), body.return_sampling_mask)
+        if body.routed_experts_prompt_start:
+            params = msgspec.structs.replace(params, routed_experts_prompt_start=body.routed_experts_prompt_start)
+        return body, structured.with_default(params, serving.closed_schemas)
+
+    body, params = await off_loop(request, len(raw), decode)
+    if body.stream and wants_msgpack(request):
+        raise RequestError("a stream is server-sent events with JSON; msgpack needs stream: false", field="stream")
+    await serving.find_model(body.model)
+    generate = serving.request_of(request, body, params, text=body.output_mode == "text")
+    prompt, fields = prompt_of(body)
+    entry_bytes = reply_size.OBJECT_BYTES if body.logprobs_format in (None, "objects") else reply_size.COLUMN_BYTES
+    generation = await serving.start(request, generate, [prompt], fields, entry_bytes=entry_bytes)
+    body.token_ids, body.token_ids_b64, body.sampling_params = None, None, UNSET  # what would keep the body
+    render = _Render(serving, generation, body, params, packed=wants_msgpack(request))
+    headers = {"X-Request-Id": generate.request_id}
+    if body.stream:
+        return sse.EventStream(generation, render, serving.keep_alive, headers)
+    return await sse.answer(generation, request, render.reply, headers)
+
+
+class _Render:
+    """Completions as this route's JSON."""
+
+    def __init__(
+        self, serving: Serving, generation: Generation, body: AnyBody, params: SamplingParams, *, packed: bool
+    ) -> None:
+        self._id = ID_PREFIX + generation.key
+        self._serving = serving
+        self._model = serving.answers_as(body.model)
+        self._generation = generation
+        self._params = params
+        self._packed = packed
+        self._text = body.output_mode == "text"
+        self._spelling = logprobs.Spelling(serving.tokenizer, as_ids=False) if self._text else None
+        self._echo = bool(body.return_token_ids)
+        self._format = body.logprobs_format or "objects"
+        options = body.stream_options or StreamOptions()
+        self._usage = bool(options.include_usage)
+        self._continuous = self._usage and bool(options.continuous_usage_stats)
+        self._first = True
+        self._frames: dict[int, list[bytes]] = {}  # by choice
+        self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
+        self._has_masks = serving.has_masks(params)
+        self._mask_form: sampling_masks.Form = (
+            "lists" if self._format == "objects" else "packed" if packed or self._format == "base64" else "arrays"
+        )
+        self._scores_due = params.prompt_logprobs is not None
+
+    def _choice(self, c: ChoiceOutput, deferred: DeferredParts | None = None) -> GenerateChoice:
+        choice = GenerateChoice(
+            c.index, self._ids(c.token_ids), c.finish_reason, c.stop_reason,
+            self._logprobs(c.logprobs or NO_ROWS, c.token_ids, deferred) if self._has_logprobs else None,
+            UNSET if c.finish_reason is None else versions(c),
+            UNSET if c.finish_reason is None else StopDetail(c.stop_detail, c.message),
+            c.text or "" if self._text else UNSET, self._routed_experts(c),
+        )  # fmt: skip
+        if self._has_masks:
+            sampling_masks.add(choice, c, self._mask_form, deferred)
+        return choice
+
+    def _routed_experts(self, c: ChoiceOutput) -> str | bytes | UnsetType:
+        return npy(c.routed_experts) if self._packed and c.routed_experts is not None else routed_experts(c)
+
+    def _ids(self, ids: list[int]) -> list[int] | bytes:
+        return array("i", ids).tobytes() if self._packed else ids
+
+    def _logprobs(self, columns: Logprobs, ids: list[int], deferred: DeferredParts | None = None) -> Any:
+        if self._format == "objects":
+            top = columns.width - len(self._params.logprob_token_ids or ())
+            if deferred is not None:
+                return deferred.defer(logprobs.objects_encoder(columns, ids, top, self._spelling))
+            return logprobs.objects(columns, ids, top, self._spelling)
+        make = logprobs.packed if self._packed or self._format == "base64" else logprobs.arrays
+        return make(columns) if deferred is None else deferred.defer(single_part(lambda: make(columns)))
+
+    def _prompt_logprobs(self, columns: Logprobs | None, deferred: DeferredParts | None = None) -> Any:
+        """The prompt's logprobs in the requested format.  There are no columns for a prompt of one token, nor for one
+        that was never computed."""
+        first = max(1, self._params.prompt_logprobs_start)
+        columns = columns or NO_ROWS
+        if self._format == "objects":
+            name = self._serving.tokenizer.token if self._text else None
+            args = (columns, self._generation.prompt_ids(), first, columns.width, name)
+            if deferred is not None:
+                return deferred.defer(logprobs.prompt_objects_encoder(*args))
+            return logprobs.prompt_objects(*args)
+        make = logprobs.packed if self._packed or self._format == "base64" else logprobs.arrays
+        return make(columns, first) if deferred is None else deferred.defer(single_part(lambda: make(columns, first)))
+
+    def reply(self, completions: list[ChoiceOutput], deferred: DeferredParts | None = None) -> GenerateReply:
+        """The whole answer; with `deferred`, logprobs are made later."""
+        generation = self._generation
+        scores = None
+        if self._scores_due:
+            columns = next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None)
+            scores = self._prompt_logprobs(columns, deferred)
+        return GenerateReply(
+            request_id=self._id, id=self._id, created=int(time.time()), model=self._model,
+            choices=[self._choice(c, deferred) for c in completions], usage=generation.usage(), prompt_logprobs=scores,
+            seed=generation.seed, prompt_token_ids=self._ids(generation.prompt_ids()) if self._echo else UNSET,
+            exact=bool(self._serving.llm.ready.facts.get("exact", True)),
+        )  # fmt: skip
+
+    def delta(self, delta: ChoiceOutput) -> bytes:
+        """One event."""
+        if self._first or self._continuous or self._scores_due or delta.finish_reason is not None:
+            return self._event(delta)
+        return self._plain_event(delta)
+
+    def _plain_event(self, delta: ChoiceOutput) -> bytes:
+        """The event of a delta in the middle of a stream: all but the tokens is constant, and encoded once."""
+        frame = self._frames.get(delta.index)
+        if frame is None:
+            frame = self._frames[delta.index] = self._frame(delta.index)
+        made = frame[0] + encode_json(delta.token_ids)
+        if self._has_logprobs:
+            made += frame[1] + encode_json(self._logprobs(delta.logprobs or NO_ROWS, delta.token_ids))
+        text_at = -5 if self._has_masks else -2
+        if self._text:
+            made += frame[text_at] + encode_json(delta.text or "")
+        if self._has_masks:
+            masks, form = delta.sampling_masks or sampling_masks.NO_MASKS, self._mask_form
+            made += frame[-4] + encode_json(sampling_masks.mask_of(masks, form))
+            made += frame[-3] + encode_json(sampling_masks.logprobs_of(masks.logprobs, form))
+            made += frame[-2] + encode_json(sampling_masks.logprobs_of(masks.kept_logprobs, form))
+        return made + frame[-1]
+
+    def _frame(self, index: int) -> list[bytes]:
+        """The constant parts of an event: around the token ids and, if these are wanted, the logprobs, the text, and
+        the three fields of the sampling masks."""
+        logprobs, text = HOLE if self._has_logprobs else None, HOLE if self._text else UNSET
+        choice = GenerateChoice(index, HOLE, None, None, logprobs, text=text)
+        if self._has_masks:
+            choice.sampling_mask = choice.sampling_logprobs = choice.kept_logprob = HOLE
+        chunk = GenerateChunk(self._id, [choice], None if self._usage else UNSET)
+        return sse.event(encode_json(chunk)).split(HOLE)
+
+    def _event(self, delta: ChoiceOutput) -> bytes:
+        chunk = GenerateChunk(self._id, [self._choice(delta)])
+        if self._usage:
+            chunk.usage = self._generation.usage() if self._continuous else None
+        if self._first:
+            self._first = False
+            chunk.model, chunk.created, chunk.seed = self._model, int(time.time()), self._generation.seed
+            if self._echo:
+                chunk.prompt_token_ids = self._generation.prompt_ids()
+        if self._scores_due and (delta.prompt_logprobs or self._generation.ended):
+            self._scores_due = False
+            chunk.prompt_logprobs = self._prompt_logprobs(delta.prompt_logprobs)
+        return sse.event(encode_json(chunk))
+
+    def tail(self) -> bytes:
+        """The usage event, if it was requested."""
+        if not self._usage:
+            return b""
+        return sse.event(encode_json(GenerateChunk(self._id, [], self._generation.usage())))

@@ -1,0 +1,85 @@
+"""The request fields for structured outputs: `structured_outputs` itself, and OpenAI's `response_format`.
+
+Both become `StructuredOutputs`, which `params` validates and the engine compiles.  Names of other servers and obsolete
+names are refused with the name to use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tokserve.errors import RequestError, invalid
+from tokserve.params import SamplingParams, StructuredOutputs
+from tokserve.server.compat import IGNORED_OPTIONS, OTHER_NAMES
+from tokserve.server.http import body, errors
+
+
+class _JsonSchemaField(msgspec.Struct):
+    """response_format.json_schema.  Outputs always match the schema; with `strict` its objects are closed."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class _ResponseFormatField(msgspec.Struct):
+    type: str
+    json_schema: _JsonSchemaField | None = None
+
+
+def refuse_other_names(name: str, value: Any, prefix: str = "") -> None:
+    """Raise for a field with one of `OTHER_NAMES`, naming the field to use."""
+    if name in OTHER_NAMES and value is not None and value not in OTHER_NAMES[name]:
+        raise RequestError(
+            f"{prefix}{name} is not supported by this server; use {prefix}structured_outputs",
+            field=prefix + name, code="unsupported",
+        )  # fmt: skip
+
+
+def drop_ignored_fields(value: dict[Any, Any], path: str) -> dict[Any, Any]:
+    """The options without nulls and ignored fields; refuses unsupported ones."""
+    for name, no_effect in IGNORED_OPTIONS.items():
+        errors.refuse_unsupported(f"{path}.{name}", value.get(name), no_effect)
+    return {name: field for name, field in value.items() if field is not None and name not in IGNORED_OPTIONS}
+
+
+def by_default(form: StructuredOutputs, closed: bool) -> StructuredOutputs:
+    """The form with the objects of its schema closed, if `closed` and the form does not say whether they are."""
+    if not closed or form.json is None or form.disable_additional_properties is not None:
+        return form
+    return msgspec.structs.replace(form, disable_additional_properties=True)
+
+
+def with_default(params: SamplingParams, closed: bool) -> SamplingParams:
+    """The parameters with `by_default` applied to their structured outputs."""
+    if not closed or params.structured_outputs is None:
+        return params
+    return msgspec.structs.replace(params, structured_outputs=by_default(params.structured_outputs, closed))
+
+
+def requested_format(
+    outputs: dict[str, Any] | None, response_format: dict[str, Any] | None, *, closed: bool
+) -> StructuredOutputs | None:
+    """The structured outputs of a text route's body.  `closed`: as in `by_default`, for schemas without `strict`.
+    Raises RequestError naming the field."""
+    if outputs is not None:
+        if response_format not in (None, {"type": "text"}):
+            raise RequestError("give structured_outputs or response_format, not both", field="response_format")
+        options = drop_ignored_fields(outputs, "structured_outputs")
+        return by_default(body.convert(options, StructuredOutputs, "structured_outputs"), closed)
+    if response_format is None:
+        return None
+    response = body.convert(response_format, _ResponseFormatField, "response_format")
+    if response.type == "json_schema":
+        if response.json_schema is None:
+            raise invalid("response_format.json_schema", "is required")
+        strict = response.json_schema.strict
+        close_objects = strict if strict is not None else (True if closed else None)
+        return StructuredOutputs(json=response.json_schema.schema, disable_additional_properties=close_objects)
+    if response.type not in ("text", "json_object"):
+        kind = response.type[: errors.SHOWN]
+        raise invalid("response_format.type", f"must be text, json_object or json_schema, got {kind!r}")
+    return StructuredOutputs(json_object=True) if response.type == "json_object" else None
