@@ -19,7 +19,7 @@ from tests.ops.packing import PACKING, pack_arguments
 from tokserve import ops
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
-from tokserve.ops.samples import samples
+from tokserve.ops.samples import recurrent, samples
 from tokserve.ops.samples.wna16 import weights
 
 _C = pytest.importorskip("tokserve._C")
@@ -191,6 +191,16 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
     index = torch.arange(9)
     table = randn(600, 64)
     return {
+        "gated_delta": (
+            randn(70, 384 + 128, dtype=bf16), randn(70, 8, dtype=bf16), randn(4, 384), randn(4), randn(4),
+            randn(32), 1e-6, False, randn(9, 4, 64, 32), randn(9, 6, 392, dtype=bf16),
+            *recurrent.columns(((50, 50, 0, 50), (20, 30, 8, 28)), ((0, 16, 5), (1, 20, 6))),
+        ),
+        "short_conv": (
+            randn(70, 3 * 512, dtype=bf16), randn(4, 512), None, randn(9, 6, 512, dtype=bf16),
+            *recurrent.columns(((50, 50, 0, 50), (20, 30, 8, 28)), ((0, 16, 5), (1, 20, 6))),
+        ),
+        "gate_heads": (randn(300, 4, 64, dtype=bf16), randn(300, 1024, dtype=bf16)),
         "rms_norm": (randn(300, 512, dtype=bf16), randn(512, dtype=bf16), 1e-6),
         "add_rms_norm": (randn(300, 512), randn(300, 512, seed=1), randn(512), 1e-6),
         "layer_norm": (randn(300, 512, dtype=bf16), randn(512, dtype=bf16), randn(512, dtype=bf16), 1e-6),

@@ -27,7 +27,7 @@ class GatedDeltaSpec:
     """The gated delta rule: `heads` value heads of `dim` in groups that share the `key_heads` keys of `key_dim`.
 
     `taps`: of the convolution.  `grouped`: a projection has the parts of the first key head, then those of the next.
-    `names`: of the tensors that form the first projection; `rate_names`: of those of step sizes and decays.
+    `names`: and sizes of the tensors that form the first projection; `rate_names`: of those of step sizes and decays.
     """
 
     heads: int
@@ -37,8 +37,8 @@ class GatedDeltaSpec:
     taps: int
     eps: float
     grouped: bool
-    names: dict[str, int]
-    rate_names: dict[str, int]
+    names: tuple[tuple[str, int], ...]
+    rate_names: tuple[tuple[str, int], ...]
     rope: RopeSpec = NO_ROPE
 
 
@@ -102,8 +102,8 @@ class GatedDelta(Recurrent):
     def __init__(self, hidden: int, spec: GatedDeltaSpec, options: LayerOptions) -> None:
         self._alone(options)
         self.spec, self.dtype = spec, options.dtype
-        self.project = Linear(hidden, spec.names, options)
-        self.rates = Linear(hidden, spec.rate_names, LayerOptions(options.dtype))
+        self.project = Linear(hidden, dict(spec.names), options)
+        self.rates = Linear(hidden, dict(spec.rate_names), LayerOptions(options.dtype))
         self.channels = 2 * spec.key_heads * spec.key_dim + spec.heads * spec.dim
         self.conv = Convolution(self.channels, spec.taps, options.dtype)
         self.out = Linear(spec.heads * spec.dim, {"out_proj": hidden}, options)

@@ -30,6 +30,7 @@ from tokserve.models.gguf_weights import GgufSource
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 IGNORED = "rotary_emb.inv_freq"  # older checkpoints store what the rope table holds
+DROPPED = "\0"  # as in models/spec
 LISTED = 10
 SMALL = 64 << 20  # bytes
 
@@ -145,7 +146,7 @@ def model_name(name: str, renames: Iterable[tuple[str, str]]) -> str | None:
     for old, new in renames:
         if old.startswith("."):
             name = name.replace(old, new)
-    return name
+    return None if name.startswith(DROPPED) else name
 
 
 def with_model_names(entries: Mapping[str, Entry], renames: Iterable[tuple[str, str]]) -> dict[str, Entry]:

@@ -83,7 +83,7 @@ def norm_rope_store(
     kv_heads, dim = k_cache.shape[1], k_cache.shape[3]
     if gated:
         queries = qkv.shape[1] - 2 * kv_heads * dim
-        heads_with_gates = qkv[:, :queries].reshape(len(qkv), -1, 2, dim)
+        heads_with_gates = qkv[:, :queries].reshape(len(qkv), queries // (2 * dim), 2, dim)
         qkv = torch.cat((heads_with_gates[:, :, 0].flatten(1), qkv[:, queries:]), 1)
     heads = qkv.shape[1] // dim
     parts = torch.split(qkv.view(-1, heads, dim), [heads - 2 * kv_heads, kv_heads, kv_heads], 1)

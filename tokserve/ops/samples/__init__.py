@@ -8,7 +8,19 @@ from __future__ import annotations
 
 import torch
 
-from tokserve.ops.samples import attention, dense, elementwise, float8, lora, mixture, quant, recurrent, sampling, step, wna16
+from tokserve.ops.samples import (
+    attention,
+    dense,
+    elementwise,
+    float8,
+    lora,
+    mixture,
+    quant,
+    recurrent,
+    sampling,
+    step,
+    wna16,
+)
 from tokserve.ops.samples.common import Samples
 
 MODULES = (attention, dense, elementwise, float8, lora, mixture, quant, recurrent, sampling, step, wna16)

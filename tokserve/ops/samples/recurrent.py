@@ -25,7 +25,12 @@ def columns(rows: tuple[Row, ...], saves: tuple[tuple[int, int, int], ...]) -> t
 
 
 def gated_delta(dtype: torch.dtype) -> Samples:
-    shapes = ((2, 1, 16, 16, 4), (1, 2, 8, 5, 3), (2, 3, 20, 36, 2), (1, 1, 64, 64, 4))  # k heads, v per k, Dk, Dv, taps
+    shapes = (
+        (2, 1, 16, 16, 4),
+        (1, 2, 8, 5, 3),
+        (2, 3, 20, 36, 2),
+        (1, 1, 64, 64, 4),
+    )  # k heads, v per k, Dk, Dv, taps
     for number, (rows, saves) in enumerate(ROWS):
         for key_heads, group, key_dim, value_dim, taps in shapes:
             heads, tokens = key_heads * group, sum(row[0] for row in rows)

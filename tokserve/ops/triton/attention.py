@@ -341,7 +341,8 @@ def prepared_heads(
     DIM: tl.constexpr, ROT: tl.constexpr, NORM: tl.constexpr, COUNT: tl.constexpr, INTERLEAVED: tl.constexpr,
     STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """COUNT heads [H,1] x elements [1,D] of x_ptr [H,DIM], heads STRIDE apart, normed, rounded to their dtype, rotated: [H,D] float32.
+    """COUNT heads [H,1] x elements [1,D] of x_ptr, heads STRIDE apart, normed, rounded to their dtype, rotated: [H,D]
+    float32.
 
     NORM: 0 none, 1 of each head, 2 of all heads together, 3 of each head after the rotation.
     """
