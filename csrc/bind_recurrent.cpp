@@ -1,6 +1,9 @@
 // Bindings of the layers with a recurrent state, and of the gates of attention's heads.
 #include <nanobind/stl/optional.h>
 
+#include <cstring>
+#include <vector>
+
 #include "bind.h"
 
 namespace nb = nanobind;
@@ -40,8 +43,8 @@ StateColumns columns_of(const char* op, const Tensor& query_start, const Tensor&
   return c;
 }
 
-// The rows that have tokens, checked.
-std::vector<StateRow> rows_of(const StateColumns& c) {
+// The rows that have tokens and a state, checked.  Outputs of tokens without a state, `bytes` each, become zero.
+std::vector<StateRow> rows_of(const StateColumns& c, void* out, int64_t bytes) {
   require(c.query_start[0] == 0 && c.query_start[c.rows] <= c.tokens, c.op, "query_start must go from 0 to T");
   std::vector<StateRow> rows;
   int64_t save = 0;
@@ -52,9 +55,14 @@ std::vector<StateRow> rows_of(const StateColumns& c) {
     const int64_t token = c.query_start[r], count = c.query_start[r + 1] - token;
     require(count >= 0, c.op, "query_start must not descend");
     if (count == 0) continue;
+    require(token + count <= c.tokens, c.op, "query_start must go from 0 to T");
+    if (c.index[r] < 0) {
+      std::memset(static_cast<char*>(out) + token * bytes, 0, count * bytes);
+      continue;
+    }
     const StateRow row{c.index[r], token,    c.seq_lens[r] - count, c.seq_lens[r],
                        c.start[r], c.end[r], c.saves + 3 * begin,   save - begin};
-    require(row.index >= 0 && row.index < c.states, c.op, "a row has no state");
+    require(row.index < c.states, c.op, "a row has no state");
     require(row.first >= 0 && row.start >= 0 && row.start <= row.first + 1 &&
                 row.first - row.start <= c.window - c.taps && row.start <= row.end && row.end <= row.length,
             c.op, "a row's state cannot go on from where it is");
@@ -153,8 +161,9 @@ void gated_delta(const Tensor& x, const Tensor& rates, const Tensor& conv_weight
   columns.states = state.size(0);
   columns.taps = a.taps;
   columns.window = a.window;
+  const int64_t item = x.item();
   launch([=] {
-    const std::vector<StateRow> rows = rows_of(columns);
+    const std::vector<StateRow> rows = rows_of(columns, a.out, heads * a.value_dim * item);
     const int64_t scratch = kernels().delta_scratch(a), count = static_cast<int64_t>(rows.size());
     if (count == 0) return;
     const double of_token = 0.15 * a.group * a.key_dim * a.value_dim + a.entry;
@@ -192,9 +201,10 @@ void short_conv(const Tensor& x, const Tensor& conv_weight, const std::optional<
   columns.states = ring.size(0);
   columns.taps = taps;
   columns.window = a.window;
+  const int64_t item = x.item();
   launch([=] {
     constexpr int64_t width = 256;  // channels of a task
-    const std::vector<StateRow> rows = rows_of(columns);
+    const std::vector<StateRow> rows = rows_of(columns, a.out, channels * item);
     const int64_t parts = (channels + width - 1) / width, count = static_cast<int64_t>(rows.size());
     if (count == 0) return;
     over_rows(count * parts, 0.3 * width * taps * tokens_of(rows) / count, [&](int64_t begin, int64_t end) {

@@ -4,7 +4,8 @@ The next token is a hash of (seed, position, all tokens before), so it cannot de
 cache is simulated: each (block, offset) holds what was written there (a hash of all tokens and features up to that
 position), and every step compares all that a row would read with what the request's own tokens demand.  A wrong
 prefix hit, a stale block, or a write into another request's block fails the step.  Drafts are accepted for as long as
-they are what would have been sampled.
+they are what would have been sampled.  With `states`, each slot has a recurrent state, the hash of the tokens up to its
+position, and a step fails whose state is not one to go on from: a wrong snapshot, or a draft that was rejected.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tokserve.engine.core import EngineCore
 from tokserve.engine.request import Request
 from tokserve.engine.speculation.drafter import Drafter, TextDrafter
 from tokserve.errors import RequestError
-from tokserve.kv_spec import KVLayout, KVSpec
+from tokserve.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
 from tokserve.messages import (
     Abort,
     Call,
@@ -223,6 +224,8 @@ class Slot:
     planned: int = -1  # the last step with a row of it
     sampled: int = -1  # the last step that sampled
     rejected: dict[int, int] = field(default_factory=dict)  # drafts by step
+    state: bytes = START  # of the tokens up to position num_state
+    num_state: int = 0
 
     def learn(self, token: int) -> None:
         self.tokens.append(token)
@@ -254,15 +257,20 @@ class ScriptedExecutor:
     """Checks and plays plans.  `spoil`: (seed, position) pairs whose logits are NaN; `bar`: those whose parameters
     leave nothing; `fail_at`: a step that raises.  `results`: of all steps."""
 
-    def __init__(self, config: Config, num_blocks: int = 64, block_size: int = 4) -> None:
+    def __init__(
+        self, config: Config, num_blocks: int = 64, block_size: int = 4, states: StateLayout | None = None
+    ) -> None:
         self.scheduler = config.scheduler
         self.context = min(config.model.max_model_len or 10**9, num_blocks * block_size)
         self.size = block_size
         self.max_loras = config.lora.max_loras
-        spec = KVSpec(1, 1, "float32")
+        specs = (KVSpec(1, 1, "float32"), *((StateSpec(2, 1, "float32"),) if states else ()))
         self.facts = DeviceFacts(
-            KVLayout((spec,), num_blocks, block_size), VOCAB, "v1", {"scripted": True}, {"image": 0}
+            KVLayout(specs, num_blocks, block_size, states), VOCAB, "v1", {"scripted": True}, {"image": 0}
         )
+        self.snapshots: dict[int, tuple[bytes, int, str]] = {}  # id -> state, its position, and who made it
+        self.saved: dict[int, list[int]] = {}  # by step
+        self.restored = 0  # requests that began with a snapshot
         self.slots: dict[int, Slot] = {}
         self.kv: dict[tuple[int, int], tuple[bytes, int]] = {}  # (block, offset) -> (content, step that wrote it)
         self.in_flight: deque[int] = deque()
@@ -305,6 +313,7 @@ class ScriptedExecutor:
             self.weights = None if "weights" in args["tags"] else self.weights
             if not self.has_kv:
                 self.kv.clear()
+                self.snapshots.clear()
         elif method == "restore":
             demand(args["tags"] == ["kv_cache"] and not self.has_kv, "the KV memory is there")
             self.has_kv = True
@@ -407,6 +416,9 @@ class ScriptedExecutor:
         for slot, count in zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True):
             self._check_cached(plan, self.slots[slot], self.slots[slot].computed)
             self._write(plan.step, self.slots[slot], count)
+        if self.facts.layout.states is not None:
+            self._advance_states(plan, self.facts.layout.states)
+        demand(self.facts.layout.states is not None or not plan.saves, "snapshots of a model without states")
         for slot in plan.slots.tolist():
             self._check_read(self.slots[slot])
 
@@ -431,13 +443,45 @@ class ScriptedExecutor:
             demand(row.tokens.dtype == np.int32 and len(row.tokens) >= row.prompt_len > 0, "tokens of a new row")
             demand(0 <= row.slot < self.scheduler.max_num_seqs, "slot out of range")
             tokens = row.tokens.tolist()
-            self.slots[row.slot] = Slot(row, tokens, prefixes_of(tokens, row.features), entered=plan.step)
+            self.slots[row.slot] = slot = Slot(row, tokens, prefixes_of(tokens, row.features), entered=plan.step)
+            self._restore(slot)
         for slot, first, blocks in plan.blocks:
             table = self.slots[slot].blocks
             demand(blocks and first == len(table), f"slot {slot}: {first} is not the end of its block table")
             demand(all(0 <= block < self.facts.layout.num_blocks for block in blocks), "no such block")
             table += blocks
             demand(len(set(table)) == len(table), f"slot {slot} has a block twice")
+
+    def _restore(self, slot: Slot) -> None:
+        row = slot.row
+        if row.snapshot < 0:
+            demand(row.num_state == 0, f"{row.request_id}: has no state of position {row.num_state}")
+            return
+        state, position, made_by = self.snapshots[row.snapshot]
+        demand(position == row.num_state, f"{row.request_id}: snapshot of {position}, not {row.num_state}")
+        demand(state == slot.prefixes[position], f"{row.request_id}: a snapshot of other tokens")
+        demand(made_by == self._weights(slot), f"{row.request_id}: a snapshot that the weights {made_by!r} made")
+        slot.state, slot.num_state = state, position
+        self.restored += 1
+
+    def _advance_states(self, plan: StepPlan, states: StateLayout) -> None:
+        """States go on to the first draft of each row, and snapshots are taken on the way."""
+        self.saved[plan.step] = saved = []
+        demand(len({snapshot for _, _, snapshot in plan.saves}) == len(plan.saves), "a snapshot is taken twice")
+        demand(all(0 <= snapshot < states.snapshots for _, _, snapshot in plan.saves), "no such snapshot")
+        columns = zip(plan.slots.tolist(), plan.num_tokens.tolist(), plan.num_drafts.tolist(), strict=True)
+        for number, count, num_drafts in columns:
+            slot = self.slots[number]
+            name, start = slot.row.request_id, slot.computed - count
+            demand(slot.state == slot.prefixes[slot.num_state], f"{name}: its state is of tokens that did not stay")
+            demand(slot.num_state <= start + 1, f"{name}: its state of {slot.num_state} is past {start}")
+            demand(start - slot.num_state <= states.spare_inputs, f"{name}: {slot.num_state} is too far behind {start}")
+            before, slot.num_state = slot.num_state, max(slot.num_state, slot.computed - num_drafts)
+            slot.state = slot.prefixes[slot.num_state]
+            for owner, position, snapshot in plan.saves:
+                if owner == number and before < position <= slot.num_state:
+                    self.snapshots[snapshot] = (slot.prefixes[position], position, self._weights(slot))
+                    saved.append(snapshot)
 
     def _check_columns(self, plan: StepPlan) -> None:
         slots = plan.slots.tolist()
@@ -571,7 +615,7 @@ class ScriptedExecutor:
         logprobs = rows_of(rows, widest, padding=1) if widest or rows else None
         return StepResult(
             plan.step, np.array(counts, np.int32), np.array(tokens, np.int32), np.array(status, np.uint8), logprobs,
-            prompt_rows, pooled,
+            prompt_rows, pooled, saved=self.saved.pop(plan.step, []),
         )  # fmt: skip
 
     def _sampled(
@@ -730,8 +774,9 @@ class Engine:
 
     def __init__(
         self, *, num_blocks: int = 64, block_size: int = 4, context: int = 64, drafter: Drafter | None = None,
-        **options: Any,
+        snapshots: int | None = None, interval: int = 8, **options: Any,
     ) -> None:  # fmt: skip
+        """`snapshots`: of a model with recurrent states, taken every `interval` tokens."""
         options = {
             "model": "scripted",
             "max_num_seqs": 8,
@@ -741,7 +786,9 @@ class Engine:
         }
         options.setdefault("eos_token_ids", list(EOS))
         self.config = Config.make(max_model_len=context, **options)
-        self.executor = ScriptedExecutor(self.config, num_blocks, block_size)
+        slots = self.config.scheduler.max_num_seqs
+        states = None if snapshots is None else StateLayout(slots, snapshots, interval, spare_inputs=9)
+        self.executor = ScriptedExecutor(self.config, num_blocks, block_size, states)
         self.clock = Clock()
         self.wakes: list[None] = []
         self.core = EngineCore(

@@ -14,12 +14,16 @@ from tokserve.plan import GrammarBitmask, NewRow, StepPlan, StepResult, UInt32
 
 
 class ScheduledRow(msgspec.Struct, eq=False, gc=False):
-    """A request's part in one step: `num_tokens` positions, the last of them `drafts`; see `StepPlan`."""
+    """A request's part in one step: `num_tokens` positions, the last of them `drafts`; see `StepPlan`.
+
+    `saves`: (position, snapshot) of those that its state passes, unless earlier drafts are rejected.
+    """
 
     request: Request
     num_tokens: int
     num_logits: int
     drafts: Sequence[int] = ()
+    saves: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -145,6 +149,7 @@ class PlanBuilder:
         starts, blocks = [], []
         drafts: list[int] = []
         num_drafts = np.zeros(len(rows), np.int32)
+        saves: list[tuple[int, int, int]] = []
         num_tokens = [row.num_tokens for row in rows]
         for index, row in enumerate(rows):
             request = requests[index]
@@ -162,6 +167,8 @@ class PlanBuilder:
             if row.drafts:
                 num_drafts[index] = len(row.drafts)
                 drafts += row.drafts
+            if row.saves:
+                saves += [(request.slot, position, snapshot) for position, snapshot in row.saves]
         plan = StepPlan(
             step=step,
             slots=np.array([request.slot for request in requests], np.int32),
@@ -173,6 +180,7 @@ class PlanBuilder:
             new=self.new,
             blocks=blocks,
             freed=freed,
+            saves=saves,
         )
         num_logits = sum(row.num_logits for row in rows)
         return plan, InFlightStep(step, rows, weight_version, len(self.new), sum(num_tokens), num_logits, now)

@@ -162,11 +162,21 @@ class Scheduler:
             builder = self._build(now)
         if not builder.rows:
             return None
+        if self._cache.snapshots is not None:
+            self._plan_saves(builder)
         plan, step = builder.build(self._step, self._freed, self.weights.version, now)
         self.in_flight.append(step)
         self._step += 1
         self._freed = []
         return plan
+
+    def _plan_saves(self, builder: PlanBuilder) -> None:
+        """Recurrent states go on to the first draft of each row; take the snapshots that are due on the way."""
+        for row in builder.rows:
+            request = row.request
+            end = request.num_computed + row.num_tokens - len(row.drafts)
+            row.saves = self._cache.plan_saves(request.table, request.num_state, end)
+            request.num_state = max(request.num_state, end)
 
     def _build(self, now: float) -> PlanBuilder:
         budget = limit = self._config.max_num_batched_tokens
@@ -350,6 +360,9 @@ class Scheduler:
         request.state = State.RUNNING
         request.slot = self._free_slots.pop()
         request.num_computed = request.num_settled = min(hits * self._cache.block_size, request.reusable)
+        if self._cache.snapshots is not None:
+            request.num_state = hits * self._cache.block_size
+            request.snapshot = self._cache.snapshot_after(request.table, hits)
         if request.cached_tokens is None:
             request.cached_tokens = request.num_computed
             request.admitted = now
@@ -397,6 +410,8 @@ class Scheduler:
                 if rejected:
                     request.num_computed -= rejected
                     request.num_settled -= rejected
+                    if request.steps_in_flight:  # they were planned to go on from the last draft
+                        request.num_state -= rejected
                 if status != OK:
                     self.counters.nan_requests += status == NOT_FINITE
                     request.on_status(status, now)
@@ -407,11 +422,15 @@ class Scheduler:
                 if request.num_settled >= (request.table.num_full + 1) * block_size:
                     settled = min(request.num_settled, len(request.tokens))  # a stop may have dropped accepted drafts
                     self._cache.cache_full_blocks(request.table, request.tokens, settled)
+                if row.saves:
+                    self._cache.settle_saves(request.table, row.saves, result.saved)
                 if request.finish is not None:
                     self.drop(request)
                     requests.append(request)
                 elif count and request.options.stream:
                     requests.append(request)
+            elif row.saves:
+                self._cache.settle_saves(request.table, row.saves, ())
             if self._leaving and request in self._leaving:
                 self._release_slot(request)
         self.counters.output_tokens += num_output
@@ -427,7 +446,7 @@ class Scheduler:
         self._free_slots.append(request.slot)
         self._freed.append(request.slot)
         request.slot = -1
-        request.num_computed = request.num_settled = request.blocks_sent = 0
+        request.num_computed = request.num_settled = request.num_state = request.blocks_sent = 0
         request.is_decoding = False
         if request.state is State.LEAVING:
             request.state = State.WAITING

@@ -47,24 +47,26 @@ def gated_delta(
 
     x [T,N] are projections: q and k of Hk heads of Dk, v and the gate z of Hv heads of Dv, one after the other, or
     `grouped`: by key head its q, k, v and z.  `rates` [T,2*Hv] are b, then a, or by key head its b and a.  q, k, v [C]
-    pass a
-    causal convolution of K taps, `conv_weight` [K,C], and SiLU; then q and k are divided by their norms, q by sqrt(Dk)
-    too.  For each v head the state S [Dk,Dv], zero at position 0, becomes, with g = exp(-exp(a_log) softplus(a + dt_bias)),
+    pass a causal convolution of K taps, `conv_weight` [K,C], and SiLU; then q and k are divided by their norms, q by
+    sqrt(Dk) too.  For each v head the state S [Dk,Dv], zero at position 0, becomes, in this order,
 
-        S = g S;  S = S + k (sigmoid(b) (v - k S));  output = rms_norm(q S) * norm_weight * silu(z)
+        S = exp(-exp(a_log) softplus(a + dt_bias)) S
+        S = S + k (sigmoid(b) (v - k S))
+        output = rms_norm(q S) * norm_weight * silu(z)
 
     Returns the outputs [T,Hv*Dv].  `a_log`, `dt_bias` [Hv], `norm_weight` [Dv] and `conv_weight` are float32.
 
     In place: `state` [S,Hv,Dk,Dv] float32 and `ring` [S,W,C+2*Hv], whose entries are q, k, v, b, a.  Row r of the batch
     has state row `state_rows[r]` int64.  On entry that is the state of position `start[r]` int32, on return of
-    `end[r]`, at most the row's length.  `start` may be less than the row's first position, by at most W - K tokens,
-    which are then taken from the ring; or more by one: the first token is in the state, and its output is made again.
+    `end[r]`, at most the row's length.  A row without a state has a negative `state_rows[r]`; its outputs are zero.
+    `start` may be less than the row's first position, by at most W - K tokens, which are then taken from the ring; or
+    more by one: the first token is in the state, and its output is made again.
     `saves` [n,3] int32, ascending: as batch row saves[i,0], negative for none, passes position saves[i,1], its state
     is copied to state row saves[i,2].
     """
     sizes = Sizes(state.shape[1], state.shape[2], state.shape[3], conv_weight.shape[1])
     entries, gates = sizes.split(x, rates, grouped)
-    out = x.new_empty(x.shape[0], sizes.heads * sizes.value_dim)
+    out = x.new_zeros(x.shape[0], sizes.heads * sizes.value_dim)
     with one_thread():
         for row in state_walks(entries, ring, query_start, seq_lens, state_rows, start, end, saves, conv_weight):
             memory = state[row.index].clone() if row.start else torch.zeros_like(state[0])
@@ -107,7 +109,7 @@ def short_conv(
     """
     before, after, inner = x.chunk(3, dim=1)
     entries = (before.float() * inner.float()).to(x.dtype)
-    out = x.new_empty(entries.shape)
+    out = torch.zeros_like(entries)
     for row in state_walks(entries, ring, query_start, seq_lens, state_rows, start, end, saves, conv_weight):
         for position, window in row.windows():
             for _ in row.passed(position + 1):
@@ -237,7 +239,7 @@ def state_walks(
         end.tolist(), strict=False,
     )  # fmt: skip
     for number, (token, after, length, index, begin, stop) in enumerate(columns):
-        if after == token:
+        if after == token or index < 0:
             continue
         first = length - (after - token)
         if not (first - (width - taps) <= begin <= first + 1 and begin <= stop <= length):

@@ -18,6 +18,7 @@ from tokserve.runner.logits import LogitRows
 from tokserve.runner.replay import Step
 from tokserve.runner.routed import RoutedTable
 from tokserve.runner.slots import Int64, SamplingColumns, Slots
+from tokserve.runner.states import StateTable
 from tokserve.runner.steps import PendingResult
 
 WARM_UPS: tuple[dict[str, Any], ...] = (  # sampling parameters; all but the first only compile kernels
@@ -65,6 +66,10 @@ class Backend(Protocol):
     @property
     def routed(self) -> RoutedTable | None:
         """The chosen experts of cached positions, if they are kept."""
+
+    @property
+    def states(self) -> StateTable | None:
+        """The recurrent states, if the model has some."""
 
     @property
     def warm_ups(self) -> Sequence[dict[str, Any]]: ...

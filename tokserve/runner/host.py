@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tokserve.config import Config
 from tokserve.device import Device
-from tokserve.kv_spec import KVSpec
+from tokserve.kv_spec import LayerSpec
 from tokserve.layers.batch import Pages
 from tokserve.models.decoder import Decoder
 from tokserve.models.spec import DecoderSpec
@@ -21,6 +21,7 @@ from tokserve.runner.logits import LogitRows
 from tokserve.runner.replay import Replay
 from tokserve.runner.routed import RoutedTable
 from tokserve.runner.slots import SamplingColumns, last_indices
+from tokserve.runner.states import StateTable
 from tokserve.runner.steps import PendingResult
 
 
@@ -30,16 +31,19 @@ class HostBackend:
     warm_ups = WARM_UPS[:1]
 
     def __init__(
-        self, device: Device, specs: tuple[KVSpec, ...], config: Config, max_model_len: int, spec: DecoderSpec
+        self, device: Device, specs: tuple[LayerSpec, ...], config: Config, max_model_len: int, spec: DecoderSpec
     ) -> None:
         max_num_seqs = config.scheduler.max_num_seqs
         self.device = device
         self.layout = kvcache.layout(
             specs, config.cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
-            free_bytes=max(0, device.free_memory()),
+            free_bytes=max(0, device.free_memory()), most_drafts=config.speculation.resolved().num_drafts,
         )  # fmt: skip
         self.slots = HostSlots(max_num_seqs, max_model_len, self.layout.block_size)
         self.kv: Pages = kvcache.allocate(self.layout)
+        layout = self.layout
+        self.states = None if layout.states is None else StateTable(layout, layout.states, self.kv)
+        self.slots.states = self.states
         self.routed = RoutedTable(spec, self.layout) if config.model.enable_return_routed_experts else None
         self._eager = config.runtime.enforce_eager
         self._graphs: Replay | None = None
@@ -48,6 +52,8 @@ class HostBackend:
         plan = self.slots.corrected(plan)
         if len(plan.draft_token_ids):
             self.slots.write_drafts(plan)
+        if self.states is not None:
+            self.states.begin(plan)
         return plan
 
     def replay(self, plan: StepPlan) -> Tensor | None:
@@ -94,6 +100,10 @@ class HostBackend:
 
     def allocate_kv(self) -> None:
         self.kv = kvcache.allocate(self.layout)
+        if self.states is not None:
+            self.states.kv = self.kv
 
     def release_kv(self) -> None:
         self.kv = []
+        if self.states is not None:
+            self.states.kv = self.kv

@@ -29,6 +29,7 @@ class PendingStep:
     prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
     pooled: dict[int, Float32] = field(default_factory=dict)
     routed_experts: dict[int, NDArray[Any]] = field(default_factory=dict)
+    saved: list[int] = field(default_factory=list)
     withheld: NDArray[np.bool_] | None = None  # [R], plan rows whose logits were left out
 
     def withhold(self, slots: Int32) -> None:
@@ -54,6 +55,7 @@ class PendingResult:
         self._sample = sample
         self._prompt_logprobs, self._pooled = step.prompt_logprobs, step.pooled
         self._routed_experts = step.routed_experts
+        self._saved = step.saved
         self._withheld = step.withheld
         self._result: StepResult | None = None
         self.kept: NDArray[np.bool_] | None = None  # [n], logits whose tokens are in the result; None: all
@@ -102,6 +104,7 @@ class PendingResult:
             self._pooled,
             self._routed_experts,
             masks,
+            self._saved,
         )
 
 

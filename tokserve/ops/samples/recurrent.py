@@ -10,7 +10,7 @@ from tokserve.ops.samples.common import Samples, normal
 Row = tuple[int, int, int, int]  # new tokens, length, and the positions of the state before and after
 ROWS: tuple[tuple[tuple[Row, ...], tuple[tuple[int, int, int], ...]], ...] = (  # and saves: row, position, state row
     (((1, 1, 0, 1),), ()),
-    (((9, 9, 0, 9), (1, 40, 39, 40), (0, 0, 0, 0), (3, 70, 64, 68)), ((0, 4, 5), (0, 8, 6), (3, 66, 7))),
+    (((9, 9, 0, 9), (1, 40, 39, 40), (2, 5, 9, 9), (3, 70, 64, 68)), ((0, 4, 5), (0, 8, 6), (3, 66, 7))),
     (((1, 16, 16, 16), (45, 45, 0, 45), (6, 106, 100, 101)), ((-1, 0, 0),)),
     (((5, 5, 0, 1), (2, 9, 4, 8)), ((0, 1, 4), (1, 5, 3), (1, 8, 6))),
 )
@@ -21,7 +21,10 @@ def columns(rows: tuple[Row, ...], saves: tuple[tuple[int, int, int], ...]) -> t
     """query_start, seq_lens, state_rows, start, end and saves; each row's state is in the row of its number."""
     new, length, start, end = (torch.tensor(column, dtype=torch.int32) for column in zip(*rows, strict=True))
     query_start = torch.cat((torch.zeros(1, dtype=torch.int32), new.cumsum(0).int()))
-    return query_start, length, torch.arange(len(rows)), start, end, torch.tensor(saves, dtype=torch.int32).view(-1, 3)
+    index = torch.arange(len(rows))
+    if len(rows) > 3:
+        index[2] = -1  # no state
+    return query_start, length, index, start, end, torch.tensor(saves, dtype=torch.int32).view(-1, 3)
 
 
 def gated_delta(dtype: torch.dtype) -> Samples:
