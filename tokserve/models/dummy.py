@@ -192,7 +192,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_text": (
         "Qwen3_5ForCausalLM",
         {
-            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 16,
