@@ -1,4 +1,4 @@
-"""Models with recurrent states in the engine and the runner: no bit depends on drafts, snapshots, chunks or the batch."""
+"""Models with recurrent states in the engine and the runner: drafts, snapshots, chunks and batches change no bit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Layers with a recurrent state on the GPU: a program for each row and head takes the row's tokens one after the other.
 
-The whole state of a head is in a program's registers.  Inputs are put in the order of the ring's entries first, and the
-rings are brought up to date in a launch of their own, since several programs read the same entries.
+Some columns of a head's state, which do not touch the others, are in a program's registers.  Inputs are put in the
+order of the ring's entries first, and the rings are brought up to date in a launch of their own, since several programs
+read the same entries.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from tokserve.ops import recurrent
 from tokserve.ops.triton.launch import EXACT, warps
 
+COLUMNS = 32  # of a state in a program
 CHANNELS = 256  # of a program that convolves or copies
 
 
@@ -49,13 +51,13 @@ def softplus(x):
 
 @triton.jit(do_not_specialize=["saves"])
 def gated_delta_kernel(
-    entries, gates, weight, a_log, dt_bias, norm_weight, eps, state, ring, out, query_start, seq_lens, state_rows,
-    starts, ends, save_ptr, saves,
+    entries, weight, a_log, dt_bias, state, ring, reads, query_start, seq_lens, state_rows, starts, ends, save_ptr,
+    saves,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHANNELS: tl.constexpr,
     TAPS: tl.constexpr, WINDOW: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     NORM_EPS: tl.constexpr,
 ):  # fmt: skip
-    """One row, one value head."""
+    """One row, some columns of one value head's state: what is read from it for each token [T,HEADS,VALUE]."""
     number, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(query_start + number).to(tl.int64)
     count = tl.load(query_start + number + 1) - token
@@ -65,7 +67,7 @@ def gated_delta_kernel(
         first = length - count
         keys: tl.constexpr = HEADS // GROUP * KEY
         entry: tl.constexpr = CHANNELS + 2 * HEADS
-        key, value = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
+        key, value = tl.arange(0, KEY_BLOCK), tl.program_id(2) * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
         is_key, is_value = key < KEY, value < VALUE
         inside = is_key[:, None] & is_value[None, :]
         place = head * KEY * VALUE + key[:, None] * VALUE + value[None, :]
@@ -74,7 +76,6 @@ def gated_delta_kernel(
         if start > 0:
             memory = tl.load(state + index * size + place, mask=inside, other=0.0)
         own, rows = ring + index * WINDOW * entry, entries + token * entry
-        scale = tl.load(norm_weight + value, mask=is_value, other=0.0)
         rate = tl.exp(tl.load(a_log + head))
         bias = tl.load(dt_bias + head)
         for position in range(tl.minimum(start, first), length):
@@ -114,11 +115,21 @@ def gated_delta_kernel(
                         target = tl.load(save_ptr + 3 * save + 2).to(tl.int64)
                         tl.store(state + target * size + place, memory, mask=inside)
             if position >= first:
-                read = tl.sum(memory * q[:, None], 0)
-                root = tl.rsqrt(tl.sum(read * read, 0) / VALUE + eps)
                 at = ((token + position - first) * HEADS + head) * VALUE + value
-                gate = tl.load(gates + at, mask=is_value, other=0.0).to(tl.float32)
-                tl.store(out + at, (read * root * scale * silu(gate)).to(out.dtype.element_ty), mask=is_value)
+                tl.store(reads + at, tl.sum(memory * q[:, None], 0), mask=is_value)
+
+
+@triton.jit
+def gate_reads_kernel(reads, gates, norm_weight, eps, out, VALUE: tl.constexpr, BLOCK: tl.constexpr):
+    """One head of one token: the norm of what was read, gated."""
+    value = tl.arange(0, BLOCK)
+    inside = value < VALUE
+    at = tl.program_id(0).to(tl.int64) * VALUE + value
+    read = tl.load(reads + at, mask=inside, other=0.0)
+    root = tl.rsqrt(tl.sum(read * read, 0) / VALUE + eps)
+    weight = tl.load(norm_weight + value, mask=inside, other=0.0)
+    gate = tl.load(gates + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, (read * root * weight * silu(gate)).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["saves"])
@@ -213,15 +224,20 @@ def gated_delta(
     taps, channels = conv_weight.shape
     sizes = recurrent.Sizes(heads, key_dim, value_dim, channels)
     entries, gates = (part.contiguous() for part in sizes.split(x, rates, grouped))
-    out = x.new_zeros(x.shape[0], heads * value_dim)
+    reads = x.new_zeros((x.shape[0], heads, value_dim), dtype=torch.float32)  # zero for rows without a state
+    out = x.new_empty(x.shape[0], heads * value_dim)
     if len(seq_lens) and len(x):
         key_block, value_block = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
-        gated_delta_kernel[(len(seq_lens), heads)](
-            entries, gates, conv_weight, a_log, dt_bias, norm_weight, eps, state, ring, out, query_start, seq_lens,
-            state_rows, start, end, saves, len(saves),
-            heads, heads // sizes.key_heads, key_dim, value_dim, channels, taps, ring.shape[1], key_block, value_block,
-            recurrent.NORM_EPS, num_warps=min(8, warps(key_block * value_block)), **EXACT,
+        columns = min(COLUMNS, value_block)
+        gated_delta_kernel[(len(seq_lens), heads, triton.cdiv(value_dim, columns))](
+            entries, conv_weight, a_log, dt_bias, state, ring, reads, query_start, seq_lens, state_rows, start, end,
+            saves, len(saves),
+            heads, heads // sizes.key_heads, key_dim, value_dim, channels, taps, ring.shape[1], key_block, columns,
+            recurrent.NORM_EPS, num_warps=4, **EXACT,
         )  # fmt: skip
+        gate_reads_kernel[(x.shape[0] * heads,)](
+            reads, gates, norm_weight, eps, out, value_dim, value_block, num_warps=warps(value_block), **EXACT
+        )
         _keep_inputs(entries, ring, query_start, seq_lens, state_rows, saves, taps)
     return out
 
