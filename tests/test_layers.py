@@ -30,6 +30,7 @@ ROOT_ORDER = [
     "resolve",
     "messages",
     "plan",
+    "admin",
 ]
 # package -> (packages and root files it may import, foreign modules it must not import anywhere)
 TORCH = {"torch", "transformers", "triton"}
@@ -62,12 +63,18 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         set(),
     ),
     "executor": ({"plan", "config", "runner"}, TORCH),
-    "engine": ({"messages", "plan", "prompt", "params", "config", "errors", "log", "sockets", "executor"}, TORCH),
+    "engine": (
+        {"admin", "messages", "plan", "prompt", "params", "config", "errors", "log", "sockets", "executor"},
+        TORCH,
+    ),
     "client": (
-        {"messages", "prompt", "params", "config", "resolve", "text", "errors", "log", "checkpoint", "engine"},
+        {"admin", "messages", "prompt", "params", "config", "resolve", "text", "errors", "log", "checkpoint", "engine"},
         TORCH | {"fastapi"},
     ),
-    "server": ({"client", "text", "jsonschema", "prompt", "params", "errors", "config", "log", "checkpoint"}, TORCH),
+    "server": (
+        {"admin", "client", "text", "jsonschema", "prompt", "params", "errors", "config", "log", "checkpoint"},
+        TORCH,
+    ),
     "cli": ({"bench", "client", "server", "config", "resolve", "errors", "log", "sockets"}, TORCH),
     "bench": ({"client", "params", "errors"}, TORCH),
     "testing": (

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,6 +21,7 @@ from safetensors.torch import load
 
 from tests.client.fake_engine import config, logprobs_for
 from tests.text.checkpoints import write_chatml
+from tokserve.admin import COMMANDS
 from tokserve.client import launch
 from tokserve.client.inputs import LoRARequest
 from tokserve.client.llm import LLM
@@ -216,7 +218,7 @@ def test_control_methods_are_verbs_of_the_engine(fake: LLM, monkeypatch: pytest.
         ("release_kv_cache_memory", {}, "release_kv_cache_memory", {}),
         ("reset_prefix_cache", {}, "reset_prefix_cache", {}),
         ("init_weight_transfer_engine", {"request": {"init_info": {"a": 1}}}, "init_weight_transfer_engine",
-         {"options": {"a": 1}}),
+         {"init_info": {"a": 1}}),
         ("shutdown_weight_transfer_engine", {}, "shutdown_weight_transfer_engine", {}),
         ("start_weight_update", {}, "start_weight_update", {"is_checkpoint_format": True}),
         ("update_weights", {"request": {"update_info": update}}, "update_weights", {"update": update}),
@@ -236,8 +238,10 @@ def test_control_methods_are_verbs_of_the_engine(fake: LLM, monkeypatch: pytest.
     ):  # fmt: skip
         calls.clear()
         answer = getattr(fake, method)(**args)
-        assert calls == [(verb, sent)], method
-        assert answer in (None, True, [sent]), method
+        parameters = COMMANDS[verb].parameters
+        ((called, given),) = calls
+        assert called == verb and msgspec.convert(given, parameters) == msgspec.convert(sent, parameters), method
+        assert answer in (None, True, [given]), method
     with pytest.raises(RequestError, match="can import") as caught:
         fake.apply_model(lambda model: model)
     assert caught.value.field == "func"

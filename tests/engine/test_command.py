@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tokserve.engine.admin.command import STEP_BOUNDARY, Command, Commands, immediate
+from tokserve.engine.admin.command import STEP_BOUNDARY, Command, Commands, command
 from tokserve.errors import Conflict, StartError
 from tokserve.messages import Call, Ready, Reply
 
@@ -19,8 +19,9 @@ class Caller:
         self.sent: list[Any] = []
         self.in_flight = False
         self.progress = self.wakes = 0
+        handlers = {name: command(name)(function) for name, function in table.items()}
         self.commands = Commands(
-            table, with_caller=["who"], emit=lambda identity, message: self.sent.append((identity, message)),
+            [type("Owner", (), handlers)()], emit=lambda identity, message: self.sent.append((identity, message)),
             at_boundary=lambda: not self.in_flight, on_progress=self._on_progress, wake=self._wake,
         )  # fmt: skip
 
@@ -35,8 +36,8 @@ class Caller:
 
 
 def test_a_command_that_waits_for_nothing_is_answered_at_once() -> None:
-    caller = Caller(add=immediate(lambda x, y: x + y))
-    caller.call("add", x=1, y=2)
+    caller = Caller(plus=lambda self, x, y: x + y)
+    caller.call("plus", x=1, y=2)
     assert caller.sent == [(b"A", Reply(7, 3))] and caller.progress == 1
 
 
@@ -50,7 +51,7 @@ def test_a_command_that_waits_for_nothing_is_answered_at_once() -> None:
 )
 @pytest.mark.parametrize("late", [False, True])
 def test_an_error_is_a_reply_to_its_caller(error: Exception, reply: Reply, late: bool) -> None:
-    def fail() -> Command:
+    def fail(self: object) -> Command:
         if late:
             yield STEP_BOUNDARY
         raise error
@@ -67,7 +68,7 @@ def test_an_error_is_a_reply_to_its_caller(error: Exception, reply: Reply, late:
 
 @pytest.mark.parametrize(("method", "args"), [("nothing", {}), ("one", {"y": 1}), ("one", {})])
 def test_a_wrong_call_is_answered(method: str, args: dict[str, Any]) -> None:
-    caller = Caller(one=immediate(lambda x: x))
+    caller = Caller(one=lambda self, x: x)
     caller.call(method, **args)
     ((_, reply),) = caller.sent
     assert reply.call_id == 7 and reply.error and reply.status == 500
@@ -77,7 +78,7 @@ def test_it_waits_for_a_boundary_a_future_and_a_condition() -> None:
     future: Future[int] = Future()
     ready = False
 
-    def work() -> Command:
+    def work(self: object) -> Command:
         yield STEP_BOUNDARY
         yield future
         yield lambda: ready
@@ -102,11 +103,11 @@ def test_it_waits_for_a_boundary_a_future_and_a_condition() -> None:
 def test_one_command_may_wait_for_another() -> None:
     order: list[str] = []
 
-    def first() -> Command:
+    def first(self: object) -> Command:
         yield lambda: "second" in order
         order.append("first")
 
-    def second() -> Command:
+    def second(self: object) -> Command:
         yield STEP_BOUNDARY
         order.append("second")
 
@@ -121,7 +122,7 @@ def test_one_command_may_wait_for_another() -> None:
 
 def test_a_caller_is_named_only_where_it_matters_and_ready_is_no_reply() -> None:
     ready = Ready(1, 1, 1, 1, [], "v")
-    caller = Caller(who=immediate(lambda caller: caller.decode()), hello=immediate(lambda: ready))
+    caller = Caller(who=lambda self, caller: caller.decode(), hello=lambda self: ready)
     caller.call("who")
     caller.call("hello")
     assert caller.sent == [(b"A", Reply(7, "A")), (b"A", ready)]

@@ -285,7 +285,7 @@ def test_the_order_of_calls_is_checked() -> None:
     assert ask(engine, "start_weight_update").status == 409
     assert ask(engine, "update_weights_from_dir", weight_dir="d").status == 409
     assert ask(engine, "update_weight_version", new_version="x").status == 409
-    assert ask(engine, "init_weight_transfer_engine", options={}).status == 409
+    assert ask(engine, "init_weight_transfer_engine", init_info={}).status == 409
     assert ask(engine, "finish_weight_update").status == 400  # nothing came
     assert ask(engine, "start_weight_update").error is None
 
@@ -334,7 +334,7 @@ def test_what_is_asked_again_while_a_commit_is_on_its_way_does_not_touch_it() ->
     late: list[tuple[str, dict[str, Any]]] = [
         ("finish_weight_update", {"weight_version": "two"}), ("update_weights", {"update": {"weights": "w3"}}),
         ("feed_weights", {"stream": "body", "chunk": b"w3"}), ("begin_weight_stream", {"stream": "other"}),
-        ("start_weight_update", {}), ("init_weight_transfer_engine", {"options": {}}),
+        ("start_weight_update", {}), ("init_weight_transfer_engine", {"init_info": {}}),
     ]  # fmt: skip
     for method, args in late:
         assert ask(engine, method, **args).status == 409, method
@@ -352,10 +352,10 @@ def test_what_is_asked_again_while_a_commit_is_on_its_way_does_not_touch_it() ->
 def test_a_trainer_that_did_not_come_is_not_waited_for_when_another_is_announced(method: str) -> None:
     engine = busy()
     engine.executor.slow = deque()
-    engine.call("init_weight_transfer_engine", call_id=9, options={})
+    engine.call("init_weight_transfer_engine", call_id=9, init_info={})
     engine.steps(2)
     assert not answers(engine, 9) and engine.executor.interrupted == 0
-    args = {"options": {}} if method.startswith("init") else {}
+    args = {"init_info": {}} if method.startswith("init") else {}
     engine.call(method, call_id=10, **args)
     assert engine.executor.interrupted == 1
     while not answers(engine, 9) or not answers(engine, 10):

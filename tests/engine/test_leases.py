@@ -94,7 +94,7 @@ def test_a_refused_start_says_how_long_the_other_is_open_and_what_to_do() -> Non
 
 TAKING = [
     ("start_weight_update", {}), ("update_weights_from_dir", {"weight_dir": "d"}),
-    ("init_weight_transfer_engine", {"options": {}}),
+    ("init_weight_transfer_engine", {"init_info": {}}),
 ]  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
@@ -82,16 +82,8 @@ def test_choices_share_a_prediction() -> None:
 
 def test_the_commands_of_a_corpus() -> None:
     engine, drafter = drafting()
-    commands = drafter.commands()
-
-    def call(name: str, **args: Any) -> Any:
-        with pytest.raises(StopIteration) as ended:
-            next(cast(Any, commands[name](**args)))
-        return ended.value.value
-
-    added = call("add_draft_corpus", group="g", sequences=[pack_ids([3, 4, 5, 6]), pack_ids([7] * 9)])
-    assert added == {"outputs": 2}
-    assert call("remove_draft_corpus", group="h") == {"removed": 0}
-    assert call("remove_draft_corpus", group="g") == {"removed": 2}
-    engine.call("reset_prefix_cache", drafts=True)
+    assert drafter.add_corpus("g", [pack_ids([3, 4, 5, 6]), pack_ids([7] * 9)]) == {"outputs": 2}
+    assert drafter.remove_corpus("h") == {"removed": 0}
+    assert drafter.remove_corpus("g") == {"removed": 2}
+    engine.call("reset_prefix_cache", reset_external=True)
     assert engine.replies[-1].result is True

@@ -20,7 +20,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from tests.outputs import Output, pack
-from tokserve.client.async_llm import AsyncLLM
+from tokserve.admin import COMMANDS
+from tokserve.client.admin import AdminMethods
 from tokserve.client.inputs import GenerateRequest, Inputs, bare_id
 from tokserve.client.outputs import ChoiceOutput, Logprobs, StepStats
 from tokserve.client.request_state import RequestState
@@ -86,6 +87,17 @@ def columns(tokens: Sequence[int], top: int, named: Sequence[int]) -> Logprobs:
     return Logprobs(
         pack(own, "<f4"), pack(ranks, "<i4"), pack(top_ids, "<i4"), pack(values, "<f4"), top + len(named), "raw"
     )
+
+
+RUNNING = Status()
+
+
+def complete(method: str, args: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an admin command, with the defaults of those that are left out."""
+    if method not in COMMANDS:
+        return args
+    parameters: dict[str, Any] = msgspec.structs.asdict(msgspec.convert(args, COMMANDS[method].parameters))
+    return parameters
 
 
 class Call(NamedTuple):
@@ -216,7 +228,7 @@ def _width(asked: int | None) -> int:
 
 
 @dataclass
-class FakeLLM:
+class FakeLLM(AdminMethods):
     """See the module."""
 
     config: Config
@@ -231,7 +243,7 @@ class FakeLLM:
     undecided: bool = False  # no word on new requests yet
     refuse: RequestError | None = None  # the word on new requests
     stats: StepStats = field(default_factory=StepStats)
-    status: Status = field(default_factory=Status)
+    status: Status = RUNNING
     calls: list[Call] = field(default_factory=list)
     verbs: list[str] = field(default_factory=list)
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # verbs with their arguments
@@ -340,7 +352,7 @@ class FakeLLM:
         if self.dead:
             raise self.dead
         self.verbs.append(method)
-        self.asked.append((method, args))
+        self.asked.append((method, complete(method, args)))
         answer = self.answers.get(method, {})
         if isinstance(answer, Exception):
             raise answer
@@ -356,20 +368,6 @@ class FakeLLM:
         self.hold = False
         for stream in self.streams.values():
             stream.wake.set()
-
-
-CONTROLS = (
-    "pause_generation", "extend_pause", "resume_generation", "is_paused", "sleep", "wake_up", "is_sleeping",
-    "release_kv_cache_memory",
-    "reset_prefix_cache", "add_draft_corpus", "remove_draft_corpus", "init_weight_transfer_engine",
-    "shutdown_weight_transfer_engine", "start_weight_update",
-    "update_weights", "begin_weight_stream", "feed_weights", "finish_weight_update", "abort_weight_update",
-    "update_weight_version",
-    "weight_checksums", "checkpoint_checksums",
-    "collective_rpc", "fresh_status", "load_lora_adapter", "unload_lora_adapter",
-)  # fmt: skip
-for _name in CONTROLS:  # the real ones: all they need is `call`
-    setattr(FakeLLM, _name, getattr(AsyncLLM, _name))
 
 
 @dataclass

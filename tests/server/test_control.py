@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.fake_llm import Site, site
+from tests.server.fake_llm import Site, complete, site
 from tokserve.errors import BY_STATUS, Conflict, RequestError
 from tokserve.messages import Status, pack_ids
-from tokserve.server.admin.control import PIECE
+from tokserve.server.admin.weights import PIECE
 from tokserve.server.app import CONTROL
 
 UPDATE = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}
@@ -32,20 +32,20 @@ ROUTES: list[tuple[str, dict[str, Any] | None, str, dict[str, Any]]] = [
     ("/wake_up", {"tags": ["weights"]}, "wake_up", {"tags": ["weights"]}),
     ("/release_kv_cache_memory", None, "release_kv_cache_memory", {}),
     ("/reset_prefix_cache", {"reset_running_requests": False}, "reset_prefix_cache", {}),
-    ("/reset_prefix_cache?reset_external=true", None, "reset_prefix_cache", {"drafts": True}),
+    ("/reset_prefix_cache?reset_external=true", None, "reset_prefix_cache", {"reset_external": True}),
     (
         "/add_draft_corpus", {"draft_group": "g", "token_ids": [[5, 6]]}, "add_draft_corpus",
-        {"group": "g", "sequences": [pack_ids([5, 6])], "adapter": "", "cache_salt": ""},
+        {"draft_group": "g", "token_ids": [pack_ids([5, 6])], "lora_name": "", "cache_salt": ""},
     ),
-    ("/remove_draft_corpus", {"draft_group": "g"}, "remove_draft_corpus", {"group": "g"}),
-    ("/init_weight_transfer_engine", {"init_info": {"x": 1}}, "init_weight_transfer_engine", {"options": {"x": 1}}),
+    ("/remove_draft_corpus", {"draft_group": "g"}, "remove_draft_corpus", {"draft_group": "g"}),
+    ("/init_weight_transfer_engine", {"init_info": {"x": 1}}, "init_weight_transfer_engine", {"init_info": {"x": 1}}),
     ("/shutdown_weight_transfer_engine", {}, "shutdown_weight_transfer_engine", {}),
     ("/start_weight_update", None, "start_weight_update", {"is_checkpoint_format": True}),
     ("/start_weight_update", {}, "start_weight_update", {"is_checkpoint_format": True}),
     ("/start_weight_update", {"lease": 30, "take_over": True}, "start_weight_update",
      {"is_checkpoint_format": True, "lease": 30.0, "take_over": True}),
     ("/init_weight_transfer_engine", {"init_info": {}, "take_over": True}, "init_weight_transfer_engine",
-     {"options": {}, "take_over": True}),
+     {"init_info": {}, "take_over": True}),
     ("/update_weights", {"weight_dir": "/w", "recompute_kv": True, "take_over": True}, "update_weights_from_dir",
      {"weight_dir": "/w", "weight_version": None, "recompute_kv": True, "take_over": True}),
     ("/finish_weight_update", {"recompute_kv": True}, "finish_weight_update",
@@ -81,7 +81,7 @@ def test_each_route_is_one_call_of_the_engine(path: str, sent: Any, verb: str, a
     s = site()
     answer = s.post(path, sent)
     assert answer.status_code == 200, answer.text
-    assert s.llm.asked == [(verb, args)]
+    assert s.llm.asked == [(verb, complete(verb, args))]
 
 
 def test_the_table_has_every_control_route() -> None:
@@ -91,9 +91,9 @@ def test_the_table_has_every_control_route() -> None:
 
 def test_what_the_routes_say() -> None:
     s = site()
-    s.llm.answers = {"reset_prefix_cache": True, "weight_checksums": {"a": "1", "b": "2"}, "collective_rpc": [3]}
+    s.llm.answers = {"reset_prefix_cache": True, "weight_checksums": {"a": "1", "b": "2"}, "collective_rpc": [3],
+                     "pause": {"status": "paused"}}  # fmt: skip
     s.llm.status = Status("paused", "v7", 7, True)
-    assert s.post("/pause").json() == {"status": "paused"} and s.post("/resume").json() == {"status": "resumed"}
     assert s.get("/is_paused").json() == {"is_paused": True} and s.get("/is_sleeping").json() == {"is_sleeping": False}
     assert s.post("/reset_prefix_cache", {}).json() == {"success": True}
     assert s.get("/weight_info").json() == {"weight_version": "v7", "epoch": 7, "checksum": None, "last_failure": None}
@@ -101,7 +101,7 @@ def test_what_the_routes_say() -> None:
     compared = s.post("/weight_checker", {"action": "compare", "baseline": {"a": "1", "c": "3"}}).json()
     assert compared == {"match": False, "mismatches": ["b", "c"]}
     assert s.post("/collective_rpc", {"method": "f"}).json() == {"results": [3]}
-    assert s.post("/update_weight_version", {"new_version": "x"}).json() == {"success": True, "new_version": "x"}
+    assert s.post("/pause").json() == {"status": "paused"}  # what the engine replies
     assert s.get("/liveness").status_code == 200
     assert s.get("/server_info?config_format=json").json()["vllm_config"]["model_config"]["max_model_len"] == 512
 
@@ -203,7 +203,7 @@ def test_a_weight_body_goes_on_in_pieces() -> None:
     answer = s.post("/update_weights", content=content, headers={"Content-Type": "application/octet-stream"})
     assert answer.status_code == 200
     pieces = [args for verb, args in s.llm.asked if verb == "feed_weights"]
-    assert s.llm.asked[0] == ("begin_weight_stream", {"stream": pieces[0]["stream"]})
+    assert s.llm.asked[0] == ("begin_weight_stream", {"stream": pieces[0]["stream"], "update_id": None})
     assert b"".join(piece["chunk"] for piece in pieces) == content and len({p["stream"] for p in pieces}) == 1
     assert [piece["last"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.fake_llm import Site, site
+from tests.server.fake_llm import Site, complete, site
 from tokserve.client.outputs import StepStats
 from tokserve.errors import Conflict, EngineDead, RequestError
 from tokserve.messages import LoadedAdapter, Status
@@ -42,7 +42,7 @@ ROUTES: list[tuple[str, dict[str, Any] | None, list[tuple[str, dict[str, Any]]]]
      [("start_weight_update", {"is_checkpoint_format": True}), ("update_weights", STAGED),
       ("finish_weight_update", {"weight_version": "7"})]),
     ("/init_weights_update_group", GROUP | {"group_name": "g", "pp_rank": 0},
-     [("init_weight_transfer_engine", {"options": JOINED})]),
+     [("init_weight_transfer_engine", {"init_info": JOINED})]),
     ("/destroy_weights_update_group", {"group_name": "g"}, [("shutdown_weight_transfer_engine", {})]),
     ("/begin_weight_update", {}, [("start_weight_update", {"is_checkpoint_format": True})]),
     ("/end_weight_update", {"weight_version": "7"}, [("finish_weight_update", {"weight_version": "7"})]),
@@ -81,7 +81,7 @@ def test_each_route_is_calls_of_the_engine(path: str, sent: Any, commands: Any, 
     s = sglang()
     answer = s.request(method, path, json=sent) if sent is not None else s.request(method, path)
     assert answer.status_code == 200, answer.text
-    assert calls(s) == commands
+    assert calls(s) == [(name, complete(name, args)) for name, args in commands]
     if path in ("/release_memory_occupation", "/resume_memory_occupation"):
         assert answer.json() is None
     elif path.endswith("_generation"):
@@ -124,11 +124,14 @@ def test_parts_of_an_update_are_committed_when_generation_goes_on() -> None:
     assert [name for name, _ in calls(s)] == ["start_weight_update", "update_weights"] * 2
     s.llm.asked.clear()
     assert s.post("/continue_generation", {}).status_code == 200
-    assert calls(s) == [("finish_weight_update", {"weight_version": "7"}), ("resume", {})]
+    assert calls(s) == [
+        ("finish_weight_update", complete("finish_weight_update", {"weight_version": "7"})),
+        ("resume", {}),
+    ]
     s.llm.asked.clear()
     s.llm.answers = {"finish_weight_update": Conflict("none is open", code="no_update")}
     assert s.post("/continue_generation", {}).status_code == 200
-    assert calls(s) == [("finish_weight_update", {"weight_version": None}), ("resume", {})]
+    assert calls(s) == [("finish_weight_update", complete("finish_weight_update", {})), ("resume", {})]
     assert s.post("/end_weight_update", {}).status_code == 400
 
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from tokserve import checkpoint
-from tokserve.client import control
+from tokserve.client.admin import AdminMethods
 from tokserve.client.engine_client import EngineClient
 from tokserve.client.inputs import GenerateRequest, Inputs, LoRARequest, adapter_name, bare_id, token_prompt, typed
 from tokserve.client.outputs import ChoiceOutput, Ready, Status, StepStats
@@ -32,7 +32,7 @@ from tokserve.text.tokenizer import Tokenizer
 __all__ = ["AsyncLLM", "ChoiceOutput", "GenerateRequest", "StepStats", "Stream", "collect"]
 
 
-class AsyncLLM:
+class AsyncLLM(AdminMethods):
     """An engine in its own process.  Construct, `await start()`, use, `await shutdown()`, all in one event loop; or
     `async with AsyncLLM("demo") as llm`.
 
@@ -261,37 +261,6 @@ class AsyncLLM:
         """Bring `stats` and `status` up to date; gives up after so many seconds, or if the engine is dead."""
         with suppress(TimeoutError, EngineDead):
             await asyncio.wait_for(self.call("stats"), seconds)
-
-    pause_generation = control.pause_generation
-    extend_pause = control.extend_pause
-    resume_generation = control.resume_generation
-    is_paused = control.is_paused
-    sleep = control.sleep
-    wake_up = control.wake_up
-    is_sleeping = control.is_sleeping
-    release_kv_cache_memory = control.release_kv_cache_memory
-    reset_prefix_cache = control.reset_prefix_cache
-    add_draft_corpus = control.add_draft_corpus
-    remove_draft_corpus = control.remove_draft_corpus
-    init_weight_transfer_engine = control.init_weight_transfer_engine
-    shutdown_weight_transfer_engine = control.shutdown_weight_transfer_engine
-    start_weight_update = control.start_weight_update
-    update_weights = control.update_weights
-    begin_weight_stream = control.begin_weight_stream
-    feed_weights = control.feed_weights
-    finish_weight_update = control.finish_weight_update
-    abort_weight_update = control.abort_weight_update
-    update_weight_version = control.update_weight_version
-    get_weight_version = control.get_weight_version
-    load_lora_adapter = control.load_lora_adapter
-    unload_lora_adapter = control.unload_lora_adapter
-    add_lora = control.add_lora
-    list_loras = control.list_loras
-    weight_checksums = control.weight_checksums
-    checkpoint_checksums = control.checkpoint_checksums
-    collective_rpc = control.collective_rpc
-    apply_model = control.apply_model
-    fresh_status = control.fresh_status
 
     # --- an engine that is replaced ---
 

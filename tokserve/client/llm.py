@@ -18,7 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import msgspec
 from tqdm import tqdm
 
-from tokserve.client import control
+from tokserve.client.admin import AdminMethods
 from tokserve.client.async_llm import AsyncLLM, Stream
 from tokserve.client.inputs import LoRARequest, adapter_name, generation_defaults, typed
 from tokserve.client.outputs import ChoiceOutput, merge
@@ -39,9 +39,9 @@ Started = tuple[Stream, str | None, SamplingParams]  # with the prompt, if it wa
 
 
 def _blocking(
-    command: Callable[Concatenate[control.Engine, P], Coroutine[Any, Any, T]],
+    command: Callable[Concatenate[AdminMethods, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[LLM, P], T]:
-    """A control command as a method of `LLM`."""
+    """An admin command as a method of `LLM`."""
 
     @wraps(command)
     def call(self: LLM, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -157,30 +157,30 @@ class LLM:
 
     # --- control: AsyncLLM's methods of these names, blocking ---
 
-    pause_generation = _blocking(control.pause_generation)
-    extend_pause = _blocking(control.extend_pause)
-    resume_generation = _blocking(control.resume_generation)
-    is_paused = _blocking(control.is_paused)
-    sleep = _blocking(control.sleep)
-    wake_up = _blocking(control.wake_up)
-    is_sleeping = _blocking(control.is_sleeping)
-    release_kv_cache_memory = _blocking(control.release_kv_cache_memory)
-    reset_prefix_cache = _blocking(control.reset_prefix_cache)
-    add_draft_corpus = _blocking(control.add_draft_corpus)
-    remove_draft_corpus = _blocking(control.remove_draft_corpus)
-    init_weight_transfer_engine = _blocking(control.init_weight_transfer_engine)
-    shutdown_weight_transfer_engine = _blocking(control.shutdown_weight_transfer_engine)
-    start_weight_update = _blocking(control.start_weight_update)
-    update_weights = _blocking(control.update_weights)
-    finish_weight_update = _blocking(control.finish_weight_update)
-    abort_weight_update = _blocking(control.abort_weight_update)
-    update_weight_version = _blocking(control.update_weight_version)
-    get_weight_version = _blocking(control.get_weight_version)
-    load_lora_adapter = _blocking(control.load_lora_adapter)
-    unload_lora_adapter = _blocking(control.unload_lora_adapter)
-    list_loras = _blocking(control.list_loras)
-    collective_rpc = _blocking(control.collective_rpc)
-    apply_model = _blocking(control.apply_model)
+    pause_generation = _blocking(AdminMethods.pause_generation)
+    extend_pause = _blocking(AdminMethods.extend_pause)
+    resume_generation = _blocking(AdminMethods.resume_generation)
+    is_paused = _blocking(AdminMethods.is_paused)
+    sleep = _blocking(AdminMethods.sleep)
+    wake_up = _blocking(AdminMethods.wake_up)
+    is_sleeping = _blocking(AdminMethods.is_sleeping)
+    release_kv_cache_memory = _blocking(AdminMethods.release_kv_cache_memory)
+    reset_prefix_cache = _blocking(AdminMethods.reset_prefix_cache)
+    add_draft_corpus = _blocking(AdminMethods.add_draft_corpus)
+    remove_draft_corpus = _blocking(AdminMethods.remove_draft_corpus)
+    init_weight_transfer_engine = _blocking(AdminMethods.init_weight_transfer_engine)
+    shutdown_weight_transfer_engine = _blocking(AdminMethods.shutdown_weight_transfer_engine)
+    start_weight_update = _blocking(AdminMethods.start_weight_update)
+    update_weights = _blocking(AdminMethods.update_weights)
+    finish_weight_update = _blocking(AdminMethods.finish_weight_update)
+    abort_weight_update = _blocking(AdminMethods.abort_weight_update)
+    update_weight_version = _blocking(AdminMethods.update_weight_version)
+    get_weight_version = _blocking(AdminMethods.get_weight_version)
+    load_lora_adapter = _blocking(AdminMethods.load_lora_adapter)
+    unload_lora_adapter = _blocking(AdminMethods.unload_lora_adapter)
+    list_loras = _blocking(AdminMethods.list_loras)
+    collective_rpc = _blocking(AdminMethods.collective_rpc)
+    apply_model = _blocking(AdminMethods.apply_model)
 
     def get_metrics(self) -> dict[str, int | list[int]]:
         """The engine's gauges and counters by name."""

@@ -21,7 +21,7 @@ import msgspec
 
 from tokserve.config import Config
 from tokserve.engine.admin.adapters import Adapters
-from tokserve.engine.admin.command import Command, Commands, immediate
+from tokserve.engine.admin.command import Command, Commands, command
 from tokserve.engine.admin.control import Control
 from tokserve.engine.admission import Admission
 from tokserve.engine.deadlines import Deadlines
@@ -33,11 +33,10 @@ from tokserve.engine.plan_builder import InFlightStep
 from tokserve.engine.registry import Registry
 from tokserve.engine.request import Request
 from tokserve.engine.scheduler import Scheduler
-from tokserve.engine.speculation.drafter import Drafter
+from tokserve.engine.speculation.drafter import Drafter, NoDrafts
 from tokserve.engine.speculation.drafter import make as make_drafter
 from tokserve.engine.structured_output.grammars import Grammars
 from tokserve.engine.structured_output.mask_worker import MaskWorker
-from tokserve.errors import Conflict
 from tokserve.executor.base import Executor
 from tokserve.messages import Abort, Call, Ready, Stall, Status, StepStats, Submit, ToEngine
 from tokserve.plan import DeviceFacts
@@ -100,9 +99,9 @@ class EngineCore:
         )  # fmt: skip
         self._held: list[tuple[bytes, Call | Abort | Stall]] = []  # until no submission is being admitted
         self._status = self._state_now()
-        commands = self.control.commands | self.adapters.commands | self._draft_commands() | self._table()
+        drafts = self._text_drafter or NoDrafts()
         self._commands = Commands(
-            commands, with_caller=("stats",), emit=emit,
+            (self, self.control, self.control.weights, self.adapters, drafts), emit=emit,
             at_boundary=lambda: not self.scheduler.in_flight, on_progress=self._send_status, wake=wake,
         )  # fmt: skip
         if context < (config.model.max_model_len or 0):
@@ -329,25 +328,9 @@ class EngineCore:
             grammar_refusals=grammars.num_refused,
         )  # fmt: skip
 
-    # --- commands: those of pause, sleep and weights are in `control`, those of adapters in `adapters` ---
+    # --- commands of its own; `engine/admin` and the drafter have the others ---
 
-    def _table(self) -> dict[str, Callable[..., Command]]:
-        return {
-            "hello": immediate(self._hello),
-            "ping": immediate(self._ping),
-            "state": immediate(self._state),
-            "stats": immediate(self._stats),
-            "requests": immediate(self._requests),
-            "check": immediate(self._check),
-            "reset_prefix_cache": immediate(self._reset_prefix_cache),
-            "leave": immediate(self._leave),
-            "abort": self._abort_requests,
-            "abort_group": self._abort_group,
-            "abort_all": self._abort_all,
-            "shutdown": self._shutdown,
-            "take_over": self._take_over,
-        }
-
+    @command("hello")
     def _hello(self) -> Ready:
         """What the engine serves."""
         layout = self._facts.layout
@@ -356,9 +339,11 @@ class EngineCore:
             list(self.limits.eos), self._facts.weight_version, self._facts.facts, self._status,
         )  # fmt: skip
 
+    @command("ping")
     def _ping(self) -> dict[str, Any]:
         return {}
 
+    @command("state")
     def _state(self) -> dict[str, Any]:
         stats, status = self.scheduler.stats(), self._status
         return {
@@ -369,35 +354,31 @@ class EngineCore:
             "in_flight": len(self.scheduler.in_flight), "steps": stats.steps,
         }  # fmt: skip
 
+    @command("stats")
     def _stats(self, caller: bytes) -> dict[str, Any]:
         """Send gauges and counters of this moment to the caller, ahead of the reply."""
         self._front_ends.send_stats(caller)
         return {}
 
+    @command("requests")
     def _requests(self, limit: int) -> dict[str, Any]:
         """Submissions of all front ends, oldest first."""
         return {"weight_version": self.scheduler.weights.version} | self._registry.summary(limit, self._clock())
 
+    @command("check")
     def _check(self) -> bool:
         self.cache.check()
         return True
 
-    def _draft_commands(self) -> dict[str, Callable[..., Command]]:
-        if self._text_drafter is not None:
-            return self._text_drafter.commands()
-
-        def refuse(**args: Any) -> int:
-            raise Conflict("this server keeps no drafts: it was started with the speculative method none")
-
-        return {"add_draft_corpus": immediate(refuse), "remove_draft_corpus": immediate(refuse)}
-
-    def _reset_prefix_cache(self, drafts: bool = False) -> bool:
-        """`drafts`: drop the earlier outputs that are kept as drafts as well."""
+    @command("reset_prefix_cache")
+    def _reset_prefix_cache(self, reset_external: bool = False) -> bool:
+        """`reset_external`: drop the earlier outputs that are kept as drafts as well."""
         self.cache.reset()
-        if drafts and self._text_drafter is not None:
+        if reset_external and self._text_drafter is not None:
             self._text_drafter.history.clear()
         return True
 
+    @command("leave")
     def _leave(self, front_end: str) -> int:
         """A front end's process has ended: so do its requests.  The reply is how many those were."""
         identity = front_end.encode()
@@ -406,6 +387,7 @@ class EngineCore:
         self._front_ends.leave(identity)
         return len(requests)
 
+    @command("abort")
     def _abort_requests(self, keys: list[str], reason: str = "abort_user") -> Command:
         """Abort by the client's ids.  The reply, {id: "aborted" | "finished" | "not_found"}, comes when all slots and
         blocks of ended requests are free: a second abort is not answered before that either."""
@@ -421,12 +403,15 @@ class EngineCore:
         yield lambda: all(request.released for request in unreleased)
         return result
 
+    @command("abort_group")
     def _abort_group(self, group: str, reason: str = "abort_user") -> Command:
         return (yield from self._abort_requests(self._registry.request_ids(group), reason))
 
+    @command("abort_all")
     def _abort_all(self, reason: str = "abort_user") -> Command:
         return (yield from self._abort_requests(self._registry.request_ids(), reason))
 
+    @command("shutdown")
     def _shutdown(self) -> Command:
         """Abort all requests and stop; no more are accepted."""
         self._admission.closed = True
@@ -434,6 +419,7 @@ class EngineCore:
         self.stopped = True
         return result
 
+    @command("take_over")
     def _take_over(self, last: Any) -> Command:
         """Failover: be what the engine before was, by the `Status` that it sent last.  The first call of all."""
         was = msgspec.convert(last, Status)

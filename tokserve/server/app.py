@@ -23,7 +23,7 @@ from tokserve.client.async_llm import AsyncLLM
 from tokserve.config import Config
 from tokserve.errors import NotFound, RequestError, RequestFailed, Unauthorized
 from tokserve.server import openapi
-from tokserve.server.admin import areal, control
+from tokserve.server.admin import areal, commands, state, weights
 from tokserve.server.anthropic import messages
 from tokserve.server.anthropic.bodies import CountTokensBody, MessagesBody
 from tokserve.server.anthropic.error_shape import ANTHROPIC
@@ -93,37 +93,18 @@ ENDPOINTS = (
     Endpoint(("GET",), "/load", introspection.load),
     Endpoint(("GET",), "/server_info", introspection.configuration),
     Endpoint(("GET",), "/openapi.json", introspection.openapi_schema),
-    Endpoint(("GET",), "/liveness", control.liveness),
-    Endpoint(("GET",), "/inference/v1/state", control.state),
-    Endpoint(("GET",), "/is_paused", control.is_paused),
-    Endpoint(("GET",), "/is_sleeping", control.is_sleeping),
-    Endpoint(("GET",), "/weight_info", control.weights),
-    Endpoint(("GET",), "/get_world_size", control.get_world_size),
+    Endpoint(("GET",), "/liveness", state.liveness),
+    Endpoint(("GET",), "/inference/v1/state", state.state),
+    Endpoint(("GET",), "/is_paused", state.is_paused),
+    Endpoint(("GET",), "/is_sleeping", state.is_sleeping),
+    Endpoint(("GET",), "/weight_info", weights.served_weights),
+    Endpoint(("GET",), "/get_world_size", state.get_world_size),
     *(
         Endpoint(("POST",), path, handler, kind, control=True)
         for path, handler, kind in (
-            ("/pause", control.pause, control.PauseBody),
-            ("/resume", control.resume, None),
-            ("/extend_pause", control.extend_pause, None),
-            ("/sleep", control.sleep, control.SleepBody),
-            ("/wake_up", control.wake_up, control.WakeBody),
-            ("/release_kv_cache_memory", control.release_kv_cache_memory, None),
-            ("/reset_prefix_cache", control.reset_prefix_cache, control.ResetBody),
-            ("/add_draft_corpus", control.add_draft_corpus, control.AddCorpusBody),
-            ("/remove_draft_corpus", control.remove_draft_corpus, control.RemoveCorpusBody),
-            ("/init_weight_transfer_engine", control.init_weight_transfer_engine, control.InitBody),
-            ("/shutdown_weight_transfer_engine", control.shutdown_weight_transfer_engine, None),
-            ("/start_weight_update", control.start_weight_update, control.StartBody),
-            ("/update_weights", control.update_weights, control.UpdateBody),
-            ("/finish_weight_update", control.finish_weight_update, control.FinishBody),
-            ("/abort_weight_update", control.abort_weight_update, None),
-            ("/update_weight_version", control.update_weight_version, control.VersionBody),
-            ("/weight_checker", control.weight_checker, control.CheckerBody),
-            ("/v1/load_lora_adapter", control.load_lora_adapter, control.LoadAdapterBody),
-            ("/load_lora_adapter", control.load_lora_adapter, control.LoadAdapterBody),
-            ("/v1/unload_lora_adapter", control.unload_lora_adapter, control.UnloadAdapterBody),
-            ("/unload_lora_adapter", control.unload_lora_adapter, control.UnloadAdapterBody),
-            ("/collective_rpc", control.collective_rpc, control.RpcBody),
+            *commands.routes(),
+            ("/update_weights", weights.update_weights, weights.UpdateBody),
+            ("/weight_checker", weights.weight_checker, weights.CheckerBody),
             ("/areal_pause_generation", areal.pause, None),
             ("/areal_continue_generation", areal.resume, None),
             ("/areal_update_weights", areal.update_weights, areal.ArealUpdateBody),

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Collection, Generator
 from concurrent.futures import Future
 from typing import Any
 
 from tokserve.config import LoraConfig
 from tokserve.engine.adapter import Adapter
-from tokserve.engine.admin.command import STEP_BOUNDARY, Command, RunningRequests, Wait
+from tokserve.engine.admin.command import STEP_BOUNDARY, Command, RunningRequests, Wait, command
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.errors import Conflict, NotFound, RequestError, StartError
 from tokserve.executor.base import Executor
@@ -45,10 +45,6 @@ class Adapters:
         self._loading = False
         self._uses = 0
         self.num_loads = 0
-        self.commands: dict[str, Callable[..., Command]] = {
-            "load_lora_adapter": self.load,
-            "unload_lora_adapter": self.unload,
-        }
         self._load_at_start()
 
     def get(self, name: str) -> Adapter | None:
@@ -85,6 +81,7 @@ class Adapters:
             except RequestError as error:
                 raise StartError(f"option lora_modules: {name}: {error.message}") from None
 
+    @command("load_lora_adapter")
     def load(self, lora_name: str, lora_path: str, load_inplace: bool | None = None) -> Command:
         """Load a PEFT directory under a name, in place of what has that name (`load_inplace` False: if none has).
 
@@ -143,6 +140,7 @@ class Adapters:
             raise Conflict(f"{loaded}, and requests use all of them", field="lora_name")
         return min(unused, key=lambda adapter: adapter.last_use)
 
+    @command("unload_lora_adapter")
     def unload(self, lora_name: str) -> Command:
         """Forget an adapter: its name is unknown at once, its slot is free when its last request has ended."""
         self._check_enabled()

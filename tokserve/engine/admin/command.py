@@ -1,18 +1,23 @@
 """Admin calls of the engine: a command is a generator that is resumed between steps, so it reads from top to bottom.
 
-It yields what it waits for (`STEP_BOUNDARY`, a future, or a condition), holds up no other work meanwhile, and returns
-its reply: its caller is answered when the state that it asked for is reached.
+`admin` declares the commands, and methods marked with `command` implement them.  A command yields what it waits for
+(`STEP_BOUNDARY`, a future, or a condition), holds up no other work meanwhile, and returns its reply: its caller is
+answered when the state that it asked for is reached.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping
+import re
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, ParamSpec, Protocol
+from typing import Any, Protocol, TypeVar
 
+import msgspec
+
+from tokserve.admin import COMMANDS
 from tokserve.engine.output.front_ends import Emit
 from tokserve.engine.request import Request
 from tokserve.errors import RequestError, StartError, Unavailable
@@ -23,7 +28,7 @@ logger = logging.getLogger(__name__)
 STEP_BOUNDARY = None  # no step is in flight, and none is planned before the command goes on
 Wait = Future[Any] | Callable[[], bool] | None
 Command = Generator[Wait, None, Any]
-P = ParamSpec("P")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class RunningRequests(Protocol):
@@ -41,15 +46,29 @@ class RunningRequests(Protocol):
         """End them now, with what they have."""
 
 
-def immediate(function: Callable[P, Any]) -> Callable[P, Command]:
-    """A command that waits for nothing."""
+def command(name: str) -> Callable[[F], F]:
+    """Mark a method as the command `name`: a generator, or a function that waits for nothing.
 
-    @wraps(function)
-    def command(*args: P.args, **kwargs: P.kwargs) -> Command:
-        yield from ()
-        return function(*args, **kwargs)
+    It gets the parameters that `admin.COMMANDS` declares (if it declares none, those of the call), and the caller's
+    identity if it has a parameter `caller`.
+    """
 
-    return command
+    def mark(method: F) -> F:
+        method.command = name  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+def _handlers(owners: Iterable[object]) -> dict[str, Callable[..., Any]]:
+    """The marked methods of the owners, by the names of their commands."""
+    handlers: dict[str, Callable[..., Any]] = {}
+    for owner in owners:
+        for attribute, value in inspect.getmembers_static(type(owner), inspect.isfunction):
+            if hasattr(value, "command"):
+                assert value.command not in handlers, f"two commands {value.command}"
+                handlers[value.command] = getattr(owner, attribute)
+    return handlers
 
 
 @dataclass(slots=True, eq=False)
@@ -63,24 +82,22 @@ class _Task:
 
 
 class Commands:
-    """The commands by name, and those that have begun.
+    """The commands that the owners' methods implement, and those that have begun.
 
-    `with_caller`: names of commands that get the caller's identity as `caller`.  `at_boundary`: whether no step is in
-    flight.  `on_progress` is called when a command has run, before its reply.  `wake` may be called from any thread.
+    `at_boundary`: whether no step is in flight.  `on_progress` is called when a command has run, before its reply.
+    `wake` may be called from any thread.
     """
 
     def __init__(
         self,
-        table: Mapping[str, Callable[..., Command]],
+        owners: Iterable[object],
         *,
-        with_caller: Iterable[str],
         emit: Emit,
         at_boundary: Callable[[], bool],
         on_progress: Callable[[], None],
         wake: Callable[[], None],
     ) -> None:
-        self._table = table
-        self._with_caller = frozenset(with_caller)
+        self._handlers = _handlers(owners)
         self._emit = emit
         self._at_boundary = at_boundary
         self._on_progress = on_progress
@@ -94,7 +111,7 @@ class Commands:
 
     def call(self, identity: bytes, call: Call) -> None:
         """Begin a command; every call is answered."""
-        if call.method not in self._table:
+        if call.method not in self._handlers:
             self._emit(identity, Reply(call.call_id, error=f"the engine has no command {call.method!r}"))
             return
         task = _Task(identity, call.call_id, self._begin(identity, call), wait=lambda: True)
@@ -102,8 +119,13 @@ class Commands:
         self._advance(task)
 
     def _begin(self, identity: bytes, call: Call) -> Command:
-        args = call.args | {"caller": identity} if call.method in self._with_caller else call.args
-        return (yield from self._table[call.method](**args))
+        handler = self._handlers[call.method]
+        args = _parameters(call)
+        if "caller" in inspect.signature(handler).parameters:
+            args["caller"] = identity
+        if inspect.isgeneratorfunction(handler):
+            return (yield from handler(**args))
+        return handler(**args)
 
     def resume(self) -> None:
         """Let commands go on whose wait is over; one may have waited for what another has just done."""
@@ -137,6 +159,18 @@ class Commands:
         self._on_progress()
         self._emit(task.identity, reply)
         return True
+
+
+def _parameters(call: Call) -> dict[str, Any]:
+    """The arguments of a call, complete and with the declared types.  Raises RequestError."""
+    if call.method not in COMMANDS:
+        return dict(call.args)
+    try:
+        parameters = msgspec.convert(call.args, COMMANDS[call.method].parameters)
+    except msgspec.ValidationError as error:
+        path = re.search(r"`\$\.(\w+)", str(error))
+        raise RequestError(f"{call.method}: {error}", field=path and path[1]) from None
+    return {name: getattr(parameters, name) for name in parameters.__struct_fields__}
 
 
 def _error_reply(call_id: int, error: Exception) -> Reply:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tokserve.engine.admin.command import STEP_BOUNDARY, Command, RunningRequests
+from tokserve.engine.admin.command import STEP_BOUNDARY, Command, RunningRequests, command
 from tokserve.engine.admin.lease import Lease, check_lease
 from tokserve.engine.admin.weights import Weights
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
@@ -27,7 +27,7 @@ LEVELS = (("scheduling",), TAGS, TAGS)  # what each sleep level puts to sleep
 
 
 class Control:
-    """`frozen`, `idle_is_fine` and `status` are for the core; `commands` is the table, with that of the weights.
+    """`frozen`, `idle_is_fine` and `status` are for the core.
 
     `update_lease`: seconds without a call after which an open weight update is rolled back; 0: never.
     """
@@ -48,7 +48,7 @@ class Control:
         self._scheduler = scheduler
         self._cache = cache
         self._executor = executor
-        self._weights = Weights(
+        self.weights = Weights(
             requests, scheduler, cache, executor, weight_version, is_settled=lambda: not self._dropping,
             new_lease=lambda seconds: Lease(update_lease if seconds is None else seconds, clock),
         )  # fmt: skip
@@ -62,17 +62,6 @@ class Control:
         self._dropping = 0  # sleeps that are about to drop the weights
         self.since = time.time()  # of the state
         self._last_state = "running"
-        self.commands: dict[str, Callable[..., Command]] = {
-            "pause": self.pause,
-            "extend_pause": self.extend_pause,
-            "resume": self.resume,
-            "sleep": self.sleep,
-            "wake_up": self.wake_up,
-            "release_kv_cache_memory": self.release_kv_cache_memory,
-            "collective_rpc": self.collective_rpc,
-            "apply_model": self.apply_model,
-            **self._weights.commands,
-        }
 
     # --- for the core ---
 
@@ -84,12 +73,12 @@ class Control:
     def seconds_to_expiry(self) -> float | None:
         """Until a lease expires."""
         pause = None if self._pause is None else self._pause.seconds_left
-        ends = [seconds for seconds in (pause, self._weights.seconds_to_expiry) if seconds is not None]
+        ends = [seconds for seconds in (pause, self.weights.seconds_to_expiry) if seconds is not None]
         return min(ends, default=None)
 
     def expire(self) -> bool:
         """End what has a lease that has expired; whether anything had."""
-        expired = self._weights.expire()
+        expired = self.weights.expire()
         if self._pause is not None and self._pause.seconds_left == 0.0:
             logger.warning(
                 "resumed: the pause was not extended for %.0f s (its lease: %g s)",
@@ -108,22 +97,22 @@ class Control:
     @property
     def why_frozen(self) -> str | None:
         """Why no step is planned, and what changes that; None: steps are planned."""
-        if self._weights.quarantine is not None:
-            return self._weights.quarantine
+        if self.weights.quarantine is not None:
+            return self.weights.quarantine
         if self._paused:
             left = None if self._pause is None else self._pause.seconds_left
             ends = "" if left is None else f", or after {left:.0f} s without a extension"
             return f"generation is paused until POST /resume{ends}"
-        if self._asleep or self._weights.dropped:
+        if self._asleep or self.weights.dropped:
             return "the engine is asleep until POST /wake_up" + (
-                "; there are no weights until some are pushed" if self._weights.dropped else ""
+                "; there are no weights until some are pushed" if self.weights.dropped else ""
             )
         return "a weight update that replaces the weights in place is open" if self.frozen else None
 
     @property
     def frozen(self) -> bool:
         """No step may be planned."""
-        return self._paused or bool(self._asleep) or not self._weights.can_compute
+        return self._paused or bool(self._asleep) or not self.weights.can_compute
 
     @property
     def idle_is_fine(self) -> bool:
@@ -133,7 +122,7 @@ class Control:
     @property
     def state(self) -> str:
         """running, pausing, paused, updating, sleeping or quarantined: the first that holds, from the last one on."""
-        weights = self._weights
+        weights = self.weights
         if weights.quarantine is not None and weights.update is None:
             return "quarantined"
         if self._asleep:
@@ -153,7 +142,7 @@ class Control:
             self._last_state, self.since = state, time.time()
         if not self.frozen:
             self._waiting_is_logged = False
-        weights, origin = self._weights, self._weights.origin
+        weights, origin = self.weights, self.weights.origin
         sleeping = bool(self._asleep) or (weights.dropped and weights.quarantine is None)
         return Status(
             state, weights.version, weights.epoch, self._paused, sleeping, weights.quarantine, weights.failure,
@@ -173,11 +162,12 @@ class Control:
         memory = [*(tag for tag in was.asleep if tag == "kv_cache"), *(["weights"] if was.dropped else [])]
         if memory:
             self._release(memory)
-        yield from self._weights.take_over(was)
+        yield from self.weights.take_over(was)
         return {}
 
     # --- pause ---
 
+    @command("pause")
     def pause(
         self, mode: str = "abort", clear_cache: bool = True, lease: float | None = None, take_over: bool = False
     ) -> Command:
@@ -213,6 +203,7 @@ class Control:
     def _end_pause(self) -> None:
         self._pause = self.paused_since = None
 
+    @command("extend_pause")
     def extend_pause(self) -> Command:
         """The holder of the pause lives; Conflict if there is none any more."""
         yield from ()
@@ -240,6 +231,7 @@ class Control:
             self._barriers.remove(last)
             self._scheduler.barrier = min(self._barriers, default=None)
 
+    @command("resume")
     def resume(self) -> Command:
         """Go on; also ends a sleep of level 0.  Always succeeds."""
         yield from ()
@@ -254,13 +246,14 @@ class Control:
 
     # --- sleep ---
 
+    @command("sleep")
     def sleep(self, level: int = 1, mode: str = "abort") -> Command:
         """0: only scheduling stops; 1: the KV cache's memory is given back; 2: the weights' as well."""
         if level not in range(len(LEVELS)):
             raise RequestError(f"level must be 0, 1 or 2, got {level}", field="level")
         if mode not in MODES:
             raise RequestError(f"mode must be one of {', '.join(MODES)}, got {mode!r}", field="mode")
-        if level == 2 and self._weights.update is not None:
+        if level == 2 and self.weights.update is not None:
             raise Conflict("a weight update is open: finish or abort it before sleeping at level 2")
         self._dropping += level == 2
         try:
@@ -273,6 +266,7 @@ class Control:
             self._dropping -= level == 2
         return {"status": "sleeping", "level": level}
 
+    @command("release_kv_cache_memory")
     def release_kv_cache_memory(self) -> Command:
         """Give back the KV cache's memory until `wake_up`; running requests are computed again then."""
         yield STEP_BOUNDARY
@@ -286,15 +280,16 @@ class Control:
         self._cache.reset()
         self._executor.call("release", {"tags": tags})
         if "weights" in tags:
-            self._weights.loaded = False
+            self.weights.loaded = False
 
+    @command("wake_up")
     def wake_up(self, tags: Iterable[str] | None = None) -> Command:
         """Undo `sleep`, or parts of it.  When both memories are back, scheduling goes on too."""
         waking = set(tags or TAGS)
         unknown = waking - set(TAGS)
         if unknown:
             raise RequestError(f"tags must be among {', '.join(TAGS)}, got {min(unknown)!r}", field="tags")
-        if not tags and self._weights.dropped:
+        if not tags and self.weights.dropped:
             raise Conflict("there are no weights (sleep level 2 drops them): push some; tags=weights allows that")
         yield STEP_BOUNDARY
         if "kv_cache" in waking & self._asleep:
@@ -304,21 +299,23 @@ class Control:
         if slept_deep and self._asleep == {"scheduling"}:
             self._asleep.clear()
         logger.info("woken; still asleep: %s", ", ".join(sorted(self._asleep)) or "nothing")
-        return {"status": "awake" if not self._asleep else "sleeping", "asleep": sorted(self._asleep)}
+        return {"status": "sleeping" if self.status().sleeping else "awake", "asleep": sorted(self._asleep)}
 
     # --- other calls of the executor ---
 
+    @command("collective_rpc")
     def collective_rpc(
         self, method: str, args: list[Any] | None = None, kwargs: dict[str, Any] | None = None
     ) -> Command:
         """Call a method of the worker extension between two steps; a result per worker."""
         yield STEP_BOUNDARY
-        self._weights.note_worker_call()
+        self.weights.note_worker_call()
         call = {"method": method, "args": args or [], "kwargs": kwargs or {}}
         return [self._executor.call("collective_rpc", call)]
 
+    @command("apply_model")
     def apply_model(self, function: str) -> Command:
         """Call the function `module:name` with the model between two steps; a result per worker."""
         yield STEP_BOUNDARY
-        self._weights.note_worker_call()
+        self.weights.note_worker_call()
         return [self._executor.call("apply_model", {"function": function})]

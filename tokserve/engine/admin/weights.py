@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Generator
 from typing import Any
 
-from tokserve.engine.admin.command import STEP_BOUNDARY, Command, RunningRequests, Wait
+from tokserve.engine.admin.command import STEP_BOUNDARY, Command, RunningRequests, Wait, command
 from tokserve.engine.admin.lease import Lease, check_lease
 from tokserve.engine.admin.update import Origin, Update, VersionHistory, check_version
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
@@ -22,8 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Weights:
-    """`is_settled`: no sleep is about to drop the weights.  `new_lease`: of so many seconds, or of the default number.
-    `commands` is the table."""
+    """`is_settled`: no sleep is about to drop the weights.  `new_lease`: of so many seconds, or of the default."""
 
     def __init__(
         self, requests: RunningRequests, scheduler: Scheduler, cache: PrefixCache, executor: Executor, version: str,
@@ -47,22 +46,6 @@ class Weights:
         self.checksum: str | None = None  # of all weights, if it is known
         self._history = VersionHistory()
         self._meeting = 0  # commands that wait for a trainer
-        self.commands: dict[str, Callable[..., Command]] = {
-            "init_weight_transfer_engine": self.init_weight_transfer_engine,
-            "shutdown_weight_transfer_engine": self.shutdown_weight_transfer_engine,
-            "start_weight_update": self.start_weight_update,
-            "update_weights": self.update_weights,
-            "begin_weight_stream": self.begin_weight_stream,
-            "feed_weights": self.feed_weights,
-            "update_weights_from_dir": self.update_weights_from_dir,
-            "finish_weight_update": self.finish_weight_update,
-            "abort_weight_update": self.abort_weight_update,
-            "update_weight_version": self.update_weight_version,
-            "weight_checksums": self.weight_checksums,
-            "checkpoint_checksums": self.checkpoint_checksums,
-            "weights_checksum": self.weights_checksum,
-            "weight_coordinates": self.weight_coordinates,
-        }
 
     @property
     def can_compute(self) -> bool:
@@ -162,6 +145,7 @@ class Weights:
 
     # --- commands ---
 
+    @command("init_weight_transfer_engine")
     def init_weight_transfer_engine(self, options: dict[str, Any], take_over: bool = False) -> Command:
         """Prepare a backend: for gloo and nccl, meet the trainer."""
         yield from self._vacated(take_over)
@@ -177,13 +161,16 @@ class Weights:
         if self._meeting:
             self._executor.interrupt()
 
+    @command("shutdown_weight_transfer_engine")
     def shutdown_weight_transfer_engine(self) -> Command:
         """Close the backend; an open update is rolled back."""
         if self.update is not None:
             yield from self.abort_weight_update()
         self._stop_meeting()
-        return (yield from self._background("shutdown_weight_transfer"))
+        yield from self._background("shutdown_weight_transfer")
+        return {"message": "Weight transfer shut down"}
 
+    @command("start_weight_update")
     def start_weight_update(
         self,
         is_checkpoint_format: bool = True,
@@ -256,6 +243,7 @@ class Weights:
             self.loaded = False
         return update
 
+    @command("update_weights")
     def update_weights(self, update: dict[str, Any], update_id: str | None = None) -> Command:
         """Stage the tensors that `update` announces (names, dtypes, shapes, and where they are).
 
@@ -267,12 +255,14 @@ class Weights:
         opened.stamp = yield from self._staged(opened, "receive_update", source=update)
         return {"message": "Weights updated"}
 
+    @command("begin_weight_stream")
     def begin_weight_stream(self, stream: str, update_id: str | None = None) -> Command:
         """What comes under this name belongs to the update that is open now, and to no later one."""
         self._filling(update_id=update_id).streams.add(stream)
         yield from ()
         return {}
 
+    @command("feed_weights")
     def feed_weights(self, stream: str, chunk: bytes, last: bool = False, broken: bool = False) -> Command:
         """Stage a piece of a safetensors file; pieces of one file carry the same `stream`.  `broken`: no more come."""
         opened = self._filling()
@@ -283,6 +273,7 @@ class Weights:
         yield from self._staged(opened, "feed_update", stream=stream, chunk=chunk, last=last, broken=broken)
         return {"message": "Weights updated"}
 
+    @command("update_weights_from_dir")
     def update_weights_from_dir(
         self, weight_dir: str, weight_version: str | None = None, recompute_kv: bool = False, take_over: bool = False
     ) -> Command:
@@ -292,6 +283,7 @@ class Weights:
         update.recompute_kv = recompute_kv
         return (yield from self._commit(update, version))
 
+    @command("finish_weight_update")
     def finish_weight_update(
         self,
         weight_version: str | None = None,
@@ -403,6 +395,7 @@ class Weights:
         self._cache.set_epoch(self.epoch)
         self._scheduler.weights.use(self.version, self.epoch)
 
+    @command("abort_weight_update")
     def abort_weight_update(self, update_id: str | None = None) -> Command:
         """Roll back: drop what was staged, and what is still coming."""
         update = self._opened(update_id=update_id)
@@ -411,6 +404,7 @@ class Weights:
         yield from self._background("abort_update")
         return {"message": "Weight update aborted"}
 
+    @command("update_weight_version")
     def update_weight_version(self, new_version: str) -> Command:
         """Name the weights that serve, and begin a new epoch, as a worker call may have changed them.  After a failover
         this confirms that the loaded weights are the right ones."""
@@ -424,12 +418,14 @@ class Weights:
             self.quarantine, self.lost = None, False
         return {"success": True, "new_version": new_version, "epoch": self.epoch}
 
+    @command("weight_checksums")
     def weight_checksums(self) -> Command:
         """Digests of the weights in memory, by name."""
         if not self.loaded:
             raise Conflict("there are no weights to look at now")
         return (yield from self._background("checksums"))
 
+    @command("checkpoint_checksums")
     def checkpoint_checksums(self) -> Command:
         """Checksums of the tensors that the weights were loaded from: {"checkpoint": by name, "tied": aliases}."""
         if not self.loaded:
@@ -438,6 +434,7 @@ class Weights:
             raise Conflict("a worker call may have changed the weights since they were loaded")
         return (yield from self._background("checkpoint_checksums"))
 
+    @command("weights_checksum")
     def weights_checksum(self) -> Command:
         """The checksum of all weights; computed if it is not known."""
         if not self.loaded:
@@ -450,6 +447,7 @@ class Weights:
             self._set_checksum(checksum)
         return self.checksum
 
+    @command("weight_coordinates")
     def weight_coordinates(self) -> Command:
         """The tensors in which deltas count elements."""
         return (yield from self._background("weight_coordinates"))

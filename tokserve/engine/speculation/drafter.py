@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from tokserve.config import SpeculationPlan
-from tokserve.engine.admin.command import Command, immediate
+from tokserve.engine.admin.command import command
 from tokserve.engine.request import Request
 from tokserve.engine.speculation.draft_budget import StepCosts, choose
 from tokserve.engine.speculation.draft_history import DraftHistory, GroupKey
 from tokserve.engine.speculation.draft_state import Corpus, DraftState
 from tokserve.engine.speculation.token_index import MAX_MATCH, PAIR, TokenIndex
-from tokserve.errors import RequestError
+from tokserve.errors import Conflict, RequestError
 
 PREDICTION_TRUST = 4  # tokens in a row that a prediction counts as having been right, at its start
 
@@ -91,30 +91,39 @@ class TextDrafter:
         if request.num_output and request.options.speculate and not request.pooling:
             self.history.add(group_of(request), request.seed, request.tokens[request.prompt_len :])
 
-    def commands(self) -> dict[str, Callable[..., Command]]:
-        """The admin commands, by name."""
-        return {
-            "add_draft_corpus": immediate(self._add_corpus),
-            "remove_draft_corpus": immediate(self._remove_corpus),
-        }
-
-    def _add_corpus(self, group: str, sequences: list[bytes], adapter: str = "", cache_salt: str = "") -> Any:
+    @command("add_draft_corpus")
+    def add_corpus(self, draft_group: str, token_ids: list[bytes], lora_name: str = "", cache_salt: str = "") -> Any:
         """Keep outputs, packed int32 ids, for the requests of a group.  The reply: how many outputs the group has."""
-        for index, packed in enumerate(sequences):
+        for index, packed in enumerate(token_ids):
             ids = np.frombuffer(packed, "<i4")
             if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self._vocab_size):
                 field = f"token_ids[{index}]"
                 raise RequestError(
                     f"{field} has an id that is not in the vocabulary of {self._vocab_size}", field=field
                 )
-        key = (adapter, cache_salt, "", _named(group))
-        for packed in sequences:
+        key = (lora_name, cache_salt, "", _named(draft_group))
+        for packed in token_ids:
             self.history.add(key, None, array("i", packed))
         return {"outputs": self.history.count(key)}
 
-    def _remove_corpus(self, group: str) -> Any:
+    @command("remove_draft_corpus")
+    def remove_corpus(self, draft_group: str) -> Any:
         """Drop the outputs of a group, with all adapters and salts.  The reply: how many those were."""
-        return {"removed": self.history.remove(_named(group))}
+        return {"removed": self.history.remove(_named(draft_group))}
+
+
+class NoDrafts:
+    """The commands of an engine that keeps no drafts."""
+
+    @command("add_draft_corpus")
+    def add_corpus(self, **_: Any) -> Any:
+        """Refuse."""
+        raise Conflict("this server keeps no drafts: it was started with the speculative method none")
+
+    @command("remove_draft_corpus")
+    def remove_corpus(self, **_: Any) -> Any:
+        """Refuse."""
+        self.add_corpus()
 
 
 def group_of(request: Request) -> GroupKey:

@@ -1,6 +1,6 @@
 """The routes that AReaL adds to vLLM and its trainer calls: pause, continue, load weights from a directory.
 
-They are routes of `control` under other names, with AReaL's replies.
+They are routes of `commands` under other names, with AReaL's replies.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.server.admin import control
+from tokserve.server.admin.commands import read
 from tokserve.server.http import body
 from tokserve.server.serving import Serving
 
@@ -37,6 +37,6 @@ async def resume(serving: Serving, request: Request) -> Response:
 
 async def update_weights(serving: Serving, request: Request) -> Response:
     """POST /areal_update_weights: as /update_weights with weight_dir"""
-    params = await control.read(serving, request, ArealUpdateBody)
+    params = await read(serving, request, ArealUpdateBody)
     await serving.llm.update_weights({"weight_dir": params.model_path})
     return body.reply(request, {"success": True, "message": f"Weights updated from {params.model_path}"})

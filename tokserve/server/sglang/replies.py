@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.errors import RequestError
-from tokserve.server.admin.control import BLANK
+from tokserve.server.admin.commands import BLANK
 from tokserve.server.http import body, errors
 from tokserve.server.openai import schemas
 from tokserve.server.serving import Serving

@@ -1,0 +1,277 @@
+"""The admin commands, each declared once: its name, its parameters, its routes, and when it takes effect.
+
+The engine's dispatch (`engine/admin/command`), the HTTP routes and their OpenAPI schemas (`server/admin`) and the table
+in docs/rl.md are made from `COMMANDS`; `client/admin` has a method for each.  Names and meanings are vLLM's where vLLM
+has the command.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+Mode = Literal["abort", "wait", "keep"]
+Tag = Literal["weights", "kv_cache", "scheduling"]
+When = Literal["at once", "step boundary", "in the background", "commit at a step boundary"]
+LEVELS: tuple[tuple[Tag, ...], ...] = (("scheduling",), ("weights", "kv_cache", "scheduling"))  # of sleep: 0; 1 and 2
+LONGEST_RPC = 1e6  # seconds: limit of a timeout
+
+
+class NoParameters(msgspec.Struct, forbid_unknown_fields=True):
+    """None."""
+
+
+class Pause(msgspec.Struct, forbid_unknown_fields=True):
+    """`mode`: abort ends the requests in flight, wait lets them end, keep freezes them with their KV.
+
+    `lease`: seconds without an extension after which generation goes on; null or 0: never.  Of two pauses the longer
+    lease holds, but with `take_over` this one.
+    """
+
+    mode: Mode = "abort"
+    clear_cache: bool = True
+    lease: float | None = None
+    take_over: bool = False
+
+
+class Sleep(msgspec.Struct, forbid_unknown_fields=True):
+    """`level`: 0 stops scheduling, 1 releases the KV cache's memory, 2 the weights' as well.  `mode`: as for pause."""
+
+    level: Annotated[int, msgspec.Meta(ge=0, le=2)] = 1
+    mode: Mode = "abort"
+
+
+class WakeUp(msgspec.Struct, forbid_unknown_fields=True):
+    """What is undone of a sleep: weights, kv_cache, scheduling; default: all."""
+
+    tags: list[str] | None = None
+
+
+class ResetPrefixCache(msgspec.Struct, forbid_unknown_fields=True):
+    """`reset_external`: drop the earlier outputs that are kept as drafts as well."""
+
+    reset_external: bool = False
+
+
+class AddDraftCorpus(msgspec.Struct, forbid_unknown_fields=True):
+    """Outputs, as packed int32 ids, that are drafts for requests of a group with this adapter and cache salt."""
+
+    draft_group: str
+    token_ids: list[bytes]
+    lora_name: str = ""
+    cache_salt: str = ""
+
+
+class RemoveDraftCorpus(msgspec.Struct, forbid_unknown_fields=True):
+    """Which group."""
+
+    draft_group: str
+
+
+class InitTransfer(msgspec.Struct, forbid_unknown_fields=True):
+    """Options of the backend; `take_over`: roll back an open update."""
+
+    options: dict[str, Any] = msgspec.field(name="init_info")
+    take_over: bool = False
+
+
+class StartUpdate(msgspec.Struct, forbid_unknown_fields=True):
+    """Of a delta, the version and the checksum of what it changes.
+
+    `lease`: seconds without a call after which the update is rolled back; default: `--control-lease`.  `take_over`:
+    roll back an update that is open.
+    """
+
+    is_checkpoint_format: bool = True
+    base_version: str | None = None
+    base_checksum: str | None = None
+    lease: float | None = None
+    take_over: bool = False
+
+
+class StageTensors(msgspec.Struct, forbid_unknown_fields=True):
+    """The tensors that come (names, dtypes, shapes, and where they are)."""
+
+    update: dict[str, Any]
+    update_id: str | None = None
+
+
+class UpdateFromDirectory(msgspec.Struct, forbid_unknown_fields=True):
+    """A complete update from a checkpoint directory, or from the deltas in it."""
+
+    weight_dir: str
+    weight_version: str | None = None
+    recompute_kv: bool = False
+    take_over: bool = False
+
+
+class BeginStream(msgspec.Struct, forbid_unknown_fields=True):
+    """A safetensors file is about to come, in pieces, for the update that is open."""
+
+    stream: str
+    update_id: str | None = None
+
+
+class FeedStream(msgspec.Struct, forbid_unknown_fields=True):
+    """A piece of a safetensors file; `broken`: no more come."""
+
+    stream: str
+    chunk: bytes
+    last: bool = False
+    broken: bool = False
+
+
+class FinishUpdate(msgspec.Struct, forbid_unknown_fields=True):
+    """`weight_version`: by default what a delta's file says, or the new epoch.  `checksum`: what the result of a delta
+    must have.  `recompute_kv`: requests in flight go on with KV of the new weights.  `update_id`: 409 if another update
+    is open."""
+
+    weight_version: str | None = None
+    checksum: str | None = None
+    recompute_kv: bool = False
+    update_id: str | None = None
+
+
+class AbortUpdate(msgspec.Struct, forbid_unknown_fields=True):
+    """Which update; default: the one that is open."""
+
+    update_id: str | None = None
+
+
+class RenameVersion(msgspec.Struct, forbid_unknown_fields=True):
+    """A new version for the weights that serve."""
+
+    new_version: str
+
+
+class LoadAdapter(msgspec.Struct, forbid_unknown_fields=True):
+    """A PEFT directory and the adapter's name; `load_inplace` false: refuse a name that is in use."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool | None = None
+
+
+class UnloadAdapter(msgspec.Struct, forbid_unknown_fields=True):
+    """Which adapter."""
+
+    lora_name: str
+
+
+class WorkerCall(msgspec.Struct, forbid_unknown_fields=True):
+    """A method of the worker extension, and its arguments."""
+
+    method: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+
+
+class ModelCall(msgspec.Struct, forbid_unknown_fields=True):
+    """An importable function, `module:name`, that gets the model."""
+
+    function: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdminCommand:
+    """`name`: what the engine calls it.  `routes`: paths of POST routes; none: only other commands and clients call it.
+
+    `when`: when it takes effect.  `text`: for people, what it does.
+    """
+
+    name: str
+    parameters: type[msgspec.Struct]
+    when: When
+    text: str
+    routes: tuple[str, ...] = ()
+
+
+COMMANDS: dict[str, AdminCommand] = {
+    command.name: command
+    for command in (
+        AdminCommand("pause", Pause, "step boundary", "stop generating", ("/pause",)),
+        AdminCommand("extend_pause", NoParameters, "at once", "extend the lease of the pause", ("/extend_pause",)),
+        AdminCommand("resume", NoParameters, "at once", "go on; ends a sleep of level 0 as well", ("/resume",)),
+        AdminCommand("sleep", Sleep, "step boundary", "stop, and release memory", ("/sleep",)),
+        AdminCommand("wake_up", WakeUp, "step boundary", "undo a sleep, or parts of it", ("/wake_up",)),
+        AdminCommand(
+            "release_kv_cache_memory",
+            NoParameters,
+            "step boundary",
+            "release the KV cache's memory; running requests are computed again after wake_up",
+            ("/release_kv_cache_memory",),
+        ),
+        AdminCommand(
+            "reset_prefix_cache", ResetPrefixCache, "at once", "empty the prefix cache", ("/reset_prefix_cache",)
+        ),
+        AdminCommand("add_draft_corpus", AddDraftCorpus, "at once", "keep outputs as drafts", ("/add_draft_corpus",)),
+        AdminCommand(
+            "remove_draft_corpus", RemoveDraftCorpus, "at once", "drop the drafts of a group", ("/remove_draft_corpus",)
+        ),
+        AdminCommand(
+            "init_weight_transfer_engine",
+            InitTransfer,
+            "in the background",
+            "prepare a weight transfer; gloo and nccl meet the trainer",
+            ("/init_weight_transfer_engine",),
+        ),
+        AdminCommand(
+            "shutdown_weight_transfer_engine",
+            NoParameters,
+            "in the background",
+            "close the weight transfer; an open update is rolled back",
+            ("/shutdown_weight_transfer_engine",),
+        ),
+        AdminCommand(
+            "start_weight_update", StartUpdate, "in the background", "open an update", ("/start_weight_update",)
+        ),
+        AdminCommand("update_weights", StageTensors, "in the background", "stage tensors of the open update"),
+        AdminCommand("begin_weight_stream", BeginStream, "at once", "announce a safetensors file"),
+        AdminCommand("feed_weights", FeedStream, "in the background", "stage a piece of a safetensors file"),
+        AdminCommand(
+            "update_weights_from_dir",
+            UpdateFromDirectory,
+            "commit at a step boundary",
+            "a complete update from a directory",
+        ),
+        AdminCommand(
+            "finish_weight_update",
+            FinishUpdate,
+            "commit at a step boundary",
+            "commit what was staged",
+            ("/finish_weight_update",),
+        ),
+        AdminCommand("abort_weight_update", AbortUpdate, "at once", "roll the update back", ("/abort_weight_update",)),
+        AdminCommand(
+            "update_weight_version",
+            RenameVersion,
+            "step boundary",
+            "name the weights that serve",
+            ("/update_weight_version",),
+        ),
+        AdminCommand("weight_checksums", NoParameters, "in the background", "checksums of the weights in memory"),
+        AdminCommand(
+            "checkpoint_checksums", NoParameters, "in the background", "checksums of the checkpoint's tensors"
+        ),
+        AdminCommand("weights_checksum", NoParameters, "in the background", "one checksum of all weights"),
+        AdminCommand("weight_coordinates", NoParameters, "in the background", "the tensors in which deltas count"),
+        AdminCommand(
+            "load_lora_adapter",
+            LoadAdapter,
+            "step boundary",
+            "load an adapter",
+            ("/v1/load_lora_adapter", "/load_lora_adapter"),
+        ),
+        AdminCommand(
+            "unload_lora_adapter",
+            UnloadAdapter,
+            "step boundary",
+            "unload an adapter when its requests have ended",
+            ("/v1/unload_lora_adapter", "/unload_lora_adapter"),
+        ),
+        AdminCommand("collective_rpc", WorkerCall, "step boundary", "call the worker extension", ("/collective_rpc",)),
+        AdminCommand("apply_model", ModelCall, "step boundary", "call a function with the model"),
+    )
+}

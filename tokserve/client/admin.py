@@ -1,0 +1,269 @@
+"""The admin commands as methods: pausing, weights, adapters, sleep, worker calls.
+
+`admin` declares the commands, and the engine implements them (docs/rl.md): nothing here keeps state between two calls.
+Names are those of vLLM's AsyncLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from tokserve.admin import UpdateFromDirectory
+from tokserve.client.inputs import LoRARequest
+from tokserve.errors import Conflict, EngineDead, RequestError
+from tokserve.messages import Status, pack_ids
+
+
+def _part(request: Any, name: str) -> Any:
+    """A field of a request, which may be a mapping or (as in vLLM) an object; None if it is absent."""
+    return request.get(name) if isinstance(request, Mapping) else vars(request).get(name)
+
+
+class AdminMethods(ABC):
+    """Methods of a client that can call the engine."""
+
+    @property
+    @abstractmethod
+    def status(self) -> Status:
+        """The engine's state, as last reported."""
+
+    @abstractmethod
+    async def call(self, method: str, /, **args: Any) -> Any:
+        """Call a command of the engine by name."""
+
+    async def pause_generation(
+        self, *, mode: str = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True,
+        lease: float | None = None, take_over: bool = False,
+    ) -> None:  # fmt: skip
+        """Stop generating; returns when generation has stopped.  mode: abort, wait or keep; new requests wait.
+
+        `lease`: seconds without `extend_pause` after which generation goes on; default: none.  `take_over`: a longer
+        lease of another pause does not count.
+        """
+        mode = "wait" if wait_for_inflight_requests else mode
+        await self.call("pause", mode=mode, clear_cache=clear_cache, lease=lease, take_over=take_over)
+
+    async def extend_pause(self) -> None:
+        """Extend the lease of the pause.  Raises Conflict if generation is not paused any more."""
+        await self.call("extend_pause")
+
+    async def resume_generation(self) -> None:
+        """Go on after a pause."""
+        await self.call("resume")
+
+    async def is_paused(self) -> bool:
+        """Whether generation is paused."""
+        return (await self.fresh_status()).paused
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Release memory: level 0 none, 1 the KV cache's, 2 the weights' as well; returns when it is free."""
+        await self.call("sleep", level=level, mode=mode)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Undo `sleep`, or the parts in `tags`: weights, kv_cache, scheduling."""
+        await self.call("wake_up", tags=None if tags is None else list(tags))
+
+    async def is_sleeping(self) -> bool:
+        """Whether any part is asleep."""
+        return (await self.fresh_status()).sleeping
+
+    async def release_kv_cache_memory(self) -> None:
+        """Release the KV cache's memory until `wake_up(["kv_cache"])`."""
+        await self.call("release_kv_cache_memory")
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False, *, reset_external: bool = False
+    ) -> bool:
+        """Empty the prefix cache; not needed after a weight update.  `reset_external`: drop the earlier outputs that
+        are kept as drafts as well.  Running requests keep their KV pages, so the other arguments (vLLM's) are
+        ignored."""
+        return bool(await self.call("reset_prefix_cache", reset_external=reset_external))
+
+    async def add_draft_corpus(
+        self, group: str, token_ids: Sequence[Sequence[int]], *, lora_name: str = "", cache_salt: str = ""
+    ) -> Any:
+        """Keep outputs as drafts for requests with this `draft_group`; {"outputs": how many the group has}."""
+        packed = [pack_ids(ids) for ids in token_ids]
+        args = {"draft_group": group, "token_ids": packed, "lora_name": lora_name, "cache_salt": cache_salt}
+        return await self.call("add_draft_corpus", **args)
+
+    async def remove_draft_corpus(self, group: str) -> Any:
+        """Drop the outputs of a group; {"removed": how many those were}."""
+        return await self.call("remove_draft_corpus", draft_group=group)
+
+    async def init_weight_transfer_engine(self, request: Any, *, take_over: bool = False) -> Any:
+        """`request`: {"init_info": {...}} or an object with that attribute.  `take_over`: roll back an open update."""
+        options = _part(request, "init_info") or {}
+        return await self.call("init_weight_transfer_engine", init_info=options, take_over=take_over)
+
+    async def shutdown_weight_transfer_engine(self) -> None:
+        """Close the transfer backend; an open update is rolled back."""
+        await self.call("shutdown_weight_transfer_engine")
+
+    async def start_weight_update(
+        self, is_checkpoint_format: bool = True, base_version: str | None = None,
+        base_checksum: str | None = None, *, lease: float | None = None, take_over: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Open an update; with a base, of a delta.  Raises Conflict if one is open, or if others than the base serve.
+
+        `lease`: seconds without a call of the update after which it is rolled back; default: `--control-lease`.
+        `take_over`: roll back an update that is open.  Returns {"update_id"}, which other calls may name: they are
+        refused (Conflict) where another update is open.
+        """
+        started: dict[str, Any] = await self.call(
+            "start_weight_update", is_checkpoint_format=is_checkpoint_format, base_version=base_version,
+            base_checksum=base_checksum, lease=lease, take_over=take_over,
+        )  # fmt: skip
+        return started
+
+    async def update_weights(self, request: Any) -> None:
+        """Stage the tensors of {"update_info": {...}} (or an object with that attribute, or a list with one per rank).
+
+        {"weight_dir": PATH} outside an update is a complete one, with `weight_version`, `recompute_kv` and `take_over`
+        if given.  So are tensors: a module, a state_dict, or pairs of (name, tensor); within an update they are staged.
+        Raises TypeError for anything else.
+        """
+        if isinstance(request, Mapping) and "weight_dir" in request and request.get("update_info") is None:
+            names = UpdateFromDirectory.__struct_fields__
+            given = {name: request[name] for name in names if request.get(name) is not None}
+            await self.call("update_weights_from_dir", **given)
+            return
+        is_request = "update_info" in request if isinstance(request, Mapping) else hasattr(request, "update_info")
+        if not is_request:
+            await self._update_by_tensors(request)
+            return
+        update = _part(request, "update_info")
+        if isinstance(update, list):  # there is one rank
+            update = update[0] if update else None
+        if not isinstance(update, Mapping):
+            raise RequestError("update_info must be an object", field="update_info")
+        await self.call("update_weights", update=dict(update), update_id=_part(request, "update_id"))
+
+    async def _update_by_tensors(self, weights: Any) -> None:
+        """Push tensors of this process, in the update that is open, else as a complete one."""
+        pieces = importlib.import_module("tokserve.rl.push").weight_file(weights)  # loads torch, as its caller has
+        stream = secrets.token_hex(8)
+        update_id = None
+        try:
+            await self.begin_weight_stream(stream)
+        except Conflict:  # none is open, or it is closed, and then none can be opened
+            update_id = (await self.start_weight_update())["update_id"]
+        done = False
+        try:
+            if update_id is not None:
+                await self.begin_weight_stream(stream, update_id)
+            for piece in pieces:
+                await self.feed_weights(stream, piece)
+            await self.feed_weights(stream, b"", last=True)
+            if update_id is not None:
+                await self.finish_weight_update(update_id=update_id)
+            done = True
+        finally:
+            if not done:
+                with suppress(RequestError, EngineDead):  # it was rolled back already
+                    await self.abort_weight_update(update_id)
+
+    async def begin_weight_stream(self, stream: str, update_id: str | None = None) -> None:
+        """Announce a safetensors file, for `feed_weights`, in the update that is open now.  Raises Conflict."""
+        await self.call("begin_weight_stream", stream=stream, update_id=update_id)
+
+    async def feed_weights(self, stream: str, chunk: bytes, *, last: bool = False, broken: bool = False) -> None:
+        """Stage a piece of the safetensors file announced as `stream`; `broken`: the rest will not come."""
+        await self.call("feed_weights", stream=stream, chunk=chunk, last=last, broken=broken)
+
+    async def finish_weight_update(
+        self,
+        weight_version: str | None = None,
+        checksum: str | None = None,
+        *,
+        recompute_kv: bool = False,
+        update_id: str | None = None,
+    ) -> dict[str, Any]:
+        """Commit: {"weight_version", "epoch", "message"}.  Raises RequestError if tensors are missing.
+
+        `checksum`: what the result of a delta must have.  `recompute_kv`: requests in flight go on with KV of the new
+        weights.
+        """
+        done: dict[str, Any] = await self.call(
+            "finish_weight_update", weight_version=weight_version, checksum=checksum, recompute_kv=recompute_kv,
+            update_id=update_id,
+        )  # fmt: skip
+        return done
+
+    async def abort_weight_update(self, update_id: str | None = None) -> None:
+        """Roll the open update back; with `update_id`, no other than that."""
+        await self.call("abort_weight_update", update_id=update_id)
+
+    async def update_weight_version(self, new_version: str) -> None:
+        """Rename the version of the weights that serve; begins a new epoch."""
+        await self.call("update_weight_version", new_version=new_version)
+
+    async def get_weight_version(self) -> str:
+        """The version of the weights that serve."""
+        return (await self.fresh_status()).weight_version
+
+    async def weight_checksums(self) -> dict[str, str]:
+        """SHA-256 of the weights as stored in memory, by parameter."""
+        checksums: dict[str, str] = await self.call("weight_checksums")
+        return checksums
+
+    async def checkpoint_checksums(self) -> dict[str, dict[str, str]]:
+        """SHA-256 of the tensors that the weights were loaded from: {"checkpoint": by name, "tied": aliases}.
+
+        Raises Conflict if they are not available.
+        """
+        checksums: dict[str, dict[str, str]] = await self.call("checkpoint_checksums")
+        return checksums
+
+    async def load_lora_adapter(
+        self, lora_name: str, lora_path: str, load_inplace: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a PEFT directory under a name, replacing what has it: {"lora_name", "lora_path", "generation"}."""
+        done: dict[str, Any] = await self.call(
+            "load_lora_adapter", lora_name=lora_name, lora_path=str(lora_path), load_inplace=load_inplace
+        )
+        return done
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        """Unload an adapter; returns when its last request has ended.  Raises NotFound."""
+        await self.call("unload_lora_adapter", lora_name=lora_name)
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter unless it is loaded from that path already; returns whether it was loaded now."""
+        loaded = await self.list_loras()
+        if loaded.get(lora_request.lora_name) == str(lora_request.lora_path) and not lora_request.load_inplace:
+            return False
+        await self.load_lora_adapter(lora_request.lora_name, lora_request.lora_path)
+        return True
+
+    async def list_loras(self) -> dict[str, str]:
+        """The loaded adapters: name to path."""
+        return {adapter.name: adapter.path for adapter in (await self.fresh_status()).adapters}
+
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:  # fmt: skip
+        """Call a method of the worker extension between two steps: a result per worker.  Arguments and results must be
+        plain values."""
+        call = self.call("collective_rpc", method=method, args=list(args), kwargs=dict(kwargs or {}))
+        results: list[Any] = await asyncio.wait_for(call, timeout)
+        return results
+
+    async def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """Call an importable function with the model, in the engine's process: a result per worker."""
+        if "<" in func.__qualname__ or func.__module__ == "__main__":
+            raise RequestError("func must be a function of a module that the engine can import", field="func")
+        results: list[Any] = await self.call("apply_model", function=f"{func.__module__}:{func.__qualname__}")
+        return results
+
+    async def fresh_status(self) -> Status:
+        """The engine's state as of now."""
+        await self.call("ping")
+        return self.status

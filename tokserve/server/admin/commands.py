@@ -1,0 +1,164 @@
+"""The routes of admin commands, under vLLM's names, made from their declarations in `admin`.
+
+Parameters come in the body (JSON or msgpack) or in the query; the body wins.  Each route is one command of the engine,
+which decides whether its state allows it, so every front end can serve the route.  `auth` checks the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokserve import admin
+from tokserve.errors import EngineDead, RequestError, invalid
+from tokserve.server.http import body
+from tokserve.server.serving import Serving
+
+T = TypeVar("T", bound=msgspec.Struct)
+Handler = Callable[[Serving, Request], Awaitable[Response]]
+BLANK = 1 << 10  # so many bytes of white space count as no body
+
+
+class PauseBody(admin.Pause, forbid_unknown_fields=True):
+    """vLLM's older name for mode wait as well."""
+
+    wait_for_inflight_requests: bool = False
+
+
+class SleepBody(admin.Sleep, forbid_unknown_fields=True):
+    """`tags` (SkyRL's) are ignored."""
+
+    tags: list[Literal["weights", "kv_cache"]] | None = None
+
+
+class ResetPrefixCacheBody(admin.ResetPrefixCache, forbid_unknown_fields=True):
+    """vLLM's other options are ignored: running requests keep their KV pages."""
+
+    reset_running_requests: bool = False
+    reset_connector: bool = False
+
+
+class AddDraftCorpusBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Outputs, as ids, that are drafts for requests of a group with the same model and cache salt."""
+
+    draft_group: str
+    token_ids: list[list[int]]
+    model: str | None = None
+    cache_salt: str = ""
+
+
+class UnloadAdapterBody(admin.UnloadAdapter, forbid_unknown_fields=True):
+    """`lora_int_id` (vLLM's) is ignored."""
+
+    lora_int_id: int | None = None
+
+
+class WorkerCallBody(admin.WorkerCall, forbid_unknown_fields=True):
+    """`timeout`: seconds that the reply may take."""
+
+    timeout: float | None = None
+
+
+async def read(serving: Serving, request: Request, kind: type[T]) -> T:
+    """The parameters from query and body.  Unknown names in the query are ignored: proxies may add some."""
+    query = request.query_params
+    names = [name for name in kind.__struct_encode_fields__ if name in query]
+    values: dict[str, Any] = {name: query.getlist(name) if name == "tags" else query[name] for name in names}
+    raw = await serving.bodies.read(request)
+    if len(raw) > BLANK or bytes(raw).strip():
+        sent = await serving.bodies.decode(request, raw)
+        if sent is not None and not isinstance(sent, dict):
+            raise RequestError("the body must be an object")
+        values |= sent or {}
+    return body.convert(values, kind, strict=False)
+
+
+def handler_of(command: admin.AdminCommand, kind: type[msgspec.Struct]) -> Handler:
+    """The handler of a command's routes: parameters go to the engine, and its reply to the client."""
+
+    async def handle(serving: Serving, request: Request) -> Response:
+        params = await read(serving, request, kind)
+        if isinstance(params, PauseBody) and params.wait_for_inflight_requests:
+            params.mode = "wait"
+        fields = msgspec.structs.fields(command.parameters)
+        args = {field.encode_name: getattr(params, field.name) for field in fields}
+        reply = await serving.llm.call(command.name, **args)
+        return body.reply(request, reply if isinstance(reply, dict) else {"success": reply})
+
+    handle.__doc__ = f"POST {command.routes[0]}: {command.text}"
+    return handle
+
+
+async def add_draft_corpus(serving: Serving, request: Request) -> Response:
+    """POST /add_draft_corpus: keep outputs as drafts"""
+    params = await read(serving, request, AddDraftCorpusBody)
+    for index, ids in enumerate(params.token_ids):
+        if ids and not (min(ids) >= 0 and max(ids) < serving.llm.ready.vocab_size):
+            field = f"token_ids[{index}]"
+            raise RequestError(f"{field} has an id that is not in the vocabulary", field=field)
+    await serving.find_model(params.model)
+    reply = await serving.llm.add_draft_corpus(
+        params.draft_group, params.token_ids, lora_name=serving.adapter(params.model), cache_salt=params.cache_salt
+    )
+    return body.reply(request, reply)
+
+
+async def load_lora_adapter(serving: Serving, request: Request) -> Response:
+    """POST /v1/load_lora_adapter: load an adapter"""
+    params = await read(serving, request, admin.LoadAdapter)
+    loaded = await serving.llm.load_lora_adapter(params.lora_name, params.lora_path, params.load_inplace)
+    message = f"Success: LoRA adapter '{params.lora_name}' loaded"
+    return body.reply(request, {"success": True, "message": message} | loaded)
+
+
+async def unload_lora_adapter(serving: Serving, request: Request) -> Response:
+    """POST /v1/unload_lora_adapter: unload an adapter when its requests have ended"""
+    params = await read(serving, request, UnloadAdapterBody)
+    await serving.llm.unload_lora_adapter(params.lora_name)
+    message = f"Success: LoRA adapter '{params.lora_name}' unloaded"
+    return body.reply(request, {"success": True, "message": message, "lora_name": params.lora_name})
+
+
+async def collective_rpc(serving: Serving, request: Request) -> Response:
+    """POST /collective_rpc: call the worker extension"""
+    params = await read(serving, request, WorkerCallBody)
+    if params.timeout is not None and not 0 < params.timeout <= admin.LONGEST_RPC:
+        raise invalid("timeout", f"must be above 0 and at most {admin.LONGEST_RPC:g} seconds")
+    try:
+        results = await serving.llm.collective_rpc(params.method, params.timeout, params.args, params.kwargs)
+    except TimeoutError:
+        raise EngineDead(f"{params.method} has not returned for {params.timeout:g} s", code="engine_hung") from None
+    return body.reply(request, {"results": results})
+
+
+# where a route takes more than its command, or answers with more
+BODIES: dict[str, type[msgspec.Struct]] = {
+    "pause": PauseBody,
+    "sleep": SleepBody,
+    "reset_prefix_cache": ResetPrefixCacheBody,
+    "add_draft_corpus": AddDraftCorpusBody,
+    "unload_lora_adapter": UnloadAdapterBody,
+    "collective_rpc": WorkerCallBody,
+}
+HANDLERS: dict[str, Handler] = {
+    "add_draft_corpus": add_draft_corpus,
+    "load_lora_adapter": load_lora_adapter,
+    "unload_lora_adapter": unload_lora_adapter,
+    "collective_rpc": collective_rpc,
+}
+
+
+def routes() -> list[tuple[str, Handler, type[msgspec.Struct] | None]]:
+    """Path, handler and body of every POST route of a command; without parameters, no body."""
+    table = []
+    for command in admin.COMMANDS.values():
+        if not command.routes:
+            continue
+        kind = BODIES.get(command.name, command.parameters)
+        handler = HANDLERS.get(command.name) or handler_of(command, kind)
+        table += [(path, handler, kind if kind.__struct_fields__ else None) for path in command.routes]
+    return table
