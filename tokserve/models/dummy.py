@@ -226,6 +226,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "lfm2_moe": (
+        "Lfm2MoeForCausalLM",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "norm_eps": 1e-5,
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "hunyuan_v1_dense": ("HunYuanDenseV1ForCausalLM", {"attention_bias": True}),
 }
 

@@ -22,7 +22,8 @@ def granite_hybrid(hf: Mapping[str, Any]) -> DecoderSpec:
     fields = ConfigReader(hf)
     name = "layers_block_type" if fields.present("layers_block_type") else "layer_types"
     if others := sorted(set(fields.texts(name) or ["mamba"]) - {"attention", "full_attention"}):
-        raise fields.refuse(name, f"names unsupported kinds: {', '.join(others)}")
+        kinds = ", ".join(others)
+        raise fields.refuse(name, f"names unsupported kinds: {kinds}; of Granite 4, models without Mamba are served")
     if fields.integer("num_local_experts", 8, minimum=0):
         raise fields.refuse("num_local_experts", "is not 0; experts are not supported by this architecture")
     inner = fields.integer("shared_intermediate_size", 1024)

@@ -39,31 +39,53 @@ QWEN3_5_NAMES: Renames = (
 def qwen3_next(hf: Mapping[str, Any]) -> DecoderSpec:
     """Qwen3-Next: the gated delta rule in three layers of four, gated attention in the others, experts."""
     fields = ConfigReader(hf)
-    spec = _qwen(fields, grouped=True, inner=5632, renames=QWEN_NAMES)
+    spec = _qwen(fields, grouped=True, inner=5632, kv_heads=2, renames=QWEN_NAMES)
     return _with_experts(fields, spec, sparse_layers(fields), count=512, chosen=10, normalize=True)
 
 
 def qwen3_5(hf: Mapping[str, Any]) -> DecoderSpec:
     """Qwen 3.5's text model without experts: as Qwen3-Next, with other tensors."""
-    return _qwen(ConfigReader(hf), grouped=False, inner=12288, renames=QWEN3_5_NAMES)
+    return _qwen(ConfigReader(hf), grouped=False, inner=12288, kv_heads=4, renames=QWEN3_5_NAMES)
 
 
 def qwen3_5_moe(hf: Mapping[str, Any]) -> DecoderSpec:
     """Qwen 3.5's text model with experts in every layer."""
     fields = ConfigReader(hf)
-    spec = _qwen(fields, grouped=False, inner=1, renames=QWEN3_5_NAMES)
+    spec = _qwen(fields, grouped=False, inner=1, kv_heads=2, renames=QWEN3_5_NAMES)
     return _with_experts(fields, spec, [True] * len(spec.blocks), count=256, chosen=8, normalize=None)
 
 
 def lfm2(hf: Mapping[str, Any]) -> DecoderSpec:
     """LFM2: gated short convolutions, with attention in a few layers."""
     fields = ConfigReader({"num_key_value_heads": 8, "norm_eps": 1e-5, "tie_word_embeddings": True} | dict(hf))
+    return _lfm2(fields, MLPSpec(_lfm2_width(fields), "silu", up_names=("w1", "w3"), down_name="w2"))
+
+
+def lfm2_moe(hf: Mapping[str, Any]) -> DecoderSpec:
+    """LFM2 with experts, but in the first layers."""
+    fields = ConfigReader({"num_key_value_heads": 8, "norm_eps": 1e-5, "tie_word_embeddings": True} | dict(hf))
+    inner = fields.integer("intermediate_size", 7168)
+    spec = _lfm2(fields, MLPSpec(inner, "silu", up_names=("w1", "w3"), down_name="w2"))
+    router = RouterSpec(
+        fields.integer("num_experts_per_tok", 4),
+        sigmoid=True,
+        normalize=fields.flag("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 1.0),
+        correction_bias="expert_bias" if fields.flag("use_expert_bias", True) else None,
+    )
+    experts = mixture(
+        fields, router, count=("num_experts", 32), inner=("moe_intermediate_size", 1792), names=("w1", "w3", "w2")
+    )
+    dense = fields.integer("num_dense_layers", 2, minimum=0)
+    return with_mixture(spec, experts, [layer >= dense for layer in range(len(spec.blocks))], "feed_forward")
+
+
+def _lfm2(fields: ConfigReader, feed_forward: MLPSpec) -> DecoderSpec:
     norm = NormSpec(fields.number("norm_eps"))
     dim, positions = head_size(fields), fields.integer("max_position_embeddings", 128000)
     attend = attention(fields, dim=dim, rope=rope(fields, dim, positions, theta=1e6), qk_norm=norm)
     attend = replace(attend, out_name="out_proj", norm_names=("q_layernorm", "k_layernorm"))
     conv = ShortConvSpec(fields.integer("conv_L_cache", 3), fields.flag("conv_bias"))
-    feed_forward = MLPSpec(_lfm2_width(fields), "silu", up_names=("w1", "w3"), down_name="w2")
     layers = fields.integer("num_hidden_layers")
     attending = fields.values.get("full_attn_idxs")
     kinds = layer_kinds(fields, {"full_attention": True, "conv": False}) or [
@@ -104,12 +126,12 @@ def layer_kinds(fields: ConfigReader, kinds: Mapping[str, bool]) -> list[bool] |
     return [kinds[kind] for kind in types]
 
 
-def _qwen(fields: ConfigReader, *, grouped: bool, inner: int, renames: Renames) -> DecoderSpec:
+def _qwen(fields: ConfigReader, *, grouped: bool, inner: int, kv_heads: int, renames: Renames) -> DecoderSpec:
     norm = NormSpec(fields.number("rms_norm_eps", 1e-6), offset=1.0)
     dim, positions = head_size(fields, 256), fields.integer("max_position_embeddings", 32768)
     bias, layers = fields.flag("attention_bias"), fields.integer("num_hidden_layers")
     attend = attention(
-        fields, dim=dim, rope=rope(fields, dim, positions, rotary=0.25), kv_heads=2 if grouped else 4, qk_norm=norm,
+        fields, dim=dim, rope=rope(fields, dim, positions, rotary=0.25), kv_heads=kv_heads, qk_norm=norm,
         qkv_bias=bias, out_bias=bias,
     )  # fmt: skip
     attend = replace(attend, gated=True)

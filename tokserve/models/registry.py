@@ -28,6 +28,7 @@ ARCHITECTURES = {
     "GraniteMoeHybridForCausalLM": "tokserve.models.granite:granite_hybrid",
     "HunYuanDenseV1ForCausalLM": "tokserve.models.llama:hunyuan",
     "Lfm2ForCausalLM": "tokserve.models.hybrid:lfm2",
+    "Lfm2MoeForCausalLM": "tokserve.models.hybrid:lfm2_moe",
     "LlamaForCausalLM": "tokserve.models.llama:llama",
     "MinistralForCausalLM": "tokserve.models.llama:ministral",
     "MistralForCausalLM": "tokserve.models.llama:mistral",
@@ -46,6 +47,24 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": "tokserve.models.llama:smollm3",
     "Starcoder2ForCausalLM": "tokserve.models.starcoder:starcoder2",
 }
+# Architectures with layers that are neither attention nor one of the recurrent kinds built in.
+RECURRENT = {
+    "BambaForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM",
+    "Lfm3ForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM", "NemotronHForCausalLM",
+    "OlmoHybridForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM", "Zamba2ForCausalLM", "ZambaForCausalLM",
+    "xLSTMForCausalLM",
+}  # fmt: skip
+
+
+def refuse_recurrent(hf: Mapping[str, Any]) -> None:
+    """Raise StartError for an architecture that no implementation can serve."""
+    for name in ConfigReader(hf).texts("architectures"):
+        if name in RECURRENT:
+            built_in = ", ".join(one for one, place in ARCHITECTURES.items() if ".hybrid:" in place)
+            raise StartError(
+                f"architecture {name} is not supported: its recurrent layers are of a kind that is not built in, and "
+                f"transformers' modules are served for attention only; those built in are: {built_in}"
+            )
 
 
 def is_known(hf: Mapping[str, Any]) -> bool:
