@@ -100,6 +100,7 @@ class Scheduler:
         return StepStats(
             running=len(self._running), waiting=self.num_waiting, blocks_held=pool.num_in_use,
             blocks_cached=pool.num_cached, blocks_total=pool.total, clients=len(self.shares.live),
+            snapshots=0 if self._cache.snapshots is None else self._cache.snapshots.num_kept,
             deferred=min(self._deferred, len(self._waiting)) + len(self._parked), stalled=len(self._stalled),
             **self.counters.values(),
         )  # fmt: skip
