@@ -399,7 +399,55 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
         None,
     )  # fmt: skip
     lora = (randn(2, 2, 4, 64), randn(2, 4, 9), ranks, torch.ones(2, 2), (4, 5))
+    delta: tuple[Any, ...] = (
+        randn(5, 24), randn(5, 4), randn(2, 16), randn(2), randn(2), randn(4), 1e-6, False, randn(3, 2, 4, 4),
+        randn(3, 4, 20), *recurrent.columns(((2, 6, 4, 6), (3, 3, 0, 2)), ((0, 5, 2),)),
+    )  # fmt: skip
+    conv: tuple[Any, ...] = (
+        randn(5, 24), randn(2, 8), randn(8), randn(3, 4, 8),
+        *recurrent.columns(((2, 6, 4, 6), (3, 3, 0, 2)), ((0, 5, 2),)),
+    )  # fmt: skip
+    start, end = torch.tensor([6, 0], dtype=INT), torch.tensor([6, 4], dtype=INT)
     return {
+        **{
+            f"delta: {what}": ("gated_delta", (*delta[:at], wrong, *delta[at + 1 :]))
+            for what, at, wrong in (
+                ("width", 0, randn(5, 23)),
+                ("dtype", 0, delta[0].half()),
+                ("tokens", 0, randn(6, 24)),
+                ("rates", 1, randn(5, 5)),
+                ("channels", 2, randn(2, 15)),
+                ("taps", 2, randn(5, 16)),
+                ("heads", 3, randn(3)),
+                ("bias", 4, randn(2).double()),
+                ("norm", 5, randn(5)),
+                ("state", 8, randn(3, 3, 4, 4)),
+                ("ring", 9, randn(3, 4, 19)),
+                ("rings", 9, randn(2, 4, 20)),
+                ("int64", 11, delta[11].long()),
+                ("a row outside", 12, torch.tensor([0, 3])),
+                ("a state ahead", 13, start),
+                ("a state behind", 13, start - 5),
+                ("an end past the row", 14, end),
+                ("an end before the state", 14, end - 3),
+                ("a save outside", 15, torch.tensor([[0, 5, 3]], dtype=INT)),
+                ("a save not passed", 15, torch.tensor([[0, 4, 2]], dtype=INT)),
+                ("a save onto itself", 15, torch.tensor([[0, 5, 0]], dtype=INT)),
+            )
+        },
+        **{
+            f"short conv: {what}": ("short_conv", (*conv[:at], wrong, *conv[at + 1 :]))
+            for what, at, wrong in (
+                ("width", 0, randn(5, 23)),
+                ("weight", 1, randn(2, 8).half()),
+                ("bias", 2, randn(7)),
+                ("ring", 3, randn(3, 1, 8)),
+                ("a state ahead", 7, start),
+                ("a row outside", 6, torch.tensor([5, 0])),
+            )
+        },
+        "gates: too few": ("gate_heads", (randn(3, 2, 8), randn(3, 31))),
+        "gates: rows": ("gate_heads", (randn(3, 2, 8), randn(2, 32))),
         "norm: short weight": ("rms_norm", (x, w[:63], 1e-6)),
         "norm: strided rows": ("rms_norm", (randn(64, 3).t(), w, 1e-6)),
         "norm: integers": ("rms_norm", (x.int(), w, 1e-6)),
