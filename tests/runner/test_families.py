@@ -50,7 +50,8 @@ def test_cache_batch_depth_and_preemption_change_no_bit(family: str, tmp_path: P
 
 ADAPTED = {"phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], "starcoder2": ["k_proj", "c_fc", "c_proj"],
            "granitemoehybrid": ["v_proj", "input_linear", "output_linear"], "glm4": ["q_proj", "gate_up_proj"],
-           "cohere": ["q_proj", "up_proj"], "olmo2": ["q_proj", "k_proj", "o_proj"]}  # fmt: skip
+           "cohere": ["q_proj", "up_proj"], "lfm2": ["in_proj", "out_proj", "k_proj", "w2"],
+           "qwen3_5_text": ["in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj"], "olmo2": ["q_proj", "k_proj", "o_proj"]}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_adapters_target_the_tensors_of_the_checkpoint(family: str, tmp_path: Pa
     ids = prompt(60, 1)
     with torch.no_grad():
         exact = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1].double(), -1)
-    assert (scores(runner, facts, ids, 0) - exact).abs().max() <= 1e-4
+    assert (scores(runner, facts, ids, 0) - exact).abs().max() <= (2e-4 if family == "qwen3_5_text" else 1e-4)
     assert (scores(runner, facts, ids, -1) - exact).abs().max() > 0.1
 
 

@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.scripted import OneByOne
 from tests.runner.test_with_engine import KINDS, RealEngine
 from tokserve.engine.request import Request
-from tokserve.models.dummy import tiny_config
+from tokserve.errors import StartError
+from tokserve.kv_spec import KVLayout, KVSpec, StateSpec
+from tokserve.models.dummy import tiny_config, write_checkpoint
+from tokserve.runner import kvcache
+from tokserve.train import PolicyModel
 
 FAMILIES = ["lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "qwen3_5_text"))]
 PROMPT = [(7 * i * i + 3 * i) % 320 for i in range(90)]
@@ -87,3 +92,41 @@ def test_decoding_has_the_bits_of_scoring(tmp_path: Path) -> None:
         assert decoded is not None and scored is not None
         assert scored.token_logprobs == decoded.token_logprobs
         assert engine.received[f"scored{attempt}"].cached == 32
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_requests_outlive_sleep(level: int, tmp_path: Path) -> None:
+    """Level 1 gives the states' memory back, so requests begin again."""
+    results = []
+    for sleeps in (False, True):
+        engine = engine_of(tmp_path / f"{sleeps}", "lfm2", state_snapshot_interval=16)
+        for i in range(3):
+            engine.add(f"r{i}", PROMPT[: 30 + i], seed=i, max_tokens=30, ignore_eos=True, logprobs=0)
+        engine.steps(12)
+        if sleeps:
+            engine.call("sleep", level=level, mode="keep", call_id=5)
+            engine.run(100)
+            assert engine.replies[-1].error is None
+            engine.call("wake_up", call_id=6)
+        engine.run(500)
+        assert all(engine.received[f"r{i}"].finish for i in range(3))
+        results.append([(engine.tokens(f"r{i}"), engine.received[f"r{i}"].logprobs) for i in range(3)])
+        engine.core.close()
+    assert results[0] == results[1]
+
+
+def test_states_that_do_not_fit_say_how_many_would(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match=r"recurrent states of max_num_seqs 4096 .* lower --max-num-seqs to at most"):
+        engine_of(tmp_path / "one", "qwen3_next", max_num_seqs=4096, gpu_memory_utilization=1e-3)
+
+
+def test_a_gpu_refuses_them(tmp_path: Path) -> None:
+    specs = (StateSpec(3, 8, "float32"), KVSpec(1, 16, "float32"))
+    with pytest.raises(StartError, match="run on a CPU"):
+        kvcache.allocate_on(torch.device("cpu"), KVLayout(specs, 4, 16))
+
+
+def test_a_policy_refuses_them(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, tiny_config("lfm2"))
+    with pytest.raises(StartError, match=r"recurrent states .* cannot be trained"):
+        PolicyModel.from_pretrained(directory)
