@@ -8,7 +8,7 @@ ARGS ?=
 # Containers often set it; without compiled files each test process compiles all modules and rewrites all assertions.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install serve test test-all test-random test-clients test-real test-asan test-tsan test-wheel check format audit clean
+.PHONY: install serve docs test test-all test-random test-clients test-real test-asan test-tsan test-wheel check format audit clean
 
 install: $(VENV)/.installed
 
@@ -35,6 +35,13 @@ test-all: install check
 test-random: install
 	@seed=$${SEED:-$$(date +%s)}; echo "order of: make test-random SEED=$$seed"; \
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --random-order --random-order-seed=$$seed $(TESTS)
+
+# The documentation as a site, in build/site; only the first call needs an index of packages.
+docs: build/docs/bin/mkdocs
+	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --quiet --strict
+build/docs/bin/mkdocs:
+	$(PYTHON) -m venv build/docs
+	build/docs/bin/pip install --quiet --disable-pip-version-check 'mkdocs-material>=9.5,<10'
 
 test-clients: install
 	$(BIN)/python -m tests.clients.run $(CLIENTS)

@@ -20,6 +20,7 @@ LIVE = (
     "bench", "cli", "client", "conformance", "e2e", "engine/test_process.py", "engine/test_socket.py", "hostile",
     "fuzz/test_sizes.py",
 )  # fmt: skip
+MAX_CPU_SECONDS = 10.0  # of a test that is not slow; 5 on the machines that tests are written on
 EXACT = ("e2e/test_exact.py", "e2e/test_parallel.py")
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
@@ -36,6 +37,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         where = item.path.relative_to(HERE).as_posix()
         if where.startswith(LIVE) and not where.startswith(EXACT):
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test that is not slow is quick: in processor time of this process and of children that have ended."""
+    before = sum(os.times()[:4])
+    yield
+    spent = sum(os.times()[:4]) - before
+    if spent > MAX_CPU_SECONDS and item.get_closest_marker("slow") is None:
+        pytest.fail(f"took {spent:.1f} s of processor time: make it quicker, or mark it slow", pytrace=False)
 
 
 def pytest_unconfigure() -> None:

@@ -5,8 +5,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from tests.sources import parsed
 from tokserve import config, ops
 
@@ -14,6 +12,8 @@ PACKAGE = Path(__file__).parent.parent / "tokserve"
 CXX = sorted((PACKAGE.parent / "csrc").iterdir())
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if "demo_model" not in p.parts)
 MAX_FILE, MAX_FUNCTION, MAX_FIELDS, MAX_ENV, MAX_OPS = 700, 60, 110, 5, 60
+MAX_TEST_FILE = 700
+LONG_TESTS = {"engine/scripted.py": 900, "client/test_async_llm.py": 850}  # to be divided
 MAX_CXX_FILE, MAX_CXX_FUNCTION, MAX_CXX_LINE = 400, 60, 120
 BANNED = {"manager", "helper", "helpers", "util", "utils", "info", "data", "impl", "mixin", "v2"}
 BROAD_EXCEPT = {  # process entry, I/O thread, admission, masks, admin commands, HTTP edge, a test's script
@@ -31,8 +31,12 @@ def words(name: str) -> set[str]:
     return {w.lower() for w in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_file_keeps_the_house_rules(path: Path) -> None:
+def test_files_keep_the_house_rules() -> None:
+    for path in FILES:
+        _check_file(path)
+
+
+def _check_file(path: Path) -> None:
     name = str(path.relative_to(PACKAGE))
     text = path.read_text()
     tree = parsed(path)
@@ -66,8 +70,20 @@ def cxx_functions(lines: list[str]) -> Iterator[tuple[int, int]]:
             yield first + 1, last + 1
 
 
-@pytest.mark.parametrize("path", CXX, ids=lambda p: p.name)
-def test_cxx_file_keeps_the_house_rules(path: Path) -> None:
+def test_test_files_are_short() -> None:
+    tests = Path(__file__).parent
+    for path in tests.rglob("*.py"):
+        name = path.relative_to(tests).as_posix()
+        lines = len(path.read_text().splitlines())
+        assert lines <= LONG_TESTS.get(name, MAX_TEST_FILE), f"{name} has {lines} lines"
+
+
+def test_cxx_files_keep_the_house_rules() -> None:
+    for path in CXX:
+        _check_cxx_file(path)
+
+
+def _check_cxx_file(path: Path) -> None:
     lines = path.read_text().splitlines()
     assert len(lines) <= MAX_CXX_FILE, f"{path.name} has {len(lines)} lines"
     assert lines[0].startswith("//") or path.suffix == ".cpp", f"{path.name} does not say what it is"

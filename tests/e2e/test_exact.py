@@ -111,6 +111,7 @@ def test_same_bits_among_others(
         llm.call("check")
 
 
+@pytest.mark.slow
 def test_same_bits_on_the_torch_references(checkpoint: Path) -> None:
     """Where the C++ extension did not build: other bits than the compiled ops' perhaps, but whatever the company."""
     torch_ops: dict[str, Any] = {"ops": {"*": "torch"}, "tokens_only": True}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from tests.engine.scripted import Engine
 from tokserve.admin import COMMANDS, AdminCommand
 from tokserve.client.admin import AdminMethods
 from tokserve.client.llm import LLM
+from tokserve.engine.admin.states import GENERATION, WEIGHTS, as_markdown
 
 RL = Path(__file__).parents[2] / "docs" / "rl.md"
 CLIENT_NAMES = {
@@ -42,6 +44,14 @@ def test_clients_have_a_method(name: str) -> None:
     if method is not None:
         assert hasattr(AdminMethods, method)
         assert hasattr(LLM, method) or method in ASYNC_ONLY
+
+
+@pytest.mark.parametrize("table", [GENERATION, WEIGHTS], ids=["generation", "weights"])
+def test_the_states_of_the_docs(table: Any) -> None:
+    assert as_markdown(table) in RL.read_text(), "write into docs/rl.md:\n" + as_markdown(table)
+    events = {event for row in table.values() for event in row}
+    assert {state for row in table.values() for state in row.values()} == set(table)
+    assert all(set(row) == events for state, row in table.items() if state not in ("running", "overwriting"))
 
 
 def test_the_table_of_the_docs() -> None:

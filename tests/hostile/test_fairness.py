@@ -52,6 +52,7 @@ def answered(server: Server, request: dict[str, Any]) -> list[Any]:
     return [(choice["token_ids"], choice["logprobs"]) for choice in answer.json()["choices"]]
 
 
+@pytest.mark.slow
 def test_a_stream_that_nobody_reads_is_stalled_and_goes_on_when_it_is_read(server: Server) -> None:
     request = large(random.Random(5), n=8) | {"speculate": False}  # so many that they are stalled before they end
     whole = answered(server, request | {"stream": False})

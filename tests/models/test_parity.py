@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.models.driver import Driver, prefill, random_ids
+from tokserve import checkpoint
 from tokserve.models.decoder import Decoder
 from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.models.load import load
@@ -328,3 +330,24 @@ def test_serving_dtype_converts_a_float32_checkpoint(dtype: str, tmp_path: Path)
     assert {spec.dtype for spec in decoder.kv_specs()} == {dtype}
     found = prefill(decoder, random_ids(40, hf["vocab_size"]))
     assert 0 < (found - expected).abs().mean() < (0.06 if dtype == "bfloat16" else 0.01)
+
+
+def test_the_text_part_of_a_qwen3_5_checkpoint_with_a_tower(tmp_path: Path) -> None:
+    hf = tiny_config("qwen3_5_text")
+    write_checkpoint(tmp_path / "text", hf)
+    tensors = load_file(tmp_path / "text" / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
+    others = {"model.visual.merger.weight": torch.ones(3), "mtp.norm.weight": torch.ones(3)}
+    (tmp_path / "whole").mkdir()
+    save_file(renamed | others, tmp_path / "whole" / "model.safetensors")
+    inner = {name: value for name, value in hf.items() if name not in ("architectures", "tie_word_embeddings")}
+    whole = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "tie_word_embeddings": False,
+        "text_config": inner, "vision_config": {"hidden_size": 3},
+    }  # fmt: skip
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(whole))
+    read = checkpoint.hf_config(tmp_path / "whole")
+    assert read == hf
+    ids = random_ids(40, hf["vocab_size"])
+    served = load(tmp_path / "whole", read, dtype="float32", head_dtype="auto", load_format="auto", seed=0)
+    assert torch.equal(prefill(served, ids), prefill(ours(tmp_path / "text"), ids))

@@ -36,11 +36,16 @@ def one_thread() -> Iterator[None]:
 
 
 def every(*names: str) -> pytest.MarkDecorator:
-    """Parametrise over (op name, function) of all implementations of these ops that run here."""
+    """Parametrise over (op name, function) of all implementations of these ops that run here; references are slow."""
     return pytest.mark.parametrize(
         ("name", "call"),
         [
-            pytest.param(name, OPS[name].implementations[one].call, id=f"{name}-{one}")
+            pytest.param(
+                name,
+                OPS[name].implementations[one].call,
+                id=f"{name}-{one}",
+                marks=[pytest.mark.slow] if one == "torch" and len(OPS[name].available("cpu")) > 1 else [],
+            )
             for name in names
             for one in OPS[name].available("cpu")
         ],

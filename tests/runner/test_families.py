@@ -51,7 +51,8 @@ def test_cache_batch_depth_and_preemption_change_no_bit(family: str, tmp_path: P
 ADAPTED = {"phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], "starcoder2": ["k_proj", "c_fc", "c_proj"],
            "granitemoehybrid": ["v_proj", "input_linear", "output_linear"], "glm4": ["q_proj", "gate_up_proj"],
            "cohere": ["q_proj", "up_proj"], "lfm2": ["in_proj", "out_proj", "k_proj", "w2"],
-           "qwen3_5_text": ["in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj"], "olmo2": ["q_proj", "k_proj", "o_proj"]}  # fmt: skip
+           "qwen3_5_text": ["in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj"],
+           "olmo2": ["q_proj", "k_proj", "o_proj"]}  # fmt: skip
 
 
 @pytest.mark.parametrize(

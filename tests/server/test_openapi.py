@@ -7,6 +7,7 @@ import pytest
 
 from tests.server.fake_llm import Site, site
 from tokserve.params import SamplingParams
+from tokserve.server.descriptions import EXAMPLES, FIELDS
 from tokserve.server.openapi import NUMBERS
 
 GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
@@ -92,3 +93,28 @@ def test_every_reference_leads_somewhere(server: Site, schemas: dict[str, Any]) 
     text = json.dumps(server.get("/openapi.json").json())
     for part in text.split('"#/components/schemas/')[1:]:
         assert part.partition('"')[0] in schemas
+
+
+def test_every_field_of_a_body_is_described_once(schemas: dict[str, Any]) -> None:
+    described = {name for schema in schemas.values() for name in schema.get("properties", {}) if name in FIELDS}
+    assert described == set(FIELDS), "descriptions of fields that do not exist"
+    for kind in [*BODIES.values(), "SamplingParams", "StructuredOutputs", "MessagesBody", "PauseBody", "StartUpdate"]:
+        for name, field in schemas[kind]["properties"].items():
+            assert field.get("description"), f"{kind}.{name}: add it to server/descriptions.py"
+
+
+def test_examples_are_answered(server: Site) -> None:
+    bodies = {kind: path for path, kind in BODIES.items()}
+    bodies |= {"MessagesBody": "/v1/messages", "TokenizeBody": "/tokenize", "DetokenizeBody": "/detokenize",
+               "AbortBody": "/abort_requests", "PauseBody": "/pause"}  # fmt: skip
+    assert bodies.keys() == EXAMPLES.keys()
+    for kind, path in bodies.items():
+        answer = server.post(path, EXAMPLES[kind] | ({"model": "tiny"} if kind == "MessagesBody" else {}))
+        assert answer.status_code == 200, (kind, answer.text)
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc"])
+def test_the_api_as_a_page(path: str) -> None:
+    page = site(ui=True).get(path)
+    assert page.status_code == 200 and '"openapi.json"' in page.text.replace("'", '"')
+    assert site(ui=False).get(path).status_code == 404

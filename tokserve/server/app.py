@@ -31,7 +31,7 @@ from tokserve.server.anthropic.reply import MessagesReply
 from tokserve.server.http import body, errors
 from tokserve.server.http.auth import Keys, route_path
 from tokserve.server.http.disconnect import ClientDisconnected
-from tokserve.server.observe import introspection, live_requests, status_page
+from tokserve.server.observe import api_pages, introspection, live_requests, status_page
 from tokserve.server.observe.counters import ApiProcess
 from tokserve.server.openai import chat, completions, derender, render, responses, schemas, tokenize
 from tokserve.server.openapi import Endpoint
@@ -93,6 +93,8 @@ ENDPOINTS = (
     Endpoint(("GET",), "/load", introspection.load),
     Endpoint(("GET",), "/server_info", introspection.configuration),
     Endpoint(("GET",), "/openapi.json", introspection.openapi_schema),
+    Endpoint(("GET",), "/docs", api_pages.swagger),
+    Endpoint(("GET",), "/redoc", api_pages.redoc),
     Endpoint(("GET",), "/liveness", state.liveness),
     Endpoint(("GET",), "/inference/v1/state", state.state),
     Endpoint(("GET",), "/is_paused", state.is_paused),

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.params import SamplingParams
+from tokserve.server import descriptions
 from tokserve.server.http import declared
 from tokserve.server.http.body import MAX_ID
 from tokserve.server.http.errors import OPENAI, ErrorShape
@@ -90,18 +91,24 @@ def schema(endpoints: Iterable[Endpoint], version: str, models: Sequence[str] | 
         path = endpoint.path.replace(":path}", "}")
         for method in endpoint.methods:
             paths.setdefault(path, {})[method.lower()] = _operation(endpoint, method, path)
+    components = _components(types, models)
+    bodies = {endpoint.body.__name__ for endpoint in endpoints if endpoint.body is not None}
+    for name in bodies | {"SamplingParams", "StructuredOutputs"}:
+        _describe(name, components[name])
     return {
         "openapi": "3.1.0",
         "info": {"title": "tokserve", "version": version},
+        "tags": [{"name": name, "description": text} for name, text in descriptions.TAGS],
         "paths": paths,
-        "components": {"schemas": _components(types, models)},
+        "components": {"schemas": components},
     }
 
 
 def _operation(endpoint: Endpoint, method: str, path: str) -> dict[str, Any]:
     error = {"description": "Error", "content": _content(endpoint.errors.struct)}
     operation: dict[str, Any] = {
-        "summary": (inspect.getdoc(endpoint.handler) or path).partition("\n")[0],
+        "tags": [endpoint.handler.__module__.split(".")[2]],
+        "summary": _summary(endpoint) or path,
         "operationId": f"{method.lower()}{path}".replace("/", "_"),
         "responses": {"200": _answer(endpoint), "4XX": error, "5XX": error},
     }
@@ -111,6 +118,12 @@ def _operation(endpoint: Endpoint, method: str, path: str) -> dict[str, Any]:
         about = "The same fields are taken as application/msgpack."
         operation["requestBody"] = {"required": True, "description": about, "content": _content(endpoint.body)}
     return operation
+
+
+def _summary(endpoint: Endpoint) -> str:
+    """What a handler's docstring says after the route."""
+    line = (inspect.getdoc(endpoint.handler) or "").partition("\n")[0]
+    return line.partition(": ")[2] or line
 
 
 def _answer(endpoint: Endpoint) -> JsonSchema:
@@ -162,6 +175,14 @@ def _components(types: Iterable[type[Any]], models: Sequence[str] | None) -> dic
         for name in ("max_tokens", "max_completion_tokens"):
             _branch(fields[name], "integer")["minimum"] = 0
     return components
+
+
+def _describe(name: str, component: JsonSchema) -> None:
+    for field, schema in component.get("properties", {}).items():
+        if field in descriptions.FIELDS:
+            component["properties"][field] = schema | {"description": descriptions.FIELDS[field]}
+    if name in descriptions.EXAMPLES:
+        component["examples"] = [descriptions.EXAMPLES[name]]
 
 
 def _narrow(component: JsonSchema, models: Sequence[str] | None) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from tokserve.engine.admin.command import STEP_BOUNDARY, Command, RunningRequests, command
 from tokserve.engine.admin.lease import Lease, check_lease
+from tokserve.engine.admin.states import GENERATION, Region
 from tokserve.engine.admin.weights import Weights
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.scheduler import Scheduler
@@ -52,10 +53,10 @@ class Control:
             requests, scheduler, cache, executor, weight_version, is_settled=lambda: not self._dropping,
             new_lease=lambda seconds: Lease(update_lease if seconds is None else seconds, clock),
         )  # fmt: skip
+        self._generation = Region(GENERATION, "running")
         self._pause: Lease | None = None  # how long the pause lasts
         self.paused_since: float | None = None  # Unix time
         self._waiting_is_logged = False  # that requests wait, since no step can be planned
-        self._pausing = 0  # commands that are about to pause
         self._resumes = 0  # how often `resume` was called
         self._barriers: list[int] = []  # of commands that wait for requests to end
         self._asleep: set[str] = set()
@@ -67,7 +68,7 @@ class Control:
 
     @property
     def _paused(self) -> bool:
-        return self._pause is not None
+        return self._generation.state == "paused"
 
     @property
     def seconds_to_expiry(self) -> float | None:
@@ -101,7 +102,7 @@ class Control:
             return self.weights.quarantine
         if self._paused:
             left = None if self._pause is None else self._pause.seconds_left
-            ends = "" if left is None else f", or after {left:.0f} s without a extension"
+            ends = "" if left is None else f", or after {left:.0f} s without an extension"
             return f"generation is paused until POST /resume{ends}"
         if self._asleep or self.weights.dropped:
             return "the engine is asleep until POST /wake_up" + (
@@ -131,9 +132,7 @@ class Control:
             return "updating"
         if not weights.loaded:
             return "sleeping"
-        if self._paused:
-            return "paused"
-        return "pausing" if self._pausing else "running"
+        return self._generation.state
 
     def status(self) -> Status:
         """The state for front ends."""
@@ -157,6 +156,7 @@ class Control:
         """Failover: be paused and asleep as the engine before was, with its weights and its epoch."""
         yield STEP_BOUNDARY
         if was.paused:
+            self._generation.fire("pause")
             self._begin_pause(was.pause_lease)
         self._asleep.update(was.asleep)
         memory = [*(tag for tag in was.asleep if tag == "kv_cache"), *(["weights"] if was.dropped else [])]
@@ -180,14 +180,11 @@ class Control:
             raise RequestError(f"mode must be one of {', '.join(MODES)}, got {mode!r}", field="mode")
         check_lease(lease)
         resumes = self._resumes
-        self._pausing += 1
-        try:
-            yield from self._quiet(mode, "abort_pause", lambda: self._resumes > resumes)
-            if self._resumes > resumes:
-                raise Conflict("resume was called before the pause was reached")
-            self._begin_pause(lease or 0.0, mode, take_over=take_over)
-        finally:
-            self._pausing -= 1
+        self._generation.fire("pause")
+        yield from self._quiet(mode, "abort_pause", lambda: self._resumes > resumes)
+        if self._resumes > resumes:
+            raise Conflict("resume was called before the pause was reached")
+        self._begin_pause(lease or 0.0, mode, take_over=take_over)
         if clear_cache:
             self._cache.reset()
         return {"status": "paused"}
@@ -199,8 +196,10 @@ class Control:
         elif not take_over:
             lease = max(lease, self._pause.seconds) if lease and self._pause.seconds else 0.0
         self._pause = Lease(lease, self._clock)
+        self._generation.fire("reached")
 
     def _end_pause(self) -> None:
+        self._generation.fire("resume")
         self._pause = self.paused_since = None
 
     @command("extend_pause")
@@ -238,7 +237,7 @@ class Control:
         self._resumes += 1
         if self._pause is not None:
             logger.info("resumed after %.1f s", self._pause.age)
-            self._end_pause()
+        self._end_pause()
         if self._asleep == {"scheduling"}:
             self._asleep.clear()
             logger.info("woken; still asleep: nothing")
@@ -280,7 +279,7 @@ class Control:
         self._cache.reset()
         self._executor.call("release", {"tags": tags})
         if "weights" in tags:
-            self.weights.loaded = False
+            self.weights.on_release()
 
     @command("wake_up")
     def wake_up(self, tags: Iterable[str] | None = None) -> Command:

@@ -24,7 +24,7 @@ class Origin:
 
 @dataclass(slots=True, eq=False)
 class Update:
-    """An open weight update.  `in_place`: the old weights are gone, so there is nothing to fall back to.
+    """An open weight update.
     `closed`: nothing more may come, or it is the whole one of a single call.  `source`: the directory that its tensors
     come from, if they come from one, and `stamp` the state of its files.  `streams`: the safetensors bodies that belong
     to it, by name; one that began before it, or beside another update, does not.  `is_delta`: it changes elements of
@@ -37,7 +37,6 @@ class Update:
     update_id: str = field(default_factory=lambda: secrets.token_hex(8))
     num_bytes: int = 0
     way: str = "disk"
-    in_place: bool = False
     is_delta: bool = False
     recompute_kv: bool = False
     spoiled: bool = False

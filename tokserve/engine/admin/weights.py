@@ -11,6 +11,7 @@ from typing import Any
 
 from tokserve.engine.admin.command import STEP_BOUNDARY, Command, RunningRequests, Wait, command
 from tokserve.engine.admin.lease import Lease, check_lease
+from tokserve.engine.admin.states import WEIGHTS, Region
 from tokserve.engine.admin.update import Origin, Update, VersionHistory, check_version
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.scheduler import Scheduler
@@ -36,10 +37,9 @@ class Weights:
         self._new_lease = new_lease
         self.version = version
         self.epoch = 0
-        self.loaded = True
+        self._memory = Region(WEIGHTS, "loaded")
         self.update: Update | None = None  # that is open
         self.quarantine: str | None = None  # why nothing can be served
-        self.lost = False  # the quarantine is only because other weights should be here
         self.failure: str | None = None  # of the last update
         self.origin = Origin()  # of the weights that have the version
         self.modified_by_rpc = False  # a worker call may have changed the weights since
@@ -50,16 +50,26 @@ class Weights:
     @property
     def can_compute(self) -> bool:
         """A step can be computed with them."""
-        return self.loaded and not self._in_place and self.quarantine is None
+        return self._memory.state == "loaded"
+
+    @property
+    def loaded(self) -> bool:
+        """There are some, the right ones or not."""
+        return self._memory.state in ("loaded", "mismatched", "torn")
+
+    @property
+    def lost(self) -> bool:
+        """Other weights should be here, which is the only reason for the quarantine."""
+        return self._memory.state in ("mismatched", "missing")
 
     @property
     def dropped(self) -> bool:
         """There are none: a sleep released them, or they could not be read again, and no others were pushed."""
-        return not (self.loaded or self._in_place or (self.quarantine is not None and not self.lost))
+        return self._memory.state in ("dropped", "missing")
 
-    @property
-    def _in_place(self) -> bool:
-        return self.update is not None and self.update.in_place
+    def on_release(self) -> None:
+        """Their memory is released."""
+        self._memory.fire("release")
 
     def take_over(self, was: Status) -> Command:
         """Failover: be the weights of the engine before, and of its epoch.  If they cannot be read again, nothing is
@@ -72,12 +82,13 @@ class Weights:
                 f"the engine was replaced, and the weights of version {was.weight_version} could not be had again "
                 f"({reason}): push weights"
             )
-            self.lost = True
+            self._memory.fire("mismatch")
             self._set_epoch(self.version, Origin(), was.epoch + 1)
         elif self.epoch != was.epoch:
             self._set_epoch(was.weight_version, Origin(was.source, was.stamp, was.pushed), was.epoch)
         if was.lost:
-            self.quarantine, self.lost = was.quarantine, True
+            self.quarantine = was.quarantine
+            self._memory.fire("mismatch")
         self.failure = "the engine ended while it was open" if was.state == "updating" else was.failure
 
     def _read_again(self, was: Status) -> Generator[Wait, None, str]:
@@ -238,9 +249,8 @@ class Weights:
         if not beside:
             yield STEP_BOUNDARY
             self._check_open(update)
-            update.in_place = True
+            self._memory.fire("overwrite")
             self._executor.call("release", {"tags": ["weights"]})
-            self.loaded = False
         return update
 
     @command("update_weights")
@@ -320,13 +330,13 @@ class Weights:
             committed = True
         finally:
             if not committed:  # the swap may have happened, so the version of the weights is unknown
-                update.in_place = True
+                self._memory.fire("tear")
                 self._fail(update, "the new weights could not take effect; the engine's log says more")
                 yield from self._background("forget_weights")
         self.update = None
-        self.loaded = True
+        self._memory.fire("commit")
         self.quarantine = self.failure = None
-        self.lost = self.modified_by_rpc = False
+        self.modified_by_rpc = False
         self._set_epoch(weight_version, Origin(update.source, update.stamp, pushed=update.source is None), epoch)
         self._set_checksum(result)
         if update.recompute_kv:
@@ -414,8 +424,9 @@ class Weights:
         yield STEP_BOUNDARY
         self._set_epoch(new_version, Origin(pushed=True) if self.modified_by_rpc else self.origin)
         self._set_checksum(self.checksum)
-        if self.lost and self.loaded:
-            self.quarantine, self.lost = None, False
+        self._memory.fire("confirm")
+        if self._memory.state == "loaded":
+            self.quarantine = None
         return {"success": True, "new_version": new_version, "epoch": self.epoch}
 
     @command("weight_checksums")
@@ -512,7 +523,9 @@ class Weights:
         self.update = None
         self.failure = reason
         logger.warning("the weight update opened %.1f s ago was rolled back: %s", update.lease.age, reason)
-        if update.in_place:
+        before = self._memory.state
+        self._memory.fire("roll back")
+        if before in ("overwriting", "torn") or (before == "broken" and self.quarantine is None):
             self.quarantine = f"a weight update failed when the old weights were gone already: {reason}"
             self._requests.end_all("abort_quarantine")
 

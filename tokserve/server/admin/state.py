@@ -12,12 +12,12 @@ NAMES = ("state", "weight_version", "epoch", "running", "waiting", "since", "rea
 
 
 async def is_paused(serving: Serving, request: Request) -> Response:
-    """GET /is_paused"""
+    """GET /is_paused: whether generation is paused"""
     return body.reply(request, {"is_paused": await serving.llm.is_paused()})
 
 
 async def is_sleeping(serving: Serving, request: Request) -> Response:
-    """GET /is_sleeping"""
+    """GET /is_sleeping: whether any memory is asleep"""
     return body.reply(request, {"is_sleeping": await serving.llm.is_sleeping()})
 
 

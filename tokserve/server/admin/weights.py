@@ -58,7 +58,7 @@ class WeightQuery(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def update_weights(serving: Serving, request: Request) -> Response:
-    """POST /update_weights"""
+    """POST /update_weights: stage tensors of the open update, or a complete update from a directory"""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() in TENSORS:
         await _stream_weights(serving, request)
         return body.reply(request, {"message": "Weights updated"})
@@ -164,7 +164,7 @@ async def served_weights(serving: Serving, request: Request) -> Response:
 
 
 async def weight_checker(serving: Serving, request: Request) -> Response:
-    """POST /weight_checker"""
+    """POST /weight_checker: checksums of the weights, or whether they equal a baseline"""
     params = await read(serving, request, CheckerBody)
     if params.action not in ("checksum", "compare"):
         raise invalid("action", f"must be checksum or compare, got {params.action[:200]!r}")

@@ -59,7 +59,7 @@ class ChatRequest(NamedTuple):
 
 
 async def create(serving: Serving, request: Request) -> Response:
-    """POST /v1/messages"""
+    """POST /v1/messages: a message, as Anthropic's API has it"""
     call = await read(serving, request)
     generation = await serving.start(request, call.generate, [call.prompt], call.fields)
     renderer = MessagesRenderer(serving, generation, call)

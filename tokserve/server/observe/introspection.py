@@ -88,7 +88,7 @@ def check_alive(serving: Serving) -> None:
 
 
 async def version(serving: Serving, request: Request) -> Response:
-    """GET /version"""
+    """GET /version: the version of this server"""
     return body.reply(request, {"version": tokserve.__version__})
 
 
@@ -101,7 +101,7 @@ async def models(serving: Serving, request: Request) -> Response:
 
 
 async def model(serving: Serving, request: Request) -> Response:
-    """GET /v1/models/{id}"""
+    """GET /v1/models/{id}: a model or an adapter"""
     name: str = request.path_params["id"]
     await serving.find_model(name)
     return body.reply(request, _model(serving, name))
@@ -126,7 +126,7 @@ async def load(serving: Serving, request: Request) -> Response:
 
 
 async def prometheus_metrics(serving: Serving, request: Request) -> Response:
-    """GET /metrics"""
+    """GET /metrics: Prometheus metrics"""
     await serving.llm.refresh(FRESH_SECONDS)
     return Response(serving.metrics.render(), media_type=metrics.CONTENT_TYPE)
 
@@ -183,7 +183,7 @@ def _without_secrets(config: Any) -> dict[str, Any]:
 
 
 async def openapi_schema(serving: Serving, request: Request) -> Response:
-    """GET /openapi.json"""
+    """GET /openapi.json: this API as OpenAPI 3.1"""
     return body.reply(request, request.app.openapi())
 
 

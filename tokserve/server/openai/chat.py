@@ -113,7 +113,7 @@ class ChatChunk(msgspec.Struct):
 
 
 async def chat(serving: Serving, request: Request) -> Response:
-    """POST /v1/chat/completions"""
+    """POST /v1/chat/completions: a chat completion"""
     return await _chat(serving, request, with_tokens=False)
 
 

@@ -83,7 +83,7 @@ class CompletionCall(NamedTuple):
 
 
 async def completions(serving: Serving, request: Request) -> Response:
-    """POST /v1/completions"""
+    """POST /v1/completions: text or ids in, text out"""
     call = await read(serving, request)
     body = call.body
     generation = await serving.start(request, call.generate, call.ids, call.fields)

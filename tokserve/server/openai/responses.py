@@ -120,7 +120,7 @@ class ResponsesReply(msgspec.Struct, kw_only=True):
 
 
 async def create(serving: Serving, request: Request) -> Response:
-    """POST /v1/responses"""
+    """POST /v1/responses: a response with typed items, not stored"""
     request_body, call = await read(serving, request)
     generation = await serving.start(request, call.generate, [call.prompt], call.fields)
     render = ResponsesRenderer(serving, generation, request_body, call)

@@ -33,7 +33,7 @@ class DetokenizeReply(msgspec.Struct):
 
 
 async def tokenize(serving: Serving, request: Request) -> Response:
-    """POST /tokenize"""
+    """POST /tokenize: the ids of a text or of a chat"""
     request_body, ignored, size = await schemas.read(serving, request, TokenizeBody)
     answer = await off_loop(request, size, lambda: _tokens(serving, request_body))
     return body.reply(request, answer, schemas.ignored_header(ignored))
@@ -59,7 +59,7 @@ def _ids(serving: Serving, request_body: TokenizeBody) -> list[int]:
 
 
 async def detokenize(serving: Serving, request: Request) -> Response:
-    """POST /detokenize"""
+    """POST /detokenize: the text of ids"""
     request_body, ignored, size = await schemas.read(serving, request, DetokenizeBody)
     serving.check_ids(request_body.tokens, "tokens")
     skip = bool(request_body.skip_special_tokens)

@@ -76,7 +76,7 @@ class ContinueBody(msgspec.Struct):
 
 @answered
 async def pause_generation(serving: Serving, request: Request) -> Response:
-    """POST /pause_generation"""
+    """POST /pause_generation: stop generating"""
     params, headers = await read(serving, request, PauseGenerationBody)
     if params.mode == "retract":
         raise invalid("mode", "retract is not supported: in_place freezes requests with their KV, abort ends them",
@@ -136,7 +136,7 @@ async def _num_live(serving: Serving) -> int:
 
 @answered
 async def release_memory_occupation(serving: Serving, request: Request) -> Response:
-    """POST /release_memory_occupation"""
+    """POST /release_memory_occupation: release memory"""
     params, headers = await read(serving, request, MemoryBody)
     memory = _memory(params)
     asleep = (await serving.llm.fresh_status()).asleep
@@ -164,7 +164,7 @@ def _memory(params: MemoryBody) -> list[str]:
 
 @answered
 async def load_lora_adapter(serving: Serving, request: Request) -> Response:
-    """POST /load_lora_adapter"""
+    """POST /load_lora_adapter: load an adapter"""
     params, headers = await read(serving, request, LoadAdapterRouteBody)
     await serving.llm.load_lora_adapter(params.lora_name, params.lora_path)
     return json(await _adapters(serving, f"LoRA adapter '{params.lora_name}' loaded"), headers)
@@ -172,7 +172,7 @@ async def load_lora_adapter(serving: Serving, request: Request) -> Response:
 
 @answered
 async def unload_lora_adapter(serving: Serving, request: Request) -> Response:
-    """POST /unload_lora_adapter"""
+    """POST /unload_lora_adapter: unload an adapter"""
     params, headers = await read(serving, request, UnloadAdapterRouteBody)
     await serving.llm.unload_lora_adapter(params.lora_name)
     return json(await _adapters(serving, f"LoRA adapter '{params.lora_name}' unloaded"), headers)

@@ -79,7 +79,7 @@ class GenerateCall(NamedTuple):
 
 
 async def generate(serving: Serving, request: Request) -> Response:
-    """POST /generate"""
+    """POST /generate: text or ids in, text and ids out"""
     value, size = await serving.bodies.load(request)
     call = await off_loop(request, size, lambda: read(serving, value))
     sent = call.body

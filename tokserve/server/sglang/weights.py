@@ -91,7 +91,7 @@ def _check_format(load_format: str | None) -> None:
 
 @answered
 async def from_disk(serving: Serving, request: Request) -> Response:
-    """POST /update_weights_from_disk"""
+    """POST /update_weights_from_disk: a complete update from a directory"""
     params, headers = await read(serving, request, DiskBody)
     _check_format(params.load_format)
     errors.refuse_unsupported("manifest", params.manifest)
@@ -107,7 +107,7 @@ async def from_disk(serving: Serving, request: Request) -> Response:
 
 @answered
 async def init_group(serving: Serving, request: Request) -> Response:
-    """POST /init_weights_update_group"""
+    """POST /init_weights_update_group: meet the trainer in a process group"""
     params, headers = await read(serving, request, GroupBody)
     names = ("master_address", "master_port", "rank_offset", "world_size", "backend")
     info = {name: getattr(params, name) for name in names}
@@ -125,7 +125,7 @@ async def destroy_group(serving: Serving, request: Request) -> Response:
 
 @answered
 async def from_distributed(serving: Serving, request: Request) -> Response:
-    """POST /update_weights_from_distributed"""
+    """POST /update_weights_from_distributed: take tensors from the process group"""
     params, headers = await read(serving, request, DistributedBody)
     _check_format(params.load_format)
     if params.abort_all_requests:
@@ -184,7 +184,7 @@ async def begin_update(serving: Serving, request: Request) -> Response:
 
 @answered
 async def end_update(serving: Serving, request: Request) -> Response:
-    """POST /end_weight_update"""
+    """POST /end_weight_update: commit what was staged"""
     params, headers = await read(serving, request, BracketBody)
     _note_version(serving, params.weight_version)
     if not await commit_open(serving):
@@ -203,7 +203,7 @@ async def refuse_pickle(serving: Serving, request: Request) -> Response:
 
 @answered
 async def update_version(serving: Serving, request: Request) -> Response:
-    """POST /update_weight_version"""
+    """POST /update_weight_version: name the weights that serve"""
     params, headers = await read(serving, request, SglangVersionBody)
     if params.abort_all_requests:
         await serving.llm.abort_all()
@@ -213,5 +213,5 @@ async def update_version(serving: Serving, request: Request) -> Response:
 
 
 async def get_version(serving: Serving, request: Request) -> Response:
-    """GET or POST /get_weight_version"""
+    """GET or POST /get_weight_version: the version of the weights that serve"""
     return json({"weight_version": (await serving.llm.fresh_status()).weight_version})

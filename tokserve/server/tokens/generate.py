@@ -257,7 +257,7 @@ def prompt_of(body: AnyBody) -> tuple[list[int] | bytes, FieldPaths]:
 
 
 async def generate_tokens(serving: Serving, request: Request) -> Response:
-    """POST /inference/v1/generate"""
+    """POST /inference/v1/generate: token ids in, token ids and logprobs out"""
     packed = is_msgpack(request)
     raw = await serving.bodies.read(request)
 

@@ -1,0 +1,97 @@
+"""Writes the pages of the documentation that are made from the code: `python -m tests.docs.reference`."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from pathlib import Path
+
+import msgspec
+from pydantic import BaseModel
+
+from tokserve.cli.options import add_flags
+from tokserve.server.app import ENDPOINTS, INTROSPECTION
+from tokserve.server.openapi import Endpoint
+from tokserve.server.sglang.routes import ENDPOINTS as SGLANG
+
+DOCS = Path(__file__).parents[2] / "docs"
+OPTIONS_HEAD = """# Options
+
+Every option of `tokserve serve`, and, with underscores, of `LLM(...)`, `AsyncLLM(...)` and `Config.make(...)`. This
+page is made from `tokserve/config.py` (`python -m tests.docs.reference`); `tokserve serve --help` says the same.
+"""
+ROUTES_HEAD = """# Routes
+
+Every route, made from the table that the server itself uses (`python -m tests.docs.reference`). `GET /openapi.json` has
+the schemas of bodies and replies. Keys: a *control* route needs the admin key where there is one
+([security](security.md)), and a *guarded* one a key where there are any; *text* routes need a tokenizer.
+"""
+
+
+def options_page() -> str:
+    """docs/options.md."""
+    parser = argparse.ArgumentParser(prog="tokserve serve")
+    add_flags(parser)
+    lines = [OPTIONS_HEAD]
+    for group in parser._action_groups:
+        actions = [action for action in group._group_actions if "-h" not in action.option_strings]
+        if actions:
+            lines += [f"## {(group.title or '').capitalize()}\n", "| option | what it does |", "|---|---|"]
+            lines += [_row(action) for action in actions] + [""]
+    return "\n".join(lines)
+
+
+def _row(action: argparse.Action) -> str:
+    flag = ", ".join(f"`{one}`" for one in action.option_strings)
+    if action.choices:
+        values = ", ".join(f"`{choice}`" for choice in action.choices)
+    else:
+        values = f"`{action.metavar}`" if action.metavar else ""
+    text = (action.help or "").replace("%%", "%").replace("|", "\\|")
+    return f"| {flag} {values} | {text} |".replace("  ", " ")
+
+
+def routes_page() -> str:
+    """docs/routes.md."""
+    lines = [ROUTES_HEAD]
+    for title, endpoints in (("Routes", ENDPOINTS), ("With --sglang-api", SGLANG)):
+        lines += [f"## {title}\n", "| method and path | what it does | body | |", "|---|---|---|---|"]
+        lines += [_route(endpoint) for endpoint in endpoints] + [""]
+    return "\n".join(lines)
+
+
+def _route(endpoint: Endpoint) -> str:
+    summary = (inspect.getdoc(endpoint.handler) or "").partition("\n")[0]
+    _, colon, text = summary.partition(": ")
+    kinds = [
+        word
+        for word, holds in (
+            ("control", endpoint.control),
+            ("guarded", endpoint.path in INTROSPECTION),
+            ("text", endpoint.text),
+        )
+        if holds
+    ]
+    path = endpoint.path.replace(":path}", "}")
+    return (
+        f"| {', '.join(endpoint.methods)} `{path}` | {text if colon else ''} | {_fields(endpoint.body)} "
+        f"| {', '.join(kinds)} |"
+    )
+
+
+def _fields(body: type[msgspec.Struct] | type[BaseModel] | None) -> str:
+    if body is None:
+        return ""
+    if issubclass(body, BaseModel):
+        names = list(body.model_fields)
+    else:
+        names = [field.encode_name for field in msgspec.structs.fields(body)]
+    shown = ", ".join(f"`{name}`" for name in names[:6])
+    return shown + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+PAGES = {"options.md": options_page, "routes.md": routes_page}
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page())

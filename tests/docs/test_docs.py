@@ -1,0 +1,72 @@
+"""The documentation: generated pages are current, links lead somewhere, and every error code is explained."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.docs.reference import DOCS, PAGES
+
+ROOT = DOCS.parent
+FILES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "tests" / "README.md",
+    *sorted(DOCS.rglob("*.md")),
+    *sorted(ROOT.glob("examples/**/*.md")),
+]
+LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_generated_pages_are_current(name: str) -> None:
+    assert (DOCS / name).read_text() == PAGES[name](), "run: python -m tests.docs.reference"
+
+
+def _anchors(text: str) -> set[str]:
+    """What a link may name in a page: its headings, as GitHub and mkdocs make anchors of them."""
+    anchors: set[str] = set()
+    for heading in re.findall(r"^#+ +(.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").replace("**", "")
+        anchors.add(re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-"))
+    return anchors
+
+
+def _broken(path: Path) -> list[str]:
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
+    broken = []
+    for link in (first or second for first, second in LINK.findall(text)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = path if not name else (path.parent / name)
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in _anchors(target.read_text())):
+            broken.append(f"{path.relative_to(ROOT)}: {link}")
+    return broken
+
+
+def test_links_lead_somewhere() -> None:
+    assert not [link for path in FILES for link in _broken(path)]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.glob("*.md")}
+    assert pages == set(re.findall(r"^ +- .*?: ([\w-]+\.md)$", navigation, re.M))
+
+
+def test_every_error_code_is_explained() -> None:
+    listed = subprocess.run(
+        ["grep", "-rhoE", r"\bcode ?= ?\"[a-z_]+\"", ROOT / "tokserve", "--include=*.py"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    codes = set(re.findall(r'"([a-z_]+)"', listed.stdout))
+    explained = (DOCS / "troubleshooting.md").read_text()
+    assert not {code for code in codes if f"`{code}`" not in explained}
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < 150
