@@ -5,6 +5,9 @@
 
 #include <cstdint>
 
+#include "lora.h"
+#include "recurrent.h"
+
 namespace tokserve {
 
 enum class DType : int { f32, bf16, f16 };
@@ -126,26 +129,6 @@ struct LinearArgs {
   void* out;           // [M, N]
   int64_t m, n, k, x_stride;
   bool cheap_widening;  // widening 16-bit weights does not compete with multiply-adds for execution ports
-};
-
-// LoRA: out += scale * (x down^T) up, for each row with its adapter's factors, separate for each shard of the outputs.
-struct LoraArgs {
-  DType dtype;
-  const void* x;         // [T, K], rows x_stride elements apart
-  const void* down;      // [S, P, R, K] for S slots, P shards
-  const void* up;        // [S, R, N]
-  const int32_t* ranks;  // [S, P]: rows of down and up in use, 0: nothing is added
-  const float* scales;   // [S, P]
-  const int64_t* sizes;  // [P]: outputs of each shard, N together
-  void* out;             // [T, N], rows out_stride elements apart
-  int64_t k, n, r, shards, x_stride, out_stride;
-};
-
-// Rows with the same adapter, anywhere in the batch.
-struct LoraGroup {
-  const int32_t* rows;  // [count]
-  int64_t count;        // 1 .. kLoraRows
-  int64_t slot;
 };
 
 struct QuantizeArgs {
@@ -308,57 +291,6 @@ struct CombineArgs {
   int64_t k, width;
 };
 
-// Where a part of each key head's share of a projection lies: that of head h begins at offset + h * stride.
-struct HeadPart {
-  int64_t offset, stride;
-};
-
-// The gated delta rule, see tokserve/ops/recurrent.py for its formula.  A key head's entries of the ring are q, k, the
-// group's v, b and a, which lie at `ring_parts` of an entry.  They come from rows of x, and b and a from rows of
-// `rates`, where they lie at `parts`, the last of which is z in x.
-struct DeltaArgs {
-  DType dtype;
-  const void* x;                 // [T], rows x_stride elements apart
-  const void* rates;             // [T], rows rates_stride elements apart
-  const float* conv_weight;      // [taps][channels]
-  const float *a_log, *dt_bias;  // [key_heads * group]
-  const float* norm_weight;      // [value_dim]
-  float* state;                  // [S][key_heads * group][key_dim][value_dim]
-  void* ring;                    // [S][window][entry]
-  void* out;                     // [T][key_heads * group][value_dim]
-  int64_t x_stride, rates_stride, key_heads, group, key_dim, value_dim, channels, taps, window, entry;
-  HeadPart parts[6];       // q, k, v, b, a, z
-  HeadPart ring_parts[5];  // q, k, v, b, a
-  float eps;
-};
-
-struct ConvArgs {
-  DType dtype;
-  const void* x;             // [T][3][channels]
-  const float* conv_weight;  // [taps][channels]
-  const float* bias;         // [channels] or null
-  void* ring;                // [S][window][channels]
-  void* out;                 // [T][channels]
-  int64_t channels, taps, window;
-};
-
-// One row of a batch, with a state.  Its tokens are those from `token` on, at positions [first, length).
-struct StateRow {
-  int64_t index;  // its state row
-  int64_t token, first, length;
-  int64_t start, end;    // the position whose state is there, and the one whose state stays
-  const int32_t* saves;  // [count][3]: -, position, state row; positions ascending, in (start, end]
-  int64_t count;
-};
-
-struct GateHeadsArgs {
-  DType dtype;
-  const void* mixed;  // [T][heads][dim]
-  const void* x;      // [T][heads][2][dim] with more behind it, rows x_stride elements apart; the second is the gate
-  void* out;          // [T][heads][dim]
-  int64_t x_stride, heads, dim;
-};
-
 struct Kernels {
   const char* name;        // of the instruction set
   const char* arithmetic;  // of its bfloat16 products: kernels of one arithmetic give the same bits in every op
@@ -398,7 +330,6 @@ struct Kernels {
   int64_t (*route_scratch)(const RouteArgs&);
   void (*route)(const RouteArgs&, int64_t begin, int64_t end, char* scratch);
   void (*combine)(const CombineArgs&, int64_t begin, int64_t end);
-  // A row's tokens, for one key head, or for channels [begin, end).
   int64_t (*delta_scratch)(const DeltaArgs&);
   void (*gated_delta)(const DeltaArgs&, const StateRow&, int64_t key_head, char* scratch);
   void (*short_conv)(const ConvArgs&, const StateRow&, int64_t begin, int64_t end);

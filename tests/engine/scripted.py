@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tests.engine.scripted_states import States, demand
 from tests.outputs import Output, unpack
 from tokserve.config import Config, SpeculationPlan
 from tokserve.engine.core import EngineCore
@@ -67,15 +68,6 @@ from tokserve.prompt import Feature, TokenPrompt
 VOCAB = 20
 EOS = (1,)
 START = hashlib.blake2b(b"start", digest_size=8).digest()
-
-
-class IllegalPlan(AssertionError):
-    """A plan that a device could not, or must not, execute."""
-
-
-def demand(truth: object, message: str) -> None:
-    if not truth:
-        raise IllegalPlan(message)
 
 
 def engine_request(
@@ -268,9 +260,7 @@ class ScriptedExecutor:
         self.facts = DeviceFacts(
             KVLayout(specs, num_blocks, block_size, states), VOCAB, "v1", {"scripted": True}, {"image": 0}
         )
-        self.snapshots: dict[int, tuple[bytes, int, str]] = {}  # id -> state, its position, and who made it
-        self.saved: dict[int, list[int]] = {}  # by step
-        self.restored = 0  # requests that began with a snapshot
+        self.states = States(states)
         self.slots: dict[int, Slot] = {}
         self.kv: dict[tuple[int, int], tuple[bytes, int]] = {}  # (block, offset) -> (content, step that wrote it)
         self.in_flight: deque[int] = deque()
@@ -313,7 +303,7 @@ class ScriptedExecutor:
             self.weights = None if "weights" in args["tags"] else self.weights
             if not self.has_kv:
                 self.kv.clear()
-                self.snapshots.clear()
+                self.states.snapshots.clear()
         elif method == "restore":
             demand(args["tags"] == ["kv_cache"] and not self.has_kv, "the KV memory is there")
             self.has_kv = True
@@ -416,9 +406,7 @@ class ScriptedExecutor:
         for slot, count in zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True):
             self._check_cached(plan, self.slots[slot], self.slots[slot].computed)
             self._write(plan.step, self.slots[slot], count)
-        if self.facts.layout.states is not None:
-            self._advance_states(plan, self.facts.layout.states)
-        demand(self.facts.layout.states is not None or not plan.saves, "snapshots of a model without states")
+        self.states.advance(plan, self.slots, self._weights)
         for slot in plan.slots.tolist():
             self._check_read(self.slots[slot])
 
@@ -444,44 +432,13 @@ class ScriptedExecutor:
             demand(0 <= row.slot < self.scheduler.max_num_seqs, "slot out of range")
             tokens = row.tokens.tolist()
             self.slots[row.slot] = slot = Slot(row, tokens, prefixes_of(tokens, row.features), entered=plan.step)
-            self._restore(slot)
+            self.states.restore(slot, self._weights(slot))
         for slot, first, blocks in plan.blocks:
             table = self.slots[slot].blocks
             demand(blocks and first == len(table), f"slot {slot}: {first} is not the end of its block table")
             demand(all(0 <= block < self.facts.layout.num_blocks for block in blocks), "no such block")
             table += blocks
             demand(len(set(table)) == len(table), f"slot {slot} has a block twice")
-
-    def _restore(self, slot: Slot) -> None:
-        row = slot.row
-        if row.snapshot < 0:
-            demand(row.num_state == 0, f"{row.request_id}: has no state of position {row.num_state}")
-            return
-        state, position, made_by = self.snapshots[row.snapshot]
-        demand(position == row.num_state, f"{row.request_id}: snapshot of {position}, not {row.num_state}")
-        demand(state == slot.prefixes[position], f"{row.request_id}: a snapshot of other tokens")
-        demand(made_by == self._weights(slot), f"{row.request_id}: a snapshot that the weights {made_by!r} made")
-        slot.state, slot.num_state = state, position
-        self.restored += 1
-
-    def _advance_states(self, plan: StepPlan, states: StateLayout) -> None:
-        """States go on to the first draft of each row, and snapshots are taken on the way."""
-        self.saved[plan.step] = saved = []
-        demand(len({snapshot for _, _, snapshot in plan.saves}) == len(plan.saves), "a snapshot is taken twice")
-        demand(all(0 <= snapshot < states.snapshots for _, _, snapshot in plan.saves), "no such snapshot")
-        columns = zip(plan.slots.tolist(), plan.num_tokens.tolist(), plan.num_drafts.tolist(), strict=True)
-        for number, count, num_drafts in columns:
-            slot = self.slots[number]
-            name, start = slot.row.request_id, slot.computed - count
-            demand(slot.state == slot.prefixes[slot.num_state], f"{name}: its state is of tokens that did not stay")
-            demand(slot.num_state <= start + 1, f"{name}: its state of {slot.num_state} is past {start}")
-            demand(start - slot.num_state <= states.spare_inputs, f"{name}: {slot.num_state} is too far behind {start}")
-            before, slot.num_state = slot.num_state, max(slot.num_state, slot.computed - num_drafts)
-            slot.state = slot.prefixes[slot.num_state]
-            for owner, position, snapshot in plan.saves:
-                if owner == number and before < position <= slot.num_state:
-                    self.snapshots[snapshot] = (slot.prefixes[position], position, self._weights(slot))
-                    saved.append(snapshot)
 
     def _check_columns(self, plan: StepPlan) -> None:
         slots = plan.slots.tolist()
@@ -615,7 +572,7 @@ class ScriptedExecutor:
         logprobs = rows_of(rows, widest, padding=1) if widest or rows else None
         return StepResult(
             plan.step, np.array(counts, np.int32), np.array(tokens, np.int32), np.array(status, np.uint8), logprobs,
-            prompt_rows, pooled, saved=self.saved.pop(plan.step, []),
+            prompt_rows, pooled, saved=self.states.saved.pop(plan.step, []),
         )  # fmt: skip
 
     def _sampled(

@@ -169,7 +169,7 @@ def test_results_do_not_depend_on_preemption_or_drafts(depth: int) -> None:
         hits += engine.stats.prefix_hits
         accepted += engine.executor.accepted
         rejected += engine.executor.rejected
-        restored += engine.executor.restored
+        restored += engine.executor.states.restored
     assert (
         preemptions > 200 and hits > 200 and accepted > 100 and rejected > 30 and restored > 30
     )  # else this tests nothing

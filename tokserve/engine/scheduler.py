@@ -423,15 +423,13 @@ class Scheduler:
                 if request.num_settled >= (request.table.num_full + 1) * block_size:
                     settled = min(request.num_settled, len(request.tokens))  # a stop may have dropped accepted drafts
                     self._cache.cache_full_blocks(request.table, request.tokens, settled)
-                if row.saves:
-                    self._cache.settle_saves(request.table, row.saves, result.saved)
                 if request.finish is not None:
                     self.drop(request)
                     requests.append(request)
                 elif count and request.options.stream:
                     requests.append(request)
-            elif row.saves:
-                self._cache.settle_saves(request.table, row.saves, ())
+            if row.saves:
+                self._cache.record_saves(request.table, row.saves, result.saved)
             if self._leaving and request in self._leaving:
                 self._release_slot(request)
         self.counters.output_tokens += num_output

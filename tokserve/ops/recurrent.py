@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tokserve.ops.registry import op
 from tokserve.ops.serial import one_thread
@@ -73,10 +74,7 @@ def gated_delta(
             for position, window in row.windows():
                 q, k, v, b, a = sizes.parts(window, conv_weight)
                 if position >= row.start:
-                    rate = torch.exp(-torch.exp(a_log) * torch.nn.functional.softplus(a + dt_bias))
-                    memory = memory * rate[:, None, None]
-                    change = (v - (memory * k[:, :, None]).sum(1)) * torch.sigmoid(b)[:, None]  # [Hv,Dv]
-                    memory = memory + k[:, :, None] * change[:, None, :]
+                    memory = delta_rule(memory, k, v, -torch.exp(a_log) * functional.softplus(a + dt_bias), b)
                     for target in row.passed(position + 1):
                         state[target] = memory
                 if position >= row.first:
@@ -170,6 +168,13 @@ class Sizes:
 
         b, a = window[-1, self.channels :].float().chunk(2)
         return unit(queries) * self.key_dim**-0.5, unit(k), v.view(self.heads, self.value_dim), b, a
+
+
+def delta_rule(memory: Tensor, k: Tensor, v: Tensor, log_rate: Tensor, b: Tensor) -> Tensor:
+    """The memory [Hv,Dk,Dv] after one more token."""
+    memory = memory * torch.exp(log_rate)[:, None, None]
+    change = (v - (memory * k[:, :, None]).sum(1)) * torch.sigmoid(b)[:, None]  # [Hv,Dv]
+    return memory + k[:, :, None] * change[:, None, :]
 
 
 def convolve(window: Tensor, weight: Tensor) -> Tensor:  # [K,C] twice -> [C] float32

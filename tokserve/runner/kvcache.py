@@ -99,9 +99,9 @@ def _states(
         )
     block_size = cache.block_size or DEFAULT_BLOCK_SIZE
     interval = -(-cache.state_snapshot_interval // block_size) * block_size
-    wanted = cache.enable_prefix_caching and interval
-    snapshots = min(cache.state_snapshot_memory_bytes, room - slots * size) // size if wanted else 0
-    if wanted and not snapshots and cache.state_snapshot_memory_bytes:
+    enabled = cache.enable_prefix_caching and interval
+    snapshots = min(cache.state_snapshot_memory_bytes, room - slots * size) // size if enabled else 0
+    if enabled and not snapshots and cache.state_snapshot_memory_bytes:
         logger.warning(
             "a recurrent state takes %d bytes, and there is room for no snapshot: prefixes are not reused; raise "
             "--state-snapshot-memory-bytes", size,

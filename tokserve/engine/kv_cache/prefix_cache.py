@@ -117,7 +117,7 @@ class PrefixCache:
                     saves.append((index * size, snapshot))
         return saves
 
-    def settle_saves(self, table: BlockTable, saves: Sequence[tuple[int, int]], taken: Collection[int]) -> None:
+    def record_saves(self, table: BlockTable, saves: Sequence[tuple[int, int]], taken: Collection[int]) -> None:
         """Of these snapshots, those that were taken belong to full blocks of the table that are indexed now."""
         assert self.snapshots is not None
         current = table.hash_seed == self._hash_seed(table)

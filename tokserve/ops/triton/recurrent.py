@@ -29,8 +29,8 @@ def convolve(
         after = channel * 0 + (position - first - (TAPS - 1) + tap)  # from the first new token on
         at = first + after
         new = tl.load(entries + after * entry + channel, mask=inside & (after >= 0), other=0.0)
-        kept = inside & (after < 0) & (at >= 0)
-        old = tl.load(ring + (at + WINDOW) % WINDOW * entry + channel, mask=kept, other=0.0)
+        earlier = inside & (after < 0) & (at >= 0)
+        old = tl.load(ring + (at + WINDOW) % WINDOW * entry + channel, mask=earlier, other=0.0)
         value = tl.where(after >= 0, new.to(tl.float32), old.to(tl.float32))
         total += tl.load(weight + tap * channels + channel, mask=inside, other=0.0) * value
     return total
@@ -75,19 +75,29 @@ def gated_delta_kernel(
         memory = tl.zeros([KEY_BLOCK, VALUE_BLOCK], tl.float32)
         if start > 0:
             memory = tl.load(state + index * size + place, mask=inside, other=0.0)
-        own, rows = ring + index * WINDOW * entry, entries + token * entry
+        kept, rows = ring + index * WINDOW * entry, entries + token * entry
         rate = tl.exp(tl.load(a_log + head))
         bias = tl.load(dt_bias + head)
         for position in range(tl.minimum(start, first), length):
             q = silu(
                 convolve(
-                    rows, own, weight, head // GROUP * KEY + key, is_key, position, first, CHANNELS, entry, TAPS, WINDOW
+                    rows,
+                    kept,
+                    weight,
+                    head // GROUP * KEY + key,
+                    is_key,
+                    position,
+                    first,
+                    CHANNELS,
+                    entry,
+                    TAPS,
+                    WINDOW,
                 )
             )
             k = silu(
                 convolve(
-                    rows, own, weight, keys + head // GROUP * KEY + key, is_key, position, first, CHANNELS, entry, TAPS,
-                    WINDOW,
+                    rows, kept, weight, keys + head // GROUP * KEY + key, is_key, position, first, CHANNELS, entry,
+                    TAPS, WINDOW,
                 )
             )  # fmt: skip
             q = q * tl.rsqrt(tl.sum(q * q, 0) + NORM_EPS) * (KEY**-0.5)
@@ -95,14 +105,14 @@ def gated_delta_kernel(
             if position >= start:
                 v = silu(
                     convolve(
-                        rows, own, weight, 2 * keys + head * VALUE + value, is_value, position, first, CHANNELS, entry,
+                        rows, kept, weight, 2 * keys + head * VALUE + value, is_value, position, first, CHANNELS, entry,
                         TAPS, WINDOW,
                     )
                 )  # fmt: skip
                 if position >= first:
                     both = rows + (position - first) * entry + CHANNELS + head
                 else:
-                    both = own + position % WINDOW * entry + CHANNELS + head
+                    both = kept + position % WINDOW * entry + CHANNELS + head
                 b, a = tl.load(both).to(tl.float32), tl.load(both + HEADS).to(tl.float32)
                 memory = memory * tl.exp(-rate * softplus(a + bias))
                 change = (v - tl.sum(memory * k[:, None], 0)) / (1.0 + tl.exp(-b))
@@ -147,7 +157,7 @@ def keep_inputs_kernel(
     if (count > 0) & (index >= 0):
         length = tl.load(seq_lens + number)
         first = length - count
-        rows, own = entries + token * ENTRY + channel, ring + index * WINDOW * ENTRY + channel
+        rows, kept = entries + token * ENTRY + channel, ring + index * WINDOW * ENTRY + channel
         for save in range(saves):
             if tl.load(save_ptr + 3 * save) == number:
                 until = tl.load(save_ptr + 3 * save + 1)
@@ -156,11 +166,11 @@ def keep_inputs_kernel(
                     if position >= first:
                         one = tl.load(rows + (position - first) * ENTRY, mask=inside, other=0.0)
                     else:
-                        one = tl.load(own + position % WINDOW * ENTRY, mask=inside, other=0.0)
+                        one = tl.load(kept + position % WINDOW * ENTRY, mask=inside, other=0.0)
                     tl.store(target + position % WINDOW * ENTRY, one, mask=inside)
         for position in range(tl.maximum(first, length - WINDOW), length):
             one = tl.load(rows + (position - first) * ENTRY, mask=inside, other=0.0)
-            tl.store(own + position % WINDOW * ENTRY, one, mask=inside)
+            tl.store(kept + position % WINDOW * ENTRY, one, mask=inside)
 
 
 @triton.jit
@@ -178,9 +188,9 @@ def short_conv_kernel(
     if (count > 0) & (index >= 0):
         length = tl.load(seq_lens + number)
         first = length - count
-        rows, own = entries + token * CHANNELS, ring + index * WINDOW * CHANNELS
+        rows, kept = entries + token * CHANNELS, ring + index * WINDOW * CHANNELS
         for position in range(first, length):
-            mixed = convolve(rows, own, weight, channel, inside, position, first, CHANNELS, CHANNELS, TAPS, WINDOW)
+            mixed = convolve(rows, kept, weight, channel, inside, position, first, CHANNELS, CHANNELS, TAPS, WINDOW)
             if HAS_BIAS:
                 mixed += tl.load(bias + channel, mask=inside, other=0.0)
             at = token + position - first
