@@ -37,7 +37,7 @@ def gpt_oss(hf: Mapping[str, Any]) -> DecoderSpec:
     bias = fields.flag("attention_bias", True)
     spec = dense(
         fields, windows=_windows(fields), max_position=131072, kv_heads=8, head_dim=64, qkv_bias=bias, out_bias=bias,
-        renames=HEADLESS,
+        in_attention={"sinks": True}, renames=HEADLESS,
     )  # fmt: skip
     mixture = MixtureSpec(
         experts=fields.integer("num_local_experts", 128),
@@ -49,8 +49,7 @@ def gpt_oss(hf: Mapping[str, Any]) -> DecoderSpec:
         interleaved=True,
         router_name="router",
     )
-    blocks = (replace(b, mlp=mixture, attention=replace(b.attention, sinks=True)) for b in spec.blocks)
-    return replace(spec, blocks=tuple(blocks))
+    return replace(spec, blocks=tuple(replace(block, mlp=mixture) for block in spec.blocks))
 
 
 def _windows(fields: ConfigReader) -> tuple[int, ...]:

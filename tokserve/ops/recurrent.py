@@ -145,11 +145,11 @@ class Sizes:
         """Entries of the ring [T,C+2*Hv], and gates [T,Hv,Dv]."""
         values = self.heads * self.value_dim
         if not grouped:
-            mixed, gates = x.split([self.channels, values], 1)
+            mixed, gates = torch.split(x, [self.channels, values], 1)
         else:
             of_head, group = values // self.key_heads, self.heads // self.key_heads
             parts = x.reshape(-1, self.key_heads, 2 * self.key_dim + 2 * of_head)
-            *qkv, gates = parts.split([self.key_dim, self.key_dim, of_head, of_head], 2)
+            *qkv, gates = torch.split(parts, [self.key_dim, self.key_dim, of_head, of_head], 2)
             mixed = torch.cat([part.flatten(1) for part in qkv], 1)
             rates = torch.cat([part.flatten(1) for part in rates.reshape(-1, self.key_heads, 2 * group).chunk(2, 2)], 1)
         return torch.cat((mixed, rates), 1), gates.reshape(-1, self.heads, self.value_dim)
@@ -159,7 +159,7 @@ class Sizes:
         mixed = convolve(window[:, : self.channels], conv_weight)
         mixed = mixed * torch.sigmoid(mixed)
         keys = self.key_heads * self.key_dim
-        queries, k, v = mixed.split([keys, keys, self.heads * self.value_dim])
+        queries, k, v = torch.split(mixed, [keys, keys, self.heads * self.value_dim])
 
         def unit(heads: Tensor) -> Tensor:
             heads = heads.view(-1, self.key_dim)
