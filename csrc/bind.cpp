@@ -101,6 +101,8 @@ NB_MODULE(_C, m) {
   bind_quant(m);
   bind_attention(m);
   bind_recurrent(m);
+  bind_attention_gradients(m);
+  bind_gradients(m);
   bind_sampling(m);
   bind_wna16(m);
 }

@@ -67,6 +67,9 @@ inline int64_t panels_of(int64_t n, bool gated) {
 // The gate of an activation's name; none: the gated product without activation.  Defined in bind_linear.cpp.
 Gate gate_of(const std::optional<std::string>& activation);
 
+// The activation of this name.  Defined in bind_elementwise.cpp.
+Activation activation_of(const std::string& name);
+
 // Elements of a packed weight; `pairs`: it is bfloat16.  Defined in bind_linear.cpp.
 int64_t packed_size(int64_t panels, int64_t k, bool pairs);
 // Bytes of a packed int8 weight.  Defined in bind_quant.cpp.
@@ -84,11 +87,13 @@ Product product_of(const Tensor& x, const std::optional<Tensor>& bias, const Ten
 void bind_amx(nanobind::module_& m);
 void bind_experts(nanobind::module_& m);
 void bind_elementwise(nanobind::module_& m);
+void bind_gradients(nanobind::module_& m);
 void bind_linear(nanobind::module_& m);
 void bind_lora(nanobind::module_& m);
 void bind_quant(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
 void bind_recurrent(nanobind::module_& m);
+void bind_attention_gradients(nanobind::module_& m);
 void bind_sampling(nanobind::module_& m);
 void bind_wna16(nanobind::module_& m);
 

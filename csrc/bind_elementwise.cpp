@@ -79,14 +79,6 @@ void cap(const Tensor& x, float multiplier, float limit, const Tensor& out) {
   });
 }
 
-Activation activation_of(const std::string& name) {
-  constexpr const char* names[] = {"silu", "gelu_tanh", "gelu", "relu", "relu2"};
-  for (int i = 0; i < 5; i++) {
-    if (name == names[i]) return static_cast<Activation>(i);
-  }
-  throw nb::value_error(("activate: unknown activation " + name).c_str());
-}
-
 void activate(const Tensor& x, const std::string& name, bool gated, const Tensor& out) {
   const char* op = "activate";
   const DType dtype = float_type(x, op);
@@ -203,6 +195,14 @@ void norm_rope_store(const Tensor& qkv, const std::optional<Tensor>& q_weight, c
 }
 
 }  // namespace
+
+Activation activation_of(const std::string& name) {
+  constexpr const char* names[] = {"silu", "gelu_tanh", "gelu", "relu", "relu2"};
+  for (int i = 0; i < 5; i++) {
+    if (name == names[i]) return static_cast<Activation>(i);
+  }
+  throw nb::value_error(("unknown activation " + name).c_str());
+}
 
 void bind_elementwise(nb::module_& m) {
   m.def("rms_norm", rms_norm, nb::arg("x"), nb::arg("residual").none(), nb::arg("weight"), nb::arg("eps"),

@@ -7,6 +7,7 @@
 
 #include "lora.h"
 #include "recurrent.h"
+#include "sampling_args.h"
 
 namespace tokserve {
 
@@ -202,67 +203,51 @@ struct AttentionTile {
   bool next_head;                  // the next call has the same queries of the next head: its first keys are prefetched
 };
 
-struct LogprobArgs {
-  const float* logits;       // [R, V]
-  const int64_t* token_ids;  // [R]
-  const float* temperature;  // [R] or null
-  const int64_t* named;      // [R, m] or null
-  float* token_logprobs;     // [R]
-  int32_t* ranks;            // [R]
-  int32_t* top_ids;          // [R, k + m]
-  float* top_logprobs;       // [R, k + m]
-  int64_t vocab, k, m;
+struct ActivationGradientsArgs {
+  DType dtype;
+  Activation activation;
+  bool gated;
+  const void* grad;  // [T, width]: of the result
+  const void* x;     // [T, width], or gated: [T, 2 * width], the gate first
+  void* out;         // like x
+  int64_t width;
 };
 
-struct SampleArgs {
-  const float* logits;       // [R, V]
-  const int64_t* seeds;      // [R]
-  const int64_t* positions;  // [R]
-  const uint8_t* greedy;     // [R] bool
-  int64_t* ids;              // [R]
-  int64_t vocab;
+struct NormGradientsArgs {
+  DType dtype, grad_dtype;
+  const void* grad;  // [T, H] of grad_dtype: of the result
+  const void* x;     // [T, H]
+  const float* weight;
+  const void* carried;  // [T, H] or null: added to the gradient of x
+  void* out;            // [T, H]
+  int64_t width;
+  float eps;
 };
 
-struct SampleFusedArgs {
-  SampleArgs sample;
-  uint8_t* finite;           // [R] bool
-  const float* temperature;  // [R] or null
-  bool scaled;               // logprobs are of logits / temperature
-  LogprobArgs logprobs;      // of sample.ids; token_logprobs null: no logprobs
+// Gradients of causal attention, its keys and values in rows of their own instead of pages.
+struct AttentionGradientsArgs {
+  DType dtype;
+  const void* grad;  // [T, heads, dim], rows grad_stride elements apart: of the result
+  const void* q;     // likewise
+  const void* k;     // [T, kv_heads, dim], rows k_stride elements apart
+  const void* v;
+  float* grad_q;  // [T, heads, dim]
+  float* grad_k;  // [T, kv_heads, dim]; gradients are added to what it holds
+  float* grad_v;
+  int64_t grad_stride, q_stride, k_stride, v_stride, heads, kv_heads, dim;
+  float scale;
+  int64_t window;  // 0: all keys up to the query
+  float softcap;   // 0: none
 };
 
-struct MaskArgs {
-  const float* logits;       // [R, V]
-  const float* processed;    // [R, V], -inf: cannot be drawn
-  const int64_t* token_ids;  // [R]
-  const uint8_t* greedy;     // [R] bool
-  const float* temperature;  // [R]
-  int32_t* counts;           // [R]
-  int32_t* ids;              // [R, limit]
-  float* kept_logprobs;      // [R]
-  float* logprobs;           // [R]
-  int64_t vocab, limit;
-};
-
-struct FilterArgs {
-  const float* logits;   // [R, V]
-  const int32_t* top_k;  // [R], 0: off
-  const float* top_p;    // [R]
-  const float* min_p;    // [R]
-  float* out;            // [R, V]
-  int64_t vocab;
-};
-
-struct PenaltyArgs {
-  const float* logits;         // [R, V]
-  const int32_t* history;      // [R, L]: prompt, then output, padded with -1
-  const int32_t* prompt_lens;  // [R]
-  const int32_t* lens;         // [R]
-  const float* presence;
-  const float* frequency;
-  const float* repetition;
-  float* out;  // [R, V]
-  int64_t vocab, length;
+// Consecutive queries of one sequence, all heads of one group.
+struct AttentionGradientsTask {
+  const int64_t* path;  // [position + queries]: the tokens at the sequence's positions, ascending
+  int64_t token;        // first query's row in q
+  int64_t position;     // first query's position
+  int64_t queries;
+  int64_t first_key;  // the first position that some query sees
+  int64_t kv_head;
 };
 
 // The experts of each token, by its router logits.
@@ -340,6 +325,16 @@ struct Kernels {
   void (*attend)(const AttentionArgs&, const AttentionTile&, char* scratch);
   void (*attend_split)(const AttentionArgs&, const AttentionTile&, int64_t split, float* partial, char* scratch);
   void (*merge_splits)(const AttentionArgs&, const AttentionTile&, float* partials);
+  void (*activation_gradients)(const ActivationGradientsArgs&, int64_t begin, int64_t end);
+  void (*norm_gradients)(const NormGradientsArgs&, int64_t begin, int64_t end,
+                         float* weight_sum);  // [H], of these rows
+  // A task's grad_q, and its part of grad_k and grad_v into `partial`; then those of tokens [begin, end) are added.
+  int64_t (*attention_gradients_scratch)(const AttentionGradientsArgs&, const AttentionGradientsTask&);
+  int64_t (*attention_gradients_partial)(const AttentionGradientsArgs&, const AttentionGradientsTask&);  // floats
+  void (*attention_gradients)(const AttentionGradientsArgs&, const AttentionGradientsTask&, float* partial,
+                              char* scratch);
+  void (*merge_attention_gradients)(const AttentionGradientsArgs&, const AttentionGradientsTask&, const float* partial,
+                                    int64_t begin, int64_t end);
   int64_t (*sampling_scratch)(int64_t vocab, int64_t k);
   void (*logprobs)(const LogprobArgs&, int64_t row, char* scratch);
   void (*sample)(const SampleArgs&, int64_t row);

@@ -16,6 +16,8 @@
   EACH(route_scratch) EACH(route) EACH(combine)                                                                      \
   EACH(delta_scratch) EACH(gated_delta) EACH(short_conv) EACH(gate_heads)                                            \
   EACH(attention_scratch) EACH(attention_partial) EACH(attend) EACH(attend_split) EACH(merge_splits)                 \
+  EACH(attention_gradients_scratch) EACH(attention_gradients_partial)                                                \
+  EACH(attention_gradients) EACH(merge_attention_gradients) EACH(activation_gradients) EACH(norm_gradients)          \
   EACH(sampling_scratch) EACH(logprobs) EACH(sample) EACH(sample_fused) EACH(sampling_mask)                          \
   EACH(filter_logits) EACH(penalize)
 // clang-format on

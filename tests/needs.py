@@ -110,7 +110,12 @@ TRACING = Need(
     lambda: _has_module("opentelemetry.exporter.otlp.proto.http"),
     "pip install -e '.[otel]'",
 )
-PEFT = Need("peft", ("train/test_exact_peft.py",), lambda: _has_module("peft"), "pip install -e '.[dev]'")
+PEFT = Need(
+    "peft",
+    ("train/test_exact_peft.py", "train/test_on_policy.py"),
+    lambda: _has_module("peft"),
+    "pip install -e '.[dev]'",
+)
 CHROMIUM = Need(
     "Chromium and ChromeDriver",
     ("e2e/browser.py",),

@@ -27,6 +27,7 @@ ROOT_ORDER = [
     "checkpoint",
     "config",
     "cpu_list",
+    "garbage",
     "resolve",
     "messages",
     "plan",
@@ -64,7 +65,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "executor": ({"plan", "config", "runner"}, TORCH),
     "engine": (
-        {"admin", "messages", "plan", "prompt", "params", "config", "errors", "log", "sockets", "executor"},
+        {"admin", "messages", "plan", "prompt", "params", "config", "errors", "log", "sockets", "garbage", "executor"},
         TORCH,
     ),
     "client": (
@@ -75,7 +76,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"admin", "client", "text", "jsonschema", "prompt", "params", "errors", "config", "log", "checkpoint"},
         TORCH,
     ),
-    "cli": ({"bench", "client", "server", "config", "resolve", "errors", "log", "sockets"}, TORCH),
+    "cli": ({"bench", "client", "server", "config", "resolve", "errors", "log", "sockets", "garbage"}, TORCH),
     "bench": ({"client", "params", "errors"}, TORCH),
     "testing": (
         {"cli", "client", "rl", "engine", "messages", "plan", "params", "kv_spec", "checkpoint", "config", "errors"},
@@ -107,6 +108,7 @@ ROOMS: dict[str, set[str]] = {
     "server/observe": {"http"},
     "server/tokens": {"http", "replies"},
     "server/openai": {"http", "replies", "tokens"},
+    "server/pooling": {"http", "replies", "openai"},
     "server/anthropic": {"http", "replies", "openai", "tokens"},
     "server/admin": {"http"},
     "server/sglang": {"http", "replies", "tokens", "openai", "admin", "observe"},

@@ -64,17 +64,22 @@ def _download(model: str, patterns: list[str], what: str) -> Path:
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any] | None:
-    """The parsed file, or None if there is none."""
+    """The object in the file, or None if there is no file."""
+    value = read_any_json(directory, name)
+    if value is not None and not isinstance(value, dict):
+        raise StartError(f"{name} of the model is not a JSON object")
+    return value
+
+
+def read_any_json(directory: Path, name: str) -> Any:
+    """What the file holds, or None if there is no file."""
     path = directory / name
     try:
         if not path.is_file():
             return None
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
         raise StartError(f"{name} of the model cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise StartError(f"{name} of the model is not a JSON object")
-    return value
 
 
 def hf_config(directory: Path) -> dict[str, Any]:

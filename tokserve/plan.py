@@ -23,6 +23,7 @@ UInt32 = NDArray[np.uint32]
 UInt8 = NDArray[np.uint8]
 
 OK, NOT_FINITE, NO_LEGAL_TOKEN, WITHHELD = range(4)  # status of a row
+DRAWN = -1  # in place of each of a row's drafts: the device's draft model draws them
 
 
 class DeviceFacts(msgspec.Struct, frozen=True):
@@ -63,7 +64,8 @@ class NewRow(msgspec.Struct, frozen=True):
 class StepPlan(msgspec.Struct, frozen=True):
     """One step.  Row i computes `num_tokens[i]` positions from `num_computed[i]` on.
 
-    The last `num_drafts[i]` of them are drafts, whose ids are in `draft_token_ids`, all rows one after the other.
+    The last `num_drafts[i]` of them are drafts, whose ids are in `draft_token_ids`, all rows one after the other; or
+    DRAWN, for all drafts of a row that generates.
     `num_logits[i]`: for how many of the row's last positions a token is sampled: 0 in the middle of a prompt and for
     pooling, else `num_drafts[i]` + 1.  While an earlier step with drafts of the same request is in flight,
     `num_computed` counts all of them; the device subtracts those that were rejected.
@@ -129,6 +131,18 @@ class SamplingMaskRows(msgspec.Struct, frozen=True):
         return SamplingMaskRows(self.counts[kept], ids, self.logprobs[kept], self.kept_logprobs[kept])
 
 
+class DraftPasses(msgspec.Struct, frozen=True):
+    """What the draft model did in a step.
+
+    `behind`: the plan rows whose drafts are any ids, as the draft model has yet to catch up with their tokens.
+    """
+
+    seconds: float
+    num_passes: int
+    num_tokens: int  # of all passes
+    behind: list[int] = []
+
+
 class StepResult(msgspec.Struct, frozen=True):
     """What a plan brought, with a row per plan row.
 
@@ -139,7 +153,7 @@ class StepResult(msgspec.Struct, frozen=True):
     WITHHELD; unless OK, the row has no token.  By plan row: `prompt_logprobs` of the prompt tokens that follow this
     chunk's positions (token num_computed + 1 ...), as far as requested; `pooled` vectors; `routed_experts`, uint8 or
     uint16 [n, layers, experts per token] of the row's last n positions, all of them if it enters its slot.
-    `saved`: the snapshots of the plan's `saves` that were taken.
+    `draft_passes`: None if no row's drafts were drawn.  `saved`: the snapshots of the plan's `saves` that were taken.
     """
 
     step: int
@@ -151,6 +165,7 @@ class StepResult(msgspec.Struct, frozen=True):
     pooled: dict[int, Float32] = {}
     routed_experts: dict[int, NDArray[Any]] = {}
     sampling_masks: SamplingMaskRows | None = None
+    draft_passes: DraftPasses | None = None
     saved: list[int] = []
 
 

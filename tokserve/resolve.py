@@ -53,6 +53,7 @@ def resolve(config: Config) -> Config:
             dtype=_dtype(model.dtype, hf),
             max_model_len=_max_model_len(model.max_model_len, hf),
             eos_token_ids=_eos(model.eos_token_ids, hf, generation),
+            runner=_runner(model.runner, directory),
             logprobs_mode=VLLM_LOGPROBS_MODES.get(model.logprobs_mode, model.logprobs_mode),
         ),
         cache=replace(config.cache, block_size=config.cache.block_size or _block_size(device)),
@@ -67,6 +68,12 @@ def resolve(config: Config) -> Config:
     )
     _check(resolved)
     return resolved
+
+
+def _runner(runner: str, directory: Path) -> Any:
+    if runner != "auto":
+        return runner
+    return "pooling" if (directory / "modules.json").is_file() else "generate"
 
 
 def _tokenizer(config: Config) -> str | None:
@@ -120,7 +127,8 @@ def _is_loopback(host: str) -> bool:
 
 def _check(config: Config) -> None:
     model = config.model
-    config.speculation.resolved()
+    if config.speculation.resolved().quantization is not None and config.runtime.device != "cpu":
+        raise StartError("option speculative_config: the quantizations of draft models run on a CPU only")
     if model.quantize_lm_head and model.quantization in (None, "none") and config.runtime.device != "cpu":
         raise StartError("quantize_lm_head needs a quantization, except on a CPU")
     if model.quantize_lm_head and model.head_dtype != "auto":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.client.fake_engine import READY, config
+from tokserve.cli import api_server
 from tokserve.client import engine_client, launch
 from tokserve.client.async_llm import AsyncLLM, collect
 from tokserve.client.launch import EngineProcess, describe_exit
@@ -283,3 +285,13 @@ def test_a_temporary_directory_that_was_removed(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr("tempfile.mkdtemp", full)
     with pytest.raises(StartError, match="No space left on device"):
         launch._private_directory()
+
+
+@pytest.mark.parametrize("command", [launch.COMMAND, api_server.COMMAND], ids=["engine", "api_server"])
+def test_a_module_of_the_current_directory_is_not_imported(command: tuple[str, ...], tmp_path: Path) -> None:
+    """In a checkout that is not what was installed, the process would have another tokserve than its parent."""
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('of the current directory')")
+    process = subprocess.run(
+        command, stdin=subprocess.DEVNULL, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert process.returncode == 1 and "started by" in process.stderr

@@ -11,7 +11,6 @@ address.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import shlex
@@ -29,6 +28,7 @@ import httpx
 
 from tests.conformance.shapes import reply_shape, shape
 from tests.e2e.server import Server
+from tests.environments import OFFLINE, environment
 from tokserve.checkpoint import DEMO_DIR
 
 HERE = Path(__file__).parent
@@ -40,9 +40,6 @@ CLIENTS = {"openai2": "openai", "openai3": "openai", "anthropic": "anthropic", "
            "frameworks": "frameworks", "closed": "closed", "loop": "loop",
            "schemathesis": "schemathesis", "verifiers": "verifiers"}  # fmt: skip
 ENVIRONMENTS = {"closed": "frameworks", "loop": "openai3", "trl_exact": "trl"}  # of clients that have none of their own
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
-           "TRL_EXPERIMENTAL_SILENCE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-           "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
 FLAGS = {  # of clients that have a server of their own
     "schemathesis": ("--max-model-len", "48"),  # it asks for 1024 choices of the whole context
     "closed": ("--structured-outputs-closed",),
@@ -58,25 +55,7 @@ LARGEST = 4000  # bytes of a recorded body
 def python_of(name: str) -> Path:
     """The interpreter of a client's environment, which is made if it is not there or not the one that is wanted."""
     name = ENVIRONMENTS.get(name, name)
-    requirements, place = HERE / f"{name}.txt", BUILD / name
-    wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
-    python, mark = place / "bin" / "python", place / "requirements.sha256"
-    if not (mark.exists() and mark.read_text() == wanted):
-        print(f"{name}: installing", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(place)], check=True)
-        command = [
-            str(python),
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-            "-r",
-            str(requirements),
-        ]
-        subprocess.run(command, check=True, env={**os.environ, "PIP_NO_INPUT": "1"})
-        mark.write_text(wanted)
-    return python
+    return environment(HERE / f"{name}.txt", BUILD / name)
 
 
 def drive(name: str, url: str) -> dict[str, Any] | None:

@@ -9,41 +9,62 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 
+import httpx
 from safetensors.torch import load_file, save
 
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.rl import TokserveClient
 
 TENSORS = {"Content-Type": "application/octet-stream"}
+POINTS = ("connected", "generating", "paused", "in paused()", "started", "in the body", "filled", "committing",
+          "committed", "resumed")  # fmt: skip
 
 
-async def reached() -> None:
-    print("reached", flush=True)
-    await asyncio.sleep(600)
+class Trainer:
+    """One step of training that may end anywhere; its weights are not the server's."""
 
+    def __init__(self, url: str, point: str) -> None:
+        self._url, self._point = url, point
+        weights = {name: tensor * 1.5 for name, tensor in load_file(DEMO_DIR / "model.safetensors").items()}
+        self._content = save(weights)
 
-async def train(url: str, point: str) -> None:
-    content = save(load_file(DEMO_DIR / "model.safetensors"))
+    async def reach(self, point: str) -> None:
+        """The end, if it is to be here."""
+        if point == self._point:
+            print("reached", flush=True)
+            await asyncio.sleep(600)
 
-    async def body() -> AsyncIterator[bytes]:
-        yield content[: len(content) // 2]
-        if point == "in the body":
-            await reached()
-        yield content[len(content) // 2 :]
+    async def _body(self) -> AsyncIterator[bytes]:
+        yield self._content[: len(self._content) // 2]
+        await self.reach("in the body")
+        yield self._content[len(self._content) // 2 :]
 
-    async with TokserveClient(url) as client:
-        if point == "paused":
-            await client.pause("keep")
-            await reached()
-        async with client.paused():
-            if point == "in paused()":
-                await reached()
-            await client.control("/start_weight_update")
-            if point == "started":
-                await reached()
-            await client.send_body("/update_weights", body(), TENSORS)
-            await reached()
+    async def step(self) -> None:
+        """Rollouts, a pause, an update within it."""
+        async with TokserveClient(self._url) as client, httpx.AsyncClient(base_url=self._url, timeout=None) as http:
+            await client.state()
+            await self.reach("connected")
+            rollouts = asyncio.create_task(client.generate([[4, 5, 6]], n=4, max_tokens=1000, ignore_eos=True))
+            await asyncio.sleep(0.05)
+            await self.reach("generating")
+            if self._point == "paused":
+                await client.pause("keep")
+                await self.reach("paused")
+            async with client.paused("abort"):
+                await rollouts
+                await self.reach("in paused()")
+                await http.post("/start_weight_update", json={"take_over": True})
+                await self.reach("started")
+                await http.post("/update_weights", content=self._body(), headers=TENSORS)
+                await self.reach("filled")
+                finish = {"weight_version": f"of the one that is killed when {self._point}"}
+                committing = asyncio.create_task(http.post("/finish_weight_update", json=finish))
+                await asyncio.sleep(0)
+                await self.reach("committing")
+                await committing
+                await self.reach("committed")
+            await self.reach("resumed")
 
 
 if __name__ == "__main__":
-    asyncio.run(train(*sys.argv[1:]))
+    asyncio.run(Trainer(*sys.argv[1:]).step())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.e2e.server import Server
 from tokserve.models.dummy import tiny_config, write_checkpoint
-from tokserve.rl import PushResult, ServerError, TokserveClient, checksums
+from tokserve.rl import PushResult, ServerError, TokserveClient, checksums, push
 
 Weights = dict[str, Tensor]
 
@@ -56,7 +56,12 @@ async def memory(client: TokserveClient) -> dict[str, str]:
     return digests
 
 
-def test_what_was_pushed_as_deltas_is_what_a_full_push_makes(server: Server, weights: Weights) -> None:
+@pytest.mark.parametrize("part", [push.PART_BYTES, 1])  # all in one body, and each tensor in its own
+def test_what_was_pushed_as_deltas_is_what_a_full_push_makes(
+    server: Server, weights: Weights, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(push, "PART_BYTES", part)
+
     async def scene(client: TokserveClient) -> None:
         first = await client.push(weights, "a", delta=True)
         assert (first.mode, first.weight_version) == ("full", "a") and "nothing was pushed" in str(first.reason)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.e2e.killed_trainer import POINTS
 from tests.e2e.server import Server
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.rl import ServerError, TokserveClient
@@ -25,6 +26,12 @@ def server() -> Iterator[Server]:
         yield server
 
 
+def state(server: Server) -> str:
+    """What the server says of itself."""
+    name: str = server.get("/inference/v1/state").json()["state"]
+    return name
+
+
 def kill_at(server: Server, point: str) -> None:
     """Run a trainer, and kill it when it is there."""
     command = [sys.executable, str(SCRIPT), server.url, point]
@@ -34,22 +41,51 @@ def kill_at(server: Server, point: str) -> None:
         trainer.kill()
 
 
+class Watcher:
+    """Requests all the while: what was computed with the weights of a version is the same bits every time."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._results: dict[str, set[tuple[float, ...]]] = {}  # logprobs of the same prompt, by version
+
+    async def watch(self) -> None:
+        """Until it is cancelled."""
+        async with TokserveClient(self._server.url) as client:
+            while True:
+                (rollout,) = await client.generate([[1, 2, 3]], max_tokens=5, ignore_eos=True, temperature=0)
+                versions = {version for version, _, _ in rollout.weight_versions}
+                if len(versions) == 1 and rollout.finish_reason == "length":  # a pause of mode abort cuts rollouts
+                    self._results.setdefault(versions.pop(), set()).add(tuple(rollout.logprobs.tolist()))
+
+    def check(self, *expected: str) -> None:
+        """Each version that served gave one result, and these were among them."""
+        assert set(expected) <= set(self._results)
+        assert all(len(results) == 1 for results in self._results.values()), self._results
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("point", ["paused", "in paused()", "started", "in the body", "filled"])
+@pytest.mark.parametrize("point", POINTS)
 def test_its_successor_pushes_and_generates(server: Server, point: str) -> None:
     weights = load_file(DEMO_DIR / "model.safetensors")
-    kill_at(server, point)
-    assert server.get("/inference/v1/state").json()["state"] in ("paused", "updating")
+    watcher = Watcher(server)
 
     async def goes_on() -> None:
+        watching = asyncio.create_task(watcher.watch())
+        await asyncio.to_thread(kill_at, server, point)
+        held = point not in ("connected", "generating", "resumed")
+        assert (await asyncio.to_thread(state, server)) in (("paused", "updating") if held else ("running",))
         async with asyncio.timeout(60), TokserveClient(server.url) as client:
             async with client.paused():
                 await client.push(weights, version=f"after {point}")
             (rollout,) = await client.generate([[1, 2, 3]], max_tokens=5, ignore_eos=True)
             assert rollout.weight_versions == [(f"after {point}", 0, 5)]
+            await client.generate([[1, 2, 3]] * 2, max_tokens=5, ignore_eos=True)  # the watcher's turn comes
+        await asyncio.sleep(0.2)
+        watching.cancel()
 
     asyncio.run(goes_on())
-    assert server.get("/inference/v1/state").json()["state"] == "running"
+    watcher.check(f"after {point}")
+    assert state(server) == "running"
 
 
 @pytest.mark.slow

@@ -51,13 +51,16 @@ from tokserve.messages import (
 )
 from tokserve.params import PoolingParams, RequestOptions, SamplingParams
 from tokserve.plan import (
+    DRAWN,
     NO_LEGAL_TOKEN,
     NOT_FINITE,
     OK,
     WITHHELD,
     DeviceFacts,
+    DraftPasses,
     Float32,
     GrammarBitmask,
+    Int32,
     LogprobRows,
     NewRow,
     StepPlan,
@@ -267,6 +270,8 @@ class ScriptedExecutor:
         self.unsampled: StepPlan | None = None
         self.collected = -1
         self.accepted = self.rejected = 0  # drafts
+        self.drafted: list[int] = []  # of the last plan
+        self.behind = False  # whether the draft model has yet to catch up
         self.results: list[StepResult] = []
         self.depths: list[int] = []  # steps in flight after each forward
         self.plans: list[StepPlan] = []
@@ -455,10 +460,24 @@ class ScriptedExecutor:
         adapters = [self.slots[number].row.adapter for number in slots]
         demand(len(list(groupby(adapters))) == len(set(adapters)), "rows of one adapter are not neighbours")
         drafts = iter(plan.draft_token_ids.tolist())
+        self.drafted = []
         for number, count, start, num_drafts, num_logits in zip(*(c.tolist() for c in columns), strict=True):
             self._check_row(plan.step, self.slots[number], start, count, num_drafts, num_logits)
             for _ in range(num_drafts):
-                self.slots[number].learn(next(drafts))
+                self.drafted.append(self._drawn(self.slots[number], next(drafts)))
+                self.slots[number].learn(self.drafted[-1])
+
+    def _drawn(self, slot: Slot, token: int) -> int:
+        """The draft, or what the draft model draws: two times in three what would be sampled without a grammar."""
+        if token != DRAWN:
+            return token
+        end = len(slot.tokens)
+        token = draw(slot.prefixes[-1], slot.row.seed, end, (), weights=self._weights(slot))
+        return token if (slot.row.seed + end) % 3 else (token + 1) % VOCAB
+
+    def drafts(self) -> Int32:
+        demand(self.unsampled is not None, "drafts of a step that was sampled from")
+        return np.array(self.drafted, np.int32)
 
     def _check_row(self, step: int, slot: Slot, start: int, count: int, num_drafts: int, num_logits: int) -> None:
         name, task = slot.row.request_id, slot.row.task
@@ -572,8 +591,15 @@ class ScriptedExecutor:
         logprobs = rows_of(rows, widest, padding=1) if widest or rows else None
         return StepResult(
             plan.step, np.array(counts, np.int32), np.array(tokens, np.int32), np.array(status, np.uint8), logprobs,
-            prompt_rows, pooled, saved=self.states.saved.pop(plan.step, []),
+            prompt_rows, pooled, draft_passes=self._draft_passes(plan), saved=self.states.saved.pop(plan.step, []),
         )  # fmt: skip
+
+    def _draft_passes(self, plan: StepPlan) -> DraftPasses | None:
+        if DRAWN not in plan.draft_token_ids:
+            return None
+        rows = np.flatnonzero(plan.num_drafts).tolist()
+        longest = int(plan.num_drafts.max())
+        return DraftPasses(0.5, longest, longest, rows if self.behind else [])
 
     def _sampled(
         self, slot: Slot, step: int, num_drafts: int, masks: list[int], rows: list[tuple[float, int, Any, Any]]
@@ -632,13 +658,19 @@ class OneByOne:
     def on_step(self, rows: int, num_tokens: int, seconds: float) -> None:
         pass
 
+    def on_drawn(self, draft_passes: DraftPasses, rows: int) -> None:
+        pass
+
+    def on_verified(self, request: Request, proposed: int, accepted: int) -> None:
+        pass
+
     def on_end(self, request: Request) -> None:
         pass
 
 
-def text_drafter() -> TextDrafter:
+def text_drafter(method: str = "suffix") -> TextDrafter:
     """The one that serves, with little memory."""
-    return TextDrafter(SpeculationPlan("suffix", 8, 1 << 14), VOCAB)
+    return TextDrafter(SpeculationPlan(method, 8, 1 << 14), VOCAB)
 
 
 class RandomDrafter(OneByOne):

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from tests.engine.scripted import Engine
+from tests.engine.test_drafter import Fixed
 from tokserve.engine.pace import MAX_SLOWDOWN, SMALL, StepPace
+from tokserve.engine.scheduler import LINGER
 from tokserve.plan import StepPlan
 
 
@@ -50,14 +52,16 @@ def test_no_bound_is_below_the_smallest() -> None:
 
 
 class TimedEngine(Engine):
-    """An engine whose steps take a second, and a tenth of that for each token."""
+    """An engine whose steps take a time, and a tenth of that for each token."""
+
+    STEP = LINGER / 100  # seconds
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         forward = self.executor.forward
 
         def timed(plan: StepPlan) -> None:
-            self.clock.now += 1.0 + 0.1 * int(plan.num_tokens.sum())
+            self.clock.now += self.STEP * (1.0 + 0.1 * int(plan.num_tokens.sum()))
             forward(plan)
 
         self.executor.forward = timed  # type: ignore[method-assign]
@@ -112,6 +116,49 @@ def test_the_heavy_client_takes_turns_among_its_own_requests() -> None:
     engine.steps(40)
     steps = Counter(slot for plan in engine.executor.plans[before + 1 :] for slot in plan.slots.tolist())
     assert len(steps) > 40 and min(steps.values()) >= 5, "a request got no turn"
+
+
+def test_drafts_within_the_share_of_a_client_come_before_what_exceeds_the_shares() -> None:
+    engine = loaded()
+    engine.core.scheduler._drafter = Fixed(engine, right=16)
+    before = len(engine.executor.plans)
+    engine.add("light", [5, 6, 7], max_tokens=20, ignore_eos=True, client="light")
+    while not engine.received.get("light") or engine.received["light"].finish is None:
+        engine.step()
+    assert len(engine.executor.plans) - before <= 5, "20 tokens, of which a share has at least 8 a step"
+    engine.run()
+    for request_id in engine.requests:
+        engine.check_complete(request_id)
+
+
+def test_clients_that_compute_nothing_need_no_share() -> None:
+    engine = loaded()
+    for i in range(6):
+        engine.add(f"s{i}", [3, i], max_tokens=50, ignore_eos=True, client=f"stalled {i}")
+    engine.steps(8)
+    engine.stall(*(f"s{i}" for i in range(6)))
+    engine.core.scheduler._drafter = Fixed(engine, right=16)
+    before = len(engine.executor.plans)
+    engine.add("light", [5, 6, 7], max_tokens=20, ignore_eos=True, client="light")
+    while not engine.received.get("light") or engine.received["light"].finish is None:
+        engine.step()
+    assert len(engine.executor.plans) - before <= 5
+
+
+def test_steps_stay_short_for_a_client_that_comes_back_soon() -> None:
+    engine = loaded()
+    engine.add("light", [5, 6, 7], max_tokens=4, ignore_eos=True, client="light")
+    while not engine.received.get("light") or engine.received["light"].finish is None:
+        engine.step()
+    before, end = len(engine.executor.plans), engine.clock.now + LINGER
+    while engine.clock.now < end:
+        engine.step()
+    assert max(int(plan.num_tokens.sum()) for plan in engine.executor.plans[before:-1]) <= 32
+    before = len(engine.executor.plans)
+    for i in range(4):
+        engine.add(f"q{i}", [i, *range(19)] * 9, max_tokens=2, ignore_eos=True, client="heavy", seed=i)
+    engine.steps(3)
+    assert max(int(plan.num_tokens.sum()) for plan in engine.executor.plans[before:]) > 400
 
 
 def test_one_client_alone_may_fill_every_step() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -14,7 +15,7 @@ import pytest
 
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.engine.structured_output import trials as module
-from tokserve.engine.structured_output.grammar import Cost
+from tokserve.engine.structured_output.grammar import NICENESS, Cost
 from tokserve.engine.structured_output.trials import Trial, Trials
 from tokserve.errors import RequestError, Unavailable
 from tokserve.params import StructuredOutputs
@@ -91,6 +92,15 @@ def test_a_trial_measures_the_memory(trials: Trials) -> None:
 def test_the_process_has_one_thread_so_it_may_fork(trials: Trials) -> None:
     Tried(trials, regex="a").outcome.result(PATIENCE)
     assert trials.pid is not None and psutil.Process(trials.pid).num_threads() == 1
+
+
+def test_the_process_shares_this_session_so_its_priority_counts(trials: Trials) -> None:
+    """Linux gives sessions equal shares of the processors, whatever the priorities in them (sched(7), autogroup)."""
+    Tried(trials, regex="a").outcome.result(PATIENCE)
+    assert trials.pid is not None
+    assert os.getsid(trials.pid) == os.getsid(0)
+    assert os.getpgid(trials.pid) == trials.pid, "a signal from the terminal would end it"
+    assert psutil.Process(trials.pid).nice() == NICENESS
 
 
 def test_a_bomb_is_refused_and_leaves_nothing_behind(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 
+import tests.hostile.dialect_attacks  # noqa: F401  (registers its attacks)
 from tests.hostile import grammar_attacks, stream_attacks
 from tests.hostile.attack import ATTACKS
 from tests.hostile.grammar_attacks import ANSWERS, Fault

@@ -1,11 +1,12 @@
 """A good client beside nine hostile ones for a long time: what it notices, and what the server keeps of the attacks.
 
 `python -m tests.hostile.soak --seconds 1200 --out benchmarks/results/hostile.png` starts `tokserve serve demo` with
-default options, measures the good client alone, then beside hostile clients that draw attacks at random
-(`tests.hostile.attacker`, processes of their own at the lowest priority), prints a table and a line of JSON, and draws
-the curves if matplotlib is installed.  The exit status is 1 if a promise is broken: every reply of the good client is
-that of its solo run, its p99 stays below five times that of the quiet time, no 5xx but a 503 with Retry-After (a budget
-is used up) and the 505 for a version of HTTP that does not exist, nothing is left running, and the memory comes back.
+default options and SGLang's routes, measures the good client alone, then beside hostile clients that draw attacks at
+random (`tests.hostile.attacker`, processes of their own at the lowest priority), prints a table and a line of JSON, and
+draws the curves if matplotlib is installed.  The exit status is 1 if a promise is broken: each reply of the good client
+is that of its solo run, its p99 stays below five times that of the quiet time, no 5xx but a 503 with Retry-After (a
+budget is used up) and the 505 for a version of HTTP that does not exist, nothing is left running, and the memory comes
+back.
 """
 
 from __future__ import annotations
@@ -134,14 +135,14 @@ def stalls(text: str) -> float:
 
 
 def processor_seconds(server: Server) -> Counter[str]:
-    """Seconds of processors so far: of the server, the engine (with the processes that try grammars), this process, and
-    of all."""
+    """Seconds of processors so far: of the server, the engine, the processes that try grammars, this process, and of
+    all."""
     root = psutil.Process(server.process.pid).cpu_times()
     engine = server.engine().cpu_times()
+    trials = [sum(child.cpu_times()[:4]) for child in server.engine().children()]  # with those of ended children
     machine = psutil.cpu_times()
     return Counter({
-        "server": root.user + root.system,
-        "engine": engine.user + engine.system + engine.children_user + engine.children_system,
+        "server": root.user + root.system, "engine": engine.user + engine.system, "grammar trials": sum(trials),
         "good client": time.process_time(), "all": sum(machine[:3]) + sum(machine[5:7]),
         "stolen": machine.steal, "seconds": time.monotonic(),
     })  # fmt: skip
@@ -151,9 +152,8 @@ def shares(before: Counter[str], after: Counter[str], hostile: float) -> dict[st
     """Processors in use by each, on average."""
     used = {name: after[name] - before[name] for name in after} | {"hostile clients": hostile}
     seconds = used.pop("seconds")
-    used["others"] = used.pop("all") - sum(
-        used[name] for name in ("server", "engine", "good client", "hostile clients")
-    )
+    ours = ("server", "engine", "grammar trials", "good client", "hostile clients")
+    used["others"] = used.pop("all") - sum(used[name] for name in ours)
     return {name: round(value / seconds, 3) for name, value in used.items()}
 
 
@@ -184,20 +184,21 @@ class Soak:
 
     def run(self) -> None:
         """The whole of it, with a server of its own."""
-        with Server("demo") as server:
+        with Server("demo", "--sglang-api") as server:
             warm_up(server, self._seed)
             client = GoodClient(server.url, self._seed)
+            sampler = Sampler(server)  # in the quiet time, too: it takes its share of the processors
+            sampler.start()
             asyncio.run(client.run(self._quiet_seconds))
             self.quiet, client.replies = client.replies, []
             server.wait_idle()
             processes = {process.pid for process, _ in resident(server)}
             self.memory["before"] = sizes(server)
-            sampler = Sampler(server)
-            sampler.start()
             self._attack(server, client)
             self._settle(server, processes)
             sampler.stop()
-            self.samples, self.loud = sampler.samples, client.replies
+            self.samples = [each for each in sampler.samples if each.at >= self.began]
+            self.loud = client.replies
             self.broken += client.faults + sampler.faults
             self.stalls = [line for line in server.log if "stalled" in line]
             self.broken += [line for line in server.log if "Traceback" in line or " ERROR " in line]
@@ -268,7 +269,7 @@ class Soak:
             self.too_slow.append(f"the good client's p99 is {loud / quiet:.1f} times that of the quiet time")
         self.broken += [attack["fault"] for attack in self.attacks if attack["fault"]]
         for outcome, count in sorted(self.answers().items()):
-            announced = outcome.startswith("503 ") and NO_RETRY_AFTER not in outcome
+            announced = outcome.startswith("503") and NO_RETRY_AFTER not in outcome
             if outcome.startswith("5") and not announced and outcome != "505 http_version":
                 self.broken.append(f"{count} answers: {outcome}")
 

@@ -32,6 +32,7 @@ NEEDED = {  # program: Debian's package
 UNCOMPARED = {
     "linear_scratch", "linear_panels", "route_scratch", "lora_scratch", "delta_scratch", "int8_rows_size", "int8_rows",
     "attention_scratch", "attention_partial", "sampling_scratch", "wna16_rows_size", "wna16_rows",
+    "attention_gradients_scratch", "attention_gradients_partial",
 }  # fmt: skip
 DTYPES = {"f32": "<u4", "bf16": "<u2", "f16": "<u2", "i8": "<i1", "u8": "<u1", "i32": "<i4", "i64": "<i8"}
 

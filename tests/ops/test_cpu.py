@@ -215,6 +215,14 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
         "linear": (randn(300, 512, dtype=bf16), randn(700, 512, dtype=bf16), randn(700, dtype=bf16), None),
         "linear_int8": (randn(300, 512, dtype=bf16), randn(700, 512, dtype=bf16), randn(700, dtype=bf16), None),
         "quantize_rows": (randn(300, 512, dtype=bf16),),
+        "activation_gradients": (randn(300, 512), randn(300, 1024, seed=1), "gelu_tanh", True),
+        "norm_gradients": (randn(700, 512), randn(700, 512, seed=1), randn(512), 1e-6),
+        "attention_gradients": (  # 300 tokens, and 60 that share the first 200 of them
+            *randn(2, 360, 8, 64, dtype=bf16).unbind(), *randn(2, 360, 2, 64, dtype=bf16).unbind(),
+            torch.tensor([0, 200, 300, 360]),
+            torch.cat([torch.arange(200), torch.arange(300), torch.arange(200), torch.arange(300, 360)]),
+            torch.tensor([0, 200, 500, 760]), 0.125, 0,
+        ),
         "paged_attention": (  # one decode row with a long context: its splits go to different threads
             randn(1, 4, 64, dtype=bf16), *caches.unbind(), torch.arange(160, dtype=torch.int32)[None],
             torch.tensor([0, 1], dtype=torch.int32), torch.tensor([2500], dtype=torch.int32), 0.125, 0,
@@ -392,6 +400,7 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
     count = torch.full((2,), 3, dtype=INT)
     one = torch.ones(2)
     qkv, at, angles = randn(3, 4 * 32), torch.arange(3), randn(4, 32)
+    head, cut = (heads, heads, *randn(2, 3, 1, 32).unbind()), torch.tensor([0, 3])
     slots, ranks = torch.zeros(3, dtype=INT), torch.full((2, 2), 4, dtype=INT)
     mixed: tuple[Any, ...] = (
         x, torch.tensor([[0, 1], [2, 0], [1, 2]], dtype=INT), torch.ones(3, 2),
@@ -541,6 +550,24 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
         "store: slot past the end": ("store_kv", (heads[:, :1], heads[:, :1], *caches, torch.tensor([0, 1, 64]))),
         "store: negative slot": ("store_kv", (heads[:, :1], heads[:, :1], *caches, torch.tensor([0, 1, -1]))),
         "store: heads": ("store_kv", (heads, heads, *caches, torch.tensor([0, 1, 2]))),
+        "gradients: another activation": ("activation_gradients", (x, x, "tanh")),
+        "gradients: a gate of odd width": (
+            "activation_gradients",
+            (x[:, :31].contiguous(), x[:, :63].contiguous(), "silu", True),
+        ),
+        "gradients: other width": ("activation_gradients", (randn(3, 31), x, "silu", True)),
+        "gradients: short weight": ("norm_gradients", (x, x, w[:63], 1e-6)),
+        "gradients: other rows": ("norm_gradients", (x[:2], x, w, 1e-6)),
+        "gradients: a bfloat16 gradient": ("norm_gradients", (x.bfloat16(), x, w, 1e-6)),
+        "gradients: carried rows": ("norm_gradients", (x, x, w, 1e-6, x[:2])),
+        "gradients: more queries than positions": ("attention_gradients", (*head, cut, at[1:], cut - 1, 1.0, 0)),
+        "gradients: starts do not end at T": ("attention_gradients", (*head, cut - 1, at, cut, 1.0, 0)),
+        "gradients: paths that are not all used": ("attention_gradients", (*head, cut, at, cut - 1, 1.0, 0)),
+        "gradients: a path past the end": ("attention_gradients", (*head, cut, at + 1, cut, 1.0, 0)),
+        "gradients: a path backwards": ("attention_gradients", (*head, cut, at.flip(0), cut, 1.0, 0)),
+        "gradients: other heads": ("attention_gradients", (*head[:3], randn(3, 2, 32), cut, at, cut, 1.0, 0)),
+        "gradients: other dtype": ("attention_gradients", (head[0].half(), *head[1:], cut, at, cut, 1.0, 0)),
+        "gradients: int32 starts": ("attention_gradients", (*head, cut.int(), at, cut, 1.0, 0)),
         "attention: page past the end": ("paged_attention", (heads, *caches, table + 4, two, five, 1.0, 0)),
         "attention: negative page": ("paged_attention", (heads, *caches, table - 1, two, five, 1.0, 0)),
         "attention: longer than its table": ("paged_attention", (heads, *caches, table, two, five * 13, 1.0, 0)),

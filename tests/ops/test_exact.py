@@ -84,7 +84,7 @@ def rows_are_batch_invariant(call: Callable[[Tensor], Tensor | Outputs], count: 
 @pytest.mark.parametrize("width", [1, 5, 33, 64, 192, 1001])
 @every(
     "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "add_residual", "cap", "activate",
-    "silu_mul", "gelu_mul",
+    "silu_mul", "gelu_mul", "activation_gradients", "norm_gradients",
 )  # fmt: skip
 def test_elementwise_rows_are_batch_invariant(name: str, call: Any, width: int, dtype: torch.dtype) -> None:
     x, residual, weight = (
@@ -102,6 +102,8 @@ def test_elementwise_rows_are_batch_invariant(name: str, call: Any, width: int, 
         "activate": lambda r: call(x[r], "gelu"),
         "silu_mul": lambda r: call(x[r]),
         "gelu_mul": lambda r: call(x[r]),
+        "activation_gradients": lambda r: call(residual[r, :width].contiguous(), x[r], "gelu_tanh", True),
+        "norm_gradients": lambda r: call(residual[r], x[r], weight, 1e-6, x[r])[0],
     }
     rows_are_batch_invariant(calls[name])
 

@@ -295,25 +295,37 @@ def test_hosts_that_may_control_a_server_that_only_this_machine_can_reach() -> N
 @pytest.mark.parametrize(
     ("options", "resolved"),
     [
-        ({}, ("suffix", 32, 64 << 20)),
-        ({"spec_method": "ngram"}, ("ngram", 32, 0)),
-        ({"speculative_config": {"method": "none"}}, ("none", 32, 0)),
+        ({}, ("suffix", 32, 64 << 20, None, None)),
+        ({"spec_method": "ngram"}, ("ngram", 32, 0, None, None)),
+        ({"speculative_config": {"method": "none"}}, ("none", 32, 0, None, None)),
         (
             {"speculative_config": {"num_speculative_tokens": 5, "prompt_lookup_max": 4}, "spec_tokens": 5},
-            ("suffix", 5, 64 << 20),
+            ("suffix", 5, 64 << 20, None, None),
         ),
-        ({"speculative_history_bytes": 0}, ("suffix", 32, 0)),
+        ({"speculative_history_bytes": 0}, ("suffix", 32, 0, None, None)),
+        ({"spec_method": "self"}, ("self", 32, 64 << 20, None, "int8")),
+        ({"spec_method": "self-int4", "spec_tokens": 3}, ("self", 3, 64 << 20, None, "int4")),
+        ({"speculative_config": {"method": "self", "quantization": "int4"}}, ("self", 32, 64 << 20, None, "int4")),
+        ({"spec_model": "x"}, ("draft_model", 32, 64 << 20, "x", None)),
+        (
+            {"speculative_config": {"method": "draft_model", "model": "x", "quantization": "int8"}, "spec_model": "x"},
+            ("draft_model", 32, 64 << 20, "x", "int8"),
+        ),
     ],
 )
-def test_speculation(options: dict[str, Any], resolved: tuple[str, int, int]) -> None:
+def test_speculation(options: dict[str, Any], resolved: tuple[Any, ...]) -> None:
     assert tuple(Config.make(**options).speculation.resolved()) == resolved
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"spec_method": "eagle"}, "no method 'eagle'; methods are suffix, ngram, prediction, none"),
-        ({"speculative_config": {"model": "x"}}, "draft models are not served"),
+        ({"spec_method": "eagle"}, "no method 'eagle'; methods are suffix, ngram, prediction, draft_model, self, none"),
+        ({"speculative_config": {"model": 3}}, "model must be a directory or a hub name, got 3"),
+        ({"spec_model": "x", "spec_method": "suffix"}, "draft_model needs a model, and no other takes one"),
+        ({"spec_method": "draft_model"}, "draft_model needs a model"),
+        ({"spec_method": "self-int2"}, "quantization is int8 or int4, .* got 'int2' for self"),
+        ({"speculative_config": {"quantization": "int8"}}, "got 'int8' for suffix"),
         ({"speculative_config": {"tokens": 4}}, "unknown key 'tokens'"),
         ({"speculative_config": {"num_speculative_tokens": 0}, "spec_tokens": None}, "from 1 to 128, got 0"),
         ({"speculative_config": {"num_speculative_tokens": 500}}, "from 1 to 128, got 500"),

@@ -135,6 +135,27 @@ def test_a_chain_of_deltas_is_a_full_load(family: str, dtype: str, options: dict
     assert {name: names[name] for name in expected} == expected
 
 
+def test_a_delta_in_parts_that_were_made_before_its_checksum_was_known(tmp_path: Path) -> None:
+    served = Served(tmp_path)
+    weights = served.changed(random.Random(3))
+    for checksum in ("0" * 64, None, ""):  # another, none at all, and the right one
+        sums = dict(served.pushed.sums)
+        parts = [{name: one} for part in served.pushed.parts(weights, sums) for name, one in part.items()]
+        label, partial = served.pushed.label(sums, "1"), served.pushed.label_of_part("1")
+        served.begin(label)
+        for part in parts:
+            feed(served.runner, b"".join(file_pieces(tensors_of(part), partial.metadata())), last=True)
+        if checksum == "":
+            done = served.runner.background("finish_update", {"checksum": label.checksum})
+            assert (done["version"], done["checksum"]) == ("1", label.checksum)
+            served.commit("1")
+            served.pushed.commit({name: one for part in parts for name, one in part.items()}, sums, label)
+            return served.assert_exact()
+        with pytest.raises(RequestError, match="it says 000" if checksum else "nothing says which checksum"):
+            served.runner.background("finish_update", {"checksum": checksum})
+        served.runner.background("abort_update", {})
+
+
 def test_a_quantized_server_says_that_it_takes_none(tmp_path: Path) -> None:
     served = Served(tmp_path, quantization="int8")
     assert "quantized" in str(served.server.refusal)

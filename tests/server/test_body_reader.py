@@ -89,7 +89,7 @@ def test_bodies_together_have_a_limit_that_small_ones_do_not_meet() -> None:
         again = request([b"x" * MIB, b"x" * MIB])
         await all_bodies.read(again)
         all_bodies.release(again)
-        assert all_bodies._held == 0 and HELD not in again.scope
+        assert all_bodies.held == 0 and HELD not in again.scope
 
     asyncio.run(scene())
 

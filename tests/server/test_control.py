@@ -252,7 +252,7 @@ def test_a_sender_that_leaves_is_told_to_the_engine() -> None:
     [
         ("/chat/completions", "/v1/chat/completions"), ("/completions", "/v1/completions"),
         ("/v1/v1/models", "/v1/models"), ("/v1/generate", "/inference/v1/generate"), ("/v1", None),
-        ("/v1/embeddings", None),
+        ("/v1/moderations", None),
     ],
 )  # fmt: skip
 def test_an_unknown_route_is_told_with_the_one_that_was_meant(path: str, meant: str | None) -> None:
@@ -332,3 +332,11 @@ def test_an_admin_key_guards_control_and_opens_the_rest() -> None:
     assert status(s, HERE, "/abort_requests") == 401
     alone = site(admin_api_key=["a"])
     assert status(alone, HERE) == 401 and status(alone, AWAY, "/abort_requests") == 400
+
+
+def test_a_draft_corpus_is_bounded() -> None:
+    most = {"draft_group": "g", "token_ids": [[5, 6]] * 4097}
+    answer = site().post("/add_draft_corpus", most)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "token_ids", answer.text
+    answer = site().post("/add_draft_corpus", {"draft_group": "g", "token_ids": [[5], [6, -1]]})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "token_ids[1]", answer.text

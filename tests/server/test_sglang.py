@@ -57,6 +57,26 @@ def test_a_reply_and_its_meta_info() -> None:
     assert "output_token_logprobs" not in plain["meta_info"] and plain["prompt_token_ids"] == [70, 71, 72]
 
 
+@pytest.mark.parametrize("depth", [400, 500, 900, 100_000])
+@pytest.mark.parametrize("name", ["input_embeds", "session_params", "sampling_params", "unknown"])
+def test_nesting_is_never_an_internal_error(server: Site, name: str, depth: int) -> None:
+    raw = b'{"input_ids":[70],"%b":' % name.encode() + b"[" * depth + b"]" * depth + b"}"
+    answer = server.post("/generate", content=raw, headers={"Content-Type": "application/json"})
+    blank = name in ("input_embeds", "session_params") and depth <= 900
+    assert answer.status_code == (200 if blank or (name == "unknown" and depth <= 900) else 400), answer.text
+
+
+def test_code_that_follows_a_bodys_nesting_too_deep_is_the_bodys_fault(
+    server: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: Any) -> Any:
+        raise RecursionError
+
+    monkeypatch.setattr("tokserve.server.sglang.generate.read", read)
+    answer = server.post("/generate", PROMPT)
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_body", answer.text
+
+
 def test_put_is_the_same_as_post() -> None:
     s = sglang()
     answer = s.request("PUT", "/generate", json=PROMPT | {"sampling_params": {"max_new_tokens": 2}})

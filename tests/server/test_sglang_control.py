@@ -223,3 +223,19 @@ def test_health_needs_a_token() -> None:
     assert s.get("/health_generate").status_code == 503
     s.llm.dead = EngineDead("the engine process ended")
     assert s.get("/health_generate").status_code == 503
+
+
+def test_a_version_that_is_refused_aborts_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = sglang()
+    aborted: list[str] = []
+
+    async def refuse(*_: Any) -> None:
+        raise RequestError("no such version", field="new_version")
+
+    async def abort_all(*_: Any) -> None:
+        aborted.append("all")
+
+    monkeypatch.setattr(s.llm, "abort_all", abort_all, raising=False)
+    assert s.post("/update_weight_version", {"new_version": "7"}).status_code == 200 and aborted == ["all"]
+    monkeypatch.setattr(s.llm, "update_weight_version", refuse, raising=False)
+    assert s.post("/update_weight_version", {"new_version": "8"}).status_code == 400 and aborted == ["all"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +23,12 @@ def rope(x: Tensor, table: Tensor) -> Tensor:  # [n, heads, D], [n, rot]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, x[..., 2 * half :]], -1)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float = 0.0) -> Tensor:
     """q [n, Hq, D] are the last n positions of k and v [m, Hk, D]."""
     n, m, group = len(q), len(k), q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
+    scores = torch.tanh(scores / softcap) * softcap if softcap else scores
     position, key = torch.arange(m - n, m)[:, None], torch.arange(m)
     hidden = key > position
     if window:
@@ -39,8 +40,21 @@ def activation(name: str, x: Tensor) -> Tensor:
     return torch.nn.functional.silu(x) if name == "silu" else torch.nn.functional.gelu(x, approximate="tanh")
 
 
-def logits(hf: Mapping[str, Any], weights: Mapping[str, Tensor], ids: Sequence[int]) -> Tensor:
-    """[n, vocab] of one sequence, in the weights' dtype.  Of the server it shares the rope tables alone."""
+def rounded(x: Tensor) -> Tensor:
+    """To bfloat16's values, which counts as the identity in the backward pass."""
+    return x + (x.detach().to(torch.bfloat16).to(x.dtype) - x.detach())
+
+
+def logits(
+    hf: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    ids: Sequence[int],
+    keep: Callable[[Tensor], Tensor] = lambda x: x,
+) -> Tensor:
+    """[n, vocab] of one sequence, in the weights' dtype.  Of the server it shares the rope tables alone.
+
+    `keep`: what becomes of the result of each op.
+    """
     spec = decoder_spec(hf)
     dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
     windows = _windows(hf)
@@ -60,23 +74,23 @@ def logits(hf: Mapping[str, Any], weights: Mapping[str, Tensor], ids: Sequence[i
         table = tables[spec.blocks[layer].attention.rope]
 
         def linear(x: Tensor, name: str, block: Mapping[str, Tensor] = block) -> Tensor:
-            return torch.nn.functional.linear(x, block[f"{name}.weight"], block.get(f"{name}.bias"))
+            return keep(torch.nn.functional.linear(x, block[f"{name}.weight"], block.get(f"{name}.bias")))
 
         def normed(x: Tensor, name: str, block: Mapping[str, Tensor] = block) -> Tensor:
-            return norm(x, block[f"{name}.weight"] + gemma, hf["rms_norm_eps"])
+            return keep(norm(x, block[f"{name}.weight"] + gemma, hf["rms_norm_eps"]))
 
         h = normed(x, "input_layernorm")
         q, k, v = (linear(h, f"self_attn.{part}_proj").view(len(ids), -1, dim) for part in "qkv")
         if "self_attn.q_norm.weight" in block:
             q, k = normed(q, "self_attn.q_norm"), normed(k, "self_attn.k_norm")
-        mixed = attention(rope(q, table), rope(k, table), v, scale, window)
+        mixed = keep(attention(keep(rope(q, table)), keep(rope(k, table)), v, scale, window))
         h = linear(mixed.flatten(1), "self_attn.o_proj")
-        x = x + (normed(h, "post_attention_layernorm") if gemma else h)
+        x = keep(x + (normed(h, "post_attention_layernorm") if gemma else h))
         h = normed(x, "pre_feedforward_layernorm" if gemma else "post_attention_layernorm")
         name = "silu" if hf.get("hidden_activation", hf["hidden_act"]) == "silu" else "gelu_tanh"
-        h = linear(activation(name, linear(h, "mlp.gate_proj")) * linear(h, "mlp.up_proj"), "mlp.down_proj")
-        x = x + (normed(h, "post_feedforward_layernorm") if gemma else h)
-    x = norm(x, weights["model.norm.weight"] + gemma, hf["rms_norm_eps"])
+        h = linear(keep(activation(name, linear(h, "mlp.gate_proj")) * linear(h, "mlp.up_proj")), "mlp.down_proj")
+        x = keep(x + (normed(h, "post_feedforward_layernorm") if gemma else h))
+    x = keep(norm(x, weights["model.norm.weight"] + gemma, hf["rms_norm_eps"]))
     return x @ weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).t()
 
 
@@ -99,9 +113,10 @@ def logprobs(
     *,
     temperature: float = 1.0,
     masks: Sequence[Sequence[int] | None] | None = None,
+    keep: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Tensor:
     """Of the tokens from `start` on, over the kept ids of each (None: all)."""
-    rows = logits(hf, weights, sequence[:-1])[start - 1 :] / temperature
+    rows = logits(hf, weights, sequence[:-1], keep)[start - 1 :] / temperature
     for number, mask in enumerate(masks or []):
         if mask is not None:
             hidden = torch.ones(rows.shape[1], dtype=torch.bool)

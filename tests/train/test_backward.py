@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from tests.train import references
 from tests.train.references import cosine
 from tokserve import ops
 from tokserve.layers.norm import NormSpec, RMSNorm
+from tokserve.ops import gradients
 from tokserve.train import backward
-from tokserve.train.products import Products
 
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # largest relative error of a gradient
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -52,17 +53,34 @@ def test_linear(dtype: torch.dtype) -> None:
 def test_rms_norm(dtype: torch.dtype) -> None:
     x, grad = (3.0 * drawn(300, 64)).to(dtype), drawn(300, 64, seed=1).to(dtype)
     weight = drawn(64, seed=2).to(dtype)
-    found = backward.rms_norm(grad, x, weight, 1e-5)
-    for gradient, reference in zip(found, expected(partial(references.norm, eps=1e-5), grad, x, weight), strict=True):
-        assert_close(gradient, reference, torch.float32)
+    grad_x, grad_weight = expected(partial(references.norm, eps=1e-5), grad, x, weight)
+    for upstream, carried in ((grad, None), (grad.float(), 0.1 * x)):
+        found, of_weight = ops.norm_gradients(upstream, x, weight, 1e-5, carried)
+        assert found.dtype == dtype
+        assert_close(found, grad_x if carried is None else grad_x + carried.double(), dtype)
+        assert_close(of_weight, grad_weight, torch.float32)
 
 
-def test_rope() -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope(interleaved: bool) -> None:
     for rotated in (16, 8):
-        x, grad, table = drawn(40, 3, 16), drawn(40, 3, 16, seed=1), drawn(64, rotated, seed=2)
+        grads, table = (drawn(40, 3, 16), drawn(40, 1, 16, seed=1)), drawn(64, rotated, seed=2)
         positions = torch.arange(7, 47)
-        (reference,) = expected(lambda x, table=table, p=positions: references.rope(x, table[p].double()), grad, x)
-        assert_close(backward.rope(grad, table, positions), reference, torch.float32)
+        found = backward.rope(*grads, table, positions, interleaved=interleaved)
+        turn = partial(turned, table=table[positions].double(), interleaved=interleaved)
+        for grad, gradient in zip(grads, found, strict=True):
+            (reference,) = expected(turn, grad, grad)  # linear: the same anywhere
+            assert_close(gradient, reference, torch.float32)
+
+
+def turned(x: Tensor, table: Tensor, interleaved: bool) -> Tensor:
+    if not interleaved:
+        return references.rope(x, table)
+    half = table.shape[-1] // 2
+    apart = torch.cat([x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2], x[..., 2 * half :]], -1)
+    out = references.rope(apart, table)
+    pairs = torch.stack([out[..., :half], out[..., half : 2 * half]], -1).flatten(-2)
+    return torch.cat([pairs, out[..., 2 * half :]], -1)
 
 
 @DTYPES
@@ -74,23 +92,79 @@ def test_gate(name: str, dtype: torch.dtype) -> None:
         return references.activation(name, both[:, :32]) * both[:, 32:]
 
     (reference,) = expected(gate, grad, both)
-    found = (backward.silu_mul if name == "silu" else backward.gelu_mul)(grad, both)
+    found = ops.activation_gradients(grad, both, name, True)
     assert found.dtype == dtype
     assert_close(found, reference, dtype)
 
 
 @DTYPES
 @pytest.mark.parametrize("window", [0, 9, 300])
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
 @pytest.mark.parametrize(("start", "count"), [(0, 40), (0, 600), (37, 1), (301, 290)])
-def test_attention(start: int, count: int, window: int, dtype: torch.dtype, *, native: bool) -> None:
-    q, grad = (drawn(count, 6, 16, seed=seed).to(dtype) for seed in (0, 1))
+def test_attention(start: int, count: int, window: int, softcap: float, dtype: torch.dtype) -> None:
+    """One sequence in one node, or in two of which the first has no gradient of its own."""
+    q, grad = (drawn(start + count, 6, 16, seed=seed).to(dtype) for seed in (0, 1))
+    grad[:start] = 0.0
     k, v = (drawn(start + count, 2, 16, seed=seed).to(dtype) for seed in (2, 3))
-    function = partial(references.attention, scale=0.3, window=window)
-    found = Products(native=native).attention(grad, q, k, v, start, 0.3, window)
+    cuts = torch.tensor([0, start, start + count])
+    paths = torch.cat([torch.arange(start), torch.arange(start + count)])
+    path_start = torch.tensor([0, start, 2 * start + count])
+    found = ops.attention_gradients(grad, q, k, v, cuts, paths, path_start, 0.3, window, softcap)
+    function = partial(references.attention, scale=0.3, window=window, softcap=softcap)
     for gradient, reference in zip(found, expected(function, grad, q, k, v), strict=True):
         assert gradient.dtype == torch.float32
         assert_close(gradient, reference, dtype)
+
+
+def test_the_reference_of_attentions_gradient_in_float64() -> None:
+    """Branches of a tree, against autograd of each sequence by itself."""
+    q, grad = (drawn(40, 4, 8, seed=seed).double() for seed in (0, 1))
+    k, v = (drawn(40, 2, 8, seed=seed).double() for seed in (2, 3))
+    paths = [range(11), range(20), [*range(11), *range(20, 40)]]
+    cuts, path_start = torch.tensor([0, 11, 20, 40]), torch.tensor([0, 11, 31, 62])
+    flat = torch.tensor([token for path in paths for token in path])
+    for window, softcap in ((0, 0.0), (7, 2.0)):
+        op = gradients.attention_gradients.reference
+        found = op(grad, q, k, v, cuts, flat, path_start, 0.3, window, softcap)
+
+        def whole(q: Tensor, k: Tensor, v: Tensor, window: int = window, softcap: float = softcap) -> Tensor:
+            parts = [
+                references.attention(q[first:last], k[list(path)], v[list(path)], 0.3, window, softcap)
+                for path, (first, last) in zip(paths, pairwise(cuts.tolist()), strict=True)
+            ]
+            return torch.cat(parts)
+
+        for gradient, reference in zip(found, expected(whole, grad, q, k, v), strict=True):
+            assert gradient.dtype == torch.float64
+            assert (gradient - reference).abs().max() < 1e-12
+
+
+@DTYPES
+def test_a_sequences_attention_gradient_has_the_same_bits_beside_others(dtype: torch.dtype) -> None:
+    sizes = (130, 1, 77, 300)
+    total = sum(sizes)
+    cuts = torch.tensor([0, *accumulate(sizes)])
+    q, grad = (drawn(total, 6, 40, seed=seed).to(dtype) for seed in (0, 1))
+    k, v = (drawn(total, 2, 40, seed=seed).to(dtype) for seed in (2, 3))
+    whole = ops.attention_gradients(grad, q, k, v, cuts, torch.arange(total), cuts, 0.2, 90)
+    for first, last in pairwise(cuts.tolist()):
+        rows, ends = slice(first, last), torch.tensor([0, last - first])
+        alone = ops.attention_gradients(
+            grad[rows], q[rows], k[rows], v[rows], ends, torch.arange(last - first), ends, 0.2, 90
+        )
+        assert all(torch.equal(one, part[rows]) for one, part in zip(alone, whole, strict=True))
+
+
+@pytest.mark.slow
+def test_partial_sums_that_do_not_fit_into_memory_together_change_no_bit() -> None:
+    """8 KV heads of 4096 tokens need 84 MB of them, and one needs 10."""
+    length, heads, dim = 4096, 8, 128
+    cuts, path = torch.tensor([0, length]), torch.arange(length)
+    x = [drawn(length, heads, dim, seed=seed).bfloat16() for seed in range(4)]
+    whole = ops.attention_gradients(*x, cuts, path, cuts, 0.1, 0)
+    for head in range(0, heads, 3):
+        alone = ops.attention_gradients(*(one[:, head : head + 1] for one in x), cuts, path, cuts, 0.1, 0)
+        assert all(torch.equal(one, part[:, head : head + 1]) for one, part in zip(alone, whole, strict=True))
 
 
 def test_rows_do_not_depend_on_the_rows_beside_them() -> None:
@@ -98,8 +172,10 @@ def test_rows_do_not_depend_on_the_rows_beside_them() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         gradients = [
             lambda rows, dtype=dtype: backward.linear_input(grad[rows].to(dtype), [drawn(64, 40, seed=4)]),
-            lambda rows, dtype=dtype: backward.rms_norm(grad[rows].to(dtype), x[rows], weight, 1e-5)[0],
-            lambda rows, dtype=dtype: backward.silu_mul(grad[rows].to(dtype), both[rows].to(dtype)),
+            lambda rows, dtype=dtype: ops.norm_gradients(grad[rows].to(dtype), x[rows].to(dtype), weight, 1e-5)[0],
+            lambda rows, dtype=dtype: ops.activation_gradients(
+                grad[rows].to(dtype), both[rows].to(dtype), "silu", True
+            ),
         ]
         for gradient in gradients:
             whole = gradient(slice(0, 300))
@@ -112,14 +188,17 @@ def test_gradients_do_not_depend_on_the_number_of_threads() -> None:
     layer.load(torch.ones(64))
     arguments = drawn(290, 6, 16), drawn(290, 6, 16, seed=1), drawn(290, 2, 16, seed=2), drawn(290, 2, 16, seed=3)
 
-    def gradients() -> list[Tensor]:
+    cuts = torch.tensor([0, 290])
+
+    def both() -> list[Tensor]:
         return [
-            *backward.attention(*arguments, 0, 0.3, 0),
+            *ops.attention_gradients(*arguments, cuts, torch.arange(290), cuts, 0.3, 0),
             backward.linear_weight(drawn(290, 70), drawn(290, 33, seed=1)),
+            ops.norm_gradients(drawn(1290, 70), drawn(1290, 70, seed=1), drawn(70, seed=2), 1e-5)[1],
         ]
 
     found = []
     for threads in (1, 2):
         ops.bind("cpu", {}, threads)
-        found.append(gradients())
+        found.append(both())
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.models.driver import random_ids
+from tests.train import conftest
 from tests.train.references import cosine
 from tests.train.test_policy import expected, weights
+from tokserve.errors import StartError
 from tokserve.models.dummy import FAMILIES, tiny_config, write_checkpoint
 from tokserve.train import PolicyModel, exact, selective_logprobs
 
@@ -51,12 +54,26 @@ def rows() -> list[list[int]]:
     return [prompt + random_ids(12, 320, 3), prompt + random_ids(7, 320, 4), random_ids(30, 320, 8)]
 
 
-MIXTURES = {"qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "gpt_oss"}  # refused by name
+TRAINED = {family for family, _ in [*CASES.values(), *conftest.FAMILIES.values()]}
 
 
-def test_every_family_has_a_case() -> None:
-    elsewhere = {"llama", "mistral", "qwen2", "qwen3", "gemma3_text"}  # conftest.FAMILIES
-    assert {family for family, _ in CASES.values()} >= FAMILIES.keys() - MIXTURES - elsewhere
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - TRAINED))
+def test_families_without_a_case_are_refused_by_name(family: str, tmp_path: Path) -> None:
+    """A family that can be trained needs a case; others say who they are and why, before weights are read."""
+    config = tiny_config(family)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(StartError, match=f"^{config['architectures'][0]}: .*cannot be trained"):
+        PolicyModel.from_pretrained(tmp_path, dtype="float32")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    with pytest.raises(ValueError, match=f"{config['architectures'][0]}.*(cannot be trained|not supported)"):
+        exact(model)
+
+
+def test_a_family_that_runs_as_transformers_module_is_refused_by_name(tmp_path: Path) -> None:
+    config = {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm", "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(StartError, match="architecture StableLmForCausalLM is not supported"):
+        PolicyModel.from_pretrained(tmp_path, dtype="float32")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -134,6 +135,30 @@ def test_bfloat16_gradients_are_as_near_to_float64_as_transformers(name: str, tm
         )
     )
     assert 1.0 - cosine(own, exact) <= 1.0 - cosine(other, exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_what_bfloat16_gradients_lack_is_lost_in_the_forward_pass(name: str, seed: int, tmp_path: Path) -> None:
+    """A backward pass in float64 through activations that were rounded is no nearer to float64."""
+    hf = tiny_config(name, dtype="bfloat16")
+    policy = PolicyModel.from_pretrained(write_checkpoint(tmp_path, hf, seed=seed), dtype="bfloat16")
+    rows = rollouts()
+    starts = half(rows)
+
+    def gradient(keep: Callable[[Tensor], Tensor]) -> Tensor:
+        leaves = {name: master.detach().double().requires_grad_() for name, master in policy.named_parameters()}
+        for row, start in zip(rows, starts, strict=True):
+            logprobs = references.logprobs(hf, leaves, row, start, keep=keep)
+            (logprobs * weights(logprobs)).sum().backward()
+        return torch.cat([leaf.grad.flatten() for leaf in leaves.values() if leaf.grad is not None])
+
+    exact, rounded = gradient(lambda x: x), gradient(references.rounded)
+    found = gradients(policy, rows, starts)
+    own = torch.cat([found[name].double().flatten() for name, _ in policy.named_parameters()])
+    assert 1.0 - cosine(own, exact) < 1.25 * (1.0 - cosine(rounded, exact))
+    assert cosine(own, rounded) > 0.9995
 
 
 @DTYPES

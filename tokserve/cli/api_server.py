@@ -27,7 +27,7 @@ from tokserve.errors import StartError
 from tokserve.server.observe.counters import ApiProcess
 
 logger = logging.getLogger("tokserve.serve")
-COMMAND = (sys.executable, "-m", "tokserve.cli.api_server")
+COMMAND = (sys.executable, "-P", "-m", "tokserve.cli.api_server")
 SUPERVISOR = 0  # descriptor of the socket to the supervisor
 LINES = 1 << 16  # limit of bytes of one read
 

@@ -86,10 +86,11 @@ class AdminMethods(ABC):
         return bool(await self.call("reset_prefix_cache", reset_external=reset_external))
 
     async def add_draft_corpus(
-        self, group: str, token_ids: Sequence[Sequence[int]], *, lora_name: str = "", cache_salt: str = ""
+        self, group: str, token_ids: Sequence[Sequence[int] | bytes], *, lora_name: str = "", cache_salt: str = ""
     ) -> Any:
-        """Keep outputs as drafts for requests with this `draft_group`; {"outputs": how many the group has}."""
-        packed = [pack_ids(ids) for ids in token_ids]
+        """Keep outputs, as ids or packed int32, as drafts for requests with this `draft_group`; {"outputs": how many
+        the group has}."""
+        packed = [ids if isinstance(ids, bytes) else pack_ids(ids) for ids in token_ids]
         args = {"draft_group": group, "token_ids": packed, "lora_name": lora_name, "cache_salt": cache_salt}
         return await self.call("add_draft_corpus", **args)
 

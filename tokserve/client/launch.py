@@ -23,7 +23,7 @@ import msgspec
 from tokserve.config import Config
 from tokserve.errors import StartError
 
-COMMAND = (sys.executable, "-m", "tokserve.engine.process")
+COMMAND = (sys.executable, "-P", "-m", "tokserve.engine.process")  # -P: not a folder `tokserve` of where we are
 SOCKET = "engine.sock"
 MAX_SOCKET_PATH = 100  # bytes; the system's limit is 107
 TERM_SECONDS = 5.0  # between SIGTERM and SIGKILL

@@ -22,11 +22,12 @@ from tokserve.client.admin import AdminMethods
 from tokserve.client.async_llm import AsyncLLM, Stream
 from tokserve.client.inputs import LoRARequest, adapter_name, generation_defaults, typed
 from tokserve.client.outputs import ChoiceOutput, merge
+from tokserve.client.pooling import pooler_of
 from tokserve.client.prompts import ParsedPrompt, Prompt, as_list, read
-from tokserve.client.results import RequestOutput, request_output
+from tokserve.client.results import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, request_output
 from tokserve.errors import EngineDead, RequestError
 from tokserve.messages import Ready, StepStats
-from tokserve.params import SamplingParams
+from tokserve.params import PoolingParams, SamplingParams
 from tokserve.text.chat import ChatTemplate
 from tokserve.text.tokenizer import Tokenizer
 
@@ -60,6 +61,7 @@ class LLM:
     def __init__(self, model: str = "demo", **options: Any) -> None:
         self._llm = AsyncLLM(model, **options)
         self._defaults = generation_defaults(self._llm.config.model)
+        self._pooler = pooler_of(self._llm.config.model)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="tokserve-llm", daemon=True)
         self._thread.start()
@@ -130,6 +132,46 @@ class LLM:
             ParsedPrompt(ids, None if self.tokenizer is None else self.tokenizer.decode(ids, False)) for ids in prompts
         ]
         return self._generate(parsed, sampling_params, use_tqdm, lora_request)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        lora_request: Adapters = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for each prompt, of a model with `runner="pooling"`, in the order of the prompts.
+
+        `dimensions`: cut it to so many values, if the model is made for that.  `normalize`: to length 1; default: as
+        the model says.  Raises RequestError.
+        """
+        if self._pooler is None:
+            raise RequestError('this model generates: LLM(..., runner="pooling") makes embeddings', field="runner")
+        self._pooler.check_dimensions(dimensions, self.ready.facts["hidden_size"])
+        parsed = [read(prompt, self.tokenizer) for prompt in as_list(prompts)]
+        adapters = self._adapters(lora_request, len(parsed))
+        ended = self._wait(self._pooled(parsed, self._pooler.params, adapters))
+        return [
+            EmbeddingRequestOutput(
+                stream.request_id, prompt.text, list(stream.prompt_ids),
+                EmbeddingOutput(self._pooler.finish(delta.pooled, dimensions, normalize).tolist()), delta.cached_tokens,
+            )
+            for prompt, (stream, delta) in zip(parsed, ended, strict=True)
+        ]  # fmt: skip
+
+    async def _pooled(
+        self, parsed: Sequence[ParsedPrompt], task: PoolingParams, adapters: Sequence[str]
+    ) -> list[tuple[Stream, ChoiceOutput]]:
+        """Each prompt's stream with its only delta; all of them, or RequestError."""
+        streams = await self._open(parsed, [task] * len(parsed), adapters, text=False)
+        ended = []
+        for stream in streams:
+            delta = await anext(stream)
+            if not delta.pooled:
+                raise RequestError(delta.message or f"a request ended without a vector ({delta.stop_detail})")
+            ended.append((stream, delta))
+        return ended
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -232,10 +274,14 @@ class LLM:
         return await _gather(list(zip(streams, [prompt.text for prompt in parsed], params, strict=True)), bar)
 
     async def _open(
-        self, parsed: Sequence[ParsedPrompt], params: Sequence[SamplingParams], adapters: Sequence[str]
+        self,
+        parsed: Sequence[ParsedPrompt],
+        params: Sequence[SamplingParams | PoolingParams],
+        adapters: Sequence[str],
+        text: bool = True,
     ) -> list[Stream]:
         """Start them all, or none."""
-        text = self.tokenizer is not None
+        text = text and self.tokenizer is not None
         async with AsyncExitStack() as stack:
             streams = []
             for prompt, sampling, adapter in zip(parsed, params, adapters, strict=True):

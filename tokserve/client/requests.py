@@ -136,8 +136,10 @@ class Requests:
 
     def _forget_abandoned(self, request_ids: Iterable[str]) -> None:
         """Abandoned requests have ended: no more output of them will come."""
-        self._abandoned.subtract(request_ids)
-        self._abandoned = +self._abandoned
+        for request_id in request_ids:  # each by itself: a copy of the counter for every row would take seconds
+            count = self._abandoned.pop(request_id, 0)
+            if count > 1:
+                self._abandoned[request_id] = count - 1
 
 
 def _set_admission(requests: Sequence[RequestState], error: RequestError | None) -> None:

@@ -108,6 +108,25 @@ class RequestOutput:
     finished: bool = True
 
 
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """A vector, float32 [dimensions]."""
+
+    embedding: list[float]
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """A prompt and its vector."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    num_cached_tokens: int
+    finished: bool = True
+
+
 def request_output(
     stream: Stream, prompt: str | None, params: SamplingParams, done: list[ChoiceOutput]
 ) -> RequestOutput:

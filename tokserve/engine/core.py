@@ -161,6 +161,8 @@ class EngineCore:
         """Sample from the newest step, unless a mask still depends on a step before it."""
         step = self.scheduler.in_flight[-1]
         if step.future is None and step.can_sample():
+            if step.has_drawn_grammar_rows:
+                step.set_drawn(self._executor.drafts())
             step.future = self._executor.sample(step.bitmask())
 
     def _collect(self) -> None:

@@ -13,18 +13,21 @@ EPOCHS_KEPT = 1000
 
 
 class DraftCounters:
-    """Steps of requests with drafts, drafts, and accepted drafts by their position in the row."""
+    """Steps of requests with drafts, drafts, accepted drafts by their position in the row, and by source both."""
 
-    __slots__ = ("accepted_at", "num_drafts", "num_steps")
+    __slots__ = ("accepted_at", "by_source", "num_drafts", "num_steps")
 
     def __init__(self) -> None:
         self.num_steps = self.num_drafts = 0
         self.accepted_at: list[int] = []
+        self.by_source: dict[str, tuple[int, int]] = {}
 
-    def record(self, drafts: int, accepted: int) -> None:
+    def record(self, source: str, drafts: int, accepted: int) -> None:
         """A row had drafts, of which so many were accepted."""
         self.num_steps += 1
         self.num_drafts += drafts
+        before = self.by_source.get(source, (0, 0))
+        self.by_source[source] = before[0] + drafts, before[1] + accepted
         at = self.accepted_at
         if accepted > len(at):
             at += [0] * (accepted - len(at))
@@ -52,7 +55,7 @@ class Counters(msgspec.Struct):
         drafts = values.pop("drafts")
         return values | {
             "draft_steps": drafts.num_steps, "draft_tokens": drafts.num_drafts,
-            "accepted_by_position": drafts.accepted_at.copy(),
+            "accepted_by_position": drafts.accepted_at.copy(), "drafts_by_source": drafts.by_source.copy(),
         }  # fmt: skip
 
 

@@ -105,6 +105,12 @@ class FairQueue:
             if not clients:
                 del self._levels[level]
 
+    def first_of_each(self) -> Iterator[Request]:
+        """Each client's first request, of each level of priority."""
+        for clients in self._levels.values():
+            for queue in clients.values():
+                yield queue[0]
+
     def __iter__(self) -> Iterator[Request]:
         """In the order in which they would be served if all of them were admitted at once."""
         return self.order(assume=True)

@@ -10,20 +10,29 @@ import msgspec
 import numpy as np
 
 from tokserve.engine.request import Request
-from tokserve.plan import GrammarBitmask, NewRow, StepPlan, StepResult, UInt32
+from tokserve.plan import DRAWN, GrammarBitmask, Int32, NewRow, StepPlan, StepResult, UInt32
+
+DRAFT_MODEL = "draft_model"  # the source of drafts that the device draws
 
 
 class ScheduledRow(msgspec.Struct, eq=False, gc=False):
     """A request's part in one step: `num_tokens` positions, the last of them `drafts`; see `StepPlan`.
 
-    `saves`: (position, snapshot) of those that its state passes, unless earlier drafts are rejected.
+    `source`: where the drafts come from.  `saves`: (position, snapshot) of those that its state passes, unless earlier
+    drafts are rejected.
     """
 
     request: Request
     num_tokens: int
     num_logits: int
     drafts: Sequence[int] = ()
+    source: str = ""
     saves: Sequence[tuple[int, int]] = ()
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the device draws the drafts."""
+        return self.source == DRAFT_MODEL
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +57,20 @@ class InFlightStep:
         return all(
             row.request.finish is not None or row.request.num_in_flight == row.num_logits for row in self.grammar_rows
         )
+
+    @property
+    def has_drawn_grammar_rows(self) -> bool:
+        """Whether masks depend on drafts that the device draws."""
+        return any(row.is_drawn for row in self.grammar_rows)
+
+    def set_drawn(self, token_ids: Int32) -> None:
+        """The step's drafts, those of all rows, with what the device has drawn."""
+        first = 0
+        for row in self.rows:
+            last = first + len(row.drafts)
+            if row.is_drawn:
+                row.drafts = token_ids[first:last].tolist()
+            first = last
 
     def bitmask(self) -> GrammarBitmask | None:
         """The masks of the rows with a grammar.  Rows whose mask is late, or whose request has ended, are withheld."""
@@ -89,9 +112,11 @@ class PlanBuilder:
     short: bool = False
 
     @classmethod
-    def of(cls, budget: int, clients: Collection[str]) -> PlanBuilder:
-        """An empty plan, whose budget the clients share equally if there are several."""
-        return cls(budget, dict.fromkeys(clients, max(1, budget // len(clients))) if len(clients) > 1 else {})
+    def of(cls, budget: int, clients: Collection[str], num_active: int = 0) -> PlanBuilder:
+        """An empty plan, whose budget the clients share equally if there are several: in `num_active` parts if only
+        so many of them have something to compute."""
+        parts = max(1, num_active or len(clients))
+        return cls(budget, dict.fromkeys(clients, max(1, budget // parts)) if len(clients) > 1 else {})
 
     def allowed(self, request: Request) -> int:
         """Tokens that a request may have of its client's share."""
@@ -126,9 +151,11 @@ class PlanBuilder:
     def add_drafts(self, row: ScheduledRow, drafts: Sequence[int]) -> None:
         """Drafts in a row that samples."""
         row.drafts = drafts
+        state = row.request.draft_state
+        row.source = DRAFT_MODEL if drafts[0] == DRAWN else "" if state is None else state.source
         row.num_tokens += len(drafts)
         row.num_logits += len(drafts)
-        self.budget -= len(drafts)
+        self._spend(row.request, len(drafts))
 
     def drop(self, request: Request) -> None:
         """Remove the row of a request that was preempted."""

@@ -6,7 +6,6 @@ the parent is gone.  This file has start-up, the loop around `EngineCore.step`, 
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import select
@@ -26,6 +25,7 @@ from tokserve.engine.core import EngineCore
 from tokserve.engine.socket import EngineSocket
 from tokserve.errors import StartError, sendable
 from tokserve.executor.base import Executor, make
+from tokserve.garbage import FullCollections
 from tokserve.messages import Dead
 from tokserve.sockets import remove_stale
 
@@ -46,10 +46,12 @@ class Opening(msgspec.Struct, frozen=True):
 def serve(core: EngineCore, socket: EngineSocket) -> None:
     """Turn until a front end asks for the end; asleep when there is nothing to do."""
     busy = True
+    garbage = FullCollections()
     while not core.stopped:
         for identity, message, received in socket.take(0 if busy else core.seconds_to_deadline()):
             core.receive(identity, message, received)
         busy = core.step()
+        garbage.run_if_due(calm=not busy)
 
 
 def run(address: str, config: Config, executor: Executor, bind: Callable[[str], EngineSocket] = EngineSocket) -> int:
@@ -93,9 +95,7 @@ def _start(config: Config, executor: Executor, socket: EngineSocket) -> EngineCo
             "recurrent states: %d slots, %d snapshots, %.1f MiB",
             layout.states.slots, layout.states.snapshots, layout.state_bytes() / (1 << 20),
         )  # fmt: skip
-    core = EngineCore(config, executor, facts, socket.send, wake=socket.wake)
-    gc.freeze()  # what start-up made lives as long as the process; later collections need not look at it
-    return core
+    return EngineCore(config, executor, facts, socket.send, wake=socket.wake)
 
 
 def _tell(socket: EngineSocket, dead: Dead) -> None:
@@ -115,6 +115,7 @@ def main(make_executor: Callable[[Config], Executor] = make) -> NoReturn:
     line = sys.stdin.buffer.readline()
     if not line:
         sys.exit("the engine is started by `tokserve serve`, AsyncLLM or LLM, with its configuration on stdin")
+    sys.path.append(os.getcwd())  # last: a worker extension may be a module there
     opening = msgspec.json.decode(line, type=Opening)
     server = opening.config.server
     log.setup("engine", server.log_level, server.log_format)

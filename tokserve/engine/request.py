@@ -20,7 +20,7 @@ from tokserve.engine.adapter import Adapter
 from tokserve.engine.kv_cache.prefix_cache import BlockTable
 from tokserve.engine.output.columns import PackedMasks, PackedRows, StepColumns
 from tokserve.engine.output.output_buffer import Limits, OutputBuffer
-from tokserve.engine.speculation.draft_state import Corpus, DraftState
+from tokserve.engine.speculation.draft_state import Corpus, DraftState, DrawState
 from tokserve.engine.speculation.token_index import TokenIndex
 from tokserve.engine.stopping import StopChecker
 from tokserve.engine.structured_output.grammar import Grammar, GrammarState
@@ -97,6 +97,7 @@ class Request:
         # of a request that is drafted for
         self.prediction: TokenIndex | None = None  # what the client expects
         self.draft_state: DraftState | None = None
+        self.draw_state: DrawState | None = None
         self.drafts = DraftCounts()
         self._follower: DraftState | None = None  # through the prediction, token by token
         # of a request with structured outputs
@@ -201,6 +202,13 @@ class Request:
         if masks is not None:
             output.add_sampling_masks(masks, first_row, kept)
         return kept
+
+    def roll_back(self, rejected: int) -> None:
+        """The last positions of a step do not stay: drafts, or one whose token was withheld."""
+        self.num_computed -= rejected
+        self.num_settled -= rejected
+        if self.steps_in_flight:  # they were planned to go on from the last draft
+            self.num_state -= rejected
 
     def count_drafts(self, proposed: int, accepted: int) -> None:
         """A step had drafts of it."""

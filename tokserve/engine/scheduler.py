@@ -8,8 +8,9 @@ is the same: slots and blocks that a step in flight mentions are not freed until
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
 
 from tokserve.config import SchedulerConfig
@@ -26,6 +27,7 @@ from tokserve.messages import StepStats
 from tokserve.plan import NOT_FINITE, OK, StepPlan, StepResult
 
 MAX_DISPLACED = 8  # preemptions per step in favour of other clients
+LINGER = 1.0  # seconds that steps stay short after the last one with several clients: a client comes back soon
 
 
 class Scheduler:
@@ -64,6 +66,7 @@ class Scheduler:
         self._leaving: set[Request] = set()  # have a slot until a step in flight is answered
         self._step = 0
         self._pace = StepPace()
+        self._contended = -math.inf  # when a step was last planned with several clients
         self._answered = 0.0  # when the last result came
 
     @property
@@ -181,20 +184,33 @@ class Scheduler:
 
     def _build(self, now: float) -> PlanBuilder:
         budget = limit = self._config.max_num_batched_tokens
-        if len(self.shares.present) > 1:
-            budget = min(limit, max(len(self.shares.present), self._pace.max_tokens(limit)))
-        builder = PlanBuilder.of(budget, self.shares.present)
+        present = self.shares.present
+        if len(present) > 1:
+            self._contended = now
+        if now - self._contended < LINGER:
+            budget = min(limit, max(len(present), self._pace.max_tokens(limit)))
+        builder = PlanBuilder.of(budget, present, self._num_active() if len(present) > 1 else 1)
         self._deferred = 0
         order = self.shares.in_turns(self._running) if builder.shares else list(self._running)
         self._continue(builder, order)
         if not builder.short:
             self._admit(builder, now)
+        if self._drafter is not None and not builder.short:
+            self._add_drafts(builder, self._drafter)  # of a client's share, so before what exceeds the shares
         if builder.budget and builder.shares:
             self._fill(builder, self.shares.in_turns(self._running) if builder.new else order)
-        if self._drafter is not None and not builder.short:
-            self._add_drafts(builder, self._drafter)
         self._short = builder.short
         return builder
+
+    def _num_active(self) -> int:
+        """The clients with a request that the next step may compute: the others need no share of it."""
+        active = {
+            request.share
+            for request in self._running
+            if request.is_ready_to_sample and not (request.stalled and self._is_idle(request))
+        }
+        active.update(request.share for request in self._waiting.first_of_each() if self._may_enter(request))
+        return len(active)
 
     def _continue(self, builder: PlanBuilder, order: Sequence[Request]) -> None:
         """Rows for running requests, in this order, but those that lack one token first, so that no prompt delays them.
@@ -240,12 +256,12 @@ class Scheduler:
                     builder.add(request, 1)
 
     def _add_drafts(self, builder: PlanBuilder, drafter: Drafter) -> None:
-        """Propose drafts for rows that sample, with what is left of the budget and without preempting."""
+        """Propose drafts for rows that sample, with what is left of their client's share and without preempting."""
         rows: list[ScheduledRow] = []
         limits: list[int] = []
         for row in builder.rows:
             request = row.request
-            limit = min(builder.budget, request.limit - request.num_tokens - 1)
+            limit = min(builder.allowed(request), request.limit - request.num_tokens - 1)
             if limit > 0 and row.num_logits and request.may_be_drafted:
                 rows.append(row)
                 limits.append(limit)
@@ -254,7 +270,8 @@ class Scheduler:
         num_tokens = sum(row.num_tokens for row in builder.rows)
         proposals = drafter.propose([row.request for row in rows], limits, num_tokens)
         for row, limit, proposed in zip(rows, limits, proposals, strict=True):
-            drafts, request = proposed[: min(limit, builder.budget)], row.request
+            request = row.request
+            drafts = proposed[: min(limit, builder.allowed(request))]
             if drafts and self._cache.extend(request.table, request.num_tokens + len(drafts), len(self._running)):
                 builder.add_drafts(row, drafts)
 
@@ -382,6 +399,11 @@ class Scheduler:
             raise RuntimeError(f"the result is of step {result.step}, but step {step.step} is the oldest in flight")
         self.counters.steps += 1
         seconds = now - max(step.planned, self._answered)
+        draft_passes = result.draft_passes
+        behind: Collection[int] = () if draft_passes is None else draft_passes.behind
+        if draft_passes is not None and self._drafter is not None:
+            self._drafter.on_drawn(draft_passes, sum(row.is_drawn for row in step.rows))
+            seconds -= draft_passes.seconds
         self._pace.record(step.num_tokens, seconds)
         if self._drafter is not None and step.num_logits == step.num_tokens:
             self._drafter.on_step(len(step.rows), step.num_tokens, seconds)
@@ -404,15 +426,10 @@ class Scheduler:
                 if index in result.routed_experts:
                     request.output.add_routed_experts(request.num_settled, result.routed_experts[index])
                 rejected = row.num_logits - count  # drafts, or the position whose token was withheld
-                if row.drafts:
-                    accepted = max(0, count - 1)
-                    self.counters.drafts.record(len(row.drafts), accepted)
-                    request.count_drafts(len(row.drafts), accepted)
+                if row.drafts and index not in behind:
+                    self._count_drafts(row, max(0, count - 1))
                 if rejected:
-                    request.num_computed -= rejected
-                    request.num_settled -= rejected
-                    if request.steps_in_flight:  # they were planned to go on from the last draft
-                        request.num_state -= rejected
+                    request.roll_back(rejected)
                 if status != OK:
                     self.counters.nan_requests += status == NOT_FINITE
                     request.on_status(status, now)
@@ -434,6 +451,13 @@ class Scheduler:
                 self._release_slot(request)
         self.counters.output_tokens += num_output
         return requests
+
+    def _count_drafts(self, row: ScheduledRow, accepted: int) -> None:
+        proposed = len(row.drafts)
+        self.counters.drafts.record(row.source, proposed, accepted)
+        row.request.count_drafts(proposed, accepted)
+        if row.is_drawn and self._drafter is not None:
+            self._drafter.on_verified(row.request, proposed, accepted)
 
     def _release_slot(self, request: Request) -> None:
         """Free slot and blocks, now or when the last step in flight that mentions it is answered."""

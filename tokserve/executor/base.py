@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from tokserve.config import Config
 from tokserve.executor.inline import InlineExecutor
-from tokserve.plan import DeviceFacts, GrammarBitmask, StepPlan, StepResult
+from tokserve.plan import DeviceFacts, GrammarBitmask, Int32, StepPlan, StepResult
 
 
 class Executor(Protocol):
@@ -26,6 +26,10 @@ class Executor(Protocol):
     def sample(self, bitmask: GrammarBitmask | None) -> Future[StepResult]:
         """Sample from the oldest forward pass that was not sampled from.  `bitmask`: of its rows with a grammar, None
         if there are none.  The future may be finished already; results come in order."""
+
+    def drafts(self) -> Int32:
+        """The draft ids of the newest plan, whose forward pass was not sampled from, with those that the device drew.
+        It waits for them."""
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
         """An admin method of the runner by name, after all steps begun so far."""

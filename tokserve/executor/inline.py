@@ -12,8 +12,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from tokserve.config import Config
-from tokserve.plan import DeviceFacts, GrammarBitmask, StepPlan, StepResult
+from tokserve.plan import DeviceFacts, GrammarBitmask, Int32, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from tokserve.runner.runner import Runner
@@ -43,6 +45,7 @@ class InlineExecutor:
         self._thread = ThreadPoolExecutor(1, "runner") if config.scheduler.depth > 1 else None
         self._background = ThreadPoolExecutor(1, "weights")  # its thread starts with the first call
         self._runner: Runner | None = None
+        self._drafts: Callable[[], Int32] = lambda: np.zeros(0, np.int32)
         self._finish: Callable[[GrammarBitmask | None], Callable[[], StepResult]] | None = None  # of a forward pass
 
     def start(self) -> DeviceFacts:
@@ -62,10 +65,13 @@ class InlineExecutor:
             raise RuntimeError("the last forward pass was not sampled from")
         if self._thread is None:
             step = runner.forward(plan)
+            self._drafts = lambda: step.plan.draft_token_ids
             self._finish = lambda bitmask: runner.sample(step, bitmask).result
             return
         bitmasks: SimpleQueue[GrammarBitmask | None] = SimpleQueue()
-        pending = self._thread.submit(lambda: runner.sample(runner.forward(plan), bitmasks.get()))
+        forward = self._thread.submit(runner.forward, plan)
+        pending = self._thread.submit(lambda: runner.sample(forward.result(), bitmasks.get()))
+        self._drafts = lambda: forward.result().plan.draft_token_ids
 
         def finish(bitmask: GrammarBitmask | None) -> Callable[[], StepResult]:
             bitmasks.put(bitmask)
@@ -79,6 +85,12 @@ class InlineExecutor:
         if finish is None:
             raise RuntimeError("there is no forward pass to sample from")
         return Deferred(finish(bitmask))
+
+    def drafts(self) -> Int32:
+        """Of the last forward pass; with a worker thread, wait for it."""
+        if self._finish is None:
+            raise RuntimeError("there is no forward pass to sample from")
+        return self._drafts()
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
         """Wait for the steps begun so far, then call."""

@@ -132,6 +132,17 @@ class Decoder:
             block.attention.scale_cache(*scales)
         return blank
 
+    def borrow(self, other: Decoder) -> None:
+        """Use another's embedding, norms and sinks; the spec is the same."""
+        self.embedding, self.norm = other.embedding, other.norm
+        for block, source in zip(self.blocks, other.blocks, strict=True):
+            block.attention_norm, block.attention_post_norm = source.attention_norm, source.attention_post_norm
+            block.mlp_norm, block.mlp_post_norm = source.mlp_norm, source.mlp_post_norm
+            lender, borrower = source.attention, block.attention
+            borrower.q_norm, borrower.k_norm, borrower.sinks = lender.q_norm, lender.k_norm, lender.sinks
+            borrower.scale_cache(lender.k_scale, lender.v_scale)
+        self._layers = self._chain()
+
     @property
     def quantization(self) -> str | None:
         """The value of the option that the blocks' projections are quantized by; None: they are not."""

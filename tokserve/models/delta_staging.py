@@ -102,7 +102,7 @@ class DeltaStaging:
                 future.result()
         finally:
             self.close()
-        expected = {label.checksum for label in (self.label,) if label is not None} | ({checksum} - {None})
+        expected = {one for one in (checksum, None if self.label is None else self.label.checksum) if one}
         if not expected:
             raise RequestError("nothing says which checksum the delta's result has", field="checksum")
         self.checksum = self.coordinates.checksum(self.sums)

@@ -13,7 +13,20 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from tokserve.ops import attention, dense, elementwise, float8, lora, mixture, quant, recurrent, sampling, step, wna16
+from tokserve.ops import (
+    attention,
+    dense,
+    elementwise,
+    float8,
+    gradients,
+    lora,
+    mixture,
+    quant,
+    recurrent,
+    sampling,
+    step,
+    wna16,
+)
 from tokserve.ops.dense import PackedWeight
 from tokserve.ops.float8 import STEP as FLOAT8_STEP
 from tokserve.ops.float8 import PackedFloat8
@@ -23,13 +36,13 @@ from tokserve.ops.wna16 import PackedWna16, QuantizedRows
 
 __all__ = [
     "FLOAT8_STEP", "PackedFloat8", "PackedInt8", "PackedWeight", "PackedWna16", "QuantizedRows", "activate",
-    "add_layer_norm", "add_lora", "add_residual", "add_rms_norm", "bind", "cap", "edit_rows", "embedding",
-    "embedding_wna16", "experts", "experts_int8", "filter_logits", "gate_heads", "gated_delta", "gated_linear",
-    "gated_linear_int8", "gated_linear_wna16", "gelu_mul", "layer_norm", "linear", "linear_float8", "linear_int8",
-    "linear_wna16", "logprobs", "norm_rope_store", "pack_gated", "pack_gated_int8", "pack_gated_wna16", "pack_linear",
-    "pack_linear_float8", "pack_linear_int8", "pack_scaled_float8", "pack_wna16", "paged_attention", "penalize",
-    "prepare_step", "quantize_rows", "rms_norm", "rope", "route", "sample", "sample_fused", "sampling_mask",
-    "short_conv", "silu_mul", "store_kv",
+    "activation_gradients", "add_layer_norm", "add_lora", "add_residual", "add_rms_norm", "attention_gradients", "bind",
+    "cap", "edit_rows", "embedding", "embedding_wna16", "experts", "experts_int8", "filter_logits", "gate_heads",
+    "gated_delta", "gated_linear", "gated_linear_int8", "gated_linear_wna16", "gelu_mul", "layer_norm", "linear",
+    "linear_float8", "linear_int8", "linear_wna16", "logprobs", "norm_gradients", "norm_rope_store", "pack_gated",
+    "pack_gated_int8", "pack_gated_wna16", "pack_linear", "pack_linear_float8", "pack_linear_int8",
+    "pack_scaled_float8", "pack_wna16", "paged_attention", "penalize", "prepare_step", "quantize_rows", "rms_norm",
+    "rope", "route", "sample", "sample_fused", "sampling_mask", "short_conv", "silu_mul", "store_kv",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -74,6 +87,9 @@ gate_heads = recurrent.gate_heads.reference
 store_kv = attention.store_kv.reference
 norm_rope_store = attention.norm_rope_store.reference
 paged_attention = attention.paged_attention.reference
+attention_gradients = gradients.attention_gradients.reference
+activation_gradients = gradients.activation_gradients.reference
+norm_gradients = gradients.norm_gradients.reference
 sample = sampling.sample.reference
 sample_fused = sampling.sample_fused.reference
 edit_rows = step.edit_rows.reference

@@ -37,7 +37,10 @@ PIECE = 1 << 20  # bytes of a file that are made at a time
 
 @dataclass(frozen=True, slots=True)
 class DeltaLabel:
-    """Which set of weights a delta changes, and into which; `checksum`s are those of `sums.set_checksum`."""
+    """Which set of weights a delta changes, and into which; `checksum`s are those of `sums.set_checksum`.
+
+    `checksum` "": of a part of a delta, which was made before the others were known.
+    """
 
     base_version: str
     base_checksum: str
@@ -48,18 +51,21 @@ class DeltaLabel:
         """Of the file."""
         return {
             "format": FORMAT, "base_version": self.base_version, "base_checksum": self.base_checksum,
-            "version": self.version, "checksum": self.checksum,
-        }  # fmt: skip
+            "version": self.version,
+        } | ({"checksum": self.checksum} if self.checksum else {})  # fmt: skip
 
 
 def label_of(metadata: Mapping[str, Any]) -> DeltaLabel:
     """The label in a file's metadata.  Raises RequestError."""
-    names = ("base_version", "base_checksum", "version", "checksum")
+    names = ("base_version", "base_checksum", "version")
     if metadata.get("format") != FORMAT:
         raise RequestError(f"the file is not a delta: its metadata has no format {FORMAT!r}", code="not_a_delta")
     if absent := [name for name in names if not isinstance(metadata.get(name), str)]:
         raise RequestError(f"the delta's metadata has no {' and no '.join(absent)}", code="not_a_delta")
-    return DeltaLabel(*(metadata[name] for name in names))
+    checksum = metadata.get("checksum", "")
+    if not isinstance(checksum, str):
+        raise RequestError("the checksum in the delta's metadata is not a text", code="not_a_delta")
+    return DeltaLabel(metadata["base_version"], metadata["base_checksum"], metadata["version"], checksum)
 
 
 @dataclass(slots=True)
@@ -277,9 +283,10 @@ def _changed(old: Bits, new: Bits) -> NDArray[np.int64]:
     """Places that differ: words of 64 bits are compared first, as few of them differ."""
     size = 8 // old.itemsize
     whole = len(old) // size * size
-    words = np.flatnonzero(old[:whole].view(np.uint64) != new[:whole].view(np.uint64))
-    places: NDArray[np.int64] = (words[:, None] * size + np.arange(size)).reshape(-1)
-    if whole < len(old):
-        places = np.concatenate([places, np.arange(whole, len(old))])
-    differ: NDArray[np.int64] = places[old[places] != new[places]]
-    return differ
+    one, other = (bits[:whole].view(np.uint64) for bits in (old, new))
+    words = np.flatnonzero(one != other)
+    within = np.flatnonzero((one[words] ^ other[words]).view(old.dtype) != 0)
+    shift = size.bit_length() - 1  # of a power of two
+    places: NDArray[np.int64] = (words[within >> shift] << shift) + (within & (size - 1))
+    rest = np.flatnonzero(old[whole:] != new[whole:])
+    return np.concatenate([places, rest + whole]) if len(rest) else places

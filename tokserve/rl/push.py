@@ -7,7 +7,7 @@ server.  It is compared with the next set bit by bit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from tokserve.rl.deltas import DeltaLabel, Deltas, applied, difference, file_pieces, tensors_of
-from tokserve.rl.sums import Sums, in_threads, set_checksum, tensor_sum
+from tokserve.rl.sums import Sums, in_order, in_threads, set_checksum, tensor_sum
 
 Weights = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+PART_BYTES = 2 << 20  # of changed elements that are sent together while other tensors are compared
 MAX_CHANGED = 0.25  # share of a set's bytes from which a full push is sent instead
 
 
@@ -141,18 +142,35 @@ class PushedWeights:
 
     def changes(self, known: Mapping[str, Tensor]) -> tuple[Deltas, Sums]:
         """How these tensors differ from the ones that were pushed, and the sums of all of them."""
-        largest_first = sorted(known.items(), key=lambda item: -item[1].numel())
-        results = in_threads((name, partial(difference, self.tensors[name], tensor)) for name, tensor in largest_first)
         deltas, sums = Deltas(), dict(self.sums)
-        for name in known:
-            if (changed := results[name]) is not None:
-                deltas[name], added = changed
-                sums[name] = (sums[name] + added) % (1 << 64)
+        for part in self.parts(known, sums):
+            deltas |= part
         return deltas, sums
+
+    def parts(self, known: Mapping[str, Tensor], sums: Sums) -> Iterator[Deltas]:
+        """The changes, of some tensors at a time while the others are compared; `sums` are brought up to date."""
+        largest_first = sorted(known.items(), key=lambda item: -item[1].numel())
+        calls = ((name, partial(difference, self.tensors[name], tensor)) for name, tensor in largest_first)
+        part, size = Deltas(), 0
+        for name, changed in in_order(calls):
+            if changed is None:
+                continue
+            part[name], added = changed
+            sums[name] = (sums[name] + added) % (1 << 64)
+            size += part[name].values.nbytes
+            if size >= PART_BYTES:
+                yield part
+                part, size = Deltas(), 0
+        if part:
+            yield part
 
     def label(self, sums: Sums, version: str) -> DeltaLabel:
         """Of the delta that leads to a set with these sums."""
-        return DeltaLabel(self.version, self.checksum, version, set_checksum(sums, self.described))
+        return replace(self.label_of_part(version), checksum=set_checksum(sums, self.described))
+
+    def label_of_part(self, version: str) -> DeltaLabel:
+        """Of a part of it."""
+        return DeltaLabel(self.version, self.checksum, version, "")
 
     def commit(self, deltas: Deltas, sums: Sums, label: DeltaLabel) -> None:
         """The server has taken it."""

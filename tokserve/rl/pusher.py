@@ -135,16 +135,22 @@ class Pusher:
         self, pushed: PushedWeights, known: Mapping[str, Tensor], version: str | None
     ) -> PushResult | str:
         """The result, or why all weights have to be pushed."""
-        deltas, sums = await asyncio.to_thread(pushed.changes, known)
-        if is_large(deltas, pushed):
-            return "more than a quarter of the weights changed"
-        label = pushed.label(sums, str(self._epoch + 1) if version is None else version)
-        base = {"base_version": label.base_version, "base_checksum": label.base_checksum}
+        part_label = pushed.label_of_part(str(self._epoch + 1) if version is None else version)
+        base = {"base_version": part_label.base_version, "base_checksum": part_label.base_checksum}
+        deltas, sums, size = Deltas(), dict(pushed.sums), 0
         try:
             async with transaction(self._connection, base) as handle:
-                size = await self._send_delta(pushed, deltas, label, handle)
+                parts = pushed.parts(known, sums)
+                while (part := await asyncio.to_thread(next, parts, None)) is not None:
+                    deltas |= part
+                    if is_large(deltas, pushed):
+                        raise _DeltaTooLarge
+                    size += await self._send_delta(pushed, part, part_label, handle)
+                label = pushed.label(sums, part_label.version)
                 finish = {"weight_version": label.version, "checksum": label.checksum} | self._commit | handle
                 done = await self._connection.control(FINISH, finish)
+        except _DeltaTooLarge:
+            return "more than a quarter of the weights changed"
         except ServerError as error:
             if error.code not in CURED_BY_FULL:
                 raise
@@ -164,8 +170,7 @@ class Pusher:
             return size
         announced, tensors = sparse_broadcast(deltas)
         announced["shapes"] = [list(pushed.described[name][1]) for name in announced["names"]]
-        if deltas:
-            await self._connection.broadcast(announced, tensors, packed=False, handle=handle)
+        await self._connection.broadcast(announced, tensors, packed=False, handle=handle)
         return sum(tensor.nbytes for tensor in tensors)
 
     async def _push_full(
@@ -278,6 +283,10 @@ def _obstacle(
     if known.keys() != pushed.tensors.keys():
         return "other tensors were pushed before"
     return None
+
+
+class _DeltaTooLarge(Exception):
+    """So much changed that all weights are pushed instead."""
 
 
 def path_of(path: str, handle: dict[str, Any]) -> str:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, TypeVar
@@ -109,6 +110,18 @@ def in_threads(calls: Iterable[tuple[str, Callable[[], T]]]) -> dict[str, T]:
     """Results by name, of several calls at a time; the longest should come first."""
     pending = [(name, _workers().submit(call)) for name, call in calls]
     return {name: future.result() for name, future in pending}
+
+
+def in_order(calls: Iterable[tuple[str, Callable[[], T]]]) -> Iterator[tuple[str, T]]:
+    """Results with their names as soon as they and those before them are there; what is not wanted is not begun."""
+    pending = deque((name, _workers().submit(call)) for name, call in calls)
+    try:
+        while pending:
+            name, future = pending.popleft()
+            yield name, future.result()
+    finally:
+        for _, future in pending:
+            future.cancel()
 
 
 def set_checksum(sums: Mapping[str, int], described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> str:

@@ -81,6 +81,8 @@ class Admin:
         sizes = {"weight_bytes": weights, "kv_bytes": self._backend.layout.bytes()}
         if self._backend.layout.states is not None:
             sizes["state_bytes"] = self._backend.layout.state_bytes()
+        if self._runner.draft_model is not None:
+            sizes["draft_bytes"] = self._runner.draft_model.num_bytes()
         return sizes if self._lora is None else sizes | {"lora_bytes": self._lora.num_bytes()}
 
     @property
@@ -119,9 +121,11 @@ class Admin:
         runner = self._runner
         before, scales = runner.model, runner.model.kv_scales()
         runner.model = self._sync.take(before)
+        if runner.draft_model is not None:
+            runner.draft_model.on_weights(runner.model)
         if runner.model is before:  # its weights were changed where they are: what was captured reads the new ones
             return
-        kvcache.rescale(self._backend.kv, scales, runner.model.kv_scales())
+        kvcache.rescale(self._backend.kv[: len(scales)], scales, runner.model.kv_scales())
         self._has_weights = True
         self._capture()
 
@@ -136,9 +140,13 @@ class Admin:
         """Give back the memory of the KV cache or of the weights; their contents are lost."""
         if "kv_cache" in tags:
             self._backend.release_kv()
+            if self._runner.draft_model is not None:
+                self._runner.draft_model.on_pages_lost()
         if "weights" in tags:
             self._runner.model = self._blank()
             self._has_weights = False
+            if self._runner.draft_model is not None:
+                self._runner.draft_model.on_weights_lost(self._runner.model)
         self._backend.invalidate()
         self._backend.device.give_back_memory()
 

@@ -13,6 +13,7 @@ from tokserve.device import Device
 from tokserve.kv_spec import KVLayout
 from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.models.decoder import Decoder
+from tokserve.models.quantized_copy import QuantizedCopy
 from tokserve.plan import Int32, StepPlan
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.replay import Step
@@ -45,6 +46,16 @@ class HiddenStates:
     logits_indices: Tensor | None  # [m] int64, the states that a token is sampled from; None: all
 
 
+@dataclass(slots=True)
+class Draft:
+    """A model that draws drafts.  Its layers' pages are those of the cache from `first_layer` on; 0: it shares those of
+    the served model, of which it is the `copy`."""
+
+    model: Decoder
+    first_layer: int = 0
+    copy: QuantizedCopy | None = None
+
+
 class Backend(Protocol):
     """What the runner needs of a device; one implementation is chosen at start-up.
 
@@ -72,12 +83,17 @@ class Backend(Protocol):
         """The recurrent states, if the model has some."""
 
     @property
+    def draft(self) -> Draft | None:
+        """What draws drafts; None: nothing does."""
+
+    @property
     def warm_ups(self) -> Sequence[dict[str, Any]]: ...
 
     def begin(self, plan: StepPlan, *, needs_history: bool) -> StepPlan:
-        """The plan with its true `num_computed`, its drafts in the tables.
+        """The plan with its true `num_computed`.
 
-        `needs_history`: a row's processors read the tokens so far, so these must be in the host's tables.
+        `needs_history`: a row's processors, or the draft model, read the tokens so far, so these must be in the host's
+        tables.
         """
 
     def replay(self, plan: StepPlan) -> Tensor | None:
@@ -88,6 +104,10 @@ class Backend(Protocol):
     ) -> HiddenStates:
         """Compute the plan's tokens; the last needed[i] of row i are used, at least its `num_logits`.  `embeds`: as in
         `ForwardBatch`."""
+
+    def draft_logits(self, plan: StepPlan) -> Tensor:
+        """Compute the plan's tokens with the draft model: logits [n, V] of the last position of each row that has
+        logits, good until the next call."""
 
     def columns(self, rows: LogitRows) -> SamplingColumns:
         """What sampling reads of the rows of logits of the step that was computed last."""

@@ -18,7 +18,7 @@ from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.models.decoder import Decoder
 from tokserve.plan import Int32, StepPlan
 from tokserve.runner import exactness, kvcache
-from tokserve.runner.backend import WARM_UPS, HiddenStates, decode_step
+from tokserve.runner.backend import WARM_UPS, Draft, HiddenStates, decode_step
 from tokserve.runner.cuda_graphs import DecodeGraphs, PromptGraphs, decode_sizes, prompt_rows, prompt_sizes
 from tokserve.runner.device_slots import DeviceSlots
 from tokserve.runner.logits import LogitRows
@@ -38,15 +38,20 @@ class CudaBackend:
     states: StateTable | None = None
 
     def __init__(
-        self, device: Accelerator, specs: tuple[LayerSpec, ...], config: Config, max_model_len: int, model: Decoder
-    ) -> None:
+        self, device: Accelerator, specs: tuple[LayerSpec, ...], config: Config, max_model_len: int, model: Decoder,
+        draft: Draft | None = None,
+    ) -> None:  # fmt: skip
         self.device: Accelerator = device
+        self.draft = draft
         self._max_rows = config.scheduler.max_num_seqs
         self._max_model_len = max_model_len
         self._max_tokens = min(config.scheduler.max_num_batched_tokens, max_model_len)  # of one prompt in a step
         self._eager, self._exact = config.runtime.enforce_eager, config.runtime.exact
         self._adapters = config.lora.enable_lora
-        activations = self.activation_bytes(model, specs, config.cache.block_size or DEFAULT_BLOCK_SIZE)
+        block_size = config.cache.block_size or DEFAULT_BLOCK_SIZE
+        activations = self.activation_bytes(model, specs, block_size)
+        if draft is not None:
+            activations += self.activation_bytes(draft.model, specs[draft.first_layer :], block_size)
         self.layout = kvcache.layout(
             specs, config.cache, max_num_seqs=self._max_rows, max_model_len=max_model_len,
             free_bytes=max(0, device.free_memory() - activations), bounded=False,
@@ -58,6 +63,7 @@ class CudaBackend:
         self.allocate_kv()
         self.decode_graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
+        self._draft_graphs: DecodeGraphs | None = None
         self._max_in_flight = config.scheduler.depth - 1
         self._in_flight: deque[tuple[PendingResult, Int64]] = deque()  # with the generations of their rows' slots
 
@@ -85,10 +91,7 @@ class CudaBackend:
     def begin(self, plan: StepPlan, *, needs_history: bool) -> StepPlan:
         drafts_in_flight = any(len(result.plan.draft_token_ids) for result, _ in self._in_flight)
         self.record_finished(wait=needs_history or drafts_in_flight)
-        plan = self.slots.corrected(plan)
-        if len(plan.draft_token_ids):
-            self.slots.write_drafts(plan)
-        return plan
+        return self.slots.corrected(plan)
 
     def record_finished(self, *, wait: bool) -> None:
         """Write sampled tokens into the host's tables; those of steps that may still run only with `wait`."""
@@ -120,6 +123,15 @@ class CudaBackend:
         ends = np.cumsum(plan.num_tokens, dtype=np.int64)
         return HiddenStates(states, ends, None if every else self.slots.logits_indices)
 
+    def draft_logits(self, plan: StepPlan) -> Tensor:
+        draft, graphs = self.draft, self._draft_graphs
+        assert draft is not None
+        if graphs is not None and graphs.fits(plan):
+            return graphs.replay(plan)
+        states = draft.model.forward(self.slots.build(plan, self.kv[draft.first_layer :]))
+        assert self.slots.logits_indices is not None
+        return draft.model.logits(states.index_select(0, self.slots.logits_indices))
+
     def columns(self, rows: LogitRows) -> SamplingColumns:
         return self.slots.columns()
 
@@ -149,6 +161,11 @@ class CudaBackend:
             self.prompt_graphs = PromptGraphs(
                 self.device, self.slots, self.kv, model.forward, prompts, pool=pool, adapters=self._adapters
             )
+            if self.draft is not None:
+                second, kv = self.draft.model, self.kv[self.draft.first_layer :]
+                self._draft_graphs = DecodeGraphs(
+                    self.device, self.slots, kv, decode_step(second), decode, pool=pool, adapters=self._adapters
+                )
         except torch.OutOfMemoryError as error:
             raise StartError(
                 f"no memory is left to record graphs of up to {self._max_rows} rows; lower --gpu-memory-utilization "
@@ -156,10 +173,10 @@ class CudaBackend:
             ) from error
 
     def invalidate(self) -> None:
-        for graphs in (self.decode_graphs, self.prompt_graphs):
+        for graphs in (self.decode_graphs, self.prompt_graphs, self._draft_graphs):
             if graphs is not None:
                 graphs.invalidate()
-        self.decode_graphs = self.prompt_graphs = None
+        self.decode_graphs = self.prompt_graphs = self._draft_graphs = None
 
     def on_foreign_code(self, model: Decoder) -> None:
         """Nothing: capture takes seconds here, so foreign code has to copy into the tensors."""

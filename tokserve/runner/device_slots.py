@@ -15,7 +15,7 @@ from tokserve import ops
 from tokserve.device import Accelerator
 from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.plan import Int32, NewRow, StepPlan
-from tokserve.runner.slots import SamplingColumns, Slots, last_indices, logit_lengths
+from tokserve.runner.slots import Int64, SamplingColumns, Slots, last_indices, logit_lengths
 
 
 class DeviceSlots(Slots):
@@ -45,6 +45,12 @@ class DeviceSlots(Slots):
         """Append to the slot's block table, from index `first` on."""
         super().extend(slot, first, blocks)
         self._block_edits.append((slot, first, np.array(blocks, np.int32)))
+
+    def write(self, slots: Int32, positions: Int64, token_ids: Int32) -> None:
+        """Put a token [n] at a position of each of these slots."""
+        super().write(slots, positions, token_ids)
+        singles = np.split(token_ids, len(token_ids))
+        self._token_edits += zip(slots.tolist(), positions.tolist(), singles, strict=True)
 
     def write_drafts(self, plan: StepPlan) -> None:
         """Put the plan's drafts after their rows' tokens."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from tokserve.config import Config
 from tokserve.device import Device
+from tokserve.errors import StartError
 from tokserve.kv_spec import LayerSpec
 from tokserve.layers.batch import Pages
 from tokserve.models.decoder import Decoder
 from tokserve.models.spec import DecoderSpec
 from tokserve.plan import Int32, StepPlan
 from tokserve.runner import kvcache
-from tokserve.runner.backend import WARM_UPS, HiddenStates, decode_step
+from tokserve.runner.backend import WARM_UPS, Draft, HiddenStates, decode_step
 from tokserve.runner.cpu_graphs import CpuGraphs
 from tokserve.runner.host_slots import HostSlots
 from tokserve.runner.logits import LogitRows
@@ -31,8 +33,9 @@ class HostBackend:
     warm_ups = WARM_UPS[:1]
 
     def __init__(
-        self, device: Device, specs: tuple[LayerSpec, ...], config: Config, max_model_len: int, spec: DecoderSpec
-    ) -> None:
+        self, device: Device, specs: tuple[LayerSpec, ...], config: Config, max_model_len: int, spec: DecoderSpec,
+        draft: Draft | None = None,
+    ) -> None:  # fmt: skip
         max_num_seqs = config.scheduler.max_num_seqs
         self.device = device
         self.layout = kvcache.layout(
@@ -47,11 +50,15 @@ class HostBackend:
         self.routed = RoutedTable(spec, self.layout) if config.model.enable_return_routed_experts else None
         self._eager = config.runtime.enforce_eager
         self._graphs: Replay | None = None
+        if draft is not None and self.states is not None:
+            raise StartError(
+                "speculative_config: a draft model is not supported with recurrent states, in either model"
+            )
+        self.draft = draft
+        self._draft_graphs: Replay | None = None
 
     def begin(self, plan: StepPlan, *, needs_history: bool) -> StepPlan:
         plan = self.slots.corrected(plan)
-        if len(plan.draft_token_ids):
-            self.slots.write_drafts(plan)
         if self.states is not None:
             self.states.begin(plan)
         return plan
@@ -75,6 +82,21 @@ class HostBackend:
             return HiddenStates(states, ends, None)
         return HiddenStates(states, ends, torch.from_numpy(last_indices(ends, plan.num_logits)))
 
+    def draft_logits(self, plan: StepPlan) -> Tensor:
+        draft, graphs, rows = self.draft, self._draft_graphs, len(plan.slots)
+        assert draft is not None
+        total = int(np.add.reduce(plan.num_tokens))
+        if graphs is not None and total <= 2 * rows and plan.num_logits.all():
+            # as a row with a draft: the head's work on a few rows more costs less than a step that is not captured
+            every = replace(plan, num_logits=plan.num_tokens, draft_token_ids=np.zeros(total - rows, np.int32))
+            if graphs.fits(every):
+                logits = graphs.replay(every)
+                last = np.add.accumulate(plan.num_tokens, dtype=np.int64) - 1
+                return logits if total == rows else logits.index_select(0, torch.from_numpy(last))
+        batch = self.slots.build(plan, self.kv[draft.first_layer :])
+        batch.logits_rows = self.slots.logits_rows(plan, batch, plan.num_logits)
+        return draft.model.logits(draft.model.forward(batch))
+
     def columns(self, rows: LogitRows) -> SamplingColumns:
         return self.slots.columns(rows.slots, rows.lengths)
 
@@ -90,9 +112,12 @@ class HostBackend:
     def capture(self, model: Decoder) -> None:
         if not self._eager:
             self._graphs = CpuGraphs(self.slots, self.kv, decode_step(model), model.row_bytes(), self.routed)
+            if self.draft is not None:
+                second, kv = self.draft.model, self.kv[self.draft.first_layer :]
+                self._draft_graphs = CpuGraphs(self.slots, kv, decode_step(second), second.row_bytes())
 
     def invalidate(self) -> None:
-        self._graphs = None
+        self._graphs = self._draft_graphs = None
 
     def on_foreign_code(self, model: Decoder) -> None:
         if self._graphs is not None:

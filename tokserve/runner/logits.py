@@ -20,16 +20,20 @@ class LogitRows:
 
     `lengths`: tokens before the predicted one, which is its index; the first `prompt_lens` of them count as prompt.
     `sampling` False: the tokens are prompt tokens to be scored, with all before them counted as prompt.
+    `has_grammar` False: grammars do not count, as in drafts.
     """
 
     slots: Int32  # [n]
     lengths: Int64  # [n]
     prompt_lens: Int64  # [n]
     sampling: bool = True
+    has_grammar: bool = True
 
     def take(self, index: Int64) -> LogitRows:
         """These rows only."""
-        return LogitRows(self.slots[index], self.lengths[index], self.prompt_lens[index], self.sampling)
+        return LogitRows(
+            self.slots[index], self.lengths[index], self.prompt_lens[index], self.sampling, self.has_grammar
+        )
 
 
 class LogitsBuffer:

@@ -218,7 +218,7 @@ class GrammarMask(Processor):
         return params.structured_outputs is not None
 
     def active_rows(self, rows: LogitRows, index: Int64) -> Int64:
-        return index if rows.sampling else index[:0]
+        return index if rows.sampling and rows.has_grammar else index[:0]
 
     def apply(self, buffer: LogitsBuffer, rows: LogitRows, index: Int64) -> None:
         if self.bitmask is None:

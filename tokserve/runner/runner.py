@@ -15,6 +15,7 @@ from tokserve.models.decoder import Decoder
 from tokserve.plan import GrammarBitmask, LogprobRows, StepPlan, StepResult
 from tokserve.runner.admin import Admin
 from tokserve.runner.backend import Backend, HiddenStates
+from tokserve.runner.draft_model import DraftModel, has_drawn
 from tokserve.runner.features import FeatureTable
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.lora import LoraTables
@@ -42,6 +43,8 @@ class Runner:
         )  # fmt: skip
         self._features = FeatureTable(model.spec.hidden, model.dtype, backend.device.torch_device)
         self._pooler = Pooler(model.spec.hidden)
+        draft = backend.draft
+        self.draft_model = None if draft is None else DraftModel(draft, backend, self._sampler)
         self._no_autograd = torch.inference_mode()
         self._score_chunk = max(16, min(256, PROMPT_LOGITS_BYTES // (4 * model.spec.vocab)))  # tokens
         self._admin = Admin(self, config.weights, lora)
@@ -54,9 +57,17 @@ class Runner:
         """Begin a step: bring the tables up to date and compute logits, prompt logprobs and pooled vectors."""
         with self._no_autograd:
             self._update_tables(plan)
-            plan = self.backend.begin(plan, needs_history=self._sampler.needs_history(plan.slots))
+            draws = self.draft_model is not None and has_drawn(plan)
+            plan = self.backend.begin(plan, needs_history=draws or self._sampler.needs_history(plan.slots))
+            draft_passes = None
+            if draws and self.draft_model is not None:
+                plan, draft_passes = self.draft_model.draw(plan)
+            if len(plan.draft_token_ids):
+                self._slots.write_drafts(plan)
             slots, lengths = logit_lengths(plan)
-            step = PendingStep(plan, LogitRows(slots, lengths, self._slots.prompt_lens[slots]))
+            step = PendingStep(
+                plan, LogitRows(slots, lengths, self._slots.prompt_lens[slots]), draft_passes=draft_passes
+            )
             if len(plan.slots) > 0:
                 self._compute(step)
             return step
@@ -79,11 +90,15 @@ class Runner:
             self._sampler.release(slot)
             self._features.release(slot)
             self._pooler.release(slot)
+            if self.draft_model is not None:
+                self.draft_model.release(slot)
         for row in plan.new:
             self._slots.assign(row)
             self._sampler.assign(row)
             self._features.assign(row)
             self._pooler.assign(row)
+            if self.draft_model is not None:
+                self.draft_model.release(row.slot)
         for slot, first, blocks in plan.blocks:
             self._slots.extend(slot, first, blocks)
 

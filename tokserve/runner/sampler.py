@@ -159,6 +159,22 @@ class Sampler:
         masks = self._sampling_masks(logits, processed, rows, columns, token_ids) if has_masks else None
         return PendingSample(token_ids, self._device.fetch([token_ids]), (status, logprobs, masks))
 
+    def draw(self, logits: Tensor, rows: LogitRows, columns: SamplingColumns) -> Int32:
+        """Drafts [n] from a draft model's logits [n, V], with the noise and the parameters of the rows' requests.
+
+        Where nothing may be sampled, any id is drawn.
+        """
+        needs = self._pipeline.needs(rows)
+        if needs in (0, self._pipeline.temperature_bit):
+            pending = self._sample_fused(logits, columns, _NONE, scaling=needs != 0)
+            return pending.result().token_ids
+        finite = torch.isfinite(logits.amax(1, keepdim=True))
+        processed, legal = self._pipeline.run(logits.where(finite, 0.0), rows)
+        if legal is not None and not legal.all():
+            processed[self._tensor(~legal)] = 0.0
+        token_ids = ops.sample(processed, columns.seeds, columns.lengths, columns.greedy)
+        return token_ids.cpu().numpy().astype(np.int32)
+
     def _sampling_masks(
         self, logits: Tensor, processed: Tensor, rows: LogitRows, columns: SamplingColumns, token_ids: Tensor
     ) -> SamplingMaskRows:

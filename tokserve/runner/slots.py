@@ -110,6 +110,10 @@ class Slots:
         self._limits.clear()
         return replace(plan, num_computed=np.minimum(plan.num_computed, np.array(limits, np.int32)))
 
+    def write(self, slots: Int32, positions: Int64, token_ids: Int32) -> None:
+        """Put a token [n] at a position of each of these slots."""
+        self.tokens[slots, positions] = token_ids
+
     def write_drafts(self, plan: StepPlan) -> None:
         """Put the plan's drafts after their rows' tokens."""
         positions = last_indices(plan.num_computed + plan.num_tokens, plan.num_drafts)

@@ -7,6 +7,7 @@ import time
 from importlib import import_module
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -17,12 +18,13 @@ from tokserve.errors import StartError
 from tokserve.kv_spec import StateSpec
 from tokserve.models import load as models
 from tokserve.models.decoder import Decoder
+from tokserve.models.quantized_copy import QuantizedCopy
 from tokserve.models.registry import is_known
 from tokserve.ops.arithmetic import CpuKernels, choose_kernels
 from tokserve.params import SamplingParams
-from tokserve.plan import DeviceFacts, NewRow, StepPlan
+from tokserve.plan import DRAWN, DeviceFacts, NewRow, StepPlan
 from tokserve.runner import kvcache
-from tokserve.runner.backend import Backend
+from tokserve.runner.backend import Backend, Draft
 from tokserve.runner.cuda import CudaBackend
 from tokserve.runner.host import HostBackend
 from tokserve.runner.lora import LoraTables
@@ -55,8 +57,11 @@ def _load(config: Config) -> tuple[Runner, DeviceFacts]:
     lora = LoraTables(config.lora, model, config.weights.allowed_weight_dirs) if config.lora.enable_lora else None
     if lora is not None:
         lora.attach(model)
+    draft = _draft(config, target, model)
+    if draft is not None and draft.copy is not None and lora is not None:
+        lora.attach(draft.model)
     loaded = time.perf_counter()
-    backend = make_backend(target, model, config)
+    backend = make_backend(target, model, config, draft)
     runner = Runner(model, backend, config, lora)
     with torch.inference_mode():
         for adapter in (-1,) if lora is None else (-1, 0):
@@ -71,6 +76,7 @@ def _load(config: Config) -> tuple[Runner, DeviceFacts]:
         "kernels": kernels.name if kernels else None,
         "arithmetic": kernels.arithmetic if kernels else None,
         "dtype": config.model.dtype,
+        "hidden_size": model.spec.hidden,
         "quantization": model.quantization,
         "exact": exact,
         "routed_bytes": 0 if backend.routed is None else backend.routed.position_bytes,
@@ -100,11 +106,34 @@ def _model(config: Config, target: Device | Accelerator) -> Decoder:
     )  # fmt: skip
 
 
-def make_backend(target: Device | Accelerator, model: Decoder, config: Config) -> Backend:
+def _draft(config: Config, target: Device | Accelerator, model: Decoder) -> Draft | None:
+    """The model that draws drafts, if there is to be one."""
+    plan = config.speculation.resolved()
+    if plan.method == "self":
+        copy = QuantizedCopy(model, plan.quantization or "int8", config.model.quantization_group_size)
+        return Draft(copy.decoder, 0, copy)
+    if plan.method != "draft_model":
+        return None
+    options = msgspec.structs.replace(
+        config.model, model=plan.model, quantization=plan.quantization, quantize_lm_head=plan.quantization is not None,
+        head_dtype="auto", hf_overrides=None, model_impl="auto",
+    )  # fmt: skip
+    second = _model(msgspec.structs.replace(config, model=options), target)
+    if second.spec.vocab != model.spec.vocab:
+        raise StartError(
+            f"option speculative_config: the draft model's vocabulary has {second.spec.vocab} tokens, and the model's "
+            f"{model.spec.vocab}: they must be the same"
+        )
+    return Draft(second, len(model.kv_specs()))
+
+
+def make_backend(target: Device | Accelerator, model: Decoder, config: Config, draft: Draft | None = None) -> Backend:
     """The backend of a device."""
     max_model_len = config.model.max_model_len
     assert max_model_len is not None, "the configuration is not resolved"
     specs = kvcache.kept(model.kv_specs(), config.cache)
+    if draft is not None and draft.first_layer:
+        specs += kvcache.kept(draft.model.kv_specs(), config.cache)
     if any(spec.dtype == kvcache.FLOAT8 for spec in specs):
         target.require_float8("kv_cache_dtype")
     if isinstance(target, Accelerator):
@@ -112,8 +141,8 @@ def make_backend(target: Device | Accelerator, model: Decoder, config: Config) -
             raise StartError("models with recurrent states run on a CPU; this device does not have them yet")
         if config.model.enable_return_routed_experts:
             raise StartError("option enable_return_routed_experts is for the CPU; this device does not have it yet")
-        return CudaBackend(target, specs, config, max_model_len, model)
-    return HostBackend(target, specs, config, max_model_len, model.spec)
+        return CudaBackend(target, specs, config, max_model_len, model, draft)
+    return HostBackend(target, specs, config, max_model_len, model.spec, draft)
 
 
 def _warm_up(runner: Runner, adapter: int) -> None:
@@ -128,6 +157,9 @@ def _warm_up(runner: Runner, adapter: int) -> None:
         runner.execute(StepPlan(0, zero, length * one, zero, zero, one, none, [row], [(0, 0, blocks)]))
         if length < max_tokens:
             runner.execute(StepPlan(0, zero, one, length * one, zero, one, none))
+        if runner.draft_model is not None and length + 1 < max_tokens and length + 1 < layout.block_size * len(blocks):
+            drawn = np.full(1, DRAWN, np.int32)
+            runner.execute(StepPlan(0, zero, 2 * one, length * one, one, 2 * one, drawn))
     runner.execute(StepPlan(0, none, none, none, none, none, none, freed=[0]))
 
 

@@ -10,7 +10,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokserve.plan import NOT_FINITE, OK, WITHHELD, Float32, Int32, LogprobRows, StepPlan, StepResult, UInt8
+from tokserve.plan import (
+    NOT_FINITE,
+    OK,
+    WITHHELD,
+    DraftPasses,
+    Float32,
+    Int32,
+    LogprobRows,
+    StepPlan,
+    StepResult,
+    UInt8,
+)
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.sampler import PendingSample, SampledTokens
 from tokserve.runner.slots import Int64, SamplingColumns
@@ -29,6 +40,7 @@ class PendingStep:
     prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
     pooled: dict[int, Float32] = field(default_factory=dict)
     routed_experts: dict[int, NDArray[Any]] = field(default_factory=dict)
+    draft_passes: DraftPasses | None = None
     saved: list[int] = field(default_factory=list)
     withheld: NDArray[np.bool_] | None = None  # [R], plan rows whose logits were left out
 
@@ -54,7 +66,7 @@ class PendingResult:
         self.plan, self.rows = step.plan, step.rows
         self._sample = sample
         self._prompt_logprobs, self._pooled = step.prompt_logprobs, step.pooled
-        self._routed_experts = step.routed_experts
+        self._routed_experts, self._draft_passes = step.routed_experts, step.draft_passes
         self._saved = step.saved
         self._withheld = step.withheld
         self._result: StepResult | None = None
@@ -104,6 +116,7 @@ class PendingResult:
             self._pooled,
             self._routed_experts,
             masks,
+            self._draft_passes,
             self._saved,
         )
 

@@ -35,6 +35,7 @@ from tokserve.server.observe import api_pages, introspection, live_requests, sta
 from tokserve.server.observe.counters import ApiProcess
 from tokserve.server.openai import chat, completions, derender, render, responses, schemas, tokenize
 from tokserve.server.openapi import Endpoint
+from tokserve.server.pooling import embeddings
 from tokserve.server.serving import GIVEN_ID, Serving, Trace
 from tokserve.server.sglang import routes as sglang
 from tokserve.server.tokens import aborts, generate
@@ -57,6 +58,7 @@ ENDPOINTS = (
     Endpoint(("POST",), "/v1/chat/completions", chat.chat, schemas.ChatBody, text=True),
     Endpoint(("POST",), "/v1/chat/completions/tokens", chat.chat_tokens, schemas.ChatBody, text=True),
     Endpoint(("POST",), "/v1/completions", completions.completions, schemas.CompletionBody, text=True),
+    Endpoint(("POST",), "/v1/embeddings", embeddings.create, embeddings.EmbeddingBody, reply=embeddings.EmbeddingReply),
     Endpoint(("POST",), "/v1/responses", responses.create, schemas.ResponsesBody, text=True),
     Endpoint(("GET", "DELETE"), "/v1/responses/{id}", responses.stored, text=True),
     Endpoint(("GET",), "/v1/responses/{id}/input_items", responses.stored, text=True),
@@ -208,6 +210,8 @@ def _with_error_responses(
             return errors.response(error, _echoed_id(request), endpoint.errors)
         except ClientDisconnected:
             return Response(status_code=499)  # not sent: the client has disconnected
+        except RecursionError as error:  # of code that follows the body's nesting
+            return errors.response(errors.malformed(error, "this route"), _echoed_id(request), endpoint.errors)
         except Exception:
             logger.exception("%s %s failed", request.method, request.url.path)
             return errors.response(RequestFailed("internal error"), _echoed_id(request), endpoint.errors)

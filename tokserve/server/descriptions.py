@@ -113,6 +113,11 @@ FIELDS: dict[str, str] = {
     "thinking": "Whether the model thinks first, and for how long.",
     "output_config": "The form of the answer, and the effort.",
     "output_format": "The form of the answer.",
+    "dimensions": "Cut vectors to so many values, of a model that is made for that.",
+    "encoding_format": "Vectors as numbers, base64 of little-endian float32, or bytes.",
+    "use_activation": "Whether vectors have length 1; default: as the model says.",
+    "truncate_prompt_tokens": "Cut inputs to so many tokens; -1: to the context.",
+    "truncation_side": "Where they are cut; default: left.",
     "generate_response": "A reply of /inference/v1/generate.",
     "generate_responses": "Replies of /inference/v1/generate, one for each prompt.",
     "chat_request": "The chat body that the reply answers.",
@@ -174,6 +179,7 @@ EXAMPLES: dict[str, Any] = {
 }
 TAGS: tuple[tuple[str, str], ...] = (  # the room of a handler, and what its routes are for
     ("tokens", "Token ids in and out, and aborts."),
+    ("pooling", "Embeddings."),
     ("openai", "OpenAI's routes, tokenizing, rendering."),
     ("anthropic", "Anthropic's messages."),
     ("admin", "Pause, sleep, weights, adapters."),

@@ -48,7 +48,7 @@ class Usage(msgspec.Struct):
 class Observer(Protocol):
     """What metrics, the request log and tracing are told about a request."""
 
-    def accepted(self, generation: Generation, params: SamplingParams) -> None:
+    def accepted(self, generation: Generation, params: SamplingParams | None) -> None:
         """The engine has accepted it."""
 
     def refused(self, error: RequestError) -> None:
@@ -157,7 +157,7 @@ class Generation:
                 observer.finished(delta, self.streams[index // self.n].prompt_len, length)
         return delta
 
-    def accepted(self, params: SamplingParams) -> None:
+    def accepted(self, params: SamplingParams | None) -> None:
         """The engine has accepted it."""
         for observer in self._observers:
             observer.accepted(self, params)

@@ -23,10 +23,11 @@ from starlette.requests import Request
 from tokserve import __version__, log
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.inputs import RECOMMENDED, GenerateRequest, bare_id, generation_defaults, token_prompt
+from tokserve.client.pooling import pooler_of
 from tokserve.client.request_state import RequestState
 from tokserve.config import Config
 from tokserve.errors import EngineDead, NotFound, Overloaded, RequestError, StartError
-from tokserve.params import SamplingParams
+from tokserve.params import PoolingParams, SamplingParams
 from tokserve.prompt import TokenPrompt
 from tokserve.server.generation import Generation, Observer
 from tokserve.server.http import declared
@@ -97,6 +98,7 @@ class Serving:
         self.keep_alive = keep_alive
         self._trace = trace
         self.sglang = SglangState()
+        self.pooler = pooler_of(config.model)
         self.names = config.server.served_model_name or [config.model.model]
         self.name = self.names[0]
         # other names of the same model that clients send: its directory, and names without their first part
@@ -239,7 +241,13 @@ class Serving:
         return params.return_sampling_mask
 
     def request_of(
-        self, request: Request, body: Any, params: SamplingParams, *, text: bool = True, score_each: bool = False
+        self,
+        request: Request,
+        body: Any,
+        params: SamplingParams | PoolingParams,
+        *,
+        text: bool = True,
+        score_each: bool = False,
     ) -> GenerateRequest:
         """What the body of any generating route asks for, without the prompts: `start` puts them in."""
         given = request.scope[GIVEN_ID] = given_request_id(request, body.request_id)
@@ -259,9 +267,12 @@ class Serving:
 
         Everything that can be refused is refused here, before a response begins.  Raises `Gone` if the client leaves.
         """
-        params = generate.task
-        assert isinstance(params, SamplingParams)  # no route returns vectors
-        generation = Generation(generate.request_id, params.n, self._observers(request))
+        params = generate.task if isinstance(generate.task, SamplingParams) else None
+        if params is not None and self.pooler is not None:
+            raise RequestError(
+                "the model makes embeddings here (--runner pooling), not tokens", field="model", code="unsupported"
+            )
+        generation = Generation(generate.request_id, 1 if params is None else params.n, self._observers(request))
         generation.timed = self.metrics.timed
         generation.rename = fields.rename
         if generate.options.draft_token_ids is not None:
@@ -274,7 +285,8 @@ class Serving:
             if self.state.draining:
                 raise Overloaded("the server is shutting down", retry_after=5, code="draining")
             states = await self._prepare(request, generate, prompts, fields, tasks)
-            self._check_reply(generate, tasks or [params], states, fields, entry_bytes)
+            if params is not None:
+                self._check_reply(generate, tasks or [params], states, fields, entry_bytes)
             generation.streams = self.llm.submit(states, self._clients.name(request.scope))
             self.bodies.release(request)
             async with CancelOnDisconnect(request.receive):
@@ -335,7 +347,7 @@ class Serving:
     ) -> list[RequestState]:  # fmt: skip
         """Check the prompts; errors name fields as the client wrote them."""
         params = generate.task
-        assert isinstance(params, SamplingParams)
+        n = params.n if isinstance(params, SamplingParams) else 1
 
         def prepare() -> list[RequestState]:
             states: list[RequestState] = []
@@ -343,7 +355,7 @@ class Serving:
                 for index, ids in enumerate(prompts):
                     prompt = token_prompt(ids, self.llm.ready.vocab_size)
                     task = tasks[index] if tasks else params
-                    one = msgspec.structs.replace(generate, prompt=prompt, task=task, first_choice=index * params.n)
+                    one = msgspec.structs.replace(generate, prompt=prompt, task=task, first_choice=index * n)
                     states.append(self.llm.prepare(one))
             except RequestError as error:
                 raise fields.rename(error, len(states) if len(prompts) > 1 else None) from None
@@ -352,7 +364,9 @@ class Serving:
         return await off_loop(request, _size(prompts, params), prepare)
 
 
-def _size(prompts: Prompts, params: SamplingParams) -> int:
+def _size(prompts: Prompts, params: SamplingParams | PoolingParams) -> int:
     """About how many bytes have to be checked and made for a request."""
+    if not isinstance(params, SamplingParams):
+        return 4 * sum(map(len, prompts))
     listed = sum(map(len, params.bad_words)) + sum(map(len, params.stop_strings()))
     return 4 * sum(map(len, prompts)) + CHOICE_BYTES * params.n * len(prompts) + 8 * listed

@@ -50,7 +50,7 @@ class ServerProcess:
         self._channel, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", self.module, str(theirs.fileno())], stdin=subprocess.DEVNULL,
+                [sys.executable, "-P", "-m", self.module, str(theirs.fileno())], stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
                 pass_fds=[theirs.fileno()],
             )  # fmt: skip

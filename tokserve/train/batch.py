@@ -5,12 +5,14 @@ Blocks hold the keys and values of one layer at a time, since all tokens of a ba
 
 from __future__ import annotations
 
+from itertools import accumulate
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from tokserve import ops
 from tokserve.layers.attention import Attention
-from tokserve.train.products import Products
 from tokserve.train.tree import BLOCK, Packing
 
 
@@ -20,9 +22,11 @@ class PackedBatch:
     def __init__(self, packing: Packing, device: torch.device) -> None:
         self.input_ids = torch.from_numpy(packing.input_ids).to(device)  # [T]
         self.positions = torch.from_numpy(packing.positions).to(device)  # [T]
-        self._nodes = [(node, torch.from_numpy(node.path).to(device)) for node in packing.nodes]
         starts = [node.token for node in packing.nodes] + [len(packing.input_ids)]
         self._query_start = torch.tensor(starts, dtype=torch.int32, device=device)  # [R + 1]
+        paths = [node.path for node in packing.nodes]
+        self._paths = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *paths])).to(device)
+        self._path_start = torch.tensor([0, *accumulate(map(len, paths))], dtype=torch.int64, device=device)  # [R + 1]
         self._seq_lens = torch.tensor([node.end for node in packing.nodes], dtype=torch.int32, device=device)  # [R]
         self._tables = torch.from_numpy(packing.block_tables).to(device)  # [R, max_blocks] int32
         self._slots = torch.from_numpy(packing.slots).to(device)  # [T]
@@ -54,23 +58,19 @@ class PackedBatch:
         return mixed.view(len(qkv), -1)
 
     def attention_gradients(
-        self, grad: Tensor, qkv: tuple[Tensor, Tensor, Tensor], layer: Attention, products: Products
+        self, grad: Tensor, qkv: tuple[Tensor, Tensor, Tensor], layer: Attention
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients float32 of q [T, Hq, D], k and v [T, Hk, D] as attention takes them; nodes add theirs in order."""
-        q, k, v = qkv
-        grads = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in qkv]
-        for node, path in self._nodes:
-            rows = slice(node.token, node.token + node.end - node.start)
-            whole = node.start == 0
-            keys, values = (x[rows] if whole else x.index_select(0, path) for x in (k, v))
-            parts = products.attention(
-                grad[rows], q[rows], keys, values, node.start, layer.scale, layer.window, softcap=layer.softcap
-            )
-            grads[0][rows] = parts[0]
-            for token, start, end in node.runs():
-                for total, part in zip(grads[1:], parts[1:], strict=True):
-                    total[token : token + end - start] += part[start:end]
-        return grads[0], grads[1], grads[2]
+        return ops.attention_gradients(
+            grad,
+            *qkv,
+            self._query_start.long(),
+            self._paths,
+            self._path_start,
+            layer.scale,
+            layer.window,
+            layer.softcap,
+        )
 
     def _blocks(self, layer: Attention) -> tuple[Tensor, Tensor]:  # each [B, Hk, BLOCK, D]
         key = (layer.kv_heads, layer.dim, layer.dtype)

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from tokserve.errors import StartError
 from tokserve.models.provenance import EMBEDDING, HEAD
-from tokserve.models.registry import ARCHITECTURES, decoder_spec
+from tokserve.models.registry import ARCHITECTURES
 from tokserve.models.spec import DecoderSpec
 from tokserve.params import LOGPROBS_MODES
 from tokserve.train import projections
 from tokserve.train.padding import unpad
 from tokserve.train.requests import Mask, Params, checked
 from tokserve.train.served import ServedDecoder, ServedOptions
+from tokserve.train.support import trainable_spec
 
 PREFIX = "model."
 NOT_SUPPORTED = ("past_key_values", "inputs_embeds", "output_attentions", "output_router_logits")
@@ -113,7 +114,7 @@ def _dtype_of(causal: Any) -> str:
 
 def _spec(causal: Any, *, tied: bool) -> DecoderSpec:
     config = causal.config.to_dict()
-    spec = decoder_spec(config | {"architectures": [type(causal).__name__], "tie_word_embeddings": tied})
+    spec = trainable_spec(config | {"architectures": [type(causal).__name__], "tie_word_embeddings": tied})
     if spec.logits_multiplier != 1.0 or spec.logits_softcap:
         raise ValueError(
             f"{type(causal).__name__} scales or caps logits after its head, where an exact model cannot: "

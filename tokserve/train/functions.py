@@ -59,14 +59,12 @@ def low_rank(out: Tensor, x: Tensor, layer: Linear, factors: Sequence[Factors]) 
     return cast(Tensor, applied(_LowRank, out, x, layer, [(f.shard, f.scale) for f in factors], *masters))
 
 
-def attention(
-    qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, products: Products, norms: Sequence[Tensor] = ()
-) -> Tensor:
+def attention(qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, norms: Sequence[Tensor] = ()) -> Tensor:
     """Attention of the batch's tokens from their projections qkv [T, (Hq + 2 Hk) D]: [T, Hq D].
 
     `norms`: the masters of the query and key norms, where the layer has them.
     """
-    return cast(Tensor, applied(_Attention, qkv, layer, batch, table, products, *norms))
+    return cast(Tensor, applied(_Attention, qkv, layer, batch, table, *norms))
 
 
 class _Embedding(torch.autograd.Function):
@@ -143,11 +141,9 @@ class _LowRank(torch.autograd.Function):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, products: Products, *norms: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, *norms: Tensor) -> Tensor:
         ctx.save_for_backward(qkv, *norms)
-        ctx.layer, ctx.batch, ctx.table, ctx.products = layer, batch, table, products
+        ctx.layer, ctx.batch, ctx.table = layer, batch, table
         return batch.attend(qkv, layer, table)
 
     @staticmethod
@@ -156,8 +152,8 @@ class _Attention(torch.autograd.Function):
         qkv, *norms = ctx.saved_tensors
         layer, batch, table = ctx.layer, ctx.batch, ctx.table
         heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.dim
-        parts = [part.contiguous() for part in qkv.view(len(qkv), -1, dim).split([heads, kv_heads, kv_heads], 1)]
-        projected = parts[:2]  # q and k before their norms and the rotation
+        *before, v = qkv.view(len(qkv), -1, dim).split([heads, kv_heads, kv_heads], 1)
+        projected = [part.contiguous() for part in before] if norms else before  # q and k before norms and rotation
         layers = [layer.q_norm, layer.k_norm] if norms else []
 
         def normed(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,7 +167,7 @@ class _Attention(torch.autograd.Function):
             of_weights = []
             for number, norm in enumerate(layers):
                 flat = (grads[number].view(-1, norm.size), inputs[number].view(-1, norm.size))
-                turned, of_weight = backward.rms_norm(*flat, norm.weight, norm.eps)
+                turned, of_weight = ops.norm_gradients(*flat, norm.weight, norm.eps)
                 grads[number] = turned.view(grads[number].shape)
                 of_weights.append(of_weight)
             return of_weights
@@ -180,9 +176,8 @@ class _Attention(torch.autograd.Function):
         q, k = turned = ops.rope(q, k, table, batch.positions, layer.interleaved)
         if layer.norm_last:
             q, k = normed(q, k)
-        grads = list(batch.attention_gradients(grad.view(q.shape), (q, k, parts[2]), layer, ctx.products))
+        grads = list(batch.attention_gradients(grad.view(q.shape), (q, k, v), layer))
         of_weights = norm_gradients(grads, turned) if layer.norm_last else []
-        for number in (0, 1):
-            grads[number] = backward.rope(grads[number], table, batch.positions, interleaved=layer.interleaved)
+        grads[:2] = backward.rope(grads[0], grads[1], table, batch.positions, interleaved=layer.interleaved)
         of_weights = of_weights if layer.norm_last else norm_gradients(grads, projected)
-        return torch.cat(grads, 1).flatten(1).to(qkv.dtype), None, None, None, None, *of_weights
+        return torch.cat([x.to(qkv.dtype) for x in grads], 1).flatten(1), None, None, None, *of_weights

@@ -203,7 +203,7 @@ def run_block(
     assert isinstance(mlp, GatedMLP) and isinstance(attention, Attention)  # others are refused
     x = norm(residual, block.attention_norm, names.before_attention)
     heads = [master for name in attention.norm_names for master in norm_masters(masters, f"self_attn.{name}")]
-    mixed = functions.attention(linear(x, attention.qkv, "self_attn"), attention, batch, table, products, heads)
+    mixed = functions.attention(linear(x, attention.qkv, "self_attn"), attention, batch, table, heads)
     mixed = norm(linear(mixed, attention.out, "self_attn"), block.attention_post_norm, names.after_attention)
     if block.parallel:
         residual = norms.add_residual(mixed, residual, multiplier)

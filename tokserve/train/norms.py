@@ -35,12 +35,16 @@ def add_residual(x: Tensor, residual: Tensor, multiplier: float) -> Tensor:  # [
     return cast(Tensor, _AddResidual.apply(x, residual, multiplier))  # type: ignore[no-untyped-call]
 
 
-def gradients(layer: RMSNorm, grad: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-    """Gradients, float32, of what the layer norms [T, H], of its weight and of its bias, if there is one."""
+def gradients(layer: RMSNorm, grad: Tensor, x: Tensor, carried: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Gradients of what the layer norms, x [T, H], in its dtype, of its weight and of its bias, if there is one.
+
+    `carried` [T, H] is added to the gradient of x.
+    """
     if not isinstance(layer, LayerNorm):
-        return backward.rms_norm(grad, x, layer.weight, layer.eps)
-    grads = layer_norm_gradients(grad, x, layer.weight, layer.eps)
-    return grads if layer.bias is not None else grads[:2]
+        return ops.norm_gradients(grad.contiguous(), x, layer.weight, layer.eps, carried)
+    grad_x, *grads = layer_norm_gradients(grad, x, layer.weight, layer.eps)
+    grad_x = (grad_x if carried is None else grad_x.add_(carried)).to(x.dtype)
+    return grad_x, *(grads if layer.bias is not None else grads[:1])
 
 
 def layer_norm_gradients(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,7 +78,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, *_ = ctx.saved_tensors
         grad_x, *grads = gradients(ctx.layer, grad, x)
-        return grad_x.to(x.dtype), None, *grads
+        return grad_x, None, *grads
 
 
 class _AddNorm(torch.autograd.Function):
@@ -91,10 +95,8 @@ class _AddNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_total: Tensor) -> Any:
         total, *_ = ctx.saved_tensors
-        grad_sum, *grads = gradients(ctx.layer, grad, total)
-        grad_sum = grad_sum.add_(grad_total)
-        grad_residual = grad_sum.to(total.dtype)
-        grad_x = grad_residual if ctx.multiplier == 1.0 else (grad_sum * ctx.multiplier).to(total.dtype)
+        grad_residual, *grads = gradients(ctx.layer, grad, total, grad_total.contiguous())
+        grad_x = grad_residual if ctx.multiplier == 1.0 else grad_residual * ctx.multiplier
         return grad_x, grad_residual, None, None, *grads
 
 

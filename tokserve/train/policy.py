@@ -26,6 +26,7 @@ from tokserve.train.binding import Binding
 from tokserve.train.modules import DecoderModules
 from tokserve.train.products import Products
 from tokserve.train.requests import Masks, Params, checked
+from tokserve.train.support import trainable_spec
 
 MAX_TOKENS = 4096  # of a batch that goes through the model at once
 ACTIVATION_BYTES = 5 << 28
@@ -100,6 +101,7 @@ class PolicyModel(nn.Module):
         binding = Binding(dtype, ops, cpu_arithmetic, cpu_kernels)
         source = checkpoint.locate(str(directory), weights=load_format != "dummy")
         config = checkpoint.hf_config(source)
+        trainable_spec(config)
         decoder = load.load(
             source, config, dtype=dtype, head_dtype=head_dtype, load_format=load_format, seed=seed,
             max_model_len=max_model_len, quantization="none",

@@ -7,6 +7,7 @@ kept of them for the backward pass; else they are computed again there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -21,7 +22,9 @@ from tokserve.train.adjustments import AdjustedRow
 from tokserve.train.byte_budget import ByteBudget
 from tokserve.train.products import Products
 
-PIECE_BYTES = 256 << 20  # of logits
+PIECE_BYTES = 256 << 20  # of logits whose gradients are multiplied together
+PRODUCT = 128  # rows of logits that are made at a time: as many as share a reading of the head's weight
+CACHED_BYTES = 4 << 20  # of logits that go through everything after the product together
 COLDEST = 2.0**-100  # lower temperatures count as this one
 COLD = 2.0**-7  # below, processed logits are reckoned from the largest before they are divided
 Masks = list[Tensor | None]
@@ -37,6 +40,9 @@ class Items:
     mode: str  # raw, temperature or processed
     masks: Masks
     adjusted: list[AdjustedRow | None] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
     def part(self, piece: slice) -> Items:
         """Some of them."""
@@ -89,6 +95,15 @@ def _pieces(items: Items, vocab: int) -> list[slice]:
     return list(backward.pieces(len(items.rows), max(16, PIECE_BYTES // (4 * vocab))))
 
 
+def _logits(hidden: Tensor, head: Head, items: Items, piece: slice) -> Iterator[tuple[slice, Tensor]]:
+    """The items of a piece, some at a time, with their logits [n, V], which may be overwritten."""
+    for product in backward.pieces(piece.stop - piece.start, PRODUCT):
+        first = piece.start + product.start
+        logits = head(hidden.index_select(0, items.rows[first : piece.start + product.stop]))
+        for rows in backward.pieces(len(logits), max(1, CACHED_BYTES // (4 * logits.shape[1]))):
+            yield slice(first + rows.start, first + rows.stop), logits[rows]
+
+
 class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -103,15 +118,18 @@ class _Logprobs(torch.autograd.Function):
         ctx.head, ctx.items, ctx.products, ctx.kept, ctx.slopes = head, items, products, [], []
         out = torch.empty(len(items.rows), device=hidden.device)
         for piece in _pieces(items, len(weight)):
-            part = items.part(piece)
-            logits = head(hidden.index_select(0, part.rows))
-            ctx.slopes += adjustments.slopes(logits, part.adjusted) if part.adjusted else [None] * len(logits)
-            work = part.processed(logits)
-            temperature = part.divisors() if part.mode == "temperature" else None
-            out[piece] = ops.logprobs(work, part.token_ids, 0, None, temperature)[0]
-            if budget is not None:
-                keep = not head.softcap and budget.take(work.numel() * head.dtype.itemsize)
-                ctx.kept.append(part.probabilities(work).to(head.dtype) if keep else None)
+            size = (piece.stop - piece.start, len(weight))
+            keep = budget is not None and not head.softcap and budget.take(size[0] * size[1] * head.dtype.itemsize)
+            kept = torch.empty(size, dtype=head.dtype, device=hidden.device) if keep else None
+            for rows, logits in _logits(hidden, head, items, piece):
+                part = items.part(rows)
+                ctx.slopes += adjustments.slopes(logits, part.adjusted) if part.adjusted else [None] * len(part)
+                work = part.processed(logits)
+                temperature = part.divisors() if part.mode == "temperature" else None
+                out[rows] = ops.logprobs(work, part.token_ids, 0, None, temperature)[0]
+                if kept is not None:
+                    kept[rows.start - piece.start : rows.stop - piece.start] = part.probabilities(work)
+            ctx.kept.append(kept)
         ctx.save_for_backward(hidden, weight, out)
         return out
 
@@ -127,11 +145,15 @@ class _Logprobs(torch.autograd.Function):
             part = items.part(piece)
             rows = hidden.index_select(0, part.rows)
             slopes, ctx.kept[number] = ctx.kept[number], None  # of -logprob at the logits
-            steepness: Tensor | None = None
+            steepness = torch.empty(len(part), len(weight), device=hidden.device) if head.softcap else None
             if slopes is None:
-                logits = head(rows)
-                steepness = 1.0 - (logits / head.softcap).square_() if head.softcap else None
-                slopes = part.probabilities(part.processed(logits)).to(head.dtype)
+                slopes = torch.empty(len(part), len(weight), dtype=head.dtype, device=hidden.device)
+                for some, logits in _logits(hidden, head, items, piece):
+                    within = slice(some.start - piece.start, some.stop - piece.start)
+                    if steepness is not None:
+                        steepness[within] = 1.0 - (logits / head.softcap).square_()
+                    few = items.part(some)
+                    slopes[within] = few.probabilities(few.processed(logits))
             slope = torch.expm1(out[piece])  # p - 1 of the token itself, exact where p's dtype would round p to 1
             slopes[torch.arange(len(slopes), device=slopes.device), part.token_ids] = slope.to(head.dtype)
             for row, change in zip(slopes, ctx.slopes[piece], strict=True):

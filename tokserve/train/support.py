@@ -6,6 +6,7 @@ value than its default, because a forward pass that ignored it would differ from
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
@@ -14,6 +15,8 @@ from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.recurrent import GatedDeltaSpec, ShortConvSpec
+from tokserve.models.config_reader import ConfigReader
+from tokserve.models.registry import decoder_spec
 from tokserve.models.spec import BlockSpec, DecoderSpec
 
 KNOWN: dict[type, set[str]] = {
@@ -30,6 +33,16 @@ KNOWN: dict[type, set[str]] = {
     NormSpec: {"eps", "offset", "kind", "bias"},
 }  # fmt: skip
 VALUES: dict[tuple[type, str], set[str]] = {(AttentionSpec, "kind"): {"full", "window"}}
+
+
+def trainable_spec(hf: Mapping[str, Any]) -> DecoderSpec:
+    """The spec of a config.json.  Raises StartError, which names the architecture, if it has no backward pass here."""
+    spec = decoder_spec(hf)
+    try:
+        check(spec)
+    except StartError as error:
+        raise StartError(f"{', '.join(ConfigReader(hf).texts('architectures'))}: {error}") from error
+    return spec
 
 
 def check(spec: DecoderSpec) -> None:

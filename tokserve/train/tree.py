@@ -29,11 +29,6 @@ class Node:
     end: int
     path: Int64  # [end]: where the tokens of positions 0 .. end - 1 are in the batch
 
-    def runs(self) -> list[tuple[int, int, int]]:
-        """(token, start, end) of positions start .. end - 1 that lie one after the other in the batch, in order."""
-        starts = [0, *(np.flatnonzero(np.diff(self.path) != 1) + 1).tolist(), self.end]
-        return [(int(self.path[start]), start, end) for start, end in pairwise(starts)]
-
 
 @dataclass(frozen=True, slots=True)
 class Packing:

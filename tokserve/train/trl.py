@@ -5,7 +5,10 @@
 
 Written for TRL 1.16, whose trainers score through a "fused LM head" that is replaced here, and sample through an object
 in `vllm_generation`, whose place a tokserve server takes.  All else is TRL's, its metrics too:
-`sampling/sampling_logp_difference/max` is 0.0 at every on-policy step.  Only this module imports TRL.
+`sampling/sampling_logp_difference/max` is 0.0 at every on-policy step.
+
+The pieces that need no exact model (`use_tokserve`, `RolloutFunction`, `HTTPWeightTransfer`, `TokserveVLLMClient`) are
+those of `tokserve.rl.trl`, which needs nothing of tokserve but its client.
 """
 
 from __future__ import annotations
@@ -28,9 +31,20 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from tokserve.rl import TokserveClient
 from tokserve.rl.client import Rollout
+from tokserve.rl.trl import HTTPWeightTransfer, RolloutFunction, TokserveVLLMClient, sampling_of, use_tokserve
 from tokserve.train import backward, projections, selective_logprobs
 from tokserve.train.exact_model import exact
 
+__all__ = [
+    "ExactGRPOTrainer",
+    "HTTPWeightTransfer",
+    "RolloutFunction",
+    "TokserveGeneration",
+    "TokserveVLLMClient",
+    "add_exact_lm_head",
+    "server_options",
+    "use_tokserve",
+]
 ADAPTER = "policy"  # what the server calls a trained adapter
 PIECE = 256  # tokens whose logits are in memory at a time
 Result = TypeVar("Result")
@@ -132,12 +146,7 @@ class TokserveGeneration:
 
     async def _rollouts(self, prompts: list[list[int]], n: int) -> list[tuple[list[int], list[float]]]:
         client, trainer = await self._connected(), self._trainer
-        sampling = {
-            "temperature": trainer.temperature, "top_p": trainer.top_p, "top_k": max(trainer.top_k, 0),
-            "min_p": trainer.min_p or 0.0, "repetition_penalty": trainer.repetition_penalty,
-            "max_tokens": trainer.max_completion_length, "logprobs_mode": "temperature",
-            "stop_token_ids": sorted(trainer.eos_token_ids),
-        } | (trainer.args.generation_kwargs or {})  # fmt: skip
+        sampling = sampling_of(trainer)
         rng = np.random.default_rng([int(trainer.args.seed), int(trainer.state.global_step)])
         seeds = rng.integers(0, 1 << 62, len(prompts)).tolist()
         model = ADAPTER if self._base_is_there else None

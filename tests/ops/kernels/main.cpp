@@ -23,6 +23,7 @@ int main(int count, char** arguments) {
     cases::run_lora(*table, results);
     cases::run_attention(*table, results);
     cases::run_recurrent(*table, results);
+    cases::run_gradients(*table, results);
     cases::run_sampling(*table, results);
     return 0;
   }

@@ -52,6 +52,11 @@ class StepCosts:
         for index, value in enumerate(ratios):
             ratios[index] = value + ((ratio - value) * _RATE if index == at else (1.0 - value) * _FADE)
 
+    def seconds(self, rows: int) -> float | None:
+        """What a step with so many rows and a token each takes; None: not measured yet."""
+        scale = self._scales.get(_knot(rows))
+        return None if scale is None else scale * guess(rows)
+
     def relative(self, rows: int, num_tokens: int) -> float:
         """What a step of so many tokens takes, in steps with the same rows and a token each."""
         base = guess(rows)

@@ -25,6 +25,7 @@ _UNTRIED = 8  # drafts of a request of which no token was foreseen or missed yet
 _MAX_MISSES = 4  # in a row, after which a cursor is given up
 _CATCH_UP = 4096  # positions that one call indexes, about a millisecond
 MIN_PROBABILITY = 0.02  # of a draft and all before it
+_MIN_DRAWN_RATE = 0.03  # of a new drawn draft in a request's moving average
 
 
 class Corpus:
@@ -150,3 +151,20 @@ class DraftState:
         elif SEPARATOR in drafts:
             del drafts[drafts.index(SEPARATOR) :]
         return drafts[skip:]
+
+
+class DrawState:
+    """How often a request's drawn drafts are right."""
+
+    __slots__ = ("count", "rate", "tried_at")
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self.count = _PRIOR_WEIGHT
+        self.tried_at = 0  # output tokens when drafts were drawn last
+
+    def record(self, proposed: int, accepted: int) -> None:
+        """The drafts of a step were verified; nothing is known of those after the first that was wrong."""
+        for hit in [1.0] * accepted + [0.0] * (accepted < proposed):
+            self.count += 1
+            self.rate += (hit - self.rate) * max(_MIN_DRAWN_RATE, 1 / self.count)

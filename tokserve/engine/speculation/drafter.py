@@ -15,8 +15,10 @@ from tokserve.engine.request import Request
 from tokserve.engine.speculation.draft_budget import StepCosts, choose
 from tokserve.engine.speculation.draft_history import DraftHistory, GroupKey
 from tokserve.engine.speculation.draft_state import Corpus, DraftState
+from tokserve.engine.speculation.drawn import DrawnDrafts
 from tokserve.engine.speculation.token_index import MAX_MATCH, PAIR, TokenIndex
 from tokserve.errors import Conflict, RequestError
+from tokserve.plan import DRAWN, DraftPasses
 
 PREDICTION_TRUST = 4  # tokens in a row that a prediction counts as having been right, at its start
 
@@ -25,7 +27,8 @@ class Drafter(Protocol):
     """Proposes drafts on the host; called by the scheduler while it plans, so it must be quick."""
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int], num_tokens: int) -> Sequence[Sequence[int]]:
-        """For each request at most its limit of ids of the vocabulary that may follow its tokens; [] for none.
+        """For each request at most its limit of ids of the vocabulary that may follow its tokens; [] for none; or as
+        many DRAWN, which the device draws.
 
         A request's `num_in_flight` tokens are not known yet, and come before the drafts.  `num_tokens`: of the step
         without drafts.
@@ -34,12 +37,19 @@ class Drafter(Protocol):
     def on_step(self, rows: int, num_tokens: int, seconds: float) -> None:
         """A step in which every token was sampled from has taken so long."""
 
+    def on_drawn(self, draft_passes: DraftPasses, rows: int) -> None:
+        """The device has drawn drafts for so many rows of a step."""
+
+    def on_verified(self, request: Request, proposed: int, accepted: int) -> None:
+        """Drafts that the device drew for a request were verified."""
+
     def on_end(self, request: Request) -> None:
         """A request has ended."""
 
 
 class TextDrafter:
-    """Drafts from texts that are there: predictions, the request's own tokens, and earlier outputs of its group."""
+    """Drafts from texts that are there: predictions, the request's own tokens, and earlier outputs of its group; and,
+    where they have none, drafts that the device draws, if it can."""
 
     def __init__(self, plan: SpeculationPlan, vocab_size: int) -> None:
         self.history = DraftHistory(plan.history_bytes)
@@ -47,6 +57,9 @@ class TextDrafter:
         self._vocab_size = vocab_size
         self._searches = plan.method != "prediction"
         self._costs = StepCosts()
+        self._drawn = None
+        if plan.draws:
+            self._drawn = DrawnDrafts(plan.num_drafts, computes_prompts=plan.method == "draft_model")
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int], num_tokens: int) -> Sequence[Sequence[int]]:
         """As in `Drafter`."""
@@ -58,13 +71,18 @@ class TextDrafter:
             state.advance()
             states.append(state)
             likely.append(state.probabilities(request.num_in_flight, min(limit, self._max_drafts)))
-        if not any(likely):
-            return [()] * len(requests)
-        counts = choose(likely, len(requests), num_tokens, max(limits), self._costs)
-        return [
+        counts = [0] * len(requests)
+        if any(likely):
+            counts = choose(likely, len(requests), num_tokens, max(limits), self._costs)
+        drafts: list[Sequence[int]] = [
             state.drafts(request.num_in_flight, count) if count else ()
             for request, state, count in zip(requests, states, counts, strict=True)
         ]
+        if self._drawn is not None:
+            gains = [sum(line[:count]) for line, count in zip(likely, counts, strict=True)]
+            drawn = self._drawn.choose(requests, limits, gains, counts, num_tokens, self._costs)
+            drafts = [[DRAWN] * count if count else ids for count, ids in zip(drawn, drafts, strict=True)]
+        return drafts
 
     def _state(self, request: Request) -> DraftState:
         corpora, start, trust = [], None, 0
@@ -85,9 +103,19 @@ class TextDrafter:
         """As in `Drafter`."""
         self._costs.record(rows, num_tokens, seconds)
 
+    def on_drawn(self, draft_passes: DraftPasses, rows: int) -> None:
+        """As in `Drafter`."""
+        if self._drawn is not None:
+            self._drawn.on_drawn(draft_passes, rows)
+
+    def on_verified(self, request: Request, proposed: int, accepted: int) -> None:
+        """As in `Drafter`."""
+        if self._drawn is not None:
+            self._drawn.on_verified(request, proposed, accepted)
+
     def on_end(self, request: Request) -> None:
         """Keep the output for later requests of the group."""
-        request.draft_state = None
+        request.draft_state = request.draw_state = None
         if request.num_output and request.options.speculate and not request.pooling:
             self.history.add(group_of(request), request.seed, request.tokens[request.prompt_len :])
 

@@ -187,8 +187,9 @@ class Trials:
         if self._process is not None and self._process.poll() is None:
             return True
         self._lose_process()
+        # a group of its own, for signals; in a session of its own its priority would not count (sched(7), autogroup)
         self._process = subprocess.Popen(
-            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, bufsize=0
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0, bufsize=0
         )
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], START_SECONDS)

@@ -13,6 +13,7 @@ from tokserve.ops.samples import (
     dense,
     elementwise,
     float8,
+    gradients,
     lora,
     mixture,
     quant,
@@ -23,7 +24,7 @@ from tokserve.ops.samples import (
 )
 from tokserve.ops.samples.common import Samples
 
-MODULES = (attention, dense, elementwise, float8, lora, mixture, quant, recurrent, sampling, step, wna16)
+MODULES = (attention, dense, elementwise, float8, gradients, lora, mixture, quant, recurrent, sampling, step, wna16)
 
 
 def samples(op: str, dtype: torch.dtype) -> Samples:

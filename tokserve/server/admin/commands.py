@@ -6,6 +6,7 @@ which decides whether its state allows it, so every front end can serve the rout
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, TypeVar
 
@@ -16,11 +17,14 @@ from starlette.responses import Response
 from tokserve import admin
 from tokserve.errors import EngineDead, RequestError, invalid
 from tokserve.server.http import body
+from tokserve.server.http.workers import off_loop
 from tokserve.server.serving import Serving
 
 T = TypeVar("T", bound=msgspec.Struct)
 Handler = Callable[[Serving, Request], Awaitable[Response]]
 BLANK = 1 << 10  # so many bytes of white space count as no body
+MAX_CORPUS_OUTPUTS = 4096  # of one call; a group keeps far fewer
+ID_BYTES = 4
 
 
 class PauseBody(admin.Pause, forbid_unknown_fields=True):
@@ -74,7 +78,7 @@ async def read(serving: Serving, request: Request, kind: type[T]) -> T:
         if sent is not None and not isinstance(sent, dict):
             raise RequestError("the body must be an object")
         values |= sent or {}
-    return body.convert(values, kind, strict=False)
+    return await off_loop(request, len(raw), lambda: body.convert(values, kind, strict=False))
 
 
 def handler_of(command: admin.AdminCommand, kind: type[msgspec.Struct]) -> Handler:
@@ -96,15 +100,25 @@ def handler_of(command: admin.AdminCommand, kind: type[msgspec.Struct]) -> Handl
 async def add_draft_corpus(serving: Serving, request: Request) -> Response:
     """POST /add_draft_corpus: keep outputs as drafts"""
     params = await read(serving, request, AddDraftCorpusBody)
-    for index, ids in enumerate(params.token_ids):
-        if ids and not (min(ids) >= 0 and max(ids) < serving.llm.ready.vocab_size):
-            field = f"token_ids[{index}]"
-            raise RequestError(f"{field} has an id that is not in the vocabulary", field=field)
+    count = len(params.token_ids)
+    if count > MAX_CORPUS_OUTPUTS:
+        raise invalid("token_ids", f"must have at most {MAX_CORPUS_OUTPUTS} outputs, got {count}")
+    vocab_size = serving.llm.ready.vocab_size
+    size = ID_BYTES * sum(map(len, params.token_ids))
+    packed = await off_loop(request, size, lambda: _packed_outputs(params.token_ids, vocab_size))
     await serving.find_model(params.model)
     reply = await serving.llm.add_draft_corpus(
-        params.draft_group, params.token_ids, lora_name=serving.adapter(params.model), cache_salt=params.cache_salt
+        params.draft_group, packed, lora_name=serving.adapter(params.model), cache_salt=params.cache_salt
     )
     return body.reply(request, reply)
+
+
+def _packed_outputs(outputs: list[list[int]], vocab_size: int) -> list[bytes]:
+    for index, ids in enumerate(outputs):
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            field = f"token_ids[{index}]"
+            raise RequestError(f"{field} has an id that is not in the vocabulary", field=field)
+    return [array("i", ids).tobytes() for ids in outputs]
 
 
 async def load_lora_adapter(serving: Serving, request: Request) -> Response:

@@ -31,14 +31,14 @@ RETRY_SECONDS = 2
 
 
 class BodyReader:
-    """Reads bodies within the limits, and counts the memory of all that are not released."""
+    """Reads bodies within the limits, and counts the memory of all that are not released: `held` bytes."""
 
     def __init__(self, limits: LimitsConfig, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._max_values = limits.max_body_values
         self._max_held = limits.max_body_memory_bytes
         self._timeout = limits.body_timeout
-        self._held = 0
+        self.held = 0
 
     async def read(self, request: Request) -> Buffer:
         """The whole body.
@@ -125,17 +125,17 @@ class BodyReader:
         """Count `size` bytes of memory for a request's body."""
         before = request.scope.get(HELD, 0)
         after = max(before, size - FREE)
-        if self._held + after - before > self._max_held:
+        if self.held + after - before > self._max_held:
             raise Overloaded(
                 f"the bodies of all requests have more than {self._max_held >> 20} MiB (--max-body-memory-bytes)",
                 retry_after=RETRY_SECONDS, code="body_memory",
             )  # fmt: skip
-        self._held += after - before
+        self.held += after - before
         request.scope[HELD] = after
 
     def release(self, request: Request) -> None:
         """Give back the memory counted for a request's body; a second call does nothing."""
-        self._held -= request.scope.pop(HELD, 0)
+        self.held -= request.scope.pop(HELD, 0)
 
     def _too_large(self) -> TooLarge:
         return TooLarge(f"the body is larger than {self._max_bytes >> 20} MiB (--max-body-mb)", code="body_too_large")

@@ -145,10 +145,11 @@ class Metrics(Collector):
         if error.code in REFUSALS:
             self._refusals.add(error.code)
 
-    def accepted(self, generation: Generation, params: SamplingParams) -> None:
+    def accepted(self, generation: Generation, params: SamplingParams | None) -> None:
         """Observe the parameters of an accepted request."""
-        self.params_n.observe(params.n)
-        if params.max_tokens is not None:
+        if params is not None:
+            self.params_n.observe(params.n)
+        if params is not None and params.max_tokens is not None:
             self.params_max_tokens.observe(params.max_tokens)
 
     def finished(self, completion: ChoiceOutput, prompt_tokens: int, output_tokens: int) -> None:
@@ -294,6 +295,7 @@ class Metrics(Collector):
         for age, count in zip(AGES, s.tokens_by_age or [0] * len(AGES), strict=True):
             ages.add_metric([self._model, ENGINE, age], count)
         yield ages
+        yield from self._drafts_by_source(s)
         text = "Drafts that were accepted, by their position."
         accepted = CounterMetricFamily(
             PREFIX + "spec_decode_num_accepted_tokens_per_pos", text, labels=[*LABELS, "position"]
@@ -301,6 +303,16 @@ class Metrics(Collector):
         for position, count in enumerate(s.accepted_by_position):
             accepted.add_metric([self._model, ENGINE, str(position)], count)
         yield accepted
+
+    def _drafts_by_source(self, s: StepStats) -> Iterator[Metric]:
+        for index, name, text in (
+            (0, "spec_decode_num_draft_tokens_by_source", "Drafts, by where they came from."),
+            (1, "spec_decode_num_accepted_tokens_by_source", "Drafts that were accepted, by where they came from."),
+        ):
+            family = CounterMetricFamily(PREFIX + name, text, labels=[*LABELS, "source"])
+            for source, counts in s.drafts_by_source.items():
+                family.add_metric([self._model, ENGINE, source], counts[index])
+            yield family
 
     def _labelled(self, name: str, text: str, label: str, tally: LabelledCounter) -> Metric:
         family = CounterMetricFamily(PREFIX + name, text, labels=[*LABELS, label])

@@ -25,12 +25,12 @@ class RequestLog:
         self._reasons: Counter[str] = Counter()
         self._queued = self._first = self._total = 0.0
 
-    def accepted(self, generation: Generation, params: SamplingParams) -> None:
+    def accepted(self, generation: Generation, params: SamplingParams | None) -> None:
         self._generation = generation
         usage = generation.usage()
         _log_event(
-            "accepted", prompts=len(generation.streams), prompt_tokens=usage.prompt_tokens, n=params.n,
-            max_tokens=params.max_tokens,
+            "accepted", prompts=len(generation.streams), prompt_tokens=usage.prompt_tokens,
+            n=None if params is None else params.n, max_tokens=None if params is None else params.max_tokens,
         )  # fmt: skip
 
     def refused(self, error: RequestError) -> None:

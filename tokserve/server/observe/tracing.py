@@ -62,11 +62,11 @@ class Trace:
         self._error: RequestError | None = None
         self._generation: Generation | None = None
 
-    def accepted(self, generation: Generation, params: SamplingParams) -> None:
+    def accepted(self, generation: Generation, params: SamplingParams | None) -> None:
         self._generation = generation
         self._attributes["gen_ai.request.id"] = generation.key
         for name in PARAMS:
-            value = getattr(params, name)
+            value = getattr(params, name, None)
             if value is not None:
                 self._attributes[f"gen_ai.request.{name}"] = value
 

@@ -154,26 +154,26 @@ def sampling_params(serving: Serving, body: CompletionBody) -> SamplingParams:
     )
 
 
-def parse_prompts(prompt: Any) -> list[str | list[int]]:
-    """The prompts: a text, a list of texts, ids, or a list of lists of ids."""
+def parse_prompts(prompt: Any, field: str = "prompt") -> list[str | list[int]]:
+    """The prompts in this field: a text, a list of texts, ids, or a list of lists of ids."""
     if isinstance(prompt, str):
         return [prompt]
     if prompt is None:
-        raise RequestError("prompt is required", field="prompt")
+        raise RequestError(f"{field} is required", field=field)
     if not isinstance(prompt, list):
-        raise RequestError("prompt must be a string, a list of strings, token ids or a list of them", field="prompt")
+        raise RequestError(f"{field} must be a string, a list of strings, token ids or a list of them", field=field)
     if not prompt:
-        raise RequestError("prompt must not be empty", field="prompt")
+        raise RequestError(f"{field} must not be empty", field=field)
     if type(prompt[0]) is int:
-        _check_ids(prompt, "prompt")
+        _check_ids(prompt, field)
         return [prompt]
     if len(prompt) > MAX_PROMPTS:
-        raise RequestError(f"prompt must have at most {MAX_PROMPTS} entries, got {len(prompt)}", field="prompt")
+        raise RequestError(f"{field} must have at most {MAX_PROMPTS} entries, got {len(prompt)}", field=field)
     for index, one in enumerate(prompt):
         if isinstance(one, list):
-            _check_ids(one, f"prompt[{index}]")
+            _check_ids(one, f"{field}[{index}]")
         elif not isinstance(one, str):
-            raise RequestError(f"prompt[{index}] must be a string or token ids", field=f"prompt[{index}]")
+            raise RequestError(f"{field}[{index}] must be a string or token ids", field=f"{field}[{index}]")
     return prompt
 
 
@@ -185,16 +185,18 @@ def _check_ids(ids: list[Any], field: str) -> None:
         raise RequestError(f"{field}[{index}] must be a token id", field=f"{field}[{index}]")
 
 
-def tokenized(serving: Serving, prompts: list[str | list[int]], special: bool, listed: bool) -> list[list[int]]:
+def tokenized(
+    serving: Serving, prompts: list[str | list[int]], special: bool, listed: bool, field: str = "prompt"
+) -> list[list[int]]:
     """The prompts as token ids."""
     made = []
     for index, prompt in enumerate(prompts):
-        field = f"prompt[{index}]" if listed else "prompt"
+        where = f"{field}[{index}]" if listed else field
         if isinstance(prompt, str):
-            serving.check_text(prompt, field)
+            serving.check_text(prompt, where)
             prompt = serving.tokenizer.encode(prompt, add_special_tokens=special)
             if not prompt:
-                raise RequestError(f"{field} must not be empty", field=field)
+                raise RequestError(f"{where} must not be empty", field=where)
         made.append(prompt)
     return made
 

@@ -121,7 +121,7 @@ def check_functions(tools: list[dict[str, Any]]) -> None:
             raise invalid(f"tools[{i}].function.name", "must be a string")
         if function["name"] in names:
             field = f"tools[{i}].function.name"
-            raise RequestError(f"{field}: there are two tools {function['name']!r}", field=field)
+            raise RequestError(f"{field}: there are two tools {function['name'][: errors.SHOWN]!r}", field=field)
         names.add(function["name"])
         parameters, field = function.get("parameters"), f"tools[{i}].function.parameters"
         if not isinstance(parameters, dict | None):

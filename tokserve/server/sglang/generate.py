@@ -163,7 +163,14 @@ def _body(value: Any) -> tuple[SglangGenerateBody, list[str]]:
 
 def _is_blank(value: Any) -> bool:
     """null, nothing, or lists of that: what clients send who always send a field."""
-    return value in (None, "") or (isinstance(value, list) and all(map(_is_blank, value)))
+    rest = [value]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, list):
+            rest += part
+        elif part not in (None, ""):
+            return False
+    return True
 
 
 def _prompts(serving: Serving, sent: SglangGenerateBody) -> tuple[list[list[int]], str, bool]:
@@ -244,10 +251,11 @@ def _forms(serving: Serving, sent: SglangGenerateBody, prompts: Sequence[Sequenc
     if has_masks is None:
         has_masks = serving.config.model.return_sampling_mask
     named = _token_ids(sent, count)
+    starts = _each(sent.logprob_start_len, count, "logprob_start_len")
+    tops = _each(sent.top_logprobs_num, count, "top_logprobs_num")
     forms = []
     for index, has_logprobs in enumerate(_each(sent.return_logprob, count, "return_logprob")):
-        start = _each(sent.logprob_start_len, count, "logprob_start_len")[index]
-        top = _each(sent.top_logprobs_num, count, "top_logprobs_num")[index] or 0
+        start, top = starts[index], tops[index] or 0
         if not has_logprobs:
             forms.append(ReplyForm(False, None, 0, False, has_masks))
             continue

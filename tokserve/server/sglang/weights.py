@@ -205,9 +205,9 @@ async def refuse_pickle(serving: Serving, request: Request) -> Response:
 async def update_version(serving: Serving, request: Request) -> Response:
     """POST /update_weight_version: name the weights that serve"""
     params, headers = await read(serving, request, SglangVersionBody)
+    await serving.llm.update_weight_version(params.new_version)  # first: a version that is refused aborts nothing
     if params.abort_all_requests:
         await serving.llm.abort_all()
-    await serving.llm.update_weight_version(params.new_version)
     message = f"Weight version updated to {params.new_version}"
     return json({"success": True, "message": message, "new_version": params.new_version}, headers)
 

@@ -1,0 +1,141 @@
+"""Embeddings through real servers: transformers' hidden states, the same bits in any company, and OpenAI's client."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from tests.e2e.server import Server
+from tokserve import LLM
+from tokserve.errors import RequestError, StartError
+from tokserve.models.dummy import tiny_config, write_checkpoint
+
+PROMPTS = [list(range(start, start + length)) for start, length in ((5, 70), (90, 33), (5, 64), (150, 1))]
+OPTIONS: dict[str, Any] = {"tokens_only": True, "max_model_len": 128, "runner": "pooling", "cpu_threads": 1}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = tiny_config("qwen3", dtype="float32") | {"matryoshka_dimensions": [16, 32]}
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"), config, seed=1)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[Server]:
+    with Server(str(checkpoint), "--runner", "pooling", "--tokens-only", "--max-model-len", "128") as one:
+        yield one
+
+
+def states(checkpoint: Path, ids: list[int]) -> NDArray[np.float32]:  # [T, hidden], after the final norm
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        hidden: NDArray[np.float32] = model.model(torch.tensor([ids])).last_hidden_state[0].numpy()
+    return hidden
+
+
+def vectors(llm: LLM, prompts: list[list[int]], **options: Any) -> list[list[float]]:
+    return [output.outputs.embedding for output in llm.embed(prompts, **options)]
+
+
+@pytest.mark.parametrize("kind", ["LAST", "MEAN"])
+def test_vectors_are_those_of_transformers_and_do_not_depend_on_company(checkpoint: Path, kind: str) -> None:
+    with LLM(str(checkpoint), enable_prefix_caching=False, pooler_config={"pooling_type": kind}, **OPTIONS) as llm:
+        alone = [vectors(llm, [prompt])[0] for prompt in PROMPTS]
+        assert vectors(llm, PROMPTS) == alone
+        raw = vectors(llm, PROMPTS, normalize=False)
+    for prompt, vector, length_one in zip(PROMPTS, raw, alone, strict=True):
+        hidden = states(checkpoint, prompt)
+        want = hidden[-1] if kind == "LAST" else hidden.mean(0)
+        assert np.allclose(vector, want, atol=1e-4)
+        assert np.allclose(length_one, want / np.linalg.norm(want), atol=1e-5)
+    with LLM(str(checkpoint), max_num_batched_tokens=9, pooler_config={"pooling_type": kind}, **OPTIONS) as llm:
+        assert vectors(llm, PROMPTS) == alone, "in chunks"
+        assert vectors(llm, PROMPTS) == alone, "from the prefix cache"
+
+
+def test_fewer_dimensions_are_cut_before_the_length_becomes_one(checkpoint: Path) -> None:
+    with LLM(str(checkpoint), **OPTIONS) as llm:
+        whole = np.array(vectors(llm, PROMPTS[:1], normalize=False)[0])
+        cut = vectors(llm, PROMPTS[:1], dimensions=16)[0]
+        assert np.allclose(cut, whole[:16] / np.linalg.norm(whole[:16]), atol=1e-6)
+        for wrong, message in ((17, "one of 16, 32"), (0, "from 1 to")):
+            with pytest.raises(RequestError, match=message):
+                llm.embed(PROMPTS[:1], dimensions=wrong)
+
+
+def test_the_openai_client_and_all_encodings(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    default = client.embeddings.create(model="", input=PROMPTS)  # the client asks for base64
+    assert default.usage.prompt_tokens == sum(map(len, PROMPTS)) == default.usage.total_tokens
+    floats = client.embeddings.create(model="", input=PROMPTS, encoding_format="float")
+    assert [one.embedding for one in default.data] == [one.embedding for one in floats.data]
+    assert [one.index for one in floats.data] == [0, 1, 2, 3]
+    one = client.embeddings.create(model="", input=PROMPTS[1], dimensions=32)
+    assert len(one.data) == 1 and len(one.data[0].embedding) == 32
+
+    def post(**body: Any) -> httpx.Response:
+        return httpx.post(f"{server.url}/v1/embeddings", json={"input": PROMPTS} | body)
+
+    packed = post(encoding_format="bytes")
+    about = json.loads(packed.headers["metadata"])
+    values = np.frombuffer(packed.content, "<f4").reshape(len(PROMPTS), -1)
+    assert values.tolist() == [one.embedding for one in floats.data]
+    assert [row["start"] for row in about["data"]] == [i * 4 * values.shape[1] for i in range(len(PROMPTS))]
+    assert post(encoding_format="bytes_only").content == packed.content
+    text = post(encoding_format="base64").json()["data"][0]["embedding"]
+    assert np.frombuffer(base64.b64decode(text), "<f4").tolist() == floats.data[0].embedding
+    cut = post(input=PROMPTS[0], truncate_prompt_tokens=64, truncation_side="right").json()
+    assert cut["data"][0]["embedding"] == floats.data[2].embedding and cut["usage"]["prompt_tokens"] == 64
+
+
+BAD: list[tuple[dict[str, Any], str, int]] = [
+    ({}, "input", 400), ({"input": []}, "input", 400), ({"input": [[]]}, "input[0]", 400),
+    ({"input": [5, "x"]}, "input[1]", 400), ({"input": [[5], 5]}, "input[1]", 400), ({"input": 5}, "input", 400),
+    ({"input": [9999]}, "input", 400), ({"input": [5] * 129}, "input", 400),
+    ({"input": [[5], [5] * 129]}, "input[1]", 400), ({"input": [5], "dimensions": 7}, "dimensions", 400),
+    ({"input": [5], "encoding_format": "hex"}, "encoding_format", 400),
+    ({"input": [5], "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", 400),
+    ({"input": [5], "model": "other"}, "model", 404), ({"input": [5], "priority": "high"}, "priority", 400),
+    ({"input": [5], "messages": []}, "input", 400),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "field", "status"), BAD, ids=lambda value: str(value)[:40])
+def test_bad_bodies_name_the_field(server: Server, body: dict[str, Any], field: str, status: int) -> None:
+    answer = httpx.post(f"{server.url}/v1/embeddings", json=body)
+    assert answer.status_code == status and answer.json()["error"]["param"] == field, answer.text
+
+
+def test_a_model_either_generates_or_makes_embeddings(server: Server, demo: Server) -> None:
+    refused = httpx.post(f"{server.url}/inference/v1/generate", json={"token_ids": [5]})
+    assert refused.status_code == 400 and "--runner pooling" in refused.text
+    refused = httpx.post(f"{demo.url}/v1/embeddings", json={"input": "x"})
+    assert refused.status_code == 400 and "--runner pooling" in refused.text
+
+
+def test_modules_of_sentence_transformers_choose_the_pooling(checkpoint: Path, tmp_path: Path) -> None:
+    for path in checkpoint.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    kinds = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    pooling = tmp_path / "1_Pooling" / "config.json"
+    pooling.write_text(json.dumps({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}))
+    with LLM(str(tmp_path), **OPTIONS | {"runner": "auto"}) as llm:
+        (vector,) = vectors(llm, PROMPTS[1:2])
+    assert np.allclose(vector, states(checkpoint, PROMPTS[1]).mean(0), atol=1e-4), "there is no module Normalize"
+    pooling.write_text(json.dumps({"pooling_mode_cls_token": True}))
+    with pytest.raises(StartError, match="cls_token"):
+        LLM(str(tmp_path), **OPTIONS | {"runner": "auto"})

@@ -1,0 +1,27 @@
+"""Virtual environments of programs that are tested with the server but do not belong to it, each made once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+# No hub, no telemetry, no GPU: what a program needs at run time it finds here.
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
+           "TRL_EXPERIMENTAL_SILENCE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+           "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+
+
+def environment(requirements: Path, place: Path) -> Path:
+    """The interpreter of an environment with these (pinned) requirements, made if it is not there or has others."""
+    wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
+    python, mark = place / "bin" / "python", place / "requirements.sha256"
+    if not (mark.exists() and mark.read_text() == wanted):
+        print(f"{requirements.stem}: installing", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(place)], check=True)
+        install = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(requirements)]
+        subprocess.run([str(python), *install], check=True, env={**os.environ, "PIP_NO_INPUT": "1"})
+        mark.write_text(wanted)
+    return python

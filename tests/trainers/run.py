@@ -1,0 +1,156 @@
+"""`make test-trainers`: the recipes of examples/trainers that run without CUDA, each in an environment of its own.
+
+Environments are made under build/trainers/NAME from tests/trainers/NAME.txt (pinned) and kept until that file changes.
+Each recipe runs as its README says, for fewer steps, against a server of its own.  It has to learn: the mean reward of
+the last steps is above that of the first ones by a margin; and the difference between the server's logprobs and the
+trainer's is within the recipe's bound at every step.  Recipes that cannot run here are replayed by test_replay.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from tests.e2e.server import Server
+from tests.environments import OFFLINE, environment
+from tokserve.checkpoint import DEMO_DIR
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+BUILD = ROOT / "build" / "trainers"
+EXAMPLES = ROOT / "examples" / "trainers"
+SECONDS = 900.0
+WINDOW = 5  # steps at the beginning and at the end that are compared
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a recipe is run, and what has to come of it."""
+
+    folder: str
+    environment: str | None  # None: this project's, which has the compiled ops
+    arguments: tuple[str, ...] = ()
+    server: tuple[str, ...] = ("--dtype", "float32")
+    gain: float = 0.06  # of the mean reward
+    mismatch: float | None = 1e-3  # largest difference of a logprob at any step; None: not measured
+    packages: str | None = None  # an environment whose packages this project's interpreter finds after its own
+
+
+RECIPES = {
+    "trl": Recipe("trl", "trl", ("--steps", "25")),
+    "trl_rollout_function": Recipe("trl", "trl", ("--steps", "30", "--rollout-function"), mismatch=None),
+    "trl_exact": Recipe(
+        "trl", None, ("--steps", "25", "--exact"), ("--dtype", "bfloat16"), mismatch=0.0, packages="trl"
+    ),
+    "trl_async": Recipe(
+        "trl_async",
+        "trl",
+        ("--steps", "25"),
+        ("--rl", "--dtype", "float32", "--served-model-name", str(DEMO_DIR)),
+        mismatch=None,
+    ),
+    "verifiers": Recipe("verifiers", "verifiers", ("--steps", "25"), ("--rl", "--dtype", "float32")),
+    "own_loop": Recipe("own_loop", None, ("--steps", "25"), (), mismatch=0.0),
+    "own_loop_transformers": Recipe("own_loop", "trl", ("--steps", "25", "--transformers")),
+}
+PIECES = "trl_pieces"
+
+
+def figures(log: Path) -> list[dict[str, Any]]:
+    """What a recipe wrote, a dictionary per step."""
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def verdict(recipe: Recipe, steps: list[dict[str, Any]]) -> tuple[list[str], str]:
+    """(what is wrong, a line of figures) of a run."""
+    if len(steps) < 2 * WINDOW:
+        return [f"only {len(steps)} steps"], ""
+    first, last = (mean(step["reward"] for step in part) for part in (steps[:WINDOW], steps[-WINDOW:]))
+    seconds = mean(step["seconds"] for step in steps[1:])
+    line = f"reward {first:.3f} -> {last:.3f}, {seconds:.2f} s a step"
+    wrong = [] if last - first >= recipe.gain else [f"the reward rose by {last - first:.3f}, not {recipe.gain}"]
+    if recipe.mismatch is not None:
+        largest = max(step["mismatch"] for step in steps)
+        line += f", largest difference of a logprob {largest:.1e}"
+        if not largest <= recipe.mismatch:
+            wrong.append(f"logprobs differ by {largest}, more than {recipe.mismatch}")
+    return wrong, line
+
+
+def interpreter(recipe: Recipe) -> list[str]:
+    """The beginning of a recipe's command."""
+    if recipe.environment is not None:
+        return [str(environment(HERE / f"{recipe.environment}.txt", BUILD / recipe.environment))]
+    if recipe.packages is None:
+        return [sys.executable]
+    python = environment(HERE / f"{recipe.packages}.txt", BUILD / recipe.packages)
+    packages = next(python.parents[1].glob("lib/python*/site-packages"))
+    return [sys.executable, str(HERE / "with_packages.py"), str(packages)]
+
+
+def run(name: str) -> bool:
+    """Run a recipe; whether it passed."""
+    recipe, log = RECIPES[name], BUILD / f"{name}.jsonl"
+    command = interpreter(recipe)
+    log.unlink(missing_ok=True)
+    began = time.monotonic()
+    with Server("demo", *recipe.server) as server:
+        command += [str(EXAMPLES / recipe.folder / "train.py"), "--url", server.url, "--log", str(log)]
+        env = {**os.environ, **OFFLINE, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # the model is small
+        try:
+            done = subprocess.run(
+                [*command, "--model", str(DEMO_DIR), *recipe.arguments],
+                env=env, cwd=BUILD, capture_output=True, text=True, timeout=SECONDS,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            print(f"{name}: FAILED, no end after {SECONDS:.0f} s")
+            return False
+        well = server.get("/health?deep=1").status_code == 200
+    if done.returncode or not well:
+        print(f"{name}: FAILED\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}" + ("" if well else "\nthe server failed"))
+        return False
+    wrong, line = verdict(recipe, figures(log))
+    print(
+        f"{name}: {'FAILED: ' + '; '.join(wrong) if wrong else 'passed'} ({line}) in {time.monotonic() - began:.0f} s"
+    )
+    return not wrong
+
+
+def run_pieces() -> bool:
+    """The pieces for TRL, beyond what its recipes use; whether they passed."""
+    python = environment(HERE / "trl.txt", BUILD / "trl")
+    with Server("demo", "--dtype", "float32", "--admin-api-key", "k") as server:
+        command = [str(python), str(HERE / "trl_pieces.py"), server.url, str(DEMO_DIR), "k"]
+        env = {**os.environ, **OFFLINE, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS)
+    print(f"{PIECES}: {'passed' if not done.returncode else 'FAILED' + chr(10) + done.stderr[-4000:]}", flush=True)
+    return not done.returncode
+
+
+def main() -> int:
+    """All recipes, or those that are named."""
+    parser = argparse.ArgumentParser(description="Run the recipes of examples/trainers.")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        choices=[*RECIPES, PIECES, []],
+        metavar="RECIPE",
+        help=f"Of {', '.join([*RECIPES, PIECES])}. Default: all.",
+    )
+    names = parser.parse_args().names or [*RECIPES, PIECES]
+    BUILD.mkdir(parents=True, exist_ok=True)
+    failed = [name for name in names if not (run_pieces() if name == PIECES else run(name))]
+    print(f"{len(names) - len(failed)} of {len(names)} recipes passed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

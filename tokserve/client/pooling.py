@@ -1,0 +1,125 @@
+"""Embeddings: how a checkpoint pools hidden states, and what is made of the engine's vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokserve import checkpoint
+from tokserve.config import ModelConfig
+from tokserve.errors import RequestError, StartError, invalid
+from tokserve.params import PoolingParams
+
+POOLING_TYPES: Mapping[str, Literal["last", "mean"]] = {"LAST": "last", "MEAN": "mean"}
+SENTENCE_TYPES: Mapping[str, Literal["last", "mean"]] = {
+    "pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean",
+}  # fmt: skip
+OPTIONS = ("pooling_type", "use_activation", "dimensions", "task")
+
+
+class VectorRules(NamedTuple):
+    """How vectors are made of hidden states.
+
+    `normalize`: to length 1, unless the request says otherwise.  `dimensions`: how many of its first values a vector
+    may be cut to: None none, empty any number.
+    """
+
+    pooling: Literal["last", "mean"] = "last"
+    normalize: bool = True
+    dimensions: frozenset[int] | None = None
+    default_dimensions: int | None = None
+
+    @property
+    def params(self) -> PoolingParams:
+        """What the engine computes; the rest is made of its vector here."""
+        return PoolingParams(self.pooling, normalize=False)
+
+    def check_dimensions(self, dimensions: int | None, hidden: int) -> None:
+        """Raise RequestError for a length that vectors of this model cannot have."""
+        if dimensions is None:
+            return
+        if self.dimensions is None:
+            raise invalid(
+                "dimensions", "is for Matryoshka embeddings, which this model does not make", code="unsupported"
+            )
+        if not 1 <= dimensions <= hidden:
+            raise invalid("dimensions", f"must be from 1 to {hidden}, got {dimensions}")
+        if self.dimensions and dimensions not in self.dimensions:
+            allowed = ", ".join(map(str, sorted(self.dimensions)))
+            raise invalid("dimensions", f"must be one of {allowed}, got {dimensions}")
+
+    def finish(
+        self, vector: bytes, dimensions: int | None = None, normalize: bool | None = None
+    ) -> NDArray[np.float32]:
+        """An embedding of the engine's vector (float32): cut, then of length 1."""
+        values = np.frombuffer(vector, "<f4")[: dimensions or self.default_dimensions].astype(np.float64)
+        if self.normalize if normalize is None else normalize:
+            length = np.sqrt(np.dot(values, values))
+            values = values / length if length > 0 else values
+        return values.astype(np.float32)
+
+
+def pooler_of(model: ModelConfig) -> VectorRules | None:
+    """The pooler of a resolved configuration; None: the model generates.  Raises StartError.
+
+    Options come before the checkpoint's modules (sentence-transformers' modules.json), and these before the default:
+    the last token's hidden state, of length 1.
+    """
+    if model.runner != "pooling":
+        return None
+    directory = Path(model.model)
+    hf = checkpoint.hf_config(directory) | (model.hf_overrides or {})
+    pooler = _of_modules(directory)
+    allowed = hf.get("matryoshka_dimensions")
+    if isinstance(allowed, list) and all(isinstance(one, int) for one in allowed):
+        pooler = pooler._replace(dimensions=frozenset(allowed))
+    elif hf.get("is_matryoshka") is True:
+        pooler = pooler._replace(dimensions=frozenset())
+    return _with_options(pooler, model.pooler_config or {})
+
+
+def _of_modules(directory: Path) -> VectorRules:
+    if not (directory / "modules.json").is_file():
+        return VectorRules()
+    modules = checkpoint.read_any_json(directory, "modules.json")
+    if not isinstance(modules, list):
+        raise StartError("modules.json of the model is not a JSON list")
+    kinds = {str(one.get("type", "")).rpartition(".")[2]: one for one in modules if isinstance(one, dict)}
+    unknown = kinds.keys() - {"Transformer", "Pooling", "Normalize"}
+    if unknown:
+        raise StartError(f"modules.json has a module of type {min(unknown)}, which is not supported")
+    pooling: Literal["last", "mean"] = "last"
+    if "Pooling" in kinds:
+        path = str(kinds["Pooling"].get("path", ""))
+        given = checkpoint.read_json(directory / path, "config.json") or {}
+        modes = [name for name, value in given.items() if name.startswith("pooling_mode_") and value is True]
+        if len(modes) != 1 or modes[0] not in SENTENCE_TYPES:
+            raise StartError(f"{path}/config.json: pooling {', '.join(modes) or 'of no kind'} is not supported")
+        pooling = SENTENCE_TYPES[modes[0]]
+    return VectorRules(pooling, normalize="Normalize" in kinds)
+
+
+def _with_options(pooler: VectorRules, options: Mapping[str, Any]) -> VectorRules:
+    for name in options:
+        if name not in OPTIONS:
+            raise StartError(f"option pooler_config: {name} is not supported; there are {', '.join(OPTIONS)}")
+    kind = options.get("pooling_type")
+    if kind is not None:
+        if kind not in POOLING_TYPES:
+            raise StartError(f"option pooler_config: pooling_type must be LAST or MEAN, got {kind!r}")
+        pooler = pooler._replace(pooling=POOLING_TYPES[kind])
+    if options.get("task") not in (None, "embed"):
+        raise StartError(f"option pooler_config: task must be embed, got {options['task']!r}")
+    if options.get("use_activation") is not None:
+        pooler = pooler._replace(normalize=bool(options["use_activation"]))
+    if options.get("dimensions") is not None:
+        try:
+            pooler.check_dimensions(options["dimensions"], 1 << 30)
+        except RequestError as error:
+            raise StartError(f"option pooler_config: {error.message}") from None
+        pooler = pooler._replace(default_dimensions=options["dimensions"])
+    return pooler

@@ -1,0 +1,103 @@
+"""A served model's own weights once more, quantized: it draws drafts for the model and follows every update of it.
+
+Projections and head are copies.  Embedding, norms and biases are the model's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokserve import ops
+from tokserve.errors import StartError
+from tokserve.layers.linear import Linear
+from tokserve.layers.options import LayerOptions
+from tokserve.layers.places import MatrixPlace
+from tokserve.models.decoder import Decoder
+from tokserve.models.load import quant_methods
+
+
+class QuantizedCopy:
+    """`decoder` draws for `source`.  `quantization`: int8 or int4.  Raises StartError if `source` cannot be copied."""
+
+    def __init__(self, source: Decoder, quantization: str, group_size: int) -> None:
+        self._source = source
+        quant, head_quant = quant_methods(quantization, group_size, quantize_lm_head=True)
+        if why := _refusal(source):
+            raise StartError(f"option speculative_config: the method self needs a copy of the weights, and {why}")
+        options = LayerOptions(source.dtype, quant, source.options.group)
+        head = LayerOptions(source.head.dtype, head_quant, source.options.group)
+        self.decoder = Decoder(source.spec, options, head, source.rope_tables, float8_cache=source.float8_cache)
+        self._stale: list[str] = []  # projections that are not the source's of now
+        for name, linear in _linears(self.decoder).items():
+            linear.packed = linear.pack(_dense(_linears(source)[name]))
+        self._borrow()
+
+    def num_bytes(self) -> int:
+        """Memory of the copies."""
+        return sum(tensor.nbytes for linear in _linears(self.decoder).values() for tensor in _tensors(linear.packed))
+
+    def follow(self, source: Decoder) -> None:
+        """The source's weights have changed, or another model has taken its place.  `advance` copies them."""
+        self._source = source
+        self._borrow()
+        self._stale = list(_linears(source))
+
+    def rest(self, blank: Decoder) -> None:
+        """The source's weights are given up, until `follow`; `blank` is like it, without weights."""
+        self._source = blank
+        self._borrow()
+        self._stale = []
+
+    def advance(self) -> None:
+        """Quantize one projection that has changed, where it is: captured steps read it there.
+
+        A step does this beside its drafts, so an update waits for none of it; until all are done, drafts are drawn
+        from a mixture of old and new weights.
+        """
+        if not self._stale:
+            return
+        name = self._stale.pop()
+        linear = _linears(self.decoder)[name]
+        packed = linear.pack(_dense(_linears(self._source)[name]))
+        for kept, new in zip(_tensors(linear.packed), _tensors(packed), strict=True):
+            kept.copy_(new)
+
+    def _borrow(self) -> None:
+        self.decoder.borrow(self._source)
+        for name, linear in _linears(self.decoder).items():
+            linear.bias = _linears(self._source)[name].bias
+
+
+def _refusal(source: Decoder) -> str | None:
+    if source.quantization is not None:
+        return f"those of the model are quantized ({source.quantization}) already"
+    if source.implementation != "tokserve":
+        return f"this model's implementation is {source.implementation}"
+    if source.spec.mixtures:
+        return "experts are not copied"
+    return None
+
+
+def _linears(decoder: Decoder) -> dict[str, Linear]:
+    return decoder.named_linears() | {"lm_head": decoder.head.linear}
+
+
+def _dense(linear: Linear) -> Tensor:
+    """The layer's weight [outputs, inputs]."""
+    assert isinstance(linear.packed, ops.PackedWeight)
+    return MatrixPlace(linear.packed).read(0, linear.outputs)
+
+
+def _tensors(packed: Any) -> list[Tensor]:
+    """All of a packed weight's."""
+    if isinstance(packed, torch.Tensor):
+        return [packed]
+    if isinstance(packed, tuple):
+        return [tensor for part in packed for tensor in _tensors(part)]
+    if is_dataclass(packed):
+        return [tensor for field in fields(packed) for tensor in _tensors(getattr(packed, field.name))]
+    return []

@@ -1,0 +1,142 @@
+"""References of gradients: of attention over sequences that share prefixes, of activations, of norms.
+
+The server never calls them.  Products and long sums run on one thread: a library may divide them among threads.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from tokserve.ops import elementwise
+from tokserve.ops.registry import op
+from tokserve.ops.serial import one_thread
+
+QUERIES = 256  # of a node whose weights are in memory at a time
+TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (3e-2, 2e-2), torch.float16: (1e-5, 1e-5)}
+
+
+ROWS = {torch.float32: (5e-5, 1e-5), torch.bfloat16: (5e-5, 1e-2), torch.float16: (5e-5, 2e-3)}
+
+
+@op(tolerance=ROWS)
+def activation_gradients(grad: Tensor, x: Tensor, activation: str, gated: bool = False) -> Tensor:
+    """The gradient of x in `activate(x, activation, gated)`, like x, from that of its result [T,I].
+
+    x is [T,I], or [T,2I] if it is `gated`: the first half is activated, and multiplies the second.
+    """
+    upstream = grad.float()
+    if not gated:
+        return (upstream * _slope(x.float(), activation)).to(x.dtype)
+    gate, up = x.float().chunk(2, -1)
+    value = elementwise.activate.reference(gate, activation)
+    return torch.cat([upstream * _slope(gate, activation) * up, upstream * value], -1).to(x.dtype)
+
+
+def _slope(x: Tensor, activation: str) -> Tensor:
+    """The derivative of an activation."""
+    if activation == "silu":
+        sigmoid = 1.0 / (1.0 + torch.exp(-x))
+        return sigmoid + x * sigmoid * (1.0 - sigmoid)
+    if activation == "gelu_tanh":
+        inner = (x + x * x * x * elementwise.GELU_CUBIC) * elementwise.GELU_SCALE
+        share = 1.0 / (1.0 + torch.exp(-2.0 * inner))  # (1 + tanh(inner)) / 2
+        return share + x * 2.0 * share * (1.0 - share) * elementwise.GELU_SCALE * (
+            1.0 + 3.0 * elementwise.GELU_CUBIC * x * x
+        )
+    if activation == "gelu":
+        return 0.5 * torch.erfc(x * -math.sqrt(0.5)) + x * torch.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
+    return 2.0 * x.clamp(min=0.0) if activation == "relu2" else (x > 0.0).float()
+
+
+@op(tolerance=ROWS)
+def norm_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, carried: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x [T,H], in its dtype, and of weight [H] float32 in `rms_norm(x, weight, eps)`.
+
+    `grad` [T,H] is that of the result, in x's dtype or float32.  `carried` [T,H] is added to the gradient of x before
+    it is rounded.  With n = x / rms, n' = weight grad: (n' - n mean(n' n)) / rms, and the sum over rows of grad n.
+    """
+    values, upstream = x.float(), grad.float()
+    with one_thread():
+        inverse = torch.rsqrt(values.square().sum(-1, keepdim=True) / x.shape[-1] + eps)
+        normed = values * inverse
+        grad_weight = (upstream * normed).sum(0)
+        upstream = upstream * weight.float()
+        along = (upstream * normed).sum(-1, keepdim=True) / x.shape[-1]
+    grad_x = (upstream - normed * along) * inverse
+    return (grad_x if carried is None else grad_x + carried.float()).to(x.dtype), grad_weight
+
+
+@op(tolerance=TOLERANCE)
+def attention_gradients(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start: Tensor,
+    paths: Tensor,
+    path_start: Tensor,
+    scale: float,
+    window: int,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients float32 of q [T,Hq,D], k and v [T,Hk,D] in causal attention, from that of its result [T,Hq,D].
+
+    The T tokens are runs of sequences ("nodes"): node r owns tokens query_start[r] .. query_start[r+1] - 1, the last of
+    the positions whose tokens are paths[path_start[r]:path_start[r+1]], ascending ([R+1], [P], [R+1] int64).  Where
+    several nodes have the same keys, their gradients are added in the order of the nodes.  `window` and `softcap` as in
+    `paged_attention`.  The weights are computed again: for weights P and G the gradient of the result,
+    dS = P (G V^T - rowsum(P G V^T)), dV = P^T G, dK = scale dS^T Q, dQ = scale dS K.
+    """
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    grads = tuple(torch.zeros(x.shape, dtype=exact, device=x.device) for x in (q, k, v))
+    with one_thread():
+        for (first, end), (begin, stop) in zip(
+            pairwise(query_start.tolist()), pairwise(path_start.tolist()), strict=True
+        ):
+            path = paths[begin:stop]
+            keys, values = (x.index_select(0, path).to(exact) for x in (k, v))
+            for start in range(first, end, QUERIES):
+                rows = slice(start, min(start + QUERIES, end))
+                position = stop - begin - (end - start)
+                visible = slice(max(0, position - window + 1) if window else 0, position + rows.stop - rows.start)
+                parts = _node(
+                    grad[rows].to(exact), q[rows].to(exact), keys[visible], values[visible], scale, window, softcap
+                )
+                grads[0][rows] = parts[0]
+                grads[1].index_add_(0, path[visible], parts[1])
+                grads[2].index_add_(0, path[visible], parts[2])
+    return grads[0], grads[1], grads[2]
+
+
+def _node(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q [n,Hq,D], k and v [m,Hk,D], where the queries are at the last n of m positions."""
+    count, heads, dim = q.shape
+    m, kv_heads = k.shape[:2]
+    group = heads // kv_heads
+    query, key = torch.arange(m - count, m, device=q.device)[:, None], torch.arange(m, device=q.device)
+    hidden = (key > query) | (key <= query - window) if window else key > query  # [n,m]
+    hidden = hidden[:, None].expand(count, group, m).reshape(count * group, m)
+    grad_q = torch.empty_like(q)
+    grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
+    for head in range(kv_heads):
+        members = slice(head * group, (head + 1) * group)
+        queries, upstream = (x[:, members].reshape(-1, dim) for x in (q, grad))  # [n G,D]
+        scores = queries @ k[:, head].t() * scale
+        bent = torch.tanh(scores / softcap) if softcap else None
+        weights = (scores if bent is None else bent * softcap).masked_fill(hidden, float("-inf")).softmax(-1)
+        slopes = upstream @ v[:, head].t()
+        slopes = weights * (slopes - (weights * slopes).sum(-1, keepdim=True))
+        if bent is not None:
+            slopes = slopes * (1.0 - bent * bent)
+        grad_q[:, members] = (slopes @ k[:, head] * scale).view(count, group, dim)
+        grad_k[:, head] = slopes.t() @ queries * scale
+        grad_v[:, head] = weights.t() @ upstream
+    return grad_q, grad_k, grad_v

@@ -1,0 +1,47 @@
+"""Sample inputs of gradients."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+
+from tokserve.ops.samples.common import Samples, normal
+
+
+def activation_gradients(dtype: torch.dtype) -> Samples:
+    for rows, width in ((1, 64), (5, 33), (70, 128), (0, 8)):
+        for name in ("silu", "gelu_tanh", "gelu", "relu", "relu2"):
+            x = 3.0 * normal(torch.float32, width, rows, 2 * width)
+            yield normal(dtype, 1, rows, width), x.to(dtype), name, True
+            yield normal(dtype, 1, rows, 2 * width), x.to(dtype), name
+
+
+def norm_gradients(dtype: torch.dtype) -> Samples:
+    for rows, width in ((1, 64), (5, 33), (300, 128), (2, 1030), (0, 8)):
+        x, weight = 3.0 * normal(torch.float32, width, rows, width), normal(torch.float32, 2, width)
+        yield normal(dtype, 1, rows, width), x.to(dtype), weight, 1e-5
+        yield normal(torch.float32, 1, rows, width), x.to(dtype), weight, 1e-5, normal(dtype, 3, rows, width)
+
+
+def attention_gradients(dtype: torch.dtype) -> Samples:
+    cases = (  # nodes as (parent or -1, tokens); query heads, KV heads, head dim, window, softcap
+        (((-1, 1),), 1, 1, 32, 0, 0.0),
+        (((-1, 5), (0, 3), (0, 40), (-1, 7)), 4, 2, 64, 0, 0.0),
+        (((-1, 70), (0, 65), (1, 9), (0, 1)), 6, 2, 80, 37, 0.0),
+        (((-1, 150), (-1, 33)), 3, 1, 33, 0, 2.0),
+        (((-1, 290),), 2, 2, 128, 9, 0.0),
+        ((), 2, 1, 8, 0, 0.0),
+    )
+    for nodes, heads, kv_heads, dim, window, softcap in cases:
+        generator = torch.Generator().manual_seed(dim)
+        starts = [0, *accumulate(count for _, count in nodes)]
+        paths: list[list[int]] = []
+        for number, (parent, count) in enumerate(nodes):
+            before = paths[parent] if parent >= 0 else []
+            paths.append([*before, *range(starts[number], starts[number] + count)])
+        grad, q = torch.randn(2, starts[-1], heads, dim, generator=generator).to(dtype).unbind()
+        k, v = torch.randn(2, starts[-1], kv_heads, dim, generator=generator).to(dtype).unbind()
+        path_start = torch.tensor([0, *accumulate(len(path) for path in paths)])
+        flat = torch.tensor([token for path in paths for token in path], dtype=torch.int64)
+        yield grad, q, k, v, torch.tensor(starts), flat, path_start, dim**-0.5, window, softcap

@@ -1,0 +1,323 @@
+"""Pieces that let TRL's trainers use a tokserve server: neither vLLM nor CUDA is needed, and weights go over HTTP.
+
+- `use_tokserve()`: TRL's server mode (`use_vllm=True, vllm_mode="server"`) talks to tokserve, in every trainer that has
+  it.  TRL gathers the weights, so FSDP and DeepSpeed are as with vLLM.
+- `RolloutFunction(url)`: for `GRPOTrainer(rollout_func=...)`, TRL's public hook; changes nothing of TRL.
+- `HTTPWeightTransfer(url)`: for `AsyncGRPOTrainer(weight_transfer=...)`.
+
+All ask for the logprobs that TRL's losses need, whatever the server's default is.  Written for TRL 1.16.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+from torch import Tensor
+from trl.generation import vllm_client, vllm_generation
+
+from tokserve.rl import Rollout, TokserveClient
+from tokserve.rl.deltas import file_pieces
+
+PART_BYTES = 1 << 30  # tensors that are sent in one body, so that no second copy of a sharded model is gathered
+LOGPROBS_MODE = "temperature"  # TRL's losses are over the whole vocabulary at the temperature
+MODES_OF_TRL = ("temperature", "processed", "processed_logprobs")
+CHECK_FOR_VLLM = (  # modules of TRL that ask whether vLLM is installed before they use its server
+    "trl.generation.vllm_client",
+    "trl.generation.vllm_generation",
+    "trl.trainer.distillation_trainer",
+    "trl.experimental.async_grpo.async_rollout_worker",
+    "trl.experimental.gold.gold_trainer",
+    "trl.experimental.iw_opd.iw_opd_trainer",
+)
+CONNECT_SECONDS = 30.0
+log = logging.getLogger(__name__)
+
+
+class WeightUpdates:
+    """Weight updates of a server from code without an event loop, a part at a time.
+
+    Methods raise RuntimeError with the server's message, and httpx.TransportError.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(None, connect=CONNECT_SECONDS))
+        self._take_over = True  # of what a trainer that has gone left open
+
+    @contextmanager
+    def update(self, *, recompute_kv: bool = False) -> Iterator[str]:
+        """An update around the block, committed at its end and rolled back if it raises; yields its id, for `send`."""
+        opened = self._post("/start_weight_update", json={"take_over": True} if self._take_over else {})
+        self._take_over = False
+        update_id: str = opened["update_id"]
+        committed = False
+        try:
+            yield update_id
+            self._post("/finish_weight_update", json={"update_id": update_id, "recompute_kv": recompute_kv})
+            committed = True
+        finally:
+            if not committed:
+                self._abort(update_id)
+
+    def _abort(self, update_id: str) -> None:
+        try:
+            self._http.post("/abort_weight_update", json={"update_id": update_id})  # 409 where it has failed already
+        except httpx.TransportError as error:
+            log.warning("the weight update could not be aborted (its lease will end it): %s", error)
+
+    def send(self, pairs: Iterable[tuple[str, Tensor]], update_id: str) -> None:
+        """Send tensors within an update."""
+        part: dict[str, Tensor] = {}
+        size = 0
+        for name, tensor in pairs:
+            if part and size + tensor.nbytes > PART_BYTES:
+                self._send_part(part, update_id)
+                part, size = {}, 0
+            part[name] = tensor
+            size += tensor.nbytes
+        if part:
+            self._send_part(part, update_id)
+
+    def _send_part(self, part: dict[str, Tensor], update_id: str) -> None:
+        headers = {"Content-Type": "application/octet-stream"}
+        self._post("/update_weights", params={"update_id": update_id}, content=file_pieces(part), headers=headers)
+
+    def _post(self, path: str, **kwargs: Any) -> Any:
+        reply = self._http.post(path, **kwargs)
+        if reply.status_code != httpx.codes.OK:
+            raise RuntimeError(f"{path}: {reply.status_code}: {reply.text}")
+        return reply.json()
+
+    def logprobs_mode(self) -> str:
+        """The kind of logprobs that the server returns where a request names none."""
+        reply = self._http.get("/server_info").raise_for_status().json()
+        mode: str = reply["config"]["model"]["logprobs_mode"]
+        return mode
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+
+def use_tokserve(*, api_key: str | None = None) -> None:
+    """Let TRL's trainers that are made from now on use a tokserve server where they would use vLLM's.
+
+    Call it after the trainer's class was imported, and give the configuration `use_vllm=True, vllm_mode="server"` and
+    `vllm_server_base_url`.  `api_key`: an admin key, where the server has one.
+    """
+
+    for name in CHECK_FOR_VLLM:
+        if name in sys.modules:
+            vars(sys.modules[name])["is_vllm_available"] = lambda *_, **__: True
+    keyed = type("TokserveVLLMClient", (TokserveVLLMClient,), {"_api_key": api_key})
+    vars(vllm_generation)["VLLMClient"] = keyed
+
+
+class TokserveVLLMClient(vllm_client.VLLMClient):  # type: ignore[misc]
+    """TRL's client of a vLLM server, for a tokserve server: weights go over HTTP, and no process group is formed.
+
+    An update is a transaction: if it fails, the server keeps its old weights, and the error is raised.
+    """
+
+    _api_key: str | None = None
+    _updates: WeightUpdates | None = None
+    _update_id: str | None = None  # of the update that is open
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
+
+    def _get(self, url: str, **kwargs: Any) -> Any:
+        return super()._get(url, headers=self._headers(), **kwargs)
+
+    def _post(self, url: str, **kwargs: Any) -> Any:
+        return super()._post(url, headers=self._headers(), **kwargs)
+
+    def vllm_config(self) -> Any:
+        """vLLM's configuration as the server reports it, with the kind of logprobs that `generate` asks for."""
+        config = self._get(f"{self.base_url}/server_info", params={"config_format": "json"})["vllm_config"]
+        return config | {"model_config": config["model_config"] | {"logprobs_mode": "processed_logprobs"}}
+
+    get_server_info = vllm_config  # TRL's name
+
+    def generate(self, *args: Any, generation_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        """As TRL's, with logprobs of the distribution at the temperature."""
+        requested = {"logprobs_mode": LOGPROBS_MODE} | (generation_kwargs or {})
+        return super().generate(*args, generation_kwargs=requested, **kwargs)
+
+    def chat(self, *args: Any, generation_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        """As TRL's, with logprobs of the distribution at the temperature."""
+        requested = {"logprobs_mode": LOGPROBS_MODE} | (generation_kwargs or {})
+        return super().chat(*args, generation_kwargs=requested, **kwargs)
+
+    def init_communicator(self, device: Any = 0) -> None:
+        """Get ready for weight updates; `device` may be a CPU."""
+        self._updates = WeightUpdates(self.base_url, api_key=self._api_key)
+
+    @contextmanager
+    def weight_update(self) -> Iterator[None]:
+        """Calls of `update_named_param` within the block are one update."""
+        with self._connected().update() as self._update_id:
+            try:
+                yield
+            finally:
+                self._update_id = None
+
+    def update_named_params(
+        self, metadata: list[tuple[str, str, list[int]]], named_params: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        """Send tensors: as an update, or as a part of the one that is open."""
+        if self._update_id is not None:
+            self._connected().send(named_params, self._update_id)
+            return
+        with self._connected().update() as update_id:
+            self._connected().send(named_params, update_id)
+
+    def _connected(self) -> WeightUpdates:
+        if self._updates is None:
+            raise RuntimeError("weights can be sent after init_communicator")
+        return self._updates
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing: KV of other weights is never found."""
+
+    def close_communicator(self) -> None:
+        """Close the connections of weight updates."""
+        if self._updates is not None:
+            self._updates.close()
+            self._updates = None
+
+
+class HTTPWeightTransfer:
+    """For `AsyncGRPOTrainer(weight_transfer=HTTPWeightTransfer(url))`: each policy is sent as one update over HTTP.
+
+    Generation goes on while tensors come, and is never paused: the server takes all weights at one step boundary, and
+    requests in flight go on with them.  `recompute_kv`: on KV of theirs.  If an update fails, the server keeps its old
+    weights, and the error is raised.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None, recompute_kv: bool = False) -> None:
+        self._updates = WeightUpdates(url, api_key=api_key)
+        self._recompute_kv = recompute_kv
+
+    def init_weight_transfer(self) -> None:
+        """Warn if the server's replies to TRL's rollout worker, which names no kind of logprob, have the wrong one."""
+        mode = self._updates.logprobs_mode()
+        if mode not in MODES_OF_TRL:
+            log.warning("the server's logprobs are of mode %s, wrong at a temperature but 1: start it with --rl", mode)
+
+    def send_weights(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
+        """Send the pairs of (name, tensor), and have the server take them."""
+        with self._updates.update(recompute_kv=self._recompute_kv) as update_id:
+            self._updates.send(iterator, update_id)
+
+    def pause(self) -> None:
+        """Nothing: an update needs no pause."""
+
+    def resume(self) -> None:
+        """Nothing: there was no pause."""
+
+    def destroy(self) -> None:
+        """Close the connections."""
+        self._updates.close()
+
+
+class RolloutFunction:
+    """For `GRPOTrainer(rollout_func=RolloutFunction(url))`: pushes the weights of each step, and generates with them.
+
+    Sampling parameters are the trainer's; `sampling` adds to them or replaces them.  Each process of a distributed run
+    generates for its own prompts.  The model has to be whole on the main process: DDP and peft work, and for sharded
+    models there is `use_tokserve`.  TRL reports the difference of logprobs in its server mode only.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None, **sampling: Any) -> None:
+        self._url, self._api_key, self._sampling = url, api_key, sampling
+        self._updates = WeightUpdates(url, api_key=api_key)
+        self._pushed_step: int | None = None
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """{"prompt_ids", "completion_ids", "logprobs"}, a row for each of `prompts`, which repeat."""
+        accelerator = trainer.accelerator
+        if self._pushed_step != trainer.state.global_step:
+            if accelerator.is_main_process:
+                with (
+                    self._updates.update() as update_id,
+                    whole_weights(accelerator.unwrap_model(trainer.model)) as pairs,
+                ):
+                    self._updates.send(pairs, update_id)
+            accelerator.wait_for_everyone()
+            self._pushed_step = trainer.state.global_step
+        ids = prompt_ids(prompts, trainer)
+        with ThreadPoolExecutor(1) as thread:  # the caller's may have an event loop
+            rollouts = thread.submit(asyncio.run, self._generate(ids, trainer)).result()
+        return {
+            "prompt_ids": ids,
+            "completion_ids": [rollout.token_ids.tolist() for rollout in rollouts],
+            "logprobs": [rollout.logprobs.tolist() for rollout in rollouts],
+        }
+
+    async def _generate(self, ids: list[list[int]], trainer: Any) -> list[Rollout]:
+        """A rollout for each row; equal rows that follow one another are choices of one request."""
+        rng = np.random.default_rng(
+            [int(trainer.args.seed), int(trainer.state.global_step), int(trainer.accelerator.process_index)]
+        )
+        sampling = sampling_of(trainer) | self._sampling
+        async with TokserveClient(self._url, api_key=self._api_key) as client:
+            calls = [
+                client.generate([row], n=len(list(same)), seeds=[int(rng.integers(1 << 62))], **sampling)
+                for row, same in itertools.groupby(ids)
+            ]
+            return list(itertools.chain.from_iterable(await asyncio.gather(*calls)))
+
+
+def sampling_of(trainer: Any) -> dict[str, Any]:
+    """The sampling parameters of a trainer of TRL, as the server calls them."""
+    return {
+        "temperature": trainer.temperature, "top_p": trainer.top_p, "top_k": max(trainer.top_k, 0),
+        "min_p": trainer.min_p or 0.0, "repetition_penalty": trainer.repetition_penalty,
+        "max_tokens": trainer.max_completion_length, "logprobs_mode": LOGPROBS_MODE,
+        "stop_token_ids": sorted(trainer.eos_token_ids),
+    } | (trainer.args.generation_kwargs or {})  # fmt: skip
+
+
+def prompt_ids(prompts: list[Any], trainer: Any) -> list[list[int]]:
+    """The token ids of prompts, texts or conversations, as the trainer would make them."""
+    tokenizer = trainer.processing_class
+    if isinstance(prompts[0], str):
+        ids: list[list[int]] = tokenizer(text=prompts)["input_ids"]
+        return ids
+    rendered: list[list[int]] = tokenizer.apply_chat_template(
+        conversation=prompts, tools=trainer.tools or None, chat_template=trainer.chat_template,
+        add_generation_prompt=True, tokenize=True, return_dict=True, **trainer.chat_template_kwargs,
+    )["input_ids"]  # fmt: skip
+    return rendered
+
+
+@contextmanager
+def whole_weights(model: torch.nn.Module) -> Iterator[Iterable[tuple[str, Tensor]]]:
+    """Pairs of (name, tensor) of a checkpoint; those of a peft model are merged within the block."""
+    adapted: Any = model
+    if not hasattr(adapted, "merge_adapter"):
+        yield model.named_parameters()
+        return
+    adapted.merge_adapter()
+    try:
+        yield _merged(adapted)
+    finally:
+        adapted.unmerge_adapter()
+
+
+def _merged(model: Any) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in model.named_parameters():
+        if model.prefix not in name and "original_module" not in name:
+            whole = name.removeprefix("base_model.model.").replace(".base_layer", "")
+            yield whole.replace("modules_to_save.default.", ""), tensor
