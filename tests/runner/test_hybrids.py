@@ -130,3 +130,11 @@ def test_a_policy_refuses_them(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, tiny_config("lfm2"))
     with pytest.raises(StartError, match=r"recurrent states .* cannot be trained"):
         PolicyModel.from_pretrained(directory)
+
+
+@pytest.mark.parametrize("method", ["self", "draft_model"])
+def test_draft_models_are_refused(method: str, tmp_path: Path) -> None:
+    draft = write_checkpoint(tmp_path / "draft", tiny_config("qwen3"))
+    chosen = {"method": method} | ({"model": str(draft)} if method == "draft_model" else {})
+    with pytest.raises(StartError, match="draft model is not supported with recurrent states"):
+        engine_of(tmp_path / "one", "lfm2", spec_method=None, speculative_config=chosen)

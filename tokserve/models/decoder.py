@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tokserve import ops
+from tokserve.errors import StartError
 from tokserve.kv_spec import LayerSpec
 from tokserve.layers.attention import Attention, AttentionSpec
 from tokserve.layers.batch import ForwardBatch
@@ -133,12 +134,14 @@ class Decoder:
         return blank
 
     def borrow(self, other: Decoder) -> None:
-        """Use another's embedding, norms and sinks; the spec is the same."""
+        """Use another's embedding, norms and sinks; the spec is the same.  Raises StartError for recurrent states."""
         self.embedding, self.norm = other.embedding, other.norm
         for block, source in zip(self.blocks, other.blocks, strict=True):
             block.attention_norm, block.attention_post_norm = source.attention_norm, source.attention_post_norm
             block.mlp_norm, block.mlp_post_norm = source.mlp_norm, source.mlp_post_norm
             lender, borrower = source.attention, block.attention
+            if not isinstance(lender, Attention) or not isinstance(borrower, Attention):
+                raise StartError("speculative_config: a draft model is not supported with recurrent states")
             borrower.q_norm, borrower.k_norm, borrower.sinks = lender.q_norm, lender.k_norm, lender.sinks
             borrower.scale_cache(lender.k_scale, lender.v_scale)
         self._layers = self._chain()
