@@ -8,7 +8,7 @@ ARGS ?=
 # Containers often set it; without compiled files each test process compiles all modules and rewrites all assertions.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install serve docs test test-all test-random test-clients test-trainers test-real test-asan test-tsan test-wheel check format audit clean
+.PHONY: install serve docs test test-all test-random test-clients test-trainers test-real test-asan test-tsan test-wheel test-bounds check format audit clean
 
 install: $(VENV)/.installed
 
@@ -90,6 +90,10 @@ test-wheel: install
 	$(PYTHON) -m venv build/wheel/venv
 	build/wheel/venv/bin/pip install --quiet --disable-pip-version-check build/wheel/*.whl
 	cd build/wheel && venv/bin/python -P $(CURDIR)/tests/wheel.py
+
+# The lowest dependencies that pyproject.toml admits; gigabytes once, some minutes.
+test-bounds: install
+	$(BIN)/python -m tests.bounds
 
 CXX_FILES = $(wildcard csrc/*.h csrc/*.cpp tests/ops/*.cpp tests/ops/kernels/*.h tests/ops/kernels/*.cpp)
 

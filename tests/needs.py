@@ -116,6 +116,7 @@ PEFT = Need(
     lambda: _has_module("peft"),
     "pip install -e '.[dev]'",
 )
+HATCHLING = Need("hatchling", ("rl/test_distribution.py",), lambda: _has_module("hatchling"), "pip install -e '.[dev]'")
 CHROMIUM = Need(
     "Chromium and ChromeDriver",
     ("e2e/browser.py",),
@@ -164,7 +165,24 @@ GPU = Need(
     _has_gpu,
     "not for make test-all; scripts/gpu_check.sh runs what needs one",
 )
-NEEDS = (EXTENSION, TRITON, TRACING, PEFT, CHROMIUM, FILES, SYSTEMD, MAKE, MKL, HUGE, SMAPS, GLIBC, ARM, BF16, GPU)
+NEEDS = (
+    EXTENSION,
+    TRITON,
+    TRACING,
+    PEFT,
+    HATCHLING,
+    CHROMIUM,
+    FILES,
+    SYSTEMD,
+    MAKE,
+    MKL,
+    HUGE,
+    SMAPS,
+    GLIBC,
+    ARM,
+    BF16,
+    GPU,
+)
 
 
 def report() -> str:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -274,6 +275,57 @@ def test_tensors_of_this_process_are_pushed(fake: LLM, monkeypatch: pytest.Monke
         with pytest.raises(TypeError, match=r"weights are a module, a mapping or pairs|is no tensor"):
             fake.update_weights(wrong)
     assert calls == []
+
+
+def test_a_push_is_rounded_and_a_second_one_with_delta_sends_what_changed(
+    fake: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = []
+    described = {"tensors": {"a": ["bfloat16", [64, 4]]}, "tied": {}, "renames": [], "delta_refusal": None}
+    replies = {
+        "start_weight_update": {"update_id": "u1"}, "weight_coordinates": described,
+        "finish_weight_update": {"weight_version": "v", "epoch": 1},
+    }  # fmt: skip
+
+    async def call(method: str, /, **args: Any) -> Any:
+        calls.append((method, args))
+        return replies.get(method, {})
+
+    monkeypatch.setattr(fake._llm, "call", call)
+    weights = torch.randn(64, 4)
+    full = fake.push({"a": weights}, "v", delta=True)
+    sent = load(b"".join(args["chunk"] for method, args in calls if method == "feed_weights"))
+    assert full.mode == "full" and torch.equal(sent["a"], weights.bfloat16())
+    calls.clear()
+    weights[3, 1] += 1
+    delta = fake.push([("a", weights)], "w", delta=True)
+    starts = [args for method, args in calls if method == "start_weight_update"]
+    assert (delta.mode, delta.num_changed) == ("delta", 1) and starts[0]["base_version"] == "v"
+    assert all(args["update_id"] == "u1" for method, args in calls if method == "finish_weight_update")
+
+    async def refuse(method: str, /, **args: Any) -> Any:
+        if method == "feed_weights":
+            raise RequestError("the body is wrong")
+        return await call(method, **args)
+
+    monkeypatch.setattr(fake._llm, "call", refuse)
+    calls.clear()
+    with pytest.raises(RequestError, match="the body is wrong"):
+        fake.push({"a": weights})
+    assert calls[-1] == ("abort_weight_update", {"update_id": "u1"})
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_pause_of_a_block_ends_with_it(fake: LLM, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    methods: list[str] = []
+
+    async def call(method: str, /, **args: Any) -> Any:
+        methods.append(method)
+
+    monkeypatch.setattr(fake._llm, "call", call)
+    with suppress(ZeroDivisionError), fake.paused():
+        _ = 1 / (0 if fails else 1)
+    assert methods == ["pause", "resume"]
 
 
 def test_what_the_engine_last_said_of_itself(fake: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tests.adapters import write_adapter
 from tests.e2e.server import Server
 from tokserve.checkpoint import DEMO_DIR
-from tokserve.rl import ServerError, TokserveClient, checksum
+from tokserve.rl import Client, ServerError, TokserveClient, checksum
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMPTS = [[1, 2, 3], [4, 5]]
@@ -64,6 +64,30 @@ def test_rollouts_and_a_push(server: Server) -> None:
             assert refused.value.field == "token_ids"
 
     asyncio.run(scene())
+
+
+def test_the_blocking_client(server: Server) -> None:
+    weights = load_file(DEMO_DIR / "model.safetensors")
+    with Client(server.url, api_key="secret") as client:
+        client.wait_ready(60)
+        rollouts = client.generate(PROMPTS, n=2, max_tokens=6, temperature=0.7, logprobs_mode="temperature")
+        sequences = [[*r.prompt_ids, *r.token_ids] for r in rollouts]
+        scores = client.score(
+            sequences, [len(r.prompt_ids) for r in rollouts], temperature=0.7, logprobs_mode="temperature"
+        )
+        assert all((score == r.logprobs).all() for score, r in zip(scores, rollouts, strict=True))
+        deltas = [delta.tokens.token_ids for delta in client.stream(PROMPTS[0], max_tokens=6, seed=1)]
+        (whole,) = client.generate(PROMPTS[:1], seeds=[1], max_tokens=6)
+        assert np.concatenate(deltas).tolist() == whole.token_ids.tolist()
+        with client.paused():
+            assert client.state()["state"] == "paused"
+            assert client.push(weights, "blocking-1", delta=True).mode == "full"
+        changed = {name: tensor.clone() for name, tensor in weights.items()}
+        changed["model.norm.weight"][0] += 0.5
+        pushed = client.push(changed, "blocking-2", delta=True)
+        assert (pushed.mode, pushed.num_changed) == ("delta", 1)
+        client.push(weights, "blocking-3")
+        assert client.served_weights()["weight_version"] == "blocking-3"
 
 
 def test_rollouts_of_an_adapter(server: Server, tmp_path: Path) -> None:

@@ -1,80 +1,23 @@
-"""The trainer's client against scripted answers: what is sent again, and what becomes of an update that fails."""
+"""The trainer's client against scripted answers: what is sent again, and what a reply becomes."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 import msgspec
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load
 
-from tokserve.errors import RequestError, TransferFailed
-from tokserve.rl import ServerError, TokserveClient, sticky_seeds
-from tokserve.rl.broadcast import TransferGroup
-from tokserve.rl.deltas import file_pieces
+from tests.rl.distribution import rl
+from tests.rl.scripted_http import OK, Answer, connected, refusal, run
 
-Answer = httpx.Response | Exception
-WEIGHTS = [("a", torch.ones(2, 3)), ("b", torch.ones(4, dtype=torch.bfloat16))]
-OK = httpx.Response(200, json={"weight_version": "7", "epoch": 7})
 REPLY = {"choices": [{"index": 0, "token_ids": b"", "logprobs": None, "finish_reason": "stop", "weight_versions": []}]}
-
-
-def refusal(status: int, **headers: str) -> httpx.Response:
-    error = {"message": "no", "type": "t", "param": None, "code": None}
-    return httpx.Response(status, json={"error": error}, headers=headers)
-
-
-def run(script: dict[str, list[Answer]], use: Callable[[TokserveClient], Any]) -> tuple[list[str], Any]:
-    """What was sent (paths), and the result or the exception.  Of a path's answers the last one stays."""
-    sent: list[str] = []
-
-    async def answer(request: httpx.Request) -> httpx.Response:
-        await request.aread()
-        sent.append(request.url.path)
-        answers = script.get(request.url.path, [OK])
-        found = answers.pop(0) if len(answers) > 1 else answers[0]
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    async def scene() -> Any:
-        async with TokserveClient("http://nowhere") as client:
-            await client._http.aclose()
-            client._http = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://nowhere")
-            try:
-                return await use(client)
-            except (ServerError, httpx.TransportError) as error:
-                return error
-
-    return sent, asyncio.run(scene())
 
 
 def generated() -> httpx.Response:
     return httpx.Response(200, content=msgspec.msgpack.encode(REPLY))
-
-
-def test_a_group_that_the_server_refuses_does_not_keep_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    others_came, formed = threading.Event(), threading.Event()
-
-    def group(*_: Any) -> None:
-        others_came.wait(60)
-        formed.set()
-
-    monkeypatch.setattr("tokserve.rl.client.TransferGroup", group)
-    script: dict[str, list[Answer]] = {"/init_weight_transfer_engine": [refusal(409)]}
-    try:
-        _, error = run(script, lambda client: client.join("gloo", "127.0.0.1", 1))
-        assert isinstance(error, ServerError) and error.status == 409 and not formed.is_set()
-    finally:
-        others_came.set()
-    assert formed.wait(60)
 
 
 def test_sampling_masks_of_a_rollout() -> None:
@@ -95,7 +38,7 @@ def test_a_rollout_is_sent_again_only_if_it_cannot_have_run() -> None:
         assert sent == [path] * 2 and rollouts[0].finish_reason == "stop"
     for first in (httpx.ReadError("cut"), httpx.RemoteProtocolError("cut"), refusal(503), refusal(500), refusal(409)):
         sent, error = run({path: [first, generated()]}, lambda client: client.generate([[1]]))
-        assert sent == [path] and isinstance(error, ServerError | httpx.TransportError)
+        assert sent == [path] and isinstance(error, rl.ServerError | httpx.TransportError)
     restarted: list[Answer] = [httpx.ConnectError("refused"), refusal(503, **{"retry-after": "0"}), generated()]
     sent, rollouts = run({path: restarted}, lambda client: client.generate([[1]]))
     assert sent == [path] * 3 and rollouts[0].finish_reason == "stop"
@@ -111,16 +54,11 @@ def test_seeds_are_one_for_each_prompt() -> None:
 
 @pytest.mark.parametrize("prompts", [[5, 6], ["text"], [[1], [1.5]], [[[1]]]])
 def test_prompts_are_lists_of_ids_or_nothing_is_sent(prompts: Any) -> None:
-    async def use(client: TokserveClient) -> Any:
+    async def use(client: rl.AsyncClient) -> Any:
         with pytest.raises(ValueError, match=r"prompts\[[01]\] must be a list of token ids"):
             await client.generate(prompts)
 
     assert run({}, use)[0] == []
-
-
-def test_a_backend_that_there_is_not_is_told_before_anybody_is_met() -> None:
-    with pytest.raises(RequestError, match="backend must be one of gloo, nccl, got 'mpi'"):
-        TransferGroup("mpi", "127.0.0.1", 1, 0, 2, 1.0)
 
 
 @pytest.mark.parametrize("prompt", [[1, 2**31], [-(2**31) - 1], np.array([2**32 + 5])])
@@ -146,10 +84,8 @@ def test_a_rollout_that_fails_takes_the_others_along() -> None:
                 left.append(True)
                 raise
 
-        async with TokserveClient("http://nowhere") as client:
-            await client._http.aclose()
-            client._http = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://nowhere")
-            with pytest.raises(ServerError):
+        async with connected(answer) as client:
+            with pytest.raises(rl.ServerError):
                 await client.generate([[1], [2]])
             await asyncio.sleep(0)
             assert left == [True]
@@ -157,133 +93,12 @@ def test_a_rollout_that_fails_takes_the_others_along() -> None:
     asyncio.run(scene())
 
 
-START, PUT, FINISH, ABORT = "/start_weight_update", "/update_weights", "/finish_weight_update", "/abort_weight_update"
-
-
-@pytest.mark.parametrize(
-    ("script", "sent"),
-    [
-        ({}, [START, PUT, FINISH]),
-        ({START: [refusal(409)]}, [START]),  # somebody else's is open: it is not ours to abort
-        ({START: [httpx.ConnectError("refused")]}, [START]),
-        ({START: [httpx.ReadError("cut")]}, [START, ABORT]),  # the answer may have been lost
-        ({PUT: [refusal(400)]}, [START, PUT, ABORT]),
-        ({PUT: [httpx.ReadError("cut")]}, [START, PUT, ABORT]),
-        ({FINISH: [refusal(400)]}, [START, PUT, FINISH, ABORT]),
-        ({FINISH: [refusal(400)], ABORT: [refusal(409)]}, [START, PUT, FINISH, ABORT]),
-    ],
-    ids=str,
-)
-def test_an_update_is_never_left_open_and_never_sent_twice(script: dict[str, list[Answer]], sent: list[str]) -> None:
-    found, result = run(dict(script), lambda client: client.update_weights(WEIGHTS))
-    assert found == sent
-    assert (result == {"weight_version": "7", "epoch": 7}) is (not script)
-
-
-def test_weights_are_sent_as_a_safetensors_file_float8_as_it_is() -> None:
-    tensors = {"a": torch.randn(5, 3).to(torch.float8_e4m3fn), "b": torch.randn(5, 1), "c": torch.ones(3).bfloat16()}
-
-    found = load(b"".join(file_pieces(tensors)))
-    assert found.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name].float(), tensor.float())
-
-
-class DeafGroup:
-    """A process group whose other end never comes."""
-
-    device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.interrupted = threading.Event()
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        assert self.interrupted.wait(60), "nobody ends the broadcast"
-        raise TransferFailed("the transfer was interrupted")
-
-    def interrupt(self) -> None:
-        self.interrupted.set()
-
-
-@pytest.mark.parametrize("failure", [refusal(400), httpx.ReadError("cut")], ids=["refused", "cut"])
-def test_nobody_goes_on_sending_what_the_server_does_not_receive(failure: Answer) -> None:
-    group = DeafGroup()
-
-    async def push(client: TokserveClient) -> None:
-        client._group = group  # type: ignore[assignment]
-        try:
-            await client.update_weights(WEIGHTS)
-        finally:
-            assert client._group is None and group.interrupted.is_set()
-
-    sent, error = run({"/update_weights": [failure]}, push)
-    assert sent == ["/start_weight_update", "/update_weights", "/abort_weight_update"]
-    assert isinstance(error, ServerError | httpx.ReadError)
-
-
 def test_sticky_seeds_depend_on_the_prompt_and_the_base_alone() -> None:
     prompts = [[1, 2, 3], [1, 2], [3, 2, 1], [1, 2, 3]]
-    seeds = sticky_seeds(prompts)
+    seeds = rl.sticky_seeds(prompts)
     assert seeds[0] == seeds[3] and len({*seeds}) == 3 and all(0 <= seed < 1 << 62 for seed in seeds)
-    assert sticky_seeds(np.array([[1, 2, 3]])) == seeds[:1] == sticky_seeds(iter(prompts[:1]))
-    assert not {*sticky_seeds(prompts, 1)} & {*seeds}
-
-
-def bodies(script: dict[str, list[Answer]], use: Callable[[TokserveClient], Any], **options: Any) -> list[Any]:
-    """(path, JSON body) of all that was sent."""
-    sent: list[Any] = []
-
-    async def answer(request: httpx.Request) -> httpx.Response:
-        content = await request.aread()
-        is_json = request.headers.get("content-type") == "application/json"
-        sent.append((str(request.url.raw_path, "ascii"), json.loads(content) if is_json else None))
-        answers = script.get(request.url.path, [OK])
-        return answers.pop(0) if len(answers) > 1 else answers[0]  # type: ignore[return-value]
-
-    async def scene() -> None:
-        async with TokserveClient("http://nowhere", **options) as client:
-            await client._http.aclose()
-            client._http = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://nowhere")
-            await use(client)
-
-    asyncio.run(scene())
-    return sent
-
-
-def test_the_first_update_and_the_first_pause_take_over() -> None:
-    async def use(client: TokserveClient) -> None:
-        for _ in range(2):
-            await client.pause("keep")
-            await client.update_weights(dict(WEIGHTS))
-
-    sent = bodies({}, use)
-    assert [body.get("take_over") for path, body in sent if path == START] == [True, None]
-    assert [body.get("take_over") for path, body in sent if path == "/pause"] == [True, None]
-    assert all("take_over" not in body for path, body in bodies({}, use, take_over=False) if body is not None)
-
-
-def test_calls_of_an_update_say_which_one_they_mean() -> None:
-    started = httpx.Response(200, json={"update_id": "u1"})
-
-    async def use(client: TokserveClient) -> None:
-        await client.update_weights(torch.nn.Linear(2, 3), recompute_kv=True)
-        with pytest.raises(ServerError):
-            await client.update_weights(WEIGHTS)
-        await client.abort_weight_update()
-
-    sent = bodies({START: [started], FINISH: [OK, refusal(400)]}, use)
-    assert [path for path, _ in sent] == [START, f"{PUT}?update_id=u1", FINISH] * 2 + [ABORT] * 2
-    assert sent[2][1] == {"weight_version": None, "recompute_kv": True, "update_id": "u1"}
-    assert sent[6][1] == {"update_id": "u1"} and sent[7][1] == {}
-
-
-def test_what_are_no_weights_is_refused_before_anything_is_sent() -> None:
-    async def use(client: TokserveClient) -> None:
-        for wrong in ({"a": 1}, ["a"], 5, "a", torch.ones(2), [("a", "b")]):
-            with pytest.raises(TypeError, match=r"weights are a module, a mapping or pairs|is no tensor"):
-                await client.update_weights(wrong)  # type: ignore[arg-type]
-
-    assert bodies({}, use) == []
+    assert rl.sticky_seeds(np.array([[1, 2, 3]])) == seeds[:1] == rl.sticky_seeds(iter(prompts[:1]))
+    assert not {*rl.sticky_seeds(prompts, 1)} & {*seeds}
 
 
 @pytest.mark.parametrize("when", ["while it pauses", "in the block", "while it resumes"])
@@ -302,15 +117,13 @@ def test_a_pause_does_not_outlive_its_block(when: str) -> None:
             sent.append(f"{request.url.path} done")
             return OK
 
-        async def block(client: TokserveClient) -> None:
+        async def block(client: rl.AsyncClient) -> None:
             async with client.paused(lease=5):
                 if at is None:
                     arrived.set()
                     await asyncio.sleep(60)
 
-        async with TokserveClient("http://nowhere") as client:
-            await client._http.aclose()
-            client._http = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://nowhere")
+        async with connected(answer) as client:
             task = asyncio.create_task(block(client))
             await arrived.wait()
             task.cancel()
@@ -322,16 +135,16 @@ def test_a_pause_does_not_outlive_its_block(when: str) -> None:
 
 
 def test_a_pause_that_is_refused_is_not_resumed() -> None:
-    async def use(client: TokserveClient) -> None:
+    async def use(client: rl.AsyncClient) -> None:
         async with client.paused():
             raise AssertionError
 
     sent, error = run({"/pause": [refusal(409)]}, use)
-    assert sent == ["/pause"] and isinstance(error, ServerError)
+    assert sent == ["/pause"] and isinstance(error, rl.ServerError)
 
 
 def test_a_pause_is_extended_until_somebody_has_ended_it() -> None:
-    async def use(client: TokserveClient) -> None:
+    async def use(client: rl.AsyncClient) -> None:
         async with client.paused(lease=0.004):
             await asyncio.sleep(0.1)
 

@@ -26,11 +26,13 @@ from torch import Tensor
 from tests.runner.drive import Driver, Job
 from tokserve.config import Config
 from tokserve.errors import Conflict, Forbidden, RequestError, TransferFailed
+from tokserve.models import weights
 from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.models.formats.base import is_finite
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts
 from tokserve.rl import broadcast, checksums
+from tokserve.rl.errors import TransferError
 from tokserve.runner.runner import Runner
 from tokserve.runner.startup import load
 
@@ -162,7 +164,7 @@ class Trainer:
     def _send(self, group: broadcast.TransferGroup, tensors: Any, options: dict[str, Any]) -> None:
         try:
             broadcast.send(group, tensors, **options)
-        except TransferFailed:
+        except TransferError:
             return
 
     def die(self) -> None:
@@ -180,7 +182,7 @@ def by_gloo(runner: Runner, tensors: Tensors, packed: bool = False, limit: int =
     group = runner._admin._sync._group
     assert runner.background("shutdown_weight_transfer", {}) == {"message": "Weight transfer shut down"}
     assert group is not None
-    with pytest.raises(TransferFailed, match="is broken"):
+    with pytest.raises(TransferError, match="is broken"):
         broadcast.send(group, list(tensors.values()), packed=False)
 
 
@@ -295,6 +297,18 @@ def test_weights_that_are_not_finite_are_named_and_nothing_changes(bench: Bench,
         runner.background("finish_update", {})
     assert caught.value.code == "weights_not_finite"
     assert outcome(runner, facts) == bench.want_old
+
+
+def test_all_weights_that_are_not_finite_are_named_up_to_a_bound(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "MAX_NAMED", 3)
+    runner, _ = start(bench.old)
+    names = sorted(bench.tensors)
+    tensors = {name: bench.tensors[name] * (float("nan") if name in names[:5] else 1) for name in names}
+    runner.background("begin_update", {"have_weights": True})
+    by_stream(runner, tensors)
+    with pytest.raises(RequestError, match="are not finite") as caught:
+        runner.background("finish_update", {})
+    assert all(name in caught.value.message for name in names[:3]) and "and 2 more" in caught.value.message
 
 
 def test_weights_that_are_not_finite_are_taken_if_nobody_checks(bench: Bench) -> None:

@@ -13,6 +13,7 @@ from tokserve.errors import BY_STATUS, Conflict, RequestError
 from tokserve.messages import Status, pack_ids
 from tokserve.server.admin.weights import PIECE
 from tokserve.server.app import CONTROL
+from tokserve.server.trainers import routes as trainers
 
 UPDATE = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}
 ROUTES: list[tuple[str, dict[str, Any] | None, str, dict[str, Any]]] = [
@@ -86,7 +87,8 @@ def test_each_route_is_one_call_of_the_engine(path: str, sent: Any, verb: str, a
 
 def test_the_table_has_every_control_route() -> None:
     reading = {"/inference/v1/requests"}  # changes nothing, and is guarded like those that do
-    assert {path.partition("?")[0] for path, *_ in ROUTES} | reading == CONTROL
+    of_trainers = {path for path, *_ in trainers.ROUTES}  # test_trainers.py
+    assert {path.partition("?")[0] for path, *_ in ROUTES} | reading | of_trainers == CONTROL
 
 
 def test_what_the_routes_say() -> None:
@@ -258,11 +260,6 @@ def test_a_sender_that_leaves_is_told_to_the_engine() -> None:
 def test_an_unknown_route_is_told_with_the_one_that_was_meant(path: str, meant: str | None) -> None:
     message = site().post(path, {}).json()["error"]["message"]
     assert message == f"there is no route {path}" + (f"; did you mean {meant}?" if meant else "")
-
-
-def test_init_broadcaster_is_not_there() -> None:
-    answer = site().post("/init_broadcaster", {"host": "h", "port": 1})
-    assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_route"
 
 
 # --- who may call ---

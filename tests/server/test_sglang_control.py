@@ -12,7 +12,8 @@ from tokserve.server.app import endpoints
 from tokserve.server.sglang.routes import ENDPOINTS
 
 GROUP = {"master_address": "h", "master_port": "29500", "rank_offset": 1, "world_size": 2, "backend": "gloo"}
-JOINED = {"master_address": "h", "master_port": 29500, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+JOINED = {"master_address": "h", "master_port": 29500, "rank_offset": 1, "world_size": 2, "backend": "gloo",
+          "rendezvous": "torch", "group_name": "g"}  # fmt: skip
 DISK = {"weight_dir": "/w", "weight_version": None}
 TENSORS = {"names": ["a"], "dtypes": ["torch.bfloat16"], "shapes": [[1]]}
 STAGED = {"update": {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[1]]}}

@@ -10,8 +10,8 @@ import asyncio
 import importlib
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from tokserve.admin import UpdateFromDirectory
@@ -56,6 +56,15 @@ class AdminMethods(ABC):
     async def resume_generation(self) -> None:
         """Go on after a pause."""
         await self.call("resume")
+
+    @asynccontextmanager
+    async def paused(self, mode: str = "keep") -> AsyncIterator[None]:
+        """Pause for the length of the block; resumes even if it raises or is cancelled, also while it is pausing."""
+        try:
+            await self.pause_generation(mode=mode, clear_cache=False)
+            yield
+        finally:
+            await self.resume_generation()
 
     async def is_paused(self) -> bool:
         """Whether generation is paused."""
@@ -145,6 +154,28 @@ class AdminMethods(ABC):
         if not isinstance(update, Mapping):
             raise RequestError("update_info must be an object", field="update_info")
         await self.call("update_weights", update=dict(update), update_id=_part(request, "update_id"))
+
+    async def load_weights(
+        self, directory: str, version: str | None = None, *, recompute_kv: bool = False
+    ) -> dict[str, Any]:
+        """A complete update from a checkpoint directory, or from the files of a version that `push` wrote there
+        (default: the newest): {"weight_version", "epoch"}."""
+        await self.call(
+            "update_weights_from_dir", weight_dir=str(directory), weight_version=version, recompute_kv=recompute_kv
+        )
+        return {"weight_version": self.status.weight_version, "epoch": self.status.epoch}
+
+    async def served_weights(self, *, checksum: bool = False, tensors: bool = False) -> dict[str, Any]:
+        """Which weights serve: {"weight_version", "epoch", "checksum", "last_failure"}.
+
+        `checksum`: have it computed; `tensors`: list the tensors in which deltas count.
+        """
+        listed = await self.call("weight_coordinates") | {"delta_format": "tokserve-delta-1"} if tensors else {}
+        if checksum:
+            await self.call("weights_checksum")
+        status = await self.fresh_status()
+        known = {"weight_version": status.weight_version, "epoch": status.epoch, "checksum": status.checksum}
+        return known | {"last_failure": status.failure} | listed
 
     async def _update_by_tensors(self, weights: Any) -> None:
         """Push tensors of this process, in the update that is open, else as a complete one."""

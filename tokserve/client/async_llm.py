@@ -23,6 +23,7 @@ from tokserve.client.prompts import Prompt, read
 from tokserve.client.request_state import RequestState
 from tokserve.client.results import RequestOutput, follow
 from tokserve.client.stream import Stream, collect
+from tokserve.client.weight_pushes import WeightPushes
 from tokserve.config import Config
 from tokserve.errors import EngineDead
 from tokserve.params import PoolingParams, RequestOptions, SamplingParams
@@ -55,6 +56,7 @@ class AsyncLLM(AdminMethods):
         self.config = config
         self._text = text and not config.server.tokens_only
         self._engine = EngineClient(config)
+        self._pushes = WeightPushes(self)
         self._inputs: Inputs | None = None
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_lock = threading.Lock()
@@ -261,6 +263,18 @@ class AsyncLLM(AdminMethods):
         """Bring `stats` and `status` up to date; gives up after so many seconds, or if the engine is dead."""
         with suppress(TimeoutError, EngineDead):
             await asyncio.wait_for(self.call("stats"), seconds)
+
+    async def push(
+        self, weights: Any, version: str | None = None, *, delta: bool = False, directory: str | None = None,
+        anchor_every: int = 10, recompute_kv: bool = False,
+    ) -> Any:  # fmt: skip
+        """Replace all weights, rounded as the engine keeps them: a `tokserve.rl.PushResult`.
+
+        The arguments are those of `tokserve.rl.AsyncClient.push`.  With `delta` less is copied and checked.
+        """
+        return await self._pushes.push(
+            weights, version, delta=delta, directory=directory, anchor_every=anchor_every, recompute_kv=recompute_kv
+        )
 
     # --- an engine that is replaced ---
 

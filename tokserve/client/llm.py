@@ -10,12 +10,14 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from functools import cached_property, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from tokserve.client.admin import AdminMethods
@@ -40,7 +42,7 @@ Started = tuple[Stream, str | None, SamplingParams]  # with the prompt, if it wa
 
 
 def _blocking(
-    command: Callable[Concatenate[AdminMethods, P], Coroutine[Any, Any, T]],
+    command: Callable[Concatenate[AsyncLLM, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[LLM, P], T]:
     """An admin command as a method of `LLM`."""
 
@@ -105,6 +107,28 @@ class LLM:
         queued, self._queued = self._queued, []
         with tqdm(total=len(queued), disable=not use_tqdm, desc="requests", unit="req") as bar:
             return self._wait(_gather(queued, bar))
+
+    def score(
+        self, sequences: Sequence[Sequence[int]], starts: Sequence[int] | None = None, *,
+        lora_request: Adapters = None, **sampling: Any,
+    ) -> list[NDArray[np.float32]]:  # fmt: skip
+        """Logprobs of the ids of each sequence from position `starts[i]` on (default and least: 1), float32.
+
+        `sampling`: what they depend on, as `logprobs_mode` and `temperature`.  A generated token's is the same number
+        as when it was generated, to the bit.  A sequence must be shorter than the context.
+        """
+        firsts = [1] * len(sequences) if starts is None else list(starts)
+        if len(firsts) != len(sequences) or any(
+            not 1 <= first < len(ids) for first, ids in zip(firsts, sequences, strict=True)
+        ):
+            raise RequestError("starts needs a position of each sequence, from 1 to its last", field="starts")
+        params = [
+            SamplingParams(**sampling, max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=first) for first in firsts
+        ]
+        prompts: list[Prompt] = [list(ids) for ids in sequences]
+        outputs = self.generate(prompts, params, use_tqdm=False, lora_request=lora_request)
+        scores = [output.prompt_logprobs for output in outputs]
+        return [np.empty(0, np.float32) if rows is None else rows.token_logprobs for rows in scores]
 
     def chat(
         self,
@@ -223,6 +247,19 @@ class LLM:
     list_loras = _blocking(AdminMethods.list_loras)
     collective_rpc = _blocking(AdminMethods.collective_rpc)
     apply_model = _blocking(AdminMethods.apply_model)
+    load_weights = _blocking(AdminMethods.load_weights)
+    served_weights = _blocking(AdminMethods.served_weights)
+    push = _blocking(AsyncLLM.push)
+
+    @contextmanager
+    def paused(self, mode: str = "keep") -> Iterator[None]:
+        """Pause for the length of the block; resumes even if it raises."""
+        pause = self._llm.paused(mode)
+        self._wait(pause.__aenter__())
+        try:
+            yield
+        finally:
+            self._wait(pause.__aexit__(None, None, None))
 
     def get_metrics(self) -> dict[str, int | list[int]]:
         """The engine's gauges and counters by name."""

@@ -45,6 +45,7 @@ class DeltaStaging:
         self._changed: set[str] = set()
         self._pool: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
+        self._not_finite: list[str] = []
 
     def begin_file(self, metadata: dict[str, str]) -> None:
         """The metadata of a file.  Raises Conflict if its delta is of other weights than those that serve."""
@@ -83,7 +84,8 @@ class DeltaStaging:
         dtype, _ = self.coordinates.described[name]
         values = delta.values.contiguous()
         if self._check_finite and not is_finite(values, dtype):
-            raise RequestError(f"{name} is not finite (--check-weights)", code="weights_not_finite")
+            self._not_finite.append(name)
+            return
         places = self.coordinates.places(name)
         if delta.indices is None:
             self.sums[name] = sums.tensor_sum(values)
@@ -102,6 +104,8 @@ class DeltaStaging:
                 future.result()
         finally:
             self.close()
+        if self._not_finite:
+            raise weights.not_finite(sorted(self._not_finite), self.decoder.dtype)
         expected = {one for one in (checksum, None if self.label is None else self.label.checksum) if one}
         if not expected:
             raise RequestError("nothing says which checksum the delta's result has", field="checksum")

@@ -150,13 +150,7 @@ class Staging:
         if problems := [weights.counted(kind, names) for kind, names in kinds if names]:
             raise RequestError(f"the update is not complete: {'; '.join(problems)}")
         if self._not_finite:
-            count = len(self._not_finite)
-            others = f", nor are {count - 1} others" if count > 1 else ""
-            raise RequestError(
-                f"{self._not_finite[0]} is not finite in {str(self._decoder.dtype).removeprefix('torch.')}{others} "
-                "(--check-weights)",
-                code="weights_not_finite",
-            )
+            raise weights.not_finite(self._not_finite, self._decoder.dtype)
         if len(set(self._shared.values())) > 1:
             raise RequestError(f"{HEAD} differs from {EMBEDDING}, but the model ties them")
         if self._decoder.float8_cache:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tokserve import checkpoint, gguf_config
-from tokserve.errors import StartError
+from tokserve.errors import RequestError, StartError
 from tokserve.layers.experts import StackedParameter
 from tokserve.layers.parameter import Parameter, StoredWeight
 from tokserve.models import gguf_weights
@@ -32,6 +32,7 @@ INDEX = "model.safetensors.index.json"
 IGNORED = "rotary_emb.inv_freq"  # older checkpoints store what the rope table holds
 DROPPED = "\0"  # as in models/spec
 LISTED = 10
+MAX_NAMED = 100  # tensors that are not finite
 SMALL = 64 << 20  # bytes
 
 
@@ -277,12 +278,21 @@ def counted(kind: str, names: list[str]) -> str:
     return f"{len(names)} {kind}: {_listed(names)}"
 
 
+def not_finite(names: Sequence[str], dtype: torch.dtype) -> RequestError:
+    """The error of pushed tensors that are not finite in `dtype`; it names them, up to a bound."""
+    verb = "is" if len(names) == 1 else "are"
+    return RequestError(
+        f"{_listed(names, MAX_NAMED)} {verb} not finite in {str(dtype).removeprefix('torch.')} (--check-weights)",
+        code="weights_not_finite",
+    )
+
+
 def load_into(parameters: Mapping[str, Parameter], weights: Iterable[tuple[str, Tensor | StoredWeight]]) -> None:
     """Load each weight into the parameter of its name."""
     for name, weight in weights:
         parameters[name].take(weight)
 
 
-def _listed(names: list[str]) -> str:
-    more = len(names) - LISTED
-    return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")
+def _listed(names: Sequence[str], limit: int = LISTED) -> str:
+    more = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")

@@ -1,6 +1,8 @@
-"""For trainers: a client of the server's routes, its end of weight transfers, and checksums of weights.
+"""For trainers: a client of the server's routes, the trainer's end of weight transfers, and checksums of weights.
 
-The server uses `broadcast` too, so the client (and its HTTP library) is imported on first use.
+The same modules are the package `tokserve_client` of the distribution tokserve-client, so they import each other
+relatively and nothing else of tokserve (docs/decisions/024).  Public names are imported on first use: the client needs
+no torch, and the server, which uses the transfers, no HTTP client.
 """
 
 from __future__ import annotations
@@ -8,17 +10,35 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tokserve.rl.digests import checksum, checksums
+from .version import __version__
 
 if TYPE_CHECKING:
-    from tokserve.rl.client import Rollout, TokserveClient, sticky_seeds
-    from tokserve.rl.push import PushResult
-    from tokserve.rl.pusher import ServerError
+    from .blocking import Client
+    from .client import AsyncClient, TokserveClient
+    from .delta_directory import WeightDirectory
+    from .digests import checksum, checksums
+    from .errors import ClientClosed, ServerError, TorchMissing, TransferError, WeightsConflict, WeightsError
+    from .push import PushResult
+    from .rollouts import Rollout, RolloutDelta, TokenColumns, sticky_seeds
 
-__all__ = ["PushResult", "Rollout", "ServerError", "TokserveClient", "checksum", "checksums", "sticky_seeds"]
+_HOMES = {
+    "blocking": ("Client",),
+    "client": ("AsyncClient", "TokserveClient"),
+    "delta_directory": ("WeightDirectory",),
+    "digests": ("checksum", "checksums"),
+    "errors": ("ClientClosed", "ServerError", "TorchMissing", "TransferError", "WeightsConflict", "WeightsError"),
+    "push": ("PushResult",),
+    "rollouts": ("Rollout", "RolloutDelta", "TokenColumns", "sticky_seeds"),
+}
+_MODULES = {name: module for module, names in _HOMES.items() for name in names}
+__all__ = [
+    "AsyncClient", "Client", "ClientClosed", "PushResult", "Rollout", "RolloutDelta", "ServerError", "TokenColumns",
+    "TokserveClient", "TorchMissing", "TransferError", "WeightDirectory", "WeightsConflict", "WeightsError",
+    "__version__", "checksum", "checksums", "sticky_seeds",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'tokserve.rl' has no attribute {name!r}")
-    return getattr(importlib.import_module("tokserve.rl.client"), name)
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)

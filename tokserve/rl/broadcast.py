@@ -17,13 +17,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from tokserve.errors import RequestError, TransferFailed
+from .errors import TransferError, WeightsError
+from .rendezvous import Meeting, Rendezvous
 
 PACKED_BYTES = 1 << 30  # a packed buffer ends with the tensor that brings it above this
 PROBE = 5.0  # seconds until a connection attempt fails
-PREFIX = "tokserve_weights"
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
@@ -43,41 +42,46 @@ def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 BACKENDS: dict[str, tuple[Callable[..., Any], str]] = {"gloo": (_gloo, "cpu"), "nccl": (_nccl, "cuda")}
+OWN = Rendezvous()
 ON_A_CARD = ("nccl",)  # backends whose tensors are on a GPU at both ends
 
 
 class TransferGroup:
     """A process group, independent of any other in this process.  The constructor blocks until all ranks have joined;
-    `interrupted`, set from another thread, ends the wait for rank 0.
+    `interrupted`, set from another thread, ends the wait for rank 0.  `rendezvous`: how the other ranks are found.
 
-    Raises RequestError for an unknown backend or one that this build of torch lacks, TransferFailed if the others do
+    Raises WeightsError for an unknown backend or one that this build of torch lacks, TransferError if the others do
     not join.
     """
 
     def __init__(
         self, backend: str, address: str, port: int, rank: int, size: int, timeout: float,
-        interrupted: threading.Event | None = None,
+        interrupted: threading.Event | None = None, rendezvous: Rendezvous = OWN,
     ) -> None:  # fmt: skip
         if backend not in BACKENDS:
-            raise RequestError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}", field="backend")
+            raise WeightsError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}", field="backend")
         make, device = BACKENDS[backend]
         if not getattr(distributed, f"is_{backend}_available")():
-            raise RequestError(f"this build of torch has no {backend}", field="backend")
+            raise WeightsError(f"this build of torch has no {backend}", field="backend")
         if backend in ON_A_CARD and not torch.cuda.is_available():
-            raise RequestError(f"{backend} needs a CUDA device, and there is none here: use gloo", field="backend")
+            raise WeightsError(f"{backend} needs a CUDA device, and there is none here: use gloo", field="backend")
         self.device = torch.device(device)
         self._backend = backend
         self._interrupted = interrupted or threading.Event()
         self._broken = False
+        self._announces_sizes = rendezvous.announces_sizes and backend not in ON_A_CARD
         patience = timedelta(seconds=timeout)
         if rank:
             self._await_listener(address, port, timeout)
         try:
-            store = TCPStore(address, port, size, rank == 0, patience)
-            self._group = make(PrefixStore(PREFIX, store), rank, size, patience)
-            self.broadcast(torch.zeros(1, device=self.device))  # fails now if the ranks cannot communicate
+            store = rendezvous.store(Meeting(address, port, rank, size, patience), device)
+            self._group = make(store, rank, size, patience)
+            if rendezvous.kind == "tokserve":  # fails now if the ranks cannot communicate
+                self.broadcast(torch.zeros(1, device=self.device))
+            elif rendezvous.kind == "vllm":  # its ranks add one number up
+                self._group.allreduce([torch.zeros(1, device=self.device)]).wait()
         except (RuntimeError, ValueError) as error:  # raised by torch.distributed
-            raise TransferFailed(
+            raise TransferError(
                 f"the {backend} group at {address}:{port} could not be formed: {_first(error)}"
             ) from None
 
@@ -90,26 +94,26 @@ class TransferGroup:
                 return
             except OSError as error:
                 if time.monotonic() > end:
-                    raise TransferFailed(
+                    raise TransferError(
                         f"the {self._backend} group at {address}:{port} could not be formed: {error.strerror or error}"
                     ) from None
             if self._interrupted.wait(0.05):
-                raise TransferFailed("the transfer was interrupted")
+                raise TransferError("the transfer was interrupted")
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Send (rank 0) or receive `tensor`.  Raises TransferFailed; the group is unusable afterwards.
+        """Send (rank 0) or receive `tensor`.  Raises TransferError; the group is unusable afterwards.
 
-        Over gloo the size is sent first: gloo would abort the process if a message were longer than expected, and
-        leave the rest of the tensor unchanged if it were shorter.
+        Between two ends of this package the size is sent first over gloo, which would abort the process if a message
+        were longer than expected, and leave the rest of the tensor unchanged if it were shorter.
         """
         if self._broken:
-            raise TransferFailed("the process group is broken: initialise the transfer engine again")
-        if self._backend == "gloo":
+            raise TransferError("the process group is broken: initialise the transfer engine again")
+        if self._announces_sizes:
             size = torch.tensor([tensor.nbytes])
             self._broadcast(size)
             if int(size) != tensor.nbytes:
                 self.close()
-                raise TransferFailed(
+                raise TransferError(
                     f"the sender sends {int(size)} bytes where {tensor.nbytes} were announced: both ends must agree on "
                     "names, dtypes, shapes, their order, packed and packed_buffer_size_bytes"
                 )
@@ -127,10 +131,10 @@ class TransferGroup:
                 if self._interrupted.is_set():
                     threading.Thread(target=_await_abandoned, args=(self._group, work, tensor), daemon=True).start()
                     self._group = None
-                    raise TransferFailed("the transfer was interrupted")
+                    raise TransferError("the transfer was interrupted")
             work.wait()
         except RuntimeError as error:
-            raise TransferFailed(f"the other end of the transfer has gone: {_first(error)}") from None
+            raise TransferError(f"the other end of the transfer has gone: {_first(error)}") from None
         self._broken = False
 
     def interrupt(self) -> None:

@@ -1,128 +1,82 @@
-"""A trainer's client: rollouts as numpy arrays, and weights pushed over HTTP or a process group.
+"""`AsyncClient`: a trainer's client.  Rollouts as numpy arrays, control, weights over HTTP or a process group.
 
-Everything is asynchronous; many rollouts are in flight at once.  A call is repeated only where that is safe: when no
-connection could be made, or the server answered 503 with Retry-After.  Uses the routes of docs/rl.md and
-docs/token-api.md, and none of the server's code.
+Many rollouts are in flight at once.  Uses the routes of docs/rl.md and docs/token-api.md, and none of the server's
+code.  torch is imported by the first call that handles tensors.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import importlib
 import secrets
-import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
 
-from tokserve.errors import RequestError, TransferFailed
-from tokserve.rl import broadcast
-from tokserve.rl.broadcast import TransferGroup
-from tokserve.rl.deltas import dtype_name, file_pieces
-from tokserve.rl.digests import checksums
-from tokserve.rl.push import PushResult, Weights, named_tensors
-from tokserve.rl.pusher import ABORT, FINISH, PUT, TENSORS, Pusher, ServerError, body_of, path_of, transaction
+from .connection import Connection
+from .errors import ServerError, TorchMissing
+from .rollouts import Floats, Ids, Rollout, RolloutDelta, floats, prompt_ids, read_delta, read_rollout, sticky_seeds
+from .weight_routes import WeightRoutes
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .push import PushResult, Weights
+    from .weight_transfers import WeightTransfers
+
+__all__ = ["AsyncClient", "Rollout", "RolloutDelta", "TokserveClient", "sticky_seeds"]
+
+GENERATE = "/inference/v1/generate"
 MSGPACK = "application/msgpack"
-INT32 = np.iinfo(np.int32)
-TRUNCATED = -2  # the count of a sampling mask that would have had too many ids
 CONFLICT = 409
 PAUSE_LEASE = 600.0  # seconds
 EXTENSIONS = 4  # of a pause, for each of its lease
-WAIT = 0.1  # seconds between two attempts to reach a server
-NamedTensors = Iterable[tuple[str, Tensor]]
 
 
-def sticky_seeds(prompts: Iterable[Sequence[int]], seed: int = 0) -> list[int]:
-    """A seed for each prompt that depends on nothing but the prompt and `seed`.
-
-    With the same seed in the next epoch a rollout meets the same noise, so where the policy has changed little the
-    server drafts it from the last one.  Each is still an exact sample of the policy, but those of one prompt are
-    correlated over epochs.
-    """
-    key = seed.to_bytes(8, "little", signed=True)
-    packed = (np.asarray(prompt, "<i4").tobytes() for prompt in prompts)
-    return [
-        int.from_bytes(hashlib.blake2b(ids, digest_size=8, key=key).digest(), "little") % (1 << 62) for ids in packed
-    ]
-
-
-@dataclass(slots=True)
-class Rollout:
-    """One choice of one prompt.  `logprobs` are those of `token_ids`, in the requested mode.
-
-    `weight_versions`: (version, start, end): which version of the weights made which of `token_ids`.
-
-    With `return_sampling_mask`, else None, by token: `sampling_mask`, the ascending ids that it was drawn from, None
-    for the whole vocabulary and where there were too many (`mask_truncated`); `sampling_logprobs`, its logprob among
-    them; `kept_logprob`, the logprob of all of them in the model's distribution at the temperature.
-    """
-
-    prompt_index: int
-    index: int
-    prompt_ids: NDArray[np.int32]
-    token_ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    finish_reason: str
-    weight_versions: list[tuple[str, int, int]]
-    sampling_mask: list[NDArray[np.int32] | None] | None = None
-    mask_truncated: NDArray[np.bool_] | None = None
-    sampling_logprobs: NDArray[np.float32] | None = None
-    kept_logprob: NDArray[np.float32] | None = None
-
-
-class TokserveClient:
+class AsyncClient:
     """For one server and one event loop; use as an async context manager, or `await close()`.
 
     `api_key`: an admin key where the server has one.  `connections`: limit of requests in flight.  `take_over`: the
     first update and the first pause take the place of what a trainer that has gone left open; false: they are refused
     (409) until its lease expires.
+
+    Methods raise ServerError for an error response, and httpx.TransportError where a connection fails.  `Client` has
+    the same ones, blocking.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, connections: int = 256, take_over: bool = True) -> None:
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
-        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=None, limits=limits)
-        self._group: TransferGroup | None = None
-        self._pusher = Pusher(self)
-        self._take_update = self._take_pause = take_over  # the next one takes over
+        self._connection = Connection(url, api_key, connections, take_over=take_over)
+        self._routes = WeightRoutes(self._connection)
         self._resuming: set[asyncio.Task[None]] = set()
 
-    async def __aenter__(self) -> TokserveClient:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
+        """Close the connections and this end of a process group.  A pause that is being ended is ended first."""
         if self._resuming:
             await asyncio.wait(self._resuming)
-        if self._group is not None:
-            self._group.close()
-        await self._http.aclose()
+        if "_transfers" in vars(self):
+            self._transfers.channel.close()
+        await self._connection.close()
 
     # --- generation ---
 
     async def wait_ready(self, seconds: float = 600.0) -> None:
-        """Wait until the server serves.  Raises TimeoutError."""
-        async with asyncio.timeout(seconds):
-            while True:
-                with suppress(httpx.TransportError):
-                    if (await self._http.get("/health")).status_code == 200:
-                        return
-                await asyncio.sleep(WAIT)
+        """Wait until the server serves.  Raises TimeoutError, which says what it answered last."""
+        await self._connection.wait_ready(seconds)
 
     async def generate(
         self,
+        /,
         prompts: Sequence[Sequence[int]],
         *,
         n: int = 1,
@@ -131,61 +85,143 @@ class TokserveClient:
         group_id: str | None = None,
         draft_group: str | None = None,
         model: str | None = None,
+        priority: int = 0,
+        deadline_ms: int | None = None,
         **sampling: Any,
     ) -> list[Rollout]:
         """`n` rollouts for each prompt (token ids), by prompt and index; `sampling`: the route's sampling_params.
 
         `model`: the name of an adapter; default: the model itself.  Logprobs are always returned.  Without `seeds` (one
-        per prompt; choice i adds i) the server draws them.  `draft_group`: earlier rollouts of this group are drafts,
-        as those of the same prompt are without it.  If one prompt fails, the others are aborted.
+        per prompt; choice i adds i) the server draws them.  `group_id`: for `abort`.  `draft_group`: earlier rollouts
+        of this group are drafts, as those of the same prompt are without it.  `deadline_ms`: of each prompt's rollouts,
+        after which they end with what they have.  If one prompt fails, the others are aborted.
         """
         if seeds is not None and len(seeds) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts and {len(seeds)} seeds")
-        checked = [_prompt(number, prompt) for number, prompt in enumerate(prompts)]
-        tasks = []
-        options = {"cache_salt": cache_salt, "group_id": group_id, "draft_group": draft_group, "model": model}
+        checked = [prompt_ids(number, prompt) for number, prompt in enumerate(prompts)]
+        options = {"cache_salt": cache_salt, "group_id": group_id, "draft_group": draft_group, "model": model,
+                   "priority": priority, "deadline_ms": deadline_ms}  # fmt: skip
+        calls = []
         for number, ids in enumerate(checked):
             params = {"logprobs": 0, **sampling, "n": n} | ({} if seeds is None else {"seed": seeds[number]})
-            tasks.append(asyncio.ensure_future(self._generate(number, ids, params, options)))
-        try:
-            results = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:  # closes the connections, which aborts the requests
-                task.cancel()
-        return [rollout for rollouts in results for rollout in rollouts]
+            calls.append(self._rollouts(number, ids, params, options))
+        return [rollout for rollouts in await _together(calls) for rollout in rollouts]
 
-    async def _generate(
-        self, number: int, ids: NDArray[np.int32], params: dict[str, Any], options: dict[str, str | None]
-    ) -> list[Rollout]:
+    async def _rollouts(self, number: int, ids: Ids, params: dict[str, Any], options: dict[str, Any]) -> list[Rollout]:
+        reply = await self._generated(ids, params, options)
+        return [read_rollout(number, ids, choice) for choice in reply["choices"]]
+
+    async def _generated(self, ids: Ids, params: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
         body = {"token_ids": ids.tobytes(), "sampling_params": params, "logprobs_format": "arrays",
-                "request_id": secrets.token_hex(12), **options}  # fmt: skip
+                "request_id": secrets.token_hex(12)} | options  # fmt: skip
         headers = {"Content-Type": MSGPACK, "Accept": MSGPACK}
         content = msgspec.msgpack.encode(body)
-        answer = await self._send("POST", "/inference/v1/generate", again=True, content=content, headers=headers)
-        return [_rollout(number, ids, choice) for choice in msgspec.msgpack.decode(answer.content)["choices"]]
+        answer = await self._connection.send("POST", GENERATE, again=True, content=content, headers=headers)
+        reply: dict[str, Any] = msgspec.msgpack.decode(answer.content)
+        return reply
+
+    async def stream(
+        self,
+        prompt: Sequence[int],
+        *,
+        n: int = 1,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        group_id: str | None = None,
+        model: str | None = None,
+        **sampling: Any,
+    ) -> AsyncGenerator[RolloutDelta, None]:
+        """The tokens of one prompt's rollouts as they are generated; the joined deltas are what `generate` returns.
+
+        Leaving the iteration aborts the rest: close the iterator (`contextlib.aclosing`), or let it be collected.
+        `request_id`: for `abort`; default: a random one.  The other arguments are those of `generate`.
+        """
+        ids = prompt_ids(0, prompt)
+        body = {
+            "token_ids": ids.tolist(), "sampling_params": {"logprobs": 0, **sampling, "n": n}, "stream": True,
+            "logprobs_format": "base64", "request_id": request_id or secrets.token_hex(12), "cache_salt": cache_salt,
+            "group_id": group_id, "model": model,
+        }  # fmt: skip
+        async with aclosing(self._connection.events(GENERATE, body)) as events:
+            async for event in events:
+                for choice in event["choices"]:
+                    yield read_delta(choice)
+
+    async def score(
+        self,
+        /,
+        sequences: Sequence[Sequence[int]],
+        starts: Sequence[int] | None = None,
+        *,
+        model: str | None = None,
+        cache_salt: str | None = None,
+        **sampling: Any,
+    ) -> list[Floats]:
+        """Logprobs of the tokens of each sequence from position `starts[i]` on (default and least: 1), float32.
+
+        `sampling`: what they depend on, as `logprobs_mode` and `temperature`.  A generated token's is the same number
+        as in its rollout, to the bit.  A sequence must be shorter than the context.
+        """
+        if starts is not None and len(starts) != len(sequences):
+            raise ValueError(f"there are {len(sequences)} sequences and {len(starts)} starts")
+        firsts = [1] * len(sequences) if starts is None else list(starts)
+        for number, (first, sequence) in enumerate(zip(firsts, sequences, strict=True)):
+            if not 1 <= first <= len(sequence):
+                raise ValueError(f"starts[{number}] must be from 1 to {len(sequence)}, got {first}")
+        checked = [prompt_ids(number, sequence, "sequences") for number, sequence in enumerate(sequences)]
+        options = {"model": model, "cache_salt": cache_salt}
+        calls = [self._scores(ids, first, sampling, options) for ids, first in zip(checked, firsts, strict=True)]
+        return await _together(calls)
+
+    async def _scores(self, ids: Ids, first: int, sampling: dict[str, Any], options: dict[str, Any]) -> Floats:
+        if first == len(ids):
+            return floats(b"")
+        params = {**sampling, "max_tokens": 1, "prompt_logprobs": 0, "prompt_logprobs_start": first}
+        reply = await self._generated(ids, params, options)
+        return floats(reply["prompt_logprobs"]["token_logprobs"])
+
+    async def abort(self, group_id: str | None = None, *, request_ids: Sequence[str] | None = None) -> int:
+        """Abort the requests of a group, or those with these ids; returns how many there were.
+
+        Their callers get the tokens so far, with finish_reason "abort".  Returns when the engine has freed them.
+        """
+        if (group_id is None) == (request_ids is None):
+            raise ValueError("abort takes a group_id or request_ids")
+        body = {"group_id": group_id} if request_ids is None else {"request_ids": list(request_ids)}
+        return int((await self._connection.post("/abort_requests", body))["aborted"])
 
     # --- control ---
 
     async def state(self) -> dict[str, Any]:
-        """GET /inference/v1/state."""
-        state: dict[str, Any] = (await self._send("GET", "/inference/v1/state", again=True)).json()
+        """GET /inference/v1/state: {"state", "weight_version", "epoch", "running", "waiting", "reason", ...}."""
+        state: dict[str, Any] = await self._connection.get("/inference/v1/state")
         return state
+
+    async def config(self) -> dict[str, Any]:
+        """GET /server_info: the server's resolved options, by section."""
+        options: dict[str, Any] = (await self._connection.get("/server_info?config_format=json"))["config"]
+        return options
+
+    async def models(self) -> list[str]:
+        """The names that `model` may have: the model's, and those of loaded adapters."""
+        return [card["id"] for card in (await self._connection.get("/v1/models"))["data"]]
 
     async def pause(self, mode: str = "abort", clear_cache: bool = False, *, lease: float | None = None) -> None:
         """Stop generating; returns when generation has stopped.
 
-        `lease`: seconds without `extend_pause` after which the server goes on by itself; default: never.
+        `mode`: what is in flight ends ("abort"), runs to its end ("wait") or freezes ("keep").  `lease`: seconds
+        without `extend_pause` after which the server goes on by itself; default: never.
         """
         body = {"mode": mode, "clear_cache": clear_cache} | ({} if lease is None else {"lease": lease})
-        await self.control("/pause", body | ({"take_over": True} if self._take_pause else {}), again=True)
-        self._take_pause = False
+        await self._connection.open("pause", "/pause", body, again=True)
 
     async def extend_pause(self) -> None:
         """Extend the lease of the pause.  Raises ServerError (409) if generation is not paused any more."""
-        await self.control("/extend_pause", again=True)
+        await self._connection.post("/extend_pause", again=True)
 
     async def resume(self) -> None:
-        await self.control("/resume", again=True)
+        """Go on after a pause, whose ever it was; does nothing without one."""
+        await self._connection.post("/resume", again=True)
 
     @asynccontextmanager
     async def paused(self, mode: str = "keep", *, lease: float = PAUSE_LEASE) -> AsyncIterator[None]:
@@ -226,20 +262,61 @@ class TokserveClient:
             except httpx.TransportError:
                 pass  # the next attempt is soon enough
 
-    async def abort(self, group_id: str) -> int:
-        """Abort the requests of a group; returns how many there were."""
-        return int((await self.control("/abort_requests", {"group_id": group_id}))["aborted"])
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Have the server release memory: level 0 none, 1 the KV cache's, 2 the weights' as well."""
+        await self._connection.post("/sleep", {"level": level, "mode": mode}, again=True)
 
-    # --- weights ---
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Undo `sleep`, or the parts in `tags`: weights, kv_cache, scheduling."""
+        await self._connection.post("/wake_up", {} if tags is None else {"tags": list(tags)}, again=True)
 
-    async def load_lora_adapter(self, name: str, path: str) -> int:
+    async def is_sleeping(self) -> bool:
+        """Whether any part is asleep."""
+        return bool((await self._connection.get("/is_sleeping"))["is_sleeping"])
+
+    async def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache; never needed for correctness."""
+        await self._connection.post("/reset_prefix_cache", again=True)
+
+    async def control(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The reply of a POST, for routes that have no method here."""
+        return await self._connection.post(path, body)
+
+    async def get(self, path: str) -> Any:
+        """The reply of a GET, for routes that have no method here."""
+        return await self._connection.get(path)
+
+    async def collective_rpc(
+        self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """Call a method of the server's worker extension, with plain values: a result per worker."""
+        body = {"method": method, "args": list(args), "kwargs": dict(kwargs or {})}
+        results: list[Any] = (await self._connection.post("/collective_rpc", body))["results"]
+        return results
+
+    # --- adapters ---
+
+    async def load_lora_adapter(self, name: str, path: str | Path) -> int:
         """Load a PEFT directory of the server's machine, replacing an adapter of this name; returns its generation."""
-        done = await self.control("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
-        return int(done["generation"])
+        body = {"lora_name": name, "lora_path": str(path)}
+        return int((await self._connection.post("/v1/load_lora_adapter", body))["generation"])
 
     async def unload_lora_adapter(self, name: str) -> None:
         """Unload an adapter; returns when its last request has ended."""
-        await self.control("/v1/unload_lora_adapter", {"lora_name": name})
+        await self._connection.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+    # --- weights ---
+
+    @cached_property
+    def _transfers(self) -> WeightTransfers:
+        try:
+            module = importlib.import_module(".weight_transfers", __package__)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise TorchMissing("weights are torch tensors, and torch is not installed", name="torch") from None
+        transfers: WeightTransfers = module.WeightTransfers(module.GroupChannel(self._connection))
+        return transfers
 
     async def join(
         self,
@@ -253,14 +330,16 @@ class TokserveClient:
     ) -> None:
         """Form a process group (gloo or nccl) with the server, this process as rank 0; later updates use it.
 
-        `address`, `port`: where this process listens, as the server sees it.
+        `address`, `port`: where this process listens, as the server sees it.  `timeout`: seconds until the server must
+        have come.  Raises WeightsError for a backend that is not there, TransferError if the group cannot be formed.
         """
-        options = {"backend": backend, "master_address": address, "master_port": port, "rank_offset": rank_offset,
-                   "world_size": world_size}  # fmt: skip
-        meeting = _in_thread(lambda: TransferGroup(backend, address, port, 0, world_size, timeout))
-        self._group, _ = await asyncio.gather(
-            meeting, self.open_update("/init_weight_transfer_engine", {"init_info": options})
+        await self._transfers.channel.join(
+            backend, address, port, rank_offset=rank_offset, world_size=world_size, timeout=timeout
         )
+
+    async def leave(self) -> None:
+        """Close the process group at both ends; later updates go over HTTP.  Does nothing without one."""
+        await self._transfers.channel.leave()
 
     async def update_weights(
         self, tensors: Weights, version: str | None = None, *, recompute_kv: bool = False
@@ -268,22 +347,11 @@ class TokserveClient:
         """Replace all weights, over the group if there is one, else over HTTP: {"weight_version", "epoch"}.
 
         `tensors`: a module, a state_dict, or pairs of (name, tensor), by names of the checkpoint, as
-        `model.named_parameters()` of a transformers model gives them.  `recompute_kv`: requests in flight go on with KV
-        of the new weights.  If it fails, the server keeps its old weights.
+        `model.named_parameters()` of a transformers model gives them.  They are sent as they are; `push` rounds them as
+        the server would first, and so sends less.  `recompute_kv`: requests in flight go on with KV of the new weights.
+        If it fails, the server keeps its old weights.
         """
-        named = named_tensors(tensors)
-        async with transaction(self) as handle:
-            if self._group is None:
-                await self.send_body(path_of(PUT, handle), body_of(file_pieces(named)), TENSORS)
-            else:
-                announced = {
-                    "names": list(named), "dtype_names": [dtype_name(tensor.dtype) for tensor in named.values()],
-                    "shapes": [list(tensor.shape) for tensor in named.values()], "packed": True,
-                }  # fmt: skip
-                await self.broadcast(announced, list(named.values()), packed=True, handle=handle)
-            finish = {"weight_version": version} | ({"recompute_kv": True} if recompute_kv else {})
-            committed: dict[str, Any] = await self.control(FINISH, finish | handle)
-        return committed
+        return await self._transfers.update_weights(tensors, version, recompute_kv=recompute_kv)
 
     async def push(
         self,
@@ -304,7 +372,7 @@ class TokserveClient:
         weights with every `anchor_every`-th.  `recompute_kv`: requests in flight go on with KV of the new weights, so
         each token after the commit has the logprob that they give it.  If it fails, the server keeps its old weights.
         """
-        return await self._pusher.push(
+        return await self._transfers.push(
             weights, version, delta=delta, directory=directory, anchor_every=anchor_every, recompute_kv=recompute_kv
         )
 
@@ -314,18 +382,19 @@ class TokserveClient:
         """Have the server read a checkpoint directory, or the files of a version (default: the newest) that `push`
         wrote: {"weight_version", "epoch"}."""
         body: dict[str, Any] = {"weight_dir": str(directory), "weight_version": version}
-        loaded: dict[str, Any] = await self.open_update(PUT, body | ({"recompute_kv": True} if recompute_kv else {}))
-        return loaded
+        return await self._routes.load_dir(body | ({"recompute_kv": True} if recompute_kv else {}))
 
     async def abort_weight_update(self) -> None:
         """Roll back the update that is open, of any client.  Raises ServerError (409) if none is."""
-        await self.control(ABORT)
+        await self._routes.abort({})
+
+    async def update_weight_version(self, version: str) -> None:
+        """Rename the version of the weights that serve; begins a new epoch."""
+        await self._connection.post("/update_weight_version", {"new_version": version})
 
     async def served_weights(self, *, checksum: bool = False, tensors: bool = False) -> dict[str, Any]:
         """GET /weight_info.  `checksum`: have the checksum of all weights computed; `tensors`: list them."""
-        flags = [name for name, value in (("checksum", checksum), ("tensors", tensors)) if value]
-        reply: dict[str, Any] = await self.get("/weight_info?" + "&".join(f"{name}=true" for name in flags))
-        return reply
+        return await self._routes.served_weights(checksum=checksum, tensors=tensors)
 
     async def weight_checksums(self) -> dict[str, str]:
         """Checksums of the tensors that the server's weights were loaded from, by name, as `checksums` computes them.
@@ -333,133 +402,28 @@ class TokserveClient:
         Raises ServerError (409) if they are not available.
         """
         request = {"action": "checksum", "names": "checkpoint"}
-        digests: dict[str, str] = (await self.control("/weight_checker", request))["checkpoint"]
+        digests: dict[str, str] = (await self._connection.post("/weight_checker", request))["checkpoint"]
         return digests
 
-    async def compare_weights(self, tensors: NamedTensors) -> list[str]:
+    async def compare_weights(self, tensors: Weights | Iterable[tuple[str, Tensor]]) -> list[str]:
         """The names of tensors that differ from the server's, or that only one side has; empty if all are equal.
 
         The dtype counts: pass the tensors in the dtype in which they were pushed.
         """
-        baseline = await asyncio.to_thread(checksums, [(name, tensor.detach()) for name, tensor in tensors])
+        baseline = await self._transfers.checksums(tensors)
         request = {"action": "compare", "names": "checkpoint", "baseline": baseline}
-        mismatches: list[str] = (await self.control("/weight_checker", request))["mismatches"]
+        mismatches: list[str] = (await self._connection.post("/weight_checker", request))["mismatches"]
         return mismatches
 
-    @property
-    def has_group(self) -> bool:
-        """Whether `join` has formed a process group."""
-        return self._group is not None
 
-    async def broadcast(
-        self, announced: dict[str, Any], tensors: list[Tensor], *, packed: bool, handle: dict[str, Any]
-    ) -> None:
-        """Announce tensors to the server and send them over the group; `handle`: names the update."""
-        group = self._group
-        if group is None:
-            raise TransferFailed("there is no process group: join one first")
-        sending = asyncio.ensure_future(asyncio.to_thread(broadcast.send, group, tensors, packed=packed))
-        received = False
-        try:
-            await self.control(PUT, {"update_info": announced} | handle)
-            received = True
-        finally:
-            if not received:  # the server does not receive any more: interrupt the sending thread
-                group.interrupt()
-                self._group = None
-                await asyncio.wait([sending])
-                sending.exception()  # retrieved, or asyncio logs it
-        await sending
-
-    async def open_update(self, path: str, body: dict[str, Any]) -> Any:
-        """The reply of a POST that opens an update; the first one takes over from a holder that has gone."""
-        reply = await self.control(path, body | ({"take_over": True} if self._take_update else {}))
-        self._take_update = False
-        return reply
-
-    async def get(self, path: str) -> Any:
-        """The reply of a GET, as JSON."""
-        return (await self._send("GET", path, again=True)).json()
-
-    async def send_body(self, path: str, content: AsyncIterator[bytes], headers: dict[str, str]) -> None:
-        """POST a body that is made while it is sent."""
-        await self._send("POST", path, content=content, headers=headers)
-
-    async def control(self, path: str, body: dict[str, Any] | None = None, *, again: bool = False) -> Any:
-        """The reply of a POST, as JSON."""
-        return (await self._send("POST", path, again=again, json=body or {})).json()
-
-    async def _send(self, method: str, path: str, *, again: bool = False, **kwargs: Any) -> httpx.Response:
-        """Send a request; with `again`, repeat it where it cannot have had an effect."""
-        reconnect = again  # once
-        while True:
-            try:
-                answer = await self._http.request(method, path, **kwargs)
-            except httpx.ConnectError:
-                if not reconnect:
-                    raise
-                reconnect = False
-                await asyncio.sleep(WAIT)
-                continue
-            if answer.status_code == 200:
-                return answer
-            if again and answer.status_code == 503 and "retry-after" in answer.headers:
-                await asyncio.sleep(float(answer.headers["retry-after"]))
-                continue
-            raise _error(answer)
+TokserveClient = AsyncClient  # its name before there was a blocking one
 
 
-async def _in_thread(form: Callable[[], TransferGroup]) -> TransferGroup:
-    """`form()` in a daemon thread, which does not keep the program from ending if the caller gives up."""
-    formed: Future[TransferGroup] = Future()
-
-    def run() -> None:
-        try:
-            formed.set_result(form())
-        except RequestError as error:
-            formed.set_exception(error)
-        finally:
-            if not formed.done():  # the thread prints the traceback
-                formed.set_exception(TransferFailed("the process group could not be formed"))
-
-    formed.set_running_or_notify_cancel()  # it cannot be cancelled
-    threading.Thread(target=run, daemon=True).start()
-    return await asyncio.wrap_future(formed)
-
-
-def _error(answer: httpx.Response) -> ServerError:
+async def _together(calls: list[Any]) -> list[Any]:
+    """The results of several calls at once; if one fails, the others are cancelled, which aborts their requests."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
     try:
-        error = answer.json()["error"]
-        return ServerError(answer.status_code, error["message"], error["type"], error["param"], error.get("code"))
-    except (ValueError, KeyError, TypeError):
-        return ServerError(answer.status_code, answer.text[:500])
-
-
-def _prompt(number: int, prompt: Sequence[int]) -> NDArray[np.int32]:
-    """The ids of a prompt.  Raises ValueError for text, floats, ids beyond 32 bits, and a single id."""
-    ids = np.asarray(prompt)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise ValueError(f"prompts[{number}] must be a list of token ids, got {prompt!r}; one prompt is [ids]")
-    if ids.size and (ids.min() < INT32.min or ids.max() > INT32.max):
-        raise ValueError(f"prompts[{number}] holds an id that does not fit in 32 bits")
-    return ids.astype("<i4")
-
-
-def _rollout(number: int, prompt: NDArray[np.int32], choice: dict[str, Any]) -> Rollout:
-    logprobs = choice["logprobs"]
-    values = b"" if logprobs is None else logprobs["token_logprobs"]
-    spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]]
-    rollout = Rollout(
-        number, choice["index"], prompt, np.frombuffer(choice["token_ids"], "<i4"), np.frombuffer(values, "<f4"),
-        choice["finish_reason"], spans,
-    )  # fmt: skip
-    if "sampling_mask" in choice:
-        counts = np.frombuffer(choice["sampling_mask"]["counts"], "<i4")
-        parts = np.split(np.frombuffer(choice["sampling_mask"]["ids"], "<i4"), np.maximum(counts, 0).cumsum())
-        rollout.sampling_mask = [
-            None if count < 0 else ids for count, ids in zip(counts.tolist(), parts[:-1], strict=True)
-        ]
-        rollout.mask_truncated = counts == TRUNCATED
-        rollout.sampling_logprobs = np.frombuffer(choice["sampling_logprobs"], "<f4")
-        rollout.kept_logprob = np.frombuffer(choice["kept_logprob"], "<f4")
-    return rollout
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

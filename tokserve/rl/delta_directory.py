@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 from torch import Tensor
 
-from tokserve.errors import Conflict, RequestError
-from tokserve.rl.deltas import FORMAT, FULL_FORMAT, DeltaLabel, file_pieces
+from .deltas import FORMAT, FULL_FORMAT, DeltaLabel, file_pieces
+from .errors import WeightsConflict, WeightsError
 
 NAME = re.compile(r"(\d{1,12})\.(full|delta)\.safetensors")
 MAX_HEADER = 64 << 20
@@ -54,44 +54,44 @@ def is_chain(directory: Path) -> bool:
 
 
 def files_of(directory: Path, may_read: Callable[[Sequence[str]], object] = len) -> list[VersionFile]:
-    """The files of a directory, by number; `may_read` is called with their names first.  Raises RequestError."""
+    """The files of a directory, by number; `may_read` is called with their names first.  Raises WeightsError."""
     names = sorted(name for name in os.listdir(directory) if NAME.fullmatch(name))
     may_read(names)
     return sorted((described(directory / name) for name in names), key=lambda file: (file.number, file.base is None))
 
 
 def described(path: Path) -> VersionFile:
-    """A file by its metadata.  Raises RequestError."""
+    """A file by its metadata.  Raises WeightsError."""
     match = NAME.fullmatch(path.name)
     if match is None:
-        raise RequestError(f"{path.name} is not the name of a file of weights by versions")
+        raise WeightsError(f"{path.name} is not the name of a file of weights by versions")
     number, kind = match.groups()
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             if not 2 <= size <= MAX_HEADER:
-                raise RequestError(f"{path.name} is not a safetensors file")
+                raise WeightsError(f"{path.name} is not a safetensors file")
             metadata = msgspec.json.decode(file.read(size), type=_Header).metadata
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"{path.name} cannot be read as a file of weights: {error}") from None
+        raise WeightsError(f"{path.name} cannot be read as a file of weights: {error}") from None
     base = None
     if kind == "delta" and metadata.base_version is not None and metadata.base_checksum is not None:
         base = metadata.base_version, metadata.base_checksum
     if metadata.format != (FULL_FORMAT if kind == "full" else FORMAT) or (kind == "delta" and base is None):
-        raise RequestError(f"{path.name} is not of the format that its name says")
+        raise WeightsError(f"{path.name} is not of the format that its name says")
     return VersionFile(path, int(number), (metadata.version, metadata.checksum), base)
 
 
 def chain(files: Sequence[VersionFile], version: str | None, have: Identity | None) -> list[VersionFile]:
     """The files that lead to `version` (None: the newest), in order: deltas from the weights `have`, if there is a way,
-    else an anchor and the deltas after it.  No files: `have` is that version.  Raises RequestError, Conflict.
+    else an anchor and the deltas after it.  No files: `have` is that version.  Raises WeightsError, WeightsConflict.
     """
     targets = [file for file in files if version is None or file.identity[0] == version]
     if not targets:
-        raise RequestError(f"the directory has no file of version {version!r}" if files else "the directory is empty")
+        raise WeightsError(f"the directory has no file of version {version!r}" if files else "the directory is empty")
     target = targets[-1].identity
     if len({file.identity for file in targets}) > 1 and version is not None:
-        raise Conflict(f"the directory has different weights of version {version!r}")
+        raise WeightsConflict(f"the directory has different weights of version {version!r}")
     deltas = {file.identity: file for file in files if file.base is not None}
     anchors = {file.identity: file for file in files if file.base is None}
     way = list(_back(deltas, target))
@@ -102,7 +102,7 @@ def chain(files: Sequence[VersionFile], version: str | None, have: Identity | No
         if identity in anchors:
             return [anchors[identity], *way[:length][::-1]]
     lost = (way[-1].base if way else None) or target
-    raise Conflict(
+    raise WeightsConflict(
         f"no chain leads to version {target[0]!r}: the directory has neither a full file nor a delta that makes "
         f"version {lost[0]!r}, and this server has other weights; write a full file"
     )

@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokserve.errors import RequestError
-from tokserve.rl.sums import Bits, Indices, bits_of, change, in_threads
+from .errors import WeightsError
+from .sums import Bits, Indices, bits_of, change, in_threads
 
 FORMAT = "tokserve-delta-1"
 FULL_FORMAT = "tokserve-full-1"  # of a file that a chain of deltas begins with
@@ -56,15 +56,15 @@ class DeltaLabel:
 
 
 def label_of(metadata: Mapping[str, Any]) -> DeltaLabel:
-    """The label in a file's metadata.  Raises RequestError."""
+    """The label in a file's metadata.  Raises WeightsError."""
     names = ("base_version", "base_checksum", "version")
     if metadata.get("format") != FORMAT:
-        raise RequestError(f"the file is not a delta: its metadata has no format {FORMAT!r}", code="not_a_delta")
+        raise WeightsError(f"the file is not a delta: its metadata has no format {FORMAT!r}", code="not_a_delta")
     if absent := [name for name in names if not isinstance(metadata.get(name), str)]:
-        raise RequestError(f"the delta's metadata has no {' and no '.join(absent)}", code="not_a_delta")
+        raise WeightsError(f"the delta's metadata has no {' and no '.join(absent)}", code="not_a_delta")
     checksum = metadata.get("checksum", "")
     if not isinstance(checksum, str):
-        raise RequestError("the checksum in the delta's metadata is not a text", code="not_a_delta")
+        raise WeightsError("the checksum in the delta's metadata is not a text", code="not_a_delta")
     return DeltaLabel(metadata["base_version"], metadata["base_checksum"], metadata["version"], checksum)
 
 
@@ -102,20 +102,20 @@ def _with_escapes(gaps: NDArray[np.int64], limit: int, dtype: Any) -> NDArray[An
 
 
 def decode_steps(steps: NDArray[Any], count: int, size: int) -> Indices:
-    """Places of `count` elements in a tensor of `size`.  Raises RequestError if the steps do not say them."""
+    """Places of `count` elements in a tensor of `size`.  Raises WeightsError if the steps do not say them."""
     limit = np.iinfo(steps.dtype).max
     escapes = steps == 0
     if escapes.any():
         indices: Indices = np.cumsum(np.where(escapes, limit, steps), dtype=np.int64)[~escapes]
         if escapes[-1]:
-            raise RequestError("the steps end with an escape")
+            raise WeightsError("the steps end with an escape")
     else:
         indices = np.cumsum(steps, dtype=np.int64)
     indices -= 1
     if len(indices) != count:
-        raise RequestError(f"there are {count} values and places for {len(indices)}")
+        raise WeightsError(f"there are {count} values and places for {len(indices)}")
     if count and indices[-1] >= size:
-        raise RequestError(f"place {indices[-1]} lies outside of the tensor's {size} elements")
+        raise WeightsError(f"place {indices[-1]} lies outside of the tensor's {size} elements")
     return indices
 
 
@@ -164,7 +164,7 @@ def applied(delta: TensorDelta | None, tensor: Tensor) -> Tensor:
 class DeltaReader:
     """Puts the parts of a file together again, tensor by tensor.
 
-    `described`: dtype and shape of the tensors that may change.  Every problem is a RequestError, and is found before
+    `described`: dtype and shape of the tensors that may change.  Every problem is a WeightsError, and is found before
     memory is taken for what a header says.
     """
 
@@ -178,11 +178,11 @@ class DeltaReader:
         for key, shape, dtype in tensors:
             name, role = _split(key)
             if name not in self.described:
-                raise RequestError(f"the model has no tensor {name}")
+                raise WeightsError(f"the model has no tensor {name}")
             if name in self._announced or role in parts.get(name, {}):
-                raise RequestError(f"{name} comes twice")
+                raise WeightsError(f"{name} comes twice")
             if not isinstance(dtype, torch.dtype):
-                raise RequestError(f"{key} is of the unsupported dtype {dtype}")
+                raise WeightsError(f"{key} is of the unsupported dtype {dtype}")
             parts.setdefault(name, {})[role] = tuple(shape), dtype
         for name, roles in parts.items():
             self._check(name, roles)
@@ -191,20 +191,20 @@ class DeltaReader:
     def _check(self, name: str, roles: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
         dtype, shape = self.described[name]
         if roles.keys() not in ({""}, {STEPS, VALUES}):
-            raise RequestError(f"{name} must come whole, or with {STEPS} and {VALUES}")
+            raise WeightsError(f"{name} must come whole, or with {STEPS} and {VALUES}")
         values_shape, values_dtype = roles.get("") or roles[VALUES]
         if values_dtype != dtype:
-            raise RequestError(f"the elements of {name} must be {dtype_name(dtype)}, not {dtype_name(values_dtype)}")
+            raise WeightsError(f"the elements of {name} must be {dtype_name(dtype)}, not {dtype_name(values_dtype)}")
         if "" in roles:
             if values_shape != shape:
-                raise RequestError(f"{name} must have the shape {list(shape)}, not {list(values_shape)}")
+                raise WeightsError(f"{name} must have the shape {list(shape)}, not {list(values_shape)}")
             return
         size, (steps_shape, steps_dtype) = math.prod(shape), roles[STEPS]
         if steps_dtype not in STEP_DTYPES or len(steps_shape) != 1 or len(values_shape) != 1:
-            raise RequestError(f"{name} needs steps of uint8 or uint16 and values, each in one dimension")
+            raise WeightsError(f"{name} needs steps of uint8 or uint16 and values, each in one dimension")
         count, steps = values_shape[0], steps_shape[0]
         if count > size or not count <= steps <= max_steps(count, size, steps_dtype):
-            raise RequestError(f"{name} has {size} elements: {count} values with {steps} steps cannot be its changes")
+            raise WeightsError(f"{name} has {size} elements: {count} values with {steps} steps cannot be its changes")
 
     def put(self, key: str, tensor: Tensor) -> tuple[str, TensorDelta] | None:
         """Take one of the announced tensors; the name and changes of a tensor that is complete with it."""
@@ -220,8 +220,8 @@ class DeltaReader:
         try:
             size = math.prod(self.described[name][1])
             return name, TensorDelta(decode_steps(parts[STEPS].numpy(), len(values), size), values)
-        except RequestError as error:
-            raise RequestError(f"{name}: {error.message}") from None
+        except WeightsError as error:
+            raise WeightsError(f"{name}: {error.message}") from None
 
 
 def _split(key: str) -> tuple[str, str]:

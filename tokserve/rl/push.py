@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tokserve.rl.deltas import DeltaLabel, Deltas, applied, difference, file_pieces, tensors_of
-from tokserve.rl.sums import Sums, in_order, in_threads, set_checksum, tensor_sum
+from .deltas import DeltaLabel, Deltas, applied, difference, file_pieces, tensors_of
+from .sums import Sums, in_order, in_threads, set_checksum, tensor_sum
 
 Weights = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]

@@ -1,4 +1,8 @@
-"""How a trainer's client pushes: over HTTP or its process group, or through a directory; deltas where it can."""
+"""How weights are pushed: sent, or written to a directory that servers read; deltas where that works.
+
+The transport is a `WeightChannel`, which has the calls of an update: HTTP with or without a process group, or the
+engine of an `LLM`.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,11 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-import httpx
 from torch import Tensor
 
-from tokserve.rl.delta_directory import WeightDirectory
-from tokserve.rl.deltas import DeltaLabel, Deltas, dtype_name, file_pieces, tensors_of
-from tokserve.rl.push import (
+from .delta_directory import WeightDirectory
+from .deltas import DeltaLabel, Deltas, dtype_name, file_pieces, tensors_of
+from .push import (
     PushedWeights,
     PushResult,
     ServerTensors,
@@ -24,37 +27,44 @@ from tokserve.rl.push import (
     num_changed,
     sparse_broadcast,
 )
-from tokserve.rl.sums import Sums
+from .sums import Sums
 
-TENSORS = {"Content-Type": "application/octet-stream"}
 CURED_BY_FULL = ("base_mismatch", "delta_unsupported", "checksum_mismatch", "not_a_delta")  # codes of errors
-START, PUT, FINISH, ABORT = "/start_weight_update", "/update_weights", "/finish_weight_update", "/abort_weight_update"
 
 
-class ServerError(Exception):
-    """An error response.  `status` is HTTP's; `kind`, `field` and `code` are the error's type, param and code."""
+class WeightChannel(Protocol):
+    """The calls of a weight update.  `handle`: says which update is meant; what `start` returned of it.
 
-    def __init__(
-        self, status: int, message: str, kind: str = "", field: str | None = None, code: str | None = None
-    ) -> None:
-        super().__init__(f"{status}: {message}")
-        self.status, self.message, self.kind, self.field, self.code = status, message, kind, field, code
+    `failures`: the errors that its methods raise.  `not_opened`: errors of `start` after
+    which no update of ours is open.
+    """
 
+    @property
+    def failures(self) -> tuple[type[Exception], ...]: ...
 
-class Connection(Protocol):
-    """What a push needs of the client."""
+    @property
+    def not_opened(self) -> tuple[type[Exception], ...]: ...
 
-    async def get(self, path: str) -> Any:
-        """The reply of a GET.  Raises ServerError."""
+    def refusal(self, error: Exception) -> tuple[str | None, str]:
+        """The code of one of `failures`, if the server refused with one, and the message."""
 
-    async def open_update(self, path: str, body: dict[str, Any]) -> Any:
-        """The reply of a POST that opens an update; the first one takes over from a holder that has gone."""
+    async def served_weights(self, *, checksum: bool = False, tensors: bool = False) -> dict[str, Any]:
+        """As GET /weight_info."""
 
-    async def control(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The reply of a POST.  Raises ServerError."""
+    async def start(self, base: dict[str, Any]) -> dict[str, Any]:
+        """Open an update; `base`: of a delta, what must be served."""
 
-    async def send_body(self, path: str, content: AsyncIterator[bytes], headers: dict[str, str]) -> None:
-        """POST a body.  Raises ServerError."""
+    async def put_file(self, pieces: AsyncIterator[bytes], handle: dict[str, Any]) -> None:
+        """Stage a safetensors file."""
+
+    async def finish(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Commit: {"weight_version", "epoch"}."""
+
+    async def abort(self, handle: dict[str, Any]) -> None:
+        """Roll back."""
+
+    async def load_dir(self, body: dict[str, Any]) -> dict[str, Any]:
+        """An update from a directory: {"weight_version", "epoch"}."""
 
     @property
     def has_group(self) -> bool:
@@ -63,11 +73,11 @@ class Connection(Protocol):
     async def broadcast(
         self, announced: dict[str, Any], tensors: list[Tensor], *, packed: bool, handle: dict[str, Any]
     ) -> None:
-        """Announce tensors and send them over the group.  Raises ServerError."""
+        """Announce tensors and send them over the group."""
 
 
 @asynccontextmanager
-async def transaction(connection: Connection, base: dict[str, str] | None = None) -> AsyncIterator[dict[str, Any]]:
+async def transaction(channel: WeightChannel, base: dict[str, str] | None = None) -> AsyncIterator[dict[str, Any]]:
     """A weight update around the block, which has to finish it; it is rolled back if the block raises.
 
     Yields what the calls of the block say besides, so that they mean no other update, which took over from this one.
@@ -76,8 +86,8 @@ async def transaction(connection: Connection, base: dict[str, str] | None = None
     handle: dict[str, Any] = {}
     try:
         try:
-            started = await connection.open_update(START, dict(base or {}))
-        except (ServerError, httpx.ConnectError):
+            started = await channel.start(dict(base or {}))
+        except channel.not_opened:
             closed = True  # not opened by this call; after any other error, it may have been
             raise
         handle = {name: started[name] for name in ("update_id",) if name in started}
@@ -85,15 +95,36 @@ async def transaction(connection: Connection, base: dict[str, str] | None = None
         closed = True
     finally:
         if not closed:
-            with suppress(ServerError, httpx.TransportError):  # already rolled back, or the server has exited
-                await connection.control(ABORT, handle)
+            with suppress(*channel.failures):  # already rolled back, or the server has exited
+                await channel.abort(handle)
+
+
+async def update(
+    channel: WeightChannel, named: Mapping[str, Tensor], version: str | None, *, recompute_kv: bool
+) -> dict[str, Any]:
+    """Replace all weights by these, as they are."""
+    async with transaction(channel) as handle:
+        if channel.has_group:
+            await channel.broadcast(announcement(named), list(named.values()), packed=True, handle=handle)
+        else:
+            await channel.put_file(body_of(file_pieces(named)), handle)
+        finish = {"weight_version": version} | ({"recompute_kv": True} if recompute_kv else {})
+        return await channel.finish(finish | handle)
+
+
+def announcement(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The `update_info` of tensors that are sent packed, in this order."""
+    return {
+        "names": list(tensors), "dtype_names": [dtype_name(tensor.dtype) for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()], "packed": True,
+    }  # fmt: skip
 
 
 class Pusher:
-    """Pushes over one connection, and remembers what the server has got, where deltas are wanted."""
+    """Pushes over one channel, and remembers what the server has got, where deltas are wanted."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, channel: WeightChannel) -> None:
+        self._channel = channel
         self._server: ServerTensors | None = None
         self._pushed: PushedWeights | None = None
         self._keeping: asyncio.Future[None] | None = None  # the kept copy is brought up to date
@@ -128,7 +159,7 @@ class Pusher:
         return await self._push_full(named, version, keep=delta, reason=reason)
 
     async def _ask(self) -> ServerTensors:
-        self._server = ServerTensors.read(await self._connection.get("/weight_info?tensors=true"))
+        self._server = ServerTensors.read(await self._channel.served_weights(tensors=True))
         return self._server
 
     async def _push_delta(
@@ -139,7 +170,7 @@ class Pusher:
         base = {"base_version": part_label.base_version, "base_checksum": part_label.base_checksum}
         deltas, sums, size = Deltas(), dict(pushed.sums), 0
         try:
-            async with transaction(self._connection, base) as handle:
+            async with transaction(self._channel, base) as handle:
                 parts = pushed.parts(known, sums)
                 while (part := await asyncio.to_thread(next, parts, None)) is not None:
                     deltas |= part
@@ -148,13 +179,14 @@ class Pusher:
                     size += await self._send_delta(pushed, part, part_label, handle)
                 label = pushed.label(sums, part_label.version)
                 finish = {"weight_version": label.version, "checksum": label.checksum} | self._commit | handle
-                done = await self._connection.control(FINISH, finish)
+                done = await self._channel.finish(finish)
         except _DeltaTooLarge:
             return "more than a quarter of the weights changed"
-        except ServerError as error:
-            if error.code not in CURED_BY_FULL:
+        except self._channel.failures as error:
+            code, message = self._channel.refusal(error)
+            if code not in CURED_BY_FULL:
                 raise
-            return error.message
+            return message
         self._keeping = asyncio.ensure_future(asyncio.to_thread(pushed.commit, deltas, sums, label))
         self._epoch = done["epoch"]
         return PushResult(
@@ -164,13 +196,14 @@ class Pusher:
     async def _send_delta(
         self, pushed: PushedWeights, deltas: Deltas, label: DeltaLabel, handle: dict[str, Any]
     ) -> int:
-        if not self._connection.has_group:
+        if not self._channel.has_group:
             size, pieces = await asyncio.to_thread(file_of, deltas, label)
-            await self._connection.send_body(path_of(PUT, handle), body_of(pieces), TENSORS)
+            await self._channel.put_file(body_of(pieces), handle)
             return size
         announced, tensors = sparse_broadcast(deltas)
         announced["shapes"] = [list(pushed.described[name][1]) for name in announced["names"]]
-        await self._connection.broadcast(announced, tensors, packed=False, handle=handle)
+        if announced["names"]:
+            await self._channel.broadcast(announced, tensors, packed=False, handle=handle)
         return sum(tensor.nbytes for tensor in tensors)
 
     async def _push_full(
@@ -183,9 +216,9 @@ class Pusher:
         if keep and known.keys() == server.described.keys():
             pushed = await asyncio.to_thread(PushedWeights.of, server, known)
         sent: dict[str, Tensor] = dict(others) | (known if pushed is None else pushed.tensors)
-        async with transaction(self._connection) as handle:
+        async with transaction(self._channel) as handle:
             size = await self._send_full(server, sent, handle)
-            done = await self._connection.control(FINISH, {"weight_version": version} | self._commit | handle)
+            done = await self._channel.finish({"weight_version": version} | self._commit | handle)
         self._epoch = done["epoch"]
         if pushed is not None:
             pushed.version = done["weight_version"]
@@ -195,13 +228,11 @@ class Pusher:
 
     async def _send_full(self, server: ServerTensors, sent: Mapping[str, Tensor], handle: dict[str, Any]) -> int:
         rounded = RoundedTensors(server, sent)
-        if self._connection.has_group:
+        if self._channel.has_group:
             tensors = list(rounded.values())
-            announced = {
-                "names": list(rounded), "dtype_names": [dtype_name(tensor.dtype) for tensor in tensors],
-                "shapes": [list(tensor.shape) for tensor in tensors], "packed": True,
-            }  # fmt: skip
-            await self._connection.broadcast(announced, tensors, packed=True, handle=handle)
+            await self._channel.broadcast(
+                announcement(dict(zip(rounded, tensors, strict=True))), tensors, packed=True, handle=handle
+            )
             return sum(tensor.nbytes for tensor in tensors)
         size = 0
 
@@ -211,7 +242,7 @@ class Pusher:
                 size += len(piece)
                 yield piece
 
-        await self._connection.send_body(path_of(PUT, handle), body(), TENSORS)
+        await self._channel.put_file(body(), handle)
         return size
 
     async def _push_by_directory(
@@ -238,7 +269,7 @@ class Pusher:
             mode, count = "delta", num_changed(deltas)
         self._directories[target] = directory, pushed
         body = {"weight_dir": str(target), "weight_version": version} | self._commit
-        done = await self._connection.open_update(PUT, body)
+        done = await self._channel.load_dir(body)
         self._epoch = done["epoch"]
         return PushResult(done["weight_version"], done["epoch"], mode, size, count, pushed.num_elements, reason)
 
@@ -287,11 +318,6 @@ def _obstacle(
 
 class _DeltaTooLarge(Exception):
     """So much changed that all weights are pushed instead."""
-
-
-def path_of(path: str, handle: dict[str, Any]) -> str:
-    """A path with what says which update is meant."""
-    return f"{path}?update_id={handle['update_id']}" if handle else path
 
 
 async def body_of(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from trl.generation import vllm_client, vllm_generation
 
-from tokserve.rl import Rollout, TokserveClient
-from tokserve.rl.deltas import file_pieces
+from . import Rollout, TokserveClient
+from .deltas import file_pieces
 
 PART_BYTES = 1 << 30  # tensors that are sent in one body, so that no second copy of a sharded model is gathered
 LOGPROBS_MODE = "temperature"  # TRL's losses are over the whole vocabulary at the temperature

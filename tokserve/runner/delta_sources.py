@@ -21,6 +21,7 @@ from tokserve.rl import deltas
 from tokserve.rl.broadcast import DTYPES, TransferGroup, receive
 from tokserve.rl.delta_directory import VersionFile
 from tokserve.rl.deltas import DeltaReader, Deltas, TensorDelta, applied, merged
+from tokserve.rl.errors import WeightsError
 from tokserve.rl.sums import set_checksum, tensor_sum
 from tokserve.runner.weight_sources import Announcement, SafetensorsStream, shared_memory
 
@@ -86,7 +87,7 @@ def _changes(file: VersionFile, described: Mapping[str, tuple[torch.dtype, tuple
 
     try:
         stream_into(file.path, SafetensorsStream(reader.announce, put, dtypes=FILE_DTYPES))
-    except RequestError as error:
+    except (RequestError, WeightsError) as error:
         raise RequestError(f"{file.path.name}: {error.message}") from None
     return changes
 
@@ -116,7 +117,7 @@ def full_from_files(staging: Staging, files: Sequence[VersionFile]) -> None:
 
     try:
         stream_into(anchor.path, SafetensorsStream(announce, put))
-    except RequestError as error:
+    except (RequestError, WeightsError) as error:
         raise RequestError(f"{anchor.path.name}: {error.message}", field=error.field, code=error.code) from None
     if (checksum := set_checksum(sums, described)) != files[-1].identity[1]:
         raise RequestError(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from safetensors import SafetensorError
 from tokserve import checkpoint
 from tokserve.config import BACKENDS, PACKING, WeightsConfig
 from tokserve.device import Device
-from tokserve.errors import Conflict, RequestError, StartError
+from tokserve.errors import Conflict, RequestError, StartError, TransferFailed
 from tokserve.models import weights
 from tokserve.models.checksums import checksums
 from tokserve.models.coordinates import Coordinates
@@ -30,6 +31,8 @@ from tokserve.rl import broadcast
 from tokserve.rl.broadcast import TransferGroup
 from tokserve.rl.delta_directory import chain, described, files_of, is_chain
 from tokserve.rl.deltas import FORMAT
+from tokserve.rl.errors import TransferError, WeightsConflict, WeightsError
+from tokserve.rl.rendezvous import KINDS, Rendezvous
 from tokserve.rl.sums import Sums
 from tokserve.runner import delta_sources
 from tokserve.runner import weight_sources as sources
@@ -49,6 +52,18 @@ class GroupOptions(msgspec.Struct, forbid_unknown_fields=True):
     packed_buffer_size_bytes: int | None = None
     packed_num_buffers: int | None = None
     backend: str | None = None
+    rendezvous: str | None = None
+    group_name: str = ""
+
+
+@contextmanager
+def request_errors() -> Iterator[None]:
+    """Errors of the trainer's package, which knows nothing of requests, as those of a request."""
+    try:
+        yield
+    except WeightsError as error:
+        kind = {WeightsConflict: Conflict, TransferError: TransferFailed}.get(type(error), RequestError)
+        raise kind(error.message, field=error.field, code=error.code) from None
 
 
 class WeightSync:
@@ -79,6 +94,7 @@ class WeightSync:
 
     # --- the backend ---
 
+    @request_errors()
     def init(self, options: dict[str, Any]) -> dict[str, Any]:
         """Make the backend ready; with gloo and nccl that means to meet the trainer."""
         self._meeting = threading.Event()  # from here on an interrupt is meant for this trainer
@@ -107,6 +123,7 @@ class WeightSync:
             raise RequestError("rank_offset must be from 1 to world_size - 1", field="init_info.rank_offset")
         if not 0 < group.master_port < 1 << 16:
             raise RequestError("master_port must be from 1 to 65535", field="init_info.master_port")
+        rendezvous = self._rendezvous(backend, group)
         self.shutdown()
         try:
             address = socket.gethostbyname(group.master_address)
@@ -114,11 +131,24 @@ class WeightSync:
             raise RequestError(f"master_address: {error.strerror or error}", field="init_info.master_address") from None
         self._group = TransferGroup(
             backend, address, group.master_port, group.rank_offset, group.world_size,
-            self._config.weight_transfer_timeout, self._meeting,
+            self._config.weight_transfer_timeout, self._meeting, rendezvous,
         )  # fmt: skip
         packing = {name: value for name in PACKING if (value := getattr(group, name)) is not None}
         self._packing = self._chosen_packing | packing
         return {"message": "Weight transfer initialized", "backend": backend}
+
+    def _rendezvous(self, backend: str, group: GroupOptions) -> Rendezvous:
+        """How the trainer's group is met: as vLLM's is over nccl, which is where the backend's name comes from."""
+        kind = group.rendezvous or ("vllm" if backend in broadcast.ON_A_CARD else "tokserve")
+        if kind not in KINDS:
+            raise RequestError(f"rendezvous must be one of {', '.join(KINDS)}", field="init_info.rendezvous")
+        if kind == "vllm" and backend not in broadcast.ON_A_CARD:
+            raise RequestError(
+                "vLLM's rendezvous sends an NCCL id, and so needs the backend nccl and a CUDA device: over gloo, "
+                "rendezvous must be tokserve or torch",
+                field="init_info.rendezvous",
+            )
+        return Rendezvous(kind, group.group_name)
 
     def shutdown(self) -> dict[str, Any]:
         """Let go of the backend."""
@@ -170,6 +200,7 @@ class WeightSync:
     def _checksum(coordinates: Coordinates, sums: Sums | None) -> str | None:
         return None if sums is None else coordinates.checksum(sums)
 
+    @request_errors()
     def plan_chain(
         self, model: Decoder | None, weight_dir: str, version: str | None, served_version: str
     ) -> dict[str, Any] | None:
@@ -206,6 +237,7 @@ class WeightSync:
         self._staging = self._complete = self._stream = None
         self._device.give_back_memory()
 
+    @request_errors()
     def receive(self, source: dict[str, Any]) -> str | None:
         """Stage the tensors of a source: {"weight_dir"}, or an announcement for the backend.  Of a directory, the stamp
         of its files: they are the same ones as long as it is."""
@@ -285,6 +317,7 @@ class WeightSync:
             raise Conflict("there is no transfer engine: call init_weight_transfer_engine first")
         return self._group
 
+    @request_errors()
     def feed(self, stream: str, chunk: bytes, last: bool, broken: bool) -> None:
         """Stage a piece of a safetensors file."""
         whole = False
@@ -305,6 +338,7 @@ class WeightSync:
             if not whole:
                 self.abort()
 
+    @request_errors()
     def finish(self, checksum: str | None = None) -> dict[str, Any]:
         """Make sure that every weight is there: {"num_bytes": of what came}.
 

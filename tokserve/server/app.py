@@ -23,7 +23,7 @@ from tokserve.client.async_llm import AsyncLLM
 from tokserve.config import Config
 from tokserve.errors import NotFound, RequestError, RequestFailed, Unauthorized
 from tokserve.server import openapi
-from tokserve.server.admin import areal, commands, state, weights
+from tokserve.server.admin import commands, state, weights
 from tokserve.server.anthropic import messages
 from tokserve.server.anthropic.bodies import CountTokensBody, MessagesBody
 from tokserve.server.anthropic.error_shape import ANTHROPIC
@@ -39,6 +39,8 @@ from tokserve.server.pooling import embeddings
 from tokserve.server.serving import GIVEN_ID, Serving, Trace
 from tokserve.server.sglang import routes as sglang
 from tokserve.server.tokens import aborts, generate
+from tokserve.server.trainers import routes as trainers
+from tokserve.server.trainers import skyrl
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[Serving, Request], Awaitable[Response]]
@@ -47,6 +49,13 @@ ENDPOINTS = (
     Endpoint(
         ("POST",),
         "/inference/v1/generate",
+        generate.generate_tokens,
+        generate.GenerateBody,
+        reply=generate.GenerateReply,
+    ),
+    Endpoint(
+        ("POST",),
+        "/skyrl/v1/generate",
         generate.generate_tokens,
         generate.GenerateBody,
         reply=generate.GenerateReply,
@@ -106,12 +115,10 @@ ENDPOINTS = (
     *(
         Endpoint(("POST",), path, handler, kind, control=True)
         for path, handler, kind in (
-            *commands.routes(),
+            *commands.routes(collective_rpc=skyrl.collective_rpc),
             ("/update_weights", weights.update_weights, weights.UpdateBody),
             ("/weight_checker", weights.weight_checker, weights.CheckerBody),
-            ("/areal_pause_generation", areal.pause, None),
-            ("/areal_continue_generation", areal.resume, None),
-            ("/areal_update_weights", areal.update_weights, areal.ArealUpdateBody),
+            *trainers.ROUTES,
         )
     ),
     Endpoint(
@@ -253,12 +260,17 @@ def _errors_of(path: str) -> errors.ErrorShape:
     return next(shapes, errors.OPENAI)
 
 
+def is_frameworks(path: str) -> bool:
+    """Whether it is a training framework's own name for another route."""
+    return path.startswith("/skyrl/")
+
+
 def suggest_route(path: str) -> str | None:
     """The shortest route that ends with `path`, or with which `path` ends: base URLs lack /v1, or have it twice."""
     candidates = [
         endpoint.path
         for endpoint in ENDPOINTS
-        if path and (endpoint.path.endswith(path) or path.endswith(endpoint.path))
+        if path and (endpoint.path.endswith(path) or path.endswith(endpoint.path)) and not is_frameworks(endpoint.path)
     ]
     return min(candidates, key=len, default=None)
 

@@ -99,6 +99,8 @@ class Serving:
         self._trace = trace
         self.sglang = SglangState()
         self.pooler = pooler_of(config.model)
+        self.announced_by_areal: dict[str, Any] | None = None  # tensors that come next
+        self.staged_by_areal = False  # the open update is AReaL's
         self.names = config.server.served_model_name or [config.model.model]
         self.name = self.names[0]
         # other names of the same model that clients send: its directory, and names without their first part

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from tokserve.rl.client import TokserveClient
+    from tokserve.rl import TokserveClient
     from tokserve.testing.process import ServerProcess
 
 
@@ -37,6 +37,6 @@ def tokserve_server(tokserve_options: dict[str, Any]) -> Iterator[ServerProcess]
 @pytest.fixture
 def tokserve_client(tokserve_server: ServerProcess) -> TokserveClient:
     """A new client of that server, for the test's event loop: `async with tokserve_client: ...` closes it."""
-    from tokserve.rl.client import TokserveClient
+    from tokserve.rl import TokserveClient
 
     return TokserveClient(tokserve_server.url)

@@ -16,7 +16,7 @@ import msgspec
 from tokserve.config import Config
 
 if TYPE_CHECKING:
-    from tokserve.rl.client import TokserveClient
+    from tokserve.rl import TokserveClient
 
 SERVING = re.compile(r"serving on (\S+), ready")
 SHOWN = 50  # lines of the log in a message
@@ -70,7 +70,7 @@ class ServerProcess:
     def client(self) -> TokserveClient:
         """A client of the server, the same one each time: for one event loop, which closes it (`async with`)."""
         if self._client is None:
-            from tokserve.rl.client import TokserveClient
+            from tokserve.rl import TokserveClient
 
             self._client = TokserveClient(self.url)
         return self._client

@@ -29,8 +29,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
-from tokserve.rl import TokserveClient
-from tokserve.rl.client import Rollout
+from tokserve.rl import Rollout, TokserveClient
 from tokserve.rl.trl import HTTPWeightTransfer, RolloutFunction, TokserveVLLMClient, sampling_of, use_tokserve
 from tokserve.train import backward, projections, selective_logprobs
 from tokserve.train.exact_model import exact

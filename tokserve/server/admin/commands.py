@@ -137,9 +137,8 @@ async def unload_lora_adapter(serving: Serving, request: Request) -> Response:
     return body.reply(request, {"success": True, "message": message, "lora_name": params.lora_name})
 
 
-async def collective_rpc(serving: Serving, request: Request) -> Response:
-    """POST /collective_rpc: call the worker extension"""
-    params = await read(serving, request, WorkerCallBody)
+async def call_worker(serving: Serving, request: Request, params: WorkerCallBody) -> Response:
+    """Call a method of the worker extension."""
     if params.timeout is not None and not 0 < params.timeout <= admin.LONGEST_RPC:
         raise invalid("timeout", f"must be above 0 and at most {admin.LONGEST_RPC:g} seconds")
     try:
@@ -162,17 +161,19 @@ HANDLERS: dict[str, Handler] = {
     "add_draft_corpus": add_draft_corpus,
     "load_lora_adapter": load_lora_adapter,
     "unload_lora_adapter": unload_lora_adapter,
-    "collective_rpc": collective_rpc,
 }
 
 
-def routes() -> list[tuple[str, Handler, type[msgspec.Struct] | None]]:
-    """Path, handler and body of every POST route of a command; without parameters, no body."""
+def routes(**handlers: Handler) -> list[tuple[str, Handler, type[msgspec.Struct] | None]]:
+    """Path, handler and body of every POST route of a command; without parameters, no body.
+
+    `handlers`: by name of the command, in the place of its own.
+    """
     table = []
     for command in admin.COMMANDS.values():
         if not command.routes:
             continue
         kind = BODIES.get(command.name, command.parameters)
-        handler = HANDLERS.get(command.name) or handler_of(command, kind)
+        handler = (HANDLERS | handlers).get(command.name) or handler_of(command, kind)
         table += [(path, handler, kind if kind.__struct_fields__ else None) for path in command.routes]
     return table

@@ -153,14 +153,7 @@ async def _feed(serving: Serving, file: _WeightBody, update_id: str | None) -> N
 async def served_weights(serving: Serving, request: Request) -> Response:
     """GET /weight_info: which weights serve; `checksum`: compute their checksum; `tensors`: list their tensors"""
     params = await read(serving, request, WeightQuery)
-    reply: dict[str, Any] = {}
-    if params.tensors:
-        reply |= await serving.llm.call("weight_coordinates") | {"delta_format": "tokserve-delta-1"}
-    if params.checksum:
-        await serving.llm.call("weights_checksum")
-    status = await serving.llm.fresh_status()
-    known = {"weight_version": status.weight_version, "epoch": status.epoch, "checksum": status.checksum}
-    return body.reply(request, known | {"last_failure": status.failure} | reply)
+    return body.reply(request, await serving.llm.served_weights(checksum=params.checksum, tensors=params.tensors))
 
 
 async def weight_checker(serving: Serving, request: Request) -> Response:

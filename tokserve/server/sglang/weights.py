@@ -14,11 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.errors import Conflict, RequestError, invalid
+from tokserve.server.admin import open_updates
 from tokserve.server.http import errors
 from tokserve.server.serving import Serving
 from tokserve.server.sglang.replies import answered, json, read
 
-OPEN, NONE_OPEN = "update_open", "no_update"  # codes of the engine's refusals
+GROUP = "weight_update_group"  # the name of a group that has none
 FORMATS = ("auto", "safetensors")
 ROUTES = "send a safetensors file to POST /update_weights (content type application/octet-stream), or use shared memory"
 
@@ -111,6 +112,7 @@ async def init_group(serving: Serving, request: Request) -> Response:
     params, headers = await read(serving, request, GroupBody)
     names = ("master_address", "master_port", "rank_offset", "world_size", "backend")
     info = {name: getattr(params, name) for name in names}
+    info |= {"rendezvous": "torch", "group_name": params.group_name or GROUP}
     await serving.llm.init_weight_transfer_engine({"init_info": info})
     return json({"success": True, "message": "Succeeded to initialize the group."}, headers)
 
@@ -132,27 +134,14 @@ async def from_distributed(serving: Serving, request: Request) -> Response:
         await serving.llm.abort_all()
     dtypes = [name.removeprefix("torch.") for name in params.dtypes]
     update = {"names": params.names, "dtype_names": dtypes, "shapes": params.shapes}
-    is_new = await _open(serving)
-    waits = not is_new or (await serving.llm.fresh_status()).paused
+    is_whole = await open_updates.stage(serving.llm, update)
     _note_version(serving, params.weight_version)
-    await serving.llm.update_weights({"update_info": update})
     message = f"Received {len(params.names)} tensors; the update takes effect at /continue_generation or " \
               "/end_weight_update."  # fmt: skip
-    if not waits:
+    if is_whole:
         await commit_open(serving)
         message = "Succeeded to update parameters online."
     return json({"success": True, "message": message}, headers)
-
-
-async def _open(serving: Serving) -> bool:
-    """Open an update unless one is open; whether this call has opened it."""
-    try:
-        await serving.llm.start_weight_update()
-    except Conflict as error:
-        if error.code != OPEN:
-            raise
-        return False
-    return True
 
 
 def _note_version(serving: Serving, version: str | None) -> None:
@@ -164,13 +153,7 @@ def _note_version(serving: Serving, version: str | None) -> None:
 async def commit_open(serving: Serving) -> bool:
     """Commit the open update; False if there is none.  Raises `RequestError` if tensors are missing."""
     version, serving.sglang.version = serving.sglang.version, None
-    try:
-        await serving.llm.finish_weight_update(version)
-    except Conflict as error:
-        if error.code != NONE_OPEN:
-            raise
-        return False
-    return True
+    return await open_updates.commit(serving.llm, version)
 
 
 @answered

@@ -1,0 +1,139 @@
+"""Pushes of the trainer's client against scripted answers: what becomes of an update that fails."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load
+
+from tests.rl.distribution import rl
+from tests.rl.scripted_http import OK, Answer, bodies, refusal, run
+from tokserve.rl import TransferError, WeightsError
+from tokserve.rl.broadcast import TransferGroup
+from tokserve.rl.deltas import file_pieces
+
+WEIGHTS = [("a", torch.ones(2, 3)), ("b", torch.ones(4, dtype=torch.bfloat16))]
+START, PUT, FINISH, ABORT = "/start_weight_update", "/update_weights", "/finish_weight_update", "/abort_weight_update"
+
+
+def test_a_group_that_the_server_refuses_does_not_keep_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    others_came, formed = threading.Event(), threading.Event()
+
+    def group(*_: Any) -> None:
+        others_came.wait(60)
+        formed.set()
+
+    monkeypatch.setattr("tokserve.rl.weight_transfers.TransferGroup", group)
+    script: dict[str, list[Answer]] = {"/init_weight_transfer_engine": [refusal(409)]}
+    try:
+        _, error = run(script, lambda client: client.join("gloo", "127.0.0.1", 1))
+        assert isinstance(error, rl.ServerError) and error.status == 409 and not formed.is_set()
+    finally:
+        others_came.set()
+    assert formed.wait(60)
+
+
+def test_an_unknown_backend_is_refused_before_any_other_rank_is_met() -> None:
+    with pytest.raises(WeightsError, match="backend must be one of gloo, nccl, got 'mpi'"):
+        TransferGroup("mpi", "127.0.0.1", 1, 0, 2, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("script", "sent"),
+    [
+        ({}, [START, PUT, FINISH]),
+        ({START: [refusal(409)]}, [START]),  # somebody else's is open: it is not ours to abort
+        ({START: [httpx.ConnectError("refused")]}, [START]),
+        ({START: [httpx.ReadError("cut")]}, [START, ABORT]),  # the answer may have been lost
+        ({PUT: [refusal(400)]}, [START, PUT, ABORT]),
+        ({PUT: [httpx.ReadError("cut")]}, [START, PUT, ABORT]),
+        ({FINISH: [refusal(400)]}, [START, PUT, FINISH, ABORT]),
+        ({FINISH: [refusal(400)], ABORT: [refusal(409)]}, [START, PUT, FINISH, ABORT]),
+    ],
+    ids=str,
+)
+def test_an_update_is_never_left_open_and_never_sent_twice(script: dict[str, list[Answer]], sent: list[str]) -> None:
+    found, result = run(dict(script), lambda client: client.update_weights(WEIGHTS))
+    assert found == sent
+    assert (result == {"weight_version": "7", "epoch": 7}) is (not script)
+
+
+def test_weights_are_sent_as_a_safetensors_file_float8_as_it_is() -> None:
+    tensors = {"a": torch.randn(5, 3).to(torch.float8_e4m3fn), "b": torch.randn(5, 1), "c": torch.ones(3).bfloat16()}
+
+    found = load(b"".join(file_pieces(tensors)))
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name].float(), tensor.float())
+
+
+class DeafGroup:
+    """A process group whose other end never comes."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.interrupted = threading.Event()
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        assert self.interrupted.wait(60), "nobody ends the broadcast"
+        raise TransferError("the transfer was interrupted")
+
+    def interrupt(self) -> None:
+        self.interrupted.set()
+
+
+@pytest.mark.parametrize("failure", [refusal(400), httpx.ReadError("cut")], ids=["refused", "cut"])
+def test_nobody_goes_on_sending_what_the_server_does_not_receive(failure: Answer) -> None:
+    group = DeafGroup()
+
+    async def push(client: rl.AsyncClient) -> None:
+        client._transfers.channel._group = group  # type: ignore[assignment]
+        try:
+            await client.update_weights(WEIGHTS)
+        finally:
+            assert client._transfers.channel._group is None and group.interrupted.is_set()
+
+    sent, error = run({"/update_weights": [failure]}, push)
+    assert sent == ["/start_weight_update", "/update_weights", "/abort_weight_update"]
+    assert isinstance(error, rl.ServerError | httpx.ReadError)
+
+
+def test_the_first_update_and_the_first_pause_take_over() -> None:
+    async def use(client: rl.AsyncClient) -> None:
+        for _ in range(2):
+            await client.pause("keep")
+            await client.update_weights(dict(WEIGHTS))
+
+    sent = bodies({}, use)
+    assert [body.get("take_over") for path, body in sent if path == START] == [True, None]
+    assert [body.get("take_over") for path, body in sent if path == "/pause"] == [True, None]
+    assert all("take_over" not in body for path, body in bodies({}, use, take_over=False) if body is not None)
+
+
+def test_calls_of_an_update_say_which_one_they_mean() -> None:
+    started = httpx.Response(200, json={"update_id": "u1"})
+
+    async def use(client: rl.AsyncClient) -> None:
+        await client.update_weights(torch.nn.Linear(2, 3), recompute_kv=True)
+        with pytest.raises(rl.ServerError):
+            await client.update_weights(WEIGHTS)
+        await client.abort_weight_update()
+
+    sent = bodies({START: [started], FINISH: [OK, refusal(400)]}, use)
+    assert [path for path, _ in sent] == [START, f"{PUT}?update_id=u1", FINISH] * 2 + [ABORT] * 2
+    assert sent[2][1] == {"weight_version": None, "recompute_kv": True, "update_id": "u1"}
+    assert sent[6][1] == {"update_id": "u1"} and sent[7][1] == {}
+
+
+def test_what_are_no_weights_is_refused_before_anything_is_sent() -> None:
+    async def use(client: rl.AsyncClient) -> None:
+        for wrong in ({"a": 1}, ["a"], 5, "a", torch.ones(2), [("a", "b")]):
+            with pytest.raises(TypeError, match=r"weights are a module, a mapping or pairs|is no tensor"):
+                await client.update_weights(wrong)  # type: ignore[arg-type]
+
+    assert bodies({}, use) == []

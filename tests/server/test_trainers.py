@@ -1,0 +1,121 @@
+"""Routes of training frameworks: the bodies that their clients send, and the calls of the engine that they become.
+
+AReaL 1.0.4: `VLLMBackend.build_*_request` of areal/engine/vllm_remote.py.  SkyRL 0.3.0: `RemoteInferenceClient` of
+skyrl/backends/skyrl_train/inference_servers/remote_inference_client.py.  prime-rl: `AdminPlane.initialize_nccl`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.server.fake_llm import site
+from tests.server.test_control import complete
+from tokserve.errors import Conflict
+from tokserve.messages import Status
+
+AREAL_GROUP = {"master_address": "10.0.0.1", "master_port": "29500", "rank_offset": 1, "world_size": 2,
+               "backend": "gloo", "group_name": "update_weight_group"}  # fmt: skip
+AREAL_META = {"names": ["a", "b"], "dtypes": ["torch.bfloat16", "float32"], "shapes": [[2, 3], [4]],
+              "group_name": "update_weight_group"}  # fmt: skip
+STAGED = {"names": ["a", "b"], "dtype_names": ["bfloat16", "float32"], "shapes": [[2, 3], [4]]}
+JOINED = AREAL_GROUP | {"master_port": 29500, "rendezvous": "torch"}
+PRIME_RL = {"host": "trainer", "port": 29501, "rank_offset": 0, "inference_world_size": 1, "timeout": 1200,
+            "quantize_in_weight_transfer": False}  # fmt: skip
+
+
+def verbs(s: Any) -> list[str]:
+    return [verb for verb, _ in s.llm.asked if verb != "ping"]
+
+
+def test_areal_joins_a_group_of_torch() -> None:
+    s = site()
+    answer = s.post("/areal_init_weights_update_group", AREAL_GROUP)
+    assert answer.json()["success"] is True
+    verb = "init_weight_transfer_engine"
+    assert s.llm.asked == [(verb, complete(verb, {"init_info": JOINED}))]
+
+
+def test_areals_pieces_are_one_update_that_the_end_of_the_pause_commits() -> None:
+    s = site()
+    s.llm.status = Status("paused", "0", 0, True)
+    for _ in range(2):
+        assert s.post("/areal_set_update_weight_meta", AREAL_META).status_code == 200
+        assert s.post("/areal_update_weights_xccl", {}).status_code == 200
+        s.llm.answers["start_weight_update"] = Conflict("a weight update is open already", code="update_open")
+    assert [verb for verb in verbs(s) if verb != "start_weight_update"] == ["update_weights"] * 2
+    assert ("update_weights", complete("update_weights", {"update": STAGED})) in s.llm.asked
+    s.llm.asked.clear()
+    assert s.post("/areal_continue_generation", {}).json()["success"] is True
+    assert verbs(s) == ["finish_weight_update", "resume"]
+    s.llm.asked.clear()
+    s.post("/areal_continue_generation", {})
+    assert verbs(s) == ["resume"], "an update of others is not AReaL's to commit"
+
+
+def test_areals_pieces_beside_generation_are_committed_at_once() -> None:
+    s = site()
+    s.post("/areal_set_update_weight_meta", AREAL_META)
+    s.post("/areal_update_weights_xccl", {})
+    assert verbs(s) == ["start_weight_update", "update_weights", "finish_weight_update"]
+
+
+def test_areal_receives_nothing_that_was_not_announced() -> None:
+    s = site()
+    answer = s.post("/areal_update_weights_xccl", {})
+    assert answer.status_code == 409 and "areal_set_update_weight_meta" in answer.text
+
+
+def test_areals_adapters() -> None:
+    s = site()
+    sent = {"lora_model_path": "/p", "lora_name": "a-v1", "lora_int_id": 1, "base_model_name": "m"}
+    assert s.post("/areal_update_weights_lora", sent).json()["success"] is True
+    assert verbs(s) == ["load_lora_adapter"]
+    for path in ("/areal_set_update_weight_meta_lora", "/areal_update_weights_lora_xccl"):
+        answer = s.post(path, AREAL_META)
+        assert answer.status_code == 400 and "disk" in answer.json()["error"]["message"]
+
+
+def test_skyrls_bracket_is_an_update() -> None:
+    s = site()
+    start = {"method": "skyrl_start_weight_update", "kwargs": {"is_checkpoint_format": True}}
+    assert s.post("/collective_rpc", start).json() == {"results": [None]}
+    assert s.post("/collective_rpc", {"method": "skyrl_finish_weight_update"}).json() == {"results": [None]}
+    assert verbs(s) == ["start_weight_update", "finish_weight_update"]
+    wrong = {"method": "skyrl_start_weight_update", "kwargs": {"is_checkpoint_format": "x"}}
+    assert s.post("/collective_rpc", wrong).json()["error"]["param"] == "kwargs.is_checkpoint_format"
+
+
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [("update_weights_ipc", "CUDA IPC"), ("update_weights_rdt", "RDMA"), ("load_weights", "unpickles")],
+)
+def test_skyrls_methods_that_need_cuda_or_pickles_say_so(method: str, why: str) -> None:
+    s = site()
+    answer = s.post("/collective_rpc", {"method": method, "kwargs": {"update_info": {}}})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["code"] == "unsupported" and error["param"] == "method"
+    assert why in error["message"] and "/update_weights" in error["message"] and s.llm.asked == []
+
+
+def test_an_extension_of_ones_own_has_its_methods_called() -> None:
+    s = site(worker_extension_cls="m:C")
+    s.llm.answers["collective_rpc"] = [3]
+    assert s.post("/collective_rpc", {"method": "load_weights"}).json() == {"results": [3]}
+    assert verbs(s) == ["collective_rpc"]
+
+
+def test_skyrls_paths() -> None:
+    s = site()
+    sent = {"sampling_params": {"max_tokens": 2, "logprobs": 1, "seed": 1}, "model": None, "token_ids": [5, 6],
+            "cache_salt": "x"}  # fmt: skip
+    one, other = (s.post(path, sent).json() for path in ("/skyrl/v1/generate", "/inference/v1/generate"))
+    assert one["choices"] == other["choices"]
+    assert s.post("/skyrl/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/p"}).status_code == 200
+    assert verbs(s) == ["load_lora_adapter"]
+
+
+def test_prime_rls_broadcast_says_what_to_set() -> None:
+    answer = site().post("/init_broadcaster", PRIME_RL)
+    assert answer.status_code == 400 and "filesystem" in answer.json()["error"]["message"]

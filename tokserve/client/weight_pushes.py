@@ -1,0 +1,76 @@
+"""Pushes of tensors to this process's engine: `tokserve.rl`'s, which keep what was pushed and send deltas of it.
+
+torch is loaded by the first one, as its caller has.
+"""
+
+from __future__ import annotations
+
+import importlib
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any
+
+from tokserve.client.admin import AdminMethods
+from tokserve.errors import EngineDead, RequestError
+
+
+class EngineChannel:
+    """The calls of an update, as `tokserve.rl.pusher.WeightChannel` has them."""
+
+    failures = (RequestError, EngineDead)
+    not_opened = (RequestError, EngineDead)
+    has_group = False
+
+    def __init__(self, engine: AdminMethods) -> None:
+        self._engine = engine
+
+    def refusal(self, error: Exception) -> tuple[str | None, str]:
+        """The code of an error, and its message."""
+        return (error.code, error.message) if isinstance(error, RequestError) else (None, str(error))
+
+    async def served_weights(self, *, checksum: bool = False, tensors: bool = False) -> dict[str, Any]:
+        """As GET /weight_info."""
+        return await self._engine.served_weights(checksum=checksum, tensors=tensors)
+
+    async def start(self, base: dict[str, Any]) -> dict[str, Any]:
+        """Open an update; `base`: of a delta, what must be served."""
+        return await self._engine.start_weight_update(**base)
+
+    async def put_file(self, pieces: AsyncIterator[bytes], handle: dict[str, Any]) -> None:
+        """Stage a safetensors file."""
+        stream = secrets.token_hex(8)
+        await self._engine.begin_weight_stream(stream, **handle)
+        async for piece in pieces:
+            await self._engine.feed_weights(stream, piece)
+        await self._engine.feed_weights(stream, b"", last=True)
+
+    async def finish(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Commit: {"weight_version", "epoch"}."""
+        return await self._engine.finish_weight_update(**body)
+
+    async def abort(self, handle: dict[str, Any]) -> None:
+        """Roll back."""
+        await self._engine.abort_weight_update(**handle)
+
+    async def load_dir(self, body: dict[str, Any]) -> dict[str, Any]:
+        """An update from a directory: {"weight_version", "epoch"}."""
+        return await self._engine.load_weights(body["weight_dir"], body["weight_version"],
+                                          recompute_kv=body.get("recompute_kv", False))  # fmt: skip
+
+    async def broadcast(self, *args: Any, **kwargs: Any) -> None:
+        """There is no process group here."""
+        raise RequestError("tensors of this process need no process group")
+
+
+class WeightPushes:
+    """Of one engine; remembers what was pushed with `delta`."""
+
+    def __init__(self, engine: AdminMethods) -> None:
+        self._pusher: Any = None
+        self._engine = engine
+
+    async def push(self, weights: Any, version: str | None, **options: Any) -> Any:
+        """As `tokserve.rl.pusher.Pusher.push`."""
+        if self._pusher is None:
+            self._pusher = importlib.import_module("tokserve.rl.pusher").Pusher(EngineChannel(self._engine))
+        return await self._pusher.push(weights, version, **options)

@@ -1,0 +1,118 @@
+"""The part of a trainer's client that handles tensors, and so needs torch: pushes, and process groups."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from . import broadcast
+from .broadcast import TransferGroup
+from .connection import Connection
+from .digests import checksums
+from .errors import TransferError, WeightsError
+from .push import PushResult, Weights, named_tensors
+from .pusher import Pusher, update
+from .weight_routes import WeightRoutes
+
+
+class GroupChannel(WeightRoutes):
+    """The calls of updates, and the process group that tensors go over once it has been joined."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._group: TransferGroup | None = None
+
+    @property
+    def has_group(self) -> bool:
+        """Whether `join` has formed a process group."""
+        return self._group is not None
+
+    async def join(
+        self, backend: str, address: str, port: int, *, rank_offset: int, world_size: int, timeout: float
+    ) -> None:
+        """Form a process group with the server, this process as rank 0."""
+        options = {"backend": backend, "master_address": address, "master_port": port, "rank_offset": rank_offset,
+                   "world_size": world_size, "rendezvous": "tokserve"}  # fmt: skip
+        meeting = _in_thread(lambda: TransferGroup(backend, address, port, 0, world_size, timeout))
+        self._group, _ = await asyncio.gather(meeting, self.init(options))
+
+    async def leave(self) -> None:
+        """Close the process group at both ends."""
+        if self._group is not None:
+            self.close()
+            await self.shutdown()
+
+    def close(self) -> None:
+        """Close this end of the process group."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    async def broadcast(
+        self, announced: dict[str, Any], tensors: list[Tensor], *, packed: bool, handle: dict[str, Any]
+    ) -> None:
+        """Announce tensors to the server and send them over the group."""
+        group = self._group
+        if group is None:
+            raise TransferError("there is no process group: join one first")
+        sending = asyncio.ensure_future(asyncio.to_thread(broadcast.send, group, tensors, packed=packed))
+        received = False
+        try:
+            await self.announce(announced, handle)
+            received = True
+        finally:
+            if not received:  # the server does not receive any more: interrupt the sending thread
+                group.interrupt()
+                self._group = None
+                await asyncio.wait([sending])
+                sending.exception()  # retrieved, or asyncio logs it
+        await sending
+
+
+class WeightTransfers:
+    """Pushes of one client.  The arguments of its methods are described in `AsyncClient`."""
+
+    def __init__(self, channel: GroupChannel) -> None:
+        self.channel = channel
+        self._pusher = Pusher(channel)
+
+    async def update_weights(self, weights: Weights, version: str | None, *, recompute_kv: bool) -> dict[str, Any]:
+        """As of the client."""
+        return await update(self.channel, named_tensors(weights), version, recompute_kv=recompute_kv)
+
+    async def push(
+        self, weights: Weights, version: str | None, *, delta: bool, directory: str | Path | None, anchor_every: int,
+        recompute_kv: bool,
+    ) -> PushResult:  # fmt: skip
+        """As of the client."""
+        return await self._pusher.push(
+            weights, version, delta=delta, directory=directory, anchor_every=anchor_every, recompute_kv=recompute_kv
+        )
+
+    async def checksums(self, weights: Weights | Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+        """Of tensors, by name."""
+        return await asyncio.to_thread(checksums, named_tensors(weights))
+
+
+async def _in_thread(form: Callable[[], TransferGroup]) -> TransferGroup:
+    """`form()` in a daemon thread, which does not keep the program from ending if the caller gives up."""
+    formed: Future[TransferGroup] = Future()
+
+    def run() -> None:
+        try:
+            formed.set_result(form())
+        except WeightsError as error:
+            formed.set_exception(error)
+        finally:
+            if not formed.done():  # the thread prints the traceback
+                formed.set_exception(TransferError("the process group could not be formed"))
+
+    formed.set_running_or_notify_cancel()  # it cannot be cancelled
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(formed)

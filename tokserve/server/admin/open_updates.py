@@ -1,0 +1,44 @@
+"""Weight updates of callers that know no transactions: their calls change some tensors at once.
+
+Here an update holds all tensors and takes effect as a whole.  So a call beside generation must bring them all, and
+calls while generation is paused are parts of one update, which the end of the pause commits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokserve.client.async_llm import AsyncLLM
+from tokserve.errors import Conflict
+
+OPEN, NONE_OPEN = "update_open", "no_update"  # codes of the engine's refusals
+
+
+async def stage(llm: AsyncLLM, update: dict[str, Any]) -> bool:
+    """Stage tensors, in the update that is open or a new one; whether a commit has to follow now."""
+    is_new = await begin(llm)
+    waits = not is_new or (await llm.fresh_status()).paused
+    await llm.update_weights({"update_info": update})
+    return not waits
+
+
+async def begin(llm: AsyncLLM) -> bool:
+    """Open an update unless one is open; whether this call has opened it."""
+    try:
+        await llm.start_weight_update()
+    except Conflict as error:
+        if error.code != OPEN:
+            raise
+        return False
+    return True
+
+
+async def commit(llm: AsyncLLM, version: str | None = None) -> bool:
+    """Commit the open update; False if there is none.  Raises `RequestError` if tensors are missing."""
+    try:
+        await llm.finish_weight_update(version)
+    except Conflict as error:
+        if error.code != NONE_OPEN:
+            raise
+        return False
+    return True
