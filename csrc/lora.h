@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-namespace tokserve {
+#include "dtype.h"
 
-enum class DType : int;
+namespace tokserve {
 
 // LoRA: out += scale * (x down^T) up, for each row with its adapter's factors, separate for each shard of the outputs.
 struct LoraArgs {

@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-namespace tokserve {
+#include "dtype.h"
 
-enum class DType : int;
+namespace tokserve {
 
 // Where a part of each key head's share of a projection lies: that of head h begins at offset + h * stride.
 struct HeadPart {

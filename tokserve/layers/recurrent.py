@@ -87,6 +87,14 @@ class Recurrent:
     def scale_cache(self, k_scale: float, v_scale: float) -> None:
         """There is no cache to scale."""
 
+    def row_elements(self) -> int:
+        """None beside the projections."""
+        return 0
+
+    def borrow(self, other: object) -> None:
+        """A draft model has the states of its layers nowhere."""
+        raise StartError("speculative_config: a draft model is not supported with recurrent states")
+
     def _alone(self, options: LayerOptions) -> None:
         if options.group.size > 1:
             raise StartError("layers with a recurrent state run on one rank")

@@ -9,12 +9,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.errors import StartError
 from tokserve.kv_spec import LayerSpec
 from tokserve.layers.attention import Attention, AttentionSpec
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.embedding import Embedding, Head
 from tokserve.layers.experts import Mixture, MixtureSpec, StackedParameter
+from tokserve.layers.latent import LatentAttention, LatentAttentionSpec
 from tokserve.layers.linear import Linear
 from tokserve.layers.mlp import GatedMLP, MLPSpec, make_mlp
 from tokserve.layers.norm import NoNorm, make_norm
@@ -31,10 +31,14 @@ def feed_forward(hidden: int, spec: MLPSpec | MixtureSpec, options: LayerOptions
     return Mixture(hidden, spec, options) if isinstance(spec, MixtureSpec) else make_mlp(hidden, spec, options)
 
 
-def token_mixer(hidden: int, spec: BlockSpec, options: LayerOptions) -> Attention | GatedDelta | ShortConv:
+def token_mixer(
+    hidden: int, spec: BlockSpec, options: LayerOptions
+) -> Attention | LatentAttention | GatedDelta | ShortConv:
     """The part of a block in which tokens meet."""
     if isinstance(spec.attention, AttentionSpec):
         return Attention(hidden, spec.attention, options)
+    if isinstance(spec.attention, LatentAttentionSpec):
+        return LatentAttention(hidden, spec.attention, options)
     if isinstance(spec.attention, GatedDeltaSpec):
         return GatedDelta(hidden, spec.attention, options)
     return ShortConv(hidden, spec.attention, options)
@@ -139,11 +143,7 @@ class Decoder:
         for block, source in zip(self.blocks, other.blocks, strict=True):
             block.attention_norm, block.attention_post_norm = source.attention_norm, source.attention_post_norm
             block.mlp_norm, block.mlp_post_norm = source.mlp_norm, source.mlp_post_norm
-            lender, borrower = source.attention, block.attention
-            if not isinstance(lender, Attention) or not isinstance(borrower, Attention):
-                raise StartError("speculative_config: a draft model is not supported with recurrent states")
-            borrower.q_norm, borrower.k_norm, borrower.sinks = lender.q_norm, lender.k_norm, lender.sinks
-            borrower.scale_cache(lender.k_scale, lender.v_scale)
+            block.attention.borrow(source.attention)
         self._layers = self._chain()
 
     @property
@@ -195,7 +195,10 @@ class Decoder:
 
     def row_bytes(self) -> int:
         """Memory of one row from its token to its logits, at most."""
-        widest = max(sum(linear.outputs for linear in block.linears().values()) for block in self.blocks)
+        widest = max(
+            sum(linear.outputs for linear in block.linears().values()) + block.attention.row_elements()
+            for block in self.blocks
+        )
         return 4 * (self.spec.vocab + 8 * (self.spec.hidden + widest))
 
     def forward(self, batch: ForwardBatch) -> Tensor:  # [T, hidden], or [n, hidden] of `batch.logits_rows`

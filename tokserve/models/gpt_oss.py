@@ -1,7 +1,6 @@
 """gpt-oss: every other layer has a window, heads have sinks, and all that is linear has a bias.
 
-Checkpoints store the experts as MXFP4; here they must have been converted to bfloat16, which is exact (transformers
-does so with `Mxfp4Config(dequantize=True)` and `save_pretrained`).
+Checkpoints store the experts as MXFP4 (`formats/mxfp4`), or as the bfloat16 numbers that these are.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from tokserve.models.llama import HEADLESS
 from tokserve.models.moe import mixture, shared_mlp, sparse_layers, with_mixture
 from tokserve.models.rope_config import rope
 from tokserve.models.spec import (
-    DROPPED,
     BlockNorms,
     BlockSpec,
     DecoderSpec,
@@ -29,9 +28,9 @@ from tokserve.models.spec import (
 
 LFM2_NORMS = BlockNorms("operator_norm", "", "ffn_norm", "")
 # Draft heads and a vision tower are not served; text models beside a tower have a longer prefix.
-QWEN_NAMES: Renames = (("mtp.", DROPPED), *HEADLESS)
+QWEN_NAMES: Renames = (("mtp.", ""), *HEADLESS)
 QWEN3_5_NAMES: Renames = (
-    ("model.visual.", DROPPED), ("visual.", DROPPED), ("model.language_model.", "model."),
+    ("model.visual.", ""), ("visual.", ""), ("model.language_model.", "model."),
     ("language_model.", "model."), *QWEN_NAMES,
 )  # fmt: skip
 

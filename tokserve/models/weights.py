@@ -25,12 +25,11 @@ from tokserve.layers.experts import StackedParameter
 from tokserve.layers.parameter import Parameter, StoredWeight
 from tokserve.models import gguf_weights
 from tokserve.models.formats.base import DENSE, FLOATS, CheckpointFormat, group
-from tokserve.models.gguf_weights import GgufSource
+from tokserve.models.gguf_weights import Source
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 IGNORED = "rotary_emb.inv_freq"  # older checkpoints store what the rope table holds
-DROPPED = "\0"  # as in models/spec
 LISTED = 10
 MAX_NAMED = 100  # tensors that are not finite
 SMALL = 64 << 20  # bytes
@@ -52,7 +51,7 @@ class Entry:
     parts: Mapping[str, Entry] = field(default_factory=dict)
     format: CheckpointFormat = DENSE
     offset: int | None = None
-    gguf: GgufSource | None = None
+    gguf: Source | None = None
 
     @property
     def is_stored(self) -> bool:
@@ -92,7 +91,7 @@ def catalogue(directory: Path, may_read: Callable[[Sequence[str]], object] = len
 
 def _in_gguf(files: Sequence[Path]) -> dict[str, Entry]:
     return {
-        name: Entry(source.tensor.file, source.tensor.name, source.tensor.shape, torch.float32, gguf=source)
+        name: Entry(source.tensor.file, source.tensor.name, source.shape, torch.float32, gguf=source)
         for name, source in gguf_weights.sources(files).items()
     }
 
@@ -143,11 +142,13 @@ def model_name(name: str, renames: Iterable[tuple[str, str]]) -> str | None:
     if name.endswith(IGNORED):
         return None
     renames = tuple(renames)
+    if any(not new and name.startswith(old) for old, new in renames):
+        return None
     name = next((new + name.removeprefix(old) for old, new in renames if name.startswith(old)), name)
     for old, new in renames:
         if old.startswith("."):
             name = name.replace(old, new)
-    return None if name.startswith(DROPPED) else name
+    return name
 
 
 def with_model_names(entries: Mapping[str, Entry], renames: Iterable[tuple[str, str]]) -> dict[str, Entry]:

@@ -32,9 +32,11 @@ logger = logging.getLogger(__name__)
 
 
 def kept(specs: tuple[LayerSpec, ...], cache: CacheConfig) -> tuple[LayerSpec, ...]:
-    """The layers' specs, in the dtype that the configuration gives."""
+    """The layers' specs, in the dtype that the configuration gives.  Raises StartError."""
     if cache.kv_cache_dtype == "auto":
         return specs
+    if any(isinstance(spec, KVSpec) and spec.kind != "kv" for spec in specs):
+        raise StartError(f"option kv_cache_dtype: {cache.kv_cache_dtype} is not for a model with latent attention")
     return tuple(replace(spec, dtype=FLOAT8) if isinstance(spec, KVSpec) else spec for spec in specs)
 
 
