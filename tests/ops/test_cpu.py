@@ -449,7 +449,8 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
         ("state", 8, randn(3, 3, 4, 4)), ("ring", 9, randn(3, 4, 19)), ("rings", 9, randn(2, 4, 20)),
         ("int64", 11, delta[11].long()), ("a row outside", 12, torch.tensor([0, 3])), ("a state ahead", 13, start),
         ("a state behind", 13, start - 5), ("an end past the row", 14, end), ("an end before the state", 14, end - 3),
-        ("a save outside", 15, torch.tensor([[0, 5, 3]], dtype=INT)), ("a save not passed", 15, torch.tensor([[0, 4, 2]], dtype=INT)),
+        ("a save outside", 15, torch.tensor([[0, 5, 3]], dtype=INT)),
+        ("a save not passed", 15, torch.tensor([[0, 4, 2]], dtype=INT)),
         ("a save onto itself", 15, torch.tensor([[0, 5, 0]], dtype=INT)),
     )  # fmt: skip
     return {
