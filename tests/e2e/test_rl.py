@@ -94,7 +94,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 @pytest.fixture(autouse=True)
 def first_weights(lab: Lab) -> None:
-    """Each test begins with the first weights, whichever came before it."""
+    """Each test begins with the first weights and goes on, whatever came before it."""
+    lab.post("/resume")
     if not lab.serves(0):
         lab.post("/update_weights", {"weight_dir": str(lab.directories[0])})
 
@@ -105,7 +106,7 @@ def test_prime_rl(lab: Lab) -> None:
     epoch = lab.state()["epoch"]
     lab.post("/pause?mode=keep&clear_cache=false")
     assert lab.server.get("/is_paused").json() == {"is_paused": True} and lab.state()["state"] == "paused"
-    assert lab.server.post("/init_broadcaster", {"host": "127.0.0.1", "port": 29501}).status_code == 404
+    assert lab.server.post("/init_broadcaster", {"host": "127.0.0.1", "port": 29501}).status_code == 400
     lab.post("/update_weights", {"weight_dir": str(lab.directories[1])})
     assert lab.post("/resume") == {"status": "resumed"}
     assert lab.state()["epoch"] == epoch + 1 and lab.serves(1)
