@@ -43,7 +43,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "text": ({"errors", "jsonschema", "params", "checkpoint"}, TORCH),
     "rl": (set(), {"transformers"}),  # relative imports: it is also a distribution of its own
     "layers": ({"ops", "errors", "kv_spec", "classifier"}, {"transformers"}),
-    "models": ({"layers", "ops", "rl", "kv_spec", "checkpoint", "classifier", "errors", "gguf", "gguf_config"}, {"transformers"}),
+    "models": (
+        {"layers", "ops", "rl", "kv_spec", "checkpoint", "classifier", "errors", "gguf", "gguf_config"},
+        {"transformers"},
+    ),
     "hf": ({"models", "layers", "ops", "kv_spec", "errors"}, set()),
     "train": ({"models", "layers", "ops", "rl", "kv_spec", "checkpoint", "errors", "params"}, {"transformers"}),
     "runner": (
@@ -71,7 +74,20 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         TORCH,
     ),
     "client": (
-        {"admin", "messages", "prompt", "params", "config", "resolve", "text", "errors", "log", "checkpoint", "classifier", "engine"},
+        {
+            "admin",
+            "messages",
+            "prompt",
+            "params",
+            "config",
+            "resolve",
+            "text",
+            "errors",
+            "log",
+            "checkpoint",
+            "classifier",
+            "engine",
+        },
         TORCH | {"fastapi"},
     ),
     "server": (

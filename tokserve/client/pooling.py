@@ -86,20 +86,22 @@ class LabelRules(NamedTuple):
             return logits
         values = logits.astype(np.float64)
         if self.activation == "sigmoid":
-            e = np.exp(-np.abs(values))
-            return np.where(values >= 0, 1 / (1 + e), e / (1 + e)).astype(np.float32)
-        weights = np.exp(values - values.max())
-        return (weights / weights.sum()).astype(np.float32)
+            small = np.exp(-np.abs(values))
+            values = np.where(values >= 0, 1.0, small) / (1.0 + small)
+        else:
+            weights = np.exp(values - values.max())
+            values = weights / weights.sum()
+        return values.astype(np.float32)
 
     def label(self, values: NDArray[np.float32]) -> str:
         """The label with the largest value."""
         return self.labels[int(values.argmax())]
 
 
-Pooler = VectorRules | LabelRules
+PoolingRules = VectorRules | LabelRules
 
 
-def pooler_of(model: ModelConfig) -> Pooler | None:
+def pooler_of(model: ModelConfig) -> PoolingRules | None:
     """The pooler of a resolved configuration; None: the model generates.  Raises StartError.
 
     Options come before the checkpoint's modules (sentence-transformers' modules.json), and these before the default:
