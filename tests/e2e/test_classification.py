@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.e2e.server import Server
@@ -26,6 +26,7 @@ from tokserve.models.dummy import FAMILIES, tiny_config, write_checkpoint
 
 PROMPTS = [list(range(start, start + length)) for start, length in ((5, 70), (90, 33), (5, 64), (150, 1))]
 OPTIONS: dict[str, Any] = {"tokens_only": True, "max_model_len": 128, "cpu_threads": 1}
+FILE = "model.safetensors"
 LABELS = {"0": "bad", "1": "fair", "2": "good"}
 
 
@@ -84,17 +85,16 @@ def ids_of(text: str) -> list[int]:
     return Tokenizer.load(DEMO_DIR).encode(text)
 
 
-FAST = ("llama",)
-SLOW = [
-    name for name, (architecture, _) in FAMILIES.items()
-    if name not in FAST and architecture.replace("ForCausalLM", "") in (
-        "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Phi3", "Mixtral", "Qwen3Moe", "SmolLM3", "Olmo2",
-        "Glm", "Starcoder2",
-    )
-]  # fmt: skip
+NAMES = (
+    "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Phi3", "Mixtral", "Qwen3Moe", "SmolLM3", "Olmo2",
+    "Glm", "Starcoder2",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("family", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", [name for name, (kind, _) in FAMILIES.items() if kind.removesuffix("ForCausalLM") in NAMES]
+)
 def test_logits_are_those_of_transformers_and_do_not_depend_on_company(tmp_path: Path, family: str) -> None:
     directory = classifier(tmp_path, family)
     with LLM(str(directory), enable_prefix_caching=False, **OPTIONS) as llm:
@@ -119,6 +119,8 @@ def test_verls_body_and_probabilities(server: Server, reward: Path) -> None:
     several = post(server, "/classify", input=[text, "b"])
     assert [one["index"] for one in several["data"]] == [0, 1]
     first = several["data"][0]
+    batch = post(server, "/classify", input=["b", text, "c" * 60], use_activation=False)
+    assert batch["data"][1]["probs"] == raw["data"][0]["probs"], "in a batch"
     assert first["label"] == "reward" and first["num_classes"] == 1
     assert first["probs"][0] == pytest.approx(1 / (1 + np.exp(-float(want[0]))), abs=1e-5)
     assert post(server, "/classify", input=ids_of(text), use_activation=False)["data"] == raw["data"]
@@ -172,6 +174,7 @@ def test_cohere_and_jina_rerank(server: Server) -> None:
     assert reply["usage"]["total_tokens"] > 0 and reply["id"].startswith("rerank-")
 
 
+@pytest.mark.slow
 def test_scores_of_a_bi_encoder_are_cosines(embedder: Server) -> None:
     vectors = [np.array(one["embedding"]) for one in post(embedder, "/v1/embeddings", input=["q", "ab", "c"])["data"]]
     reply = post(embedder, "/score", queries="q", documents=["ab", "c"])
@@ -286,16 +289,18 @@ def test_the_python_api(reward: Path) -> None:
 @pytest.mark.slow
 def test_a_reward_model_that_is_updated(reward: Path, tmp_path: Path) -> None:
     """Its head is a tensor like the others, and comes with an update."""
-    tensors = load_file(reward / "model.safetensors")
+    tensors = load_file(reward / FILE)
+    for name, head in (("whole", {"score.weight": -2.0 * tensors["score.weight"]}), ("headless", {})):
+        (tmp_path / name).mkdir()
+        save_file({key: one for key, one in tensors.items() if key != "score.weight"} | head, tmp_path / name / FILE)
     with LLM(str(reward), **OPTIONS) as llm:
         before = logits(llm, PROMPTS)
-        llm.load_weights([("score.weight", -2.0 * tensors["score.weight"])] + [
-            (name, tensor) for name, tensor in tensors.items() if name != "score.weight"
-        ])  # fmt: skip
+        llm.load_weights(str(tmp_path / "whole"))
         after = logits(llm, PROMPTS)
         assert after == [[-2.0 * value for value in row] for row in before]
         with pytest.raises(RequestError, match=r"score\.weight"):
-            llm.load_weights([(name, tensor) for name, tensor in tensors.items() if name != "score.weight"])
+            llm.load_weights(str(tmp_path / "headless"))
+        assert logits(llm, PROMPTS) == after
 
 
 @pytest.mark.slow

@@ -117,14 +117,14 @@ class PoolingMethods(ABC):
         ]  # fmt: skip
 
     def _score_pairs(
-        self, data_1: Prompt | Sequence[Prompt], data_2: Prompt | Sequence[Prompt], *,
+        self, queries: Prompt | Sequence[Prompt], documents: Prompt | Sequence[Prompt], *,
         use_activation: bool | None = None, instruction: str | None = None,
         use_tqdm: bool = True, lora_request: Any = None,
     ) -> list[ScoringRequestOutput]:  # fmt: skip
         """The similarity of each pair, or a cross-encoder's score."""
         rules, prompts = self._pooler, PairPrompts(self.tokenizer, self.config.server.chat_template)
         assert rules is not None
-        first, second = as_list(data_1), as_list(data_2)
+        first, second = as_list(queries), as_list(documents)
         pairs = counterparts(len(first), len(second))
         if isinstance(rules, VectorRules):
             parsed = [read(one, self.tokenizer) for one in (*first, *second)]

@@ -68,8 +68,8 @@ def _sides(body: ScoreBody) -> Sides:
     given = [name for name in dict.fromkeys(sum(NAMES, ())) if getattr(body, name) is not None]
     fields = next((names for names in NAMES if set(given) == set(names)), None)
     if fields is None:
-        wanted = next((names for names in NAMES if given and given[0] in names), NAMES[0])
-        field = next((name for name in wanted if name not in given), given[-1] if given else wanted[0])
+        expected = next((names for names in NAMES if given and given[0] in names), NAMES[0])
+        field = next((name for name in expected if name not in given), given[-1] if given else expected[0])
         raise RequestError(
             "give queries and documents (or items), or text_1 and text_2, or data_1 and data_2", field=field
         )
