@@ -86,8 +86,8 @@ def ids_of(text: str) -> list[int]:
 
 
 NAMES = (
-    "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Phi3", "Mixtral", "Qwen3Moe", "SmolLM3", "Olmo2",
-    "Glm", "Starcoder2",
+    "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Phi3", "Mixtral", "Qwen3Moe", "SmolLM3",
+    "Olmo2", "Glm", "Starcoder2",
 )  # fmt: skip
 
 
