@@ -194,6 +194,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/classify", {"input": "a" * 400}, "input"), ("/classify", {"input": "a", "messages": []}, "input"),
     ("/classify", {"input": "a", "use_activation": "no"}, "use_activation"),
     ("/classify", {"input": "a", "normalize": True}, "normalize"),
+    ("/classify", {"input": ["a" * 200]}, "input[0]"), ("/classify", {"input": ["a", "a" * 200]}, "input[1]"),
     ("/classify", {"messages": [5]}, "messages"), ("/classify", {"messages": [[], 5]}, "messages"),
     ("/classify", {"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ("/classify", {"input": "a", "truncation_side": "top"}, "truncation_side"),

@@ -14,7 +14,7 @@ from tokserve.server.http.workers import off_loop
 from tokserve.server.openai import schemas
 from tokserve.server.pooling import inputs
 from tokserve.server.pooling.inputs import PooledPrompts, PoolingUsage
-from tokserve.server.serving import FieldPaths, Serving
+from tokserve.server.serving import Serving
 
 
 class ClassifyBody(inputs.InputBody):
@@ -46,7 +46,7 @@ async def classify(serving: Serving, request: Request) -> Response:
     body, ignored, size = await schemas.read(serving, request, ClassifyBody)
     rules = inputs.label_rules(serving)
     prompts = await off_loop(request, size, lambda: inputs.prompts_of(serving, body))
-    made = await inputs.pool(serving, request, body, rules.params, prompts, FieldPaths("input"), ignored)
+    made = await inputs.pool(serving, request, body, rules.params, prompts, inputs.fields_of(body), ignored)
     name = serving.answers_as(body.model)
     return await off_loop(request, 1 << 20, lambda: _reply(request, body, rules, made, name))
 

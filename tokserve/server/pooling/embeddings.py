@@ -22,7 +22,7 @@ from tokserve.server.http.workers import off_loop
 from tokserve.server.openai import schemas
 from tokserve.server.pooling import inputs
 from tokserve.server.pooling.inputs import PooledPrompts, PoolingUsage
-from tokserve.server.serving import FieldPaths, Serving
+from tokserve.server.serving import Serving
 
 Encoding = Literal["float", "base64", "bytes", "bytes_only"]
 BYTES_OF_VALUE = 24  # of a float in JSON, at most
@@ -113,7 +113,7 @@ async def vectors(serving: Serving, request: Request) -> Response:
 async def _answer(serving: Serving, request: Request, call: _Call) -> Response:
     _check_size(serving, call)
     made = await inputs.pool(
-        serving, request, call.body, call.rules.params, call.prompts, FieldPaths("input"), call.ignored
+        serving, request, call.body, call.rules.params, call.prompts, inputs.fields_of(call.body), call.ignored
     )
     return await off_loop(request, 1 << 20, lambda: _reply(serving, request, call, made))
 

@@ -101,6 +101,13 @@ def prompts_of(serving: Serving, body: InputBody) -> list[list[int]]:
     return [truncated(ids, body, serving.llm.ready.max_model_len) for ids in prompts]
 
 
+def fields_of(body: InputBody) -> FieldPaths:
+    """Where the prompts of the body are, for errors."""
+    name, given = ("messages", body.messages) if body.input is None else ("input", body.input)
+    listed = is_listed(given) and (name == "input" or isinstance(given[0], list))
+    return FieldPaths(f"{name}[0]" if listed and len(given) == 1 else name)
+
+
 def is_listed(value: Any) -> bool:
     """Whether a field of inputs holds a list of them, not one."""
     return isinstance(value, list) and bool(value) and type(value[0]) is not int
