@@ -103,8 +103,9 @@ def prompts_of(serving: Serving, body: InputBody) -> list[list[int]]:
 
 def fields_of(body: InputBody) -> FieldPaths:
     """Where the prompts of the body are, for errors."""
-    name, given = ("messages", body.messages) if body.input is None else ("input", body.input)
-    listed = is_listed(given) and (name == "input" or isinstance(given[0], list))
+    name = "messages" if body.input is None else "input"
+    given: Any = body.messages if body.input is None else body.input
+    listed = is_listed(given) and (body.messages is None or isinstance(given[0], list))
     return FieldPaths(f"{name}[0]" if listed and len(given) == 1 else name)
 
 
