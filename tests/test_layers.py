@@ -25,6 +25,7 @@ ROOT_ORDER = [
     "gguf_tokenizer",
     "gguf_config",
     "checkpoint",
+    "classifier",
     "config",
     "cpu_list",
     "garbage",
@@ -41,8 +42,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "ops": ({"errors", "_C"}, {"transformers"}),
     "text": ({"errors", "jsonschema", "params", "checkpoint"}, TORCH),
     "rl": (set(), {"transformers"}),  # relative imports: it is also a distribution of its own
-    "layers": ({"ops", "errors", "kv_spec"}, {"transformers"}),
-    "models": ({"layers", "ops", "rl", "kv_spec", "checkpoint", "errors", "gguf", "gguf_config"}, {"transformers"}),
+    "layers": ({"ops", "errors", "kv_spec", "classifier"}, {"transformers"}),
+    "models": (
+        {"layers", "ops", "rl", "kv_spec", "checkpoint", "classifier", "errors", "gguf", "gguf_config"},
+        {"transformers"},
+    ),
     "hf": ({"models", "layers", "ops", "kv_spec", "errors"}, set()),
     "train": ({"models", "layers", "ops", "rl", "kv_spec", "checkpoint", "errors", "params"}, {"transformers"}),
     "runner": (
@@ -59,6 +63,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "params",
             "config",
             "checkpoint",
+            "classifier",
             "errors",
         },
         set(),
@@ -69,7 +74,20 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         TORCH,
     ),
     "client": (
-        {"admin", "messages", "prompt", "params", "config", "resolve", "text", "errors", "log", "checkpoint", "engine"},
+        {
+            "admin",
+            "messages",
+            "prompt",
+            "params",
+            "config",
+            "resolve",
+            "text",
+            "errors",
+            "log",
+            "checkpoint",
+            "classifier",
+            "engine",
+        },
         TORCH | {"fastapi"},
     ),
     "server": (

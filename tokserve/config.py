@@ -123,13 +123,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
         about(
-            "generate: the model makes tokens. pooling: it makes embeddings. auto: pooling for a checkpoint of "
-            "sentence-transformers."
+            "generate: the model makes tokens. pooling: it makes embeddings, or probabilities of labels. auto: pooling "
+            "for a checkpoint of sentence-transformers and for a classifier."
         ),
     ] = "auto"
     pooler_config: Annotated[
         dict[str, Any] | None,
-        about("With runner pooling, JSON with pooling_type (LAST, MEAN), use_activation (length 1) and dimensions."),
+        about(
+            "With runner pooling, JSON with pooling_type (LAST, MEAN), use_activation (length 1; probabilities) and "
+            "dimensions."
+        ),
     ] = None
     logprobs_mode: Annotated[
         LogprobsMode,

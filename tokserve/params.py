@@ -259,11 +259,13 @@ def wrap_seed(seed: int) -> int:
 class PoolingParams(NamedTuple):  # not a Struct: a union of these would have to be tagged
     """What a request returns that generates no tokens: one vector.
 
-    `pooling`: the hidden state of the last token, or the mean of all.  `normalize`: to length 1.
+    `pooling`: the hidden state of the last token, or the mean of all.  `normalize`: to length 1.  `classify`: the
+    logits of the classifier's labels for that state, instead of it.
     """
 
     pooling: Literal["last", "mean"] = "last"
     normalize: bool = True
+    classify: bool = False
 
 
 class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

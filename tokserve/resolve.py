@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from tokserve import checkpoint
+from tokserve.classifier import is_classifier
 from tokserve.config import BACKENDS, DEFAULT_BLOCK_SIZE, PACKING, Config, RuntimeConfig, ServerConfig
 from tokserve.cpu_list import cpu_list
 from tokserve.errors import StartError
@@ -53,7 +54,7 @@ def resolve(config: Config) -> Config:
             dtype=_dtype(model.dtype, hf),
             max_model_len=_max_model_len(model.max_model_len, hf),
             eos_token_ids=_eos(model.eos_token_ids, hf, generation),
-            runner=_runner(model.runner, directory),
+            runner=_runner(model.runner, directory, hf),
             logprobs_mode=VLLM_LOGPROBS_MODES.get(model.logprobs_mode, model.logprobs_mode),
         ),
         cache=replace(config.cache, block_size=config.cache.block_size or _block_size(device)),
@@ -75,10 +76,13 @@ def model_name(config: Config) -> str:
     return checkpoint.given_name(config.model.model)
 
 
-def _runner(runner: str, directory: Path) -> Any:
+def _runner(runner: str, directory: Path, hf: dict[str, Any]) -> Any:
+    classifies = is_classifier(hf)
+    if runner == "generate" and classifies:
+        raise StartError("option runner: the model is a classifier (config.json: architectures), it makes no tokens")
     if runner != "auto":
         return runner
-    return "pooling" if (directory / "modules.json").is_file() else "generate"
+    return "pooling" if classifies or (directory / "modules.json").is_file() else "generate"
 
 
 def _tokenizer(config: Config) -> str | None:

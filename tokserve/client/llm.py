@@ -25,8 +25,9 @@ from tokserve.client.async_llm import AsyncLLM, Stream
 from tokserve.client.inputs import LoRARequest, adapter_name, generation_defaults, typed
 from tokserve.client.outputs import ChoiceOutput, merge
 from tokserve.client.pooling import pooler_of
+from tokserve.client.pooling_methods import PoolingMethods
 from tokserve.client.prompts import ParsedPrompt, Prompt, as_list, read
-from tokserve.client.results import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, request_output
+from tokserve.client.results import RequestOutput, ScoringRequestOutput, request_output
 from tokserve.errors import EngineDead, RequestError
 from tokserve.messages import Ready, StepStats
 from tokserve.params import PoolingParams, SamplingParams
@@ -53,7 +54,7 @@ def _blocking(
     return call
 
 
-class LLM:
+class LLM(PoolingMethods):
     """An engine for scripts: `LLM("demo").generate("Hello")`.  Options are those of `Config.make`.
 
     Raises StartError if it cannot start, RequestError for a request that cannot be served, EngineDead.
@@ -109,6 +110,18 @@ class LLM:
             return self._wait(_gather(queued, bar))
 
     def score(
+        self, data_1: Any, data_2: Any = None, *, lora_request: Adapters = None, **options: Any
+    ) -> list[ScoringRequestOutput] | list[NDArray[np.float32]]:
+        """Of a model that pools, vLLM's `score`: of pairs 1:1, 1:N or N:N, the cosine of their embeddings, or what a
+        classifier with one label makes of both; `options`: use_activation, instruction.
+
+        Of a model that generates, `score_tokens(data_1, data_2)`.  Raises RequestError.
+        """
+        if self._pooler is not None:
+            return self._score_pairs(data_1, data_2, lora_request=lora_request, **options)
+        return self.score_tokens(data_1, data_2, lora_request=lora_request, **options)
+
+    def score_tokens(
         self, sequences: Sequence[Sequence[int]], starts: Sequence[int] | None = None, *,
         lora_request: Adapters = None, **sampling: Any,
     ) -> list[NDArray[np.float32]]:  # fmt: skip
@@ -157,35 +170,16 @@ class LLM:
         ]
         return self._generate(parsed, sampling_params, use_tqdm, lora_request)
 
-    def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        dimensions: int | None = None,
-        normalize: bool | None = None,
-        lora_request: Adapters = None,
-    ) -> list[EmbeddingRequestOutput]:
-        """A vector for each prompt, of a model with `runner="pooling"`, in the order of the prompts.
-
-        `dimensions`: cut it to so many values, if the model is made for that.  `normalize`: to length 1; default: as
-        the model says.  Raises RequestError.
-        """
-        if self._pooler is None:
-            raise RequestError('this model generates: LLM(..., runner="pooling") makes embeddings', field="runner")
-        self._pooler.check_dimensions(dimensions, self.ready.facts["hidden_size"])
-        parsed = [read(prompt, self.tokenizer) for prompt in as_list(prompts)]
+    def _pool(
+        self, parsed: Sequence[ParsedPrompt], task: PoolingParams, lora_request: Adapters, use_tqdm: bool
+    ) -> list[tuple[ParsedPrompt, Stream, ChoiceOutput]]:
         adapters = self._adapters(lora_request, len(parsed))
-        ended = self._wait(self._pooled(parsed, self._pooler.params, adapters))
-        return [
-            EmbeddingRequestOutput(
-                stream.request_id, prompt.text, list(stream.prompt_ids),
-                EmbeddingOutput(self._pooler.finish(delta.pooled, dimensions, normalize).tolist()), delta.cached_tokens,
-            )
-            for prompt, (stream, delta) in zip(parsed, ended, strict=True)
-        ]  # fmt: skip
+        with tqdm(total=len(parsed), disable=not use_tqdm, desc="requests", unit="req") as bar:
+            ended = self._wait(self._pooled(parsed, task, adapters, bar))
+        return [(prompt, *one) for prompt, one in zip(parsed, ended, strict=True)]
 
     async def _pooled(
-        self, parsed: Sequence[ParsedPrompt], task: PoolingParams, adapters: Sequence[str]
+        self, parsed: Sequence[ParsedPrompt], task: PoolingParams, adapters: Sequence[str], bar: Any
     ) -> list[tuple[Stream, ChoiceOutput]]:
         """Each prompt's stream with its only delta; all of them, or RequestError."""
         streams = await self._open(parsed, [task] * len(parsed), adapters, text=False)
@@ -195,6 +189,7 @@ class LLM:
             if not delta.pooled:
                 raise RequestError(delta.message or f"a request ended without a vector ({delta.stop_detail})")
             ended.append((stream, delta))
+            bar.update(1)
         return ended
 
     @property

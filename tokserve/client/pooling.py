@@ -1,4 +1,5 @@
-"""Embeddings: how a checkpoint pools hidden states, and what is made of the engine's vectors."""
+"""Pooling: how a checkpoint pools hidden states, and what is made of the engine's vectors: embeddings, or probabilities
+of a classifier's labels."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tokserve import checkpoint
+from tokserve import checkpoint, classifier
+from tokserve.classifier import Activation
 from tokserve.config import ModelConfig
 from tokserve.errors import RequestError, StartError, invalid
 from tokserve.params import PoolingParams
@@ -63,7 +65,43 @@ class VectorRules(NamedTuple):
         return values.astype(np.float32)
 
 
-def pooler_of(model: ModelConfig) -> VectorRules | None:
+class LabelRules(NamedTuple):
+    """What a classifier's logits mean.  `activation`: what makes probabilities of them, unless the request does not
+    want it."""
+
+    labels: tuple[str, ...]
+    activation: Activation
+    activates: bool = True
+    pooling: Literal["last", "mean"] = "last"
+
+    @property
+    def params(self) -> PoolingParams:
+        """What the engine computes: logits."""
+        return PoolingParams(self.pooling, normalize=False, classify=True)
+
+    def finish(self, vector: bytes, use_activation: bool | None = None) -> NDArray[np.float32]:  # [labels]
+        """Probabilities of the engine's logits, or these as they are."""
+        logits = np.frombuffer(vector, "<f4")
+        if not (self.activates if use_activation is None else use_activation) or self.activation == "none":
+            return logits
+        values = logits.astype(np.float64)
+        if self.activation == "sigmoid":
+            small = np.exp(-np.abs(values))
+            values = np.where(values >= 0, 1.0, small) / (1.0 + small)
+        else:
+            weights = np.exp(values - values.max())
+            values = weights / weights.sum()
+        return values.astype(np.float32)
+
+    def label(self, values: NDArray[np.float32]) -> str:
+        """The label with the largest value."""
+        return self.labels[int(values.argmax())]
+
+
+PoolingRules = VectorRules | LabelRules
+
+
+def pooler_of(model: ModelConfig) -> PoolingRules | None:
     """The pooler of a resolved configuration; None: the model generates.  Raises StartError.
 
     Options come before the checkpoint's modules (sentence-transformers' modules.json), and these before the default:
@@ -73,6 +111,8 @@ def pooler_of(model: ModelConfig) -> VectorRules | None:
         return None
     directory = Path(model.model)
     hf = checkpoint.hf_config(directory) | (model.hf_overrides or {})
+    if classifier.is_classifier(hf):
+        return _labels_with_options(hf, model.pooler_config or {})
     pooler = _of_modules(directory)
     allowed = hf.get("matryoshka_dimensions")
     if isinstance(allowed, list) and all(isinstance(one, int) for one in allowed):
@@ -103,17 +143,33 @@ def _of_modules(directory: Path) -> VectorRules:
     return VectorRules(pooling, normalize="Normalize" in kinds)
 
 
-def _with_options(pooler: VectorRules, options: Mapping[str, Any]) -> VectorRules:
+def _labels_with_options(hf: Mapping[str, Any], options: Mapping[str, Any]) -> LabelRules:
+    rules = LabelRules(tuple(classifier.labels(hf)), classifier.activation(hf))
+    pooling = _pooling_type(options, "classify")
+    if options.get("dimensions") is not None:
+        raise StartError("option pooler_config: dimensions is for embeddings, and the model is a classifier")
+    if options.get("use_activation") is not None:
+        rules = rules._replace(activates=bool(options["use_activation"]))
+    return rules if pooling is None else rules._replace(pooling=pooling)
+
+
+def _pooling_type(options: Mapping[str, Any], task: str) -> Literal["last", "mean"] | None:
+    """The option pooling_type, after checks that all models need.  Raises StartError."""
     for name in options:
         if name not in OPTIONS:
             raise StartError(f"option pooler_config: {name} is not supported; there are {', '.join(OPTIONS)}")
+    if options.get("task") not in (None, task):
+        raise StartError(f"option pooler_config: task must be {task}, got {options['task']!r}")
     kind = options.get("pooling_type")
-    if kind is not None:
-        if kind not in POOLING_TYPES:
-            raise StartError(f"option pooler_config: pooling_type must be LAST or MEAN, got {kind!r}")
-        pooler = pooler._replace(pooling=POOLING_TYPES[kind])
-    if options.get("task") not in (None, "embed"):
-        raise StartError(f"option pooler_config: task must be embed, got {options['task']!r}")
+    if kind is not None and kind not in POOLING_TYPES:
+        raise StartError(f"option pooler_config: pooling_type must be LAST or MEAN, got {kind!r}")
+    return None if kind is None else POOLING_TYPES[kind]
+
+
+def _with_options(pooler: VectorRules, options: Mapping[str, Any]) -> VectorRules:
+    pooling = _pooling_type(options, "embed")
+    if pooling is not None:
+        pooler = pooler._replace(pooling=pooling)
     if options.get("use_activation") is not None:
         pooler = pooler._replace(normalize=bool(options["use_activation"]))
     if options.get("dimensions") is not None:

@@ -127,6 +127,63 @@ class EmbeddingRequestOutput:
     finished: bool = True
 
 
+@dataclass(slots=True)
+class ClassificationOutput:
+    """Probabilities of the labels, or logits, float32 [labels]."""
+
+    probs: list[float]
+
+
+@dataclass(slots=True)
+class ClassificationRequestOutput:
+    """A prompt and its probabilities."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: ClassificationOutput
+    num_cached_tokens: int
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """A vector, or probabilities or logits, float32."""
+
+    data: NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput:
+    """A prompt and what was made of it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: PoolingOutput
+    num_cached_tokens: int
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """How well a pair fits."""
+
+    score: float
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput:
+    """A pair and its score; `prompt_token_ids` are of both."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: ScoringOutput
+    num_cached_tokens: int
+    finished: bool = True
+
+
 def request_output(
     stream: Stream, prompt: str | None, params: SamplingParams, done: list[ChoiceOutput]
 ) -> RequestOutput:

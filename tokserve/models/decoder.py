@@ -9,9 +9,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from tokserve import ops
+from tokserve.errors import RequestError
 from tokserve.kv_spec import LayerSpec
 from tokserve.layers.attention import Attention, AttentionSpec
 from tokserve.layers.batch import ForwardBatch
+from tokserve.layers.classifier import Classifier
 from tokserve.layers.embedding import Embedding, Head
 from tokserve.layers.experts import Mixture, MixtureSpec, StackedParameter
 from tokserve.layers.latent import LatentAttention, LatentAttentionSpec
@@ -113,6 +115,7 @@ class Decoder:
             head=self.head if spec.tied else None,
             keeps_stored=options.quant.name in ("wna16", "int4"),
         )
+        self.classifier = None if spec.classifier is None else Classifier(spec.classifier, spec.hidden, self.head)
         self.blocks = [DecoderBlock(spec.hidden, block, options) for block in spec.blocks]
         self.norm = make_norm(spec.hidden, spec.norm, self.dtype)
         self.rope_tables = tables
@@ -165,6 +168,7 @@ class Decoder:
         for number, block in enumerate(self.blocks):
             parameters |= under(f"model.layers.{number}", block.parameters())
         parameters |= under(f"model.{self.spec.norm_name}", self.norm.parameters())
+        parameters |= {} if self.classifier is None else self.classifier.parameters()
         return parameters if self.spec.tied else parameters | self.head.parameters()
 
     def stacked_parameters(self) -> dict[str, StackedParameter]:
@@ -229,3 +233,9 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab] float32
         """Logits of some of the rows that `forward` returned."""
         return self.head(hidden)
+
+    def classify(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, labels] float32
+        """Logits of the labels, of a model that classifies."""
+        if self.classifier is None:
+            raise RequestError("the model has no labels", code="unsupported")
+        return self.classifier(hidden)

@@ -6,9 +6,11 @@ A family's module is imported when a checkpoint names the family.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
+from tokserve.classifier import SUFFIX, causal_name, head_spec
 from tokserve.errors import StartError
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.spec import DecoderSpec
@@ -82,16 +84,30 @@ def refuse_recurrent(hf: Mapping[str, Any]) -> None:
 
 def is_known(hf: Mapping[str, Any]) -> bool:
     """Whether a function of the table reads this config.json."""
-    return not ARCHITECTURES.keys().isdisjoint(ConfigReader(hf).texts("architectures"))
+    return any(name in ARCHITECTURES or causal_name(name) in ARCHITECTURES for name in _names(hf))
+
+
+def _names(hf: Mapping[str, Any]) -> list[str]:
+    return ConfigReader(hf).texts("architectures")
 
 
 def decoder_spec(hf: Mapping[str, Any]) -> DecoderSpec:
     """The spec for this config.json; StartError if no architecture it names is known."""
-    names = ConfigReader(hf).texts("architectures")
+    names = _names(hf)
     for name in names:
-        if name in ARCHITECTURES:
-            module, function = ARCHITECTURES[name].split(":")
+        known = name if name in ARCHITECTURES else causal_name(name)
+        if known in ARCHITECTURES:
+            module, function = ARCHITECTURES[known].split(":")
             spec: DecoderSpec = getattr(import_module(module), function)(hf)
-            return spec
+            return spec if known == name else _classifier(spec, hf)
     problem = f"architecture {', '.join(names)} is not supported" if names else "config.json names no architecture"
-    raise StartError(f"{problem}; supported are: {', '.join(ARCHITECTURES)}")
+    raise StartError(
+        f"{problem}; supported are: {', '.join(ARCHITECTURES)}, and of the same families those with {SUFFIX}"
+    )
+
+
+def _classifier(spec: DecoderSpec, hf: Mapping[str, Any]) -> DecoderSpec:
+    """The same with the head of a classifier.  With a weight of its own there is no head for tokens in the checkpoint:
+    tied to the embedding, it needs no memory."""
+    head = head_spec(hf)
+    return replace(spec, classifier=head, tied=spec.tied or not head.tokens)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tokserve.classifier import HeadSpec
 from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.experts import MixtureSpec
 from tokserve.layers.latent import LatentAttentionSpec
@@ -80,6 +81,7 @@ class DecoderSpec:
     `renames`: (prefix in the checkpoint, prefix here), applied to names that start with the first; a pair whose first
     begins with a dot is replaced anywhere in the name, and a tensor whose prefix becomes "" is not used.
     `format`: how the checkpoint stores weights.  `norm_name`: of the final norm's module in a checkpoint.
+    `classifier`: the head of a model that classifies.
     """
 
     vocab: int
@@ -94,6 +96,7 @@ class DecoderSpec:
     logits_multiplier: float = 1.0
     logits_softcap: float = 0.0
     norm_name: str = "norm"
+    classifier: HeadSpec | None = None
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

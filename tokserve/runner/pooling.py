@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tokserve.models.decoder import Decoder
 from tokserve.params import PoolingParams
 from tokserve.plan import Float32, NewRow, StepPlan
 
@@ -49,8 +51,9 @@ class Pooler:
                     counts[row] = 1
         return counts
 
-    def pool(self, plan: StepPlan, row: int, states: Tensor) -> Float32 | None:
-        """The vector of a plan row once its prompt is computed.  `states` [count, hidden]: as `needed` has said."""
+    def pool(self, model: Decoder, plan: StepPlan, row: int, states: Tensor) -> Float32 | None:
+        """The vector of a plan row once its prompt is computed.  `states` [count, hidden]: as `needed` has said, by
+        `model`, which also classifies."""
         slot = int(plan.slots[row])
         params, prompt_len = self._params[slot]
         vector = self._add(slot, states.float().cpu().numpy())
@@ -58,6 +61,10 @@ class Pooler:
             return None
         if params.pooling == "mean":
             vector = vector / prompt_len
+        if params.classify:
+            pooled = torch.from_numpy(vector.astype(np.float32)[None]).to(states.device)
+            logits: Float32 = model.classify(pooled)[0].cpu().numpy()
+            return logits
         norm = np.sqrt(np.dot(vector, vector))
         return (vector / norm if params.normalize and norm > 0 else vector).astype(np.float32)
 

@@ -120,7 +120,7 @@ class Runner:
             step.prompt_logprobs = {span[0]: self._score(plan, hidden, span) for span in spans}
             for row, count in pooled.items():
                 end = int(hidden.ends[row])
-                vector = self._pooler.pool(plan, row, hidden.states[end - count : end])
+                vector = self._pooler.pool(self.model, plan, row, hidden.states[end - count : end])
                 if vector is not None:
                     step.pooled[row] = vector
             logits = self._logits(hidden) if len(rows.slots) else None

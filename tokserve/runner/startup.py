@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from tokserve import checkpoint, device, ops
+from tokserve.classifier import is_classifier, with_token_ids
 from tokserve.config import Config, RuntimeConfig
 from tokserve.device import Accelerator, Device
 from tokserve.errors import StartError
@@ -19,7 +21,7 @@ from tokserve.kv_spec import StateSpec
 from tokserve.models import load as models
 from tokserve.models.decoder import Decoder
 from tokserve.models.quantized_copy import QuantizedCopy
-from tokserve.models.registry import is_known
+from tokserve.models.registry import decoder_spec, is_known
 from tokserve.ops.arithmetic import CpuKernels, choose_kernels
 from tokserve.params import SamplingParams
 from tokserve.plan import DRAWN, DeviceFacts, NewRow, StepPlan
@@ -69,6 +71,8 @@ def _load(config: Config) -> tuple[Runner, DeviceFacts]:
         exact = model.exact and backend.is_batch_invariant(model)
         if model.exact:
             backend.capture(model)
+        if model.spec.classifier is not None:
+            model.classify(torch.zeros(1, model.spec.hidden, device=target.torch_device))
     device.give_back_memory()  # loading and warming up leave holes; what a card holds, steps take again
     facts = {
         "ops": bound,
@@ -94,13 +98,18 @@ def _model(config: Config, target: Device | Accelerator) -> Decoder:
     name, types = (options.model, "") if file is None else (file[0], f"{file[1]}; ")
     logger.info("loading %s (%s%s)", name, types, options.dtype)
     directory = checkpoint.locate(options.model, weights=options.load_format != "dummy")
-    hf = checkpoint.hf_config(directory) | (options.hf_overrides or {})
+    hf = with_token_ids(
+        Path(options.tokenizer or directory), checkpoint.hf_config(directory) | (options.hf_overrides or {})
+    )
     common: dict[str, Any] = {
         "dtype": options.dtype, "head_dtype": options.head_dtype, "load_format": options.load_format,
         "seed": options.seed, "quantization": options.quantization, "quantize_lm_head": options.quantize_lm_head,
         "group_size": options.quantization_group_size,
         "float8_cache": config.cache.kv_cache_dtype != "auto", "max_model_len": options.max_model_len,
     }  # fmt: skip
+    if is_classifier(hf) and (options.model_impl == "transformers" or not is_known(hf)):
+        decoder_spec(hf)  # raises StartError
+        raise StartError("option model_impl: a classifier is not served by transformers' module")
     if options.model_impl == "transformers" or (options.model_impl == "auto" and not is_known(hf)):
         return import_module("tokserve.hf.load").load(directory, hf, **common)  # type: ignore[no-any-return]
     return models.load(

@@ -77,6 +77,14 @@ OTHERS: FieldTable = {
     "use_beam_search": _refused(False),
 }
 TEXT: FieldTable = OPENAI | OTHERS
+# of the pooling routes
+POOLING: FieldTable = TEXT | {
+    "embed_dtype": _refused("float32", note="values are float32"),
+    "endianness": _refused("native", "little", note="values are little-endian"),
+    "late_chunking_params": _refused(),
+    "normalize": _refused(note="use use_activation"),
+    "padding": _ignored(False, "do_not_pad", note="nothing is padded"),
+}
 _AS_IT_IS = "the conversation is taken as it is"
 _BETAS = "none changes what is served here"
 _NO_LOGPROBS = "its blocks have no place for it, use chat or the token route"

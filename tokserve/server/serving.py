@@ -272,7 +272,7 @@ class Serving:
         params = generate.task if isinstance(generate.task, SamplingParams) else None
         if params is not None and self.pooler is not None:
             raise RequestError(
-                "the model makes embeddings here (--runner pooling), not tokens", field="model", code="unsupported"
+                "the model makes vectors here (--runner pooling), not tokens", field="model", code="unsupported"
             )
         generation = Generation(generate.request_id, 1 if params is None else params.n, self._observers(request))
         generation.timed = self.metrics.timed

@@ -144,6 +144,15 @@ class Tokenizer:
         ids: list[int] = encoded[0].ids
         return ids
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Token ids of two texts, joined with special tokens as the tokenizer joins a pair.  Raises RequestError."""
+        try:
+            encoded = self._backend.encode_batch_fast([(first, second)])
+        except TypeError:
+            raise RequestError("text must be valid Unicode, but it holds half of a surrogate pair") from None
+        ids: list[int] = encoded[0].ids
+        return ids
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; ids outside the vocabulary add nothing.  Raises RequestError for negative ids."""
         try:

@@ -1,0 +1,170 @@
+"""`LLM`'s methods for models that pool: vectors, classes, scores of pairs.  Results have vLLM's names."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokserve.client.outputs import ChoiceOutput
+from tokserve.client.pairs import PairPrompts, Side, check_scores_pairs, counterparts, similarity
+from tokserve.client.pooling import LabelRules, PoolingRules, VectorRules
+from tokserve.client.prompts import ParsedPrompt, Prompt, as_list, read
+from tokserve.client.results import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)  # fmt: skip
+from tokserve.client.stream import Stream
+from tokserve.errors import RequestError, invalid
+from tokserve.messages import Ready
+from tokserve.params import PoolingParams
+from tokserve.text.tokenizer import Tokenizer
+
+Ended = tuple[ParsedPrompt, Stream, ChoiceOutput]
+
+
+class PoolingMethods(ABC):
+    """Each is refused (RequestError) by a model that makes something else."""
+
+    _pooler: PoolingRules | None
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer."""
+
+    @property
+    @abstractmethod
+    def config(self) -> Any:
+        """The resolved configuration."""
+
+    @property
+    @abstractmethod
+    def ready(self) -> Ready:
+        """What the engine reported when it was ready."""
+
+    @abstractmethod
+    def _pool(
+        self, parsed: Sequence[ParsedPrompt], task: PoolingParams, lora_request: Any, use_tqdm: bool
+    ) -> list[Ended]:
+        """Each prompt with its stream and its only delta."""
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        use_tqdm: bool = True,
+        lora_request: Any = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for each prompt, of a model with `runner="pooling"`, in the order of the prompts.
+
+        `dimensions`: cut it to so many values, if the model is made for that.  `normalize`: to length 1; default: as
+        the model says.  Raises RequestError.
+        """
+        rules = self._rules(VectorRules)
+        rules.check_dimensions(dimensions, self.ready.facts["hidden_size"])
+        return [
+            EmbeddingRequestOutput(
+                stream.request_id, prompt.text, list(stream.prompt_ids),
+                EmbeddingOutput(rules.finish(delta.pooled, dimensions, normalize).tolist()), delta.cached_tokens,
+            )
+            for prompt, stream, delta in self._pool(self._read(prompts), rules.params, lora_request, use_tqdm)
+        ]  # fmt: skip
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, use_activation: bool | None = None, use_tqdm: bool = True,
+        lora_request: Any = None,
+    ) -> list[ClassificationRequestOutput]:  # fmt: skip
+        """Probabilities of a classifier's labels for each prompt; `use_activation` False: the logits.
+
+        Raises RequestError.
+        """
+        rules = self._rules(LabelRules)
+        return [
+            ClassificationRequestOutput(
+                stream.request_id, prompt.text, list(stream.prompt_ids),
+                ClassificationOutput(rules.finish(delta.pooled, use_activation).tolist()), delta.cached_tokens,
+            )
+            for prompt, stream, delta in self._pool(self._read(prompts), rules.params, lora_request, use_tqdm)
+        ]  # fmt: skip
+
+    def encode(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling_task: str | None = None,
+        use_activation: bool | None = None, use_tqdm: bool = True,
+        lora_request: Any = None,
+    ) -> list[PoolingRequestOutput]:  # fmt: skip
+        """`pooling_task` "embed" or "classify": what `embed` or `classify` return, as arrays.  Raises RequestError."""
+        if pooling_task not in ("embed", "classify"):
+            raise invalid("pooling_task", f'must be "embed" or "classify", got {pooling_task!r}')
+        rules: PoolingRules = self._rules(VectorRules if pooling_task == "embed" else LabelRules)
+        return [
+            PoolingRequestOutput(
+                stream.request_id, prompt.text, list(stream.prompt_ids),
+                PoolingOutput(_finished(rules, delta.pooled, use_activation)), delta.cached_tokens,
+            )
+            for prompt, stream, delta in self._pool(self._read(prompts), rules.params, lora_request, use_tqdm)
+        ]  # fmt: skip
+
+    def _score_pairs(
+        self, queries: Prompt | Sequence[Prompt], documents: Prompt | Sequence[Prompt], *,
+        use_activation: bool | None = None, instruction: str | None = None,
+        use_tqdm: bool = True, lora_request: Any = None,
+    ) -> list[ScoringRequestOutput]:  # fmt: skip
+        """The similarity of each pair, or a cross-encoder's score."""
+        rules, prompts = self._pooler, PairPrompts(self.tokenizer, self.config.server.chat_template)
+        assert rules is not None
+        first, second = as_list(queries), as_list(documents)
+        pairs = counterparts(len(first), len(second))
+        if isinstance(rules, VectorRules):
+            parsed = [read(one, self.tokenizer) for one in (*first, *second)]
+            ended = self._pool(parsed, rules.params, lora_request, use_tqdm)
+            vectors = [rules.finish(delta.pooled) for _, _, delta in ended]
+            return [
+                _score(similarity(vectors[a], vectors[len(first) + b]), ended[a], ended[len(first) + b])
+                for a, b in pairs
+            ]
+        check_scores_pairs(rules)
+        joined = [ParsedPrompt(prompts.ids(_side(first[a]), _side(second[b]), instruction)) for a, b in pairs]
+        ended = self._pool(joined, rules.params, lora_request, use_tqdm)
+        return [_score(float(rules.finish(one[2].pooled, use_activation)[0]), one) for one in ended]
+
+    def _read(self, prompts: Prompt | Sequence[Prompt]) -> list[ParsedPrompt]:
+        return [read(prompt, self.tokenizer) for prompt in as_list(prompts)]
+
+    def _rules(self, kind: Any) -> Any:
+        if self._pooler is None:
+            raise RequestError('this model generates: LLM(..., runner="pooling") makes embeddings', field="runner")
+        if not isinstance(self._pooler, kind):
+            makes = "embeddings" if isinstance(self._pooler, VectorRules) else "probabilities of labels"
+            raise RequestError(f"this model makes {makes}", code="unsupported")
+        return self._pooler
+
+
+def _finished(rules: PoolingRules, vector: bytes, use_activation: bool | None) -> NDArray[np.float32]:
+    if isinstance(rules, VectorRules):
+        return rules.finish(vector, normalize=use_activation)
+    return rules.finish(vector, use_activation)
+
+
+def _side(prompt: Prompt) -> Side:
+    """A text, or ids."""
+    if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
+        return str(prompt["prompt"])
+    return prompt if isinstance(prompt, str) else read(prompt, None).ids
+
+
+def _score(value: float, *ended: Ended) -> ScoringRequestOutput:
+    ids = [token for _, stream, _ in ended for token in stream.prompt_ids]
+    cached = sum(delta.cached_tokens for _, _, delta in ended)
+    return ScoringRequestOutput(ended[0][1].request_id, None, ids, ScoringOutput(value), cached)

@@ -1,0 +1,61 @@
+"""POST /classify: probabilities of a classifier's labels, or its logits, as reward models are asked for."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokserve.client.pooling import LabelRules
+from tokserve.server.http import body as bodies
+from tokserve.server.http.workers import off_loop
+from tokserve.server.openai import schemas
+from tokserve.server.pooling import inputs
+from tokserve.server.pooling.inputs import PooledPrompts, PoolingUsage
+from tokserve.server.serving import Serving
+
+
+class ClassifyBody(inputs.InputBody):
+    """The body of /classify.  `use_activation` False: logits."""
+
+
+class ClassifyItem(msgspec.Struct):
+    """`label`: the most probable; `probs`: in the order of the labels."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyReply(msgspec.Struct):
+    """The answer of /classify."""
+
+    id: str
+    created: int
+    model: str
+    data: list[ClassifyItem]
+    usage: PoolingUsage
+    object: str = "list"
+
+
+async def classify(serving: Serving, request: Request) -> Response:
+    """POST /classify: probabilities of a classifier's labels for each input, or logits"""
+    body, ignored, size = await schemas.read(serving, request, ClassifyBody)
+    rules = inputs.label_rules(serving)
+    prompts = await off_loop(request, size, lambda: inputs.prompts_of(serving, body))
+    made = await inputs.pool(serving, request, body, rules.params, prompts, inputs.fields_of(body), ignored)
+    name = serving.answers_as(body.model)
+    return await off_loop(request, 1 << 20, lambda: _reply(request, body, rules, made, name))
+
+
+def _reply(request: Request, body: ClassifyBody, rules: LabelRules, made: PooledPrompts, name: str) -> Response:
+    items = []
+    for index, vector in enumerate(made.vectors):
+        values = rules.finish(vector, body.use_activation)
+        items.append(ClassifyItem(index, rules.label(values), values.tolist(), len(values)))
+    return bodies.reply(
+        request, ClassifyReply(f"classify-{made.key}", int(time.time()), name, items, made.usage), made.headers
+    )

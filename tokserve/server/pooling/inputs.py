@@ -1,0 +1,169 @@
+"""What the pooling routes share: bodies, prompts, and the one way to have vectors made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import msgspec
+from starlette.requests import Request
+
+from tokserve.client.pooling import LabelRules, PoolingRules, VectorRules
+from tokserve.errors import RequestError, invalid
+from tokserve.params import PoolingParams
+from tokserve.server import compat
+from tokserve.server.http.declared import OPTIONS, model
+from tokserve.server.openai import schemas
+from tokserve.server.openai.completions import parse_prompts, tokenized
+from tokserve.server.replies import sse
+from tokserve.server.serving import FieldPaths, Serving
+
+USED = ("priority", "cache_salt", "group_id", "deadline_ms", "queue_timeout_ms")
+UNSUPPORTED = "unsupported"  # code of what this model cannot do: a 400, not a 501, which SDKs repeat
+
+_OptionFields: Any = model("_OptionFields", schemas.RequestBody, (field for field in OPTIONS if field.name in USED))
+
+
+class PoolingBody(_OptionFields):  # type: ignore[misc]
+    """What the bodies of all pooling routes share."""
+
+    others: ClassVar[compat.FieldTable] = compat.POOLING
+
+    use_activation: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    request_id: str | None = None
+
+
+class InputBody(PoolingBody):
+    """A body with inputs, each of which becomes a vector."""
+
+    input: Any = None
+    messages: list[Any] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class PoolingUsage(msgspec.Struct):
+    """Tokens read."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class PooledPrompts(NamedTuple):
+    """What the engine made: a vector for each prompt.  `key`: of the request, for the reply's id."""
+
+    key: str
+    vectors: list[bytes]
+    usage: PoolingUsage
+    headers: dict[str, str]
+
+
+def vector_rules(serving: Serving) -> VectorRules:
+    """How this server makes embeddings; raises RequestError if it does not."""
+    rules = any_rules(serving)
+    if not isinstance(rules, VectorRules):
+        raise RequestError("the model makes probabilities of labels here (/classify)", field="model", code=UNSUPPORTED)
+    return rules
+
+
+def label_rules(serving: Serving) -> LabelRules:
+    """How this server classifies; raises RequestError if it does not."""
+    rules = any_rules(serving)
+    if not isinstance(rules, LabelRules):
+        raise RequestError("the model makes embeddings here", field="model", code=UNSUPPORTED)
+    return rules
+
+
+def any_rules(serving: Serving) -> PoolingRules:
+    """How this server pools; raises RequestError if it generates."""
+    pooler = serving.pooler
+    if pooler is None:
+        raise RequestError(
+            "the model generates here; it makes embeddings with --runner pooling", field="model", code=UNSUPPORTED
+        )
+    return pooler
+
+
+def prompts_of(serving: Serving, body: InputBody) -> list[list[int]]:
+    """The ids of each input.  Raises RequestError."""
+    check_truncation(body)
+    if (body.input is None) == (body.messages is None):
+        raise RequestError("give input or messages", field="input")
+    if body.messages is not None:
+        prompts = _conversations(serving, body, body.messages)
+    else:
+        parsed = parse_prompts(body.input, "input")
+        prompts = tokenized(serving, parsed, body.add_special_tokens is not False, is_listed(body.input), "input")
+    return [truncated(ids, body, serving.llm.ready.max_model_len) for ids in prompts]
+
+
+def fields_of(body: InputBody) -> FieldPaths:
+    """Where the prompts of the body are, for errors."""
+    name = "messages" if body.input is None else "input"
+    given: Any = body.messages if body.input is None else body.input
+    listed = is_listed(given) and (body.messages is None or isinstance(given[0], list))
+    return FieldPaths(f"{name}[0]" if listed and len(given) == 1 else name)
+
+
+def is_listed(value: Any) -> bool:
+    """Whether a field of inputs holds a list of them, not one."""
+    return isinstance(value, list) and bool(value) and type(value[0]) is not int
+
+
+def _conversations(serving: Serving, body: InputBody, messages: list[Any]) -> list[list[int]]:
+    several = bool(messages) and isinstance(messages[0], list)
+    made = []
+    for index, one in enumerate(messages if several else [messages]):
+        field = f"messages[{index}]" if several else "messages"
+        if not isinstance(one, list):
+            raise invalid(field, "must be a list of messages")
+        serving.check_messages(one, field)
+        made.append(
+            serving.template.render(
+                one, add_generation_prompt=bool(body.add_generation_prompt),
+                continue_final_message=bool(body.continue_final_message), kwargs=body.chat_template_kwargs,
+            )
+        )  # fmt: skip
+    return made
+
+
+def check_truncation(body: PoolingBody) -> None:
+    """Raise RequestError for a length that nothing can be cut to."""
+    if body.truncate_prompt_tokens is not None and body.truncate_prompt_tokens < -1:
+        raise invalid("truncate_prompt_tokens", f"must be at least -1, got {body.truncate_prompt_tokens}")
+
+
+def truncated(ids: list[int], body: PoolingBody, context: int) -> list[int]:
+    """The ids, cut as the body says."""
+    limit = body.truncate_prompt_tokens
+    if limit is None:
+        return ids
+    limit = context if limit == -1 else min(limit, context)
+    return ids[:limit] if body.truncation_side == "right" else ids[len(ids) - min(limit, len(ids)) :]
+
+
+async def pool(
+    serving: Serving, request: Request, body: PoolingBody, params: PoolingParams, prompts: Sequence[list[int]],
+    fields: FieldPaths, ignored: list[str],
+) -> PooledPrompts:  # fmt: skip
+    """A vector for each prompt; all of them, or RequestError.  `ignored`: names of fields, for the reply's header."""
+    generate = serving.request_of(request, body, params, text=False)
+    generation = await serving.start(request, generate, prompts, fields)
+    headers = {"X-Request-Id": generate.request_id, **schemas.ignored_header(ignored)}
+    try:
+        choices = sorted(await sse.collect(generation, request), key=lambda choice: choice.index)
+        for choice in choices:
+            if not choice.pooled:
+                raise RequestError(
+                    f"the request ended without a vector ({choice.stop_detail})", code=choice.stop_detail
+                )
+        tokens = generation.usage().prompt_tokens
+        return PooledPrompts(
+            generation.key, [choice.pooled for choice in choices], PoolingUsage(tokens, tokens), headers
+        )
+    finally:
+        await generation.close()

@@ -1,0 +1,171 @@
+"""Scores of pairs: the cosine of two embeddings, or what a classifier with one label makes of both texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+
+from tokserve.client.pairs import PairPrompts, Side, check_scores_pairs, counterparts, similarity
+from tokserve.client.pooling import VectorRules
+from tokserve.errors import RequestError, invalid
+from tokserve.server.http.workers import off_loop
+from tokserve.server.openai.completions import MAX_PROMPTS, parse_prompts
+from tokserve.server.pooling import inputs
+from tokserve.server.pooling.inputs import PooledPrompts, PoolingBody
+from tokserve.server.serving import FieldPaths, Serving
+
+MAX_PAIR_TOKENS = 1 << 24  # of all pairs of a request: a long query may be in each
+
+
+class PairsBody(PoolingBody):
+    """What /score and /rerank share."""
+
+    max_tokens_per_query: int | None = None
+    max_tokens_per_doc: int | None = None
+    instruction: str | None = None
+
+
+class Sides(NamedTuple):
+    """The two lists of a request, with the fields that they came in; `listed`: they came as lists."""
+
+    first: list[Side]
+    second: list[Side]
+    fields: tuple[str, str]
+    listed: tuple[bool, bool]
+
+    def path(self, side: int, index: int) -> str:
+        """Where an entry is in the body."""
+        return f"{self.fields[side]}[{index}]" if self.listed[side] else self.fields[side]
+
+
+class PairPaths(FieldPaths, frozen=True):
+    """Where the prompts of a request come from, in their order."""
+
+    paths: tuple[str, ...] = ()
+
+    def rename(self, error: RequestError, index: int | None = None) -> RequestError:
+        """The error with the field as the client wrote it."""
+        if index is None and len(self.paths) > 1:
+            return super().rename(error, index)
+        path = self.paths[index or 0]
+        return FieldPaths(path).rename(error)
+
+
+class Scored(NamedTuple):
+    """A score for each pair, and what the engine said."""
+
+    scores: list[float]
+    made: PooledPrompts
+
+
+def entries(value: Any, field: str) -> list[Side]:
+    """Texts, objects {"text": text}, or token ids, one or several.  Raises RequestError."""
+    if isinstance(value, Mapping):
+        return [_text(value, field)]
+    if isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
+        if len(value) > MAX_PROMPTS:
+            raise invalid(field, f"must have at most {MAX_PROMPTS} entries, got {len(value)}")
+        value = [_text(one, f"{field}[{index}]") for index, one in enumerate(value)]
+    sides: list[Side] = [*parse_prompts(value, field)]
+    return sides
+
+
+def _text(value: Any, field: str) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    if not isinstance(value.get("text"), str) or len(value) > 1:
+        raise invalid(field, 'must be a text, or an object with "text" alone', code=inputs.UNSUPPORTED)
+    return value["text"]
+
+
+async def score(
+    serving: Serving, request: Request, body: PairsBody, sides: Sides, size: int, ignored: list[str]
+) -> Scored:
+    """The score of each pair.  `size`: of the body.  Raises RequestError."""
+    rules = inputs.any_rules(serving)
+    if not isinstance(rules, VectorRules):
+        check_scores_pairs(rules)
+    inputs.check_truncation(body)
+    try:
+        pairs = counterparts(len(sides.first), len(sides.second))
+    except RequestError as error:
+        raise RequestError(error.message, field=sides.fields[1]) from None
+    bare = _Prompts(serving, body, sides)
+    if isinstance(rules, VectorRules):
+        prompts, paths = await off_loop(request, size, bare.alone)
+        made = await inputs.pool(serving, request, body, rules.params, prompts, _paths(paths), ignored)
+        vectors = [rules.finish(vector) for vector in made.vectors]
+        return Scored([similarity(vectors[a], vectors[len(sides.first) + b]) for a, b in pairs], made)
+    prompts, paths = await off_loop(request, size * max(1, len(pairs) // 8), lambda: bare.joined(pairs))
+    made = await inputs.pool(serving, request, body, rules.params, prompts, _paths(paths), ignored)
+    return Scored([float(rules.finish(vector, body.use_activation)[0]) for vector in made.vectors], made)
+
+
+def _paths(paths: Sequence[str]) -> PairPaths:
+    return PairPaths(paths[0], paths=tuple(paths))
+
+
+class _Prompts:
+    """Makes the prompts of a request, with the fields that they come from."""
+
+    def __init__(self, serving: Serving, body: PairsBody, sides: Sides) -> None:
+        self._serving, self._body, self._sides = serving, body, sides
+        self._context = serving.llm.ready.max_model_len
+        tokenizer = serving.tokenizer if serving.text else None
+        self._prompts = PairPrompts(tokenizer, serving.config.server.chat_template)
+        limits = body.max_tokens_per_query, body.max_tokens_per_doc
+        for name, limit in zip(("max_tokens_per_query", "max_tokens_per_doc"), limits, strict=True):
+            if limit is not None and limit < 0:
+                raise invalid(name, f"must be at least 0, got {limit}")
+        self._limits = limits[0] or 0, limits[1] or 0
+
+    def alone(self) -> tuple[list[list[int]], list[str]]:
+        """Every entry of both sides by itself."""
+        if self._body.instruction is not None:
+            raise RequestError(
+                "instruction is for models that read both texts together: write it into the queries",
+                field="instruction", code=inputs.UNSUPPORTED,
+            )  # fmt: skip
+        made, paths = [], []
+        for side, given in ((0, self._sides.first), (1, self._sides.second)):
+            for index in range(len(given)):
+                path = self._sides.path(side, index)
+                made.append(self._checked(self._prompts.side(self._entry(side, index)), path))
+                paths.append(path)
+        return made, paths
+
+    def joined(self, pairs: Sequence[tuple[int, int]]) -> tuple[list[list[int]], list[str]]:
+        """A prompt of each pair."""
+        queries: dict[int, Side] = {}
+        made, paths, total = [], [], 0
+        for first, second in pairs:
+            if first not in queries:
+                queries[first] = self._entry(0, first)
+            path = self._sides.path(1, second)
+            ids = self._prompts.ids(queries[first], self._entry(1, second), self._body.instruction)
+            made.append(self._checked(ids, path))
+            paths.append(path)
+            total += len(made[-1])
+            if total > MAX_PAIR_TOKENS:
+                raise invalid(self._sides.fields[1], f"the pairs must have at most {MAX_PAIR_TOKENS} tokens together")
+        return made, paths
+
+    def _entry(self, side: int, index: int) -> Side:
+        given, path = (self._sides.first, self._sides.second)[side][index], self._sides.path(side, index)
+        limit = self._limits[side]
+        if isinstance(given, str):
+            self._serving.check_text(given, path, 0 if not limit else 1 << 20)
+        return self._prompts.cut(given, limit)
+
+    def _checked(self, ids: list[int], path: str) -> list[int]:
+        if not ids:
+            raise invalid(path, "must not be empty")
+        ids = inputs.truncated(ids, self._body, self._context)
+        if len(ids) > self._context:
+            raise RequestError(
+                f"This model's maximum context length is {self._context} tokens (max_model_len), and {path} makes a "
+                f"prompt of {len(ids)}", field=path, code="context_length_exceeded",
+            )  # fmt: skip
+        return ids
