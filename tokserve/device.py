@@ -6,6 +6,7 @@ import ctypes
 import os
 import platform
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 CPUS = Path("/proc/cpuinfo")
 NODES = Path("/sys/devices/system/node")
-NUM_BUFFERS = 4  # copies to a GPU that may be under way at once
+NUM_BUFFERS = 64  # copies to a GPU that may be under way at once: two steps, with as many processors as there are
 MIN_CAPABILITY = (8, 0)  # of a GPU: bfloat16 in the matrix unit
 FLOAT8_CAPABILITY = (8, 9)
 ALIGN = 16  # bytes
@@ -204,8 +205,7 @@ class Cuda:
         self.has_float8 = torch.cuda.get_device_capability() >= FLOAT8_CAPABILITY
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self._out = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._buffers = [self._buffer(1 << 16) for _ in range(NUM_BUFFERS)]
-        self._next = 0
+        self._buffers: deque[PinnedBuffer] = deque()  # in the order of their last copies
         self._capturing = threading.Lock()
 
     def _buffer(self, size: int) -> PinnedBuffer:
@@ -236,15 +236,22 @@ class Cuda:
 
     def put(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         offsets, size = pack(arrays)
-        self._next = (self._next + 1) % NUM_BUFFERS
-        buffer = self._buffers[self._next]
-        buffer.copied.synchronize()  # of the copy NUM_BUFFERS calls ago
+        buffer = self._idle_buffer()
         if size > len(buffer.memory):
-            buffer = self._buffers[self._next] = self._buffer(2 * size)
+            buffer = self._buffer(2 * size)
+        self._buffers.append(buffer)
         fill(buffer.memory, arrays, offsets)
         copied = buffer.memory[:size].to(self.torch_device, non_blocking=True)
         buffer.copied.record()
         return views(copied, arrays, offsets)
+
+    def _idle_buffer(self) -> PinnedBuffer:
+        """The buffer whose copy was begun first, if it is done; a new one rather than to wait for it."""
+        if len(self._buffers) < NUM_BUFFERS and not (self._buffers and self._buffers[0].copied.query()):
+            return self._buffer(1 << 16)
+        buffer = self._buffers.popleft()
+        buffer.copied.synchronize()
+        return buffer
 
     def fetch(self, tensors: Sequence[Tensor]) -> Fetched:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -406,6 +406,21 @@ def test_sampling_rows_are_batch_invariant() -> None:
     )
 
 
+def test_a_small_top_k_keeps_what_a_search_through_the_whole_row_keeps() -> None:
+    """Ties, forbidden ids, rows of one value, and both sides of the largest top-k that is found slice by slice."""
+    count, width = 8, 4500  # two slices
+    logits = randn(torch.float32, 5, count, width) * 3
+    logits[::2] = logits[::2].round()
+    logits[1, :4000], logits[3], logits[5] = float("-inf"), 0.0, float("-inf")
+    logits[5, 4400] = 1.0
+    top_k = torch.tensor([20, 1, 64, 20, 65, 3, 0, 40], dtype=torch.int32)
+    top_p = torch.tensor([0.95, 0.5, 1.0, 0.9, 0.8, 0.3, 1.0, 0.999])
+    min_p = torch.tensor([0.0, 0.1, 0.02, 0.0, 0.0, 0.5, 0.1, 0.0])
+    call = on_device("filter_logits")
+    kept = call(logits, top_k, top_p, min_p)
+    assert torch.equal(kept, OPS["filter_logits"].reference(logits, top_k, top_p, min_p))
+
+
 EVERY_SIZE = ["1", "64", "128", "256", "300"]  # rows for which the table has something for this card
 
 

@@ -24,6 +24,9 @@ class PlayedEvent:
     def synchronize(self) -> None:
         self._cuda.told.append(("wait", id(self)))
 
+    def query(self) -> bool:
+        return self._cuda.is_idle
+
 
 class PlayedStream:
     def __init__(self, cuda: PlayedCuda) -> None:
@@ -41,6 +44,7 @@ class PlayedCuda:
     def __init__(self) -> None:
         self.told: list[tuple[str, Any]] = []
         self.pools = 0
+        self.is_idle = False
 
     def __getattr__(self, name: str) -> Any:
         plain = {
@@ -105,14 +109,23 @@ def played(monkeypatch: pytest.MonkeyPatch) -> PlayedTorch:
 
 
 def test_a_staging_buffer_is_filled_again_only_when_its_copy_is_done(played: PlayedTorch) -> None:
-    gpu = device.Cuda()
-    for _ in range(2 * device.NUM_BUFFERS + 1):
+    gpu, most = device.Cuda(), device.NUM_BUFFERS
+    for _ in range(2 * most + 1):
         gpu.put([np.arange(3)])
     told = played.cuda.told
-    assert [what for what, _ in told] == ["wait", "record"] * (2 * device.NUM_BUFFERS + 1)
-    events = [event for what, event in told if what == "wait"]
-    assert [event for what, event in told if what == "record"] == events  # its own event, each time
-    assert events[: device.NUM_BUFFERS] == events[device.NUM_BUFFERS : -1] and len(set(events)) == device.NUM_BUFFERS
+    assert [what for what, _ in told] == ["record"] * most + ["wait", "record"] * (most + 1)
+    events = [event for what, event in told if what == "record"]
+    assert [event for what, event in told if what == "wait"] == events[most:]  # its own event, each time
+    assert events[:most] == events[most:-1] and len(set(events)) == most
+
+
+def test_a_step_with_many_copies_waits_for_none_of_its_own(played: PlayedTorch) -> None:
+    gpu = device.Cuda()
+    for copy in range(50):
+        played.cuda.is_idle = copy >= 10  # the first ten are under way at once
+        gpu.put([np.arange(3)])
+    waits = [event for what, event in played.cuda.told if what == "wait"]
+    assert len(set(waits)) == len(gpu._buffers) == 10  # only for copies that are done
 
 
 def test_a_larger_step_gets_a_larger_buffer(played: PlayedTorch) -> None:
