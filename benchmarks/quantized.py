@@ -83,14 +83,16 @@ def main() -> None:
     parser.add_argument("--gguf", action="append", default=[])
     parser.add_argument("--llama", help="a Python that has llama-cpp-python")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--only", help="options of this name alone")
+    parser.add_argument("--only", action="append", help="options of these names alone; none: no checkpoint")
+    parser.add_argument("--kernels", help="the instruction set of tokserve, avx2 say; by default the best")
     args = parser.parse_args()
+    kernels = {} if args.kernels is None else {"cpu_kernels": args.kernels}
     print("| model | c=1, ms a step | c=16, ms a step | prompts of 1,024, tokens/s |\n|---|---|---|---|", flush=True)
     for name, options in OPTIONS.items():
-        if args.only in (None, name):
-            row(name, ours(args.checkpoint, options, args.rounds))
+        if args.only is None or name in args.only:
+            row(name, ours(args.checkpoint, options | kernels, args.rounds))
     for path in args.gguf:
-        row(f"{Path(path).stem}, tokserve", ours(path, {}, args.rounds))
+        row(f"{Path(path).stem}, tokserve", ours(path, kernels, args.rounds))
         if args.llama:
             row(f"{Path(path).stem}, llama.cpp", llama(args.llama, path))
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+from transformers import AutoTokenizer
 
 from tokserve.config import Config, SpeculativeConfig
 from tokserve.engine.core import EngineCore
@@ -24,6 +25,26 @@ from tokserve.prompt import TokenPrompt
 from tokserve.resolve import resolve
 
 PROMPT = 24  # tokens
+QUESTIONS = (
+    "Why is the sky blue? Explain it to a child.", "Write a short story about a fox and a river.",
+    "List five things to pack for a week in the mountains.", "What is the difference between a list and a tuple?",
+)  # fmt: skip
+CODE = """def total(items):
+    result = 0
+    for item in items:
+        if item.price > 0:
+            result = result + item.price * item.count
+    return result
+
+def mean(items):
+    if len(items) == 0:
+        return 0
+    return total(items) / len(items)
+"""
+EDITS = tuple(
+    f"Repeat this code, with {old} renamed to {new}, and write nothing else:\n```python\n{CODE}```"
+    for old, new in (("result", "amount"), ("item", "entry"), ("total", "whole"), ("mean", "average"))
+)
 Ids = Sequence[int]
 
 
@@ -106,6 +127,13 @@ class Bench:
         """A greedy random model repeats itself: its own text is the draft."""
         self.compare("repeats itself", [self.request(i, self.ids(PROMPT), temperature=0.0) for i in range(clients)])
 
+    def texts(self, name: str, clients: int, texts: Sequence[str], **params: float) -> None:
+        """Chats with a trained model: S2 and S5."""
+        tokenizer = AutoTokenizer.from_pretrained(self._config.model.model)
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
+        self.compare(name, [self.request(i, prompts[i % len(prompts)], **params) for i in range(clients)])
+
     def half(self, output: list[int]) -> list[int]:
         """The first half of an output, then others."""
         return output[: len(output) // 2] + self.ids(len(output) - len(output) // 2)
@@ -125,13 +153,19 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=96, help="of an output")
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--dtype")
     parser.add_argument("--spec-method")
     parser.add_argument("--spec-model")
     parser.add_argument("--spec-tokens", type=int)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--cases", nargs="+", default=["right", "half", "edited", "garbage", "random", "repeats"])
     args = parser.parse_args()
-    options = {"spec_method": args.spec_method, "spec_model": args.spec_model, "spec_tokens": args.spec_tokens}
+    options = {
+        "dtype": args.dtype,
+        "spec_method": args.spec_method,
+        "spec_model": args.spec_model,
+        "spec_tokens": args.spec_tokens,
+    }
     bench = Bench(args.model, args.tokens, args.turns, **options)
     print("| case | requests | off, tokens/s | on | ratio | steps | drafts | accepted | tokens a step with drafts |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
@@ -140,6 +174,11 @@ def main() -> None:
         for clients in args.clients:
             if case in changes:
                 bench.predicted(f"prediction: {case}", clients, changes[case])
+            elif case == "chat":
+                bench.texts("chat, temperature 1", clients, QUESTIONS)
+                bench.texts("chat, greedy", clients, QUESTIONS, temperature=0.0)
+            elif case == "edit":
+                bench.texts("an edit of code, greedy", clients, EDITS, temperature=0.0)
             elif case == "random":
                 bench.random_text(clients)
             else:

@@ -5,6 +5,7 @@
 // blocks that no row of the tile sees are skipped.
 #include "activation.h"
 #include "attention_products.h"
+#include "latent_gather.h"
 #include "online_softmax.h"
 #include "table.h"
 
@@ -26,7 +27,8 @@ struct Tile {
   const int64_t rows = tile.queries * group;  // query * group + head of the group
   const int64_t steps = (a.dim + kDepth - 1) / kDepth;
   const int64_t row_length = steps * kDepth;  // elements of a query row in scratch
-  const int64_t width = round_up(a.dim, kLanes);
+  const int64_t width = round_up(a.value_dim, kLanes);
+  const bool in_place = layout.arranged() && !a.q_rope;
   const int64_t last = tile.position + tile.queries - 1;
   const int64_t first_key = first_visible(tile.position);
 
@@ -34,8 +36,8 @@ struct Tile {
   float* states;  // two states
   Row* queries;   // [rows][row_length]
   Row* probs;     // [rows][64]
-  T* keys;        // [steps][64][depth], where pages are not arranged
-  T* values;      // [64 / depth][dim][depth], likewise
+  T* keys;        // [steps][64][depth], where pages are not read in place
+  T* values;      // [64 / depth][value_dim][depth], likewise
 
   Tile(const AttentionArgs& args, const AttentionTile& which, char* scratch) : a(args), tile(which) {
     scores = reinterpret_cast<float*>(scratch);
@@ -50,16 +52,20 @@ struct Tile {
   int64_t position_of(int64_t row) const { return tile.position + row / group; }
 
   void load_queries() {
+    const int64_t latent = a.value_dim, rope = a.dim - latent;
     for (int64_t r = 0; r < rows; r++) {
-      const T* from = static_cast<const T*>(a.q) + (tile.token + r / group) * a.q_stride +
-                      (tile.kv_head * group + r % group) * a.dim;
+      const int64_t token = tile.token + r / group, head = tile.kv_head * group + r % group;
       Row* to = queries + r * row_length;
       if (row_length > a.dim) to[a.dim] = Row{};
-      if constexpr (sizeof(Row) == sizeof(T)) {
-        std::memcpy(to, from, a.dim * sizeof(T));
-      } else {
-        for (int64_t i = 0; i < a.dim; i += kLanes) store_partial(to + i, load_partial(from + i, a.dim - i), a.dim - i);
-      }
+      load_query(static_cast<const T*>(a.q) + token * a.q_stride + head * latent, to, latent);
+      if (a.q_rope) load_query(static_cast<const T*>(a.q_rope) + (token * a.heads + head) * rope, to + latent, rope);
+    }
+  }
+  static void load_query(const T* from, Row* to, int64_t n) {
+    if constexpr (sizeof(Row) == sizeof(T)) {
+      std::memcpy(to, from, n * sizeof(T));
+    } else {
+      for (int64_t i = 0; i < n; i += kLanes) store_partial(to + i, load_partial(from + i, n - i), n - i);
     }
   }
 
@@ -83,17 +89,25 @@ struct Tile {
 
   // Copies positions [begin, end) of the block from pages of plain rows into scratch, as one arranged page.
   void gather(int64_t base, int64_t begin, int64_t end, KvVectors<T>& key_vectors, KvVectors<T>& value_vectors) const {
-    const PageLayout<T> block{kKeyBlock, a.dim};
-    for (int64_t i = begin; i < end; i++) {
-      const int64_t row = (base + i) % a.page * a.dim;
-      block.arrange_key(keys, i, head_at(a.k_cache, base + i, tile.kv_head) + row);
-      block.arrange_value(values, i, head_at(a.v_cache, base + i, tile.kv_head) + row);
+    const PageLayout<T> block{kKeyBlock, a.dim}, value_block{kKeyBlock, a.value_dim};
+    const auto row_in = [&](const void* cache, int64_t i) {
+      return head_at(cache, base + i, tile.kv_head) + (base + i) % a.page * a.dim;
+    };
+    if (a.q_rope) {
+      const auto row = [&](int64_t i) { return row_in(a.k_cache, i); };
+      gather_keys(row, begin, end, a.dim, keys);
+      gather_values(row, begin, end, a.value_dim, values);
+    } else {
+      for (int64_t i = begin; i < end; i++) {
+        block.arrange_key(keys, i, row_in(a.k_cache, i));
+        block.arrange_value(values, i, row_in(a.v_cache, i));
+      }
     }
     for (int64_t i = 0; i < kKeyBlock / kLanes; i++) {
       key_vectors.vector[i] = keys + block.key_at(i * kLanes);
-      value_vectors.vector[i] = values + block.value_at(i * kLanes);
+      value_vectors.vector[i] = values + value_block.value_at(i * kLanes);
     }
-    key_vectors.step = kKeyBlock * kDepth, value_vectors.step = a.dim * kDepth;
+    key_vectors.step = kKeyBlock * kDepth, value_vectors.step = a.value_dim * kDepth;
   }
 
   // Columns of a block: positions base + begin .. base + end - 1.
@@ -170,9 +184,9 @@ struct Tile {
     const Columns all = visible(tile.position, last, base);
     if (all.begin >= all.end) return;
     KvVectors<T> key_vectors, value_vectors, next_keys, next_values;
-    if (layout.arranged()) locate(base, all.begin, all.end, tile.kv_head, key_vectors, value_vectors);
+    if (in_place) locate(base, all.begin, all.end, tile.kv_head, key_vectors, value_vectors);
     else gather(base, all.begin, all.end, key_vectors, value_vectors);
-    const bool is_last = base + kKeyBlock > last, more = layout.arranged() && (!is_last || tile.next_head);
+    const bool is_last = base + kKeyBlock > last, more = in_place && (!is_last || tile.next_head);
     if (more) {
       const int64_t next = is_last ? first_key / kKeyBlock * kKeyBlock : base + kKeyBlock;
       const Columns ahead = visible(tile.position, last, next);
@@ -180,11 +194,11 @@ struct Tile {
     }
     for_row_tiles(base, [&](int64_t r, int64_t count, Columns columns) {
       score_up_to<Format>(count, queries + r * row_length, row_length, key_vectors, columns.begin, columns.end, steps,
-                          scores + r * kKeyBlock, r == 0 && layout.arranged() ? &value_vectors : nullptr);
+                          scores + r * kKeyBlock, r == 0 && in_place ? &value_vectors : nullptr);
     });
     for (int64_t r = 0; r < rows; r += kLanes) softmax_block(r, min(kLanes, rows - r), base, state);
     for_row_tiles(base, [&](int64_t r, int64_t count, Columns columns) {
-      add_values_up_to<Format>(count, probs + r * kKeyBlock, value_vectors, columns.begin, columns.end, a.dim,
+      add_values_up_to<Format>(count, probs + r * kKeyBlock, value_vectors, columns.begin, columns.end, a.value_dim,
                                state.acc + r * width, width, r == 0 && more ? &next_keys : nullptr);
     });
   }
@@ -198,16 +212,17 @@ struct Tile {
 
   void write_out(const SoftmaxState& state) {
     for (int64_t r = 0; r < rows; r++) {
-      T* out = static_cast<T*>(a.out) + ((tile.token + r / group) * a.heads + tile.kv_head * group + r % group) * a.dim;
+      T* out = static_cast<T*>(a.out) +
+               ((tile.token + r / group) * a.heads + tile.kv_head * group + r % group) * a.value_dim;
       float rescale = 1.0f, row_sum = state.row_sum[r];
       if (a.sinks) {
         const float sink = a.sinks[tile.kv_head * group + r % group], row_max = max(state.row_max[r], sink);
         rescale = exp(state.row_max[r] - row_max);
         row_sum = row_sum * rescale + exp(sink - row_max);
       }
-      for (int64_t i = 0; i < a.dim; i += kLanes) {
+      for (int64_t i = 0; i < a.value_dim; i += kLanes) {
         const f32x16 acc = load(state.acc + r * width + i) * broadcast(rescale);
-        store_partial(out + i, acc / broadcast(row_sum), a.dim - i);
+        store_partial(out + i, acc / broadcast(row_sum), a.value_dim - i);
       }
     }
   }
@@ -249,7 +264,8 @@ void merge_splits_typed(const AttentionArgs& a, const AttentionTile& which, floa
 }  // namespace
 
 int64_t attention_scratch(const AttentionArgs& a) {
-  const int64_t rows = max(kQueryRows, a.heads / a.kv_heads), width = round_up(a.dim, kLanes);
+  const int64_t rows = max(a.q_rope ? kLatentRows : kQueryRows, a.heads / a.kv_heads);
+  const int64_t width = round_up(a.value_dim, kLanes);
   const int64_t gathered = (2 * a.dim + 1) * kKeyBlock;
   const int64_t floats =
       rows * (2 * kKeyBlock + a.dim + 1) + 2 * state_floats(rows, width) + gathered;  // the widest type
@@ -257,7 +273,7 @@ int64_t attention_scratch(const AttentionArgs& a) {
 }
 
 int64_t attention_partial(const AttentionArgs& a, int64_t queries) {
-  return state_floats(queries * (a.heads / a.kv_heads), round_up(a.dim, kLanes));
+  return state_floats(queries * (a.heads / a.kv_heads), round_up(a.value_dim, kLanes));
 }
 
 void attend(const AttentionArgs& a, const AttentionTile& tile, char* scratch) {

@@ -96,6 +96,7 @@ NB_MODULE(_C, m) {
   bind_amx(m);
   bind_elementwise(m);
   bind_experts(m);
+  bind_latent(m);
   bind_linear(m);
   bind_lora(m);
   bind_quant(m);
@@ -104,4 +105,5 @@ NB_MODULE(_C, m) {
   bind_gradients(m);
   bind_sampling(m);
   bind_wna16(m);
+  bind_experts_wna16(m);
 }

@@ -52,24 +52,25 @@ struct AttentionRows {
 };
 
 // Divides the rows into tiles, without kv_head; returns their estimated cost in ns of one core.
-double make_tiles(const AttentionArgs& a, const Caches& c, const AttentionRows& batch,
+double make_tiles(const AttentionArgs& a, int64_t blocks, const AttentionRows& batch,
                   std::vector<AttentionTile>& tiles) {
   const char* op = "paged_attention";
   const int32_t *start = batch.start, *lens = batch.lens;
   require(start[0] == 0 && start[batch.rows] == batch.tokens, op, "query_start must go from 0 to T");
-  const int64_t group = a.heads / a.kv_heads, max_queries = std::max<int64_t>(1, kQueryRows / group);
+  const int64_t group = a.heads / a.kv_heads, rows = a.q_rope ? kLatentRows : kQueryRows;
+  const int64_t max_queries = std::max<int64_t>(1, rows / group);
   double cost = 0;
   for (int64_t r = 0; r < batch.rows; r++) {
     const int64_t queries = start[r + 1] - start[r], first = lens[r] - queries;
     require(queries >= 0 && first >= 0, op, "a row has more queries than positions");
     if (queries == 0) continue;
-    require(lens[r] <= batch.width * c.page, op, "a row is longer than its block table");
+    require(lens[r] <= batch.width * a.page, op, "a row is longer than its block table");
     const int32_t* pages = batch.tables + r * batch.stride;
     const auto first_key = [&](int64_t position) {
       return a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
     };
-    for (int64_t i = first_key(first) / c.page; i <= (lens[r] - 1) / c.page; i++) {
-      require(pages[i] >= 0 && pages[i] < c.blocks, op, "a page is outside the cache");
+    for (int64_t i = first_key(first) / a.page; i <= (lens[r] - 1) / a.page; i++) {
+      require(pages[i] >= 0 && pages[i] < blocks, op, "a page is outside the cache");
     }
     for (int64_t q = 0; q < queries; q += max_queries) {
       const int64_t count = std::min(max_queries, queries - q), position = first + q, last = position + count - 1;
@@ -138,6 +139,26 @@ void attend(const AttentionArgs& a, const std::vector<AttentionTile>& tiles, boo
   for (int64_t i = 0; i < count; i++) one(i);
 }
 
+// The rows' block tables, lengths and first queries; T is the number of queries.
+AttentionRows rows_of(const Tensor& tables, const Tensor& start, const Tensor& lens, int64_t tokens, const char* op) {
+  require(tables.kind() == Kind::i32 && tables.ndim() == 2 && tables.dense(1), op,
+          "block_tables must be int32 [R,max_blocks]");
+  const int64_t rows = tables.size(0);
+  require(lens, Kind::i32, {rows}, op, "seq_lens must be int32 [R]");
+  require(start, Kind::i32, {rows + 1}, op, "query_start must be int32 [R+1]");
+  return {rows,           tokens,          start.data<int32_t>(), lens.data<int32_t>(), tables.data<int32_t>(),
+          tables.size(1), tables.stride(0)};
+}
+
+// The batch, in the calling thread if it is little work.
+void attend_rows(const AttentionArgs& a, int64_t blocks, const AttentionRows& batch) {
+  std::vector<AttentionTile> tiles;
+  const double cost = make_tiles(a, blocks, batch, tiles);
+  if (cost < 15000.0) return attend(a, tiles, false);
+  const Unlocked unlocked;
+  attend(a, tiles, pool().threads() > 1);
+}
+
 void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& tables,
                      const Tensor& start, const Tensor& lens, float scale, int64_t window, float softcap,
                      const std::optional<Tensor>& sinks, const Tensor& out) {
@@ -148,16 +169,9 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
   const int64_t tokens = q.size(0), heads = q.size(1);
   require(c.kv_heads > 0 && c.page > 0 && c.dim > 0, op, "the caches are empty");
   require(heads > 0 && heads % c.kv_heads == 0 && q.size(2) == c.dim, op, "q's heads must fit the caches");
-  require(tables.kind() == Kind::i32 && tables.ndim() == 2 && tables.dense(1), op,
-          "block_tables must be int32 [R,max_blocks]");
-  const int64_t rows = tables.size(0);
-  require(lens, Kind::i32, {rows}, op, "seq_lens must be int32 [R]");
-  require(start, Kind::i32, {rows + 1}, op, "query_start must be int32 [R+1]");
   require(out, q.kind(), {tokens, heads, c.dim}, op, "out must be like q");
   if (sinks) require(*sinks, Kind::f32, {heads}, op, "sinks must be float32 [Hq]");
-  const AttentionRows batch{
-      rows,           tokens,          start.data<int32_t>(), lens.data<int32_t>(), tables.data<int32_t>(),
-      tables.size(1), tables.stride(0)};
+  const AttentionRows batch = rows_of(tables, start, lens, tokens, op);
   const AttentionArgs a{.dtype = dtype,
                         .q = q.data<void>(),
                         .k_cache = k_cache.data<void>(),
@@ -171,14 +185,43 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
                         .scale = scale,
                         .window = window,
                         .softcap = softcap,
-                        .sinks = sinks ? sinks->data<float>() : nullptr};
-  launch([=] {
-    std::vector<AttentionTile> tiles;
-    const double cost = make_tiles(a, c, batch, tiles);
-    if (cost < 15000.0) return attend(a, tiles, false);
-    const Unlocked unlocked;
-    attend(a, tiles, pool().threads() > 1);
-  });
+                        .sinks = sinks ? sinks->data<float>() : nullptr,
+                        .value_dim = c.dim,
+                        .q_rope = nullptr};
+  launch([=] { attend_rows(a, c.blocks, batch); });
+}
+
+void latent_attention(const Tensor& q, const Tensor& q_rope, const Tensor& cache, const Tensor& tables,
+                      const Tensor& start, const Tensor& lens, float scale, const Tensor& out) {
+  const char* op = "latent_attention";
+  const DType dtype = float_type(q, op);
+  require(q, q.kind(), {-1, -1, -1}, op, "q must be contiguous [T,H,L]");
+  const int64_t tokens = q.size(0), heads = q.size(1), latent = q.size(2);
+  require(q_rope, q.kind(), {tokens, heads, -1}, op, "q_rope must be contiguous [T,H,R] of q's dtype");
+  const int64_t dim = latent + q_rope.size(2);
+  require(heads > 0 && latent > 0 && latent % 2 == 0 && dim % 2 == 0, op, "L and R must be even");
+  require(cache, q.kind(), {-1, -1, dim}, op, "cache must be contiguous [B,P,L+R] of q's dtype");
+  require(cache.size(1) > 0, op, "the cache is empty");
+  require(out, q.kind(), {tokens, heads, latent}, op, "out must be like q");
+  const AttentionRows batch = rows_of(tables, start, lens, tokens, op);
+  const int64_t blocks = cache.size(0);
+  const AttentionArgs a{.dtype = dtype,
+                        .q = q.data<void>(),
+                        .k_cache = cache.data<void>(),
+                        .v_cache = cache.data<void>(),
+                        .out = out.data<void>(),
+                        .q_stride = heads * latent,
+                        .heads = heads,
+                        .kv_heads = 1,
+                        .page = cache.size(1),
+                        .dim = dim,
+                        .scale = scale,
+                        .window = 0,
+                        .softcap = 0.0f,
+                        .sinks = nullptr,
+                        .value_dim = latent,
+                        .q_rope = q_rope.data<void>()};
+  launch([=] { attend_rows(a, blocks, batch); });
 }
 
 }  // namespace
@@ -188,6 +231,7 @@ void bind_attention(nb::module_& m) {
   m.def("paged_attention", paged_attention, nb::arg("q"), nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("tables"),
         nb::arg("start"), nb::arg("lens"), nb::arg("scale"), nb::arg("window"), nb::arg("softcap"),
         nb::arg("sinks").none(), nb::arg("out"));
+  m.def("latent_attention", latent_attention);
 }
 
 }  // namespace tokserve

@@ -6,8 +6,8 @@
 
 #include <cstring>
 
-#include "bind.h"
 #include "cpu.h"
+#include "wna16.h"
 
 namespace nb = nanobind;
 
@@ -23,7 +23,8 @@ struct Weights {
   std::vector<const float*> scales;  // of int8 weights, else empty
   const char* bias;                  // [E, rows] or null
   Gate gate;
-  int64_t n, k;  // outputs and inputs
+  int64_t n, k;                // outputs and inputs
+  Wna16Experts integers = {};  // of 4 or 8 bits; not empty: there is nothing in packed
 
   int64_t rows() const { return gate == Gate::none ? n : 2 * n; }
 };
@@ -164,6 +165,21 @@ void multiply_int8(const Mixture& a, const Weights& w, const Sorted& s, const ch
   });
 }
 
+// Of weights of 4 or 8 bits.
+ExpertsProduct integer_product(const Mixture& a, const Weights& w, const Sorted& s, const char* x, int64_t stride,
+                               char* out, bool wide) {
+  return {.dtype = a.dtype,
+          .out_dtype = wide ? DType::f32 : a.dtype,
+          .gate = w.gate,
+          .starts = s.starts,
+          .x = x,
+          .bias = w.bias,
+          .out = out,
+          .n = w.n,
+          .k = w.k,
+          .x_stride = stride};
+}
+
 int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 // Copies the tokens' rows in the order of the experts; one token needs no copies: its row is read with stride 0.
@@ -182,13 +198,21 @@ void run(const Mixture& a) {
   const bool int8 = !a.up.scales.empty(), one = a.tokens == 1;
   const int64_t copies = one ? 0 : aligned(count * width * a.item), between = aligned(count * inner * a.item);
   const int64_t outputs = aligned(count * width * static_cast<int64_t>(sizeof(float)));
-  const int64_t rows = int8 ? count * (8 + 2 * (std::max(width, inner) + 4)) : 0;  // at most two bytes an element
+  int64_t rows = int8 ? count * (8 + 2 * (std::max(width, inner) + 4)) : 0;  // at most two bytes an element
+  if (!a.up.integers.empty()) {
+    rows =
+        std::max(experts_scratch(a.up.integers, integer_product(a, a.up, s, nullptr, one ? 0 : width, nullptr, false)),
+                 experts_scratch(a.down.integers, integer_product(a, a.down, s, nullptr, inner, nullptr, true)));
+  }
   char* copied = thread_workspace(copies + between + outputs + rows);
   char *inside = copied + copies, *result = inside + between, *quantized = result + outputs;
   if (!one) gather(a, s, width, copied);
   const char* x = one ? a.x : copied;
   const int64_t stride = one ? 0 : width;
-  if (int8) {
+  if (!a.up.integers.empty()) {
+    multiply_experts(a.up.integers, integer_product(a, a.up, s, x, stride, inside, false), quantized);
+    multiply_experts(a.down.integers, integer_product(a, a.down, s, inside, inner, result, true), quantized);
+  } else if (int8) {
     multiply_int8(a, a.up, s, x, stride, inside, false, quantized);
     multiply_int8(a, a.down, s, inside, inner, result, true, quantized);
   } else {
@@ -203,33 +227,59 @@ void run(const Mixture& a) {
              [&](int64_t i) { kernels().combine(combine, i * block, std::min(a.tokens, (i + 1) * block)); });
 }
 
-Weights weights_of(const std::vector<Tensor>& packed, const std::vector<Tensor>& scales,
-                   const std::optional<Tensor>& bias, Gate gate, int64_t n, int64_t k, Kind kind) {
+// The packed weights of all experts and, of int8 weights, their scales.  Or, of weights of 4 or 8 bits, a Wna16Weight
+// each, or a tensor where an expert's weight is one of floats.
+struct ExpertTensors {
+  const std::vector<Tensor>&packed, &scales;
+  const std::vector<nb::object>* integers = nullptr;
+  size_t size() const { return integers ? integers->size() : packed.size(); }
+};
+
+Wna16Experts integers_of(const std::vector<nb::object>& objects, const Weights& w, Kind kind) {
+  const char* op = "experts_wna16";
+  Wna16Experts experts;
+  for (const nb::object& object : objects) {
+    const Wna16Weight* weight = nullptr;
+    const void* floats = nullptr;
+    if (nb::try_cast(object, weight) && weight) {
+      require(weight->rows == w.rows() && weight->columns == w.k && (w.gate == Gate::none) <= !weight->gated, op,
+              "a weight was packed for another shape");
+      require(weight->gated || w.gate != Gate::clamped, op, "gate and up of clamped_swiglu must be one part");
+    } else {
+      const Tensor packed = nb::cast<Tensor>(object);
+      require(packed, kind, {packed_size(panels_of(w.n, w.gate != Gate::none), w.k, kind == Kind::bf16)}, op,
+              "a weight was packed for another shape or dtype");
+      floats = packed.data<void>();
+    }
+    experts.weights.push_back(weight);
+    experts.floats.push_back(floats);
+  }
+  return experts;
+}
+
+Weights weights_of(const ExpertTensors& experts, const std::optional<Tensor>& bias, Gate gate, int64_t n, int64_t k,
+                   Kind kind) {
   const char* op = "experts";
-  const bool int8 = !scales.empty();
+  const bool int8 = !experts.scales.empty();
   Weights w{.packed = {}, .scales = {}, .bias = nullptr, .gate = gate, .n = n, .k = k};
+  if (experts.integers) w.integers = integers_of(*experts.integers, w, kind);
   const int64_t panels = panels_of(n, gate != Gate::none);
   const int64_t size = int8 ? packed_int8_size(panels, k) : packed_size(panels, k, kind == Kind::bf16);
-  for (const Tensor& one : packed) {
+  for (const Tensor& one : experts.packed) {
     require(one, int8 ? Kind::u8 : kind, {size}, op, "a weight was packed for another shape or dtype");
     w.packed.push_back(one.data<void>());
   }
-  require(!int8 || scales.size() == packed.size(), op, "scales must be those of every expert");
-  for (const Tensor& one : scales) {
+  require(!int8 || experts.scales.size() == experts.size(), op, "scales must be those of every expert");
+  for (const Tensor& one : experts.scales) {
     require(one, Kind::f32, {w.rows()}, op, "scales must be float32 with an entry for each row of a weight");
     w.scales.push_back(one.data<float>());
   }
   if (bias) {
-    require(*bias, kind, {static_cast<int64_t>(packed.size()), w.rows()}, op, "a bias must be [E,N] of x's dtype");
+    require(*bias, kind, {static_cast<int64_t>(experts.size()), w.rows()}, op, "a bias must be [E,N] of x's dtype");
     w.bias = bias->data<char>();
   }
   return w;
 }
-
-// The packed weights of all experts and, of int8 weights, their scales.
-struct ExpertTensors {
-  const std::vector<Tensor>&packed, &scales;
-};
 
 void experts(const Tensor& x, const Tensor& ids, const Tensor& weights, const ExpertTensors& up,
              const std::optional<Tensor>& up_bias, const ExpertTensors& down, const std::optional<Tensor>& down_bias,
@@ -240,9 +290,9 @@ void experts(const Tensor& x, const Tensor& ids, const Tensor& weights, const Ex
   require(x.ndim() == 2 && x.dense(1), op, "x must be [T,H] with dense rows");
   const int64_t tokens = x.size(0), width = x.size(1);
   require(ids, Kind::i32, {tokens, -1}, op, "ids must be int32 [T,k]");
-  const int64_t k = ids.size(1), count = static_cast<int64_t>(up.packed.size());
+  const int64_t k = ids.size(1), count = static_cast<int64_t>(up.size());
   require(weights, Kind::f32, {tokens, k}, op, "weights must be float32 [T,k]");
-  require(count > 0 && up.packed.size() == down.packed.size(), op, "each expert must have two weights");
+  require(count > 0 && up.size() == down.size(), op, "each expert must have two weights");
   require(up.scales.empty() == down.scales.empty(), op, "both weights must be int8 or none");
   require(inner > 0 && tokens * k < INT32_MAX, op, "takes fewer tokens");
   require(out, x.kind(), {tokens, width}, op, "out must be contiguous [T,H] of x's dtype");
@@ -257,8 +307,8 @@ void experts(const Tensor& x, const Tensor& ids, const Tensor& weights, const Ex
                   .x = x.data<char>(),
                   .x_stride = x.stride(0),
                   .ids = ids.data<int32_t>(),
-                  .up = weights_of(up.packed, up.scales, up_bias, gate, inner, width, x.kind()),
-                  .down = weights_of(down.packed, down.scales, down_bias, Gate::none, width, inner, x.kind()),
+                  .up = weights_of(up, up_bias, gate, inner, width, x.kind()),
+                  .down = weights_of(down, down_bias, Gate::none, width, inner, x.kind()),
                   .combine = {.dtype = dtype,
                               .outputs = nullptr,
                               .places = nullptr,
@@ -323,6 +373,19 @@ void bind_experts(nb::module_& m) {
       nb::arg("x"), nb::arg("ids"), nb::arg("weights"), nb::arg("up"), nb::arg("up_scales"), nb::arg("up_bias").none(),
       nb::arg("down"), nb::arg("down_scales"), nb::arg("down_bias").none(), nb::arg("activation"), nb::arg("inner"),
       nb::arg("shared").none(), nb::arg("shared_gate").none(), nb::arg("out"));
+  m.def(
+      "experts_wna16",
+      [](const Tensor& x, const Tensor& ids, const Tensor& weights, const std::vector<nb::object>& up,
+         const std::optional<Tensor>& up_bias, const std::vector<nb::object>& down,
+         const std::optional<Tensor>& down_bias, const std::string& activation, int64_t inner,
+         const std::optional<Tensor>& shared, const std::optional<Tensor>& shared_gate, const Tensor& out) {
+        const std::vector<Tensor> none;
+        experts(x, ids, weights, {none, none, &up}, up_bias, {none, none, &down}, down_bias, activation, inner, shared,
+                shared_gate, out);
+      },
+      nb::arg("x"), nb::arg("ids"), nb::arg("weights"), nb::arg("up"), nb::arg("up_bias").none(), nb::arg("down"),
+      nb::arg("down_bias").none(), nb::arg("activation"), nb::arg("inner"), nb::arg("shared").none(),
+      nb::arg("shared_gate").none(), nb::arg("out"));
 }
 
 }  // namespace tokserve

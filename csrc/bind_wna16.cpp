@@ -4,7 +4,7 @@
 
 #include <cstring>
 
-#include "bind.h"
+#include "wna16.h"
 
 namespace nb = nanobind;
 
@@ -54,15 +54,6 @@ void pack(const Tensor& codes, int bits, const Tensor& packed, bool gated) {
   });
 }
 
-// A part of a packed weight, as the bindings take it from PackedPart.
-struct Part {
-  int bits;
-  int64_t rows, columns, group, ratio;
-  const Tensor &packed, &factors, &scales;
-  const std::optional<Tensor>&sub_scales, &mins, &sub_mins, &order;
-  bool folded, gated;
-};
-
 GroupScales scales_of(const Tensor& values, const std::optional<Tensor>& parts, int64_t panels, int64_t groups,
                       int64_t ratio, const char* op) {
   const DType dtype = float_type(values, op);
@@ -71,8 +62,9 @@ GroupScales scales_of(const Tensor& values, const std::optional<Tensor>& parts, 
   return {dtype, values.data<void>(), parts ? parts->data<int8_t>() : nullptr, ratio};
 }
 
-// The arguments that describe the weight, checked.
-Wna16Args weight_args(const Part& p, const char* op) {
+}  // namespace
+
+Wna16Args weight_args(const Wna16Part& p, const char* op) {
   require(p.bits == 4 || p.bits == 8, op, "takes 4 or 8 bits");
   require(p.group > 0 && p.ratio > 0 && (p.group % kDepth == 0 || p.group >= p.columns), op,
           "groups must be multiples of 8 inputs");
@@ -95,6 +87,8 @@ Wna16Args weight_args(const Part& p, const char* op) {
   a.folded = p.folded;
   return a;
 }
+
+namespace {
 
 // The product, in the calling thread or in all.
 void multiply(Wna16Args a, int64_t panels) {
@@ -120,7 +114,7 @@ void multiply(Wna16Args a, int64_t panels) {
 }
 
 // x times the weight, into the columns of out from `first` on.
-void linear(const Tensor& x, const Part& p, const std::optional<Tensor>& bias, int64_t first, Gate gate,
+void linear(const Tensor& x, const Wna16Part& p, const std::optional<Tensor>& bias, int64_t first, Gate gate,
             const Tensor& out) {
   const char* op = gate == Gate::none ? "linear_wna16" : "gated_linear_wna16";
   Wna16Args a = weight_args(p, op);
@@ -152,7 +146,7 @@ void linear(const Tensor& x, const Part& p, const std::optional<Tensor>& bias, i
   });
 }
 
-void embedding(const Tensor& ids, const Part& p, const Tensor& out) {
+void embedding(const Tensor& ids, const Wna16Part& p, const Tensor& out) {
   const char* op = "embedding_wna16";
   Wna16Args a = weight_args(p, op);
   require(!p.gated && !p.order, op, "takes weights that are neither gated nor ordered");
@@ -185,8 +179,8 @@ void bind_wna16(nb::module_& m) {
       [](const Tensor& x, int bits, int64_t rows, int64_t columns, int64_t group, int64_t ratio, const Tensor& packed,
          const Tensor& factors, const Tensor& scales, Optional sub_scales, Optional mins, Optional sub_mins,
          Optional order, bool folded, Optional bias, int64_t first, const Tensor& out) {
-        const Part part{bits,   rows,       columns, group,    ratio, packed, factors,
-                        scales, sub_scales, mins,    sub_mins, order, folded, false};
+        const Wna16Part part{bits,   rows,       columns, group,    ratio, packed, factors,
+                             scales, sub_scales, mins,    sub_mins, order, folded, false};
         linear(x, part, bias, first, Gate::none, out);
       },
       nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
@@ -197,8 +191,8 @@ void bind_wna16(nb::module_& m) {
       [](const Tensor& x, int bits, int64_t rows, int64_t columns, int64_t group, int64_t ratio, const Tensor& packed,
          const Tensor& factors, const Tensor& scales, Optional sub_scales, Optional mins, Optional sub_mins,
          Optional order, bool folded, Optional bias, const std::optional<std::string>& activation, const Tensor& out) {
-        const Part part{bits,   rows,       columns, group,    ratio, packed, factors,
-                        scales, sub_scales, mins,    sub_mins, order, folded, true};
+        const Wna16Part part{bits,   rows,       columns, group,    ratio, packed, factors,
+                             scales, sub_scales, mins,    sub_mins, order, folded, true};
         linear(x, part, bias, 0, gate_of(activation), out);
       },
       nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
@@ -209,8 +203,8 @@ void bind_wna16(nb::module_& m) {
       [](const Tensor& ids, int bits, int64_t rows, int64_t columns, int64_t group, int64_t ratio, const Tensor& packed,
          const Tensor& factors, const Tensor& scales, Optional sub_scales, Optional mins, Optional sub_mins,
          Optional order, bool folded, const Tensor& out) {
-        const Part part{bits,   rows,       columns, group,    ratio, packed, factors,
-                        scales, sub_scales, mins,    sub_mins, order, folded, false};
+        const Wna16Part part{bits,   rows,       columns, group,    ratio, packed, factors,
+                             scales, sub_scales, mins,    sub_mins, order, folded, false};
         embedding(ids, part, out);
       },
       nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),

@@ -215,6 +215,21 @@ void qkv_rows(const QkvArgs& a, int64_t begin, int64_t end, T* keys) {
   }
 }
 
+template <class T, class W>
+void latent_rows(const LatentArgs& a, int64_t begin, int64_t end) {
+  const int64_t width = a.plain + a.rot;
+  for (int64_t t = begin; t < end; t++) {
+    const float* cos = a.table + a.positions[t] * a.rot;
+    const T *q = static_cast<const T*>(a.q) + t * a.q_stride, *kv = static_cast<const T*>(a.kv) + t * a.kv_stride;
+    T* q_out = static_cast<T*>(a.q_out) + t * a.heads * a.rot;
+    T* row = static_cast<T*>(a.cache) + a.slots[t] * (a.latent + a.rot);
+    for (int64_t h = 0; h < a.heads; h++)
+      rotate(q + h * width + a.plain, q_out + h * a.rot, cos, a.rot / 2, a.rot, a.interleaved);
+    norm_row(kv, static_cast<const W*>(a.weight), row, a.latent, a.eps);
+    rotate(kv + a.latent, row + a.latent, cos, a.rot / 2, a.rot, a.interleaved);
+  }
+}
+
 template <class T>
 void store_rows(const StoreArgs& a, int64_t begin, int64_t end) {
   const PageLayout<T> layout{a.page, a.dim};
@@ -302,6 +317,14 @@ void norm_rope_store(const QkvArgs& a, int64_t begin, int64_t end, char* scratch
     using T = decltype(x);
     if (a.weight_dtype == DType::f32) qkv_rows<T, float>(a, begin, end, reinterpret_cast<T*>(scratch));
     else qkv_rows<T, T>(a, begin, end, reinterpret_cast<T*>(scratch));
+  });
+}
+
+void latent_rope_store(const LatentArgs& a, int64_t begin, int64_t end) {
+  with_type(a.dtype, [&](auto x) {
+    using T = decltype(x);
+    if (a.weight_dtype == DType::f32) latent_rows<T, float>(a, begin, end);
+    else latent_rows<T, T>(a, begin, end);
   });
 }
 

@@ -24,6 +24,7 @@ TOKSERVE_INLINE int64_t row_stride(const Args&, int64_t width) {
   return width;
 }
 TOKSERVE_INLINE int64_t row_stride(const Wna16Args& a, int64_t) { return a.out_stride; }
+TOKSERVE_INLINE int64_t row_stride(const LinearArgs& a, int64_t width) { return a.out_stride ? a.out_stride : width; }
 
 // Writes `columns` of the panel's sums, from `column` on, to rows of `width` outputs, from `first` on.
 template <class T, class Out, class Args, class Sums>

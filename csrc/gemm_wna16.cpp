@@ -1,8 +1,9 @@
 // linear_wna16: rows of x, not rounded, times integer weights of 4 or 8 bits with a scale per group of inputs.
 // An output is one chain over the groups in ascending order: the group's products, summed in float32 as linear sums
 // them, times its scale, then, if it has one, its minimum times the sum of the group's x.  A folded weight's scales are
-// powers of two that go into its values first, so that its chain is that of linear.  Codes are unpacked once for all
-// rows of a task, into memory that the first-level cache holds.
+// powers of two that belong to its values, so that its chain is that of linear: sums are kept in units of the group's
+// scale, which rounds alike, or, for many rows and where scales are far apart, values are scaled before they are
+// multiplied.  Codes are unpacked once for all rows of a task, into memory that the first-level cache holds.
 #include "epilogue.h"
 #include "table.h"
 #include "tile.h"
@@ -140,6 +141,45 @@ TOKSERVE_INLINE void add_group_up_to(int64_t rows, const typename Format::Row* x
   if constexpr (ROWS > 1) add_group_up_to<Format, ROWS - 1>(rows, x, x_stride, w, steps, sums, terms);
 }
 
+// sums [ROWS][64], times `ratios` [64] (null: from zero on), += x [ROWS][K] times w, `steps` steps of K.
+template <class Format, int ROWS>
+void continue_chain(const typename Format::Row* x, int64_t x_stride, const typename Format::Weight* w, int64_t steps,
+                    float* sums, const float* ratios) {
+  constexpr int vectors = ROWS == 1 ? kPanelVectors : kTileVectors;
+  for (int64_t first = 0; first < kPanel; first += vectors * kLanes) {
+    f32x16 sum[ROWS][vectors];
+    for (int v = 0; v < vectors; v++) {
+      const int64_t column = first + v * kLanes;
+      for (int r = 0; r < ROWS; r++)
+        sum[r][v] = ratios ? load(sums + r * kPanel + column) * load(ratios + column) : zeros();
+    }
+    const auto* weights = w + first * Format::kDepth;
+    const auto* row = x;
+    for (int64_t step = 0; step < steps; step++) {
+      for (int part = 0; part < Format::kParts; part++) {
+        decltype(Format::load_weight(weights, part)) weight[vectors];
+        for (int v = 0; v < vectors; v++) weight[v] = Format::load_weight(weights + v * kLanes * Format::kDepth, part);
+        for (int r = 0; r < ROWS; r++) {
+          for (int v = 0; v < vectors; v++) sum[r][v] = Format::add(row + r * x_stride, part, weight[v], sum[r][v]);
+        }
+      }
+      row += Format::kDepth;
+      weights += kPanel * Format::kDepth;
+    }
+    for (int r = 0; r < ROWS; r++) {
+      for (int v = 0; v < vectors; v++) store(sums + r * kPanel + first + v * kLanes, sum[r][v]);
+    }
+  }
+}
+
+template <class Format, int ROWS = kTileRows>
+TOKSERVE_INLINE void continue_chain_up_to(int64_t rows, const typename Format::Row* x, int64_t x_stride,
+                                          const typename Format::Weight* w, int64_t steps, float* sums,
+                                          const float* ratios) {
+  if (rows == ROWS) return continue_chain<Format, ROWS>(x, x_stride, w, steps, sums, ratios);
+  if constexpr (ROWS > 1) continue_chain_up_to<Format, ROWS - 1>(rows, x, x_stride, w, steps, sums, ratios);
+}
+
 // The product of a task's rows with one panel.
 template <class Format>
 struct PanelProduct {
@@ -167,10 +207,47 @@ struct PanelProduct {
     }
   }
 
-  void unpack(const uint8_t* panel, int64_t k, int64_t depth) {
+  void unpack_factors(const uint8_t* panel, int64_t k, int64_t depth) {
     if (a.bits == 4) unpack_codes(panel + k * kPanel / 2, depth, a.factors, weights);
     else unpack_bytes(panel + k * kPanel, depth, weights);
+  }
+
+  void unpack(const uint8_t* panel, int64_t k, int64_t depth) {
+    unpack_factors(panel, k, depth);
     if (a.folded) scale_weights(weights, depth, scales);
+  }
+
+  // A folded weight, with sums in units of the group's scale: a power of two changes no rounding.  False, with nothing
+  // kept, if a scale is not between 2^-32 and 2^31: sums might leave the range of float32.
+  bool run_in_units(const uint8_t* panel, int64_t index) {
+    constexpr uint32_t lowest = 95u << 23, range = 64u << 23;
+    const int64_t groups = groups_of(a), depth = padded(a);
+    if ((groups > 1 && a.group > kUnpackedDepth) || depth - (groups - 1) * a.group > kUnpackedDepth) return false;
+    uint32_t before[kPanel] = {};
+    for (int64_t g = 0; g < groups; g++) {
+      expand(a.scales, index, groups, g, scales);
+      uint32_t outside = 0;
+      for (int64_t c = 0; c < kPanel; c++) {
+        uint32_t bits;
+        std::memcpy(&bits, scales + c, sizeof bits);
+        outside |= bits - lowest;
+        const uint32_t ratio = before[c] - bits + (127u << 23);  // the last group's scale over this one's
+        std::memcpy(partial + c, &ratio, sizeof ratio);
+        before[c] = bits;
+      }
+      if (outside >= range) return false;
+      const int64_t k = g * a.group, end = g + 1 < groups ? k + a.group : depth;
+      unpack_factors(panel, k, end - k);
+      for_tiles([&](int64_t row, int64_t count) {
+        continue_chain_up_to<Format>(count, x + row * stride + k, stride, weights, (end - k) / Format::kDepth,
+                                     sums + row * kPanel, g == 0 ? nullptr : partial);
+      });
+    }
+    for (int64_t r = 0; r < rows; r++) {
+      for (int64_t c = 0; c < kPanel; c += kLanes)
+        store(sums + r * kPanel + c, load(sums + r * kPanel + c) * load(scales + c));
+    }
+    return true;
   }
 
   // Elements [k, end) of K, into `to`: the chain of linear.
@@ -188,6 +265,7 @@ struct PanelProduct {
   void run(int64_t index, int64_t row0) {
     const int64_t groups = groups_of(a), depth = padded(a);
     const uint8_t* panel = a.packed + index * depth * kPanel * a.bits / 8;
+    if (a.folded && rows <= kTileRows && run_in_units(panel, index)) return;  // the bits are those of the other way
     if (!a.folded) std::memset(sums, 0, rows * kPanel * sizeof(float));
     for (int64_t g = 0; g < groups; g++) {
       const int64_t k = g * a.group, end = g + 1 < groups ? k + a.group : depth;  // the last one has the padding

@@ -5,11 +5,11 @@
 
 #include <cstdint>
 
+#include "attention_args.h"
+#include "dtype.h"
 #include "sampling_args.h"
 
 namespace tokserve {
-
-enum class DType : int { f32, bf16, f16 };
 
 // Columns of one panel of packed weights; N is padded to it.
 constexpr int64_t kPanel = 64;
@@ -22,8 +22,10 @@ constexpr int64_t kKeyBlock = 64;
 constexpr int64_t kSplit = 512;
 // Rows of one adapter that share one reading of its weights.
 constexpr int64_t kLoraRows = 4;
-// Rows (queries x heads of one group) of one attention task.
+// Rows (queries x heads of one group) of one attention task; of latent attention, whose keys each task rearranges,
+// more.
 constexpr int64_t kQueryRows = 32;
+constexpr int64_t kLatentRows = 64;
 // Log-sum-exp is taken over slices of this many logits, merged in ascending order.
 constexpr int64_t kSlice = 4096;
 
@@ -126,7 +128,8 @@ struct LinearArgs {
   const void* bias;    // [N] of dtype, or null
   void* out;           // [M, N]
   int64_t m, n, k, x_stride;
-  bool cheap_widening;  // widening 16-bit weights does not compete with multiply-adds for execution ports
+  bool cheap_widening;     // widening 16-bit weights does not compete with multiply-adds for execution ports
+  int64_t out_stride = 0;  // elements between rows of out; 0: they are adjacent.  Not of a gated weight
 };
 
 // LoRA: out += scale * (x down^T) up, for each row with its adapter's factors, separate for each shard of the outputs.
@@ -196,30 +199,6 @@ struct Wna16Args {
   char* rows;   // what wna16_rows makes of x, wna16_rows_size(args) bytes
 };
 
-struct AttentionArgs {
-  DType dtype;
-  const void* q;        // [T, heads, dim], rows q_stride elements apart
-  const void* k_cache;  // [B, kv_heads, page * dim elements as in pages.h]
-  const void* v_cache;
-  void* out;  // [T, heads, dim]
-  int64_t q_stride, heads, kv_heads, page, dim;
-  float scale;
-  int64_t window;      // 0: all keys up to the query
-  float softcap;       // 0: none
-  const float* sinks;  // [heads]: a score beside those of the keys, whose value is zero; or null
-};
-
-// Consecutive queries of one request, all heads of one group: one attention task.
-struct AttentionTile {
-  const int32_t* pages;  // this request's row of the block table
-  int64_t token;         // first query's row in q and out
-  int64_t position;      // first query's absolute position
-  int64_t queries;       // queries * (heads / kv_heads) <= max(kQueryRows, heads / kv_heads)
-  int64_t kv_head;
-  int64_t split_begin, split_end;  // splits with keys that some query of the tile sees
-  bool next_head;                  // the next call has the same queries of the next head: its first keys are prefetched
-};
-
 struct ActivationGradientsArgs {
   DType dtype;
   Activation activation;
@@ -239,32 +218,6 @@ struct NormGradientsArgs {
   void* out;            // [T, H]
   int64_t width;
   float eps;
-};
-
-// Gradients of causal attention, its keys and values in rows of their own instead of pages.
-struct AttentionGradientsArgs {
-  DType dtype;
-  const void* grad;  // [T, heads, dim], rows grad_stride elements apart: of the result
-  const void* q;     // likewise
-  const void* k;     // [T, kv_heads, dim], rows k_stride elements apart
-  const void* v;
-  float* grad_q;  // [T, heads, dim]
-  float* grad_k;  // [T, kv_heads, dim]; gradients are added to what it holds
-  float* grad_v;
-  int64_t grad_stride, q_stride, k_stride, v_stride, heads, kv_heads, dim;
-  float scale;
-  int64_t window;  // 0: all keys up to the query
-  float softcap;   // 0: none
-};
-
-// Consecutive queries of one sequence, all heads of one group.
-struct AttentionGradientsTask {
-  const int64_t* path;  // [position + queries]: the tokens at the sequence's positions, ascending
-  int64_t token;        // first query's row in q
-  int64_t position;     // first query's position
-  int64_t queries;
-  int64_t first_key;  // the first position that some query sees
-  int64_t kv_head;
 };
 
 // The experts of each token, by its router logits.
@@ -308,6 +261,7 @@ struct Kernels {
   void (*store_kv)(const StoreArgs&, int64_t begin, int64_t end);
   void (*norm_rope_store)(const QkvArgs&, int64_t begin, int64_t end,
                           char* scratch);  // scratch: k_heads * dim elements
+  void (*latent_rope_store)(const LatentArgs&, int64_t begin, int64_t end);
   // Panels [begin, end) of the row block that starts at row0; scratch holds linear_scratch(args) bytes.  It first
   // converts the rows of x, a cost that pays off from linear_panels(args) panels on.
   int64_t (*linear_scratch)(const LinearArgs&);

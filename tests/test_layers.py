@@ -94,7 +94,7 @@ ONLY_IN = {
         "engine/process.py",
         "engine/admin/weights.py",
     },
-    ("ops", "_C"): {"ops/cpu/kernels.py", "ops/cpu/wna16.py"},
+    ("ops", "_C"): {"ops/cpu/kernels.py", "ops/cpu/latent.py", "ops/cpu/wna16.py"},
 }
 # rooms of the engine and the server: which packages a module of a package may import, besides modules beside them
 ROOMS: dict[str, set[str]] = {

@@ -12,10 +12,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-Mode = Literal["abort", "wait", "keep"]
-Tag = Literal["weights", "kv_cache", "scheduling"]
+MODES = ("abort", "wait", "keep")
+TAGS = ("weights", "kv_cache", "scheduling")
+LEVELS = (("scheduling",), TAGS, TAGS)  # what each level of sleep puts to sleep
+Mode = Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(MODES)})]
 When = Literal["at once", "step boundary", "in the background", "commit at a step boundary"]
-LEVELS: tuple[tuple[Tag, ...], ...] = (("scheduling",), ("weights", "kv_cache", "scheduling"))  # of sleep: 0; 1 and 2
 LONGEST_RPC = 1e6  # seconds: limit of a timeout
 
 

@@ -46,6 +46,17 @@ def locate(model: str, *, weights: bool = True, what: str = "model") -> Path:
     return _download(model, [*TEXT_FILES, *(WEIGHT_FILES if weights else [])], what)
 
 
+def gguf_file(model: str) -> tuple[str, str] | None:
+    """The GGUF file that a located model was made of, and the types of its matrices; None: it is no such."""
+    return gguf_config.file_name(Path(model))
+
+
+def given_name(model: str) -> str:
+    """The name of a located model for people: of a GGUF file, the file's, not that of the directory made of it."""
+    source = gguf_file(model)
+    return model if source is None else source[0]
+
+
 def _download(model: str, patterns: list[str], what: str) -> Path:
     from huggingface_hub import snapshot_download
 

@@ -11,6 +11,7 @@ import json
 import logging
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ def unpacked(path: Path) -> Path:
     directory = Path(tempfile.mkdtemp(prefix="tokserve-gguf-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     _write(directory, "config.json", config)
-    _write(directory, SOURCE, {"files": [str(file.resolve()) for file in header.files]})
+    files = [str(file.resolve()) for file in header.files]
+    _write(directory, SOURCE, {"name": str(path), "files": files, "types": matrix_types(header)})
     _write(directory, "generation_config.json", {"eos_token_id": end_ids(header.metadata)})
     try:
         tokenizer, settings = gguf_tokenizer.convert(header)
@@ -55,6 +57,25 @@ def source(directory: Path) -> list[Path] | None:
     return [Path(file) for file in json.loads(path.read_text(encoding="utf-8"))["files"]]
 
 
+def file_name(directory: Path) -> tuple[str, str] | None:
+    """The GGUF file that a directory stands for, as it was named, and the types of its matrices; None: an ordinary
+    one."""
+    path = directory / SOURCE
+    if not path.is_file():
+        return None
+    source = json.loads(path.read_text(encoding="utf-8"))
+    return source["name"], source["types"]
+
+
+def matrix_types(header: GgufHeader) -> str:
+    """The types of the matrices, that of the most bytes first."""
+    sizes: Counter[str] = Counter()
+    for tensor in header.tensors.values():
+        if len(tensor.shape) > 1:
+            sizes[tensor.kind] += tensor.size
+    return ", ".join(kind for kind, _ in sizes.most_common())
+
+
 def _write(directory: Path, name: str, value: Mapping[str, Any]) -> None:
     (directory / name).write_text(json.dumps(value), encoding="utf-8")
 
@@ -62,8 +83,9 @@ def _write(directory: Path, name: str, value: Mapping[str, Any]) -> None:
 def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     """Ids of the tokens that end an output: those that the header names, and control tokens that are known to."""
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    tokens, kinds = metadata.get("tokenizer.ggml.tokens") or [], metadata.get("tokenizer.ggml.token_type") or []
-    ids = [token for token in named if isinstance(token, int)]
+    lists = (metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    tokens, kinds = (value if isinstance(value, list) else [] for value in lists)
+    ids = [token for token in named if type(token) is int]
     for token, (text, kind) in enumerate(zip(tokens, kinds, strict=False)):
         if kind == CONTROL and text in END_TOKENS and token not in ids:
             ids.append(token)
@@ -94,8 +116,11 @@ def model_config(header: GgufHeader) -> dict[str, Any]:
             f"{header.files[0].name} holds a model of GGUF's architecture {header.architecture!r}, which is not "
             f"supported; supported are: {', '.join(FAMILIES)}"
         )
-    if fields.get("expert_count", 0):
-        raise StartError(f"{header.files[0].name} holds a mixture of experts, which is not read from GGUF files")
+    if fields.get("expert_count", 0) and header.architecture not in MIXTURES:
+        raise StartError(
+            f"{header.files[0].name} holds a mixture of experts of GGUF's architecture {header.architecture!r}, which "
+            f"is not supported; supported are: {', '.join(MIXTURES)}"
+        )
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise StartError(f"{header.files[0].name} has no tensor token_embd.weight")
@@ -103,7 +128,7 @@ def model_config(header: GgufHeader) -> dict[str, Any]:
     config = {
         "vocab_size": embedding.shape[0],
         "hidden_size": fields.need("embedding_length"),
-        "intermediate_size": fields.need("feed_forward_length"),
+        "intermediate_size": fields.get("feed_forward_length") or fields.need("expert_feed_forward_length"),
         "num_hidden_layers": fields.need("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": fields.get("attention.head_count_kv", heads),
@@ -119,7 +144,38 @@ def model_config(header: GgufHeader) -> dict[str, Any]:
     }
     if fields.get("attention.value_length", config["head_dim"]) != config["head_dim"]:
         raise StartError(f"{header.files[0].name}: heads whose keys and values differ in size are not supported")
-    return config | _rope_scaling(fields) | FAMILIES[header.architecture](fields)
+    config = config | _rope_scaling(fields) | FAMILIES[header.architecture](fields)
+    _check_sizes(header, config)
+    return config
+
+
+def _check_sizes(header: GgufHeader, config: Mapping[str, Any]) -> None:
+    """Refuse sizes that are not those of the first layer's tensors: what is built of them takes memory."""
+    name = header.files[0].name
+    layers, blocks = config["num_hidden_layers"], len(header.tensors)
+    if type(layers) is not int or not 0 < layers <= blocks:
+        raise StartError(f"{name} announces {layers!r} layers and holds {blocks} tensors")
+    hidden, dim = config["hidden_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    if not all(type(size) is int and 0 < size < 1 << 20 for size in (hidden, dim, heads, kv_heads)):
+        raise StartError(f"{name} announces {heads!r} and {kv_heads!r} heads of {dim!r} for a width of {hidden!r}")
+    shapes: dict[str, tuple[Any, ...]] = {
+        "token_embd.weight": (config["vocab_size"], hidden),
+        "blk.0.attn_q.weight": (heads * dim, hidden), "blk.0.attn_k.weight": (kv_heads * dim, hidden),
+    }  # fmt: skip
+    experts = config.get("num_experts", config.get("num_local_experts"))
+    if experts is not None:
+        inner = config.get("moe_intermediate_size", config["intermediate_size"])
+        shapes["blk.0.ffn_up_exps.weight"] = (experts, inner, hidden)
+        if shared := config.get("shared_expert_intermediate_size"):
+            shapes["blk.0.ffn_up_shexp.weight"] = (shared, hidden)
+    else:
+        shapes["blk.0.ffn_up.weight"] = (config["intermediate_size"], hidden)
+    for tensor, shape in shapes.items():
+        if tensor not in header.tensors:
+            raise StartError(f"{name} has no tensor {tensor}")
+        if header.tensors[tensor].shape != shape:
+            raise StartError(f"{name}: {tensor} is {list(header.tensors[tensor].shape)}, where the header says {shape}")
 
 
 def _dtype(header: GgufHeader) -> str:
@@ -170,6 +226,11 @@ def _llama3_divisor(frequency: float, factor: float) -> float:
 
 
 def _llama(fields: _Fields) -> dict[str, Any]:
+    if fields.get("expert_count", 0):
+        return {
+            "architectures": ["MixtralForCausalLM"], "model_type": "mixtral",
+            "num_local_experts": fields.need("expert_count"), "num_experts_per_tok": fields.need("expert_used_count"),
+        }  # fmt: skip
     bias = "blk.0.attn_q.bias" in fields.header.tensors
     return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": bias}
 
@@ -194,6 +255,44 @@ def _gemma3(fields: _Fields) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _experts(fields: _Fields) -> dict[str, Any]:
+    return {
+        "num_experts": fields.need("expert_count"), "num_experts_per_tok": fields.need("expert_used_count"),
+        "moe_intermediate_size": fields.need("expert_feed_forward_length"),
+    }  # fmt: skip
+
+
+def _qwen2moe(fields: _Fields) -> dict[str, Any]:
+    shared = fields.need("expert_shared_feed_forward_length")
+    return {
+        "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "norm_topk_prob": False,
+        "shared_expert_intermediate_size": shared, **_experts(fields),
+    }  # fmt: skip
+
+
+def _qwen3moe(fields: _Fields) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True, **_experts(fields),
+    }  # fmt: skip
+
+
+def _gpt_oss(fields: _Fields) -> dict[str, Any]:
+    config = {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True,
+        "num_local_experts": fields.need("expert_count"), "num_experts_per_tok": fields.need("expert_used_count"),
+        "intermediate_size": fields.need("expert_feed_forward_length"),
+        "sliding_window": fields.need("attention.sliding_window"),
+    }  # fmt: skip
+    scaling = _rope_scaling(fields).get("rope_scaling")
+    if scaling is not None:  # the model's own; the header does not say them
+        config["rope_scaling"] = scaling | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    else:
+        config["rope_scaling"] = {"rope_type": "default"}
+    return config
+
+
+MIXTURES = ("llama", "qwen2moe", "qwen3moe", "gpt-oss")
 FAMILIES: dict[str, Callable[[_Fields], dict[str, Any]]] = {
-    "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "gemma3": _gemma3,
+    "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "gemma3": _gemma3, "qwen2moe": _qwen2moe,
+    "qwen3moe": _qwen3moe, "gpt-oss": _gpt_oss,
 }  # fmt: skip

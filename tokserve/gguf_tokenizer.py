@@ -24,6 +24,12 @@ LETTERS = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
 )
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+GPT4O_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+" + CONTRACTIONS
+    + r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + CONTRACTIONS
+    + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)  # fmt: skip
 SPLITS = {
     "default": GPT2_SPLIT, "gpt-2": GPT2_SPLIT, "mpt": GPT2_SPLIT, "olmo": GPT2_SPLIT,
     "qwen2": WORDS + r"\p{N}" + REST, "deepseek-r1-qwen": WORDS + r"\p{N}" + REST,
@@ -31,11 +37,19 @@ SPLITS = {
     "llama-bpe": WORDS + r"\p{N}{1,3}" + REST, "llama3": WORDS + r"\p{N}{1,3}" + REST,
     "llama-v3": WORDS + r"\p{N}{1,3}" + REST, "falcon3": WORDS + r"\p{N}{1,3}" + REST,
     "smaug-bpe": WORDS + r"\p{N}{1,3}" + REST, "dbrx": WORDS + r"\p{N}{1,3}" + REST,
+    "gpt-4o": GPT4O_SPLIT,
     "tekken": LETTERS + r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }  # fmt: skip
 SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")  # then as GPT-2
 BEGINS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe", "tekken")  # begin with BOS unless told otherwise
-WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")  # a word that is a token is not cut first
+WHOLE_WORDS = (
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+    "falcon3",
+    "tekken",
+    "gpt-4o",
+)  # a word that is a token is not cut first
 COMPOSED = ("qwen2", "deepseek-r1-qwen")  # text is normalized to NFC
 
 

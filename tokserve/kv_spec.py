@@ -14,17 +14,19 @@ class KVSpec:
     """What one attention layer stores per token: K and V of `heads` x `dim` elements of `dtype`.
 
     `window` > 0: attention reads only the last `window` tokens.  `kind` says how `shapes` grow: "kv" is pages of keys
-    and values.
+    and values, "latent" pages of rows of `dim` elements, from which all heads have both.
     """
 
     heads: int
     dim: int
     dtype: str
     window: int = 0
-    kind: Literal["kv"] = "kv"
+    kind: Literal["kv", "latent"] = "kv"
 
     def shapes(self, block_size: int) -> tuple[tuple[int, ...], ...]:
         """The shape that one block has in each of the layer's tensors, keys first."""
+        if self.kind == "latent":
+            return ((block_size, self.dim),)
         return ((self.heads, block_size, self.dim),) * 2
 
     def block_bytes(self, block_size: int) -> int:

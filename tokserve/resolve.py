@@ -70,6 +70,11 @@ def resolve(config: Config) -> Config:
     return resolved
 
 
+def model_name(config: Config) -> str:
+    """The name of a resolved configuration's model for people."""
+    return checkpoint.given_name(config.model.model)
+
+
 def _runner(runner: str, directory: Path) -> Any:
     if runner != "auto":
         return runner
@@ -114,7 +119,7 @@ def _allowed_hosts(server: ServerConfig) -> list[str]:
             raise StartError("option allowed_hosts: must not be empty")
         return server.allowed_hosts
     if server.uds is None and (server.host == "localhost" or _is_loopback(server.host)):
-        return [*LOCAL_HOSTS, server.host]
+        return list(dict.fromkeys([*LOCAL_HOSTS, server.host]))
     return ["*"]
 
 

@@ -201,14 +201,20 @@ def test_the_offline_api() -> None:
     params = SamplingParams(max_tokens=40, ignore_eos=True, seed=3, logprobs=1)
     prompt = {"prompt_token_ids": [5, 6, 7, 8]}
     found = []
-    for config in ({"method": "none"}, {"method": "suffix", "num_speculative_tokens": 20}):
+    configs: list[dict[str, Any]] = [
+        {"method": "none"}, {"method": "suffix", "num_speculative_tokens": 20}, {"method": "self"},
+        {"model": "demo", "num_speculative_tokens": 5, "quantization": "int8"},
+    ]  # fmt: skip
+    for config in configs:
         with LLM("demo", speculative_config=config) as llm:
             alone = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
             again = llm.generate([prompt | {"draft_token_ids": alone.token_ids}], params, use_tqdm=False)[0].outputs[0]
             found += [(c.token_ids, c.logprobs.token_logprobs.tobytes()) for c in (alone, again)]
             with pytest.raises(RequestError, match="draft_token_ids"):
                 llm.generate([prompt | {"draft_token_ids": [1.5]}], params)
-            assert (sum(llm.get_metrics()["accepted_by_position"]) > 20) == (config["method"] == "suffix")
+            metrics = llm.get_metrics()
+            assert (sum(metrics["accepted_by_position"]) > 20) == (config.get("method") != "none")
+            assert ("draft_model" in metrics["drafts_by_source"]) == (config.get("method") in ("self", None))
     assert len({ids for ids in map(str, found)}) == 1
     with pytest.raises(StartError, match="there is no method 'eagle3'; methods are suffix"):
         LLM("demo", speculative_config={"method": "eagle3", "num_speculative_tokens": 3})

@@ -42,6 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ministral3": {},
     "cohere": {"use_qk_norm": True, "logit_scale": 1.5},
     "apertus": {},
+    "llama4_text": {"intermediate_size_mlp": 96, "num_local_experts": 4, "head_dim": 16, "num_hidden_layers": 4},
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512},
 }
 FAST = ("gpt_neox", "opt")
@@ -70,7 +71,7 @@ def checkpoint(name: str, directory: Path, **changes: Any) -> PreTrainedModel:
 def ours(directory: Path, **options: Any) -> TransformersModel:
     hf = json.loads((directory / "config.json").read_text())
     defaults: dict[str, Any] = {"dtype": "float32", "head_dtype": "auto", "load_format": "auto", "seed": 0}
-    return load(directory, hf, **defaults | options)
+    return load(directory, hf, **{"max_model_len": 512} | defaults | options)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -110,7 +111,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("falcon", {"alibi": False}, "FalconForCausalLM.* does not use transformers' attention interface"),
     ("falcon", {"alibi": True}, "FalconForCausalLM: alibi is not supported"),
     ("diffllama", {}, "DiffLlamaForCausalLM: a layer that attends twice"),
-    ("qwen3_moe", {"num_experts": 4}, r"do not fit the model: .*experts\.gate_up_proj"),
+    ("qwen3_moe", {"num_experts": 4}, "Qwen3MoeForCausalLM: transformers joins the tensors of experts"),
+    ("llama4_text", {"attention_chunk_size": 256}, "attention_chunk_size 256 .* give --max-model-len 256"),
+    ("llama4_text", {"floor_scale": 512}, "floor_scale 512 .* give --max-model-len 511"),
     ("stablelm", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type dynamic is not supported"),
 ]
 

@@ -100,11 +100,11 @@ def _rotated(weight: np.ndarray[Any, Any], name: str, *, back: bool = False) -> 
     return np.ascontiguousarray(weight.reshape(shape).swapaxes(1, 2).reshape(weight.shape))
 
 
-def write(path: Path, architecture: str, kind: str, value_kind: str | None = None) -> Any:
+def write(path: Path, architecture: str, kind: str, value_kind: str | None = None, *, split: int = 0) -> Any:
     """Write a model whose matrices are of a type (those of values: of `value_kind`); returns the model of the weights
-    that the file means."""
+    that the file means.  `split`: tensors of a shard."""
     made = model(architecture)
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, architecture, split_max_tensors=split)
     _metadata(writer, architecture, made.config)
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(numbers[architecture], LAYERS)

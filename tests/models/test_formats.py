@@ -234,6 +234,7 @@ ALLOWED = {  # files that may name float8 or int8
     "kv_spec.py": "the cache's dtype", "runner/kvcache.py": "the cache's dtype",
     "models/kv_scales.py": "the cache's scales", "models/load.py": "the cache's scales",
     "hf/load.py": "the cache's dtype", "rl/deltas.py": "the names of safetensors' dtypes",
+    "layers/latent.py": "the cache's dtype", "models/quantized_copy.py": "the option", "runner/startup.py": "the option",
 }  # fmt: skip
 NO_FORMAT = re.compile(  # the cache's dtype, what a device can do, the option's value, torch's name
     r"float8_cache|float8 (KV )?cache|(has|require)_float8|kvcache\.FLOAT8|quantization == \"fp8\"|torch\.\w+|uint8"

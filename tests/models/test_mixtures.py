@@ -13,12 +13,14 @@ from torch import Tensor
 
 from tests.models.driver import Driver, prefill, random_ids
 from tokserve.errors import RequestError, StartError
+from tokserve.layers.quantized import quantize_int4
 from tokserve.models import weights
 from tokserve.models.coordinates import Coordinates
 from tokserve.models.decoder import Decoder
 from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.models.load import load
 from tokserve.models.staging import Staging
+from tokserve.ops import PackedWna16
 from tokserve.train.policy import PolicyModel
 
 IDS = random_ids(60, 320)
@@ -105,7 +107,7 @@ def test_an_update_that_is_not_complete_or_comes_twice_is_refused(tmp_path: Path
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "glm4_moe"])
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.usefixtures("kernels")
 def test_rows_do_not_depend_on_their_batch(family: str, quantization: str | None, tmp_path: Path) -> None:
     """Experts get no rows, one, or many, from other requests, in another order."""
@@ -126,11 +128,28 @@ def test_int8_changes_the_experts(tmp_path: Path) -> None:
     assert 0 < (plain - quantized).abs().mean() < 0.4  # one expert of another choice weighs more
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_int4_is_the_model_of_the_rounded_weights(family: str, tmp_path: Path) -> None:
+    directory, tensors = written(tmp_path, family)
+    quantized = opened(directory, quantization="int4", group_size=32)
+    assert all(isinstance(packed, PackedWna16) for packed in quantized.blocks[1].mlp.experts.gate_up)
+    result = prefill(quantized, IDS).log_softmax(-1)
+
+    def rounded(name: str, tensor: Tensor) -> Tensor:
+        if "_proj" not in name or name.endswith("bias"):
+            return tensor
+        if tensor.ndim == 2:
+            return quantize_int4(tensor, 32).dense()
+        return torch.stack([quantize_int4(one.t(), 32).dense().t() for one in tensor]).contiguous()
+
+    save_file({name: rounded(name, tensor) for name, tensor in tensors.items()}, directory / weights.SINGLE)
+    assert (result - prefill(opened(directory), IDS).log_softmax(-1)).abs().max() < 2e-4
+
+
 def test_quantization_without_products_for_experts_and_training_are_refused_by_name(tmp_path: Path) -> None:
     directory, _ = written(tmp_path, "qwen3_moe")
-    for method in ("fp8", "int4"):
-        with pytest.raises(StartError, match=f"{method} does not cover the experts"):
-            opened(directory, quantization=method)
+    with pytest.raises(StartError, match="fp8 does not cover the experts"):
+        opened(directory, quantization="fp8")
     with pytest.raises(StartError, match="mixture of experts cannot be trained"):
         PolicyModel.from_pretrained(directory, dtype="float32")
 

@@ -17,11 +17,13 @@ from tests.models.driver import Driver, prefill
 from tests.models.test_load import IDS, opened, rewrite, stored
 from tokserve.errors import StartError
 from tokserve.models.dummy import tiny_config, write_checkpoint
+from tokserve.models.formats.base import is_finite
 from tokserve.models.formats.packed import PackedFormat
 from tokserve.models.staging import Staging
 from tokserve.ops import PackedWna16
 
 HF = tiny_config("qwen3", hidden_size=96, intermediate_size=192, head_dim=24)
+MIXTURE = tiny_config("qwen3_moe", hidden_size=96, moe_intermediate_size=64, intermediate_size=192)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AutoAWQ's awq/utils/packing_utils.py
 Quantized = tuple[dict[str, Tensor], Tensor]  # parts by ending, and what they mean [N,K]
 
@@ -154,6 +156,31 @@ def test_the_model_is_that_of_what_the_tensors_mean(tmp_path: Path, case: str) -
     del hf["quantization_config"]
     (directory / "config.json").write_text(json.dumps(hf))
     assert (result - prefill(opened(directory), IDS).log_softmax(-1)).abs().max() < 2e-4
+
+
+def test_words_that_are_no_finite_float16_are_finite() -> None:
+    assert is_finite(torch.tensor([2**31 - 1], dtype=torch.int32), torch.float16)
+
+
+@pytest.mark.parametrize("case", ["gptq4-g32-sym-plain-v1", "gptq4-g32-asym-act-v2", "awq", "packed4-asym", "int8"])
+def test_experts_are_what_their_tensors_mean(tmp_path: Path, case: str) -> None:
+    directory = write_checkpoint(tmp_path / "q", MIXTURE, seed=1)
+    meant = write(directory, *CASES[case])
+    decoder = opened(directory)
+    experts = decoder.blocks[1].mlp.experts
+    assert all(isinstance(packed, PackedWna16) for packed in (*experts.gate_up, *experts.down))
+    result = prefill(decoder, IDS)
+    staging = Staging(decoder.blank())
+    tensors = stored(directory)
+    for name in sorted(tensors, key=lambda name: name[::-1]):
+        staging.push(name, tensors[name])
+    assert torch.equal(prefill(staging.finish(), IDS), result), "pushed in another order"
+    rewrite(directory, meant)
+    hf = json.loads((directory / "config.json").read_text())
+    del hf["quantization_config"]
+    (directory / "config.json").write_text(json.dumps(hf))
+    expected = prefill(opened(directory), IDS).log_softmax(-1)
+    assert (result.log_softmax(-1) - expected).abs().max() < 2e-4
 
 
 @pytest.mark.parametrize("case", ["gptq4-g32-asym-act-v1", "packed4-asym"])

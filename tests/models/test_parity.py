@@ -151,9 +151,55 @@ CASES |= {
          "attention_bias": True, "hidden_act": "gelu", "rms_norm_eps": 1e-3},
     ),
 }  # fmt: skip
+CASES |= {
+    "olmoe": ("olmoe", {}),
+    "olmoe-plain": ("olmoe", {"norm_topk_prob": False, "attention_bias": True, "num_key_value_heads": 1}),
+    "flex-olmo": ("flex_olmo", {}),
+    "granite-moe": ("granitemoe", {}),
+    "granite-moe-biases": (
+        "granitemoe", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    ),
+    "granite-moe-shared": ("granitemoeshared", {}),
+    "granite-moe-unshared": ("granitemoeshared", {"shared_intermediate_size": 0}),
+    "granite4-experts": (
+        "granitemoehybrid", {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48},
+    ),
+    "ernie-moe": ("ernie4_5_moe", {}),
+    "ernie-moe-interval": (
+        "ernie4_5_moe", {"moe_num_shared_experts": 0, "moe_layer_interval": 2, "moe_layer_start_index": 0},
+    ),
+    "dots1": ("dots1", {}),
+    "dots1-windows": ("dots1", {"layer_types": None, "max_window_layers": 1, "n_group": 1, "attention_bias": True}),
+    "minimax-m2": ("minimax_m2", {}),
+    "minimax-m2-whole": ("minimax_m2", {"rotary_dim": None, "head_dim": 24, "num_key_value_heads": 1}),
+    "hunyuan-moe": ("hunyuan_v1_moe", {}),
+    "hunyuan-moe-by-layer": ("hunyuan_v1_moe", {"moe_topk": [1, 2, 3], "attention_bias": True}),
+    "deepseek-v2": ("deepseek_v2", {}),
+    "deepseek-v2-greedy": (
+        "deepseek_v2",
+        {"q_lora_rank": 24, "topk_method": "greedy", "attention_bias": True, "mlp_bias": True,
+         "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.4}},
+    ),
+    "deepseek-v3": ("deepseek_v3", {}),
+    "deepseek-v3-plain": (
+        "deepseek_v3",
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "attention_bias": False, "rope_interleave": False,
+         "first_k_dense_replace": 0, "norm_topk_prob": False, "v_head_dim": 6, "kv_lora_rank": 18,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}, "num_attention_heads": 5,
+         "num_key_value_heads": 5},
+    ),
+    "deepseek-v3-dense": ("deepseek_v3", {"first_k_dense_replace": 3, "num_attention_heads": 2,
+                                          "num_key_value_heads": 2, "qk_rope_head_dim": 34, "head_dim": 34}),
+    "glm4-moe-lite": ("glm4_moe_lite", {}),
+    "glm4-moe-lite-default": ("glm4_moe_lite", {"mlp_layer_types": None, "q_lora_rank": None}),
+    "minicpm3": ("minicpm3", {}),
+    "minicpm3-plain": ("minicpm3", {"scale_depth": None, "dim_model_base": None, "v_head_dim": None,
+                                    "q_lora_rank": None, "mlp_bias": True}),
+    "youtu": ("youtu", {}),
+}  # fmt: skip
 FAST = {  # of those that other families' cases cover less than half
     "gemma2", "phi3-longrope", "olmo2-odd", "granite4-no-rope", "smollm3-windows", "glm4", "cohere2", "starcoder2",
-    "hunyuan-alpha", "llama-odd-sizes",
+    "hunyuan-alpha", "llama-odd-sizes", "deepseek-v3", "ernie-moe",
 }  # fmt: skip
 FIRST = list(CASES).index("gemma")  # the cases before it are fast, too
 EVERY = [
@@ -253,14 +299,19 @@ def test_older_config_spelling(family: str, tmp_path: Path) -> None:
 
 
 def sharp_checkpoint(directory: Path, family: str) -> Path:
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
     }  # fmt: skip
+    if family == "deepseek_v3":  # without experts: the choice of another one is not a small difference
+        sizes |= {"num_key_value_heads": 8, "head_dim": 16, "kv_lora_rank": 128, "q_lora_rank": 96}
+        sizes |= {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "first_k_dense_replace": 4}
     return write_checkpoint(directory, tiny_config(family, dtype="bfloat16", **sizes), seed=1)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "gemma3_text", pytest.param("deepseek_v3", marks=pytest.mark.slow)]
+)
 @pytest.mark.usefixtures("kernels")
 def test_bfloat16_is_as_near_to_float32_as_transformers(family: str, tmp_path: Path) -> None:
     directory = sharp_checkpoint(tmp_path, family)

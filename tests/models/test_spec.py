@@ -90,6 +90,8 @@ def test_absent_attributes_are_read_as_those_that_transformers_writes(family: st
     hf = {"architectures": tiny_config(family)["architectures"], "model_type": family, "num_attention_heads": 32}
     if family == "granitemoehybrid":  # by default it has experts and recurrent layers
         hf |= {"num_local_experts": 0, "layer_types": ["full_attention"] * 12}
+    if family in ("deepseek_v2", "dots1"):
+        hf |= {"num_experts_per_tok": 2, "n_routed_experts": 8, "n_shared_experts": 1}
     hf |= sizes
     written = theirs(hf).to_dict() | {"architectures": hf["architectures"]}
     assert decoder_spec(hf) == decoder_spec(written)
@@ -230,7 +232,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor must be a list of 6 numbers"),
     ("phi3", {"partial_rotary_factor": 0.2}, "partial_rotary_factor must rotate an even part of a head of 16"),
     ("cohere", {"use_qk_norm": True}, "use_qk_norm is not supported"),
-    ("granitemoehybrid", {"num_local_experts": 2}, "num_local_experts is not 0"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is not supported"),
+    ("ernie4_5_moe", {"use_bias": True}, "use_bias is not supported"),
+    ("hunyuan_v1_moe", {"moe_topk": [1]}, "moe_topk has 1 entries for 3 layers"),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob must be False"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func must be sigmoid"),
+    ("deepseek_v3", {"kv_lora_rank": 33}, "kv_lora_rank must be even, found 33"),
+    ("deepseek_v3", {"topk_group": 5}, "topk_group is 5, more than n_group 4"),
+    ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must say dense or sparse"),
     ("granitemoehybrid", {"layer_types": ["mamba"] * 3}, "layer_types names unsupported kinds: mamba"),
     ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must be a list of 0 and 1 for 3 layers"),
     ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor is missing"),

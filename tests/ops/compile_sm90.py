@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 from tokserve import ops
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
+from tokserve.ops.samples.wna16 import weights as integer_weights
 from tokserve.ops.triton import launch
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -116,6 +117,8 @@ def calls(sizes: list[int]) -> None:
         call["linear_float8"](inputs, ops.PackedFloat8(hidden, hidden, values, scales[:1], hidden), None)
         call["linear_float8"](inputs, ops.PackedFloat8(hidden, hidden, values, scales, 128), None)
     call["linear"](x, packed, torch.empty(24576, dtype=BF16), torch.float32)
+    for kind in integer_weights(hidden, hidden):
+        call["linear_wna16"](x, call["pack_wna16"]([kind]), None)
     count, inner = 128, 768
     gate_up = [ops.PackedWeight(2 * inner, hidden, BF16, torch.empty(2 * inner, hidden, dtype=BF16))] * count
     downs = [ops.PackedWeight(hidden, inner, BF16, torch.empty(hidden, inner, dtype=BF16))] * count
@@ -125,6 +128,18 @@ def calls(sizes: list[int]) -> None:
         shared = torch.empty(tokens, hidden, dtype=BF16)
         ids = torch.zeros(tokens, 8, dtype=INT)
         call["experts"](shared, ids, torch.empty(tokens, 8), gate_up, None, downs, None, "silu", shared)
+    latent, rotated, deep = 512, 64, 128  # DeepSeek V3
+    wide = torch.empty(rows, deep, 128 + rotated, dtype=BF16)
+    own = [ops.PackedWeight(latent, 128, BF16, torch.empty(latent, 128, dtype=BF16))] * deep
+    for tokens in sizes:
+        call["linear_heads"](torch.empty(tokens, deep, 128 + rotated, dtype=BF16), own)
+    lines, angles = torch.empty(32, page, latent + rotated, dtype=BF16), torch.empty(4096, rotated)
+    joined, gain = torch.empty(rows, latent + rotated, dtype=BF16), torch.empty(latent, dtype=BF16)
+    for interleaved in (True, False):
+        call["latent_rope_store"](wide, joined, gain, 1e-6, angles, index, lines, index, interleaved)
+    for count in (20, deep):
+        queries = torch.empty(512, count, latent, dtype=BF16), torch.empty(512, count, rotated, dtype=BF16)
+        call["latent_attention"](*queries, lines, tables, starts, lens, 0.1)
     down, up = torch.empty(8, 2, 32, hidden, dtype=BF16), torch.empty(8, 32, hidden, dtype=BF16)
     ranks, sizes = torch.zeros(8, 2, dtype=INT), (hidden - 64, 64)
     call["add_lora"](x.clone(), x, lens, down, up, ranks, torch.empty(8, 2), sizes)

@@ -181,6 +181,14 @@ def mixture(dtype: torch.dtype) -> tuple[Any, ...]:
     return x, ids, weights, up, randn(8, 192, dtype=dtype), down, None, "silu", x.flip(1), randn(300, 1)
 
 
+def integer_mixture(dtype: torch.dtype) -> tuple[Any, ...]:
+    """As `mixture`, with weights of every kind."""
+    x, ids, chosen, _, bias, *_, shared, gate = mixture(dtype)
+    up: list[Any] = [[kind] for kind in weights(192, 128)]
+    up[0], up[5] = [weights(96, 128)[3], weights(96, 128)[7]], randn(192, 128, dtype=dtype) / 11
+    return x, ids, chosen, up, bias, [[kind] for kind in weights(128, 96)], None, "silu", shared, gate
+
+
 def large_cases() -> dict[str, tuple[Any, ...]]:
     """Arguments large enough that the work is given to threads."""
     bf16 = torch.bfloat16
@@ -233,6 +241,17 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
         "route": (randn(300, 64), randn(64, seed=1), 6, True, 8, 4, True, True, 2.5),
         "experts": mixture(bf16),
         "experts_int8": mixture(torch.float32),
+        "experts_wna16": integer_mixture(bf16),
+        "linear_heads": (randn(300, 4, 160, dtype=bf16), list(randn(4, 200, 128, dtype=bf16))),
+        "latent_rope_store": (
+            randn(300, 8, 96), randn(300, 320), randn(256), 1e-6, table, torch.arange(300), randn(40, 16, 320),
+            torch.randperm(640)[:300], True,
+        ),
+        "latent_attention": (  # as that of paged_attention
+            randn(1, 4, 64, dtype=bf16), randn(1, 4, 16, dtype=bf16), randn(160, 16, 80, dtype=bf16),
+            torch.arange(160, dtype=torch.int32)[None], torch.tensor([0, 1], dtype=torch.int32),
+            torch.tensor([2500], dtype=torch.int32), 0.125,
+        ),
         "embedding": (torch.arange(300) * 7 % 700, randn(700, 512, dtype=bf16), 22.5),
         "norm_rope_store": (
             randn(300, 12 * 64, dtype=bf16), *randn(2, 64, dtype=bf16).unbind(), 1e-6, table, torch.arange(300),
@@ -397,8 +416,40 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
         [CALLS["pack_gated"](randn(10, 64))] * 3, None, [CALLS["pack_linear"](randn(64, 5))] * 3, None, "silu", None,
         None,
     )  # fmt: skip
+    of_integers: tuple[Any, ...] = (
+        *mixed[:3], [CALLS["pack_gated_wna16"](weights(16, 64)[:1])] * 3, None,
+        [CALLS["pack_wna16"](weights(64, 8)[:1])] * 3, *mixed[6:],
+    )  # fmt: skip
+    line = (heads, randn(3, 52), randn(20), 1e-6, angles, at, randn(4, 16, 52), at, True)
+    attended = (randn(3, 2, 20), heads, randn(4, 16, 52), table, two, torch.tensor([64], dtype=INT), 0.1)
     lora = (randn(2, 2, 4, 64), randn(2, 4, 9), ranks, torch.ones(2, 2), (4, 5))
     return {
+        **{
+            f"experts of integers: {what}": ("experts_wna16", (*of_integers[:at], wrong, *of_integers[at + 1 :]))
+            for what, at, wrong in (
+                ("width", 0, x[:, :63]),
+                ("negative id", 1, mixed[1] - 3),
+                ("gate", 3, of_integers[3][:2]),
+                ("gate's shape", 3, [CALLS["pack_gated_wna16"](weights(14, 64)[:1])] * 3),
+                ("floats' shape", 3, [of_integers[3][0], CALLS["pack_gated"](randn(200, 64)), of_integers[3][0]]),
+                ("floats' dtype", 3, [of_integers[3][0], CALLS["pack_gated"](randn(16, 64).half()), of_integers[3][0]]),
+                ("not gated", 5, [CALLS["pack_gated_wna16"](weights(64, 8)[:1])] * 3),
+                ("bias", 4, torch.zeros(3, 9)),
+            )
+        },
+        "experts of integers: two parts": (
+            "experts_wna16",
+            (
+                *of_integers[:3],
+                [CALLS["pack_gated_wna16"](weights(8, 64)[:2])] * 3,
+                None,
+                of_integers[5],
+                None,
+                "clamped_swiglu",
+                None,
+                None,
+            ),
+        ),
         "norm: short weight": ("rms_norm", (x, w[:63], 1e-6)),
         "norm: strided rows": ("rms_norm", (randn(64, 3).t(), w, 1e-6)),
         "norm: integers": ("rms_norm", (x.int(), w, 1e-6)),
@@ -460,6 +511,41 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
                 ("activation", 7, "relu"),
                 ("shared", 8, x[:2]),
                 ("shared gate", 9, torch.zeros(3)),
+            )
+        },
+        **{
+            f"heads: {what}": ("linear_heads", arguments)
+            for what, arguments in (
+                ("narrow", (heads, [packed] * 2)),
+                ("count", (randn(3, 2, 64), [packed] * 3)),
+                ("dtype", (randn(3, 2, 64).half(), [packed] * 2)),
+            )
+        },
+        **{
+            f"row: {what}": ("latent_rope_store", (*line[:at], wrong, *line[at + 1 :]))
+            for what, at, wrong in (
+                ("width", 1, randn(3, 53)),
+                ("dtype", 1, randn(3, 52).half()),
+                ("norm", 2, randn(21)),
+                ("odd angles", 4, randn(4, 31)),
+                ("wide angles", 4, randn(4, 34)),
+                ("position", 5, torch.arange(3) + 2),
+                ("cache", 6, randn(4, 16, 50)),
+                ("slot", 7, torch.arange(3) + 62),
+            )
+        },
+        **{
+            f"latent: {what}": ("latent_attention", (*attended[:at], wrong, *attended[at + 1 :]))
+            for what, at, wrong in (
+                ("strided", 0, randn(3, 20, 2).transpose(1, 2)),
+                ("odd", 0, randn(3, 2, 19)),
+                ("rotated", 1, randn(3, 2, 30)),
+                ("tokens", 1, randn(2, 2, 32)),
+                ("dtype", 2, randn(4, 16, 52).half()),
+                ("cache", 2, randn(4, 16, 50)),
+                ("page", 3, table + 1),
+                ("short table", 5, torch.tensor([65], dtype=INT)),
+                ("start", 4, torch.tensor([0, 2], dtype=INT)),
             )
         },
         "embedding: id past the end": ("embedding", (torch.tensor([10]), packed)),

@@ -16,6 +16,7 @@ from tests.ops.packing import pack_arguments
 from tokserve import ops  # noqa: F401  (declares the ops)
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
+from tokserve.ops.samples import samples
 
 registry.load_extension("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -196,6 +197,21 @@ def test_rows_of_experts_are_batch_invariant(
             lambda r, kind=activation: call(x[r], ids[r], weights[r], up, bias, down, None, kind, shared[r], gate[r]),
             trials=4,
         )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@every("experts_wna16")
+def test_rows_of_experts_of_integers_are_batch_invariant(name: str, call: Any, dtype: torch.dtype) -> None:
+    """Experts of every kind of weight, of several parts, and of floats."""
+    implementation = next(one for one, other in OPS[name].implementations.items() if other.call is call)
+    for arguments in samples(name, dtype):
+        if len(arguments[0]) > 1:
+            _, _, _, up, up_bias, down, down_bias, activation, *_ = pack_arguments(name, implementation, arguments)
+            x = randn(dtype, 1, MOST, arguments[0].shape[1])
+            ids = randn(torch.float32, 6, MOST, len(up)).argsort(-1)[:, :3].int().contiguous()
+            ids[: MOST // 2, 0], chosen = ids[0, 0], randn(torch.float32, 7, MOST, 3)
+            given, own = (up, up_bias, down, down_bias, activation), (x, ids, chosen)
+            rows_are_batch_invariant(lambda r, a=own, w=given: call(*(t[r] for t in a), *w), trials=3)
 
 
 @every("route")

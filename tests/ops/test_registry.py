@@ -90,6 +90,7 @@ def test_products_are_the_librarys_where_exactness_is_not_asked_for(monkeypatch:
     for name in (
         *products,
         "pack_linear",
+        "linear_heads",
         "embedding",
         "pack_gated",
         "pack_linear_float8",

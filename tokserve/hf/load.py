@@ -25,6 +25,7 @@ def load(
     head_dtype: str,
     load_format: str,
     seed: int,
+    max_model_len: int | None = None,
     quantization: str | None = None,
     group_size: int = GROUP,
     quantize_lm_head: bool = False,
@@ -35,7 +36,9 @@ def load(
         raise StartError("kv_cache_dtype fp8 is not supported by --model-impl transformers")
     quant, head_quant = quant_methods(quantization, group_size, quantize_lm_head=quantize_lm_head)
     head_type = DTYPES[dtype if head_dtype == "auto" else head_dtype]
-    model = TransformersModel(hf, LayerOptions(DTYPES[dtype], quant), LayerOptions(head_type, head_quant))
+    model = TransformersModel(
+        hf, LayerOptions(DTYPES[dtype], quant), LayerOptions(head_type, head_quant), max_model_len=max_model_len
+    )
     parameters = model.parameters_by_name()
     if load_format == "dummy":
         weights.load_into(parameters, dummy.tensors(parameters, seed))
@@ -49,6 +52,11 @@ def load(
         for name, buffer in model.buffers.items():
             if name in entries:
                 buffer.copy_(weights.read(entries.pop(name)))
+        if any(".experts." in name for name in entries.keys() - parameters.keys()):
+            raise StartError(
+                f"{type(model.module).__name__}: transformers joins the tensors of experts as it loads them, which "
+                "--model-impl transformers does not do"
+            )
         weights.check(entries, parameters, str(directory))
         weights.load_into(parameters, weights.stream(entries))
         model.provenance.add_files({entry.key: entry for entry in entries.values()}, stamp)

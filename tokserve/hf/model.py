@@ -39,12 +39,15 @@ PROBE = ((3, 1, 2), (1, 3, 2))  # token ids that end alike
 
 
 class TransformersModel(Decoder):
-    """`hf`: config.json; `options`: of the projections; `head`: of the output head.  Raises StartError."""
+    """`hf`: config.json; `options`: of the projections; `head`: of the output head; `max_model_len`: of contexts, None:
+    any.  Raises StartError."""
 
-    def __init__(self, hf: Mapping[str, Any], options: LayerOptions, head: LayerOptions) -> None:
-        self._hf, self._head_options = hf, head
+    def __init__(
+        self, hf: Mapping[str, Any], options: LayerOptions, head: LayerOptions, *, max_model_len: int | None = None
+    ) -> None:
+        self._hf, self._head_options, self._max_model_len = hf, head, max_model_len
         self.options, self.dtype, self.float8_cache = options, options.dtype, False
-        config, model_class = configuration(hf)
+        config, model_class = configuration(hf, max_model_len)
         self.context = Context(None, {})
         try:
             with no_init_weights(), torch.device("cpu"):
@@ -68,6 +71,7 @@ class TransformersModel(Decoder):
         self._linears: dict[str, Linear] = {}
         self._replace()
         prefix = self.module.base_model_prefix
+        prefix = prefix if hasattr(self.module, prefix) else "model"
         self._body, self._stub = getattr(self.module, prefix), _Body()
         setattr(self.module, prefix, self._stub)
         self.module.to(ops.torch_device)
@@ -229,7 +233,7 @@ class TransformersModel(Decoder):
 
     def blank(self) -> TransformersModel:
         """Another of this kind, without weights."""
-        blank = TransformersModel(self._hf, self.options, self._head_options)
+        blank = TransformersModel(self._hf, self.options, self._head_options, max_model_len=self._max_model_len)
         for name, buffer in self.buffers.items():
             blank.buffers[name].copy_(buffer)
         blank.context.calls, blank.spec = dict(self.context.calls), self.spec

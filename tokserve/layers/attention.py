@@ -99,9 +99,19 @@ class Attention:
             tensor.narrow(0, self._group.rank * self.heads, self.heads), (self.heads,), torch.float32
         )
 
+    def borrow(self, other: object) -> None:
+        """Use another's norms, sinks and cache scales; its spec is the same."""
+        assert isinstance(other, Attention)
+        self.q_norm, self.k_norm, self.sinks = other.q_norm, other.k_norm, other.sinks
+        self.scale_cache(other.k_scale, other.v_scale)
+
     def kv_spec(self) -> KVSpec:
         """What the cache keeps for this layer."""
         return KVSpec(self.kv_heads, self.dim, str(self.dtype).removeprefix("torch."), self.window)
+
+    def row_elements(self) -> int:
+        """Elements of a token's queries and outputs that are no linear layer's: none worth counting."""
+        return 0
 
     def scale_cache(self, k_scale: float, v_scale: float) -> None:
         """Divide the keys and values that a float8 cache keeps by these; other caches have no scales."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +19,9 @@ from tokserve.errors import StartError
 from tokserve.layers.linear import Linear
 from tokserve.layers.mlp import GatedMLP, MLPSpec
 from tokserve.layers.options import LayerOptions
-from tokserve.layers.parameter import Parameter, owned_copy, under
+from tokserve.layers.parameter import Parameter, StoredWeight, owned_copy, under
 from tokserve.layers.quant import Packed
+from tokserve.layers.quantized import QuantizedWeight
 
 ExpertActivation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
@@ -30,7 +31,7 @@ class RouterSpec:
     """How `chosen` experts of a token are found among all.  Fields as the arguments of `ops.route`.
 
     `bias`: of the logits.  `correction_bias`: the checkpoint's name of a bias that is added to the scores, for the
-    choice alone; None: there is none.
+    choice alone; None: there is none; `correction_row`: it is stored as [1, experts].
     """
 
     chosen: int
@@ -42,6 +43,7 @@ class RouterSpec:
     two_of_group: bool = False
     bias: bool = False
     correction_bias: str | None = None
+    correction_row: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,8 @@ class MixtureSpec:
 
     `shared_name`: of its module; `shared_gate`: its output is multiplied by the sigmoid of a product with the input.
     `stacked`: checkpoints have one tensor for all experts only; `interleaved`: it is stored transposed, gate and up
-    outputs alternating.  `router_name`, `names`: the checkpoint's names of the router, and of an expert's gate, up and
-    down projections.
+    outputs alternating.  `router_name`, `experts_name`, `names`: the checkpoint's names of the router, of the module
+    of all experts, and of an expert's gate, up and down projections.
     """
 
     experts: int
@@ -65,7 +67,21 @@ class MixtureSpec:
     stacked: bool = False
     interleaved: bool = False
     router_name: str = "gate"
+    experts_name: str = "experts"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+class StoredExperts(StoredWeight, Protocol):
+    """The weights of all experts, stored as one that is not a tensor of floats.
+
+    `interleaved`: rows of gate and up alternate in what `expert` returns, else the gate is above.
+    """
+
+    @property
+    def interleaved(self) -> bool: ...
+
+    def expert(self, index: int) -> Tensor | StoredWeight:
+        """An expert's weight [N,K]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +109,7 @@ class Experts:
             self.gate_up_bias = torch.zeros(spec.experts, 2 * spec.inner, dtype=self.dtype, device=device)
             self.down_bias = torch.zeros(spec.experts, hidden, dtype=self.dtype, device=device)
         self._halves: dict[int, Tensor] = {}  # by expert, gate above up while one of them is missing
+        self._stored: dict[tuple[int, str], StoredWeight] = {}  # gate or up as stored, while the other is missing
         self._spare: Tensor | None = None  # that has been used: new memory costs more than the copy into it
 
     def parameters(self) -> dict[str, Parameter]:
@@ -102,8 +119,8 @@ class Experts:
         parameters, kept = {}, self.quant.kept_dtype(self.dtype)
         for expert in range(self.spec.experts):
             for shard, name in zip(("gate", "up", "down"), self.spec.names, strict=True):
-                load = partial(self.load, expert, shard)
-                parameters[f"{expert}.{name}.weight"] = Parameter(self._shape(shard), load, kept)
+                load, load_stored = partial(self.load, expert, shard), partial(self.load_stored, expert, shard)
+                parameters[f"{expert}.{name}.weight"] = Parameter(self._shape(shard), load, kept, load_stored)
         return parameters
 
     def stacked_parameters(self) -> dict[str, StackedParameter]:
@@ -111,16 +128,21 @@ class Experts:
         kept = self.quant.kept_dtype(self.dtype)
 
         def stacked(
-            shards: tuple[str, ...], rows: int, columns: int, load: Callable[[Tensor], None]
+            shards: tuple[str, ...],
+            rows: int,
+            columns: int,
+            load: Callable[[Tensor], None],
+            load_stored: Callable[..., None],
         ) -> StackedParameter:
             shape = (columns, rows) if self.spec.interleaved else (rows, columns)
             names = [] if self.spec.stacked else [f"{e}.{s}.weight" for e in range(self.spec.experts) for s in shards]
-            return StackedParameter(Parameter((self.spec.experts, *shape), load, kept), tuple(names))
+            parameter = Parameter((self.spec.experts, *shape), load, kept, load_stored)
+            return StackedParameter(parameter, tuple(names))
 
         inner, hidden, names = self.spec.inner, self.hidden, self.spec.names
         return {
-            "gate_up_proj": stacked(names[:2], 2 * inner, hidden, self.load_gate_up),
-            "down_proj": stacked(names[2:], hidden, inner, self.load_down),
+            "gate_up_proj": stacked(names[:2], 2 * inner, hidden, self.load_gate_up, self.load_stored_gate_up),
+            "down_proj": stacked(names[2:], hidden, inner, self.load_down, self.load_stored_down),
         }
 
     def _biases(self) -> dict[str, Parameter]:
@@ -141,6 +163,8 @@ class Experts:
         if shard == "down":
             self.down[expert] = self.quant.pack(tensor.to(self.dtype))
             return
+        if (other := self._stored.pop((expert, _other(shard)), None)) is not None:
+            self.load(expert, _other(shard), other.dense())
         complete = expert in self._halves
         weight = self._halves.pop(expert) if complete else self._buffer()
         weight[self.spec.inner * (shard == "up") :][: self.spec.inner].copy_(tensor)
@@ -149,6 +173,55 @@ class Experts:
             self._spare = None if all(one is not None for one in self.gate_up) else weight
         else:
             self._halves[expert] = weight
+
+    def load_stored(self, expert: int, shard: str, weight: StoredWeight) -> None:
+        """Take one projection of one expert in the form in which it is stored, where the method accepts that.
+
+        A gate and an up projection that cannot be packed together become floats.
+        """
+        if tuple(weight.shape) != self._shape(shard):
+            raise ValueError(f"{shard}: expected {list(self._shape(shard))}, found {list(weight.shape)}")
+        if not self.quant.accepts(weight):
+            self.load(expert, shard, weight.dense())
+        elif shard == "down":
+            self.down[expert] = self.quant.pack(weight)
+        elif expert in self._halves:
+            self.load(expert, shard, weight.dense())
+        elif (other := self._stored.pop((expert, _other(shard)), None)) is None:
+            self._stored[expert, shard] = weight.clone()
+        else:
+            gate, up = (weight, other) if shard == "gate" else (other, weight)
+            self._pack_gated(expert, gate.joined([up]), lambda: torch.cat((gate.dense(), up.dense())))
+
+    def _pack_gated(self, expert: int, whole: StoredWeight | None, dense: Callable[[], Tensor]) -> None:
+        """Pack gate above up; as what they mean if they are not one weight, or not one that the activation takes."""
+        apart = isinstance(whole, QuantizedWeight) and len(whole.parts) > 1
+        if whole is None or (apart and self.spec.activation == "clamped_swiglu"):
+            self.gate_up[expert] = self.quant.pack_gated(dense().to(self.dtype))
+        else:
+            self.gate_up[expert] = self.quant.pack_gated(whole)
+
+    def load_stored_gate_up(self, weights: StoredExperts) -> None:
+        """Take the gate and up projections of all experts as they are stored, expert by expert."""
+        for expert in range(self.spec.experts):
+            weight = weights.expert(expert)
+            if isinstance(weight, QuantizedWeight) and self.quant.accepts(weight):
+                halves = (weight.every_other(0), weight.every_other(1)) if weights.interleaved else (weight,)
+                whole = halves[0].joined(halves[1:])
+                self._pack_gated(expert, whole, weight.dense)
+            else:
+                rows = weight if isinstance(weight, Tensor) else weight.dense()
+                rows = _deinterleaved(rows) if weights.interleaved else rows
+                self.gate_up[expert] = self.quant.pack_gated(rows.to(self.dtype))
+
+    def load_stored_down(self, weights: StoredExperts) -> None:
+        """Take the down projections of all experts as they are stored, expert by expert."""
+        for expert in range(self.spec.experts):
+            weight = weights.expert(expert)
+            if isinstance(weight, Tensor) or not self.quant.accepts(weight):
+                rows = weight if isinstance(weight, Tensor) else weight.dense()
+                weight = rows.to(self.dtype)
+            self.down[expert] = self.quant.pack(weight)
 
     def _buffer(self) -> Tensor:
         """Memory for the gate and up projections of an expert."""
@@ -202,12 +275,13 @@ class Router:
         """Weight, bias and correction bias, as far as there are any."""
         parameters = self.linear.parameters()
         if self.spec.correction_bias is not None:
-            parameters[self.spec.correction_bias] = Parameter((self.experts,), self.load_correction, torch.float32)
+            shape = (1, self.experts) if self.spec.correction_row else (self.experts,)
+            parameters[self.spec.correction_bias] = Parameter(shape, self.load_correction, torch.float32)
         return parameters
 
     def load_correction(self, tensor: Tensor) -> None:
-        """Take the correction bias [E]."""
-        self.correction_bias = owned_copy(tensor, (self.experts,), torch.float32)
+        """Take the correction bias."""
+        self.correction_bias = owned_copy(tensor.view(-1), (self.experts,), torch.float32)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Ids int32 and weights float32 [T,k] for x [T,hidden]."""
@@ -237,7 +311,7 @@ class Mixture:
 
     def parameters(self) -> dict[str, Parameter]:
         """Under the names of Hugging Face checkpoints."""
-        parameters = self.router.parameters() | under("experts", self.experts.parameters())
+        parameters = self.router.parameters() | under(self.spec.experts_name, self.experts.parameters())
         if self.shared is not None:
             parameters |= under(self.spec.shared_name, self.shared.parameters())
         if self.shared_gate is not None:
@@ -248,8 +322,9 @@ class Mixture:
         """What a checkpoint may have in place of a tensor for each expert."""
         if self.spec.stacked:
             return {}
+        prefix = self.spec.experts_name
         return {
-            f"experts.{name}": StackedParameter(one.parameter, tuple(f"experts.{covered}" for covered in one.covers))
+            f"{prefix}.{name}": StackedParameter(one.parameter, tuple(f"{prefix}.{covered}" for covered in one.covers))
             for name, one in self.experts.stacked_parameters().items()
         }
 
@@ -263,6 +338,10 @@ class Mixture:
         shared = None if self.shared is None else self.shared(x, adapters)
         gate = None if self.shared_gate is None else self.shared_gate(x, torch.float32)
         return self.experts(x, ids, weights, shared, gate)
+
+
+def _other(shard: str) -> str:
+    return "up" if shard == "gate" else "gate"
 
 
 def _deinterleaved(rows: Tensor) -> Tensor:

@@ -82,8 +82,8 @@ class Parameter:
 
 
 def under(prefix: str, named: dict[str, T]) -> dict[str, T]:
-    """The same with `prefix.` before each name."""
-    return {f"{prefix}.{name}": value for name, value in named.items()}
+    """The same with `prefix.` before each name, unless the prefix is empty."""
+    return {f"{prefix}.{name}" if prefix else name: value for name, value in named.items()}
 
 
 def owned_copy(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

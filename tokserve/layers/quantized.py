@@ -63,6 +63,11 @@ class QuantizedWeight:
             return self.dense().narrow(1, start, length)
         return QuantizedWeight(tuple(_columns(part, start, end) for part in self.parts))
 
+    def every_other(self, start: int) -> QuantizedWeight:
+        """Rows start, start + 2, ...  It is in one part."""
+        (part,) = self.parts
+        return QuantizedWeight((_each(part, lambda _, tensor: tensor[start::2]),))
+
     def joined(self, others: Sequence[StoredWeight]) -> QuantizedWeight | None:
         """All rows in one weight; None unless all are quantized in groups."""
         parts: list[QuantizedRows] = []
@@ -122,8 +127,12 @@ def quantize_int4(weight: Tensor, group: int) -> QuantizedWeight:
     The element of the largest magnitude becomes -8: scale = that element / -8.  A group that holds an infinity or
     not-a-number has the scale not-a-number.
     """
-    parts = [_rounded(rows, group) for rows in torch.split(weight, ROWS)]
-    codes, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    rows, columns = weight.shape
+    codes = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(rows, -(-columns // group), dtype=torch.bfloat16, device=weight.device)
+    for start in range(0, rows, ROWS):
+        part = slice(start, start + ROWS)
+        codes[part], scales[part] = _rounded(weight[part], group)
     return QuantizedWeight((QuantizedRows(codes, SIGNED, group, scales),))
 
 
@@ -143,7 +152,7 @@ class Wna16:
     """Weights as their checkpoint stores them, or floats where it stores floats; activations are not rounded."""
 
     name: str | None = "wna16"
-    covers_experts = False
+    covers_experts = True
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """A byte, which is at least what most formats take."""
@@ -174,8 +183,11 @@ class Wna16:
         return ops.gated_linear(x, packed, bias, activation)
 
     def experts(self, *arguments: Any) -> Tensor:
-        """There are no such products."""
-        raise NotImplementedError
+        """Of a mixture; arguments as those of the op."""
+        _, _, _, gate_up, _, down, *_ = arguments
+        if any(isinstance(packed, ops.PackedWna16) for packed in (*gate_up, *down)):
+            return ops.experts_wna16(*arguments)
+        return ops.experts(*arguments)
 
 
 class Int4(Wna16):

@@ -146,9 +146,10 @@ def _attention_factor(spec: RopeSpec) -> float:
     if spec.kind == "longrope":
         return math.sqrt(1 + math.log(spec.factor) / math.log(spec.original)) if spec.factor > 1 else 1.0
     if spec.mscale and spec.mscale_all_dim:
-        return _yarn_scale(spec.factor, spec.mscale) / _yarn_scale(spec.factor, spec.mscale_all_dim)
-    return _yarn_scale(spec.factor, 1.0)
+        return yarn_scale(spec.factor, spec.mscale) / yarn_scale(spec.factor, spec.mscale_all_dim)
+    return yarn_scale(spec.factor, 1.0)
 
 
-def _yarn_scale(factor: float, mscale: float) -> float:
+def yarn_scale(factor: float, mscale: float) -> float:
+    """YaRN's multiplier of attention for a context that is `factor` times as long."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

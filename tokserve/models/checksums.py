@@ -39,6 +39,6 @@ def _children(value: Any) -> list[tuple[str, Any]]:
         return [(str(key), child) for key, child in value.items()]
     if dataclasses.is_dataclass(value):
         return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
-    if type(value).__module__.startswith("tokserve."):
+    if type(value).__module__.startswith("tokserve.") and hasattr(value, "__dict__"):
         return list(vars(value).items())
     return []

@@ -31,6 +31,7 @@ class Coordinates:
         self.tied = {HEAD: EMBEDDING} if decoder.spec.tied else {}
         self.renames = decoder.spec.renames
         self._has_experts = bool(decoder.spec.mixtures)
+        self._quantized = decoder.quantization is not None
 
     def refusal(self) -> str | None:
         """Why single elements cannot be replaced; None: they can."""
@@ -41,6 +42,11 @@ class Coordinates:
             return (
                 f"{len(lost)} weights ({lost[0]}, ...) are of a mixture of experts, of which single elements are not "
                 "replaced: push full weights"
+            )
+        if not self._quantized:
+            return (
+                f"{len(lost)} weights ({lost[0]}, ...) are packed in parts, of which single elements are not replaced: "
+                "push full weights"
             )
         return (
             f"{len(lost)} weights ({lost[0]}, ...) are quantized in memory, and their values before that are not kept: "

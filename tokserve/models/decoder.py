@@ -10,10 +10,11 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.kv_spec import KVSpec
-from tokserve.layers.attention import Attention
+from tokserve.layers.attention import Attention, AttentionSpec
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.embedding import Embedding, Head
 from tokserve.layers.experts import Mixture, MixtureSpec, StackedParameter
+from tokserve.layers.latent import LatentAttention, LatentAttentionSpec
 from tokserve.layers.linear import Linear
 from tokserve.layers.mlp import GatedMLP, MLPSpec, make_mlp
 from tokserve.layers.norm import NoNorm, make_norm
@@ -29,6 +30,15 @@ def feed_forward(hidden: int, spec: MLPSpec | MixtureSpec, options: LayerOptions
     return Mixture(hidden, spec, options) if isinstance(spec, MixtureSpec) else make_mlp(hidden, spec, options)
 
 
+def attention(
+    hidden: int, spec: AttentionSpec | LatentAttentionSpec, options: LayerOptions
+) -> Attention | LatentAttention:
+    """The attention of a block."""
+    if isinstance(spec, LatentAttentionSpec):
+        return LatentAttention(hidden, spec, options)
+    return Attention(hidden, spec, options)
+
+
 class DecoderBlock:
     """One layer: attention and feed-forward, one after the other or side by side, and norms before or after them."""
 
@@ -40,7 +50,7 @@ class DecoderBlock:
         self.parallel, self.residual_multiplier = spec.parallel, spec.residual_multiplier
         self.attention_norm, self.mlp_norm = norm(spec.norms.before_attention), norm(spec.norms.before_mlp)
         self.attention_post_norm, self.mlp_post_norm = norm(spec.norms.after_attention), norm(spec.norms.after_mlp)
-        self.attention = Attention(hidden, spec.attention, options)
+        self.attention = attention(hidden, spec.attention, options)
         self.mlp = feed_forward(hidden, spec.mlp, options)
 
     def linears(self) -> dict[str, Linear]:
@@ -127,9 +137,7 @@ class Decoder:
         for block, source in zip(self.blocks, other.blocks, strict=True):
             block.attention_norm, block.attention_post_norm = source.attention_norm, source.attention_post_norm
             block.mlp_norm, block.mlp_post_norm = source.mlp_norm, source.mlp_post_norm
-            lender, borrower = source.attention, block.attention
-            borrower.q_norm, borrower.k_norm, borrower.sinks = lender.q_norm, lender.k_norm, lender.sinks
-            borrower.scale_cache(lender.k_scale, lender.v_scale)
+            block.attention.borrow(source.attention)
         self._layers = self._chain()
 
     @property
@@ -181,7 +189,10 @@ class Decoder:
 
     def row_bytes(self) -> int:
         """Memory of one row from its token to its logits, at most."""
-        widest = max(sum(linear.outputs for linear in block.linears().values()) for block in self.blocks)
+        widest = max(
+            sum(linear.outputs for linear in block.linears().values()) + block.attention.row_elements()
+            for block in self.blocks
+        )
         return 4 * (self.spec.vocab + 8 * (self.spec.hidden + widest))
 
     def forward(self, batch: ForwardBatch) -> Tensor:  # [T, hidden], or [n, hidden] of `batch.logits_rows`

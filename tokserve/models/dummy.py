@@ -22,6 +22,13 @@ from tokserve.models.decoder import Decoder, rope_tables
 from tokserve.models.registry import decoder_spec
 from tokserve.models.weights import INDEX, SINGLE
 
+MULTIPLIERS = {  # of Granite
+    "embedding_multiplier": 6.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 0.9,
+}  # fmt: skip
+LATENT = {  # attention
+    "num_key_value_heads": 4, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 20, "kv_lora_rank": 32,
+    "q_lora_rank": 40, "head_dim": 8,
+}  # fmt: skip
 # family -> (architecture, attributes beyond the common ones)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"attention_bias": False, "mlp_bias": False}),
@@ -123,12 +130,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite": (
         "GraniteForCausalLM",
-        {
-            "embedding_multiplier": 6.0,
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.6,
-            "logits_scaling": 0.9,
-        },
+        MULTIPLIERS,
     ),
     "granitemoehybrid": (
         "GraniteMoeHybridForCausalLM",
@@ -137,10 +139,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_local_experts": 0,
             "shared_intermediate_size": 160,
             "position_embedding_type": "rope",
-            "embedding_multiplier": 6.0,
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.6,
-            "logits_scaling": 0.9,
+            **MULTIPLIERS,
         },
     ),
     "smollm3": ("SmolLM3ForCausalLM", {"tie_word_embeddings": True, "no_rope_layers": [1, 0, 1]}),
@@ -174,6 +173,113 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("SeedOssForCausalLM", {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}),
     "ernie4_5": ("Ernie4_5ForCausalLM", {"tie_word_embeddings": True, "use_bias": True}),
     "hunyuan_v1_dense": ("HunYuanDenseV1ForCausalLM", {"attention_bias": True}),
+    "olmoe": (
+        "OlmoeForCausalLM",
+        {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48, "norm_topk_prob": True},
+    ),
+    "flex_olmo": ("FlexOlmoForCausalLM", {"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 48}),
+    "granitemoe": (
+        "GraniteMoeForCausalLM",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48, **MULTIPLIERS},
+    ),
+    "granitemoeshared": (
+        "GraniteMoeSharedForCausalLM",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 48,
+            "shared_intermediate_size": 72,
+            **MULTIPLIERS,
+        },
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeForCausalLM",
+        {
+            "tie_word_embeddings": True,
+            "use_bias": False,
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_intermediate_size": 48,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+        },
+    ),
+    "dots1": (
+        "Dots1ForCausalLM",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.5,
+            "n_group": 2,
+            "topk_group": 1,
+            "sliding_window": 24,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2ForCausalLM",
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48, "rotary_dim": 8},
+    ),
+    "hunyuan_v1_moe": ("HunYuanMoEV1ForCausalLM", {"num_experts": 4, "moe_topk": 2, "intermediate_size": 48}),
+    "deepseek_v2": (
+        "DeepseekV2ForCausalLM",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        {
+            **LATENT,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.5,
+            "n_group": 4,
+            "topk_group": 2,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "mscale": 0.8,
+                "mscale_all_dim": 0.6,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteForCausalLM",
+        {
+            **LATENT,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+    ),
+    "minicpm3": (
+        "MiniCPM3ForCausalLM",
+        {**LATENT, "tie_word_embeddings": True, "scale_emb": 6.0, "scale_depth": 1.2, "dim_model_base": 96},
+    ),
+    "youtu": ("YoutuForCausalLM", {**LATENT, "tie_word_embeddings": True}),
 }
 
 GAINS = {

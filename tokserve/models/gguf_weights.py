@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from tokserve.errors import StartError
 from tokserve.gguf import GgufHeader, GgufTensor, read_header
 from tokserve.layers.parameter import StoredWeight
+from tokserve.layers.quantized import QuantizedWeight
 from tokserve.models.formats.gguf_types import PLAIN, decoded
 
 OUTER = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
@@ -22,6 +23,21 @@ INNER = {
     "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
+MIXTURE = {
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}  # fmt: skip
+MIXTRAL = {"ffn_gate_inp": "block_sparse_moe.gate"}
+GPT_OSS = {
+    "ffn_gate_inp": "mlp.router", "post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn.sinks",
+}  # fmt: skip
+EXPERTS = {"ffn_gate_exps": 0, "ffn_up_exps": 1, "ffn_down_exps": 2}  # all experts' in one tensor, of three dimensions
+EXPERT_NAMES = {  # of the architecture -> where an expert's matrices are
+    "qwen2moe": ("mlp.experts", ("gate_proj", "up_proj", "down_proj")),
+    "qwen3moe": ("mlp.experts", ("gate_proj", "up_proj", "down_proj")),
+    "llama": ("block_sparse_moe.experts", ("w1", "w3", "w2")),
+}
 POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
@@ -37,6 +53,11 @@ class GgufSource:
     tensor: GgufTensor
     heads: int = 0
     offset: float = 0.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As the model's own checkpoints have it."""
+        return self.tensor.shape
 
     @property
     def is_plain(self) -> bool:
@@ -67,28 +88,182 @@ def rotation_order(rows: int, heads: int) -> Tensor:
     return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)
 
 
-def sources(files: Sequence[Path]) -> dict[str, GgufSource]:
+@dataclass(frozen=True, slots=True)
+class GgufExperts:
+    """The matrices of all experts of gpt-oss, whose checkpoints have the gate and what it gates in one tensor, gate and
+    up outputs in turns [E,K,2N]; files have two tensors [E,N,K].  Or their biases, [E,2N] of [E,N]."""
+
+    tensors: tuple[GgufTensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As the model's own checkpoints have it."""
+        experts, rows, *columns = self.tensors[0].shape
+        return experts, *columns, len(self.tensors) * rows
+
+    @property
+    def tensor(self) -> GgufTensor:
+        """The first."""
+        return self.tensors[0]
+
+    @property
+    def is_plain(self) -> bool:
+        """Stored as floats, all of them."""
+        return all(tensor.kind in PLAIN for tensor in self.tensors)
+
+    def raw(self) -> Tensor:
+        """The bytes as they are in the file: uint8, by expert, one tensor after the other."""
+        return torch.cat([GgufSource(tensor).raw().view(tensor.shape[0], -1) for tensor in self.tensors])
+
+    def read(self) -> Tensor | GgufExpertWeights:
+        """The weights of all experts, to be read one by one; biases are read at once."""
+        if len(self.tensors[0].shape) == 3:
+            return GgufExpertWeights(self)
+        biases = [GgufSource(tensor).read() for tensor in self.tensors]
+        return torch.stack([bias for bias in biases if isinstance(bias, Tensor)], -1).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufExpertWeights:
+    """What `GgufExperts` reads."""
+
+    source: GgufExperts
+    interleaved: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[E,K,N]."""
+        return self.source.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """float32."""
+        return torch.float32
+
+    def expert(self, index: int) -> Tensor | StoredWeight:
+        """An expert's weight [N,K], the gate above what it gates."""
+        parts = [GgufSource(_of_expert(tensor, index)).read() for tensor in self.source.tensors]
+        first, *others = parts
+        if isinstance(first, QuantizedWeight):
+            whole = first.joined([part for part in others if not isinstance(part, Tensor)])
+            if whole is not None and whole.shape[0] == sum(part.shape[0] for part in parts):
+                return whole
+        return torch.cat([part if isinstance(part, Tensor) else part.dense() for part in parts])
+
+    def dense(self) -> Tensor:
+        """[E,K,N], gate and up outputs in turns."""
+        experts = []
+        for index in range(self.shape[0]):
+            weight = self.expert(index)
+            rows = (weight if isinstance(weight, Tensor) else weight.dense()).chunk(len(self.source.tensors))
+            experts.append(torch.stack(rows, 1).flatten(0, 1).t())
+        return torch.stack(experts)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The bytes."""
+        return (self.source.raw(),)
+
+    def clone(self) -> GgufExpertWeights:
+        """The same: nothing is read yet."""
+        return self
+
+    def narrow(self, dim: int, start: int, length: int) -> Tensor:
+        """Floats: no rank has a part of an expert."""
+        return self.dense().narrow(dim, start, length)
+
+    def joined(self, others: Sequence[StoredWeight]) -> None:
+        """Experts are not joined."""
+
+
+def _of_expert(tensor: GgufTensor, index: int) -> GgufTensor:
+    """An expert's part of a tensor [E,N,K]."""
+    size = tensor.size // tensor.shape[0]
+    return replace(tensor, shape=tensor.shape[1:], start=tensor.start + index * size, size=size)
+
+
+Source = GgufSource | GgufExperts
+
+
+def sources(files: Sequence[Path]) -> dict[str, Source]:
     """Name in the model's own checkpoints -> tensor.  Raises StartError for a tensor that has none."""
-    named: dict[str, GgufSource] = {}
+    named: dict[str, Source] = {}
     metadata: dict[str, object] = {}
     for header in map(read_header, files):
         metadata = metadata or header.metadata
         whole = GgufHeader(header.files, metadata, header.tensors)
         for tensor in header.tensors.values():
-            if tensor.name not in UNUSED:
+            if tensor.name in UNUSED:
+                continue
+            if len(tensor.shape) == 3 and whole.architecture in EXPERT_NAMES:
+                named |= _experts(whole, tensor)
+            else:
                 named[_name(whole, tensor)] = _source(whole, tensor)
-    return named
+    return _gpt_oss(named) if metadata.get("general.architecture") == "gpt-oss" else named
+
+
+def _experts(header: GgufHeader, tensor: GgufTensor) -> dict[str, Source]:
+    """The matrices of each expert, of a tensor with all."""
+    match tensor.name.split("."):
+        case ["blk", number, name, "weight"] if number.isdigit() and name in EXPERTS:
+            module, names = EXPERT_NAMES[header.architecture]
+            prefix = f"model.layers.{int(number)}.{module}"
+            return {
+                f"{prefix}.{index}.{names[EXPERTS[name]]}.weight": GgufSource(_of_expert(tensor, index))
+                for index in range(tensor.shape[0])
+            }
+    raise _unknown(header, tensor)
+
+
+def _gpt_oss(named: dict[str, Source]) -> dict[str, Source]:
+    """With gate and up projections of all experts as one weight."""
+    joined: dict[str, Source] = {}
+    for name, source in named.items():
+        stem, _, shard = name.rpartition(".experts.")
+        if not stem:
+            joined[name] = source
+            continue
+        both = f"{stem}.experts.gate_up_proj" + ("_bias" if shard.endswith("_bias") else "")
+        if shard.startswith("up_proj"):
+            gate = named.get(name.replace(".experts.up_proj", ".experts.gate_proj"))
+            if gate is None or gate.shape != source.shape:
+                raise StartError(f"{source.tensor.file.name}: {source.tensor.name} has no gate of its shape")
+            joined[both] = GgufExperts((gate.tensor, source.tensor))
+        elif shard.startswith("down_proj"):
+            joined[name] = GgufExperts((source.tensor,))
+    return joined
+
+
+def _unknown(header: GgufHeader, tensor: GgufTensor) -> StartError:
+    return StartError(f"{tensor.file.name} holds {tensor.name}, which no {header.architecture} model here takes")
+
+
+def _names(header: GgufHeader) -> dict[str, str]:
+    match header.architecture:
+        case "gemma3":
+            return INNER | POST_NORMS
+        case "qwen2moe" | "qwen3moe":
+            return INNER | MIXTURE
+        case "llama" if header.metadata.get("llama.expert_count"):
+            return INNER | MIXTRAL
+        case "gpt-oss":
+            return INNER | GPT_OSS
+    return INNER
 
 
 def _name(header: GgufHeader, tensor: GgufTensor) -> str:
     stem, _, ending = tensor.name.rpartition(".")
     if stem in OUTER:
         return f"{OUTER[stem]}.{ending}"
-    names = INNER | POST_NORMS if header.architecture == "gemma3" else INNER
+    names = _names(header)
     match stem.split("."):
+        case ["blk", number, "attn_sinks"] if number.isdigit() and "attn_sinks" in names:
+            return f"model.layers.{int(number)}.{names['attn_sinks']}"
         case ["blk", number, name] if number.isdigit() and name in names:
             return f"model.layers.{int(number)}.{names[name]}.{ending}"
-    raise StartError(f"{tensor.file.name} holds {tensor.name}, which no {header.architecture} model here takes")
+        case ["blk", number, name] if number.isdigit() and name in EXPERTS and header.architecture == "gpt-oss":
+            shard = ("gate_proj", "up_proj", "down_proj")[EXPERTS[name]]
+            return f"model.layers.{int(number)}.mlp.experts.{shard}" + ("_bias" if ending == "bias" else "")
+    raise _unknown(header, tensor)
 
 
 def _source(header: GgufHeader, tensor: GgufTensor) -> GgufSource:
@@ -99,5 +274,7 @@ def _source(header: GgufHeader, tensor: GgufTensor) -> GgufSource:
         shape = tensor.shape[0]
         if not isinstance(heads, int) or heads <= 0 or shape % (2 * heads):
             raise StartError(f"{tensor.file.name}: {tensor.name} has {shape} rows, which {heads} heads do not divide")
+    if tensor.name.endswith(".ffn_gate_inp_shexp.weight") and len(tensor.shape) == 1:
+        tensor = replace(tensor, shape=(1, *tensor.shape))
     is_norm = header.architecture == "gemma3" and tensor.name.endswith("norm.weight")
     return GgufSource(tensor, heads, 1.0 if is_norm else 0.0)

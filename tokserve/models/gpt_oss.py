@@ -1,7 +1,6 @@
 """gpt-oss: every other layer has a window, heads have sinks, and all that is linear has a bias.
 
-Checkpoints store the experts as MXFP4; here they must have been converted to bfloat16, which is exact (transformers
-does so with `Mxfp4Config(dequantize=True)` and `save_pretrained`).
+Checkpoints store the experts as MXFP4 (`formats/mxfp4`), or as the bfloat16 numbers that these are.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.experts import MixtureSpec, RouterSpec
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.llama import HEADLESS
@@ -49,7 +49,10 @@ def gpt_oss(hf: Mapping[str, Any]) -> DecoderSpec:
         interleaved=True,
         router_name="router",
     )
-    blocks = (replace(b, mlp=mixture, attention=replace(b.attention, sinks=True)) for b in spec.blocks)
+    blocks = []
+    for block in spec.blocks:
+        assert isinstance(block.attention, AttentionSpec)
+        blocks.append(replace(block, mlp=mixture, attention=replace(block.attention, sinks=True)))
     return replace(spec, blocks=tuple(blocks))
 
 

@@ -73,7 +73,8 @@ def load(
         options["quantization"] = stored
     if any(entry.is_stored for entry in entries.values()):
         becomes = METHODS[quantization].name or dtype if quantization else dtype
-        result = f"stay {spec.format.name}, with their scales," if keeps else f"become {becomes}"
+        stays = keeps or (quantization, stored) == ("int4", WNA16.name)
+        result = f"stay {spec.format.name}, with their scales," if stays else f"become {becomes}"
         logger.info("the checkpoint's %s weights %s as they are loaded", spec.format.name, result)
     if spec.tied and HEAD in entries:
         spec, entries = _resolve_tie(spec, entries)

@@ -14,6 +14,7 @@ from tokserve.models.spec import (
     ACTIVATIONS,
     DecoderSpec,
     dense,
+    no_extra_layers,
     no_windows,
     window_size,
     windows_by_type,
@@ -32,7 +33,12 @@ def with_mixture(spec: DecoderSpec, mixture: MixtureSpec, layers: Sequence[bool]
 
 
 def mixture(
-    fields: ConfigReader, router: RouterSpec, *, count: tuple[str, int], inner: tuple[str, int | None], **options: Any
+    fields: ConfigReader,
+    router: RouterSpec,
+    *,
+    count: tuple[str, int | None],
+    inner: tuple[str, int | None],
+    **options: Any,
 ) -> MixtureSpec:
     """`count` and `inner`: the attributes with the number of experts and their width, and what is assumed where they
     are absent; `options`: further fields."""
@@ -146,6 +152,7 @@ def glm4_moe(hf: Mapping[str, Any]) -> DecoderSpec:
         shared=shared, shared_name="shared_experts",
     )  # fmt: skip
     first = fields.integer("first_k_dense_replace", 1, minimum=0)
+    spec = replace(spec, renames=no_extra_layers(fields, 1) + spec.renames)
     return with_mixture(spec, experts, [layer >= first for layer in range(layers)])
 
 

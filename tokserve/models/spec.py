@@ -13,6 +13,7 @@ from typing import Any
 
 from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.experts import MixtureSpec
+from tokserve.layers.latent import LatentAttentionSpec
 from tokserve.layers.linear import Activation
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
@@ -58,7 +59,7 @@ class BlockSpec:
     `residual_multiplier`: of what is added to it.  `mlp_name`: of the MLP's module in a checkpoint.
     """
 
-    attention: AttentionSpec
+    attention: AttentionSpec | LatentAttentionSpec
     mlp: MLPSpec | MixtureSpec
     norm: NormSpec
     norms: BlockNorms = BEFORE
@@ -74,7 +75,8 @@ class DecoderSpec:
     `embedding_multiplier`: of the embeddings, in the model's dtype.  `logits_multiplier`: of the logits, and
     `logits_softcap` > 0: a logit x becomes softcap * tanh(x / softcap) after that.
     `renames`: (prefix in the checkpoint, prefix here), applied to names that start with the first; a pair whose first
-    begins with a dot is replaced anywhere in the name.  `format`: how the checkpoint stores weights.
+    begins with a dot is replaced anywhere in the name, and a tensor whose prefix becomes "" is not used.
+    `format`: how the checkpoint stores weights.
     """
 
     vocab: int
@@ -268,6 +270,13 @@ def windows_by_type(fields: ConfigReader, window: int) -> tuple[int, ...]:
     if "sliding_attention" in types and not window:
         raise fields.refuse("layer_types", "names sliding_attention, but no sliding_window is set and used")
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+
+
+def no_extra_layers(fields: ConfigReader, count: int) -> Renames:
+    """Names of layers past the last, which predict more tokens and are not used: `count`, unless the config says."""
+    first = fields.integer("num_hidden_layers")
+    last = first + fields.integer("num_nextn_predict_layers", count, minimum=0)
+    return tuple((f"{prefix}layers.{layer}.", "") for layer in range(first, last) for prefix in ("model.", ""))
 
 
 def window_size(fields: ConfigReader, absent: int, *, minimum: int = 1) -> int:

@@ -25,7 +25,7 @@ from tokserve.layers.experts import StackedParameter
 from tokserve.layers.parameter import Parameter, StoredWeight
 from tokserve.models import gguf_weights
 from tokserve.models.formats.base import DENSE, FLOATS, CheckpointFormat, group
-from tokserve.models.gguf_weights import GgufSource
+from tokserve.models.gguf_weights import Source
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -51,7 +51,7 @@ class Entry:
     parts: Mapping[str, Entry] = field(default_factory=dict)
     format: CheckpointFormat = DENSE
     offset: int | None = None
-    gguf: GgufSource | None = None
+    gguf: Source | None = None
 
     @property
     def is_stored(self) -> bool:
@@ -91,7 +91,7 @@ def catalogue(directory: Path, may_read: Callable[[Sequence[str]], object] = len
 
 def _in_gguf(files: Sequence[Path]) -> dict[str, Entry]:
     return {
-        name: Entry(source.tensor.file, source.tensor.name, source.tensor.shape, torch.float32, gguf=source)
+        name: Entry(source.tensor.file, source.tensor.name, source.shape, torch.float32, gguf=source)
         for name, source in gguf_weights.sources(files).items()
     }
 
@@ -142,6 +142,8 @@ def model_name(name: str, renames: Iterable[tuple[str, str]]) -> str | None:
     if name.endswith(IGNORED):
         return None
     renames = tuple(renames)
+    if any(not new and name.startswith(old) for old, new in renames):
+        return None
     name = next((new + name.removeprefix(old) for old, new in renames if name.startswith(old)), name)
     for old, new in renames:
         if old.startswith("."):

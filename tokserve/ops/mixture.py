@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tokserve.ops import dense, elementwise, quant
+from tokserve.ops import dense, elementwise, quant, wna16
 from tokserve.ops.dense import PackedWeight
 from tokserve.ops.quant import PackedInt8
 from tokserve.ops.registry import op
 from tokserve.ops.serial import one_thread
+from tokserve.ops.wna16 import PackedWna16
 
 MIN_SUM = 1e-20  # lower bound of the sum that weights are divided by
 CLAMPED_LIMIT, CLAMPED_SLOPE = 7.0, 1.702  # of the activation "clamped_swiglu"
@@ -114,13 +115,40 @@ def experts_int8(
     return _combined(outputs, weights, shared, shared_gate, x.dtype)
 
 
+@op(tolerance=TOLERANCE, follows="linear_wna16")
+def experts_wna16(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Sequence[PackedWna16 | PackedWeight],
+    gate_up_bias: Tensor | None,
+    down: Sequence[PackedWna16 | PackedWeight],
+    down_bias: Tensor | None,
+    activation: str,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
+    """As `experts`, with the products of `linear_wna16` and `gated_linear_wna16`, or of `linear` where a weight is one
+    of floats.  Gate and up of "clamped_swiglu" are one part."""
+    outputs = _outputs(_product_of_either, x, ids, gate_up, gate_up_bias, down, down_bias, activation)
+    return _combined(outputs, weights, shared, shared_gate, x.dtype)
+
+
+def _product_of_either(
+    x: Tensor, packed: PackedWna16 | PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> Tensor:
+    if isinstance(packed, PackedWna16):
+        return wna16.linear_wna16.reference(x, packed, bias, out_dtype)
+    return dense.linear.reference(x, packed, bias, out_dtype)
+
+
 def _outputs(
     product: Callable[..., Tensor],
     x: Tensor,
     ids: Tensor,
-    gate_up: Sequence[PackedWeight] | Sequence[PackedInt8],
+    gate_up: Sequence[PackedWeight] | Sequence[PackedInt8] | Sequence[PackedWna16 | PackedWeight],
     gate_up_bias: Tensor | None,
-    down: Sequence[PackedWeight] | Sequence[PackedInt8],
+    down: Sequence[PackedWeight] | Sequence[PackedInt8] | Sequence[PackedWna16 | PackedWeight],
     down_bias: Tensor | None,
     activation: str,
 ) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,12 +110,14 @@ class PackedWna16:
     """A weight [rows, columns] whose rows are those of the parts, one below the other.
 
     `gated`: it is one part, which an implementation keeps in a layout of its own for `gated_linear_wna16`.
+    `handle`: the implementation's own name of the weight, for calls that take many.
     """
 
     rows: int
     columns: int
     parts: tuple[PackedPart, ...]
     gated: bool = False
+    handle: Any = None
 
 
 @op(tolerance=TOLERANCE, follows="linear_wna16")

@@ -25,7 +25,10 @@ PACKED_BYTES = 1 << 30  # a packed buffer ends with the tensor that brings it ab
 PROBE = 5.0  # seconds until a connection attempt fails
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+        torch.uint8, torch.int8, torch.int32, torch.int64,  # parts of quantized weights
+    )
 }  # fmt: skip
 Declared = tuple[str, torch.dtype, tuple[int, ...]]  # name, dtype, shape
 T = TypeVar("T")

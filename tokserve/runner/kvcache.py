@@ -28,8 +28,12 @@ DTYPES = {
 
 
 def kept(specs: tuple[KVSpec, ...], cache: CacheConfig) -> tuple[KVSpec, ...]:
-    """The layers' specs, in the dtype that the configuration gives."""
-    return specs if cache.kv_cache_dtype == "auto" else tuple(replace(spec, dtype=FLOAT8) for spec in specs)
+    """The layers' specs, in the dtype that the configuration gives.  Raises StartError."""
+    if cache.kv_cache_dtype == "auto":
+        return specs
+    if any(spec.kind != "kv" for spec in specs):
+        raise StartError(f"option kv_cache_dtype: {cache.kv_cache_dtype} is not for a model with latent attention")
+    return tuple(replace(spec, dtype=FLOAT8) for spec in specs)
 
 
 def layout(

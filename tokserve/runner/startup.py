@@ -89,18 +89,21 @@ def _load(config: Config) -> tuple[Runner, DeviceFacts]:
 
 def _model(config: Config, target: Device | Accelerator) -> Decoder:
     options = config.model
+    file = checkpoint.gguf_file(options.model)
+    name, types = (options.model, "") if file is None else (file[0], f"{file[1]}; ")
+    logger.info("loading %s (%s%s)", name, types, options.dtype)
     directory = checkpoint.locate(options.model, weights=options.load_format != "dummy")
     hf = checkpoint.hf_config(directory) | (options.hf_overrides or {})
     common: dict[str, Any] = {
         "dtype": options.dtype, "head_dtype": options.head_dtype, "load_format": options.load_format,
         "seed": options.seed, "quantization": options.quantization, "quantize_lm_head": options.quantize_lm_head,
         "group_size": options.quantization_group_size,
-        "float8_cache": config.cache.kv_cache_dtype != "auto",
+        "float8_cache": config.cache.kv_cache_dtype != "auto", "max_model_len": options.max_model_len,
     }  # fmt: skip
     if options.model_impl == "transformers" or (options.model_impl == "auto" and not is_known(hf)):
         return import_module("tokserve.hf.load").load(directory, hf, **common)  # type: ignore[no-any-return]
     return models.load(
-        directory, hf, max_model_len=options.max_model_len,
+        directory, hf,
         has_float8=target.has_float8, has_wna16=not isinstance(target, Accelerator), **common,
     )  # fmt: skip
 

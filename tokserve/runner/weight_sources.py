@@ -168,7 +168,7 @@ class SafetensorsStream:
         announce: Callable[[list[tuple[str, tuple[int, ...], torch.dtype | str]]], None],
         put: Callable[[str, Tensor], None],
         begin: Callable[[dict[str, str]], None] = lambda metadata: None,
-        dtypes: Mapping[str, torch.dtype] = formats.DTYPES,
+        dtypes: Mapping[str, torch.dtype] = formats.DTYPES | formats.INTEGERS,
     ) -> None:
         self._announce = announce
         self._put = put

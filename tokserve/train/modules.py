@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tokserve.layers.attention import Attention
 from tokserve.layers.linear import GatedLinear, Linear
 from tokserve.layers.lora import LoraSlots, LowRank
 from tokserve.layers.mlp import GatedMLP
@@ -160,7 +161,7 @@ class DecoderModules:
 def kept_bytes(block: DecoderBlock) -> int:
     """What a block keeps of a token for its gradients."""
     attention, mlp = block.attention, block.mlp
-    assert isinstance(mlp, GatedMLP)  # others are refused
+    assert isinstance(mlp, GatedMLP) and isinstance(attention, Attention)  # others are refused
     widths = attention.qkv.outputs + attention.out.inputs + mlp.gate_up.outputs + mlp.down.inputs
     rows = 6 if block.norm_names.after_mlp else 4  # of the residual stream's width
     return int((widths + rows * attention.qkv.inputs) * attention.dtype.itemsize)
@@ -199,7 +200,7 @@ def run_block(
         return norms.norm(x, layer, norm_masters(masters, name))
 
     attention, mlp, names, multiplier = block.attention, block.mlp, block.norm_names, block.residual_multiplier
-    assert isinstance(mlp, GatedMLP)  # others are refused
+    assert isinstance(mlp, GatedMLP) and isinstance(attention, Attention)  # others are refused
     x = norm(residual, block.attention_norm, names.before_attention)
     heads = [master for name in attention.norm_names for master in norm_masters(masters, f"self_attn.{name}")]
     mixed = functions.attention(linear(x, attention.qkv, "self_attn"), attention, batch, table, heads)

@@ -101,7 +101,49 @@ void run_attend(const Kernels& kernels, Results& results, const Shape& s, DType 
                         s.dim,
                         scale,
                         s.window,
-                        s.kv_heads == 2 ? 3.0f : 0.0f};
+                        s.kv_heads == 2 ? 3.0f : 0.0f,
+                        nullptr,
+                        s.dim,
+                        nullptr};
+  run_tiles(kernels, results, a, tiles_of(s, pages), name, out);
+}
+
+// Rows are stored from a projection, then the last queries attend over them.  Groups are of all heads.
+void run_latent(const Kernels& kernels, Results& results, const Shape& s, int64_t rot, DType dtype,
+                DType weight_dtype) {
+  Random from(static_cast<uint64_t>(s.length * 1000 + s.dim));
+  constexpr int64_t positions = 60, plain = 6;
+  const int64_t count = (s.length + s.page - 1) / s.page, latent = s.dim - rot, width = s.heads * (plain + rot);
+  const Array pages = shuffled_pages(count, from), slots = slots_of(pages, s.page, s.length);
+  const Array projected = random(dtype, s.length * (width + 2), from), kv = random(dtype, s.length * s.dim, from);
+  const Array weight = random(weight_dtype, latent, from), table = random(Kind::f32, positions * rot, from, {-5, -1});
+  const Array at = integers(Kind::i64, s.length, from, 0, positions - 1);
+  const Array cache(kind_of(dtype), count * s.page * s.dim), q_rope(kind_of(dtype), s.length * s.heads * rot);
+  kernels.latent_rope_store(
+      {dtype, weight_dtype, projected.as<void>(), kv.as<void>(), weight.as<void>(), q_rope.as<void>(), cache.as<void>(),
+       table.as<float>(), at.as<int64_t>(), slots.as<int64_t>(), width + 2, s.dim, s.heads, plain, latent, rot, 1e-6f,
+       s.page % 2 == 0},
+      0, s.length);
+  const std::string name = " latent" + described(s, dtype) + text(" rot=%lld", (long long)rot);
+  results.add("latent_rope_store" + name + " q", q_rope);
+  results.add("latent_rope_store" + name + " rows", cache);
+  const Array q = random(dtype, s.queries * s.heads * latent, from), out(kind_of(dtype), q.count());
+  const AttentionArgs a{dtype,
+                        q.as<void>(),
+                        cache.as<void>(),
+                        cache.as<void>(),
+                        out.as<void>(),
+                        s.heads * latent,
+                        s.heads,
+                        1,
+                        s.page,
+                        s.dim,
+                        0.125f,
+                        0,
+                        0.0f,
+                        nullptr,
+                        latent,
+                        q_rope.as<void>()};
   run_tiles(kernels, results, a, tiles_of(s, pages), name, out);
 }
 
@@ -164,6 +206,12 @@ void run_attention(const Kernels& kernels, Results& results) {
       run_qkv(kernels, results, s, dtype, dtype, true);
       run_qkv(kernels, results, s, dtype, DType::f32, true);
       run_qkv(kernels, results, s, dtype, dtype, false);
+    }
+    for (const Shape& s : {Shape{1, 1, 40, 16, 0, 1, 1},
+                           {5, 1, 74, 7, 0, 70, 33},
+                           {40, 1, 96, 32, 0, 130, 3},
+                           {3, 1, 36, 16, 0, 1100, 2}}) {
+      run_latent(kernels, results, s, 8, dtype, s.page % 2 ? DType::f32 : dtype);
     }
   }
 }

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from tokserve.admin import LEVELS, MODES, TAGS
 from tokserve.engine.admin.command import STEP_BOUNDARY, Command, RunningRequests, command
 from tokserve.engine.admin.lease import Lease, check_lease
 from tokserve.engine.admin.states import GENERATION, Region
@@ -21,10 +22,6 @@ from tokserve.executor.base import Executor
 from tokserve.messages import Status
 
 logger = logging.getLogger(__name__)
-
-MODES = ("abort", "wait", "keep")
-TAGS = ("weights", "kv_cache", "scheduling")
-LEVELS = (("scheduling",), TAGS, TAGS)  # what each sleep level puts to sleep
 
 
 class Control:
@@ -240,7 +237,7 @@ class Control:
         self._end_pause()
         if self._asleep == {"scheduling"}:
             self._asleep.clear()
-            logger.info("woken; still asleep: nothing")
+            logger.info("awake")
         return {"status": "resumed"}
 
     # --- sleep ---
@@ -297,7 +294,7 @@ class Control:
         self._asleep -= waking
         if slept_deep and self._asleep == {"scheduling"}:
             self._asleep.clear()
-        logger.info("woken; still asleep: %s", ", ".join(sorted(self._asleep)) or "nothing")
+        logger.info("awake, except for: %s" if self._asleep else "awake%s", ", ".join(sorted(self._asleep)))
         return {"status": "sleeping" if self.status().sleeping else "awake", "asleep": sorted(self._asleep)}
 
     # --- other calls of the executor ---

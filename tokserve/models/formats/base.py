@@ -19,6 +19,7 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 FLOAT8 = "F8_E4M3"  # in safetensors
 FLOAT8_DTYPES = (FLOAT8, torch.float8_e4m3fn)
 DTYPES = FLOATS | {FLOAT8: torch.float8_e4m3fn}
+INTEGERS = {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}  # of parts of weights
 WHOLE = ""  # the role of a tensor that is a weight by itself
 
 
@@ -161,7 +162,7 @@ def _forms(checkpoint_format: CheckpointFormat, parts: Mapping[str, Described]) 
 
 def is_finite(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Whether every value is finite, and still is when it becomes a `dtype`.  One pass, which makes no copy."""
-    if tensor.numel() == 0:
+    if tensor.numel() == 0 or not tensor.is_floating_point():
         return True
     if tensor.dtype in FLOAT8_DTYPES:  # float8 has no infinity: all bits but the sign are NaN
         return not bool(((tensor.view(torch.uint8) & 0x7F) == 0x7F).any())

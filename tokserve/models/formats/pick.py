@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.formats import float8, integers
+from tokserve.models.formats import float8, integers, mxfp4
 from tokserve.models.formats.base import DENSE, CheckpointFormat
 from tokserve.models.formats.gguf import GgufFormat
 
@@ -25,6 +25,8 @@ def checkpoint_format(hf: Mapping[str, Any]) -> CheckpointFormat:
         return DENSE
     if quantization["quant_method"] == "gguf":
         return GgufFormat()
+    if mxfp4.describes(quantization):
+        return mxfp4.Mxfp4Format()
     if (packed := integers.packed_format(quantization)) is not None:
         return packed
     block = float8.block(quantization)
@@ -37,8 +39,8 @@ def refuse_unsupported(fields: ConfigReader) -> None:
         if fields.present(name) and (problem := _refusal(fields.values[name])):
             raise fields.refuse(
                 name,
-                f"{problem}; of quantized checkpoints those with float8 (e4m3) or integer weights (GPTQ, AWQ, "
-                "compressed-tensors) are supported, and an unquantized one can be quantized as it loads: "
+                f"{problem}; of quantized checkpoints those with float8 (e4m3), MXFP4 (gpt-oss) or integer weights "
+                "(GPTQ, AWQ, compressed-tensors) are supported, and an unquantized one can be quantized as it loads: "
                 "--quantization int8",
             )
 
@@ -51,6 +53,6 @@ def is_unused(name: str) -> bool:
 def _refusal(quantization: Any) -> str | None:
     if not isinstance(quantization, dict):
         return "is not an object"
-    if quantization.get("quant_method") == "gguf":
+    if quantization.get("quant_method") == "gguf" or mxfp4.describes(quantization):
         return None
     return integers.refusal(quantization) if integers.describes(quantization) else float8.refusal(quantization)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tokserve import _C
 from tokserve.ops import attention, dense, elementwise, gradients, lora, mixture, quant, sampling
-from tokserve.ops.cpu import wna16  # noqa: F401 - registers its implementations
+from tokserve.ops.cpu import latent, wna16  # noqa: F401 - registers their implementations
 from tokserve.ops.cpu.arena import Arena
 from tokserve.ops.dense import PackedWeight
 from tokserve.ops.quant import PackedInt8

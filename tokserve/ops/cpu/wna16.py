@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from tokserve import _C
-from tokserve.ops import wna16
+from tokserve.ops import mixture, wna16
 from tokserve.ops.cpu.arena import Arena
+from tokserve.ops.dense import PackedWeight
 from tokserve.ops.wna16 import PackedPart, PackedWna16, QuantizedRows
 
 PANEL = 64
@@ -33,8 +34,10 @@ def pack_gated_wna16(parts: Sequence[QuantizedRows]) -> PackedWna16:
 
 
 def _packed(parts: Sequence[QuantizedRows], *, gated: bool) -> PackedWna16:
-    packed = tuple(_pack(part, gated) for part in parts)
-    return PackedWna16(sum(part.rows for part in packed), packed[0].columns, packed, gated)
+    packed, handle = tuple(_pack(part, gated) for part in parts), _C.Wna16Weight()
+    for part in packed:
+        handle.add(*_arguments(part), gated)
+    return PackedWna16(sum(part.rows for part in packed), packed[0].columns, packed, gated, handle)
 
 
 def _pack(part: QuantizedRows, gated: bool) -> PackedPart:
@@ -93,6 +96,34 @@ def gated_linear_wna16(x: Tensor, packed: PackedWna16, bias: Tensor | None, acti
     out = x.new_empty(x.shape[0], packed.rows // 2)
     (_C.silu_mul if activation == "silu" else _C.gelu_mul)(both, out)
     return out
+
+
+@mixture.experts_wna16.implement("cpp", device="cpu")
+def experts_wna16(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Sequence[PackedWna16 | PackedWeight],
+    gate_up_bias: Tensor | None,
+    down: Sequence[PackedWna16 | PackedWeight],
+    down_bias: Tensor | None,
+    activation: str,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
+    """Rows of x need not be adjacent."""
+    if not x.shape[-1] == gate_up[0].columns == down[0].rows or gate_up[0].rows != 2 * down[0].columns:
+        raise ValueError(f"experts_wna16: x has {x.shape[-1]} columns, and the weights do not fit it")
+    out = x.new_empty(x.shape[0], x.shape[1])
+    _C.experts_wna16(
+        x, ids, weights, _handles(gate_up), gate_up_bias, _handles(down), down_bias, activation, down[0].columns,
+        shared, shared_gate, out,
+    )  # fmt: skip
+    return out
+
+
+def _handles(weights: Sequence[PackedWna16 | PackedWeight]) -> list[object]:
+    return [one.handle if isinstance(one, PackedWna16) else one.packed for one in weights]
 
 
 @wna16.embedding_wna16.implement("cpp", device="cpu")

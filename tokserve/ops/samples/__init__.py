@@ -14,6 +14,7 @@ from tokserve.ops.samples import (
     elementwise,
     float8,
     gradients,
+    latent,
     lora,
     mixture,
     quant,
@@ -23,7 +24,7 @@ from tokserve.ops.samples import (
 )
 from tokserve.ops.samples.common import Samples
 
-MODULES = (attention, dense, elementwise, float8, gradients, lora, mixture, quant, sampling, step, wna16)
+MODULES = (attention, dense, elementwise, float8, gradients, latent, lora, mixture, quant, sampling, step, wna16)
 
 
 def samples(op: str, dtype: torch.dtype) -> Samples:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tokserve.ops.samples.common import Samples, normal
+from tokserve.ops.samples.wna16 import weights as integer_weights
 
 
 def route(dtype: torch.dtype) -> Samples:
@@ -41,6 +42,25 @@ def _mixtures(dtype: torch.dtype) -> Samples:
             shared["gate"] = normal(torch.float32, 8, tokens, 1)
         for activation in ("silu", "clamped_swiglu", "gelu_tanh")[: 2 if number % 2 else 3]:
             yield x, ids, weights, up, biases[0], down, biases[1], activation, shared["shared"], shared["gate"]
+
+
+def experts_wna16(dtype: torch.dtype) -> Samples:
+    """Experts of every kind of weight, one with a gate and what it gates of two kinds, one of floats."""
+    for number, (tokens, width, inner, k) in enumerate(
+        ((1, 64, 32, 2), (17, 40, 24, 3), (40, 96, 40, 2), (0, 32, 8, 1))
+    ):
+        kinds, down = integer_weights(2 * inner, width), integer_weights(width, inner)
+        up: list[Any] = [*([kind] for kind in kinds), normal(dtype, 3, 2 * inner, width) / width**0.5]
+        downs = [*([kind] for kind in down), normal(dtype, 4, width, inner) / inner**0.5]
+        activation = ("silu", "clamped_swiglu", "gelu_tanh")[number % 3]
+        if activation != "clamped_swiglu":
+            up[1] = [integer_weights(inner, width)[0], integer_weights(inner, width)[7]]
+        x, count = normal(dtype, number, tokens, width), len(up)
+        order = torch.rand(tokens, count, generator=torch.Generator().manual_seed(number)).argsort(-1)
+        ids, chosen = order[:, :k].int().contiguous(), 0.5 + torch.rand(tokens, k)
+        bias = (normal(dtype, 5, count, 2 * inner), normal(dtype, 6, count, width)) if number % 2 else (None, None)
+        shared = (x.flip(1).contiguous(), normal(torch.float32, 8, tokens, 1)) if number == 2 else (None, None)
+        yield x, ids, chosen, up, bias[0], downs, bias[1], activation, *shared
 
 
 def experts(dtype: torch.dtype) -> Samples:

@@ -6,6 +6,30 @@ check no shapes: the callers' inputs are valid.
 
 from __future__ import annotations
 
-from tokserve.ops.triton import attention, dense, elementwise, filters, float8, lora, mixture, sampling, step
+from tokserve.ops.triton import (
+    attention,
+    dense,
+    elementwise,
+    filters,
+    float8,
+    latent,
+    lora,
+    mixture,
+    sampling,
+    step,
+    wna16,
+)
 
-__all__ = ["attention", "dense", "elementwise", "filters", "float8", "lora", "mixture", "sampling", "step"]
+__all__ = [
+    "attention",
+    "dense",
+    "elementwise",
+    "filters",
+    "float8",
+    "latent",
+    "lora",
+    "mixture",
+    "sampling",
+    "step",
+    "wna16",
+]

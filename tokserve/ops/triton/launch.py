@@ -7,12 +7,13 @@ default.  Options that change no bit are in a table, tuning.json, by GPU archite
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 EXACT = {"enable_fp_fusion": False}
 PER_WARP = 256  # elements of a block that a warp of 32 threads takes
@@ -51,6 +52,12 @@ def _architecture(device: int | None) -> str:
 def multiprocessors(device: int | None) -> int:
     """The number that the GPU has; 1 on a CPU, where the interpreter runs programs one by one."""
     return 1 if device is None else int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@lru_cache(maxsize=4096)
+def addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
+    """A table of addresses on the device; one that is known costs no transfer."""
+    return torch.tensor(pointers, dtype=torch.int64, device=device)
 
 
 def torch_device() -> torch.device:

@@ -8,7 +8,6 @@ came to the expert.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import triton
@@ -19,7 +18,7 @@ from tokserve.ops import mixture
 from tokserve.ops.dense import PackedWeight
 from tokserve.ops.triton import elementwise
 from tokserve.ops.triton.dense import BLOCK_K
-from tokserve.ops.triton.launch import EXACT, tuned, warps
+from tokserve.ops.triton.launch import EXACT, addresses, tuned, warps
 
 COLUMNS = 1024  # of a row that one program adds up
 NO_INDEX = tl.constexpr(1 << 30)
@@ -172,12 +171,6 @@ def combine_kernel(
     tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=valid)
 
 
-@lru_cache(maxsize=4096)
-def _addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
-    """A table of addresses on the device; one that is known costs no transfer."""
-    return torch.tensor(pointers, dtype=torch.int64, device=device)
-
-
 def _product(
     x: Tensor, weights: Sequence[PackedWeight], bias: Tensor | None, out: Tensor, sorting: tuple[Tensor, Tensor], k: int
 ) -> Tensor:
@@ -189,7 +182,7 @@ def _product(
     block_k = config.get("step", BLOCK_K)
     tiles = ((starts.diff() + block_m - 1) // block_m).cumsum(0, dtype=torch.int32)
     grid = (min(choices, count + choices // block_m), triton.cdiv(outputs, block_n))
-    table = _addresses(tuple(weight.packed.data_ptr() for weight in weights), x.device)
+    table = addresses(tuple(weight.packed.data_ptr() for weight in weights), x.device)
     experts_kernel[grid](
         x, table, out if bias is None else bias, out, order, starts, tiles, choices, outputs, inputs, x.stride(0), k,
         count, bias is not None, inputs % block_k == 0, triton.next_power_of_2(count), block_m, block_n, block_k,

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import tokserve
+from tokserve import checkpoint
 from tokserve.errors import EngineDead, NotFound, invalid
 from tokserve.params import VLLM_LOGPROBS_MODES
 from tokserve.server.http import body
@@ -111,7 +112,7 @@ def _model(serving: Serving, name: str) -> ModelCard:
     created, length = serving.api_process.created, serving.llm.ready.max_model_len
     owner = "sglang" if serving.config.server.sglang_api else "tokserve"  # routers choose their dialect by it
     if name in serving.names:
-        return ModelCard(name, created, serving.config.model.model, length, owned_by=owner)
+        return ModelCard(name, created, checkpoint.given_name(serving.config.model.model), length, owned_by=owner)
     path = next((adapter.path for adapter in serving.llm.status.adapters if adapter.name == name), name)
     return ModelCard(name, created, path, length, parent=serving.name, owned_by=owner)
 

@@ -117,8 +117,8 @@ async def configuration(serving: Serving, request: Request) -> Response:
     ready, model, server = serving.llm.ready, serving.config.model, serving.config.server
     load = _core(serving)
     return json(introspection.description(serving, request) | {
-        "model_path": model.model,
-        "tokenizer_path": model.tokenizer or model.model,
+        "model_path": checkpoint.given_name(model.model),
+        "tokenizer_path": model.tokenizer or checkpoint.given_name(model.model),
         "skip_tokenizer_init": not serving.text,
         "served_model_name": serving.name,
         "host": server.host,

@@ -1,0 +1,123 @@
+"""Servers whose weights are integers: updates and their checksums, adapters, memory while loading."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.adapters import merge, write_adapter
+from tests.models import test_mxfp4 as mxfp4
+from tests.models import test_packed as packed
+from tests.models.test_load import stored
+from tests.runner.drive import make_runner
+from tests.runner.test_float8_updates import update
+from tests.runner.test_lora import load, scores
+from tests.runner.test_runner import prompt
+from tests.runner.test_weight_sync import by_gloo, by_shared_memory, by_stream, outcome, start
+from tokserve.layers.quantized import quantize_int4
+from tokserve.models.dummy import tiny_config, write_checkpoint
+from tokserve.rl import checksums
+
+FORMS = ["int4", "gptq", "mxfp4"]
+
+
+def checkpoint(directory: Path, form: str, seed: int) -> Path:
+    write_checkpoint(directory, {"int4": packed.HF, "gptq": packed.HF, "mxfp4": mxfp4.HF}[form], seed=seed)
+    if form == "gptq":
+        packed.write(directory, *packed.CASES["gptq4-g32-asym-act-v1"])
+    elif form == "mxfp4":
+        mxfp4.quantized(directory, seed)
+    return directory
+
+
+@pytest.mark.parametrize("way", [by_stream, by_shared_memory, by_gloo], ids=lambda way: way.__name__)
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[] if form == "mxfp4" else pytest.mark.slow) for form in FORMS]
+)
+def test_a_commit_serves_what_a_start_serves_and_says_what_came(tmp_path: Path, form: str, way: Any) -> None:
+    old, new = (checkpoint(tmp_path / str(seed), form, seed) for seed in (1, 2))
+    options: dict[str, Any] = {"quantization": "int4", "quantization_group_size": 32} if form == "int4" else {}
+    runner, facts = start(old, **options)
+    before = outcome(runner, facts)
+    update(runner, way, stored(new))
+    assert outcome(runner, facts) == before
+    runner.call("commit_update", {})
+    other, layout = start(new, **options)
+    assert outcome(runner, facts) == outcome(other, layout) != before
+    assert runner.background("checksums", {}) == other.background("checksums", {})
+    reported = runner.background("checkpoint_checksums", {})
+    assert reported == other.background("checkpoint_checksums", {})
+    assert reported["checkpoint"].items() >= checksums(stored(new)).items()
+
+
+@pytest.mark.slow
+def test_adapters_over_int4_are_those_merged_into_the_rounded_weights(tmp_path: Path) -> None:
+    hf = tiny_config("qwen3")
+    base, rounded = (write_checkpoint(tmp_path / name, hf, seed=3) for name in ("base", "rounded"))
+    tensors = {
+        name: quantize_int4(tensor, 32).dense() if "_proj" in name else tensor
+        for name, tensor in load_file(base / "model.safetensors").items()
+    }
+    save_file(tensors, rounded / "model.safetensors", metadata={"format": "pt"})
+    adapter = write_adapter(tmp_path / "a", base, rank=8, seed=1)
+    runner, facts = make_runner(
+        base, hf, load_format="auto", enable_lora=True, quantization="int4", quantization_group_size=32
+    )
+    load(runner, 0, adapter)
+    ids = prompt(60, 1)
+    model = AutoModelForCausalLM.from_pretrained(merge(tmp_path / "merged", rounded, adapter)).double()
+    with torch.no_grad():
+        exact = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1], -1)
+    assert (scores(runner, facts, ids, 0) - exact).abs().max() <= 2e-4
+    assert (scores(runner, facts, ids, -1) - exact).abs().max() > 0.1
+
+
+LOADING = """
+import json, sys
+from pathlib import Path
+import torch
+from tokserve import ops
+from tokserve.models.load import load
+
+def resident(what):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(what)).split()[1]) / 1024
+
+torch.set_num_threads(1)
+ops.bind("cpu")
+directory = Path(sys.argv[1])
+hf = json.loads((directory / "config.json").read_text())
+before = resident("VmRSS")
+options = {"dtype": "bfloat16", "head_dtype": "auto", "load_format": "auto", "seed": 0} | json.loads(sys.argv[2])
+decoder = load(directory, hf, **options)
+print(json.dumps([resident("VmHWM") - before, resident("VmRSS") - before]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["int4", "mxfp4"])
+def test_loading_takes_the_packed_weights_and_about_one_tensor(tmp_path: Path, form: str) -> None:
+    """One tensor, and of a layer that joins two their floats and a byte per weight, while it is packed."""
+    sizes = {"vocab_size": 320, "num_hidden_layers": 5}
+    if form == "mxfp4":
+        hf = tiny_config("gpt_oss", hidden_size=512, intermediate_size=1024, dtype="bfloat16", **sizes)
+    else:
+        hf = tiny_config("qwen3", hidden_size=1024, intermediate_size=4096, dtype="bfloat16", **sizes)
+    directory = write_checkpoint(tmp_path / "m", hf)
+    if form == "mxfp4":
+        mxfp4.quantized(directory)
+    options = {} if form == "mxfp4" else {"quantization": "int4"}
+    done = subprocess.run(
+        [sys.executable, "-c", LOADING, str(directory), json.dumps(options)], capture_output=True, text=True, check=True
+    )
+    peak, kept = json.loads(done.stdout)
+    entries = load_file(directory / "model.safetensors").values()
+    largest = max(tensor.nbytes for tensor in entries) / (1 << 20)
+    assert peak - kept <= 4 * largest + 12, (peak, kept, largest)
