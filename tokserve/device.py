@@ -7,7 +7,8 @@ import os
 import platform
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -153,6 +154,12 @@ class Accelerator(Device, Protocol):
     def put(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         """The arrays as tensors, in one copy.  They are the caller's again at once."""
 
+    def beside(self) -> AbstractContextManager[None]:
+        """What this thread, not that of the steps, does meanwhile is done beside the steps, after those begun."""
+
+    def join(self) -> None:
+        """Let later steps wait for what was done beside them, and what is done there later for the steps so far."""
+
     def pool(self) -> Any:
         """Memory for captures of which one at a time is replayed."""
 
@@ -205,6 +212,7 @@ class Cuda:
         self.has_float8 = torch.cuda.get_device_capability() >= FLOAT8_CAPABILITY
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self._out = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._steps, self._side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._buffers: deque[PinnedBuffer] = deque()  # in the order of their last copies
         self._capturing = threading.Lock()
 
@@ -264,6 +272,17 @@ class Cuda:
                 copies[-1].copy_(tensor, non_blocking=True)
             done.record()
         return _CopyInFlight(copies, done)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        torch.cuda.set_device(self.torch_device)  # a thread begins with the first
+        self._side.wait_stream(self._steps)
+        with torch.cuda.stream(self._side):
+            yield
+
+    def join(self) -> None:
+        self._steps.wait_stream(self._side)
+        self._side.wait_stream(self._steps)
 
     def pool(self) -> Any:
         return torch.cuda.graph_pool_handle()  # torch does not take one again whose graphs are all gone

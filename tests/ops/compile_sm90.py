@@ -101,6 +101,8 @@ def calls(sizes: list[int]) -> None:
             call["paged_attention"](many, *caches, tables, starts, lens, 0.1, window, 1.0, 0.0, sinks)
     call["paged_attention"](many, *caches, tables, starts, lens, 0.1, 0, 1.0, 50.0)
     call["paged_attention"](many, *caches, tables, starts, lens, 0.1, 0, 1.0, 50.0, torch.empty(heads))
+    single = torch.empty(2, 32, kv_heads, page, dim).unbind()
+    call["paged_attention"](many.float(), *single, tables, starts, lens, 0.1, 0)
     float8 = torch.empty(2, 32, kv_heads, page, dim, dtype=torch.float8_e4m3fn).unbind()
     for scales in ((1.0, 1.0), (0.03, 0.7)):
         call["store_kv"](k, k, *float8, index, *scales)

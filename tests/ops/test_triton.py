@@ -519,7 +519,8 @@ def test_every_kernel_compiles_for_sm_90(compiled: dict[str, Any]) -> None:
         "scale",
         "store",
     ).items():
-        assert not figures["fma"], f"{name} contracts"
+        in_float32 = name.partition("#")[0] in ("decode", "prefill") and not figures["chains"]
+        assert not figures["fma"] or in_float32, f"{name} contracts"  # its products add up by fma, in order
 
 
 @pytest.mark.slow
@@ -547,7 +548,10 @@ def test_decode_and_prefill_do_the_same_arithmetic_on_sm_90(compiled: dict[str, 
     }
     assert loops["decode"] == loops["prefill"] and len(loops["decode"]) >= 3
     assert loops["latent_decode"] == loops["latent_prefill"] and len(loops["latent_decode"]) == 1
+    assert sum(not figures["chains"] for figures in attention.values()) == 2  # in float32
     for name, figures in attention.items():
+        if not figures["chains"]:
+            continue
         scores, values = figures["chains"]
         assert scores["fresh"] and not values["fresh"], name
         assert all(chain["inputs"] == [16] and chain["adds"] and chain["ascending"] for chain in (scores, values)), name

@@ -34,6 +34,7 @@ class PlayedStream:
 
     def wait_stream(self, other: object) -> None:
         self._cuda.told.append(("wait_stream", other))
+        self._cuda.waits.append((self, other))
 
 
 class PlayedCuda:
@@ -45,11 +46,13 @@ class PlayedCuda:
         self.told: list[tuple[str, Any]] = []
         self.pools = 0
         self.is_idle = False
+        self.main = PlayedStream(self)
+        self.waits: list[tuple[object, object]] = []
 
     def __getattr__(self, name: str) -> Any:
         plain = {
             "is_available": True, "get_device_capability": self.capability, "get_device_name": "played",
-            "current_device": 0, "current_stream": "main",
+            "current_device": 0, "current_stream": self.main,
         }  # fmt: skip
         return lambda *_: plain[name]
 
@@ -62,6 +65,9 @@ class PlayedCuda:
     def stream(self, stream: PlayedStream) -> Any:
         self.told.append(("on", stream))
         return nullcontext()
+
+    def set_device(self, device: object) -> None:
+        self.told.append(("set_device", device))
 
     def empty_cache(self) -> None:
         self.told.append(("empty_cache", None))
@@ -138,7 +144,7 @@ def test_what_leaves_waits_for_the_work_before_it_and_is_kept_until_it_left(play
     gpu = device.Cuda()
     leaving = gpu.fetch([torch.arange(3), torch.zeros(0)])
     assert [what for what, _ in played.cuda.told] == ["wait_stream", "on", "keep", "keep", "record"]
-    assert played.cuda.told[0][1] == "main"
+    assert played.cuda.told[0][1] is played.cuda.main
     assert [array.tolist() for array in leaving.arrays()] == [[0, 1, 2], []]
     assert played.cuda.told[-1] == ("wait", played.cuda.told[-2][1])
 
@@ -175,6 +181,16 @@ def test_memory_is_given_back_but_not_while_a_step_is_recorded(played: PlayedTor
     gpu.capture(run, None)
     threads[0].join()
     assert [what for what, _ in played.cuda.told[1:]] == ["graph", "recorded", "empty_cache"]
+
+
+def test_weights_come_on_a_stream_of_their_own_that_steps_join(played: PlayedTorch) -> None:
+    gpu, main = device.Cuda(), played.cuda.main
+    with gpu.beside():
+        assert [what for what, _ in played.cuda.told] == ["set_device", "wait_stream", "on"]
+        side = played.cuda.told[-1][1]
+    assert side is not main and played.cuda.waits == [(side, main)]  # steps wait for nothing
+    gpu.join()
+    assert played.cuda.waits[1:] == [(main, side), (side, main)]
 
 
 def test_an_old_gpu_is_refused(played: PlayedTorch) -> None:

@@ -99,16 +99,19 @@ def test_bits_are_those_of_the_cpu(staged: Loaded, alone: list[tuple[object, ...
     assert fake.replayed > 0
 
 
+SCORED = 3 * 4 * 64 * 320  # logits of the longest prompt in a step, and what is made of them
+
+
 def test_what_graphs_take_is_kept_free(staged: Loaded) -> None:
     runner, facts, _ = staged
     step = 1 << 20  # what the played device says of every run
     logits, hidden = 4 * 320 * 24, 4 * 64 * 64  # one place for all decode steps, one for all prompts
-    assert cuda(runner).activation_bytes(runner.model, facts.layout.specs, 16) == 3 * step + logits + hidden
+    assert cuda(runner).activation_bytes(runner.model, facts.layout.specs, 16) == 3 * step + SCORED + logits + hidden
 
 
 def test_bits_without_graphs_are_the_same(tmp_path: Path, alone: list[tuple[object, ...]]) -> None:
     runner, facts, fake = make(tmp_path, enforce_eager=True)
-    assert cuda(runner).activation_bytes(runner.model, facts.layout.specs, 16) == 2 << 20
+    assert cuda(runner).activation_bytes(runner.model, facts.layout.specs, 16) == (2 << 20) + SCORED
     assert outcomes(Driver(runner, facts, seed=3).run(jobs())) == alone
     assert fake.captured == fake.replayed == 0
 
