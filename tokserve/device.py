@@ -255,7 +255,7 @@ class Cuda:
 
     def _idle_buffer(self) -> PinnedBuffer:
         """The buffer whose copy was begun first, if it is done; a new one rather than to wait for it."""
-        if len(self._buffers) < NUM_BUFFERS and not (self._buffers and self._buffers[0].copied.query()):
+        if len(self._buffers) < NUM_BUFFERS and not (self._buffers and self._buffers[0].copied.query()):  # type: ignore[no-untyped-call]
             return self._buffer(1 << 16)
         buffer = self._buffers.popleft()
         buffer.copied.synchronize()

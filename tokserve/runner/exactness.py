@@ -78,7 +78,7 @@ def attends_alike(layer: Attention, pages: tuple[Tensor, ...]) -> bool:
     keys = pages[0]
     page, home = keys.shape[2], keys.device
     count = -(-PROMPT // page)
-    caches = [_random(seed, count, *keys.shape[1:]).to(home).to(layer.dtype).to(keys.dtype) for seed in (1, 2)]
+    k, v = (_random(seed, count, *keys.shape[1:]).to(home).to(layer.dtype).to(keys.dtype) for seed in (1, 2))
     q = _random(3, PROMPT, layer.heads, layer.dim).to(home, layer.dtype)
 
     def attend(*spans: tuple[int, int]) -> Tensor:
@@ -87,7 +87,7 @@ def attends_alike(layer: Attention, pages: tuple[Tensor, ...]) -> bool:
         tables = torch.arange(count, dtype=torch.int32, device=home).repeat(len(spans), 1)
         rows = torch.cat([q[start:end] for start, end in spans])
         return ops.paged_attention(
-            rows, *caches, tables, counts.cumsum(0).int(), ends, layer.scale * layer.k_scale, layer.window,
+            rows, k, v, tables, counts.cumsum(0).int(), ends, layer.scale * layer.k_scale, layer.window,
             layer.v_scale, layer.softcap, layer.sinks,
         )  # fmt: skip
 
