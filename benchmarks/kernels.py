@@ -27,6 +27,7 @@ from torch import Tensor
 from tokserve import _C, device
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
+from tokserve.ops.samples.recurrent import columns
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, VOCAB, PAGE = 1024, 3072, 16, 8, 128, 151936, 16
 BF16 = torch.bfloat16
@@ -252,6 +253,27 @@ def attention_cases(rows: int, queries: int, length: int) -> Iterator[Case]:
     )  # fmt: skip
 
 
+def recurrent_cases(rows: int, tokens: int) -> Iterator[Case]:
+    """`rows` requests that compute `tokens` each, with the heads of Qwen3-Next and the channels of LFM2."""
+    key_heads, heads, dim, channels, count = 16, 32, 128, 2048, rows * tokens
+    batch = columns(((tokens, 100 + tokens, 100, 100 + tokens),) * rows, ())
+    width = 2 * (key_heads + heads) * dim
+    state, ring = torch.zeros(rows, heads, dim, dim), randn(rows, 37, width - heads * dim + 2 * heads)
+    vector, shape = torch.randn(heads), f"{rows} x {tokens}"
+    yield plain(
+        "gated_delta", f"{shape} of {heads} heads [{dim},{dim}]",
+        (randn(count, width), randn(count, 2 * heads), torch.randn(4, width - heads * dim), vector, vector,
+         torch.randn(dim), 1e-6, True, state, ring, *batch),
+        traffic=2 * state.nbytes, operations=7 * count * heads * dim * dim, torch_call=None,
+    )  # fmt: skip
+    x = randn(count, 3 * channels)
+    yield plain(
+        "short_conv", f"{shape} of {channels}",
+        (x, torch.randn(3, channels), None, randn(rows, 36, channels), *batch),
+        traffic=x.nbytes * 4 // 3, operations=8 * count * channels, torch_call=None,
+    )  # fmt: skip
+
+
 def sampling_cases(rows: int) -> Iterator[Case]:
     logits, index = torch.randn(rows, VOCAB) * 3, torch.arange(rows)
     shape, size, count = f"[{rows},{VOCAB}]", logits.nbytes, logits.numel()
@@ -301,6 +323,8 @@ def cases(quick: bool, selected: set[str]) -> Iterator[Case]:
             yield lora_case(label, tokens, adapters)
     for rows, queries, length in ((1, 1, 1024), (16, 1, 1024), (1, 512, 512), (1, 512, 4096)):
         yield from attention_cases(rows, queries, length)
+    for rows, tokens in ((1, 1), (8, 1), (1, 512)) if selected & {"gated_delta", "short_conv"} else ():
+        yield from recurrent_cases(rows, tokens)
     for rows, length in ((8, 256),) if quick else ((8, 256), (1, 2048)):
         yield from gradient_cases(rows, length)
     for rows in (1,) if quick else (1, 16):

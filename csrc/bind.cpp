@@ -101,6 +101,7 @@ NB_MODULE(_C, m) {
   bind_lora(m);
   bind_quant(m);
   bind_attention(m);
+  bind_recurrent(m);
   bind_attention_gradients(m);
   bind_gradients(m);
   bind_sampling(m);

@@ -94,6 +94,7 @@ void bind_linear(nanobind::module_& m);
 void bind_lora(nanobind::module_& m);
 void bind_quant(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
+void bind_recurrent(nanobind::module_& m);
 void bind_attention_gradients(nanobind::module_& m);
 void bind_sampling(nanobind::module_& m);
 void bind_wna16(nanobind::module_& m);

@@ -139,7 +139,7 @@ void rope(const Tensor& q, const Tensor& k, const Tensor& table, const Tensor& p
 
 void norm_rope_store(const Tensor& qkv, const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight,
                      float eps, const Tensor& table, const Tensor& positions, const Tensor& k_cache,
-                     const Tensor& v_cache, const Tensor& slots, bool interleaved, bool norm_last,
+                     const Tensor& v_cache, const Tensor& slots, bool interleaved, bool norm_last, bool gated,
                      const Tensor& q_out) {
   const char* op = "norm_rope_store";
   const DType dtype = float_type(qkv, op);
@@ -147,11 +147,13 @@ void norm_rope_store(const Tensor& qkv, const std::optional<Tensor>& q_weight, c
   require(q_out.kind() == qkv.kind() && q_out.ndim() == 3 && q_out.dense() && q_out.size(2) == c.dim, op,
           "q's output must be [T,Hq,D]");
   const int64_t tokens = q_out.size(0), heads = q_out.size(1), limit = table.ndim() == 2 ? table.size(0) : 0;
-  require(qkv, qkv.kind(), {tokens, (heads + 2 * c.kv_heads) * c.dim}, op, "qkv must be contiguous [T,(Hq+2Hk)*D]");
+  require(qkv, qkv.kind(), {tokens, (heads * (gated ? 2 : 1) + 2 * c.kv_heads) * c.dim}, op,
+          "qkv must be contiguous [T,(Hq+2Hk)*D], with gates [T,(2Hq+2Hk)*D]");
   require(q_weight.has_value() == k_weight.has_value(), op, "q's and k's norm come together");
   const DType weight_dtype = q_weight ? float_type(*q_weight, op) : dtype;
   require(weight_dtype == dtype || weight_dtype == DType::f32, op, "norm weights must be float32 or have qkv's dtype");
   const bool norm_all = q_weight && q_weight->ndim() == 1 && q_weight->size(0) != c.dim;
+  require(!norm_all || !gated, op, "gated queries are normed by head");
   const int64_t q_width = norm_all ? heads * c.dim : c.dim, k_width = norm_all ? c.kv_heads * c.dim : c.dim;
   if (q_weight) require(*q_weight, q_weight->kind(), {q_width}, op, "q_weight must be [D] or [Hq*D]");
   if (k_weight) require(*k_weight, q_weight->kind(), {k_width}, op, "k_weight must be [D] or [Hk*D], like q_weight");
@@ -179,7 +181,8 @@ void norm_rope_store(const Tensor& qkv, const std::optional<Tensor>& q_weight, c
                   .eps = eps,
                   .interleaved = interleaved,
                   .norm_all = norm_all,
-                  .norm_last = norm_last};
+                  .norm_last = norm_last,
+                  .gated = gated};
   const int64_t scratch = c.kv_heads * c.dim * qkv.item();
   launch([=] {
     for (int64_t t = 0; t < tokens; t++) {
@@ -214,7 +217,7 @@ void bind_elementwise(nb::module_& m) {
   m.def("rope", rope);
   m.def("norm_rope_store", norm_rope_store, nb::arg("qkv"), nb::arg("q_weight").none(), nb::arg("k_weight").none(),
         nb::arg("eps"), nb::arg("table"), nb::arg("positions"), nb::arg("k_cache"), nb::arg("v_cache"),
-        nb::arg("slot_mapping"), nb::arg("interleaved"), nb::arg("norm_last"), nb::arg("q_out"));
+        nb::arg("slot_mapping"), nb::arg("interleaved"), nb::arg("norm_last"), nb::arg("gated"), nb::arg("q_out"));
 }
 
 }  // namespace tokserve

@@ -189,22 +189,23 @@ void qkv_rows(const QkvArgs& a, int64_t begin, int64_t end, T* keys) {
   const PageLayout<T> layout{a.page, dim};
   for (int64_t t = begin; t < end; t++) {
     const float* cos = a.table + a.positions[t] * a.rot;
-    const auto norm = [&](const T* x, const void* weight, T* out, int64_t heads) {
+    const auto norm = [&](const T* x, int64_t stride, const void* weight, T* out, int64_t heads) {
       const int64_t width = a.norm_all ? heads * dim : dim;
       for (int64_t i = 0; i < heads * dim; i += width)
-        norm_row(x + i, static_cast<const W*>(weight), out + i, width, a.eps);
+        norm_row(x + i / dim * stride, static_cast<const W*>(weight), out + i, width, a.eps);
     };
-    const auto norm_and_rotate = [&](const T* x, const void* weight, T* out, int64_t heads) {
+    const auto norm_and_rotate = [&](const T* x, int64_t stride, const void* weight, T* out, int64_t heads) {
       const bool first = weight && !a.norm_last;
-      if (first) norm(x, weight, out, heads);
+      if (first) norm(x, stride, weight, out, heads);
       for (int64_t h = 0; h < heads; h++)
-        rotate((first ? out : x) + h * dim, out + h * dim, cos, half, dim, a.interleaved);
-      if (weight && a.norm_last) norm(out, weight, out, heads);
+        rotate(first ? out + h * dim : x + h * stride, out + h * dim, cos, half, dim, a.interleaved);
+      if (weight && a.norm_last) norm(out, dim, weight, out, heads);
     };
-    const T* x = static_cast<const T*>(a.qkv) + t * (a.q_heads + 2 * a.k_heads) * dim;
-    norm_and_rotate(x, a.q_weight, static_cast<T*>(a.q_out) + t * a.q_heads * dim, a.q_heads);
-    x += a.q_heads * dim;
-    norm_and_rotate(x, a.k_weight, keys, a.k_heads);
+    const int64_t stride = a.gated ? 2 * dim : dim;  // of query heads
+    const T* x = static_cast<const T*>(a.qkv) + t * (a.q_heads * stride + 2 * a.k_heads * dim);
+    norm_and_rotate(x, stride, a.q_weight, static_cast<T*>(a.q_out) + t * a.q_heads * dim, a.q_heads);
+    x += a.q_heads * stride;
+    norm_and_rotate(x, dim, a.k_weight, keys, a.k_heads);
     x += a.k_heads * dim;
     const Slot slot = locate_slot(a.slots[t], a.k_heads, a.page, dim);
     for (int64_t h = 0; h < a.k_heads; h++) {

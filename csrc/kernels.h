@@ -7,6 +7,8 @@
 
 #include "attention_args.h"
 #include "dtype.h"
+#include "lora.h"
+#include "recurrent.h"
 #include "sampling_args.h"
 
 namespace tokserve {
@@ -106,6 +108,7 @@ struct QkvArgs {
   bool interleaved;  // as in RopeArgs
   bool norm_all;     // one norm over all heads of q, one over those of k
   bool norm_last;    // after the rotation
+  bool gated;        // behind each query head lie dim elements that are passed over
 };
 
 struct StoreArgs {
@@ -130,26 +133,6 @@ struct LinearArgs {
   int64_t m, n, k, x_stride;
   bool cheap_widening;     // widening 16-bit weights does not compete with multiply-adds for execution ports
   int64_t out_stride = 0;  // elements between rows of out; 0: they are adjacent.  Not of a gated weight
-};
-
-// LoRA: out += scale * (x down^T) up, for each row with its adapter's factors, separate for each shard of the outputs.
-struct LoraArgs {
-  DType dtype;
-  const void* x;         // [T, K], rows x_stride elements apart
-  const void* down;      // [S, P, R, K] for S slots, P shards
-  const void* up;        // [S, R, N]
-  const int32_t* ranks;  // [S, P]: rows of down and up in use, 0: nothing is added
-  const float* scales;   // [S, P]
-  const int64_t* sizes;  // [P]: outputs of each shard, N together
-  void* out;             // [T, N], rows out_stride elements apart
-  int64_t k, n, r, shards, x_stride, out_stride;
-};
-
-// Rows with the same adapter, anywhere in the batch.
-struct LoraGroup {
-  const int32_t* rows;  // [count]
-  int64_t count;        // 1 .. kLoraRows
-  int64_t slot;
 };
 
 struct QuantizeArgs {
@@ -286,6 +269,10 @@ struct Kernels {
   int64_t (*route_scratch)(const RouteArgs&);
   void (*route)(const RouteArgs&, int64_t begin, int64_t end, char* scratch);
   void (*combine)(const CombineArgs&, int64_t begin, int64_t end);
+  int64_t (*delta_scratch)(const DeltaArgs&);
+  void (*gated_delta)(const DeltaArgs&, const StateRow&, int64_t key_head, char* scratch);
+  void (*short_conv)(const ConvArgs&, const StateRow&, int64_t begin, int64_t end);
+  void (*gate_heads)(const GateHeadsArgs&, int64_t begin, int64_t end);
   // attend: a whole tile into out.  attend_split: one split of it into `partial`; merge_splits: its partials into out.
   int64_t (*attention_scratch)(const AttentionArgs&);
   int64_t (*attention_partial)(const AttentionArgs&, int64_t queries);  // floats of one split's partial result

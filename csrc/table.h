@@ -14,6 +14,7 @@
   EACH(quantize_rows) EACH(int8_rows_size) EACH(int8_rows) EACH(linear_int8)                                         \
   EACH(wna16_rows_size) EACH(wna16_rows) EACH(linear_wna16) EACH(embedding_wna16)                                    \
   EACH(route_scratch) EACH(route) EACH(combine)                                                                      \
+  EACH(delta_scratch) EACH(gated_delta) EACH(short_conv) EACH(gate_heads)                                            \
   EACH(attention_scratch) EACH(attention_partial) EACH(attend) EACH(attend_split) EACH(merge_splits)                 \
   EACH(attention_gradients_scratch) EACH(attention_gradients_partial)                                                \
   EACH(attention_gradients) EACH(merge_attention_gradients) EACH(activation_gradients) EACH(norm_gradients)          \

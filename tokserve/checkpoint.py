@@ -25,6 +25,10 @@ REASONS = {
     "LocalEntryNotFoundError": "the hub cannot be reached, and the cache does not hold it",
     "OfflineModeIsEnabled": "the hub is switched off, and the cache does not hold it",
 }
+TEXT_PARTS = {  # architectures with other inputs, and those of their text part
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+}
 
 
 def locate(model: str, *, weights: bool = True, what: str = "model") -> Path:
@@ -93,4 +97,14 @@ def hf_config(directory: Path) -> dict[str, Any]:
     value = read_json(directory, "config.json")
     if value is None:
         raise StartError(f"{directory} holds no config.json; is it a Hugging Face checkpoint?")
-    return value
+    return _text_part(value)
+
+
+def _text_part(value: dict[str, Any]) -> dict[str, Any]:
+    """Of a model whose text part is served alone, that part's config, with what only the whole has."""
+    inner, names = value.get("text_config"), value.get("architectures")
+    known = [TEXT_PARTS[name] for name in names if name in TEXT_PARTS] if isinstance(names, list) else []
+    if not known or not isinstance(inner, dict):
+        return value
+    whole = {name: attribute for name, attribute in value.items() if not name.endswith("_config")}
+    return whole | inner | {"architectures": known}

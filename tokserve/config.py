@@ -177,6 +177,17 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     enable_prefix_caching: Annotated[
         bool, about("Reuse the KV pages of earlier requests that begin with the same tokens.")
     ] = True
+    state_snapshot_interval: Annotated[
+        NotNegative,
+        about("Of models with recurrent states: tokens between two snapshots of a request's state, rounded up to whole "
+              "KV pages. The prefix cache reuses a prefix up to its last snapshot; one more is taken where the last "
+              "full page of a prompt ends. 0: none are taken, so such a model's prefixes are not reused."),
+    ] = 512  # fmt: skip
+    state_snapshot_memory_bytes: Annotated[
+        NotNegative,
+        about("Most memory for snapshots of recurrent states (suffixes K, M, G are understood); the least recently "
+              "used are dropped first."),
+    ] = GIB  # fmt: skip
     grammar_cache_bytes: Annotated[
         Positive,
         about("Memory for compiled grammars (structured outputs) that are kept for later requests, the least recently "

@@ -39,13 +39,75 @@ class KVSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class KVLayout:
-    """The cache a model needs: a spec per layer, and how many pages of how many tokens there are."""
+class StateSpec:
+    """What one layer with a recurrent state keeps of a request, however long it is.
 
-    specs: tuple[KVSpec, ...]
+    A ring of the last inputs of a convolution of `taps`, `entry` elements of `dtype` each, and beside it, if the layer
+    has one, a `memory` of this shape in float32.
+    """
+
+    taps: int
+    entry: int
+    dtype: str
+    memory: tuple[int, ...] = ()
+    kind: Literal["state"] = "state"
+
+    def state_shapes(self, spare_inputs: int) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """Shapes and dtypes of a state's tensors; the ring holds so many inputs beyond its taps."""
+        ring = ((self.taps + spare_inputs, self.entry), self.dtype)
+        return (ring, (self.memory, "float32")) if self.memory else (ring,)
+
+    def state_bytes(self, spare_inputs: int) -> int:
+        """Bytes of one state of one layer."""
+        return sum(ITEM_BYTES.get(dtype, 2) * prod(shape) for shape, dtype in self.state_shapes(spare_inputs))
+
+    def block_bytes(self, block_size: int) -> int:
+        """None: nothing is kept in pages."""
+        return 0
+
+    def bytes_per_token(self) -> int:
+        """None."""
+        return 0
+
+
+LayerSpec = KVSpec | StateSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """How many states there are: one for each slot, then `snapshots`, taken every `interval` tokens.
+
+    `spare_inputs`: of a ring, for the drafts of a step.
+    """
+
+    slots: int
+    snapshots: int
+    interval: int
+    spare_inputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The cache a model needs: a spec per layer, and how many pages of how many tokens there are.
+
+    `states`: of a model some of whose layers have a recurrent state.
+    """
+
+    specs: tuple[LayerSpec, ...]
     num_blocks: int
     block_size: int
+    states: StateLayout | None = None
 
     def bytes(self) -> int:
-        """Bytes of the whole cache."""
+        """Bytes of all pages."""
         return self.num_blocks * sum(spec.block_bytes(self.block_size) for spec in self.specs)
+
+    def state_bytes(self) -> int:
+        """Bytes of all states."""
+        states = self.states
+        return 0 if states is None else (states.slots + states.snapshots) * one_state(self.specs, states.spare_inputs)
+
+
+def one_state(specs: tuple[LayerSpec, ...], spare_inputs: int) -> int:
+    """Bytes of one state of all layers."""
+    return sum(spec.state_bytes(spare_inputs) for spec in specs if isinstance(spec, StateSpec))

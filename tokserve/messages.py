@@ -274,7 +274,8 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     requests, and of the requests whose client does not read; `displaced`: a counter, the part of `preemptions` that
     made room for another client.
     `draft_steps`: steps of requests that had drafts; `draft_tokens`: their drafts; `accepted_by_position`: those that
-    were accepted, by their position in the row; `drafts_by_source`: drafts and accepted ones.
+    were accepted, by their position in the row; `drafts_by_source`: drafts and accepted ones.  `snapshots`: a gauge of
+    the recurrent states that are kept.
     """
 
     running: int = 0
@@ -301,6 +302,7 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     draft_tokens: int = 0
     accepted_by_position: list[int] = []
     drafts_by_source: dict[str, tuple[int, int]] = {}
+    snapshots: int = 0
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):

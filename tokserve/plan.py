@@ -44,7 +44,8 @@ class NewRow(msgspec.Struct, frozen=True):
 
     `tokens`: int32[n], the prompt and the output so far; `prompt_len` tells them apart, for penalties.  `stop_ids`: ids
     that `min_tokens` keeps from being sampled (EOS, ignored or not, and stop_token_ids).  `adapter`: the slot of its
-    adapter, -1 for none.
+    adapter, -1 for none.  `snapshot`, `num_state`: the recurrent state that it begins with, -1 for none, and the
+    position of that, which may be one more than it has computed.
     """
 
     slot: int
@@ -56,6 +57,8 @@ class NewRow(msgspec.Struct, frozen=True):
     stop_ids: tuple[int, ...]
     adapter: int = -1
     features: tuple[Feature, ...] = ()
+    snapshot: int = -1
+    num_state: int = 0
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -67,7 +70,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     pooling, else `num_drafts[i]` + 1.  While an earlier step with drafts of the same request is in flight,
     `num_computed` counts all of them; the device subtracts those that were rejected.
     `blocks`: (slot, index in the slot's block table of the first, block ids) added since the last plan (all of a row's
-    blocks when it enters).  `freed`: slots freed since the last plan.  Order of application: freed, new, blocks, rows.
+    blocks when it enters).  `freed`: slots freed since the last plan.  `saves`: (slot, position, snapshot): the slot's
+    recurrent state becomes the snapshot as it passes the position, if it does.  Order of application: freed, new,
+    blocks, rows.
     """
 
     step: int
@@ -80,6 +85,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     new: list[NewRow] = []
     blocks: list[tuple[int, int, list[int]]] = []
     freed: list[int] = []
+    saves: list[tuple[int, int, int]] = []
 
 
 class GrammarBitmask(msgspec.Struct, frozen=True):
@@ -147,7 +153,7 @@ class StepResult(msgspec.Struct, frozen=True):
     WITHHELD; unless OK, the row has no token.  By plan row: `prompt_logprobs` of the prompt tokens that follow this
     chunk's positions (token num_computed + 1 ...), as far as requested; `pooled` vectors; `routed_experts`, uint8 or
     uint16 [n, layers, experts per token] of the row's last n positions, all of them if it enters its slot.
-    `draft_passes`: None if no row's drafts were drawn.
+    `draft_passes`: None if no row's drafts were drawn.  `saved`: the snapshots of the plan's `saves` that were taken.
     """
 
     step: int
@@ -160,6 +166,7 @@ class StepResult(msgspec.Struct, frozen=True):
     routed_experts: dict[int, NDArray[Any]] = {}
     sampling_masks: SamplingMaskRows | None = None
     draft_passes: DraftPasses | None = None
+    saved: list[int] = []
 
 
 def _encode_array(value: Any) -> Any:

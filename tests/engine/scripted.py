@@ -4,7 +4,8 @@ The next token is a hash of (seed, position, all tokens before), so it cannot de
 cache is simulated: each (block, offset) holds what was written there (a hash of all tokens and features up to that
 position), and every step compares all that a row would read with what the request's own tokens demand.  A wrong
 prefix hit, a stale block, or a write into another request's block fails the step.  Drafts are accepted for as long as
-they are what would have been sampled.
+they are what would have been sampled.  With `states`, each slot has a recurrent state, the hash of the tokens up to its
+position, and a step fails whose state is not one to go on from: a wrong snapshot, or a draft that was rejected.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tests.engine.scripted_states import States, demand
 from tests.outputs import Output, unpack
 from tokserve.config import Config, SpeculationPlan
 from tokserve.engine.core import EngineCore
 from tokserve.engine.request import Request
 from tokserve.engine.speculation.drafter import Drafter, TextDrafter
 from tokserve.errors import RequestError
-from tokserve.kv_spec import KVLayout, KVSpec
+from tokserve.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
 from tokserve.messages import (
     Abort,
     Call,
@@ -69,15 +71,6 @@ from tokserve.prompt import Feature, TokenPrompt
 VOCAB = 20
 EOS = (1,)
 START = hashlib.blake2b(b"start", digest_size=8).digest()
-
-
-class IllegalPlan(AssertionError):
-    """A plan that a device could not, or must not, execute."""
-
-
-def demand(truth: object, message: str) -> None:
-    if not truth:
-        raise IllegalPlan(message)
 
 
 def engine_request(
@@ -226,6 +219,8 @@ class Slot:
     planned: int = -1  # the last step with a row of it
     sampled: int = -1  # the last step that sampled
     rejected: dict[int, int] = field(default_factory=dict)  # drafts by step
+    state: bytes = START  # of the tokens up to position num_state
+    num_state: int = 0
 
     def learn(self, token: int) -> None:
         self.tokens.append(token)
@@ -257,15 +252,18 @@ class ScriptedExecutor:
     """Checks and plays plans.  `spoil`: (seed, position) pairs whose logits are NaN; `bar`: those whose parameters
     leave nothing; `fail_at`: a step that raises.  `results`: of all steps."""
 
-    def __init__(self, config: Config, num_blocks: int = 64, block_size: int = 4) -> None:
+    def __init__(
+        self, config: Config, num_blocks: int = 64, block_size: int = 4, states: StateLayout | None = None
+    ) -> None:
         self.scheduler = config.scheduler
         self.context = min(config.model.max_model_len or 10**9, num_blocks * block_size)
         self.size = block_size
         self.max_loras = config.lora.max_loras
-        spec = KVSpec(1, 1, "float32")
+        specs = (KVSpec(1, 1, "float32"), *((StateSpec(2, 1, "float32"),) if states else ()))
         self.facts = DeviceFacts(
-            KVLayout((spec,), num_blocks, block_size), VOCAB, "v1", {"scripted": True}, {"image": 0}
+            KVLayout(specs, num_blocks, block_size, states), VOCAB, "v1", {"scripted": True}, {"image": 0}
         )
+        self.states = States(states)
         self.slots: dict[int, Slot] = {}
         self.kv: dict[tuple[int, int], tuple[bytes, int]] = {}  # (block, offset) -> (content, step that wrote it)
         self.in_flight: deque[int] = deque()
@@ -310,6 +308,7 @@ class ScriptedExecutor:
             self.weights = None if "weights" in args["tags"] else self.weights
             if not self.has_kv:
                 self.kv.clear()
+                self.states.snapshots.clear()
         elif method == "restore":
             demand(args["tags"] == ["kv_cache"] and not self.has_kv, "the KV memory is there")
             self.has_kv = True
@@ -412,6 +411,7 @@ class ScriptedExecutor:
         for slot, count in zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True):
             self._check_cached(plan, self.slots[slot], self.slots[slot].computed)
             self._write(plan.step, self.slots[slot], count)
+        self.states.advance(plan, self.slots, self._weights)
         for slot in plan.slots.tolist():
             self._check_read(self.slots[slot])
 
@@ -436,7 +436,8 @@ class ScriptedExecutor:
             demand(row.tokens.dtype == np.int32 and len(row.tokens) >= row.prompt_len > 0, "tokens of a new row")
             demand(0 <= row.slot < self.scheduler.rows, "slot out of range")
             tokens = row.tokens.tolist()
-            self.slots[row.slot] = Slot(row, tokens, prefixes_of(tokens, row.features), entered=plan.step)
+            self.slots[row.slot] = slot = Slot(row, tokens, prefixes_of(tokens, row.features), entered=plan.step)
+            self.states.restore(slot, self._weights(slot))
         for slot, first, blocks in plan.blocks:
             table = self.slots[slot].blocks
             demand(blocks and first == len(table), f"slot {slot}: {first} is not the end of its block table")
@@ -590,7 +591,7 @@ class ScriptedExecutor:
         logprobs = rows_of(rows, widest, padding=1) if widest or rows else None
         return StepResult(
             plan.step, np.array(counts, np.int32), np.array(tokens, np.int32), np.array(status, np.uint8), logprobs,
-            prompt_rows, pooled, draft_passes=self._draft_passes(plan),
+            prompt_rows, pooled, draft_passes=self._draft_passes(plan), saved=self.states.saved.pop(plan.step, []),
         )  # fmt: skip
 
     def _draft_passes(self, plan: StepPlan) -> DraftPasses | None:
@@ -762,8 +763,9 @@ class Engine:
 
     def __init__(
         self, *, num_blocks: int = 64, block_size: int = 4, context: int = 64, drafter: Drafter | None = None,
-        **options: Any,
+        snapshots: int | None = None, interval: int = 8, **options: Any,
     ) -> None:  # fmt: skip
+        """`snapshots`: of a model with recurrent states, taken every `interval` tokens."""
         options = {
             "model": "scripted",
             "max_num_seqs": 8,
@@ -773,7 +775,9 @@ class Engine:
         }
         options.setdefault("eos_token_ids", list(EOS))
         self.config = Config.make(max_model_len=context, **options)
-        self.executor = ScriptedExecutor(self.config, num_blocks, block_size)
+        slots = self.config.scheduler.max_num_seqs
+        states = None if snapshots is None else StateLayout(slots, snapshots, interval, spare_inputs=9)
+        self.executor = ScriptedExecutor(self.config, num_blocks, block_size, states)
         self.clock = Clock()
         self.wakes: list[None] = []
         self.core = EngineCore(

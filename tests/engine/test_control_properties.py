@@ -41,7 +41,7 @@ class Life:
             max_chunk=rng.choice([None, None, 3]), enable_prefix_caching=rng.random() < 0.8,
             scheduling_policy=rng.choice(["fcfs", "priority"]), enable_lora=True, max_loras=rng.choice([1, 2]),
             reject_while_paused=rng.random() < 0.2, max_queued_requests=rng.choice([None, None, 0, 3]),
-            max_queued_tokens=rng.choice([None, None, 60]),
+            max_queued_tokens=rng.choice([None, None, 60]), snapshots=[None, 6][seed % 2],
         )  # fmt: skip
         self.directories: dict[str, tuple[str, str]] = {}  # name -> weights in it, state of its files
         self.num = self.kills = 0

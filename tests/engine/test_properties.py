@@ -77,6 +77,7 @@ engines = st.fixed_dictionaries(
         "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
         "enable_prefix_caching": st.sampled_from([True, True, False]),
         "right": st.sampled_from([None, 0.0, 0.5, 1.0]),
+        "snapshots": st.sampled_from([None, 0, 2, 9]),  # of recurrent states; None: the model has none
     }
 )
 
@@ -141,7 +142,7 @@ def test_results_do_not_depend_on_company(options: dict[str, Any], script: list[
 @pytest.mark.parametrize("depth", [1, 2])
 def test_results_do_not_depend_on_preemption_or_drafts(depth: int) -> None:
     """Crowds in caches that hold hardly more than one full context."""
-    preemptions = hits = accepted = rejected = 0
+    preemptions = hits = accepted = rejected = restored = 0
     for seed in range(60):
         rng = random.Random(seed)
         script = []
@@ -161,10 +162,14 @@ def test_results_do_not_depend_on_preemption_or_drafts(depth: int) -> None:
             "scheduling_policy": rng.choice(["fcfs", "priority"]),
             "enable_prefix_caching": rng.random() < 0.7,
             "right": rng.choice([None, 0.3, 0.9]),
+            "snapshots": [None, 8][seed % 2],
         }
         engine = play(options, script, None)
         preemptions += engine.stats.preemptions
         hits += engine.stats.prefix_hits
         accepted += engine.executor.accepted
         rejected += engine.executor.rejected
-    assert preemptions > 200 and hits > 200 and accepted > 100 and rejected > 30  # else this tests nothing
+        restored += engine.executor.states.restored
+    assert (
+        preemptions > 200 and hits > 200 and accepted > 100 and rejected > 30 and restored > 30
+    )  # else this tests nothing

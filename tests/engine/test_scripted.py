@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.engine.scripted import Engine, IllegalPlan
+from tests.engine.scripted import Engine
+from tests.engine.scripted_states import IllegalPlan
 from tokserve.engine.kv_cache.block_pool import BlockPool
 from tokserve.engine.kv_cache.prefix_cache import BlockTable, PrefixCache
 from tokserve.engine.request import Request

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokserve.layers.batch import ForwardBatch, LogitsRows
+from tokserve.kv_spec import StateSpec
+from tokserve.layers.batch import ForwardBatch, LogitsRows, StateRows
 from tokserve.models.decoder import Decoder
 
 PAGE = 16
+SPARE = 3  # inputs in a ring beyond its taps
 
 
 class Driver:
@@ -22,8 +24,12 @@ class Driver:
         order = torch.randperm(rows * per_row, generator=torch.Generator().manual_seed(0))
         self.tables = order.to(torch.int32).view(rows, per_row)
         self.lengths = [0] * rows
-        self.kv = []
+        self.kv: list[tuple[Tensor, ...]] = []
         for spec in decoder.kv_specs():
+            if isinstance(spec, StateSpec):
+                shapes = spec.state_shapes(SPARE)
+                self.kv.append(tuple(torch.full((rows, *s), torch.nan, dtype=getattr(torch, d)) for s, d in shapes))
+                continue
             dtype = getattr(torch, spec.dtype)
             self.kv.append(
                 tuple(torch.full((rows * per_row, *shape), torch.nan, dtype=dtype) for shape in spec.shapes(PAGE))
@@ -41,6 +47,7 @@ class Driver:
         """
         positions = [torch.arange(self.lengths[row], self.lengths[row] + len(ids)) for row, ids in work.items()]
         slots = [self.tables[row][p // PAGE].long() * PAGE + p % PAGE for row, p in zip(work, positions, strict=True)]
+        starts_of_states = torch.tensor([self.lengths[row] for row in work], dtype=torch.int32)
         for row, ids in work.items():
             self.lengths[row] += len(ids)
         counts = [len(ids) for ids in work.values()]
@@ -54,6 +61,9 @@ class Driver:
             slot_mapping=torch.cat(slots),
             kv=self.kv,
             embeds=embeds,
+        )
+        batch.states = StateRows(
+            torch.tensor(list(work)), starts_of_states, batch.seq_lens, torch.empty(0, 3, dtype=torch.int32)
         )
         if ends is not None:
             index = torch.tensor(ends, dtype=torch.int64)

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.models.driver import Driver, prefill, random_ids
+from tokserve import checkpoint
 from tokserve.models.decoder import Decoder
 from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.models.load import load
@@ -150,6 +152,26 @@ CASES |= {
         {"vocab_size": 323, "hidden_size": 48, "head_dim": 20, "num_key_value_heads": 1, "intermediate_size": 157,
          "attention_bias": True, "hidden_act": "gelu", "rms_norm_eps": 1e-3},
     ),
+    "qwen3-next": ("qwen3_next", {}),
+    "qwen3-next-all-layers": (
+        "qwen3_next",
+        {"layer_types": None, "full_attention_interval": 2, "num_hidden_layers": 4, "mlp_only_layers": [],
+         "decoder_sparse_step": 2, "norm_topk_prob": False, "attention_bias": True, "linear_conv_kernel_dim": 2,
+         "linear_num_value_heads": 2, "linear_value_head_dim": 40, "num_key_value_heads": 1},
+    ),
+    "qwen3.5": ("qwen3_5_text", {}),
+    "qwen3.5-tied": (
+        "qwen3_5_text",
+        {"tie_word_embeddings": True, "linear_num_value_heads": 6, "linear_value_head_dim": 20, "attention_bias": True},
+    ),
+    "qwen3.5-moe": ("qwen3_5_moe_text", {}),
+    "lfm2": ("lfm2", {}),
+    "lfm2-moe": ("lfm2_moe", {}),
+    "lfm2-adjusted": (
+        "lfm2",
+        {"block_auto_adjust_ff_dim": True, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.3, "conv_bias": False,
+         "conv_L_cache": 5, "tie_word_embeddings": False},
+    ),
 }  # fmt: skip
 CASES |= {
     "olmoe": ("olmoe", {}),
@@ -199,7 +221,8 @@ CASES |= {
 }  # fmt: skip
 FAST = {  # of those that other families' cases cover less than half
     "gemma2", "phi3-longrope", "olmo2-odd", "granite4-no-rope", "smollm3-windows", "glm4", "cohere2", "starcoder2",
-    "hunyuan-alpha", "llama-odd-sizes", "deepseek-v3", "ernie-moe",
+    "hunyuan-alpha", "llama-odd-sizes", "qwen3-next", "lfm2",
+    "deepseek-v3", "ernie-moe",
 }  # fmt: skip
 FIRST = list(CASES).index("gemma")  # the cases before it are fast, too
 EVERY = [
@@ -210,6 +233,14 @@ GREEDY = ["llama", "mistral", "qwen2-window", "qwen3", "gemma3", "rope-yarn", "g
 NEW = [family for family, _ in CASES.values() if family not in ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")]
 LENGTH = 150  # longer than every window and every original context
 LARGEST = 1e-4  # |difference| of float32 logits that the contract allows; about 5e-5 at most on any kernels
+# The norm of what a head reads from its state divides rounding errors by the size of that, here and in transformers,
+# whose chunked sums are as far from float64 as ours; on few tokens that shows.
+OF_STATES = 2e-4
+
+
+def allowed(hf: dict[str, Any]) -> float:
+    """The largest difference of a float32 logit."""
+    return OF_STATES if "linear_num_key_heads" in hf else LARGEST
 
 
 def oracle(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -239,7 +270,7 @@ def test_float32_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     expected = oracle_logits(model, ids)
     assert expected.std() > 1.5  # sharp enough for a difference to show
     found = prefill(ours(tmp_path / "ours"), ids)
-    assert (found - expected).abs().max() < LARGEST
+    assert (found - expected).abs().max() < allowed(hf)
     model.save_pretrained(tmp_path / "theirs")
     assert torch.equal(prefill(ours(tmp_path / "theirs"), ids), found)
 
@@ -258,7 +289,7 @@ def test_greedy_decoding_equals_transformers(name: str, tmp_path: Path) -> None:
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=64, do_sample=False
         )[0, len(prompt) :].tolist()
     first, second = oracle_logits(model, prompt + expected)[len(prompt) - 1 : -1].topk(2).values.unbind(-1)
-    assert (first - second).min() > 2 * LARGEST  # so no rounding within the tolerance chooses another token
+    assert (first - second).min() > 2 * allowed(hf)  # so no rounding within the tolerance chooses another token
     driver = Driver(ours(tmp_path))
     found: list[int] = []
     pending = prompt
@@ -351,3 +382,24 @@ def test_serving_dtype_converts_a_float32_checkpoint(dtype: str, tmp_path: Path)
     assert {spec.dtype for spec in decoder.kv_specs()} == {dtype}
     found = prefill(decoder, random_ids(40, hf["vocab_size"]))
     assert 0 < (found - expected).abs().mean() < (0.06 if dtype == "bfloat16" else 0.01)
+
+
+def test_the_text_part_of_a_qwen3_5_checkpoint_with_a_tower(tmp_path: Path) -> None:
+    hf = tiny_config("qwen3_5_text")
+    write_checkpoint(tmp_path / "text", hf)
+    tensors = load_file(tmp_path / "text" / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
+    others = {"model.visual.merger.weight": torch.ones(3), "mtp.norm.weight": torch.ones(3)}
+    (tmp_path / "whole").mkdir()
+    save_file(renamed | others, tmp_path / "whole" / "model.safetensors")
+    inner = {name: value for name, value in hf.items() if name not in ("architectures", "tie_word_embeddings")}
+    whole = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "tie_word_embeddings": False,
+        "text_config": inner, "vision_config": {"hidden_size": 3},
+    }  # fmt: skip
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(whole))
+    read = checkpoint.hf_config(tmp_path / "whole")
+    assert read == hf
+    ids = random_ids(40, hf["vocab_size"])
+    served = load(tmp_path / "whole", read, dtype="float32", head_dtype="auto", load_format="auto", seed=0)
+    assert torch.equal(prefill(served, ids), prefill(ours(tmp_path / "text"), ids))

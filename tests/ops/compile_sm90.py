@@ -153,6 +153,32 @@ def calls(sizes: list[int]) -> None:
     call["penalize"](logits, tables, lens, lens, ones, ones, ones)
     call["edit_rows"](tables, torch.zeros(2, 4, dtype=INT), lens)
     call["prepare_step"](tables, tables, lens, lens, starts, page, index, index, index, lens, tables)
+    recurrent_calls(call)
+
+
+def recurrent_calls(call: dict[str, Any]) -> None:
+    """The layers with states at the shapes of Qwen3-Next and LFM2, and a gated attention's parts."""
+    rows, heads, dim, taps, channels = 16, 32, 128, 4, 8192
+    lens, starts, saves = torch.zeros(rows, dtype=INT), torch.zeros(rows + 1, dtype=INT), torch.zeros(3, 3, dtype=INT)
+    columns = starts, lens, torch.zeros(rows, dtype=LONG), lens, lens, saves
+    vector = torch.empty(heads)
+    call["gated_delta"](
+        torch.empty(rows, channels + heads * dim, dtype=BF16), torch.empty(rows, 2 * heads, dtype=BF16),
+        torch.empty(taps, channels), vector, vector, torch.empty(dim), 1e-6, True, torch.empty(rows, heads, dim, dim),
+        torch.empty(rows, 37, channels + 2 * heads, dtype=BF16), *columns,
+    )  # fmt: skip
+    for bias in (None, torch.empty(2048)):
+        call["short_conv"](
+            torch.empty(rows, 3 * 2048, dtype=BF16), torch.empty(3, 2048), bias,
+            torch.empty(rows, 36, 2048, dtype=BF16), *columns,
+        )  # fmt: skip
+    mixed, gated = torch.empty(rows, 16, 256, dtype=BF16), torch.empty(rows, 36 * 256, dtype=BF16)
+    call["gate_heads"](mixed, gated)
+    caches = torch.empty(2, 32, 2, 64, 256, dtype=BF16).unbind()
+    norm, index = torch.empty(256), torch.zeros(rows, dtype=LONG)
+    call["norm_rope_store"](
+        gated, norm, norm, 1e-6, torch.empty(4096, 64), index, *caches, index, 1.0, 1.0, False, False, True
+    )
 
 
 def figures(kernel: Any) -> dict[str, Any]:

@@ -30,7 +30,7 @@ NEEDED = {  # program: Debian's package
 # Entries that only say how others are to be called, and one whose result is the instruction set's own layout: what
 # linear_int8 makes of it is compared.
 UNCOMPARED = {
-    "linear_scratch", "linear_panels", "route_scratch", "lora_scratch", "int8_rows_size", "int8_rows",
+    "linear_scratch", "linear_panels", "route_scratch", "lora_scratch", "delta_scratch", "int8_rows_size", "int8_rows",
     "attention_scratch", "attention_partial", "sampling_scratch", "wna16_rows_size", "wna16_rows",
     "attention_gradients_scratch", "attention_gradients_partial",
 }  # fmt: skip

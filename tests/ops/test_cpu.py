@@ -19,7 +19,7 @@ from tests.ops.packing import PACKING, pack_arguments
 from tokserve import ops
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
-from tokserve.ops.samples import samples
+from tokserve.ops.samples import recurrent, samples
 from tokserve.ops.samples.wna16 import weights
 
 _C = pytest.importorskip("tokserve._C")
@@ -199,6 +199,16 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
     index = torch.arange(9)
     table = randn(600, 64)
     return {
+        "gated_delta": (
+            randn(70, 384 + 128, dtype=bf16), randn(70, 8, dtype=bf16), randn(4, 384), randn(4), randn(4),
+            randn(32), 1e-6, False, randn(9, 4, 64, 32), randn(9, 6, 392, dtype=bf16),
+            *recurrent.columns(((50, 50, 0, 50), (20, 30, 8, 28)), ((0, 16, 5), (1, 20, 6))),
+        ),
+        "short_conv": (
+            randn(70, 3 * 512, dtype=bf16), randn(4, 512), None, randn(9, 6, 512, dtype=bf16),
+            *recurrent.columns(((50, 50, 0, 50), (20, 30, 8, 28)), ((0, 16, 5), (1, 20, 6))),
+        ),
+        "gate_heads": (randn(300, 4, 64, dtype=bf16), randn(300, 1024, dtype=bf16)),
         "rms_norm": (randn(300, 512, dtype=bf16), randn(512, dtype=bf16), 1e-6),
         "add_rms_norm": (randn(300, 512), randn(300, 512, seed=1), randn(512), 1e-6),
         "layer_norm": (randn(300, 512, dtype=bf16), randn(512, dtype=bf16), randn(512, dtype=bf16), 1e-6),
@@ -423,7 +433,44 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
     line = (heads, randn(3, 52), randn(20), 1e-6, angles, at, randn(4, 16, 52), at, True)
     attended = (randn(3, 2, 20), heads, randn(4, 16, 52), table, two, torch.tensor([64], dtype=INT), 0.1)
     lora = (randn(2, 2, 4, 64), randn(2, 4, 9), ranks, torch.ones(2, 2), (4, 5))
+    delta: tuple[Any, ...] = (
+        randn(5, 24), randn(5, 4), randn(2, 16), randn(2), randn(2), randn(4), 1e-6, False, randn(3, 2, 4, 4),
+        randn(3, 4, 20), *recurrent.columns(((2, 6, 4, 6), (3, 3, 0, 2)), ((0, 5, 2),)),
+    )  # fmt: skip
+    conv: tuple[Any, ...] = (
+        randn(5, 24), randn(2, 8), randn(8), randn(3, 4, 8),
+        *recurrent.columns(((2, 6, 4, 6), (3, 3, 0, 2)), ((0, 5, 2),)),
+    )  # fmt: skip
+    start, end = torch.tensor([6, 0], dtype=INT), torch.tensor([6, 4], dtype=INT)
+    wrong_deltas: tuple[tuple[str, int, Any], ...] = (
+        ("width", 0, randn(5, 23)), ("dtype", 0, delta[0].half()), ("tokens", 0, randn(6, 24)),
+        ("rates", 1, randn(5, 5)), ("channels", 2, randn(2, 15)), ("taps", 2, randn(5, 16)),
+        ("heads", 3, randn(3)), ("bias", 4, randn(2).double()), ("norm", 5, randn(5)),
+        ("state", 8, randn(3, 3, 4, 4)), ("ring", 9, randn(3, 4, 19)), ("rings", 9, randn(2, 4, 20)),
+        ("int64", 11, delta[11].long()), ("a row outside", 12, torch.tensor([0, 3])), ("a state ahead", 13, start),
+        ("a state behind", 13, start - 5), ("an end past the row", 14, end), ("an end before the state", 14, end - 3),
+        ("a save outside", 15, torch.tensor([[0, 5, 3]], dtype=INT)),
+        ("a save not passed", 15, torch.tensor([[0, 4, 2]], dtype=INT)),
+        ("a save onto itself", 15, torch.tensor([[0, 5, 0]], dtype=INT)),
+    )  # fmt: skip
     return {
+        **{
+            f"delta: {what}": ("gated_delta", (*delta[:at], wrong, *delta[at + 1 :]))
+            for what, at, wrong in wrong_deltas
+        },
+        **{
+            f"short conv: {what}": ("short_conv", (*conv[:at], wrong, *conv[at + 1 :]))
+            for what, at, wrong in (
+                ("width", 0, randn(5, 23)),
+                ("weight", 1, randn(2, 8).half()),
+                ("bias", 2, randn(7)),
+                ("ring", 3, randn(3, 1, 8)),
+                ("a state ahead", 7, start),
+                ("a row outside", 6, torch.tensor([5, 0])),
+            )
+        },
+        "gates: too few": ("gate_heads", (randn(3, 2, 8), randn(3, 31))),
+        "gates: rows": ("gate_heads", (randn(3, 2, 8), randn(2, 32))),
         **{
             f"experts of integers: {what}": ("experts_wna16", (*of_integers[:at], wrong, *of_integers[at + 1 :]))
             for what, at, wrong in (

@@ -529,3 +529,54 @@ def test_attention_of_many_rows_is_that_of_each(name: str, call: Any) -> None:
         parts = [(row, lengths[row] - 1, lengths[row]) for row in rows]
         for row, part in zip(rows, paged.attend(call, parts), strict=True):
             assert torch.equal(part[0], alone[row][-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@every("gated_delta", "short_conv")
+def test_states_do_not_depend_on_chunks_or_drafts(name: str, call: Any, dtype: torch.dtype) -> None:
+    """A row whole, in chunks, and with drafts some of which stay, beside another: outputs, memory and rings."""
+    length, taps, spare, channels = 41, 3, 7, 2 * 2 * 12 + 4 * 20
+    entry = channels + 8
+    rng = random.Random(length)
+    x = randn(dtype, 1, 2 * length, channels + 80 if name == "gated_delta" else 3 * entry)
+    rates = randn(dtype, 2, 2 * length, 8)
+    weights = randn(torch.float32, 3, taps, channels), randn(torch.float32, 4, 4), randn(torch.float32, 5, 4)
+    norm, bias = randn(torch.float32, 6, 20), randn(torch.float32, 7, entry)
+
+    def states() -> tuple[Tensor, ...]:
+        return torch.full((4, 4, 12, 20), torch.nan), torch.full((4, taps + spare, entry), torch.nan, dtype=dtype)
+
+    def run(kept: tuple[Tensor, ...], work: list[tuple[int, int, int, int, int]], saves: list[list[int]]) -> Tensor:
+        """Rows as (state row, first and last token, positions of the state before and after)."""
+        tokens = torch.tensor(
+            [t for row, first, last, _, _ in work for t in range(row * length + first, row * length + last)]
+        )
+        counts = torch.tensor([0, *(last - first for _, first, last, _, _ in work)]).cumsum(0).int()
+        rows, _, lens, start, end = (torch.tensor(column) for column in zip(*work, strict=True))
+        columns = counts, lens.int(), rows, start.int(), end.int(), torch.tensor(saves).view(-1, 3).int()
+        if name == "short_conv":
+            wide = randn(torch.float32, 8, taps, entry)
+            return call(x[tokens], wide, bias, kept[1], *columns)  # type: ignore[no-any-return]
+        return call(x[tokens], rates[tokens], *weights, norm, 1e-6, True, *kept, *columns)  # type: ignore[no-any-return]
+
+    whole = states()
+    expected = run(whole, [(0, 0, length, 0, length)], [[0, 16, 2]])
+    for trial in range(4):
+        kept = states()
+        outputs, computed, at = torch.empty_like(expected), 0, 0
+        while computed < length:
+            count = min(length - computed, rng.choice([1, 1, 2, 9]))
+            drafts = min(length - computed - count, rng.choice([0, 0, 3, spare - 1]) if computed else 0)
+            last, end = computed + count + drafts, computed + count
+            beside = [(1, 0, 5, 0, 5)] if trial % 2 else []
+            saves = [[0, 16, 2]] if at < 16 <= end else []
+            outputs[computed:last] = run(kept, [(0, computed, last, at, end), *beside], saves)[: last - computed]
+            at, computed = end, end + rng.randint(0, drafts)
+        same((outputs,), (expected,))
+        if at == length:
+            same((kept[1][0],), (whole[1][0],))
+            same((kept[0][0],) if name == "gated_delta" else (), (whole[0][0],) if name == "gated_delta" else ())
+        window = [p % (taps + spare) for p in range(16 - taps, 16)]
+        same((kept[0][2], kept[1][2, window]), (whole[0][2], whole[1][2, window]))
+        again = run(kept, [(0, length - 1, length, at, at)], []) if at == length else expected[-1:]
+        same((again,), (expected[-1:],))

@@ -378,11 +378,15 @@ def test_gated_linear_has_the_bits_of_its_two_parts(op: str, name: str, dtype: t
 def test_norm_rope_store_has_the_bits_of_its_three_parts(name: str, dtype: torch.dtype) -> None:
     for qkv, q_weight, k_weight, eps, table, positions, *rest in samples("norm_rope_store", dtype):
         caches, slots = rest[:2], rest[2]
-        interleaved, norm_last = rest[5:] or (False, False)
+        interleaved, norm_last, gated = (*rest[5:], False, False, False)[:3]
         expected = [cache.clone() for cache in caches]
         kv_heads, dim = caches[0].shape[1], caches[0].shape[3]
-        heads = qkv.shape[1] // dim
-        parts = qkv.view(-1, heads, dim).split([heads - 2 * kv_heads, kv_heads, kv_heads], 1)
+        plain = qkv
+        if gated:  # each query head is followed by its gate
+            queries, others = qkv.split([qkv.shape[1] - 2 * kv_heads * dim, 2 * kv_heads * dim], 1)
+            plain = torch.cat((queries.view(len(qkv), queries.shape[1] // dim, dim)[:, ::2].flatten(1), others), 1)
+        heads = plain.shape[1] // dim
+        parts = plain.view(-1, heads, dim).split([heads - 2 * kv_heads, kv_heads, kv_heads], 1)
         q, k, v = (part.contiguous() for part in parts)
         norm = implementation(name, "rms_norm")
         for is_norm in (not norm_last, norm_last):

@@ -69,6 +69,9 @@ SKIPPED_IN_INTERPRETER = {
 # of a sample in the interpreter
 MAX_ELEMENTS = {
     ("filter_logits", torch.float32): 8_000,
+    ("gated_delta", torch.float32): 600,  # a token after the other
+    ("gated_delta", torch.float16): 260,
+    ("short_conv", torch.float16): 500,
     ("linear", torch.float32): 6_000,
     ("linear_float8", torch.float32): 100,  # which the interpreter converts one by one
     ("paged_attention", torch.float16): 30_000,

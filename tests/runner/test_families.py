@@ -41,16 +41,20 @@ def run_all(directory: Path, family: str, **options: Any) -> tuple[dict[str, Any
 @pytest.mark.parametrize("family", EVERY)
 def test_cache_batch_depth_and_preemption_change_no_bit(family: str, tmp_path: Path) -> None:
     known, _ = run_all(tmp_path / "one", family, depth=1, max_num_seqs=1, enable_prefix_caching=False)
+    kinds = tiny_config(family).get("layer_types", [""] * 2)[:2]
+    attending = sum(kind not in ("linear_attention", "conv") for kind in kinds)
     latent = "kv_lora_rank" in tiny_config(family)
     row = 32 + 8 if latent else 2 * 2 * 16  # a latent and a rotated key, or keys and values of two heads
-    block = 16 * 2 * row * 2  # tokens, layers, elements, bytes
+    block = 16 * attending * row * 2  # tokens, layers, elements, bytes
     tight, preempted = run_all(tmp_path / "tight", family, depth=2, kv_cache_memory_bytes=18 * block)
     assert tight == known and preempted
 
 
 ADAPTED = {"phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], "starcoder2": ["k_proj", "c_fc", "c_proj"],
            "granitemoehybrid": ["v_proj", "input_linear", "output_linear"], "glm4": ["q_proj", "gate_up_proj"],
-           "cohere": ["q_proj", "up_proj"], "olmo2": ["q_proj", "k_proj", "o_proj"],
+           "cohere": ["q_proj", "up_proj"], "lfm2": ["in_proj", "out_proj", "k_proj", "w2"],
+           "qwen3_5_text": ["in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj"],
+           "olmo2": ["q_proj", "k_proj", "o_proj"],
            "minicpm3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]}  # fmt: skip
 
 
@@ -67,7 +71,7 @@ def test_adapters_target_the_tensors_of_the_checkpoint(family: str, tmp_path: Pa
     ids = prompt(60, 1)
     with torch.no_grad():
         exact = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1].double(), -1)
-    assert (scores(runner, facts, ids, 0) - exact).abs().max() <= 1e-4
+    assert (scores(runner, facts, ids, 0) - exact).abs().max() <= (2e-4 if family == "qwen3_5_text" else 1e-4)
     assert (scores(runner, facts, ids, -1) - exact).abs().max() > 0.1
 
 

@@ -50,7 +50,8 @@ def test_content_type_is_prometheus() -> None:
 def test_the_engines_statistics() -> None:
     s = site()
     s.llm.stats = StepStats(2, 3, 16, 8, 64, 100, 4, 1000, 500, 800, 200, 1, deferred=1,
-        grammar_bytes=77, grammars_compiling=6, grammar_refusals=9, clients=5, stalled=13, displaced=21)  # fmt: skip
+        grammar_bytes=77, grammars_compiling=6, grammar_refusals=9, clients=5, stalled=13, displaced=21,
+        snapshots=12)  # fmt: skip
     found = values(s)
     assert found["tokserve:num_requests_running"] == 2 and found["tokserve:num_requests_waiting"] == 3
     assert found["tokserve:kv_cache_usage_perc"] == 0.25 and found["tokserve:num_preemptions_total"] == 4
@@ -59,6 +60,7 @@ def test_the_engines_statistics() -> None:
     assert found["tokserve:nan_requests_total"] == 1
     assert found["tokserve:grammar_cache_bytes"] == 77 and found["tokserve:grammars_compiling"] == 6
     assert found["tokserve:grammar_refusals_total"] == 9
+    assert found["tokserve:recurrent_state_snapshots"] == 12 and found["tokserve:recurrent_state_bytes"] == 0
     assert found["tokserve:clients"] == 5 and found["tokserve:num_requests_stalled"] == 13
     assert found["tokserve:displaced_requests_total"] == 21
     assert found['tokserve:num_requests_waiting_by_reason{reason="capacity"}'] == 2

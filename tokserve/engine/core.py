@@ -26,6 +26,7 @@ from tokserve.engine.admin.control import Control
 from tokserve.engine.admission import Admission
 from tokserve.engine.deadlines import Deadlines
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
+from tokserve.engine.kv_cache.snapshots import Snapshots
 from tokserve.engine.output.front_ends import Emit, FrontEnds
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.plan_builder import InFlightStep
@@ -71,6 +72,9 @@ class EngineCore:
         self.cache = PrefixCache(
             layout.num_blocks, layout.block_size, enabled=config.cache.enable_prefix_caching,
             model=config.model.model,
+            snapshots=None if (states := layout.states) is None else Snapshots(
+                states.snapshots, states.interval // layout.block_size
+            ),
         )  # fmt: skip
         self.scheduler = Scheduler(config.scheduler, self.cache, facts.weight_version, drafter)
         self.control = Control(

@@ -18,7 +18,8 @@ DRAFT_MODEL = "draft_model"  # the source of drafts that the device draws
 class ScheduledRow(msgspec.Struct, eq=False, gc=False):
     """A request's part in one step: `num_tokens` positions, the last of them `drafts`; see `StepPlan`.
 
-    `source`: where the drafts come from.
+    `source`: where the drafts come from.  `saves`: (position, snapshot) of those that its state passes, unless earlier
+    drafts are rejected.
     """
 
     request: Request
@@ -26,6 +27,7 @@ class ScheduledRow(msgspec.Struct, eq=False, gc=False):
     num_logits: int
     drafts: Sequence[int] = ()
     source: str = ""
+    saves: Sequence[tuple[int, int]] = ()
 
     @property
     def is_drawn(self) -> bool:
@@ -174,6 +176,7 @@ class PlanBuilder:
         starts, blocks = [], []
         drafts: list[int] = []
         num_drafts = np.zeros(len(rows), np.int32)
+        saves: list[tuple[int, int, int]] = []
         num_tokens = [row.num_tokens for row in rows]
         for index, row in enumerate(rows):
             request = requests[index]
@@ -191,6 +194,8 @@ class PlanBuilder:
             if row.drafts:
                 num_drafts[index] = len(row.drafts)
                 drafts += row.drafts
+            if row.saves:
+                saves += [(request.slot, position, snapshot) for position, snapshot in row.saves]
         plan = StepPlan(
             step=step,
             slots=np.array([request.slot for request in requests], np.int32),
@@ -202,6 +207,7 @@ class PlanBuilder:
             new=self.new,
             blocks=blocks,
             freed=freed,
+            saves=saves,
         )
         num_logits = sum(row.num_logits for row in rows)
         return plan, InFlightStep(step, rows, weight_version, len(self.new), sum(num_tokens), num_logits, now)

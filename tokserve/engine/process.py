@@ -89,6 +89,11 @@ def _start(config: Config, executor: Executor, socket: EngineSocket) -> EngineCo
         "loaded in %.2f s; KV cache: %d blocks of %d tokens, %.1f MiB",
         time.monotonic() - began, layout.num_blocks, layout.block_size, layout.bytes() / (1 << 20),
     )  # fmt: skip
+    if layout.states is not None:
+        logger.info(
+            "recurrent states: %d slots, %d snapshots, %.1f MiB",
+            layout.states.slots, layout.states.snapshots, layout.state_bytes() / (1 << 20),
+        )  # fmt: skip
     return EngineCore(config, executor, facts, socket.send, wake=socket.wake)
 
 

@@ -86,6 +86,8 @@ class Request:
         self.num_in_flight = 0  # tokens that steps in flight sample, at most
         self.steps_in_flight = 0  # that mention it
         self.last_step = -1  # the newest step with a row of it
+        self.num_state = 0  # the position of its recurrent state, once what is planned is computed
+        self.snapshot = -1  # that its state began with
         self.blocks_sent = 0  # entries of the block table that the device has
         self.is_decoding = False  # a token was planned since it got its slot, so its prompt is computed
         self.withheld = False  # a step in flight must not sample for it
@@ -166,6 +168,8 @@ class Request:
             stop_ids=self.stop_ids,
             adapter=-1 if self.adapter is None else self.adapter.slot,
             features=self.features,
+            snapshot=self.snapshot,
+            num_state=self.num_state,
         )
 
     def append(
@@ -198,6 +202,13 @@ class Request:
         if masks is not None:
             output.add_sampling_masks(masks, first_row, kept)
         return kept
+
+    def roll_back(self, rejected: int) -> None:
+        """The last positions of a step do not stay: drafts, or one whose token was withheld."""
+        self.num_computed -= rejected
+        self.num_settled -= rejected
+        if self.steps_in_flight:  # they were planned to go on from the last draft
+            self.num_state -= rejected
 
     def count_drafts(self, proposed: int, accepted: int) -> None:
         """A step had drafts of it."""

@@ -103,6 +103,7 @@ class Scheduler:
         return StepStats(
             running=len(self._running), waiting=self.num_waiting, blocks_held=pool.num_in_use,
             blocks_cached=pool.num_cached, blocks_total=pool.total, clients=len(self.shares.live),
+            snapshots=0 if self._cache.snapshots is None else self._cache.snapshots.num_kept,
             deferred=min(self._deferred, len(self._waiting)) + len(self._parked), stalled=len(self._stalled),
             **self.counters.values(),
         )  # fmt: skip
@@ -165,11 +166,21 @@ class Scheduler:
             builder = self._build(now)
         if not builder.rows:
             return None
+        if self._cache.snapshots is not None:
+            self._plan_saves(builder)
         plan, step = builder.build(self._step, self._freed, self.weights.version, now)
         self.in_flight.append(step)
         self._step += 1
         self._freed = []
         return plan
+
+    def _plan_saves(self, builder: PlanBuilder) -> None:
+        """Recurrent states go on to the first draft of each row; take the snapshots that are due on the way."""
+        for row in builder.rows:
+            request = row.request
+            end = request.num_computed + row.num_tokens - len(row.drafts)
+            row.saves = self._cache.plan_saves(request.table, request.num_state, end)
+            request.num_state = max(request.num_state, end)
 
     def _build(self, now: float) -> PlanBuilder:
         budget = limit = self._config.token_budget
@@ -367,6 +378,9 @@ class Scheduler:
         request.state = State.RUNNING
         request.slot = self._free_slots.pop()
         request.num_computed = request.num_settled = min(hits * self._cache.block_size, request.reusable)
+        if self._cache.snapshots is not None:
+            request.num_state = hits * self._cache.block_size
+            request.snapshot = self._cache.snapshot_after(request.table, hits)
         if request.cached_tokens is None:
             request.cached_tokens = request.num_computed
             request.admitted = now
@@ -415,8 +429,7 @@ class Scheduler:
                 if row.drafts and index not in behind:
                     self._count_drafts(row, max(0, count - 1))
                 if rejected:
-                    request.num_computed -= rejected
-                    request.num_settled -= rejected
+                    request.roll_back(rejected)
                 if status != OK:
                     self.counters.nan_requests += status == NOT_FINITE
                     request.on_status(status, now)
@@ -432,6 +445,8 @@ class Scheduler:
                     requests.append(request)
                 elif count and request.options.stream:
                     requests.append(request)
+            if row.saves:
+                self._cache.record_saves(request.table, row.saves, result.saved)
             if self._leaving and request in self._leaving:
                 self._release_slot(request)
         self.counters.output_tokens += num_output
@@ -454,7 +469,7 @@ class Scheduler:
         self._free_slots.append(request.slot)
         self._freed.append(request.slot)
         request.slot = -1
-        request.num_computed = request.num_settled = request.blocks_sent = 0
+        request.num_computed = request.num_settled = request.num_state = request.blocks_sent = 0
         request.is_decoding = False
         if request.state is State.LEAVING:
             request.state = State.WAITING

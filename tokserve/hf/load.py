@@ -13,6 +13,7 @@ from tokserve.layers.options import LayerOptions
 from tokserve.layers.quantized import GROUP
 from tokserve.models import dummy, weights
 from tokserve.models.load import DTYPES, quant_methods
+from tokserve.models.registry import refuse_recurrent
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ def load(
     float8_cache: bool = False,
 ) -> TransformersModel:
     """As `models.load.load`.  Raises StartError, for what such a model cannot do as well."""
+    refuse_recurrent(hf)
     if float8_cache:
         raise StartError("kv_cache_dtype fp8 is not supported by --model-impl transformers")
     quant, head_quant = quant_methods(quantization, group_size, quantize_lm_head=quantize_lm_head)

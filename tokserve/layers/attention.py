@@ -31,6 +31,7 @@ class AttentionSpec:
     `softcap` > 0: a score s becomes softcap * tanh(s / softcap).  `qk_norm`: of each query and key head, or with
     `norm_scope` "all" of all heads of a token together, before the rotation, or with `norm_last` after it.
     `qkv_names`: the checkpoint's names of the tensors that form the first projection; the others are names, too.
+    `gated`: the tensor of queries has a gate behind each head, whose sigmoid multiplies what the head brings.
     `sinks`: each head has a score beside those of its keys, whose value is zero.
     """
 
@@ -51,6 +52,7 @@ class AttentionSpec:
     out_name: str = "o_proj"
     norm_names: tuple[str, str] = ("q_norm", "k_norm")
     sinks: bool = False
+    gated: bool = False
 
 
 class Attention:
@@ -68,6 +70,7 @@ class Attention:
         self.softcap, self.interleaved, self.norm_last = spec.softcap, spec.rope.interleaved, spec.norm_last
         self.qkv = Linear(hidden, _shards(spec, group), options, bias=spec.qkv_bias, split="column")
         self.out = Linear(width, {spec.out_name: hidden}, options, bias=spec.out_bias, split="row")
+        self.gated = spec.gated
         self.sinks = torch.zeros(self.heads, device=ops.torch_device) if spec.sinks else None  # [heads] float32
         self._heads, self._group = spec.heads, group
         norm, self.norm_names = spec.qk_norm, spec.norm_names
@@ -122,19 +125,22 @@ class Attention:
         self, x: Tensor, batch: ForwardBatch, layer: int, table: Tensor, logits_rows: LogitsRows | None = None
     ) -> Tensor:  # [T, hidden] -> same, or [n, hidden] of the n tokens of `logits_rows`
         keys, values = batch.kv[layer]
+        projected = self.qkv(x, adapters=batch.adapters)
         q = ops.norm_rope_store(
-            self.qkv(x, adapters=batch.adapters), self._weight(self.q_norm), self._weight(self.k_norm), self.norm_eps,
+            projected, self._weight(self.q_norm), self._weight(self.k_norm), self.norm_eps,
             table, batch.positions, keys, values, batch.slot_mapping, self.k_scale, self.v_scale, self.interleaved,
-            self.norm_last,
+            self.norm_last, self.gated,
         )  # [T, heads, dim]  # fmt: skip
         rows: LogitsRows | ForwardBatch = batch
         if logits_rows is not None:
             q, rows = q.index_select(0, logits_rows.tokens), logits_rows
+            projected = projected.index_select(0, logits_rows.tokens) if self.gated else projected
         mixed = ops.paged_attention(
             q, keys, values, rows.block_tables, rows.query_start, rows.seq_lens, self.scale * self.k_scale,
             self.window, self.v_scale, self.softcap, self.sinks,
         )  # [T or n, heads, dim]  # fmt: skip
-        return self.out(mixed.view(q.shape[0], self.heads * self.dim), adapters=rows.adapters)
+        mixed = ops.gate_heads(mixed, projected) if self.gated else mixed.view(q.shape[0], self.heads * self.dim)
+        return self.out(mixed, adapters=rows.adapters)
 
     @staticmethod
     def _weight(norm: RMSNorm | None) -> Tensor | None:
@@ -143,7 +149,7 @@ class Attention:
 
 def _shards(spec: AttentionSpec, group: Group) -> dict[str, int]:
     """Outputs of each tensor that forms the first projection: those of queries, keys and values, or of all."""
-    queries, keys = spec.heads * spec.dim, spec.kv_heads * spec.dim
+    queries, keys = spec.heads * spec.dim * (2 if spec.gated else 1), spec.kv_heads * spec.dim
     if len(spec.qkv_names) == 1:
         if group.size > 1:
             raise StartError(f"{spec.qkv_names[0]} cannot be divided among ranks")

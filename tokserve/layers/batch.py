@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-Pages = list[tuple[Tensor, ...]]  # per layer: the tensors of its KVSpec; keys and values are each [B, Hk, P, D]
+Pages = list[tuple[Tensor, ...]]  # per layer: the tensors of its spec; keys and values are each [B, Hk, P, D]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,20 @@ class LogitsRows:
     adapters: Tensor | None = None  # [n] int32
 
 
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """The recurrent states of a batch's rows, as the ops in `ops/recurrent` take them.
+
+    `rows`: the state of each row.  `start` and `end`: the positions that it belongs to before and after.
+    `saves`: batch row (negative: none), position, and the state that is to be that position's copy.
+    """
+
+    rows: Tensor  # [R] int64
+    start: Tensor  # [R] int32
+    end: Tensor  # [R] int32
+    saves: Tensor  # [n, 3] int32, ascending
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """T tokens of R rows.  Row r owns tokens query_start[r]:query_start[r + 1], its last positions.
@@ -36,6 +50,7 @@ class ForwardBatch:
     only.  None: all.  `adapters`: the slot of each token's adapter, negative for none; None: no token has one.
     `routed`: a list to which the layers with experts append the chosen ones [T, k] int32; with it, all tokens are
     computed in all layers.
+    `states`: of a model with recurrent states; a layer's are in `kv`.
     `embeds`: tokens whose embeddings are given, not looked up: inputs of the first layer, any multiplier applied.
     """
 
@@ -49,4 +64,5 @@ class ForwardBatch:
     logits_rows: LogitsRows | None = None
     adapters: Tensor | None = None  # [T] int32
     routed: list[Tensor] | None = None
+    states: StateRows | None = None
     embeds: tuple[Tensor, Tensor] | None = None  # indices in the batch [m] int64, embeddings [m, hidden]

@@ -53,6 +53,28 @@ class VectorPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class TransposedPlace:
+    """A matrix whose columns in memory are the tensor's rows."""
+
+    matrix: Tensor
+
+    @property
+    def memory(self) -> Tensor:
+        return self.matrix.view(-1)
+
+    def positions(self, indices: Indices) -> Indices:
+        columns, rows = self.matrix.shape
+        row, column = np.divmod(indices.astype(np.int64, copy=False), columns)
+        return np.asarray(column * rows + row)
+
+    def read(self, first: int, last: int) -> Tensor:
+        return self.matrix[:, first:last].t().contiguous()
+
+    def stored(self, values: Tensor) -> Tensor:
+        return values.to(self.memory.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class MatrixPlace:
     """Some rows of a packed weight, from `start` on."""
 

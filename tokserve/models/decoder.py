@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.kv_spec import KVSpec
+from tokserve.kv_spec import LayerSpec
 from tokserve.layers.attention import Attention, AttentionSpec
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.embedding import Embedding, Head
@@ -20,6 +20,7 @@ from tokserve.layers.mlp import GatedMLP, MLPSpec, make_mlp
 from tokserve.layers.norm import NoNorm, make_norm
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter, under
+from tokserve.layers.recurrent import GatedDelta, GatedDeltaSpec, ShortConv
 from tokserve.layers.rope import rope_table
 from tokserve.models.provenance import Provenance
 from tokserve.models.spec import BlockSpec, DecoderSpec
@@ -30,13 +31,17 @@ def feed_forward(hidden: int, spec: MLPSpec | MixtureSpec, options: LayerOptions
     return Mixture(hidden, spec, options) if isinstance(spec, MixtureSpec) else make_mlp(hidden, spec, options)
 
 
-def attention(
-    hidden: int, spec: AttentionSpec | LatentAttentionSpec, options: LayerOptions
-) -> Attention | LatentAttention:
-    """The attention of a block."""
-    if isinstance(spec, LatentAttentionSpec):
-        return LatentAttention(hidden, spec, options)
-    return Attention(hidden, spec, options)
+def token_mixer(
+    hidden: int, spec: BlockSpec, options: LayerOptions
+) -> Attention | LatentAttention | GatedDelta | ShortConv:
+    """The part of a block in which tokens meet."""
+    if isinstance(spec.attention, AttentionSpec):
+        return Attention(hidden, spec.attention, options)
+    if isinstance(spec.attention, LatentAttentionSpec):
+        return LatentAttention(hidden, spec.attention, options)
+    if isinstance(spec.attention, GatedDeltaSpec):
+        return GatedDelta(hidden, spec.attention, options)
+    return ShortConv(hidden, spec.attention, options)
 
 
 class DecoderBlock:
@@ -46,16 +51,16 @@ class DecoderBlock:
         def norm(name: str) -> NoNorm:
             return make_norm(hidden, spec.norm, options.dtype) if name else NoNorm()
 
-        self.norm_names, self.mlp_name = spec.norms, spec.mlp_name
+        self.norm_names, self.mlp_name, self.attention_name = spec.norms, spec.mlp_name, spec.attention_name
         self.parallel, self.residual_multiplier = spec.parallel, spec.residual_multiplier
         self.attention_norm, self.mlp_norm = norm(spec.norms.before_attention), norm(spec.norms.before_mlp)
         self.attention_post_norm, self.mlp_post_norm = norm(spec.norms.after_attention), norm(spec.norms.after_mlp)
-        self.attention = attention(hidden, spec.attention, options)
+        self.attention = token_mixer(hidden, spec, options)
         self.mlp = feed_forward(hidden, spec.mlp, options)
 
     def linears(self) -> dict[str, Linear]:
         """The projections, each after the Hugging Face name of the module that it is in."""
-        return under("self_attn", self.attention.linears()) | under(self.mlp_name, self.mlp.linears())
+        return under(self.attention_name, self.attention.linears()) | under(self.mlp_name, self.mlp.linears())
 
     def parameters(self) -> dict[str, Parameter]:
         """Under the names of Hugging Face checkpoints."""
@@ -64,7 +69,8 @@ class DecoderBlock:
             (names.before_attention, self.attention_norm), (names.after_attention, self.attention_post_norm),
             (names.before_mlp, self.mlp_norm), (names.after_mlp, self.mlp_post_norm),
         )  # fmt: skip
-        parameters = under("self_attn", self.attention.parameters()) | under(self.mlp_name, self.mlp.parameters())
+        parameters = under(self.attention_name, self.attention.parameters())
+        parameters |= under(self.mlp_name, self.mlp.parameters())
         for name, norm in norms:
             parameters |= under(name, norm.parameters())
         return parameters
@@ -132,7 +138,7 @@ class Decoder:
         return blank
 
     def borrow(self, other: Decoder) -> None:
-        """Use another's embedding, norms and sinks; the spec is the same."""
+        """Use another's embedding, norms and sinks; the spec is the same.  Raises StartError for recurrent states."""
         self.embedding, self.norm = other.embedding, other.norm
         for block, source in zip(self.blocks, other.blocks, strict=True):
             block.attention_norm, block.attention_post_norm = source.attention_norm, source.attention_post_norm
@@ -145,7 +151,7 @@ class Decoder:
         """The value of the option that the blocks' projections are quantized by; None: they are not."""
         return self.options.quant.name
 
-    def kv_specs(self) -> tuple[KVSpec, ...]:
+    def kv_specs(self) -> tuple[LayerSpec, ...]:
         """What each layer keeps in the cache."""
         return tuple(block.attention.kv_spec() for block in self.blocks)
 
@@ -158,7 +164,7 @@ class Decoder:
         parameters = under("model.embed_tokens", self.embedding.parameters())
         for number, block in enumerate(self.blocks):
             parameters |= under(f"model.layers.{number}", block.parameters())
-        parameters |= under("model.norm", self.norm.parameters())
+        parameters |= under(f"model.{self.spec.norm_name}", self.norm.parameters())
         return parameters if self.spec.tied else parameters | self.head.parameters()
 
     def stacked_parameters(self) -> dict[str, StackedParameter]:

@@ -172,6 +172,71 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "seed_oss": ("SeedOssForCausalLM", {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}),
     "ernie4_5": ("Ernie4_5ForCausalLM", {"tie_word_embeddings": True, "use_bias": True}),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            "num_experts": 10,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 72,
+            "mlp_only_layers": [1],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "qwen3_5_text": (
+        "Qwen3_5ForCausalLM",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        },
+    ),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeForCausalLM",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 3,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 72,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "lfm2": (
+        "Lfm2ForCausalLM",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "conv_L_cache": 3,
+            "conv_bias": True,
+            "norm_eps": 1e-5,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeForCausalLM",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "norm_eps": 1e-5,
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "hunyuan_v1_dense": ("HunYuanDenseV1ForCausalLM", {"attention_bias": True}),
     "olmoe": (
         "OlmoeForCausalLM",
@@ -283,7 +348,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 GAINS = {
-    "lm_head": 2.0, "q_proj": 1.5, "k_proj": 1.5, "qkv_proj": 1.3, "o_proj": 0.6,
+    "lm_head": 2.0, "q_proj": 1.5, "k_proj": 1.5, "qkv_proj": 1.3, "o_proj": 0.6, "out_proj": 0.3,
     "down_proj": 1.6, "output_linear": 1.6, "c_proj": 1.6,
 }  # fmt: skip
 
@@ -341,15 +406,19 @@ def _scale(name: str, width: int, tied: bool) -> tuple[float, float]:
     small = 0.02
     if name.endswith((".bias", "_bias")):
         return 0.0, 0.1
-    if name == "model.norm.weight":
+    if name in ("model.norm.weight", "model.embedding_norm.weight"):
         middle = 2.0 / (small * width**0.5) if tied else 1.0
         return middle, 0.1 * middle
-    if name.endswith(("q_norm.weight", "k_norm.weight")):
+    if name.endswith(("q_norm.weight", "k_norm.weight", "q_layernorm.weight", "k_layernorm.weight")):
         return 1.5, 0.1
-    if name.endswith("layernorm.weight"):
+    if name.endswith(("layernorm.weight", "operator_norm.weight", "ffn_norm.weight", "linear_attn.norm.weight")):
         return 1.0, 0.1
     if name == "model.embed_tokens.weight":
         return 0.0, small if tied else 0.15
+    if name.endswith("A_log"):  # as trained models are: e^A_log from 0.5 to 8
+        return 0.7, 0.7
+    if name.endswith("dt_bias"):
+        return -2.0, 1.0
     if name.endswith(".sinks"):
         return 0.5, 1.0
     part = name.removesuffix(".weight").rpartition(".")[2]

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.experts import MixtureSpec, RouterSpec
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.llama import HEADLESS
@@ -37,7 +36,7 @@ def gpt_oss(hf: Mapping[str, Any]) -> DecoderSpec:
     bias = fields.flag("attention_bias", True)
     spec = dense(
         fields, windows=_windows(fields), max_position=131072, kv_heads=8, head_dim=64, qkv_bias=bias, out_bias=bias,
-        renames=HEADLESS,
+        in_attention={"sinks": True}, renames=HEADLESS,
     )  # fmt: skip
     mixture = MixtureSpec(
         experts=fields.integer("num_local_experts", 128),
@@ -49,11 +48,7 @@ def gpt_oss(hf: Mapping[str, Any]) -> DecoderSpec:
         interleaved=True,
         router_name="router",
     )
-    blocks = []
-    for block in spec.blocks:
-        assert isinstance(block.attention, AttentionSpec)
-        blocks.append(replace(block, mlp=mixture, attention=replace(block.attention, sinks=True)))
-    return replace(spec, blocks=tuple(blocks))
+    return replace(spec, blocks=tuple(replace(block, mlp=mixture) for block in spec.blocks))
 
 
 def _windows(fields: ConfigReader) -> tuple[int, ...]:

@@ -64,7 +64,8 @@ def granite_hybrid(hf: Mapping[str, Any]) -> DecoderSpec:
     fields = ConfigReader(hf)
     name = "layers_block_type" if fields.present("layers_block_type") else "layer_types"
     if others := sorted(set(fields.texts(name) or ["mamba"]) - {"attention", "full_attention"}):
-        raise fields.refuse(name, f"names unsupported kinds: {', '.join(others)}")
+        kinds = ", ".join(others)
+        raise fields.refuse(name, f"names unsupported kinds: {kinds}; of Granite 4, models without Mamba are served")
     inner = fields.integer("shared_intermediate_size", 1024)
     turned = fields.text("position_embedding_type", "nope") == "rope"
     spec = _granite(

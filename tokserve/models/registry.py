@@ -36,6 +36,8 @@ ARCHITECTURES = {
     "GraniteMoeSharedForCausalLM": "tokserve.models.granite:granite_moe_shared",
     "HunYuanDenseV1ForCausalLM": "tokserve.models.llama:hunyuan",
     "HunYuanMoEV1ForCausalLM": "tokserve.models.small_moe:hunyuan_moe",
+    "Lfm2ForCausalLM": "tokserve.models.hybrid:lfm2",
+    "Lfm2MoeForCausalLM": "tokserve.models.hybrid:lfm2_moe",
     "LlamaForCausalLM": "tokserve.models.llama:llama",
     "MiniCPM3ForCausalLM": "tokserve.models.deepseek:minicpm3",
     "MiniMaxM2ForCausalLM": "tokserve.models.small_moe:minimax_m2",
@@ -50,11 +52,32 @@ ARCHITECTURES = {
     "Qwen2MoeForCausalLM": "tokserve.models.moe:qwen2_moe",
     "Qwen3ForCausalLM": "tokserve.models.llama:qwen3",
     "Qwen3MoeForCausalLM": "tokserve.models.moe:qwen3_moe",
+    "Qwen3NextForCausalLM": "tokserve.models.hybrid:qwen3_next",
+    "Qwen3_5ForCausalLM": "tokserve.models.hybrid:qwen3_5",
+    "Qwen3_5MoeForCausalLM": "tokserve.models.hybrid:qwen3_5_moe",
     "SeedOssForCausalLM": "tokserve.models.llama:seed_oss",
     "SmolLM3ForCausalLM": "tokserve.models.llama:smollm3",
     "Starcoder2ForCausalLM": "tokserve.models.starcoder:starcoder2",
     "YoutuForCausalLM": "tokserve.models.deepseek:youtu",
 }
+# Architectures with layers that are neither attention nor one of the recurrent kinds built in.
+RECURRENT = {
+    "BambaForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM",
+    "Lfm3ForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM", "NemotronHForCausalLM",
+    "OlmoHybridForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM", "Zamba2ForCausalLM", "ZambaForCausalLM",
+    "xLSTMForCausalLM",
+}  # fmt: skip
+
+
+def refuse_recurrent(hf: Mapping[str, Any]) -> None:
+    """Raise StartError for an architecture that no implementation can serve."""
+    for name in ConfigReader(hf).texts("architectures"):
+        if name in RECURRENT:
+            built_in = ", ".join(one for one, place in ARCHITECTURES.items() if ".hybrid:" in place)
+            raise StartError(
+                f"architecture {name} is not supported: its recurrent layers are of a kind that is not built in, and "
+                f"transformers' modules are served for attention only; those built in are: {built_in}"
+            )
 
 
 def is_known(hf: Mapping[str, Any]) -> bool:

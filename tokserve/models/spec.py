@@ -17,6 +17,7 @@ from tokserve.layers.latent import LatentAttentionSpec
 from tokserve.layers.linear import Activation
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
+from tokserve.layers.recurrent import GatedDeltaSpec, ShortConvSpec
 from tokserve.layers.rope import RopeSpec
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.formats import pick
@@ -56,16 +57,18 @@ class BlockSpec:
     """One layer.  `norm` is at the places that `norms` says.
 
     `parallel`: the MLP is given what attention is given, and both are added to the residual stream.
-    `residual_multiplier`: of what is added to it.  `mlp_name`: of the MLP's module in a checkpoint.
+    `attention` may be a layer with a recurrent state in its place.  `residual_multiplier`: of what is added to the
+    stream.  `mlp_name`, `attention_name`: of their modules in a checkpoint.
     """
 
-    attention: AttentionSpec | LatentAttentionSpec
+    attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec | ShortConvSpec
     mlp: MLPSpec | MixtureSpec
     norm: NormSpec
     norms: BlockNorms = BEFORE
     parallel: bool = False
     residual_multiplier: float = 1.0
     mlp_name: str = "mlp"
+    attention_name: str = "self_attn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ class DecoderSpec:
     `logits_softcap` > 0: a logit x becomes softcap * tanh(x / softcap) after that.
     `renames`: (prefix in the checkpoint, prefix here), applied to names that start with the first; a pair whose first
     begins with a dot is replaced anywhere in the name, and a tensor whose prefix becomes "" is not used.
-    `format`: how the checkpoint stores weights.
+    `format`: how the checkpoint stores weights.  `norm_name`: of the final norm's module in a checkpoint.
     """
 
     vocab: int
@@ -90,6 +93,7 @@ class DecoderSpec:
     format: CheckpointFormat = DENSE
     logits_multiplier: float = 1.0
     logits_softcap: float = 0.0
+    norm_name: str = "norm"
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
@@ -112,6 +116,7 @@ def decoder(
     embedding_multiplier: float = 1.0,
     logits_multiplier: float = 1.0,
     logits_softcap: float = 0.0,
+    norm_name: str = "norm",
 ) -> DecoderSpec:
     """The spec of these blocks.  `max_position`, `tied`: what the family assumes where the attribute is absent."""
     refuse_unsupported(fields)
@@ -126,6 +131,7 @@ def decoder(
         embedding_multiplier=embedding_multiplier,
         logits_multiplier=logits_multiplier,
         logits_softcap=logits_softcap,
+        norm_name=norm_name,
         format=pick.checkpoint_format(fields.values),
     )
 

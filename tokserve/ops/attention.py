@@ -71,14 +71,20 @@ def norm_rope_store(
     v_scale: float = 1.0,
     interleaved: bool = False,
     norm_last: bool = False,
+    gated: bool = False,
 ) -> Tensor:
     """From a projection qkv [T,(Hq+2Hk)*D] to queries [T,Hq,D], with its keys and values written into the caches.
 
     q and k heads are normed by `rms_norm` with their weights (both None: no norm), then rotated by `rope`; `norm_last`:
     rotated, then normed.  Weights of [D] norm each head, weights of [Hq*D] and [Hk*D] all heads of a token together.
+    `gated`: qkv is [T,(2Hq+2Hk)*D], behind each query head lie D elements that `gate_heads` reads; weights are [D].
     k and v are stored by `store_kv`.  Bit for bit the result of these three ops in sequence, roundings included.
     """
     kv_heads, dim = k_cache.shape[1], k_cache.shape[3]
+    if gated:
+        queries = qkv.shape[1] - 2 * kv_heads * dim
+        heads_with_gates = qkv[:, :queries].reshape(len(qkv), queries // (2 * dim), 2, dim)
+        qkv = torch.cat((heads_with_gates[:, :, 0].flatten(1), qkv[:, queries:]), 1)
     heads = qkv.shape[1] // dim
     parts = torch.split(qkv.view(-1, heads, dim), [heads - 2 * kv_heads, kv_heads, kv_heads], 1)
     q, k, v = (part.contiguous() for part in parts)  # [T,Hq,D], [T,Hk,D] twice

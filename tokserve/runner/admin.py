@@ -86,6 +86,8 @@ class Admin:
         parameters = self._runner.model.parameters_by_name().values()
         weights = sum(math.prod(parameter.shape) * parameter.dtype.itemsize for parameter in parameters)
         sizes = {"weight_bytes": weights, "kv_bytes": self._backend.layout.bytes()}
+        if self._backend.layout.states is not None:
+            sizes["state_bytes"] = self._backend.layout.state_bytes()
         if self._runner.draft_model is not None:
             sizes["draft_bytes"] = self._runner.draft_model.num_bytes()
         return sizes if self._lora is None else sizes | {"lora_bytes": self._lora.num_bytes()}

@@ -19,6 +19,7 @@ from tokserve.runner.logits import LogitRows
 from tokserve.runner.replay import Step
 from tokserve.runner.routed import RoutedTable
 from tokserve.runner.slots import Int64, SamplingColumns, Slots
+from tokserve.runner.states import StateTable
 from tokserve.runner.steps import PendingResult
 
 WARM_UPS: tuple[dict[str, Any], ...] = (  # sampling parameters; all but the first only compile kernels
@@ -76,6 +77,10 @@ class Backend(Protocol):
     @property
     def routed(self) -> RoutedTable | None:
         """The chosen experts of cached positions, if they are kept."""
+
+    @property
+    def states(self) -> StateTable | None:
+        """The recurrent states, if the model has some."""
 
     @property
     def draft(self) -> Draft | None:

@@ -60,6 +60,8 @@ class CpuGraphs:
     def fits(self, plan: StepPlan) -> bool:
         if not self._can_capture or len(plan.slots) > MAX_TOKENS:
             return False
+        if len(plan.saves) > len(plan.slots):
+            return False  # a batch has room for one a row
         if len(plan.draft_token_ids) == 0:
             return is_decode(plan)
         return int(np.add.reduce(plan.num_tokens)) <= MAX_TOKENS and np.array_equal(plan.num_tokens, plan.num_logits)
@@ -83,15 +85,21 @@ class CpuGraphs:
         batch = self._slots.decode_batch(num_tokens, self._kv, adapters=adapted)
         self._slots.fill(plan, batch)
         batch.batch.routed = None if self._routed is None else []
+        if batch.states is not None:
+            batch.states.rows[:] = -1  # a step that has changed states cannot be run again, so here none has
         try:
             logits, run = capture(lambda: self._step(batch.batch), self._memory)
         except NotCapturable as error:
             logger.info("decode steps run op by op: %s", error)
             self._can_capture = False
             batch.batch.routed = None if self._routed is None else []
+            self._slots.fill(plan, batch)
             logits = self._step(batch.batch)
         else:
             self._captured[key] = CpuGraph(batch, logits, run)
+            if batch.states is not None:
+                self._slots.fill(plan, batch)
+                run()
         self._store(batch.batch)
         return logits
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from tokserve.config import DEFAULT_BLOCK_SIZE, Config
 from tokserve.device import Accelerator
 from tokserve.errors import StartError
-from tokserve.kv_spec import KVLayout, KVSpec
+from tokserve.kv_spec import KVLayout, LayerSpec
 from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.models.decoder import Decoder
 from tokserve.plan import Int32, StepPlan
@@ -24,6 +24,7 @@ from tokserve.runner.device_slots import DeviceSlots
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.routed import RoutedTable
 from tokserve.runner.slots import Int64, SamplingColumns
+from tokserve.runner.states import StateTable
 from tokserve.runner.steps import PendingResult
 
 logger = logging.getLogger(__name__)
@@ -38,9 +39,10 @@ class CudaBackend:
     warm_ups = WARM_UPS
     prompt_logits_bytes = 256 << 20  # less, and the head's weights are read too often
     routed: RoutedTable | None = None
+    states: StateTable | None = None
 
     def __init__(
-        self, device: Accelerator, specs: tuple[KVSpec, ...], config: Config, max_model_len: int, model: Decoder,
+        self, device: Accelerator, specs: tuple[LayerSpec, ...], config: Config, max_model_len: int, model: Decoder,
         draft: Draft | None = None,
     ) -> None:  # fmt: skip
         self.device: Accelerator = device
@@ -69,7 +71,7 @@ class CudaBackend:
         self._max_in_flight = config.scheduler.steps_in_flight - 1
         self._in_flight: deque[tuple[PendingResult, Int64]] = deque()  # with the generations of their rows' slots
 
-    def activation_bytes(self, model: Decoder, specs: tuple[KVSpec, ...], block_size: int) -> int:
+    def activation_bytes(self, model: Decoder, specs: tuple[LayerSpec, ...], block_size: int) -> int:
         """Bytes that the largest steps take beside weights and cache: of all tokens in a prompt and a token a row.
 
         What graphs take is theirs alone and counts again, and so does what they leave for the sampler.

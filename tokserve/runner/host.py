@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tokserve.config import Config
 from tokserve.device import Device
-from tokserve.kv_spec import KVSpec
+from tokserve.errors import StartError
+from tokserve.kv_spec import LayerSpec
 from tokserve.layers.batch import Pages
 from tokserve.models.decoder import Decoder
 from tokserve.models.spec import DecoderSpec
@@ -22,6 +23,7 @@ from tokserve.runner.logits import LogitRows
 from tokserve.runner.replay import Replay
 from tokserve.runner.routed import RoutedTable
 from tokserve.runner.slots import SamplingColumns, last_indices
+from tokserve.runner.states import StateTable
 from tokserve.runner.steps import PendingResult
 
 
@@ -33,25 +35,35 @@ class HostBackend:
     keeps_memory = False
 
     def __init__(
-        self, device: Device, specs: tuple[KVSpec, ...], config: Config, max_model_len: int, spec: DecoderSpec,
+        self, device: Device, specs: tuple[LayerSpec, ...], config: Config, max_model_len: int, spec: DecoderSpec,
         draft: Draft | None = None,
     ) -> None:  # fmt: skip
         max_num_seqs = config.scheduler.rows
         self.device = device
         self.layout = kvcache.layout(
             specs, config.cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
-            free_bytes=max(0, device.free_memory()),
+            free_bytes=max(0, device.free_memory()), most_drafts=config.speculation.resolved().num_drafts,
         )  # fmt: skip
         self.slots = HostSlots(max_num_seqs, max_model_len, self.layout.block_size)
         self.kv: Pages = kvcache.allocate(self.layout)
+        layout = self.layout
+        self.states = None if layout.states is None else StateTable(layout, layout.states, self.kv)
+        self.slots.states = self.states
         self.routed = RoutedTable(spec, self.layout) if config.model.enable_return_routed_experts else None
         self._eager = config.runtime.enforce_eager
         self._graphs: Replay | None = None
+        if draft is not None and self.states is not None:
+            raise StartError(
+                "speculative_config: a draft model is not supported with recurrent states, in either model"
+            )
         self.draft = draft
         self._draft_graphs: Replay | None = None
 
     def begin(self, plan: StepPlan, *, needs_history: bool) -> StepPlan:
-        return self.slots.corrected(plan)
+        plan = self.slots.corrected(plan)
+        if self.states is not None:
+            self.states.begin(plan)
+        return plan
 
     def replay(self, plan: StepPlan) -> Tensor | None:
         graphs = self._graphs
@@ -115,6 +127,10 @@ class HostBackend:
 
     def allocate_kv(self) -> None:
         self.kv = kvcache.allocate(self.layout)
+        if self.states is not None:
+            self.states.kv = self.kv
 
     def release_kv(self) -> None:
         self.kv = []
+        if self.states is not None:
+            self.states.kv = self.kv

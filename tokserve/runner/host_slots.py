@@ -11,6 +11,7 @@ from torch import Tensor
 from tokserve.layers.batch import ForwardBatch, LogitsRows, Pages
 from tokserve.plan import Int32, NewRow, StepPlan
 from tokserve.runner.slots import Int64, SamplingColumns, Slots, last_indices
+from tokserve.runner.states import StateColumns, StateTable, blank_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,13 @@ class DecodeBatch:
     block_tables: Int32
     slot_mapping: Int64
     adapters: Int32 | None
+    states: StateColumns | None = None
 
 
 class HostSlots(Slots):
-    """As `Slots`."""
+    """As `Slots`.  `states`: of the requests in the slots, if the model has recurrent states."""
+
+    states: StateTable | None = None
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         super().__init__(max_num_seqs, max_model_len, block_size)
@@ -43,6 +47,8 @@ class HostSlots(Slots):
         """A request takes the slot."""
         super().assign(row)
         self._last_columns = None
+        if self.states is not None:
+            self.states.assign(row)
 
     def columns(self, slots: Int32, lengths: Int64) -> SamplingColumns:
         """The columns of these rows."""
@@ -79,6 +85,7 @@ class HostSlots(Slots):
             slot_mapping=torch.from_numpy(self.blocks[owner, pages] * np.int64(self.block_size) + offsets),  # [T]
             kv=kv,
             adapters=torch.from_numpy(self.adapters[owner]) if self.has_adapters(plan) else None,  # [T]
+            states=None if self.states is None else self.states.rows(),
         )
 
     def decode_batch(self, num_tokens: int, kv: Pages, *, adapters: bool = False) -> DecodeBatch:
@@ -94,14 +101,19 @@ class HostSlots(Slots):
             kv=kv,
             adapters=torch.full((rows,), -1, dtype=torch.int32) if adapters else None,
         )
+        states = None
+        if self.states is not None:
+            states, batch.states = blank_columns(rows)
         return DecodeBatch(
             batch, batch.query_start.numpy(), batch.input_ids.numpy(), batch.positions.numpy(), batch.seq_lens.numpy(),
             batch.block_tables.numpy(), batch.slot_mapping.numpy(),
-            None if batch.adapters is None else batch.adapters.numpy(),
+            None if batch.adapters is None else batch.adapters.numpy(), states,
         )  # fmt: skip
 
     def fill(self, plan: StepPlan, into: DecodeBatch) -> None:
         """Put the rows of a decode plan into a batch of as many tokens."""
+        if self.states is not None and into.states is not None:
+            self.states.fill(into.states)
         if len(plan.draft_token_ids):
             return self._fill_with_drafts(plan, into)
         slots, positions = plan.slots, plan.num_computed

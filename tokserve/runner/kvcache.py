@@ -7,6 +7,7 @@ Memory is reserved at once and touched as it is used.  A reused block keeps its 
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
 from dataclasses import replace
@@ -16,42 +17,50 @@ from torch import Tensor
 
 from tokserve.config import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, CacheConfig
 from tokserve.errors import StartError
-from tokserve.kv_spec import KVLayout, KVSpec
+from tokserve.kv_spec import KVLayout, KVSpec, LayerSpec, StateLayout, one_state
 from tokserve.layers.batch import Pages
 
 FLOAT8 = "float8_e4m3fn"
+MAX_SNAPSHOTS = 1 << 16
 MAX_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
 RESCALE_CHUNK = 1 << 24  # numbers converted at a time
 DTYPES = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, FLOAT8: torch.float8_e4m3fn,
 }  # fmt: skip
 
+logger = logging.getLogger(__name__)
 
-def kept(specs: tuple[KVSpec, ...], cache: CacheConfig) -> tuple[KVSpec, ...]:
+
+def kept(specs: tuple[LayerSpec, ...], cache: CacheConfig) -> tuple[LayerSpec, ...]:
     """The layers' specs, in the dtype that the configuration gives.  Raises StartError."""
     if cache.kv_cache_dtype == "auto":
         return specs
-    if any(spec.kind != "kv" for spec in specs):
+    if any(isinstance(spec, KVSpec) and spec.kind != "kv" for spec in specs):
         raise StartError(f"option kv_cache_dtype: {cache.kv_cache_dtype} is not for a model with latent attention")
-    return tuple(replace(spec, dtype=FLOAT8) for spec in specs)
+    return tuple(replace(spec, dtype=FLOAT8) if isinstance(spec, KVSpec) else spec for spec in specs)
 
 
 def layout(
-    specs: tuple[KVSpec, ...],
+    specs: tuple[LayerSpec, ...],
     cache: CacheConfig,
     *,
     max_num_seqs: int,
     max_model_len: int,
     free_bytes: int,
     bounded: bool = True,
+    most_drafts: int = 0,
 ) -> KVLayout:
-    """How many blocks to have.  `free_bytes` of the device's memory are free.
+    """How many blocks to have.  `free_bytes` of the device's memory are free.  `most_drafts`: of a request in a step.
 
     `kv_cache_memory_bytes` if given; else what `max_num_seqs` contexts of `max_model_len` need, at most the
     configured share of the free memory and, if `bounded`, 4 GiB (or one such context, where that is more).
+    Recurrent states come first, one for each of `max_num_seqs` and as many snapshots as the configuration has room for.
     Raises StartError if one request of `max_model_len` would not fit.
     """
     block_size = cache.block_size or DEFAULT_BLOCK_SIZE
+    states = _states(specs, cache, max_num_seqs, most_drafts, free_bytes)
+    if states is not None:
+        free_bytes -= KVLayout(specs, 0, block_size, states).state_bytes()
     block_bytes = sum(spec.block_bytes(block_size) for spec in specs)
     context_blocks = -(-max_model_len // block_size)
     context_bytes = context_blocks * block_bytes
@@ -68,30 +77,71 @@ def layout(
             f"{limit} ({why}) may be used; raise --kv-cache-memory-bytes to at least {context_bytes}"
             + (f" or lower --max-model-len to at most {fits}" if fits > 1 else "")
         )
+    if not block_bytes:  # no layer attends: blocks count the prefixes that are cached
+        return KVLayout(specs, max_num_seqs * context_blocks, block_size, states)
     blocks = limit // block_bytes
     if cache.kv_cache_memory_bytes is None:
         blocks = min(blocks, max_num_seqs * context_blocks)
-    return KVLayout(specs, blocks, block_size)
+    return KVLayout(specs, blocks, block_size, states)
+
+
+def _states(
+    specs: tuple[LayerSpec, ...], cache: CacheConfig, slots: int, most_drafts: int, free_bytes: int
+) -> StateLayout | None:
+    spare = most_drafts + 1
+    size = one_state(specs, spare)
+    if not size:
+        return None
+    room = int(cache.gpu_memory_utilization * free_bytes)
+    if slots * size > room:
+        raise StartError(
+            f"the recurrent states of max_num_seqs {slots} requests need {slots * size} bytes, but only {room} (the "
+            f"share of the free memory that may be taken) may be used"
+            + (f"; lower --max-num-seqs to at most {room // size}" if room >= size else "")
+        )
+    block_size = cache.block_size or DEFAULT_BLOCK_SIZE
+    interval = -(-cache.state_snapshot_interval // block_size) * block_size
+    enabled = cache.enable_prefix_caching and interval
+    snapshots = min(cache.state_snapshot_memory_bytes, room - slots * size) // size if enabled else 0
+    if enabled and not snapshots and cache.state_snapshot_memory_bytes:
+        logger.warning(
+            "a recurrent state takes %d bytes, and there is room for no snapshot: prefixes are not reused; raise "
+            "--state-snapshot-memory-bytes", size,
+        )  # fmt: skip
+    return StateLayout(slots, min(snapshots, MAX_SNAPSHOTS), interval, spare)
 
 
 def allocate(layout: KVLayout) -> Pages:
-    """Per layer the tensors of its spec, each [num_blocks, *shape of a block].  Raises StartError."""
+    """Per layer the tensors of its spec, each [num_blocks, *shape of a block] or [states, *shape of a state].  Raises
+    StartError."""
     return [
-        tuple(_reserve(layout, shape, DTYPES[spec.dtype]) for shape in spec.shapes(layout.block_size))
+        tuple(_reserve(layout, rows, shape, dtype) for rows, shape, dtype in _tensors(layout, spec))
         for spec in layout.specs
     ]
+
+
+def _tensors(layout: KVLayout, spec: LayerSpec) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
+    """Rows, shape of a row and dtype of each of a layer's tensors."""
+    if isinstance(spec, KVSpec):
+        return [(layout.num_blocks, shape, DTYPES[spec.dtype]) for shape in spec.shapes(layout.block_size)]
+    assert layout.states is not None
+    rows = layout.states.slots + layout.states.snapshots
+    return [(rows, shape, DTYPES[dtype]) for shape, dtype in spec.state_shapes(layout.states.spare_inputs)]
 
 
 def allocate_on(home: torch.device, layout: KVLayout, *, spare: int = 0) -> Pages:
     """As `allocate`, in a device's own memory, with `spare` blocks more."""
     blocks = layout.num_blocks + spare
+    specs = [spec for spec in layout.specs if isinstance(spec, KVSpec)]
+    if len(specs) < len(layout.specs):
+        raise StartError("models with recurrent states run on a CPU; this device does not have them yet")
     try:
         return [
             tuple(
                 torch.zeros(blocks, *shape, dtype=DTYPES[spec.dtype], device=home)
                 for shape in spec.shapes(layout.block_size)
             )
-            for spec in layout.specs
+            for spec in specs
         ]
     except torch.OutOfMemoryError as error:
         raise StartError(
@@ -106,19 +156,22 @@ def rescale(kv: Pages, old: list[tuple[float, float]], new: list[tuple[float, fl
     So a running request goes on with the keys and values that older weights stored.
     """
     for caches, old_scales, new_scales in zip(kv, old, new, strict=True) if kv else ():
+        if old_scales == new_scales:
+            continue
         for cache, old_scale, new_scale in zip(caches, old_scales, new_scales, strict=True):
             if old_scale != new_scale:
                 for pages in torch.split(cache, max(1, RESCALE_CHUNK // cache[0].numel())):
                     pages.copy_((pages.float() * (old_scale / new_scale)).clamp(-MAX_FLOAT8, MAX_FLOAT8))
 
 
-def _reserve(layout: KVLayout, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """[num_blocks, *shape] of zeros, page aligned, no page touched."""
+def _reserve(layout: KVLayout, rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """[rows, *shape] of zeros, page aligned, no page touched."""
     try:
-        size = layout.num_blocks * math.prod(shape) * dtype.itemsize
+        size = rows * math.prod(shape) * dtype.itemsize
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
         raise StartError(
-            f"cannot reserve {layout.bytes()} bytes for the KV cache ({error}); lower --kv-cache-memory-bytes"
+            f"cannot reserve {layout.bytes() + layout.state_bytes()} bytes for the KV cache and recurrent states "
+            f"({error}); lower --kv-cache-memory-bytes or --max-num-seqs"
         ) from error
-    return torch.frombuffer(memory, dtype=dtype).view(layout.num_blocks, *shape)
+    return torch.frombuffer(memory, dtype=dtype).view(rows, *shape)

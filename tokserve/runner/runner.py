@@ -122,6 +122,8 @@ class Runner:
                 if vector is not None:
                     step.pooled[row] = vector
             logits = self._logits(hidden) if len(rows.slots) else None
+        if self.backend.states is not None:
+            step.saved = self.backend.states.saved
         if self.backend.routed is not None:
             step.routed_experts = self.backend.routed.results(plan, self._slots)
         if logits is not None:

@@ -15,6 +15,7 @@ from tokserve import checkpoint, device, ops
 from tokserve.config import Config, RuntimeConfig
 from tokserve.device import Accelerator, Device
 from tokserve.errors import StartError
+from tokserve.kv_spec import StateSpec
 from tokserve.models import load as models
 from tokserve.models.decoder import Decoder
 from tokserve.models.quantized_copy import QuantizedCopy
@@ -139,6 +140,8 @@ def make_backend(target: Device | Accelerator, model: Decoder, config: Config, d
     if any(spec.dtype == kvcache.FLOAT8 for spec in specs):
         target.require_float8("kv_cache_dtype")
     if isinstance(target, Accelerator):
+        if any(isinstance(spec, StateSpec) for spec in specs):
+            raise StartError("models with recurrent states run on a CPU; this device does not have them yet")
         if config.model.enable_return_routed_experts:
             raise StartError("option enable_return_routed_experts is for the CPU; this device does not have it yet")
         return CudaBackend(target, specs, config, max_model_len, model, draft)

@@ -41,6 +41,7 @@ class PendingStep:
     pooled: dict[int, Float32] = field(default_factory=dict)
     routed_experts: dict[int, NDArray[Any]] = field(default_factory=dict)
     draft_passes: DraftPasses | None = None
+    saved: list[int] = field(default_factory=list)
     withheld: NDArray[np.bool_] | None = None  # [R], plan rows whose logits were left out
 
     def withhold(self, slots: Int32) -> None:
@@ -66,6 +67,7 @@ class PendingResult:
         self._sample = sample
         self._prompt_logprobs, self._pooled = step.prompt_logprobs, step.pooled
         self._routed_experts, self._draft_passes = step.routed_experts, step.draft_passes
+        self._saved = step.saved
         self._withheld = step.withheld
         self._result: StepResult | None = None
         self.kept: NDArray[np.bool_] | None = None  # [n], logits whose tokens are in the result; None: all
@@ -115,6 +117,7 @@ class PendingResult:
             self._routed_experts,
             masks,
             self._draft_passes,
+            self._saved,
         )
 
 

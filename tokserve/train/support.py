@@ -14,6 +14,7 @@ from tokserve.errors import StartError
 from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
+from tokserve.layers.recurrent import GatedDeltaSpec, ShortConvSpec
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.registry import decoder_spec
 from tokserve.models.spec import BlockSpec, DecoderSpec
@@ -48,6 +49,12 @@ def check(spec: DecoderSpec) -> None:
     """Raise StartError, naming the attribute, if part of the decoder has no gradient here."""
     if spec.mixtures:
         raise StartError("a model with a mixture of experts cannot be trained here: its backward pass is not built")
+    for number, block in enumerate(spec.blocks):
+        if isinstance(block.attention, GatedDeltaSpec | ShortConvSpec):
+            raise StartError(
+                f"a model with recurrent states (layer {number}: {type(block.attention).__name__}) cannot be trained "
+                "here: its backward pass is not built"
+            )
     _check(spec, "the model")
     _check(spec.norm, "norm")
     for number, block in enumerate(spec.blocks):

@@ -133,6 +133,7 @@ void run_products(const Kernels& kernels, Results& results);
 void run_wna16(const Kernels& kernels, Results& results);
 void run_lora(const Kernels& kernels, Results& results);
 void run_attention(const Kernels& kernels, Results& results);
+void run_recurrent(const Kernels& kernels, Results& results);
 void run_gradients(const Kernels& kernels, Results& results);
 void run_sampling(const Kernels& kernels, Results& results);
 

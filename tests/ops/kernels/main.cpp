@@ -22,6 +22,7 @@ int main(int count, char** arguments) {
     cases::run_wna16(*table, results);
     cases::run_lora(*table, results);
     cases::run_attention(*table, results);
+    cases::run_recurrent(*table, results);
     cases::run_gradients(*table, results);
     cases::run_sampling(*table, results);
     return 0;

@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import secrets
 from array import array
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from tokserve.engine.adapter import Adapter
 from tokserve.engine.kv_cache.block_pool import BlockPool, CacheBroken
+from tokserve.engine.kv_cache.snapshots import Snapshots
 from tokserve.prompt import Feature
 
 
@@ -22,10 +24,13 @@ class BlockTable:
     """The blocks of one request in order of position, and the chain of hashes of its full blocks.
 
     `blocks` is empty while the request does not run.  The first `num_full` of them are computed and indexed.
-    `awaited`: the hash of a block that another request was computing at the last lookup.
+    `awaited`: the hash of a block that another request was computing at the last lookup.  `prompt_blocks`: full blocks
+    of what was known when the request began to run.
     """
 
-    __slots__ = ("adapter", "awaited", "blocks", "cache_salt", "features", "hash_seed", "hashes", "num_full")
+    __slots__ = (
+        "adapter", "awaited", "blocks", "cache_salt", "features", "hash_seed", "hashes", "num_full", "prompt_blocks",
+    )  # fmt: skip
 
     def __init__(self, cache_salt: str, adapter: Adapter | None = None, features: tuple[Feature, ...] = ()) -> None:
         self.cache_salt = cache_salt
@@ -33,17 +38,24 @@ class BlockTable:
         self.features = features
         self.blocks: list[int] = []
         self.hashes: list[bytes] = []
-        self.num_full = 0
+        self.num_full = self.prompt_blocks = 0
         self.hash_seed = (-1, 0)  # generations of the cache and of the adapter that the hashes belong to
         self.awaited: bytes | None = None
 
 
 class PrefixCache:
-    """Block tables over a `BlockPool`; with `enabled` False no block is found again."""
+    """Block tables over a `BlockPool`; with `enabled` False no block is found again.
 
-    def __init__(self, num_blocks: int, block_size: int, *, enabled: bool, model: str, epoch: int = 0) -> None:
+    `snapshots`: of a model with recurrent states, whose prefixes are of use as far as there is a snapshot of them.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enabled: bool, model: str, epoch: int = 0,
+        snapshots: Snapshots | None = None,
+    ) -> None:  # fmt: skip
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
+        self.snapshots = snapshots
         self.enabled = enabled
         self._model, self._epoch = model, epoch
         self._key = secrets.token_bytes(32)
@@ -67,10 +79,54 @@ class PrefixCache:
         while hits < usable and self.pool.lookup(table.hashes[hits]) is not None:
             hits += 1
         table.awaited = None
+        if self.snapshots is not None:
+            return self._lookup_state(table, self.snapshots, hits, usable)
         if hits < usable and table.hashes[hits] in self._pending:
             table.awaited = table.hashes[hits]
             return None
         return hits
+
+    def _lookup_state(self, table: BlockTable, snapshots: Snapshots, hits: int, usable: int) -> int | None:
+        """The leading blocks up to the last snapshot; None if another request is about to take a later one."""
+        while hits and table.hashes[hits - 1] not in snapshots:
+            hits -= 1
+        for index in range(hits + 1, usable + 1):
+            block_hash = table.hashes[index - 1]
+            computed_for = self._pending.get(block_hash)
+            if computed_for is not None and snapshots.is_due(index, computed_for.prompt_blocks):
+                table.awaited = block_hash
+                return None
+        return hits
+
+    def snapshot_after(self, table: BlockTable, hits: int) -> int:
+        """The snapshot of the state after the first `hits` blocks, which `lookup` has just found; -1 for none."""
+        return self.snapshots.use(table.hashes[hits - 1]) if self.snapshots is not None and hits else -1
+
+    def plan_saves(self, table: BlockTable, start: int, end: int) -> list[tuple[int, int]]:
+        """(position, snapshot) of those to be taken of a state that goes on from position `start` to `end`."""
+        snapshots, size = self.snapshots, self.block_size
+        if snapshots is None or not snapshots.total or table.hash_seed != self._hash_seed(table):
+            return []
+        first, last = start // size + 1, end // size
+        saves = []
+        for index in range(first, last + 1):
+            known = index <= len(table.hashes) and table.hashes[index - 1] in snapshots
+            if not known and snapshots.is_due(index, table.prompt_blocks):
+                snapshot = snapshots.reserve()
+                if snapshot is not None:
+                    saves.append((index * size, snapshot))
+        return saves
+
+    def record_saves(self, table: BlockTable, saves: Sequence[tuple[int, int]], taken: Collection[int]) -> None:
+        """Of these snapshots, those that were taken belong to full blocks of the table that are indexed now."""
+        assert self.snapshots is not None
+        current = table.hash_seed == self._hash_seed(table)
+        for position, snapshot in saves:
+            index = position // self.block_size
+            if current and snapshot in taken and index <= table.num_full:
+                self.snapshots.keep(snapshot, table.hashes[index - 1])
+            else:
+                self.snapshots.release(snapshot)
 
     def must_wait(self, table: BlockTable) -> bool:
         """Whether the block that the last lookup found pending is still being computed."""
@@ -93,9 +149,9 @@ class PrefixCache:
         assert new is not None
         table.blocks = cached + new
         table.num_full = hits
+        table.prompt_blocks = full = len(tokens) // self.block_size
         self._tables.add(table)
         if self.enabled:
-            full = len(tokens) // self.block_size
             self._extend_hashes(table, tokens, full)
             for block_hash in table.hashes[hits:full]:
                 if self.pool.lookup(block_hash) is None:
@@ -146,6 +202,8 @@ class PrefixCache:
         self._generation += 1
         self._pending.clear()
         self.pool.clear()
+        if self.snapshots is not None:
+            self.snapshots.clear()
 
     def set_epoch(self, epoch: int) -> None:
         """Other weights compute from here on: blocks of earlier epochs are never found."""
@@ -163,11 +221,15 @@ class PrefixCache:
         self.pool.check(table.blocks for table in self._tables)
         if not self._tables.issuperset(self._pending.values()):
             raise CacheBroken("a block is pending for a request that does not run")
+        if self.snapshots is not None:
+            self.snapshots.check()
 
     def check_idle(self) -> None:
         """Raise `CacheBroken` if any block is in use or pending; cheap, for when nothing runs."""
         if self._tables or self._pending or self.pool.num_in_use:
             raise CacheBroken(f"nothing runs, but {self.pool.num_in_use} blocks are in use")
+        if self.snapshots is not None:
+            self.snapshots.check_idle()
 
     def _drop_pending(self, table: BlockTable, block_hash: bytes) -> None:
         if self._pending.get(block_hash) is table:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tokserve import _C
-from tokserve.ops import attention, dense, elementwise, gradients, lora, mixture, quant, sampling
+from tokserve.ops import attention, dense, elementwise, gradients, lora, mixture, quant, recurrent, sampling
 from tokserve.ops.cpu import latent, wna16  # noqa: F401 - registers their implementations
 from tokserve.ops.cpu.arena import Arena
 from tokserve.ops.dense import PackedWeight
@@ -185,12 +185,13 @@ def norm_rope_store(
     v_scale: float = 1.0,
     interleaved: bool = False,
     norm_last: bool = False,
+    gated: bool = False,
 ) -> Tensor:
     """A cache is never float8, so the scales are 1."""
     _, kv_heads, _, dim = k_cache.shape
-    q = qkv.new_empty(qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads, dim)
+    q = qkv.new_empty(qkv.shape[0], (qkv.shape[1] // dim - 2 * kv_heads) // (2 if gated else 1), dim)
     _C.norm_rope_store(
-        qkv, q_weight, k_weight, eps, table, positions, k_cache, v_cache, slot_mapping, interleaved, norm_last, q
+        qkv, q_weight, k_weight, eps, table, positions, k_cache, v_cache, slot_mapping, interleaved, norm_last, gated, q
     )
     return q
 
@@ -439,3 +440,35 @@ def logprobs(
     outputs = _logprob_columns(rows, columns)
     _C.logprobs(logits, token_ids, k, named, temperature, *outputs)
     return outputs
+
+
+@recurrent.gated_delta.implement("cpp", device="cpu")
+def gated_delta(
+    x: Tensor,
+    rates: Tensor,
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    grouped: bool,
+    state: Tensor,
+    *rest: Any,
+) -> Tensor:
+    out = x.new_empty(x.shape[0], state.shape[1] * state.shape[3])
+    _C.gated_delta(x, rates, conv_weight, a_log, dt_bias, norm_weight, eps, grouped, state, *rest, out)
+    return out
+
+
+@recurrent.short_conv.implement("cpp", device="cpu")
+def short_conv(x: Tensor, conv_weight: Tensor, *rest: Any) -> Tensor:
+    out = x.new_empty(x.shape[0], conv_weight.shape[1])
+    _C.short_conv(x, conv_weight, *rest, out)
+    return out
+
+
+@recurrent.gate_heads.implement("cpp", device="cpu")
+def gate_heads(mixed: Tensor, x: Tensor) -> Tensor:
+    out = mixed.new_empty(mixed.shape[0], mixed.shape[1] * mixed.shape[2])
+    _C.gate_heads(mixed, x, out)
+    return out

@@ -18,13 +18,16 @@ from tokserve.ops.samples import (
     lora,
     mixture,
     quant,
+    recurrent,
     sampling,
     step,
     wna16,
 )
 from tokserve.ops.samples.common import Samples
 
-MODULES = (attention, dense, elementwise, float8, gradients, latent, lora, mixture, quant, sampling, step, wna16)
+MODULES = (
+    attention, dense, elementwise, float8, gradients, latent, lora, mixture, quant, recurrent, sampling, step, wna16,
+)  # fmt: skip
 
 
 def samples(op: str, dtype: torch.dtype) -> Samples:

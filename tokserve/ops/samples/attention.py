@@ -41,6 +41,11 @@ def norm_rope_store(dtype: torch.dtype) -> Samples:
         positions = torch.randint(0, 97, (tokens,), generator=generator)
         arguments = (qkv, *weights, 1e-6, table, positions, caches[0], caches[1], slots)
         yield (*arguments, 1.0, 1.0, interleaved, norm_last) if interleaved or norm_last else arguments
+        if norms != "all":
+            gates = torch.randn(tokens, heads, dim, generator=generator).to(dtype)
+            queries = torch.stack((qkv[:, : heads * dim].view(tokens, heads, dim), gates), 2).flatten(1)
+            gated = torch.cat((queries, qkv[:, heads * dim :]), 1)
+            yield (gated, *arguments[1:], 1.0, 1.0, interleaved, norm_last, True)
 
 
 def paged_attention(dtype: torch.dtype) -> Samples:

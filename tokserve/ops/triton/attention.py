@@ -341,14 +341,16 @@ def store_kv(
 def prepared_heads(
     x_ptr, weight_ptr, eps, head, column, inside, cos, sin,
     DIM: tl.constexpr, ROT: tl.constexpr, NORM: tl.constexpr, COUNT: tl.constexpr, INTERLEAVED: tl.constexpr,
+    STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """COUNT heads [H,1] x elements [1,D] of x_ptr [H,DIM], normed, rounded to their dtype, rotated: [H,D] float32.
+    """COUNT heads [H,1] x elements [1,D] of x_ptr, heads STRIDE apart, normed, rounded to their dtype, rotated: [H,D]
+    float32.
 
     NORM: 0 none, 1 of each head, 2 of all heads together, 3 of each head after the rotation.
     """
     first, partner_column, _ = pairing(column, ROT, INTERLEAVED)
-    x = tl.load(x_ptr + head * DIM + column, mask=inside, other=0.0).to(tl.float32)
-    partner = tl.load(x_ptr + head * DIM + partner_column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + head * STRIDE + column, mask=inside, other=0.0).to(tl.float32)
+    partner = tl.load(x_ptr + head * STRIDE + partner_column, mask=inside, other=0.0).to(tl.float32)
     if (NORM == 1) | (NORM == 2):
         square = tl.sum(x * x, 1)
         if NORM == 2:
@@ -375,7 +377,7 @@ def norm_rope_store_kernel(
     k_scale, v_scale,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, ROT: tl.constexpr, PAGE: tl.constexpr,
     NORM: tl.constexpr, INTERLEAVED: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr, Q_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """One token: its queries out, its keys and values into their slot."""
     token = tl.program_id(0).to(tl.int64)
@@ -388,16 +390,18 @@ def norm_rope_store_kernel(
     head = tl.arange(0, Q_BLOCK)[:, None]
     inside = (head < Q_HEADS) & (column < DIM)
     q = prepared_heads(
-        qkv, q_weight, eps, head, column, inside, cos, sin, DIM, ROT, NORM, Q_HEADS, INTERLEAVED
+        qkv, q_weight, eps, head, column, inside, cos, sin, DIM, ROT, NORM, Q_HEADS, INTERLEAVED,
+        Q_STRIDE,
     )  # fmt: skip
     tl.store(q_out + (token * Q_HEADS + head) * DIM + column, q.to(q_out.dtype.element_ty), mask=inside)
     slot = tl.load(slot_ptr + token)
     head = tl.arange(0, K_BLOCK)[:, None]
     inside = (head < K_HEADS) & (column < DIM)
     k = prepared_heads(
-        qkv + Q_HEADS * DIM, k_weight, eps, head, column, inside, cos, sin, DIM, ROT, NORM, K_HEADS, INTERLEAVED
+        qkv + Q_HEADS * Q_STRIDE, k_weight, eps, head, column, inside, cos, sin, DIM, ROT, NORM, K_HEADS, INTERLEAVED,
+        DIM,
     )  # fmt: skip
-    v = tl.load(qkv + (Q_HEADS + K_HEADS + head) * DIM + column, mask=inside)
+    v = tl.load(qkv + Q_HEADS * Q_STRIDE + (K_HEADS + head) * DIM + column, mask=inside)
     offset = ((slot // PAGE * K_HEADS + head) * PAGE + slot % PAGE) * DIM + column
     # rounded to the dtype of the projection first, as a key that is stored by itself
     tl.store(k_cache + offset, to_cache(k.to(qkv_ptr.dtype.element_ty), k_cache, k_scale), mask=inside)
@@ -419,10 +423,11 @@ def norm_rope_store(
     v_scale: float = 1.0,
     interleaved: bool = False,
     norm_last: bool = False,
+    gated: bool = False,
 ) -> Tensor:
     """As the reference, but for the order of the norm's sum."""
     tokens, (kv_heads, page, dim) = qkv.shape[0], k_cache.shape[1:]
-    heads = qkv.shape[1] // dim - 2 * kv_heads
+    heads = (qkv.shape[1] // dim - 2 * kv_heads) // (2 if gated else 1)
     q = qkv.new_empty(tokens, heads, dim)
     norm = 0 if q_weight is None else 2 if len(q_weight) != dim else 1
     if norm_last and norm == 2:
@@ -433,7 +438,7 @@ def norm_rope_store(
             qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, eps, table, positions,
             k_cache, v_cache, slot_mapping, q, qkv.stride(0), k_scale, v_scale,
             heads, kv_heads, dim, table.shape[1], page, 3 if norm and norm_last else norm, interleaved,
-            q_block, triton.next_power_of_2(kv_heads), dim_block,
+            q_block, triton.next_power_of_2(kv_heads), dim_block, 2 * dim if gated else dim,
             num_warps=warps(q_block * dim_block), **EXACT,
         )  # fmt: skip
     return q

@@ -224,11 +224,14 @@ class Metrics(Collector):
 
     def _gauges(self, s: StepStats) -> Iterator[Metric]:
         used = s.blocks_held / s.blocks_total if s.blocks_total else 0.0
+        state_bytes = self._llm.ready.facts.get("state_bytes", 0)
         for name, text, value in (
             ("num_requests_running", "Requests being computed.", s.running),
             ("num_requests_waiting", "Requests waiting for a slot.", s.waiting),
             ("kv_cache_usage_perc", "Share of KV pages held by running requests, 0 to 1.", used),
             ("kv_cache_blocks_cached", "KV pages kept for requests with the same prefix.", s.blocks_cached),
+            ("recurrent_state_bytes", "Memory reserved for recurrent states and snapshots of them.", state_bytes),
+            ("recurrent_state_snapshots", "Snapshots of recurrent states that are kept.", s.snapshots),
             ("clients", "Clients that have requests.", s.clients),
             ("num_requests_stalled", "Requests that wait for their client to read.", s.stalled),
             ("grammar_cache_bytes", "Memory of the compiled grammars that are kept, estimated.", s.grammar_bytes),

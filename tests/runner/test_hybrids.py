@@ -1,0 +1,140 @@
+"""Models with recurrent states in the engine and the runner: drafts, snapshots, chunks and batches change no bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.scripted import OneByOne
+from tests.runner.test_with_engine import KINDS, RealEngine
+from tokserve.engine.request import Request
+from tokserve.errors import StartError
+from tokserve.kv_spec import KVLayout, KVSpec, StateSpec
+from tokserve.models.dummy import tiny_config, write_checkpoint
+from tokserve.runner import kvcache
+from tokserve.train import PolicyModel
+
+FAMILIES = ["lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "qwen3_5_text"))]
+PROMPT = [(7 * i * i + 3 * i) % 320 for i in range(90)]
+
+
+class Guesses(OneByOne):
+    """Drafts of which some are right: the request's own outputs in a run without drafts, and noise."""
+
+    def __init__(self, known: dict[str, list[int]], seed: int) -> None:
+        self._known, self._rng = known, random.Random(seed)
+
+    def propose_one(self, request: Request, limit: int) -> list[int]:
+        if request.num_in_flight:
+            return []
+        following = self._known[request.request_id][request.num_output :]
+        drafts = following[: self._rng.randrange(7)]
+        drafts += [self._rng.randrange(320) for _ in range(self._rng.randrange(3))]
+        return drafts[:limit]
+
+
+def engine_of(directory: Path, family: str, drafter: Guesses | None = None, **options: Any) -> RealEngine:
+    overrides = tiny_config(family) | {"num_hidden_layers": 2}
+    overrides["layer_types"] = overrides["layer_types"][:2]
+    return RealEngine(directory, drafter, hf_overrides=overrides, **options)
+
+
+def run(engine: RealEngine, *, turns: int = 1) -> dict[str, Any]:
+    """What comes of requests of all kinds whose prompts share beginnings, some of them after others have ended."""
+    for turn in range(turns):
+        for i, options in enumerate(KINDS):
+            prompt = PROMPT[: [70, 33, 48, 64][i % 4]] + [i % 2] * (i % 3)
+            fields = {"max_tokens": 12 + i} | options
+            engine.add(f"t{turn}r{i}", prompt, seed=i, ignore_eos=True, **fields)
+            if i % 3 == 2:
+                engine.steps(5)
+        engine.run(5000)
+    engine.core.cache.check_idle()
+    engine.core.close()
+    return {
+        rid: (got.tokens, got.logprobs, got.prompt_logprobs, got.finish and got.finish.detail)
+        for rid, got in engine.received.items()
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_snapshots_drafts_depth_and_preemption_change_no_bit(family: str, tmp_path: Path) -> None:
+    alone = engine_of(tmp_path / "alone", family, max_num_seqs=1, enable_prefix_caching=False, enforce_eager=True)
+    known = run(alone, turns=2)
+    tokens = {rid: result[0] for rid, result in known.items()}
+    variants: list[dict[str, Any]] = [
+        {"depth": 1, "state_snapshot_interval": 16}, {"depth": 2, "state_snapshot_interval": 32},
+        {"depth": 1, "kv_cache_memory_bytes": 20 * 16 * 2 * 2 * 16 * 2, "state_snapshot_interval": 16},
+        {"depth": 2, "state_snapshot_interval": 16, "max_num_batched_tokens": 11, "max_chunk": 7, "cpu_threads": 2},
+    ]  # fmt: skip
+    hits = drafted = 0
+    for number, options in enumerate(variants):
+        engine = engine_of(tmp_path / f"v{number}", family, Guesses(tokens, number), **options)
+        assert run(engine, turns=2) == known
+        hits += engine.stats.prefix_hits
+        drafted += sum(engine.stats.accepted_by_position)
+    assert hits > 1000 and drafted > 100
+
+
+def test_decoding_has_the_bits_of_scoring(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path / "one", "qwen3_5_text", state_snapshot_interval=16)
+    engine.add("decoded", PROMPT[:40], temperature=0.0, max_tokens=50, ignore_eos=True, logprobs=0)
+    engine.run(500)
+    tokens = engine.received["decoded"].tokens
+    for attempt in range(2):  # the second finds the prefix in the cache, up to the first position that is scored
+        engine.add(f"scored{attempt}", PROMPT[:40] + tokens, max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=40)
+        engine.run(500)
+        decoded, scored = engine.received["decoded"].logprobs, engine.received[f"scored{attempt}"].prompt_logprobs
+        assert decoded is not None and scored is not None
+        assert scored.token_logprobs == decoded.token_logprobs
+        assert engine.received[f"scored{attempt}"].cached == 32
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_requests_outlive_sleep(level: int, tmp_path: Path) -> None:
+    """Level 1 gives the states' memory back, so requests begin again."""
+    results = []
+    for sleeps in (False, True):
+        engine = engine_of(tmp_path / f"{sleeps}", "lfm2", state_snapshot_interval=16)
+        for i in range(3):
+            engine.add(f"r{i}", PROMPT[: 30 + i], seed=i, max_tokens=30, ignore_eos=True, logprobs=0)
+        engine.steps(12)
+        if sleeps:
+            engine.call("sleep", level=level, mode="keep", call_id=5)
+            engine.run(100)
+            assert engine.replies[-1].error is None
+            engine.call("wake_up", call_id=6)
+        engine.run(500)
+        assert all(engine.received[f"r{i}"].finish for i in range(3))
+        results.append([(engine.tokens(f"r{i}"), engine.received[f"r{i}"].logprobs) for i in range(3)])
+        engine.core.close()
+    assert results[0] == results[1]
+
+
+def test_states_that_do_not_fit_say_how_many_would(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match=r"recurrent states of max_num_seqs 4096 .* lower --max-num-seqs to at most"):
+        engine_of(tmp_path / "one", "qwen3_next", max_num_seqs=4096, gpu_memory_utilization=1e-3)
+
+
+def test_a_gpu_refuses_them(tmp_path: Path) -> None:
+    specs = (StateSpec(3, 8, "float32"), KVSpec(1, 16, "float32"))
+    with pytest.raises(StartError, match="run on a CPU"):
+        kvcache.allocate_on(torch.device("cpu"), KVLayout(specs, 4, 16))
+
+
+def test_a_policy_refuses_them(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, tiny_config("lfm2"))
+    with pytest.raises(StartError, match=r"recurrent states .* cannot be trained"):
+        PolicyModel.from_pretrained(directory)
+
+
+@pytest.mark.parametrize("method", ["self", "draft_model"])
+def test_draft_models_are_refused(method: str, tmp_path: Path) -> None:
+    draft = write_checkpoint(tmp_path / "draft", tiny_config("qwen3"))
+    chosen = {"method": method} | ({"model": str(draft)} if method == "draft_model" else {})
+    with pytest.raises(StartError, match="draft model is not supported with recurrent states"):
+        engine_of(tmp_path / "one", "lfm2", spec_method=None, speculative_config=chosen)

@@ -1,0 +1,197 @@
+"""Layers in attention's place whose memory of a sequence has a fixed size.
+
+What a layer keeps is in two kinds of tensors with a row per state: `memory`, if the layer has one, and the ring of its
+convolution's last inputs.  The batch says which row belongs to which request, and to which position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokserve import ops
+from tokserve.errors import StartError
+from tokserve.kv_spec import StateSpec
+from tokserve.layers.batch import ForwardBatch, LogitsRows
+from tokserve.layers.linear import Linear
+from tokserve.layers.options import LayerOptions
+from tokserve.layers.parameter import Parameter, owned_copy
+from tokserve.layers.places import TransposedPlace, VectorPlace
+from tokserve.layers.rope import NO_ROPE, RopeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaSpec:
+    """The gated delta rule: `heads` value heads of `dim` in groups that share the `key_heads` keys of `key_dim`.
+
+    `taps`: of the convolution.  `grouped`: a projection has the parts of the first key head, then those of the next.
+    `names`: and sizes of the tensors that form the first projection; `rate_names`: of those of step sizes and decays.
+    """
+
+    heads: int
+    dim: int
+    key_heads: int
+    key_dim: int
+    taps: int
+    eps: float
+    grouped: bool
+    names: tuple[tuple[str, int], ...]
+    rate_names: tuple[tuple[str, int], ...]
+    rope: RopeSpec = NO_ROPE
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvSpec:
+    """A gated convolution of as many channels as the model is wide; `bias`: of it and of both projections."""
+
+    taps: int
+    bias: bool
+    rope: RopeSpec = NO_ROPE
+
+
+class Convolution:
+    """The weight of a causal convolution of each channel by itself, tap by tap."""
+
+    weight: Tensor  # [taps, channels] float32
+
+    def __init__(self, channels: int, taps: int, dtype: torch.dtype, *, bias: bool = False) -> None:
+        self.channels, self.taps, self.dtype = channels, taps, dtype
+        self.bias = torch.zeros(channels, device=ops.torch_device) if bias else None  # [channels] float32
+
+    def parameters(self) -> dict[str, Parameter]:
+        """`weight` [channels,1,taps] and, if there is one, `bias`."""
+        shape = (self.channels, 1, self.taps)
+        weight = Parameter(shape, self.load, torch.float32, places=lambda: [TransposedPlace(self.weight)])
+        if self.bias is None:
+            return {"weight": weight}
+        return {"weight": weight, "bias": Parameter((self.channels,), self.load_bias, torch.float32)}
+
+    def load(self, tensor: Tensor) -> None:
+        """Take the weight."""
+        if tuple(tensor.shape) != (self.channels, 1, self.taps):
+            raise ValueError(f"expected [{self.channels}, 1, {self.taps}], found {list(tensor.shape)}")
+        self.weight = owned_copy(tensor[:, 0].t(), (self.taps, self.channels), torch.float32)
+
+    def load_bias(self, tensor: Tensor) -> None:
+        """Take the bias."""
+        self.bias = owned_copy(tensor, (self.channels,), torch.float32)
+
+
+class Recurrent:
+    """What these layers have in common with attention for a decoder: no keys, no values, no scales of a cache."""
+
+    k_scale = v_scale = 1.0
+
+    def scale_cache(self, k_scale: float, v_scale: float) -> None:
+        """There is no cache to scale."""
+
+    def row_elements(self) -> int:
+        """None beside the projections."""
+        return 0
+
+    def borrow(self, other: object) -> None:
+        """A draft model has the states of its layers nowhere."""
+        raise StartError("speculative_config: a draft model is not supported with recurrent states")
+
+    def _alone(self, options: LayerOptions) -> None:
+        if options.group.size > 1:
+            raise StartError("layers with a recurrent state run on one rank")
+
+
+class GatedDelta(Recurrent):
+    """`hidden` is the width of inputs and outputs."""
+
+    a_log: Tensor  # [heads] float32
+    dt_bias: Tensor  # [heads] float32
+    norm_weight: Tensor  # [dim] float32
+
+    def __init__(self, hidden: int, spec: GatedDeltaSpec, options: LayerOptions) -> None:
+        self._alone(options)
+        self.spec, self.dtype = spec, options.dtype
+        self.project = Linear(hidden, dict(spec.names), options)
+        self.rates = Linear(hidden, dict(spec.rate_names), LayerOptions(options.dtype))
+        self.channels = 2 * spec.key_heads * spec.key_dim + spec.heads * spec.dim
+        self.conv = Convolution(self.channels, spec.taps, options.dtype)
+        self.out = Linear(spec.heads * spec.dim, {"out_proj": hidden}, options)
+
+    def linears(self) -> dict[str, Linear]:
+        """The projections by name."""
+        return {"project": self.project, "rates": self.rates, "out": self.out}
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Under the names of Hugging Face checkpoints."""
+        parameters = self.project.parameters() | self.rates.parameters() | self.out.parameters()
+        parameters |= {f"conv1d.{name}": parameter for name, parameter in self.conv.parameters().items()}
+        for name, attribute, size in (
+            ("A_log", "a_log", self.spec.heads), ("dt_bias", "dt_bias", self.spec.heads),
+            ("norm.weight", "norm_weight", self.spec.dim),
+        ):  # fmt: skip
+            parameters[name] = self._vector(attribute, size)
+        return parameters
+
+    def _vector(self, attribute: str, size: int) -> Parameter:
+        def load(tensor: Tensor) -> None:
+            setattr(self, attribute, owned_copy(tensor, (size,), torch.float32))
+
+        return Parameter((size,), load, torch.float32, places=lambda: [VectorPlace(getattr(self, attribute))])
+
+    def kv_spec(self) -> StateSpec:
+        """What a state has of this layer."""
+        spec = self.spec
+        entry = self.channels + 2 * spec.heads
+        dtype = str(self.dtype).removeprefix("torch.")
+        return StateSpec(spec.taps, entry, dtype, memory=(spec.heads, spec.key_dim, spec.dim))
+
+    def __call__(
+        self, x: Tensor, batch: ForwardBatch, layer: int, table: Tensor, logits_rows: LogitsRows | None = None
+    ) -> Tensor:  # [T, hidden] -> same, or [n, hidden] of the n tokens of `logits_rows`
+        (ring, memory), rows = batch.kv[layer], batch.states
+        assert rows is not None
+        spec, adapters = self.spec, batch.adapters
+        mixed = ops.gated_delta(
+            self.project(x, adapters=adapters), self.rates(x, adapters=adapters), self.conv.weight, self.a_log,
+            self.dt_bias, self.norm_weight, spec.eps, spec.grouped, memory, ring, batch.query_start, batch.seq_lens,
+            rows.rows, rows.start, rows.end, rows.saves,
+        )  # [T, heads * dim]  # fmt: skip
+        if logits_rows is None:
+            return self.out(mixed, adapters=adapters)
+        return self.out(mixed.index_select(0, logits_rows.tokens), adapters=logits_rows.adapters)
+
+
+class ShortConv(Recurrent):
+    """`hidden` is the width of inputs, outputs and the convolution."""
+
+    def __init__(self, hidden: int, spec: ShortConvSpec, options: LayerOptions) -> None:
+        self._alone(options)
+        self.hidden, self.taps, self.dtype = hidden, spec.taps, options.dtype
+        self.project = Linear(hidden, {"in_proj": 3 * hidden}, options, bias=spec.bias)
+        self.conv = Convolution(hidden, spec.taps, options.dtype, bias=spec.bias)
+        self.out = Linear(hidden, {"out_proj": hidden}, options, bias=spec.bias)
+
+    def linears(self) -> dict[str, Linear]:
+        """The projections by name."""
+        return {"project": self.project, "out": self.out}
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Under the names of Hugging Face checkpoints."""
+        conv = {f"conv.{name}": parameter for name, parameter in self.conv.parameters().items()}
+        return self.project.parameters() | conv | self.out.parameters()
+
+    def kv_spec(self) -> StateSpec:
+        """What a state has of this layer."""
+        return StateSpec(self.taps, self.hidden, str(self.dtype).removeprefix("torch."))
+
+    def __call__(
+        self, x: Tensor, batch: ForwardBatch, layer: int, table: Tensor, logits_rows: LogitsRows | None = None
+    ) -> Tensor:  # [T, hidden] -> same, or [n, hidden] of the n tokens of `logits_rows`
+        (ring,), rows = batch.kv[layer], batch.states
+        assert rows is not None
+        mixed = ops.short_conv(
+            self.project(x, adapters=batch.adapters), self.conv.weight, self.conv.bias, ring, batch.query_start,
+            batch.seq_lens, rows.rows, rows.start, rows.end, rows.saves,
+        )  # [T, hidden]  # fmt: skip
+        if logits_rows is None:
+            return self.out(mixed, adapters=batch.adapters)
+        return self.out(mixed.index_select(0, logits_rows.tokens), adapters=logits_rows.adapters)
