@@ -26,7 +26,7 @@ from tokserve import ops
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
 from tokserve.ops.samples.wna16 import weights as integer_weights
-from tokserve.ops.triton import launch
+from tokserve.ops.triton import launch, wna16
 
 TARGET = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -244,6 +244,7 @@ def loop(ttgir: str) -> list[str]:
 if __name__ == "__main__":
     assert registry.load_extension("cuda") is None
     launch._architecture = lambda device: "sm_90"  # type: ignore[assignment]
+    wna16.torch_device = lambda: torch.device("cpu")  # where it packs
     driver.set_active(NamesTheTarget())
     JITFunction.run = compile_only
     calls([int(size) for size in sys.argv[1:]])

@@ -47,6 +47,10 @@ def test_sets_of_different_form_are_left_alone(tmp_path: Path) -> None:
     values = {name: tensor.clone() for name, tensor in tensors_of(one)}
     assert not copy_weights(other, one)
     assert all(torch.equal(values[name], tensor) for name, tensor in tensors_of(one))
+    other = make(tmp_path, HF, load_format="auto", max_num_seqs=8)[0].model
+    assert copy_weights(other, one)
+    other.blocks[0].attention.scale_cache(0.5, 2.0)  # numbers that graphs hold
+    assert not copy_weights(other, one)
     other = one.blank()  # without weights
     assert not copy_weights(other, one)
 

@@ -15,22 +15,27 @@ def copy_weights(source: Decoder, target: Decoder) -> bool:
     """Copy the weights of `source` into the memory of `target`, of the same spec, and say whether that could be done:
     not if a tensor's place, shape, type or layout differs, or a number that a captured step holds; then nothing was.
     """
-    old, new = dict(tensors_of(target)), dict(tensors_of(source))
-    if source.kv_scales() != target.kv_scales() or old.keys() != new.keys():
+    old, new = dict(_held(target)), dict(_held(source))
+    if old.keys() != new.keys() or any(_form(old[path]) != _form(new[path]) for path in old):
         return False
-    pairs = [(old[path], new[path]) for path in old]
-    if any(_form(one) != _form(other) for one, other in pairs):
-        return False
-    for one, other in pairs:
-        if one.data_ptr() != other.data_ptr():  # tables are common to both
+    for path, other in tensors_of(source):
+        one = old[path]
+        if isinstance(one, Tensor) and one.data_ptr() != other.data_ptr():  # tables are common to both
             one.copy_(other)
     target.provenance = source.provenance
     return True
 
 
-def tensors_of(value: object, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Path and tensor of all that a model's objects hold, each tensor once."""
+    return ((path, value) for path, value in _held(model) if isinstance(value, Tensor))
+
+
+def _held(value: object, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Tensor | float]]:
+    """Of tensors and of floats, which launches may hold as they are."""
     seen = set() if seen is None else seen
+    if isinstance(value, float):
+        yield path, value
     if isinstance(value, str | bytes | int | float | None) or id(value) in seen:
         return
     seen.add(id(value))
@@ -49,8 +54,8 @@ def tensors_of(value: object, path: str = "", seen: set[int] | None = None) -> I
     else:
         return
     for name, part in parts:
-        yield from tensors_of(part, f"{path}.{name}", seen)
+        yield from _held(part, f"{path}.{name}", seen)
 
 
-def _form(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
+def _form(value: Tensor | float) -> object:
+    return value if isinstance(value, float) else (value.shape, value.dtype, value.device, value.stride())
