@@ -178,8 +178,19 @@ def sampling_seconds(rows: int) -> tuple[float, float]:
     """Seconds of `sample_fused` with the token's logprob, and of top-k and top-p before it."""
     logits, index = torch.randn(rows, VOCAB, device="cuda") * 3, torch.arange(rows, device="cuda")
     ones = torch.ones(rows, device="cuda")
-    sample = median_seconds(lambda: ops.sample_fused(logits, index, index, index < 0, ones, False, 0))
-    return sample, median_seconds(lambda: ops.filter_logits(logits, ones.int() * 20, ones * 0.95, ones * 0.0))
+    greedy, top_k, top_p, min_p = index < 0, ones.int() * 20, ones * 0.95, ones * 0.0
+    sample = graph_seconds(lambda: ops.sample_fused(logits, index, index, greedy, ones, False, 0))
+    return sample, graph_seconds(lambda: ops.filter_logits(logits, top_k, top_p, min_p))
+
+
+def graph_seconds(run: Callable[[], Any]) -> float:
+    """Of a graph of calls: what the card takes, without what the host takes to launch them."""
+    run()
+    graph, count = torch.cuda.CUDAGraph(), 10
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            run()
+    return median_seconds(graph.replay) / count
 
 
 def measure(shape: str, layers: int, rows: int, card: Card, **options: Any) -> dict[str, Any]:
@@ -194,6 +205,7 @@ def measure(shape: str, layers: int, rows: int, card: Card, **options: Any) -> d
     with torch.inference_mode():
         replay = median_seconds(graph.run)
     mixed = with_a_prompt(runner, rows)
+    del graph  # graphs share a workspace of cuBLAS, which goes when one of them does
     backend.prompt_graphs.invalidate()
     launched = with_a_prompt(runner, rows)
     sampling, filtering = sampling_seconds(rows)

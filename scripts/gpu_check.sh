@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs an NVIDIA GPU, in one command, in nine minutes at most: the kernels against their references,
+# Everything that needs an NVIDIA GPU, in one command, in ten minutes at most: twelve questions (gpu_probe.py), whose
+# answers begin the summary's table, the kernels against their references,
 # exactness with ==, the distance to transformers, the benchmark rows, a real server, the whole engine.  A part that
 # fails or runs out of time does not keep the next from running.  Last come the first error of each part that failed,
 # the figures, and a short table, in less than 12,000 characters; a log per part, the table and the benchmarks' results
@@ -8,11 +9,11 @@
 #   scripts/gpu_check.sh [--wheels DIR] [--out DIR] [--seconds N] [--only "PART PART"]
 #
 # --wheels DIR: wheels of what this machine lacks (docs/gpu-checklist.md has the list), installed for this run only.
-# --seconds N: for all parts together, default 525.  --only: kernels runner steps server whole.
+# --seconds N: for all parts together, default 570.  --only: probe kernels runner steps server whole.
 # Needs Python 3.11-3.13 with torch 2.11-2.13, triton, transformers, pytest; PYTHON names it.  The C++ extension is
 # not needed.  A part whose packages are missing is reported as skipped.
 set -uo pipefail
-python=${PYTHON:-python3} wheels="" out=${OUT:-gpu-check} seconds=525 only="kernels runner steps server whole"
+python=${PYTHON:-python3} wheels="" out=${OUT:-gpu-check} seconds=570 only="probe kernels runner steps server whole"
 while [ $# -gt 0 ]; do
   case $1 in
     --wheels) wheels=$(realpath "$2"); shift 2 ;;
@@ -98,6 +99,8 @@ result() { # result FILE COMMAND...: run it; whatever becomes of it, the file is
   "$python" -c 'import json, sys; json.load(open(sys.argv[1]))' "$file" 2>/dev/null || echo '{"rows": [], "failed": true}' >"$file"
 }
 
+part probe 75 "msgspec psutil" "$python" scripts/gpu_probe.py
+if [ -f "$out/probe.log" ]; then cut -c1-400 "$out/probe.log" >>"$out/summary.txt" && rm "$out/probe.log"; fi
 tests kernels 110 "" $workers tests/ops/test_triton.py
 tests runner 150 "transformers" $workers tests/runner/test_gpu.py
 result "$out/steps.json" part steps 190 "msgspec psutil" "$python" benchmarks/gpu.py --out "$out/steps.json"
@@ -105,6 +108,7 @@ tests server 90 "zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" te
 result "$out/whole.json" part whole 170 "msgspec psutil transformers zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" \
   "$python" benchmarks/gpu_whole.py --out "$out/whole.json"
 printf '%s' "$errors"
+grep -hs '^ *[0-9]* \(yes\|NO\|--\|FAILED\) ' "$out/summary.txt" | cut -c1-300
 grep -hs '^G[0-9]\|TB/s\|^transformers' "$out/steps.log" "$out/whole.log" | cut -c1-400
 printf '%s' "$table" | tee -a "$out/summary.txt"
 exit $failed

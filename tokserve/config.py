@@ -201,10 +201,14 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits and policy of the scheduler."""
 
-    max_num_seqs: Annotated[int, about("Most requests (each choice is one) that run at once.", ge=1, le=4096)] = 128
+    max_num_seqs: Annotated[
+        Annotated[int, Meta(ge=1, le=4096)] | None,
+        about("Most requests (each choice is one) that run at once; default: 128, on a GPU 256."),
+    ] = None
     max_num_batched_tokens: Annotated[
-        int, about("Most tokens computed in one step; longer prompts are cut into chunks.", ge=1)
-    ] = 2048
+        Positive | None,
+        about("Most tokens computed in one step; longer prompts are cut into chunks. Default: 2048, on a GPU 8192."),
+    ] = None
     max_chunk: Annotated[
         Positive | None,
         about("Most tokens of one prompt in a step while others wait or run; default: no bound but the budget."),
@@ -233,8 +237,37 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
               "refused with 429. A client is an API key, or an address where no keys are used. Default: no limit."),
     ] = None  # fmt: skip
     depth: Annotated[
-        Literal[1, 2], about("Steps in flight: 1 plans after a step's result is known, 2 while it runs (for GPUs).")
-    ] = 1
+        Literal[1, 2] | None,
+        about("Steps in flight: 1 plans after a step's result is known, 2 while it runs. Default: 1, on a GPU 2."),
+    ] = None
+
+    @property
+    def rows(self) -> int:
+        """`max_num_seqs`, or its default on a CPU."""
+        return self.max_num_seqs or 128
+
+    @property
+    def token_budget(self) -> int:
+        """`max_num_batched_tokens`, or its default on a CPU."""
+        return self.max_num_batched_tokens or 2048
+
+    @property
+    def steps_in_flight(self) -> int:
+        """`depth`, or its default on a CPU."""
+        return self.depth or 1
+
+    def on_a_gpu(self) -> SchedulerConfig:
+        """With a GPU's defaults: steps are short, so the host must be ahead of them, and prompts long, to fill it."""
+        return msgspec.structs.replace(
+            self, max_num_seqs=self.max_num_seqs or 256, depth=self.depth or 2,
+            max_num_batched_tokens=self.max_num_batched_tokens or 8192,
+        )  # fmt: skip
+
+    def resolved(self) -> SchedulerConfig:
+        """With every default of a CPU."""
+        return msgspec.structs.replace(
+            self, max_num_seqs=self.rows, depth=self.steps_in_flight, max_num_batched_tokens=self.token_budget
+        )
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

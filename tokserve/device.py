@@ -6,7 +6,9 @@ import ctypes
 import os
 import platform
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -24,7 +26,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 CPUS = Path("/proc/cpuinfo")
 NODES = Path("/sys/devices/system/node")
-NUM_BUFFERS = 4  # copies to a GPU that may be under way at once
+NUM_BUFFERS = 64  # copies to a GPU that may be under way at once: two steps, with as many processors as there are
 MIN_CAPABILITY = (8, 0)  # of a GPU: bfloat16 in the matrix unit
 FLOAT8_CAPABILITY = (8, 9)
 ALIGN = 16  # bytes
@@ -152,6 +154,12 @@ class Accelerator(Device, Protocol):
     def put(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         """The arrays as tensors, in one copy.  They are the caller's again at once."""
 
+    def beside(self) -> AbstractContextManager[None]:
+        """What this thread, not that of the steps, does meanwhile is done beside the steps, after those begun."""
+
+    def join(self) -> None:
+        """Let later steps wait for what was done beside them, and what is done there later for the steps so far."""
+
     def pool(self) -> Any:
         """Memory for captures of which one at a time is replayed."""
 
@@ -204,8 +212,8 @@ class Cuda:
         self.has_float8 = torch.cuda.get_device_capability() >= FLOAT8_CAPABILITY
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self._out = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._buffers = [self._buffer(1 << 16) for _ in range(NUM_BUFFERS)]
-        self._next = 0
+        self._steps, self._side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._buffers: deque[PinnedBuffer] = deque()  # in the order of their last copies
         self._capturing = threading.Lock()
 
     def _buffer(self, size: int) -> PinnedBuffer:
@@ -236,15 +244,22 @@ class Cuda:
 
     def put(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         offsets, size = pack(arrays)
-        self._next = (self._next + 1) % NUM_BUFFERS
-        buffer = self._buffers[self._next]
-        buffer.copied.synchronize()  # of the copy NUM_BUFFERS calls ago
+        buffer = self._idle_buffer()
         if size > len(buffer.memory):
-            buffer = self._buffers[self._next] = self._buffer(2 * size)
+            buffer = self._buffer(2 * size)
+        self._buffers.append(buffer)
         fill(buffer.memory, arrays, offsets)
         copied = buffer.memory[:size].to(self.torch_device, non_blocking=True)
         buffer.copied.record()
         return views(copied, arrays, offsets)
+
+    def _idle_buffer(self) -> PinnedBuffer:
+        """The buffer whose copy was begun first, if it is done; a new one rather than to wait for it."""
+        if len(self._buffers) < NUM_BUFFERS and not (self._buffers and self._buffers[0].copied.query()):  # type: ignore[no-untyped-call]
+            return self._buffer(1 << 16)
+        buffer = self._buffers.popleft()
+        buffer.copied.synchronize()
+        return buffer
 
     def fetch(self, tensors: Sequence[Tensor]) -> Fetched:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -257,6 +272,17 @@ class Cuda:
                 copies[-1].copy_(tensor, non_blocking=True)
             done.record()
         return _CopyInFlight(copies, done)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        torch.cuda.set_device(self.torch_device)  # a thread begins with the first
+        self._side.wait_stream(self._steps)
+        with torch.cuda.stream(self._side):
+            yield
+
+    def join(self) -> None:
+        self._steps.wait_stream(self._side)
+        self._side.wait_stream(self._steps)
 
     def pool(self) -> Any:
         return torch.cuda.graph_pool_handle()  # torch does not take one again whose graphs are all gone

@@ -57,6 +57,7 @@ def resolve(config: Config) -> Config:
             runner=_runner(model.runner, directory, hf),
             logprobs_mode=VLLM_LOGPROBS_MODES.get(model.logprobs_mode, model.logprobs_mode),
         ),
+        scheduler=config.scheduler.on_a_gpu() if device == "cuda" else config.scheduler.resolved(),
         cache=replace(config.cache, block_size=config.cache.block_size or _block_size(device)),
         runtime=replace(config.runtime, device=device, cpu_threads=_cpu_threads(config.runtime)),
         server=replace(

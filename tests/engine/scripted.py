@@ -400,7 +400,7 @@ class ScriptedExecutor:
             demand(self.permits.acquire(timeout=60), "no permit to step")
         demand(self.weights is not None and self.has_kv, "a step without weights or KV memory")
         demand(plan.step == len(self.plans), "steps are not numbered one after the other")
-        demand(len(self.in_flight) < self.scheduler.depth, "too many steps in flight")
+        demand(len(self.in_flight) < self.scheduler.steps_in_flight, "too many steps in flight")
         demand(self.unsampled is None, "a forward pass before the last one was sampled from")
         self.plans.append(plan)
         self.in_flight.append(plan.step)
@@ -434,7 +434,7 @@ class ScriptedExecutor:
         for row in plan.new:
             demand(row.slot not in self.slots, f"slot {row.slot} is taken")
             demand(row.tokens.dtype == np.int32 and len(row.tokens) >= row.prompt_len > 0, "tokens of a new row")
-            demand(0 <= row.slot < self.scheduler.max_num_seqs, "slot out of range")
+            demand(0 <= row.slot < self.scheduler.rows, "slot out of range")
             tokens = row.tokens.tolist()
             self.slots[row.slot] = slot = Slot(row, tokens, prefixes_of(tokens, row.features), entered=plan.step)
             self.states.restore(slot, self._weights(slot))
@@ -452,7 +452,7 @@ class ScriptedExecutor:
         demand(set(slots) <= self.slots.keys(), "a row for an empty slot")
         demand({row.slot for row in plan.new} <= set(slots), "a new slot has no row")
         demand((plan.num_tokens > 0).all(), "a row without tokens")
-        demand(plan.num_tokens.sum() <= self.scheduler.max_num_batched_tokens, "over the budget")
+        demand(plan.num_tokens.sum() <= self.scheduler.token_budget, "over the budget")
         columns = (plan.slots, plan.num_tokens, plan.num_computed, plan.num_drafts, plan.num_logits)
         demand(all(column.dtype == np.int32 for column in (*columns, plan.draft_token_ids)), "column types")
         demand(len({len(column) for column in columns}) == 1, "columns of different lengths")
@@ -921,5 +921,5 @@ class Engine:
         self.core.cache.check()
         self.core.cache.check_idle()
         assert self.stats.running == self.stats.waiting == self.stats.blocks_held == 0
-        assert self.core.scheduler.num_free_slots == self.config.scheduler.max_num_seqs
+        assert self.core.scheduler.num_free_slots == self.config.scheduler.rows
         assert not self.executor.in_flight and not self.core.scheduler.in_flight

@@ -26,7 +26,7 @@ from tokserve import ops
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
 from tokserve.ops.samples.wna16 import weights as integer_weights
-from tokserve.ops.triton import launch
+from tokserve.ops.triton import launch, wna16
 
 TARGET = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -101,6 +101,8 @@ def calls(sizes: list[int]) -> None:
             call["paged_attention"](many, *caches, tables, starts, lens, 0.1, window, 1.0, 0.0, sinks)
     call["paged_attention"](many, *caches, tables, starts, lens, 0.1, 0, 1.0, 50.0)
     call["paged_attention"](many, *caches, tables, starts, lens, 0.1, 0, 1.0, 50.0, torch.empty(heads))
+    single = torch.empty(2, 32, kv_heads, page, dim).unbind()
+    call["paged_attention"](many.float(), *single, tables, starts, lens, 0.1, 0)
     float8 = torch.empty(2, 32, kv_heads, page, dim, dtype=torch.float8_e4m3fn).unbind()
     for scales in ((1.0, 1.0), (0.03, 0.7)):
         call["store_kv"](k, k, *float8, index, *scales)
@@ -242,6 +244,7 @@ def loop(ttgir: str) -> list[str]:
 if __name__ == "__main__":
     assert registry.load_extension("cuda") is None
     launch._architecture = lambda device: "sm_90"  # type: ignore[assignment]
+    wna16.torch_device = lambda: torch.device("cpu")  # where it packs
     driver.set_active(NamesTheTarget())
     JITFunction.run = compile_only
     calls([int(size) for size in sys.argv[1:]])

@@ -137,3 +137,60 @@ def test_what_are_no_weights_is_refused_before_anything_is_sent() -> None:
                 await client.update_weights(wrong)  # type: ignore[arg-type]
 
     assert bodies({}, use) == []
+
+
+class CardWork:
+    """Work of NCCL: its future is complete when it is enqueued, it itself after so many questions."""
+
+    def __init__(self, questions: float) -> None:
+        self.questions = questions
+        self.waited = False
+
+    def get_future(self) -> Any:
+        raise AssertionError("the future says nothing")
+
+    def is_completed(self) -> bool:
+        self.questions -= 1
+        return self.questions < 0
+
+    def wait(self) -> None:
+        assert self.is_completed(), "the stream waits, and all that follows in it"
+        self.waited = True
+
+
+class CardGroup:
+    """A process group of NCCL."""
+
+    def __init__(self, work: CardWork) -> None:
+        self.work, self.aborted = work, False
+
+    def broadcast(self, tensors: list[torch.Tensor], options: object) -> CardWork:
+        return self.work
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def card_group(work: CardWork, timeout: float) -> tuple[TransferGroup, CardGroup]:
+    group, played = TransferGroup.__new__(TransferGroup), CardGroup(work)
+    group._group, group._backend, group._timeout = played, "nccl", timeout
+    group._interrupted, group._broken, group._announces_sizes = threading.Event(), False, False
+    return group, played
+
+
+def test_a_transfer_between_cards_is_over_when_the_card_says_so() -> None:
+    group, played = card_group(CardWork(5), 60)
+    group.broadcast(torch.zeros(1))
+    assert played.work.waited and not played.aborted and not group._broken
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_a_transfer_between_cards_can_be_ended(interrupted: bool) -> None:
+    group, played = card_group(CardWork(float("inf")), 60 if interrupted else 0)
+    if interrupted:
+        threading.Timer(0.01, group.interrupt).start()
+    with pytest.raises(TransferError, match="interrupted" if interrupted else "silent"):
+        group.broadcast(torch.zeros(1))
+    assert played.aborted and not played.work.waited
+    with pytest.raises(TransferError, match="broken"):
+        group.broadcast(torch.zeros(1))

@@ -97,6 +97,21 @@ def test_resolve_fills_in_what_the_checkpoint_says(checkpoint: Path) -> None:
     assert config.server.served_model_name == [str(checkpoint)]
 
 
+@pytest.mark.parametrize(("device", "defaults"), [("cpu", (1, 128, 2048)), ("cuda", (2, 256, 8192))])
+def test_steps_are_larger_and_overlap_on_a_gpu(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, device: str, defaults: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr("tokserve.resolve._device", lambda name: device)
+
+    def scheduler(**options: object) -> tuple[int | None, ...]:
+        found = resolve(Config.make(model=str(checkpoint), **options)).scheduler
+        return found.depth, found.max_num_seqs, found.max_num_batched_tokens
+
+    assert scheduler() == defaults
+    given = {"depth": 1, "max_num_seqs": 128, "max_num_batched_tokens": 2048}
+    assert scheduler(**given) == (1, 128, 2048)
+
+
 @pytest.mark.parametrize("wrong", ['"</s>"', "[5, null]", "true"])
 def test_an_eos_that_is_no_id_is_refused_with_its_name(checkpoint: Path, wrong: str) -> None:
     (checkpoint / "generation_config.json").write_text(f'{{"eos_token_id": {wrong}}}')

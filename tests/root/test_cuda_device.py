@@ -24,6 +24,9 @@ class PlayedEvent:
     def synchronize(self) -> None:
         self._cuda.told.append(("wait", id(self)))
 
+    def query(self) -> bool:
+        return self._cuda.is_idle
+
 
 class PlayedStream:
     def __init__(self, cuda: PlayedCuda) -> None:
@@ -31,6 +34,7 @@ class PlayedStream:
 
     def wait_stream(self, other: object) -> None:
         self._cuda.told.append(("wait_stream", other))
+        self._cuda.waits.append((self, other))
 
 
 class PlayedCuda:
@@ -41,11 +45,14 @@ class PlayedCuda:
     def __init__(self) -> None:
         self.told: list[tuple[str, Any]] = []
         self.pools = 0
+        self.is_idle = False
+        self.main = PlayedStream(self)
+        self.waits: list[tuple[object, object]] = []
 
     def __getattr__(self, name: str) -> Any:
         plain = {
             "is_available": True, "get_device_capability": self.capability, "get_device_name": "played",
-            "current_device": 0, "current_stream": "main",
+            "current_device": 0, "current_stream": self.main,
         }  # fmt: skip
         return lambda *_: plain[name]
 
@@ -58,6 +65,9 @@ class PlayedCuda:
     def stream(self, stream: PlayedStream) -> Any:
         self.told.append(("on", stream))
         return nullcontext()
+
+    def set_device(self, device: object) -> None:
+        self.told.append(("set_device", device))
 
     def empty_cache(self) -> None:
         self.told.append(("empty_cache", None))
@@ -105,14 +115,23 @@ def played(monkeypatch: pytest.MonkeyPatch) -> PlayedTorch:
 
 
 def test_a_staging_buffer_is_filled_again_only_when_its_copy_is_done(played: PlayedTorch) -> None:
-    gpu = device.Cuda()
-    for _ in range(2 * device.NUM_BUFFERS + 1):
+    gpu, most = device.Cuda(), device.NUM_BUFFERS
+    for _ in range(2 * most + 1):
         gpu.put([np.arange(3)])
     told = played.cuda.told
-    assert [what for what, _ in told] == ["wait", "record"] * (2 * device.NUM_BUFFERS + 1)
-    events = [event for what, event in told if what == "wait"]
-    assert [event for what, event in told if what == "record"] == events  # its own event, each time
-    assert events[: device.NUM_BUFFERS] == events[device.NUM_BUFFERS : -1] and len(set(events)) == device.NUM_BUFFERS
+    assert [what for what, _ in told] == ["record"] * most + ["wait", "record"] * (most + 1)
+    events = [event for what, event in told if what == "record"]
+    assert [event for what, event in told if what == "wait"] == events[most:]  # its own event, each time
+    assert events[:most] == events[most:-1] and len(set(events)) == most
+
+
+def test_a_step_with_many_copies_waits_for_none_of_its_own(played: PlayedTorch) -> None:
+    gpu = device.Cuda()
+    for copy in range(50):
+        played.cuda.is_idle = copy >= 10  # the first ten are under way at once
+        gpu.put([np.arange(3)])
+    waits = [event for what, event in played.cuda.told if what == "wait"]
+    assert len(set(waits)) == len(gpu._buffers) == 10  # only for copies that are done
 
 
 def test_a_larger_step_gets_a_larger_buffer(played: PlayedTorch) -> None:
@@ -125,7 +144,7 @@ def test_what_leaves_waits_for_the_work_before_it_and_is_kept_until_it_left(play
     gpu = device.Cuda()
     leaving = gpu.fetch([torch.arange(3), torch.zeros(0)])
     assert [what for what, _ in played.cuda.told] == ["wait_stream", "on", "keep", "keep", "record"]
-    assert played.cuda.told[0][1] == "main"
+    assert played.cuda.told[0][1] is played.cuda.main
     assert [array.tolist() for array in leaving.arrays()] == [[0, 1, 2], []]
     assert played.cuda.told[-1] == ("wait", played.cuda.told[-2][1])
 
@@ -162,6 +181,16 @@ def test_memory_is_given_back_but_not_while_a_step_is_recorded(played: PlayedTor
     gpu.capture(run, None)
     threads[0].join()
     assert [what for what, _ in played.cuda.told[1:]] == ["graph", "recorded", "empty_cache"]
+
+
+def test_weights_come_on_a_stream_of_their_own_that_steps_join(played: PlayedTorch) -> None:
+    gpu, main = device.Cuda(), played.cuda.main
+    with gpu.beside():
+        assert [what for what, _ in played.cuda.told] == ["set_device", "wait_stream", "on"]
+        side = played.cuda.told[-1][1]
+    assert side is not main and played.cuda.waits == [(side, main)]  # steps wait for nothing
+    gpu.join()
+    assert played.cuda.waits[1:] == [(main, side), (side, main)]
 
 
 def test_an_old_gpu_is_refused(played: PlayedTorch) -> None:

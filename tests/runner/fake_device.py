@@ -6,7 +6,8 @@ soon as it was read, and a repeated step writes into the memory of the first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,12 +48,22 @@ class FakeDevice:
         self.captured = 0
         self.replayed = 0
         self.given_back = 0
+        self.side: list[str] = []  # what was done beside the steps, and when they were joined
 
     def require_float8(self, option: str) -> None:
         pass
 
     def give_back_memory(self) -> None:
         self.given_back += 1
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        self.side.append("begin")
+        yield
+        self.side.append("end")
+
+    def join(self) -> None:
+        self.side.append("join")
 
     def free_memory(self) -> int:
         return 1 << 26

@@ -82,7 +82,8 @@ class LateDriver(Driver):
             job.finite.append(result.status[i] == OK)
             if job.params.logprobs is not None:
                 assert result.logprobs is not None
-                job.rows.append(plain_row(result.logprobs, n, job.params.logprobs))
+                width = job.params.logprobs + len(job.params.logprob_token_ids or [])
+                job.rows.append(plain_row(result.logprobs, n, width))
 
 
 def cuda(runner: Runner) -> CudaBackend:
@@ -98,16 +99,19 @@ def test_bits_are_those_of_the_cpu(staged: Loaded, alone: list[tuple[object, ...
     assert fake.replayed > 0
 
 
+SCORED = 3 * 4 * 64 * 320  # logits of the longest prompt in a step, and what is made of them
+
+
 def test_what_graphs_take_is_kept_free(staged: Loaded) -> None:
     runner, facts, _ = staged
     step = 1 << 20  # what the played device says of every run
     logits, hidden = 4 * 320 * 24, 4 * 64 * 64  # one place for all decode steps, one for all prompts
-    assert cuda(runner).activation_bytes(runner.model, facts.layout.specs, 16) == 3 * step + logits + hidden
+    assert cuda(runner).activation_bytes(runner.model, facts.layout.specs, 16) == 3 * step + SCORED + logits + hidden
 
 
 def test_bits_without_graphs_are_the_same(tmp_path: Path, alone: list[tuple[object, ...]]) -> None:
     runner, facts, fake = make(tmp_path, enforce_eager=True)
-    assert cuda(runner).activation_bytes(runner.model, facts.layout.specs, 16) == 2 << 20
+    assert cuda(runner).activation_bytes(runner.model, facts.layout.specs, 16) == (2 << 20) + SCORED
     assert outcomes(Driver(runner, facts, seed=3).run(jobs())) == alone
     assert fake.captured == fake.replayed == 0
 
@@ -185,6 +189,45 @@ def test_a_decode_step_is_one_copy_and_no_wait(staged: Loaded) -> None:
     driver.run(made)
     steps = driver.steps - steps
     assert fake.copies - copies == steps and fake.waits - waits == steps
+
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "chat": {"top_k": 20, "top_p": 0.95, "logprobs": 2},
+    "min_p": {"min_p": 0.05, "logprobs": 1, "logprobs_mode": "processed"},
+    "bias": {"logit_bias": {3: 2.0, 5: -1.0}, "top_p": 0.9},
+    "ids": {"bad_token_ids": [1, 2], "logprobs": 3, "logprobs_mode": "temperature"},
+    "min_tokens": {"min_tokens": 3, "stop_token_ids": [7], "logprobs": 1},
+    "named": {"logprob_token_ids": [4, 9], "logprobs": 0, "top_k": 5},
+    "extreme": {"temperature": 1e-4, "top_k": 9},
+}
+
+
+@pytest.mark.parametrize("name", [*SAMPLED, "all together"])
+def test_no_sampling_parameter_makes_a_step_wait(staged: Loaded, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, facts, fake = staged
+    wanted = [SAMPLED[name]] * 2 if name in SAMPLED else list(SAMPLED.values())
+    made = [
+        Job(prompt(5, i), SamplingParams(**{"max_tokens": 4, "temperature": 0.7} | options), i)
+        for i, options in enumerate(wanted)
+    ]
+    expected = [Driver(runner, facts).run([job.fresh()])[0].outcome() for job in made]
+    driver, sample = LateDriver(runner, facts), runner.sample
+    cuda(runner).record_finished(wait=True)
+
+    def without_reads(*arguments: Any) -> PendingResult:
+        with pytest.MonkeyPatch.context() as patch:
+            for read in ("item", "tolist", "cpu", "__bool__", "nonzero"):
+                patch.setattr(torch.Tensor, read, refuse)
+            return sample(*arguments)
+
+    monkeypatch.setattr(runner, "sample", without_reads)
+    steps, waits = driver.steps, fake.waits
+    assert [job.outcome() for job in driver.run(made)] == expected
+    assert fake.waits - waits == driver.steps - steps
+
+
+def refuse(*_: object) -> object:
+    raise AssertionError("a step reads a tensor on the host")
 
 
 def test_a_slot_entered_again_does_not_learn_what_its_last_owner_drew(staged: Loaded) -> None:

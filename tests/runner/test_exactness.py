@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from tokserve import ops
@@ -47,6 +48,25 @@ def test_products_of_the_cpu_stand_alone_and_others_are_found_out(model: Decoder
     model.blocks[0].mlp.down.__class__ = ByTheBatch
     model.blocks[0].mlp.gate_up.__class__ = GatedByTheBatch
     assert exactness.unequal_products(model) == ["gate_up", "down"]
+
+
+def test_attention_that_differs_between_steps_chunks_and_prompts_is_found_out(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = [tuple(torch.zeros(9, *shape) for shape in spec.shapes(16)) for spec in model.kv_specs()]
+    assert exactness.unequal_attention(model, pages) == []
+    attend, asked = ops.paged_attention, []
+
+    def attend_by_the_batch(q: Tensor, *rest: Any) -> Tensor:
+        asked.append(q.shape[0])
+        out = attend(q, *rest)
+        return out * (1.0 + 2**-20) if q.shape[0] == wrong else out
+
+    monkeypatch.setattr(ops, "paged_attention", attend_by_the_batch)
+    for wrong in (2, exactness.CHUNK + 1, exactness.PROMPT):  # noqa: B007  (read above)
+        asked.clear()
+        assert exactness.unequal_attention(model, pages) == ["attention of 4 heads of 16"]
+        assert asked == [exactness.PROMPT, 2, exactness.CHUNK + 1]
 
 
 def test_what_adapters_add_is_asked_too(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

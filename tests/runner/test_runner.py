@@ -17,7 +17,7 @@ from tokserve.models.dummy import values as dummy_values
 from tokserve.params import SamplingParams
 from tokserve.plan import NO_LEGAL_TOKEN, NOT_FINITE, DeviceFacts
 from tokserve.runner import kvcache
-from tokserve.runner import runner as runner_module
+from tokserve.runner.host import HostBackend
 from tokserve.runner.runner import Runner
 
 VOCAB = 320
@@ -213,7 +213,7 @@ def test_logits_of_prompt_tokens_are_made_in_small_pieces(
 
 
 def test_pieces_are_bounded_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "PROMPT_LOGITS_BYTES", 40 * VOCAB * 4)
+    monkeypatch.setattr(HostBackend, "prompt_logits_bytes", 40 * VOCAB * 4)
     assert make_runner(tmp_path, tiny_config("llama"))[0]._score_chunk == 40
 
 

@@ -87,7 +87,7 @@ class EngineCore:
         self._facts = facts
         self._executor = executor
         self._clock = clock
-        self._depth = config.scheduler.depth
+        self._depth = config.scheduler.steps_in_flight
         self._last_step: InFlightStep | None = None  # since the engine was last idle
         self._registry = Registry()
         self._deadlines = Deadlines()

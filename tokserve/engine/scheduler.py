@@ -61,7 +61,7 @@ class Scheduler:
         self._short = False  # blocks were missing when the last plan was made, so a free slot may mean nothing
         self._deferred = 0  # waiting requests that the last plan passed over
         self._running = Queue(policy)
-        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))  # a stack
+        self._free_slots = list(range(config.rows - 1, -1, -1))  # a stack
         self._freed: list[int] = []  # slots freed since the last plan
         self._leaving: set[Request] = set()  # have a slot until a step in flight is answered
         self._step = 0
@@ -91,7 +91,7 @@ class Scheduler:
     @property
     def _num_open(self) -> int:
         """Requests that may be admitted now: no more run than there are slots, and tokens in a step."""
-        return min(len(self._free_slots), self._config.max_num_batched_tokens - len(self._running))
+        return min(len(self._free_slots), self._config.token_budget - len(self._running))
 
     def unreleased(self) -> list[Request]:
         """Ended requests that steps in flight mention, so their slots and blocks are not free yet."""
@@ -183,7 +183,7 @@ class Scheduler:
             request.num_state = max(request.num_state, end)
 
     def _build(self, now: float) -> PlanBuilder:
-        budget = limit = self._config.max_num_batched_tokens
+        budget = limit = self._config.token_budget
         present = self.shares.present
         if len(present) > 1:
             self._contended = now

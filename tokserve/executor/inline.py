@@ -7,6 +7,7 @@ long run in a background thread.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
@@ -21,6 +22,17 @@ if TYPE_CHECKING:
     from tokserve.runner.runner import Runner
 
 T = TypeVar("T")
+
+
+def _current_device() -> int | None:
+    """The GPU that this thread has chosen, if it has used one: threads begin with the first."""
+    torch = sys.modules.get("torch")  # where it is not imported, no device was chosen
+    return torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else None
+
+
+def _use_device(device: int | None) -> None:
+    if device is not None:
+        sys.modules["torch"].cuda.set_device(device)
 
 
 class Deferred(Future[T]):
@@ -42,7 +54,9 @@ class InlineExecutor:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._thread = ThreadPoolExecutor(1, "runner") if config.scheduler.depth > 1 else None
+        self._thread: ThreadPoolExecutor | None = None
+        if config.scheduler.steps_in_flight > 1:
+            self._thread = ThreadPoolExecutor(1, "runner", _use_device, (_current_device(),))
         self._background = ThreadPoolExecutor(1, "weights")  # its thread starts with the first call
         self._runner: Runner | None = None
         self._drafts: Callable[[], Int32] = lambda: np.zeros(0, np.int32)

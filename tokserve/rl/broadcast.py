@@ -8,6 +8,7 @@ and nothing is unpickled.
 from __future__ import annotations
 
 import math
+import os
 import socket
 import threading
 import time
@@ -22,6 +23,7 @@ from .errors import TransferError, WeightsError
 from .rendezvous import Meeting, Rendezvous
 
 PACKED_BYTES = 1 << 30  # a packed buffer ends with the tensor that brings it above this
+FIRST_PAUSE, LONGEST_PAUSE = 1e-4, 0.05  # seconds between two questions whether a card is done
 PROBE = 5.0  # seconds until a connection attempt fails
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -39,6 +41,7 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    os.environ.setdefault(ERROR_HANDLING, "0")  # torch reads it now, and by default ends the process on a timeout
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return distributed.ProcessGroupNCCL(store, rank, size, options)
@@ -46,6 +49,7 @@ def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 BACKENDS: dict[str, tuple[Callable[..., Any], str]] = {"gloo": (_gloo, "cpu"), "nccl": (_nccl, "cuda")}
 OWN = Rendezvous()
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 ON_A_CARD = ("nccl",)  # backends whose tensors are on a GPU at both ends
 
 
@@ -73,7 +77,7 @@ class TransferGroup:
         self._interrupted = interrupted or threading.Event()
         self._broken = False
         self._announces_sizes = rendezvous.announces_sizes and backend not in ON_A_CARD
-        patience = timedelta(seconds=timeout)
+        self._timeout, patience = timeout, timedelta(seconds=timeout)
         if rank:
             self._await_listener(address, port, timeout)
         try:
@@ -82,7 +86,8 @@ class TransferGroup:
             if rendezvous.kind == "tokserve":  # fails now if the ranks cannot communicate
                 self.broadcast(torch.zeros(1, device=self.device))
             elif rendezvous.kind == "vllm":  # its ranks add one number up
-                self._group.allreduce([torch.zeros(1, device=self.device)]).wait()
+                ones = torch.zeros(1, device=self.device)
+                self._await(self._group.allreduce([ones]), ones)
         except (RuntimeError, ValueError) as error:  # raised by torch.distributed
             raise TransferError(
                 f"the {backend} group at {address}:{port} could not be formed: {_first(error)}"
@@ -126,19 +131,37 @@ class TransferGroup:
         options = distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         self._broken = True  # until it is complete
-        over = threading.Event()
         try:
-            work = self._group.broadcast([tensor], options)
-            work.get_future().add_done_callback(lambda _: over.set())
-            while not over.wait(0.05):  # not `work.wait()`, which only the sender could end
-                if self._interrupted.is_set():
-                    threading.Thread(target=_await_abandoned, args=(self._group, work, tensor), daemon=True).start()
-                    self._group = None
-                    raise TransferError("the transfer was interrupted")
-            work.wait()
+            self._await(self._group.broadcast([tensor], options), tensor)
         except RuntimeError as error:
             raise TransferError(f"the other end of the transfer has gone: {_first(error)}") from None
         self._broken = False
+
+    def _await(self, work: Any, tensor: Tensor) -> None:
+        """Wait until `work`, which fills `tensor`, is over; not by `work.wait()`, which only the sender could end."""
+        if self._backend in ON_A_CARD:
+            return self._await_card(work)
+        over = threading.Event()
+        work.get_future().add_done_callback(lambda _: over.set())
+        while not over.wait(0.05):
+            if self._interrupted.is_set():
+                threading.Thread(target=_await_abandoned, args=(self._group, work, tensor), daemon=True).start()
+                self._group = None
+                raise TransferError("the transfer was interrupted")
+        work.wait()
+
+    def _await_card(self, work: Any) -> None:
+        """NCCL's future is complete as soon as the work is enqueued, and `wait` makes the stream wait, and what follows
+        in it: the work is asked instead.  What does not end is aborted, which frees the tensor's memory for others."""
+        end, pause = time.monotonic() + self._timeout, FIRST_PAUSE
+        while not work.is_completed():
+            late = time.monotonic() > end
+            if late or self._interrupted.wait(pause):
+                self._group.abort()
+                self._group = None
+                raise TransferError("the other end is silent" if late else "the transfer was interrupted")
+            pause = min(2 * pause, LONGEST_PAUSE)
+        work.wait()
 
     def interrupt(self) -> None:
         """Make a waiting broadcast fail; for other threads."""

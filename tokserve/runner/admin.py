@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tokserve.config import WeightsConfig
+from tokserve.device import Accelerator
 from tokserve.errors import NotFound, RequestError
 from tokserve.models.checksums import checksums
 from tokserve.models.coordinates import Coordinates
 from tokserve.models.decoder import Decoder
+from tokserve.models.in_place import copy_weights
 from tokserve.rl.deltas import dtype_name
 from tokserve.runner import extension, kvcache
 from tokserve.runner.lora import LoraTables
@@ -46,6 +49,8 @@ class Admin:
         }
         if method not in methods:
             raise NotFound(f"the runner has no method {method!r}")
+        if isinstance(self._backend.device, Accelerator) and method in ("place_adapter", "commit_update"):
+            self._backend.device.join()  # they use tensors that came meanwhile
         return methods[method](**args)
 
     def background(self, method: str, args: dict[str, Any]) -> Any:
@@ -68,7 +73,9 @@ class Admin:
             "checkpoint_checksums": self._checkpoint_checksums,
             "read_adapter": lambda **args: self._adapters.read(**args),
         }
-        return methods[method](**args)
+        device = self._backend.device
+        with device.beside() if isinstance(device, Accelerator) else nullcontext():
+            return methods[method](**args)
 
     def interrupt(self) -> None:
         """From any thread: make what waits for a trainer fail, a meeting or a transfer."""
@@ -120,7 +127,11 @@ class Admin:
     def _commit(self) -> None:
         runner = self._runner
         before, scales = runner.model, runner.model.kv_scales()
-        runner.model = self._sync.take(before)
+        complete = self._sync.take(before)
+        if complete is not before and self._copied(complete, before):
+            self._sync.retire(complete)
+            return
+        runner.model = complete
         if runner.draft_model is not None:
             runner.draft_model.on_weights(runner.model)
         if runner.model is before:  # its weights were changed where they are: what was captured reads the new ones
@@ -128,6 +139,14 @@ class Admin:
         kvcache.rescale(self._backend.kv[: len(scales)], scales, runner.model.kv_scales())
         self._has_weights = True
         self._capture()
+
+    def _copied(self, complete: Decoder, before: Decoder) -> bool:
+        """Copy the complete set to where the one that serves is, if that is worth while: a millisecond for each 2 GB
+        on a GPU, where to capture all steps anew takes a second."""
+        if not (self._backend.keeps_memory and self._has_weights and self._runner.draft_model is None):
+            return False
+        with torch.inference_mode(), self._sync.sums.replacing():
+            return copy_weights(complete, before)
 
     def _capture(self) -> None:
         """Captured steps name the memory of weights and pages: after a change of either they are captured anew."""

@@ -87,6 +87,14 @@ class Backend(Protocol):
         """What draws drafts; None: nothing does."""
 
     @property
+    def keeps_memory(self) -> bool:
+        """Whether capturing takes so long that new weights had better be copied to where the old ones are."""
+
+    @property
+    def prompt_logits_bytes(self) -> int:
+        """Logits of prompt tokens are made in chunks of about this size."""
+
+    @property
     def warm_ups(self) -> Sequence[dict[str, Any]]: ...
 
     def begin(self, plan: StepPlan, *, needs_history: bool) -> StepPlan:

@@ -30,10 +30,14 @@ from tokserve.runner.steps import PendingResult
 logger = logging.getLogger(__name__)
 
 
+SCORING_COPIES = 3  # of logits of prompt tokens: the model's, divided, and without what is forbidden
+
+
 class CudaBackend:
     """Backend protocol, see `backend`.  The KV cache has one page more, for padding."""
 
     warm_ups = WARM_UPS
+    prompt_logits_bytes = 256 << 20  # less, and the head's weights are read too often
     routed: RoutedTable | None = None
     states: StateTable | None = None
 
@@ -43,9 +47,9 @@ class CudaBackend:
     ) -> None:  # fmt: skip
         self.device: Accelerator = device
         self.draft = draft
-        self._max_rows = config.scheduler.max_num_seqs
+        self._max_rows = config.scheduler.rows
         self._max_model_len = max_model_len
-        self._max_tokens = min(config.scheduler.max_num_batched_tokens, max_model_len)  # of one prompt in a step
+        self._max_tokens = min(config.scheduler.token_budget, max_model_len)  # of one prompt in a step
         self._eager, self._exact = config.runtime.enforce_eager, config.runtime.exact
         self._adapters = config.lora.enable_lora
         block_size = config.cache.block_size or DEFAULT_BLOCK_SIZE
@@ -64,7 +68,7 @@ class CudaBackend:
         self.decode_graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
         self._draft_graphs: DecodeGraphs | None = None
-        self._max_in_flight = config.scheduler.depth - 1
+        self._max_in_flight = config.scheduler.steps_in_flight - 1
         self._in_flight: deque[tuple[PendingResult, Int64]] = deque()  # with the generations of their rows' slots
 
     def activation_bytes(self, model: Decoder, specs: tuple[LayerSpec, ...], block_size: int) -> int:
@@ -79,6 +83,8 @@ class CudaBackend:
         last = decode.input_ids
         peak = torch.inference_mode()(self.device.peak)
         prompt_bytes = peak(lambda: model.logits(model.forward(prompt).index_select(0, last)) * 1.0)
+        scored = 4 * min(tokens * model.spec.vocab, self.prompt_logits_bytes // 4)
+        prompt_bytes += SCORING_COPIES * scored
         decode_bytes = peak(lambda: step(decode) * 1.0)
         if self._eager:
             return prompt_bytes + decode_bytes
@@ -87,6 +93,10 @@ class CudaBackend:
         graphs = max([decode_bytes, *(peak(partial(model.forward, batch)) for batch in batches)])
         logits, hidden = 4 * rows * model.spec.vocab, sum(sizes) * model.spec.hidden * model.dtype.itemsize
         return prompt_bytes + decode_bytes + graphs + logits + hidden
+
+    @property
+    def keeps_memory(self) -> bool:
+        return not self._eager
 
     def begin(self, plan: StepPlan, *, needs_history: bool) -> StepPlan:
         drafts_in_flight = any(len(result.plan.draft_token_ids) for result, _ in self._in_flight)
@@ -142,9 +152,9 @@ class CudaBackend:
     def is_batch_invariant(self, model: Decoder) -> bool:
         if not self._exact:
             return False
-        unequal = exactness.unequal_products(model)
+        unequal = exactness.unequal_products(model) + exactness.unequal_attention(model, self.kv)
         if unequal:
-            logger.error("rows of these products depend on the batch, so answers do too: %s", ", ".join(unequal))
+            logger.error("rows of these depend on the batch, so answers do too: %s", ", ".join(unequal))
         return not unequal
 
     def capture(self, model: Decoder) -> None:

@@ -95,18 +95,18 @@ class DeviceSlots(Slots):
         logits_indices = last_indices(np.cumsum(plan.num_tokens, dtype=np.int64), plan.num_logits)
         (
             slots_dev, computed_dev, starts, sampled_dev, lengths_dev, seeds, greedy, temperature,
-            self.logits_indices, token_edits, tokens, block_edits, blocks, adapters_dev,
+            self.logits_indices, token_edits, tokens, block_edits, blocks, adapters_dev, *filters,
         ) = self._device.put(
             [
                 slots, computed, query_start, sampled.astype(np.int64), lengths, self.seeds[sampled],
                 self.greedy[sampled], self.temperature[sampled], logits_indices, *_as_edits(self._token_edits),
-                *_as_edits(self._block_edits), adapters,
+                *_as_edits(self._block_edits), adapters, self.top_k[sampled], self.top_p[sampled], self.min_p[sampled],
             ]
         )  # fmt: skip
         self._token_edits, self._block_edits = [], []
         ops.edit_rows(self._device_tokens, token_edits, tokens)
         ops.edit_rows(self._device_blocks, block_edits, blocks)
-        self._columns = SamplingColumns(seeds, lengths_dev, greedy, temperature, sampled_dev)
+        self._columns = SamplingColumns(seeds, lengths_dev, greedy, temperature, sampled_dev, tuple(filters))
         width = -(-int((plan.num_computed + plan.num_tokens).max()) // self.block_size)
         batch = self._empty(int(query_start[-1]), len(slots), width, starts, kv) if into is None else into
         ops.prepare_step(

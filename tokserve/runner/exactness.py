@@ -1,4 +1,4 @@
-"""Checks at start-up that products are batch invariant: that a row has the same bits whatever rows are beside it.
+"""Checks at start-up that products and attention are batch invariant: a row has the same bits whatever is beside it.
 
 A library may choose another order of summation for another number of rows, and not every GPU and compiler has been
 tried.  The checks take a second at most.
@@ -7,17 +7,21 @@ tried.  The checks take a second at most.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokserve import ops
+from tokserve.layers.attention import Attention
+from tokserve.layers.batch import Pages
 from tokserve.layers.linear import Linear
 from tokserve.layers.lora import LoraSlots, LowRank
 from tokserve.models.decoder import Decoder
 
 SIZES = (1, 2, 3, 8, 16, 33, 64, 65, 100, 128, 129, 200)  # rows; every tile shape is used
 MOST = 300
+PROMPT, CHUNK = 300, 45  # tokens attention is asked with: more than it takes together, and no multiple of anything
 Product = Callable[[Tensor, Tensor], Tensor]  # of rows [n, inputs], and the adapter [n] int32 of each
 
 
@@ -50,6 +54,49 @@ def is_batch_invariant(product: Product, inputs: int, dtype: torch.dtype) -> boo
         for part in (slice(size), slice(-size, None))
     ]
     return all(same)
+
+
+def unequal_attention(model: Decoder, pages: Pages) -> list[str]:
+    """Descriptions of the kinds of attention layers whose decode steps, chunks and whole prompts differ in bits.
+
+    `pages` are the layers' tensors, of which only shapes and types count.  Layers with another cache are not asked.
+    """
+    kinds: dict[tuple[Any, ...], tuple[Attention, tuple[Tensor, ...]]] = {}
+    for block, tensors in zip(model.blocks, pages, strict=False):
+        layer = block.attention
+        if isinstance(layer, Attention):
+            kind = (layer.heads, layer.kv_heads, layer.dim, layer.window, layer.softcap, layer.sinks is None)
+            kinds.setdefault(kind, (layer, tensors))
+    return [
+        f"attention of {layer.heads} heads of {layer.dim}" + (f" over {layer.window} tokens" if layer.window else "")
+        for layer, tensors in kinds.values() if not attends_alike(layer, tensors)
+    ]  # fmt: skip
+
+
+def attends_alike(layer: Attention, pages: tuple[Tensor, ...]) -> bool:
+    """Whether queries have the same bits in a step, in a chunk and in the whole prompt, another row beside them."""
+    keys = pages[0]
+    page, home = keys.shape[2], keys.device
+    count = -(-PROMPT // page)
+    k, v = (_random(seed, count, *keys.shape[1:]).to(home).to(layer.dtype).to(keys.dtype) for seed in (1, 2))
+    q = _random(3, PROMPT, layer.heads, layer.dim).to(home, layer.dtype)
+
+    def attend(*spans: tuple[int, int]) -> Tensor:
+        counts = torch.tensor([0, *(end - start for start, end in spans)], device=home)
+        ends = torch.tensor([end for _, end in spans], dtype=torch.int32, device=home)
+        tables = torch.arange(count, dtype=torch.int32, device=home).repeat(len(spans), 1)
+        rows = torch.cat([q[start:end] for start, end in spans])
+        return ops.paged_attention(
+            rows, k, v, tables, counts.cumsum(0).int(), ends, layer.scale * layer.k_scale, layer.window,
+            layer.v_scale, layer.softcap, layer.sinks,
+        )  # fmt: skip
+
+    whole = attend((0, PROMPT))
+    step, chunk = attend((PROMPT - 1, PROMPT), (0, 1)), attend((PROMPT - CHUNK, PROMPT), (0, 1))
+    return (
+        torch.equal(step[0], whole[-1]) and torch.equal(step[1], whole[0])
+        and torch.equal(chunk[:CHUNK], whole[-CHUNK:]) and torch.equal(chunk[CHUNK], whole[0])
+    )  # fmt: skip
 
 
 def _plain(product: Callable[[Tensor], Tensor]) -> Product:

@@ -31,12 +31,14 @@ class HostBackend:
     """Backend protocol, see `backend`."""
 
     warm_ups = WARM_UPS[:1]
+    prompt_logits_bytes = 32 << 20
+    keeps_memory = False
 
     def __init__(
         self, device: Device, specs: tuple[LayerSpec, ...], config: Config, max_model_len: int, spec: DecoderSpec,
         draft: Draft | None = None,
     ) -> None:  # fmt: skip
-        max_num_seqs = config.scheduler.max_num_seqs
+        max_num_seqs = config.scheduler.rows
         self.device = device
         self.layout = kvcache.layout(
             specs, config.cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from tokserve.plan import Int32
 from tokserve.runner.slots import Int64
+
+ToDevice = Callable[[NDArray[Any]], Tensor]
 
 
 @dataclass(slots=True)
@@ -39,14 +42,11 @@ class LogitRows:
 class LogitsBuffer:
     """Logits while processors change them.  The model's own are never written to: the first edit copies them."""
 
-    def __init__(self, logits: Tensor, buffer: Tensor) -> None:
+    def __init__(self, logits: Tensor, buffer: Tensor, tensor: ToDevice = torch.from_numpy) -> None:
         self._source = logits
         self.buffer = buffer  # [n, V]
+        self.tensor = tensor  # puts an array on the device of the logits
         self.logits = logits  # [n, V]
-
-    def tensor(self, array: NDArray[Any]) -> Tensor:
-        """The array on the device of the logits."""
-        return torch.from_numpy(array).to(self.buffer.device)
 
     def editable(self) -> Tensor:
         """The logits, to be edited in place."""

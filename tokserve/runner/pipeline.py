@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tokserve.params import SamplingParams
 from tokserve.plan import GrammarBitmask, Int32, NewRow
-from tokserve.runner.logits import LogitRows, LogitsBuffer
+from tokserve.runner.logits import LogitRows, LogitsBuffer, ToDevice
 from tokserve.runner.processors import (
     BadSequences,
     Bias,
@@ -32,10 +31,11 @@ from tokserve.runner.slots import Int64, Slots
 
 
 class Pipeline:
-    """The processors, and which of them each slot needs."""
+    """The processors, and which of them each slot needs.  `tensor` puts an array on the device of the logits."""
 
-    def __init__(self, slots: Slots, vocab_size: int) -> None:
-        temperature = Temperature(slots)
+    def __init__(self, slots: Slots, vocab_size: int, tensor: ToDevice = torch.from_numpy) -> None:
+        temperature, filters = Temperature(slots), Filter(slots, vocab_size)
+        self._tensor = tensor
         self._grammar = GrammarMask(vocab_size)
         self.processors: list[Processor] = [
             Bias(vocab_size),
@@ -47,9 +47,10 @@ class Pipeline:
             Penalties(slots),
             ShiftByMax(),
             temperature,
-            Filter(slots, vocab_size),
+            filters,
         ]
         self.temperature_bit = 1 << self.processors.index(temperature)
+        self.column_bits = self.temperature_bit | 1 << self.processors.index(filters)  # all they need is in columns
         self._history_bits = sum(1 << i for i, step in enumerate(self.processors) if step.needs_history)
         self._needs: Int64 = np.zeros(len(slots.seeds), np.int64)  # bit i: processor i
         self._needy: set[int] = set()  # slots that need any
@@ -80,9 +81,9 @@ class Pipeline:
         """Bit i: some row needs processor i; 0 if all rows are sampled from as they are."""
         return int(np.bitwise_or.reduce(self._needs[rows.slots])) if self._needy else 0
 
-    def run(self, logits: Tensor, rows: LogitRows) -> tuple[Tensor, NDArray[np.bool_] | None]:
+    def run(self, logits: Tensor, rows: LogitRows) -> tuple[Tensor, Tensor | None]:
         """Processed logits [n, V], good until the next call (`logits` itself if no row needs anything), and
-        which rows still have a token to sample (None: all).
+        which rows still have a token to sample, bool [n] (None: all).
         """
         union = self.needs(rows)
         if union == 0:
@@ -90,11 +91,11 @@ class Pipeline:
         needs = self._needs[rows.slots]
         if self._buffer.shape[0] < logits.shape[0]:
             self._buffer = torch.empty_like(logits)
-        buffer, masked = LogitsBuffer(logits, self._buffer[: logits.shape[0]]), False
+        buffer, masked = LogitsBuffer(logits, self._buffer[: logits.shape[0]], self._tensor), False
         for i, step in enumerate(self.processors):
             if union >> i & 1:
                 index = step.active_rows(rows, np.flatnonzero(needs >> i & 1))
                 if index.size:
                     step.apply(buffer, rows, index)
                     masked |= step.masks
-        return buffer.logits, np.isfinite(buffer.logits.amax(1).cpu().numpy()) if masked else None
+        return buffer.logits, buffer.logits.amax(1).isfinite() if masked else None

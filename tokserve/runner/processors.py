@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from tokserve import ops
 from tokserve.params import SamplingParams
-from tokserve.plan import Float32, GrammarBitmask, Int32, NewRow
+from tokserve.plan import Float32, GrammarBitmask, NewRow
 from tokserve.runner.logits import LogitRows, LogitsBuffer
 from tokserve.runner.slots import Int64, Slots
 
@@ -264,9 +264,10 @@ class Penalties(Processor):
             buffer.rows(index), buffer.tensor(history), prompt_lens, buffer.tensor(lengths.astype(np.int32)),
             presence, frequency, repetition,
         )  # fmt: skip
-        extreme = buffer.tensor(self._extreme[slots])[:, None] & (buffer.rows(index) > -INF)  # forbidden ids stay so
+        extreme = self._extreme[slots]
         if extreme.any():
-            penalized = penalized.clamp(-MAX_LOGIT, MAX_LOGIT).where(extreme, penalized)
+            clamped = buffer.tensor(extreme)[:, None] & (buffer.rows(index) > -INF)  # forbidden ids stay so
+            penalized = penalized.clamp(-MAX_LOGIT, MAX_LOGIT).where(clamped, penalized)
         buffer.set_rows(index, penalized)
 
 
@@ -305,24 +306,21 @@ class Filter(Processor):
     masks = False  # the most probable token always stays
 
     def __init__(self, slots: Slots, vocab_size: int) -> None:
-        max_num_seqs = len(slots.seeds)
-        self._greedy = slots.greedy
+        self._slots = slots
         self._vocab_size = vocab_size
-        self._top_k: Int32 = np.zeros(max_num_seqs, np.int32)  # 0: off
-        self._top_p: Float32 = np.ones(max_num_seqs, np.float32)
-        self._min_p: Float32 = np.zeros(max_num_seqs, np.float32)
 
     def assign(self, row: NewRow, params: SamplingParams) -> bool:
-        slot = row.slot
-        self._top_k[slot] = params.top_k if 0 < params.top_k < self._vocab_size else 0
-        self._top_p[slot] = params.top_p
-        self._min_p[slot] = params.min_p
-        neutral = self._top_k[slot] == 0 and self._top_p[slot] == 1.0 and self._min_p[slot] == 0.0
-        return not (neutral or self._greedy[slot])
+        slots, slot = self._slots, row.slot
+        top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
+        neutral = top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0
+        needed = not (neutral or slots.greedy[slot])
+        columns = (top_k, params.top_p, params.min_p) if needed else (0, 1.0, 0.0)
+        slots.top_k[slot], slots.top_p[slot], slots.min_p[slot] = columns
+        return needed
 
     def apply(self, buffer: LogitsBuffer, rows: LogitRows, index: Int64) -> None:
         slots = rows.slots[index]
-        columns = (buffer.tensor(column[slots]) for column in (self._top_k, self._top_p, self._min_p))
+        columns = (buffer.tensor(column[slots]) for column in (self._slots.top_k, self._slots.top_p, self._slots.min_p))
         buffer.set_rows(index, ops.filter_logits(buffer.rows(index), *columns))
 
 

@@ -24,8 +24,6 @@ from tokserve.runner.sampler import Sampler, join
 from tokserve.runner.slots import logit_lengths
 from tokserve.runner.steps import PendingResult, PendingStep
 
-PROMPT_LOGITS_BYTES = 32 << 20  # logits of prompt tokens are made in chunks of about this size
-
 Span = tuple[int, int, int]  # plan row, first and last (exclusive) prompt token to score
 
 
@@ -46,7 +44,7 @@ class Runner:
         draft = backend.draft
         self.draft_model = None if draft is None else DraftModel(draft, backend, self._sampler)
         self._no_autograd = torch.inference_mode()
-        self._score_chunk = max(16, min(256, PROMPT_LOGITS_BYTES // (4 * model.spec.vocab)))  # tokens
+        self._score_chunk = max(16, min(1024, backend.prompt_logits_bytes // (4 * model.spec.vocab)))  # tokens
         self._admin = Admin(self, config.weights, lora)
 
     def execute(self, plan: StepPlan) -> StepResult:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.device import Device, Fetched
+from tokserve.device import Accelerator, Device, Fetched
 from tokserve.params import LOGPROBS_MODES, WHOLE_VOCABULARY, LogprobsMode, SamplingParams
 from tokserve.plan import (
     NO_LEGAL_TOKEN,
@@ -36,6 +36,7 @@ from tokserve.runner.slots import Int64, SamplingColumns, Slots
 
 _NONE = -1
 _KINDS = len(LOGPROBS_MODES)
+Logprobs = tuple[Tensor, Tensor, Tensor, Tensor]  # columns of `LogprobRows`, on the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +54,29 @@ class PendingSample:
     """New tokens that may still be on their way to the host."""
 
     token_ids: Tensor  # [n] int64, on the device
-    fetched: Fetched  # ids; and unless `known`: finite [n], and the columns of `LogprobRows` if there are any
-    known: tuple[UInt8 | None, LogprobRows | None, SamplingMaskRows | None] | None = None
+    fetched: Fetched  # ids, finite [n], with `has_legal` legal [n], the columns of `LogprobRows` of each of the parts
+    parts: tuple[Int64 | None, ...] = ()  # of the logprobs: their rows, None for all
+    has_legal: bool = False
+    masks: SamplingMaskRows | None = None
 
     def result(self) -> SampledTokens:
         """Wait for them."""
-        token_ids, *rest = self.fetched.arrays()
-        if self.known is not None:
-            return SampledTokens(token_ids.astype(np.int32), *self.known)
-        finite = rest[0]
+        token_ids, finite, *rest = self.fetched.arrays()
         status = None
+        if self.has_legal:
+            legal = rest.pop(0)
+            if np.count_nonzero(legal) < len(legal):
+                status = np.where(legal, np.uint8(OK), np.uint8(NO_LEGAL_TOKEN))
         if np.count_nonzero(finite) < len(finite):
-            status = np.where(finite, np.uint8(OK), np.uint8(NOT_FINITE))
-        return SampledTokens(token_ids.astype(np.int32), status, LogprobRows(*rest[1:]) if len(rest) > 1 else None)
+            status = np.where(finite, np.uint8(OK) if status is None else status, np.uint8(NOT_FINITE))
+        return SampledTokens(token_ids.astype(np.int32), status, self._logprobs(rest), self.masks)
+
+    def _logprobs(self, columns: list[NDArray[Any]]) -> LogprobRows | None:
+        rows = [LogprobRows(*columns[first : first + 4]) for first in range(0, len(columns), 4)]
+        if not self.parts:
+            return None
+        parts = [(index, part) for index, part in zip(self.parts, rows, strict=True) if index is not None]
+        return scatter(len(self.token_ids), parts) if parts else rows[0]
 
 
 class Sampler:
@@ -82,7 +93,8 @@ class Sampler:
         self._device = device
         self._vocab_size = vocab_size
         self._mode = mode  # of requests that do not say
-        self._pipeline = Pipeline(slots, vocab_size)
+        self._is_late = isinstance(device, Accelerator)  # what the device computes is not read before the next step
+        self._pipeline = Pipeline(slots, vocab_size, self._tensor)
         self._kind: Int64 = np.zeros(max_num_seqs, np.int64)  # index into LOGPROBS_MODES
         self._form: Int64 = np.full(max_num_seqs, _NONE, np.int64)  # (kind, k, named ids) as one number
         self._with_form: set[int] = set()  # slots
@@ -144,20 +156,32 @@ class Sampler:
             mode = LOGPROBS_MODES[form % _KINDS]
             if not (needs and form != _NONE and mode == "processed"):  # its ranks are those of what was divided
                 return self._sample_fused(logits, columns, form, scaling=needs != 0)
-        finite = np.isfinite(logits.amax(1).cpu().numpy())
-        if np.count_nonzero(finite) < len(finite):
-            logits[self._tensor(~finite)] = 0.0
-        processed, legal = self._pipeline.run(logits, rows)
-        status = None
-        if legal is not None and not legal.all():
-            processed[self._tensor(~legal)] = 0.0
-            status = np.where(legal, np.uint8(OK), np.uint8(NO_LEGAL_TOKEN))
-        if np.count_nonzero(finite) < len(finite):
-            status = np.where(finite, np.uint8(OK) if status is None else status, np.uint8(NOT_FINITE))
+        flags = [logits.amax(1).isfinite()]
+        self._clear(logits, ~flags[0])
+        processed, legal = self._processed(logits, rows, columns, needs)
+        if legal is not None:
+            self._clear(processed, ~legal)
+            flags.append(legal)
         token_ids = ops.sample(processed, columns.seeds, columns.lengths, columns.greedy)  # [n] int64
-        logprobs = self._sampled_logprobs(logits, processed, rows, token_ids) if self._with_form else None
+        parts = self._sampled_logprobs(logits, processed, rows, columns, token_ids) if self._with_form else []
         masks = self._sampling_masks(logits, processed, rows, columns, token_ids) if has_masks else None
-        return PendingSample(token_ids, self._device.fetch([token_ids]), (status, logprobs, masks))
+        fetched = self._device.fetch([token_ids, *flags, *(column for _, part in parts for column in part)])
+        return PendingSample(token_ids, fetched, tuple(index for index, _ in parts), legal is not None, masks)
+
+    def _clear(self, logits: Tensor, rows: Tensor) -> None:
+        """Zeros in place of these rows [n] bool, which there hardly ever are."""
+        if self._is_late:
+            logits.masked_fill_(rows[:, None], 0.0)
+        elif rows.any():
+            logits[rows] = 0.0
+
+    def _processed(
+        self, logits: Tensor, rows: LogitRows, columns: SamplingColumns, needs: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `Pipeline.run`; without it where the step's columns hold all that is needed."""
+        if columns.filters is None or not needs or needs & ~self._pipeline.column_bits:
+            return self._pipeline.run(logits, rows)
+        return ops.filter_logits(logits / columns.temperature[:, None], *columns.filters), None
 
     def draw(self, logits: Tensor, rows: LogitRows, columns: SamplingColumns) -> Int32:
         """Drafts [n] from a draft model's logits [n, V], with the noise and the parameters of the rows' requests.
@@ -169,11 +193,11 @@ class Sampler:
             pending = self._sample_fused(logits, columns, _NONE, scaling=needs != 0)
             return pending.result().token_ids
         finite = torch.isfinite(logits.amax(1, keepdim=True))
-        processed, legal = self._pipeline.run(logits.where(finite, 0.0), rows)
-        if legal is not None and not legal.all():
-            processed[self._tensor(~legal)] = 0.0
+        processed, legal = self._processed(logits.where(finite, 0.0), rows, columns, needs)
+        if legal is not None:
+            self._clear(processed, ~legal)
         token_ids = ops.sample(processed, columns.seeds, columns.lengths, columns.greedy)
-        return token_ids.cpu().numpy().astype(np.int32)
+        return self._device.fetch([token_ids]).arrays()[0].astype(np.int32)
 
     def _sampling_masks(
         self, logits: Tensor, processed: Tensor, rows: LogitRows, columns: SamplingColumns, token_ids: Tensor
@@ -196,7 +220,9 @@ class Sampler:
         return all_rows
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device.torch_device)
+        if isinstance(self._device, Accelerator):
+            return self._device.put([array])[0]
+        return torch.from_numpy(array)
 
     def _shared_form(self, rows: LogitRows) -> int | None:
         """The form of logprobs of all rows, if it is the same for all and names no ids."""
@@ -212,33 +238,36 @@ class Sampler:
             logits, columns.seeds, columns.lengths, columns.greedy, columns.temperature if scaling else None,
             LOGPROBS_MODES[kind] == "temperature", k,
         )  # fmt: skip
-        return PendingSample(sampled[0], self._device.fetch(sampled if k >= 0 else sampled[:2]))
+        if k < 0:
+            return PendingSample(sampled[0], self._device.fetch(sampled[:2]))
+        return PendingSample(sampled[0], self._device.fetch(sampled), parts=(None,))
 
     def _sampled_logprobs(
-        self, logits: Tensor, processed: Tensor, rows: LogitRows, token_ids: Tensor
-    ) -> LogprobRows | None:
-        """Rows of the same form go through the op together, each form by itself."""
-        forms = self._form[rows.slots]
+        self, logits: Tensor, processed: Tensor, rows: LogitRows, columns: SamplingColumns, token_ids: Tensor
+    ) -> list[tuple[Int64 | None, Logprobs]]:
+        """Rows of the same form go through the op together, each form by itself: the rows (None: all), and theirs."""
+        forms, temperature = self._form[rows.slots], columns.temperature
         if (forms == forms[0]).all():
-            return None if forms[0] == _NONE else self._form_logprobs(int(forms[0]), logits, processed, rows, token_ids)
-        parts: list[tuple[Int64, LogprobRows]] = []
+            inputs = (logits, processed, rows, temperature, token_ids)
+            return [] if forms[0] == _NONE else [(None, self._form_logprobs(int(forms[0]), *inputs))]
+        parts: list[tuple[Int64 | None, Logprobs]] = []
         for form in np.unique(forms[forms != _NONE]).tolist():
             index = np.flatnonzero(forms == form)
             on_device = self._tensor(index)
             source = processed if LOGPROBS_MODES[form % _KINDS] == "processed" else logits
-            part, ids = source.index_select(0, on_device), token_ids.index_select(0, on_device)
-            parts.append((index, self._form_logprobs(form, part, part, rows.take(index), ids)))
-        return _scatter(len(forms), parts)
+            part, *rest = (column.index_select(0, on_device) for column in (source, temperature, token_ids))
+            parts.append((index, self._form_logprobs(form, part, part, rows.take(index), *rest)))
+        return parts
 
     def _form_logprobs(
-        self, form: int, logits: Tensor, processed: Tensor, rows: LogitRows, token_ids: Tensor
-    ) -> LogprobRows:
+        self, form: int, logits: Tensor, processed: Tensor, rows: LogitRows, temperature: Tensor, token_ids: Tensor
+    ) -> Logprobs:
         rest, kind = divmod(form, _KINDS)
         num_named, k = divmod(rest, self._vocab_size + 1)
         named = None
         if num_named:
             named = self._tensor(np.stack([self._named[slot] for slot in rows.slots.tolist()]))
-        return self._logprobs(kind, k, named, logits, processed, rows, token_ids)
+        return self._logprobs(kind, k, named, logits, processed, temperature, token_ids)
 
     def _logprobs(
         self,
@@ -247,15 +276,12 @@ class Sampler:
         named: Tensor | None,
         logits: Tensor,
         processed: Tensor,
-        rows: LogitRows,
+        temperature: Tensor,
         token_ids: Tensor,
-    ) -> LogprobRows:
+    ) -> Logprobs:
         mode = LOGPROBS_MODES[kind]
-        temperature = None
-        if mode == "temperature":
-            temperature = self._tensor(self._slots.temperature[rows.slots])
-        columns = ops.logprobs(processed if mode == "processed" else logits, token_ids, k, named, temperature)
-        return LogprobRows(*(column.cpu().numpy() for column in columns))
+        divisor = temperature if mode == "temperature" else None
+        return ops.logprobs(processed if mode == "processed" else logits, token_ids, k, named, divisor)
 
     def scored_spans(self, slots: Int32, starts: Int32, counts: Int32) -> list[tuple[int, int, int]]:
         """(row, first, last): the prompt tokens first .. last - 1 to score, of those that the row's positions predict.
@@ -283,10 +309,13 @@ class Sampler:
         processed, legal = logits, None
         if LOGPROBS_MODES[kind] == "processed":
             processed, legal = self._pipeline.run(logits, rows)
-        scores = self._logprobs(kind, k, None, logits, processed, rows, token_ids)
-        if legal is not None and not legal.all():  # every id was forbidden
-            scores.token_logprobs[~legal] = -np.inf
-            scores.top_logprobs[~legal] = -np.inf
+        temperature = self._tensor(self._slots.temperature[rows.slots])
+        columns = self._logprobs(kind, k, None, logits, processed, temperature, token_ids)
+        arrays = self._device.fetch([*columns, *([] if legal is None else [legal])]).arrays()
+        scores = LogprobRows(*arrays[:4])
+        for allowed in arrays[4:]:  # elsewhere every id was forbidden
+            scores.token_logprobs[~allowed] = -np.inf
+            scores.top_logprobs[~allowed] = -np.inf
         return scores
 
 
@@ -302,7 +331,7 @@ def join(parts: list[LogprobRows]) -> LogprobRows:
     )
 
 
-def _scatter(count: int, parts: list[tuple[Int64, LogprobRows]]) -> LogprobRows:
+def scatter(count: int, parts: list[tuple[Int64, LogprobRows]]) -> LogprobRows:
     """Rows of different widths in their places; the rest is zeros."""
     width = max(part.top_ids.shape[1] for _, part in parts)
     out = LogprobRows(

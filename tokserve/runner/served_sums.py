@@ -68,6 +68,18 @@ class ServedSums:
             with self._lock:
                 self._changes += 1
 
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Inside, weights may be replaced where they are; their sums are computed when they are needed."""
+        with self._lock:
+            self._changes += 1
+            self._known = None
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._changes += 1
+
     def forget(self) -> None:
         """Code that is not ours may have changed weights."""
         with self._lock:

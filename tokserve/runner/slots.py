@@ -25,7 +25,7 @@ NO_LIMIT = np.iinfo(np.int32).max
 class SamplingColumns:
     """What sampling reads of n rows of logits, as tensors on the device.
 
-    `slots`: where the device has tables of its own.
+    `slots`, `filters`: where the device has tables of its own.
     """
 
     seeds: Tensor  # [n] int64
@@ -33,12 +33,14 @@ class SamplingColumns:
     greedy: Tensor  # [n] bool
     temperature: Tensor  # [n] float32
     slots: Tensor | None = None  # [n] int64
+    filters: tuple[Tensor, ...] | None = None  # top_k [n] int32, top_p and min_p [n] float32
 
     def take(self, index: Tensor) -> SamplingColumns:
         """These rows only."""
         slots = None if self.slots is None else self.slots[index]
+        filters = None if self.filters is None else tuple(column[index] for column in self.filters)
         return SamplingColumns(
-            self.seeds[index], self.lengths[index], self.greedy[index], self.temperature[index], slots
+            self.seeds[index], self.lengths[index], self.greedy[index], self.temperature[index], slots, filters
         )
 
 
@@ -70,6 +72,10 @@ class Slots:
         self.seeds: Int64 = np.zeros(max_num_seqs, np.int64)
         self.greedy: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.temperature: NDArray[np.float32] = np.ones(max_num_seqs, np.float32)  # 1 for greedy rows
+        # of the processor of top-k, top-p and min-p; neutral where it is not needed
+        self.top_k: Int32 = np.zeros(max_num_seqs, np.int32)  # 0: off
+        self.top_p: NDArray[np.float32] = np.ones(max_num_seqs, np.float32)
+        self.min_p: NDArray[np.float32] = np.zeros(max_num_seqs, np.float32)
         self.adapters: Int32 = np.full(max_num_seqs, -1, np.int32)
         self._generation: Int64 = np.zeros(max_num_seqs, np.int64)  # how often a slot was assigned
         self._with_adapter: set[int] = set()  # slots

@@ -377,6 +377,10 @@ class WeightSync:
         self._old = old
         return complete
 
+    def retire(self, model: Decoder) -> None:
+        """This set has no use any more; `forget` gives it back."""
+        self._old = model
+
     def forget(self) -> None:
         """Give back the memory of replaced weights."""
         self._old = None

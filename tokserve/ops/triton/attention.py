@@ -27,6 +27,7 @@ from tokserve.ops.triton.launch import EXACT, multiprocessors, tuned, warps
 SPLIT = 256  # keys of one partial softmax; part of the arithmetic
 KEYS = 64  # keys of one tile; part of the arithmetic
 TILE = 64  # query heads of one tile: the minimum of sm_90's matrix unit
+FLOAT32_KEYS, FLOAT32_TILE = 32, 16  # the same in float32, which has no matrix unit: larger tiles spill
 WARPS = 4  # part of the arithmetic: the order of a sum over keys
 MERGE_STAGES = tl.constexpr(5)  # splits in flight, the one that is merged included
 ROWS_BLOCK = 128  # minimum of rows that a program searches for its own: one per thread costs no more than a single one
@@ -259,9 +260,10 @@ def paged_attention(
     if tokens == 0:
         return out
     group = heads // kv_heads
-    tile = max(TILE, triton.next_power_of_2(group))
+    keys, tile = (FLOAT32_KEYS, FLOAT32_TILE) if q.dtype == torch.float32 else (KEYS, TILE)
+    tile = max(tile, triton.next_power_of_2(group))
     dim_block = max(16, triton.next_power_of_2(dim))
-    shape = (group, kv_heads, dim, page, window, SPLIT, KEYS, dim_block, softcap > 0.0, tile)
+    shape = (group, kv_heads, dim, page, window, SPLIT, keys, dim_block, softcap > 0.0, tile)
     config = tuned("attention", q.device.index, row_bytes=dim_block * k_cache.element_size(), group=group)
     scale *= 1.0 if softcap > 0.0 else LOG2_E  # capped scores are multiplied by it in the kernel
     strides = (q.stride(0), block_tables.stride(0))
