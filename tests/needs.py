@@ -100,7 +100,13 @@ EXTENSION = Need(
 )
 TRITON = Need(
     "Triton",
-    ("ops/test_launch.py", "ops/test_triton.py", "ops/test_tuning.py", "runner/test_triton.py"),
+    (
+        "ops/test_launch.py",
+        "ops/test_triton.py",
+        "ops/test_tuning.py",
+        "runner/test_gpu_probe.py",
+        "runner/test_triton.py",
+    ),
     lambda: _has_module("triton"),
     "Linux; pip install -e '.[dev]'",
 )

@@ -201,6 +201,7 @@ def test_requests_in_flight_see_one_set_or_the_next(server: Server, weights: Wei
     in_client(server, scene)
 
 
+@pytest.mark.slow
 def test_a_directory_between_servers(server: Server, checkpoint: Path, weights: Weights, tmp_path: Path) -> None:
     async def scene(client: TokserveClient) -> list[PushResult]:
         current, results = weights, []

@@ -48,7 +48,7 @@ def vectors(llm: LLM, prompts: list[list[int]], **options: Any) -> list[list[flo
     return [output.outputs.embedding for output in llm.embed(prompts, **options)]
 
 
-@pytest.mark.parametrize("kind", ["LAST", "MEAN"])
+@pytest.mark.parametrize("kind", ["LAST", pytest.param("MEAN", marks=pytest.mark.slow)])
 def test_vectors_are_those_of_transformers_and_do_not_depend_on_company(checkpoint: Path, kind: str) -> None:
     with LLM(str(checkpoint), enable_prefix_caching=False, pooler_config={"pooling_type": kind}, **OPTIONS) as llm:
         alone = [vectors(llm, [prompt])[0] for prompt in PROMPTS]

@@ -49,6 +49,7 @@ def test_kill_9_of_the_engine() -> None:
         assert left and not [f for f in left if f.exists()]
 
 
+@pytest.mark.slow
 def test_deep_health_does_not_wait_for_a_stopped_engine(demo: Server) -> None:
     engine = demo.engine()
     engine.suspend()
@@ -115,6 +116,7 @@ def test_sigterm_aborts_what_does_not_finish_in_time() -> None:
         assert server.process.wait(30) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_told_to_stop_while_the_engine_loads(number: signal.Signals) -> None:
     server = Server("demo")
@@ -140,6 +142,7 @@ def test_ctrl_c_while_it_imports_prints_nothing(tmp_path: Path, module: str) -> 
     assert done.returncode == -signal.SIGINT and not done.stdout and not done.stderr
 
 
+@pytest.mark.slow
 def test_a_second_sigint_hangs_up_on_a_client_that_does_not_read() -> None:
     body = json.dumps({**LONG, "stream": True, "sampling_params": {**LONG["sampling_params"], "logprobs": 20}}).encode()
     with Server("demo") as server, socket.socket() as client:
@@ -173,6 +176,7 @@ def test_tls_files_that_are_none(tmp_path: Path) -> None:
     assert done.returncode == 1 and "tokserve: error: ssl_certfile" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_without_file_descriptors_it_hangs_up_and_serves_again_when_there_are_some() -> None:
     with Server("demo", "--tokens-only") as server, ExitStack() as clients:
         limit = psutil.Process(server.process.pid).num_fds() + 30
@@ -192,6 +196,7 @@ def test_without_file_descriptors_it_hangs_up_and_serves_again_when_there_are_so
         assert not any("Traceback" in line for line in server.log), server.log
 
 
+@pytest.mark.slow
 def test_idle_costs_no_cpu(demo: Server) -> None:
     demo.generate([5, 6, 7], max_tokens=4)
     time.sleep(1.0)

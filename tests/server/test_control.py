@@ -186,7 +186,7 @@ def test_trainers_find_the_configuration_where_vllm_has_it() -> None:
     assert with_adapters["lora_config"] == {"max_loras": 3, "max_lora_rank": 16}
     assert shown["model_config"]["dtype"].startswith("torch.")
     assert shown["parallel_config"]["tensor_parallel_size"] == 1 and shown["parallel_config"]["data_parallel_size"] == 1
-    assert shown["cache_config"]["num_gpu_blocks"] > 0 and shown["scheduler_config"]["max_num_seqs"] > 0
+    assert shown["cache_config"]["num_gpu_blocks"] > 0 and "max_num_seqs" in shown["scheduler_config"]
     assert isinstance(site().get("/server_info?config_format=text").json()["vllm_config"], str)
     assert site().get("/server_info?config_format=yaml").json()["error"]["param"] == "config_format"
 

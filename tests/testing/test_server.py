@@ -58,6 +58,7 @@ def test_it_ends_with_a_killed_test_process() -> None:
         psutil.Process(pid).wait(timeout=30)
 
 
+@pytest.mark.slow
 def test_the_fixtures(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
