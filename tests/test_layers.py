@@ -28,7 +28,6 @@ ROOT_ORDER = [
     "classifier",
     "config",
     "cpu_list",
-    "garbage",
     "resolve",
     "messages",
     "plan",
@@ -70,7 +69,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "executor": ({"plan", "config", "runner"}, TORCH),
     "engine": (
-        {"admin", "messages", "plan", "prompt", "params", "config", "errors", "log", "sockets", "garbage", "executor"},
+        {"admin", "messages", "plan", "prompt", "params", "config", "errors", "log", "sockets", "executor"},
         TORCH,
     ),
     "client": (
@@ -94,7 +93,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"admin", "client", "text", "jsonschema", "prompt", "params", "errors", "config", "log", "checkpoint"},
         TORCH,
     ),
-    "cli": ({"bench", "client", "server", "config", "resolve", "errors", "log", "sockets", "garbage"}, TORCH),
+    "cli": ({"bench", "client", "server", "config", "resolve", "errors", "log", "sockets"}, TORCH),
     "bench": ({"client", "params", "errors"}, TORCH),
     "testing": (
         {"cli", "client", "rl", "engine", "messages", "plan", "params", "kv_spec", "checkpoint", "config", "errors"},

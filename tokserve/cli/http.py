@@ -7,6 +7,7 @@ that still run.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -20,13 +21,11 @@ from tokserve.cli.listen import BACKLOG
 from tokserve.client.async_llm import AsyncLLM, StepStats
 from tokserve.config import Config
 from tokserve.errors import RequestError, StartError
-from tokserve.garbage import FullCollections
 from tokserve.server.observe.counters import ApiProcess
 
 logger = logging.getLogger("tokserve.serve")
 HANG_UP = (2.0, 0.5)  # seconds to send the last bytes of replies, after the first signal and after further ones
 ABORT_SECONDS = 5.0  # limit for the engine to abort requests: it may hang
-GARBAGE_INTERVAL = 1.0  # seconds between two looks at whether a full collection is due
 SWITCH = 1e-3  # seconds after which a thread with large work hands the interpreter's lock to the event loop
 DEAD_GRACE = 5.0  # seconds of 503s after the engine's death, before the process exits
 
@@ -69,9 +68,8 @@ class ApiServer:
         server, app, tracing, loop_monitor, stop_workers = self._http
         sys.setswitchinterval(SWITCH)
         signals.act = _stopper(server, app, self.llm, self._config.server.shutdown_timeout)
-        watching = [asyncio.create_task(coroutine) for coroutine in (
-            _watch(self.llm, server), loop_monitor.watch(), _collect_garbage(app.state.serving.bodies),
-        )]  # fmt: skip
+        gc.freeze()  # objects made so far live as long as the process: collections skip them
+        watching = [asyncio.create_task(coroutine) for coroutine in (_watch(self.llm, server), loop_monitor.watch())]
         try:
             await server.serve(sockets=[sock])
         finally:
@@ -117,17 +115,6 @@ def _http_server(llm: AsyncLLM, config: Config, api_process: ApiProcess | None) 
     except OSError as error:  # ssl.SSLError is one
         raise StartError(f"ssl_certfile and ssl_keyfile cannot be used: {error.strerror or error}") from None
     return Server(settings), app, tracing, LoopMonitor(app.state.serving.metrics.observe_lag), workers.stop
-
-
-async def _collect_garbage(bodies: Any) -> None:
-    """Run full collections while no large bodies are in memory, and return to the system what they have freed."""
-    from tokserve.server.http.workers import trim_soon
-
-    garbage = FullCollections()
-    while True:
-        await asyncio.sleep(GARBAGE_INTERVAL)
-        if garbage.run_if_due(calm=not bodies.held):
-            trim_soon()
 
 
 def _tracing(config: Config) -> Any:

@@ -6,6 +6,7 @@ the parent is gone.  This file has start-up, the loop around `EngineCore.step`, 
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import select
@@ -25,7 +26,6 @@ from tokserve.engine.core import EngineCore
 from tokserve.engine.socket import EngineSocket
 from tokserve.errors import StartError, sendable
 from tokserve.executor.base import Executor, make
-from tokserve.garbage import FullCollections
 from tokserve.messages import Dead
 from tokserve.sockets import remove_stale
 
@@ -46,12 +46,10 @@ class Opening(msgspec.Struct, frozen=True):
 def serve(core: EngineCore, socket: EngineSocket) -> None:
     """Turn until a front end asks for the end; asleep when there is nothing to do."""
     busy = True
-    garbage = FullCollections()
     while not core.stopped:
         for identity, message, received in socket.take(0 if busy else core.seconds_to_deadline()):
             core.receive(identity, message, received)
         busy = core.step()
-        garbage.run_if_due(calm=not busy)
 
 
 def run(address: str, config: Config, executor: Executor, bind: Callable[[str], EngineSocket] = EngineSocket) -> int:
@@ -94,7 +92,9 @@ def _start(config: Config, executor: Executor, socket: EngineSocket) -> EngineCo
             "recurrent states: %d slots, %d snapshots, %.1f MiB",
             layout.states.slots, layout.states.snapshots, layout.state_bytes() / (1 << 20),
         )  # fmt: skip
-    return EngineCore(config, executor, facts, socket.send, wake=socket.wake)
+    core = EngineCore(config, executor, facts, socket.send, wake=socket.wake)
+    gc.freeze()  # what start-up made lives as long as the process; later collections need not look at it
+    return core
 
 
 def _tell(socket: EngineSocket, dead: Dead) -> None:
