@@ -63,10 +63,10 @@ def test_attention_over_rows_is_that_over_the_keys_and_values_that_heads_make_of
     keys, values = up.split([plain, value_dim], 1)
     *_, key_weights = pack_arguments("linear_heads", "torch", (q, list(keys.transpose(1, 2).contiguous())))
     *_, value_weights = pack_arguments("linear_heads", "torch", (q, list(values)))
-    absorbed = ops.linear_heads(q, key_weights)
+    absorbed = OPS["linear_heads"].reference(q, key_weights)
     paged.q[0] = torch.cat((absorbed, q[..., plain:]), -1)
     mixed = paged.attend(OPS["latent_attention"].reference, [(0, 0, length)])[0]
-    result = ops.linear_heads(mixed, value_weights)
+    result = OPS["linear_heads"].reference(mixed, value_weights)
     made = torch.einsum("tl,hnl->thn", rows[:, :latent], up.double())  # [T, heads, plain + value_dim]
     whole_keys = torch.cat((made[..., :plain], rows[:, None, latent:].expand(-1, heads, -1)), -1)
     scores = torch.einsum("qhd,khd->hqk", q.double(), whole_keys) * 0.1
