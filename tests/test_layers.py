@@ -26,7 +26,7 @@ ROOT_ORDER = [
     "gguf_config",
     "checkpoint",
     "classifier",
-    "config",
+    "config",  # a package
     "cpu_list",
     "resolve",
     "messages",
@@ -37,6 +37,7 @@ ROOT_ORDER = [
 TORCH = {"torch", "transformers", "triton"}
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "root": (set(), TORCH),
+    "config": ({"errors", "params"}, TORCH),
     "device": ({"errors", "cpu_list"}, {"transformers"}),
     "ops": ({"errors", "_C"}, {"transformers"}),
     "text": ({"errors", "jsonschema", "params", "checkpoint"}, TORCH),

@@ -18,7 +18,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 OPTIONS_HEAD = """# Options
 
 Every option of `tokserve serve`, and, with underscores, of `LLM(...)`, `AsyncLLM(...)` and `Config.make(...)`. This
-page is made from `tokserve/config.py` (`python -m tests.docs.reference`); `tokserve serve --help` says the same.
+page is made from `tokserve/config/` (`python -m tests.docs.reference`); `tokserve serve --help` says the same.
 """
 ROUTES_HEAD = """# Routes
 

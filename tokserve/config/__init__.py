@@ -1,0 +1,126 @@
+"""All options: a field is a name, a type, a default, a range and a sentence; the command line follows from it.
+
+Field names are the command line flags (`max_model_len` is `--max-model-len`) and the keyword arguments of
+`LLM` and `AsyncLLM`; they are unique over all groups, so the groups need not be named.  A component receives
+its group only; a module here holds the groups of one subject.  `resolve` replaces "auto" and None by values.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from tokserve.config.model import (
+    BACKENDS,
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_CPU_KV_BYTES,
+    PACKING,
+    CacheConfig,
+    LoraConfig,
+    ModelConfig,
+    WeightsConfig,
+)
+from tokserve.config.runtime import RuntimeConfig, SchedulerConfig
+from tokserve.config.server import LimitsConfig, ServerConfig
+from tokserve.config.speculation import SpeculationPlan, SpeculativeConfig
+from tokserve.errors import StartError
+
+__all__ = [
+    "BACKENDS",
+    "DEFAULT_BLOCK_SIZE",
+    "DEFAULT_CPU_KV_BYTES",
+    "PACKING",
+    "SECRET",
+    "CacheConfig",
+    "Config",
+    "LimitsConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "RuntimeConfig",
+    "SchedulerConfig",
+    "ServerConfig",
+    "SpeculationPlan",
+    "SpeculativeConfig",
+    "WeightsConfig",
+    "fields",
+]
+SECRET = ("api_key", "admin_api_key")  # options that are never shown
+
+# what --rl changes where an option is not given
+RL_DEFAULTS = {"logprobs_mode": "processed", "generation_config": "none", "scheduling_policy": "priority"}
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The groups.  `Config.make(model="demo", port=8001)` fills them by field name."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    speculation: SpeculativeConfig = SpeculativeConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    weights: WeightsConfig = WeightsConfig()
+    lora: LoraConfig = LoraConfig()
+    server: ServerConfig = ServerConfig()
+    limits: LimitsConfig = LimitsConfig()
+
+    @classmethod
+    def make(cls, **values: Any) -> Config:
+        """Build from flat field names; None means the default.  Raises StartError naming the field at fault."""
+        if values.get("rl"):
+            values = values | {name: value for name, value in RL_DEFAULTS.items() if values.get(name) is None}
+        groups: dict[str, dict[str, Any]] = {}
+        homes = {name: group for group, name, _ in fields()}
+        for name, value in values.items():
+            if name not in homes:
+                raise StartError(f"unknown option {name!r}{_nearest(name, homes)}")
+            if name == "model" and value is None:  # an unset variable must not select the demo model
+                raise StartError("option model: must be str, got None")
+            if value is not None:
+                groups.setdefault(homes[name], {})[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
+        try:
+            return msgspec.convert(groups, cls)
+        except msgspec.ValidationError as error:
+            raise StartError(_readable(str(error), values)) from None
+
+
+@cache
+def fields() -> tuple[tuple[str, str, Any], ...]:
+    """(group, field name, annotated type) of every option, in order of definition."""
+    rows = []
+    for group in msgspec.structs.fields(Config):
+        hints = get_type_hints(group.type, include_extras=True)
+        rows += [(group.name, field.name, hints[field.name]) for field in msgspec.structs.fields(group.type)]
+    return tuple(rows)
+
+
+def _nearest(name: str, known: dict[str, str]) -> str:
+    close = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {close[0]!r}?" if close else "; `tokserve serve --help` lists all"
+
+
+def _readable(message: str, values: dict[str, Any]) -> str:
+    """msgspec's message, which ends with a path, as a sentence about the option and its value."""
+    what, _, path = message.partition(" - at `$.")
+    if not path:
+        return message
+    name, _, inside = path.rstrip("`").split(".", 1)[-1].partition("[")
+    if what.startswith("Invalid enum value"):
+        hint = next(hint for _, field, hint in fields() if field == name)
+        what = f"must be one of {', '.join(str(choice) for choice in _choices(hint))}"
+    elif bound := re.fullmatch(r"Expected `\w+` (>=|<=|>) (\S+)", what):
+        words = {">=": "at least", "<=": "at most", ">": "above"}
+        what = f"must be {words[bound[1]]} {bound[2]}"
+    elif kind := re.match(r"Expected `([^`]+)`, got", what):
+        what = f"must be {kind[1].replace(' | null', '').replace(' | ', ' or ').replace('array', 'list')}"
+    given = "" if name in SECRET else f", got {values[name]!r}"
+    return f"option {name}{'[' if inside else ''}{inside}: {what}{given}"
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """The values of an annotated field's Literal."""
+    return get_args(hint) if get_origin(hint) is Literal else next(filter(None, map(_choices, get_args(hint))), ())

@@ -1,0 +1,115 @@
+"""Options of speculation, and what they amount to (docs/speculation.md)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from tokserve.config.common import NotNegative, Positive, about
+from tokserve.errors import StartError
+
+SPECULATION_METHODS = ("suffix", "ngram", "prediction", "draft_model", "self", "none")  # the first is the default
+DRAWING = ("draft_model", "self")  # methods by which the device draws drafts, where texts have none
+SELF_QUANTIZATIONS = ("int8", "int4")  # of the method self; the first is the default
+_SPECULATION = ", ".join(SPECULATION_METHODS)
+# keys of other servers' methods that tune how drafts are found; here that is adaptive, so they change nothing
+SPECULATION_HINTS = (
+    "prompt_lookup_max", "prompt_lookup_min", "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests",
+    "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob",
+)  # fmt: skip
+DEFAULT_DRAFTS, MAX_DRAFTS = 32, 128  # of a request in a step
+
+
+class SpeculationPlan(NamedTuple):
+    """What speculation does: its method, most drafts of a request in a step, and bytes of earlier outputs.
+
+    `model`: where the draft model is; `quantization`: of the draft model, or of the method self.
+    """
+
+    method: str
+    num_drafts: int
+    history_bytes: int
+    model: str | None = None
+    quantization: str | None = None
+
+    @property
+    def draws(self) -> bool:
+        """Whether the device draws drafts, with a draft model or with a copy of the model."""
+        return self.method in DRAWING
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Speculation: drafts of the next tokens that a step verifies (docs/speculation.md)."""
+
+    speculative_config: Annotated[
+        dict[str, Any] | None,
+        about('JSON object {"method": NAME, "num_speculative_tokens": N}: drafts come from what requests predict '
+              "(prediction), also from their own text (ngram), also from earlier outputs (suffix, the default), also "
+              'from a smaller model (draft_model, with "model": DIR) or a quantized copy of the model (self, with '
+              '"quantization": "int8" or "int4"), or nowhere (none). No result depends on it.'),
+    ] = None  # fmt: skip
+    spec_method: Annotated[
+        str | None, about("The same as method in speculative_config; or self-int8 or self-int4.")
+    ] = None  # fmt: skip
+    spec_model: Annotated[
+        str | None, about("The same as model in speculative_config: directory or hub name of a smaller model with the "
+                          "same vocabulary, which drafts."),
+    ] = None  # fmt: skip
+    spec_tokens: Annotated[
+        Positive | None, about("The same as num_speculative_tokens in speculative_config: most drafts of a request in "
+                               "a step; default: 32."),
+    ] = None  # fmt: skip
+    speculative_history_bytes: Annotated[
+        NotNegative,
+        about("Memory for earlier outputs that are drafts for later ones (suffixes K, M, G are understood); 0: none "
+              "are kept."),
+    ] = 64 << 20  # fmt: skip
+
+    def resolved(self) -> SpeculationPlan:
+        """What the options amount to.  Raises StartError for what is not served."""
+        given = self._given()
+        model, quantization = given.pop("model", None), given.pop("quantization", None)
+        method = given.pop("method", None) or (SPECULATION_METHODS[0] if model is None else "draft_model")
+        if method not in SPECULATION_METHODS:
+            raise StartError(f"option speculative_config: there is no method {method!r}; methods are {_SPECULATION}")
+        if model is not None and not isinstance(model, str):
+            raise StartError(f"option speculative_config: model must be a directory or a hub name, got {model!r}")
+        if (method == "draft_model") != (model is not None):
+            raise StartError("option speculative_config: the method draft_model needs a model, and no other takes one")
+        if quantization is None and method == "self":
+            quantization = SELF_QUANTIZATIONS[0]
+        if quantization is not None and (method not in DRAWING or quantization not in SELF_QUANTIZATIONS):
+            raise StartError(
+                f"option speculative_config: quantization is {' or '.join(SELF_QUANTIZATIONS)}, for the methods "
+                f"{' and '.join(DRAWING)}; got {quantization!r} for {method}"
+            )
+        most = given.pop("num_speculative_tokens", None)
+        most = DEFAULT_DRAFTS if most is None else most
+        if type(most) is not int or not 1 <= most <= MAX_DRAFTS:
+            raise StartError(
+                f"option speculative_config: num_speculative_tokens must be an integer from 1 to {MAX_DRAFTS}, "
+                f"got {most!r}"
+            )
+        unknown = [name for name in given if given[name] is not None and name not in SPECULATION_HINTS]
+        if unknown:
+            raise StartError(
+                f"option speculative_config: unknown key {unknown[0]!r}; keys are method, model, quantization and "
+                "num_speculative_tokens"
+            )
+        history = self.speculative_history_bytes if method in ("suffix", *DRAWING) else 0
+        return SpeculationPlan(method, most, history, model, quantization)
+
+    def _given(self) -> dict[str, Any]:
+        """The object, with what the flags say."""
+        given = dict(self.speculative_config or {})
+        flags: dict[str, Any] = {
+            "method": self.spec_method, "model": self.spec_model, "num_speculative_tokens": self.spec_tokens,
+        }  # fmt: skip
+        name, _, quantization = (self.spec_method or "").partition("-")
+        if name == "self" and quantization:
+            flags |= {"method": name, "quantization": quantization}
+        for name, flag in flags.items():
+            if flag is not None and given.setdefault(name, flag) != flag:
+                raise StartError(f"option speculative_config: {name} is {given[name]!r}, and {flag!r} by its own flag")
+        return given
