@@ -32,6 +32,10 @@ class PauseBody(admin.Pause, forbid_unknown_fields=True):
 
     wait_for_inflight_requests: bool = False
 
+    def __post_init__(self) -> None:
+        if self.wait_for_inflight_requests:
+            self.mode = "wait"
+
 
 class SleepBody(admin.Sleep, forbid_unknown_fields=True):
     """`tags` (SkyRL's) are ignored."""
@@ -86,8 +90,6 @@ def handler_of(command: admin.AdminCommand, kind: type[msgspec.Struct]) -> Handl
 
     async def handle(serving: Serving, request: Request) -> Response:
         params = await read(serving, request, kind)
-        if isinstance(params, PauseBody) and params.wait_for_inflight_requests:
-            params.mode = "wait"
         fields = msgspec.structs.fields(command.parameters)
         args = {field.encode_name: getattr(params, field.name) for field in fields}
         reply = await serving.llm.call(command.name, **args)
