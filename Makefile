@@ -61,7 +61,7 @@ build/real/packages: $(VENV)/.installed
 	touch $@
 
 test-real: install build/real/packages
-	$(BIN)/python -m pytest -q -n 0 -m network tests/real $(TESTS)
+	$(BIN)/python -m pytest -q -n 0 -m network $(or $(TESTS),tests/real)
 
 # The extension once more, with a sanitizer, in its own folder; minutes each. -O1 code, so only the extension's tests.
 build/asan build/tsan: SANITIZE = $(if $(filter build/asan,$@),address$(comma)undefined,thread)

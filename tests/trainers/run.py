@@ -53,7 +53,7 @@ RECIPES = {
     "trl_async": Recipe(
         "trl_async",
         "trl",
-        ("--steps", "25"),
+        ("--steps", "30"),
         ("--rl", "--dtype", "float32", "--served-model-name", str(DEMO_DIR)),
         mismatch=None,
     ),
