@@ -25,6 +25,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {}),
 }  # fmt: skip
 
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", {}), "glm4_moe": ("glm4_moe", {}), "hunyuan_v1_moe": ("hunyuan_v1_moe", {}),
+}  # fmt: skip
+
 
 @pytest.fixture(autouse=True)
 def compiled() -> Iterator[None]:

@@ -162,8 +162,9 @@ def test_what_bfloat16_gradients_lack_is_lost_in_the_forward_pass(name: str, see
 
 
 @DTYPES
-def test_gradients_of_trees_and_of_recomputed_blocks(dtype: str, tmp_path: Path) -> None:
-    policy = PolicyModel.from_pretrained(write_checkpoint(tmp_path, tiny_config("qwen3")), dtype=dtype)
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_moe"])
+def test_gradients_of_trees_and_of_recomputed_blocks(name: str, dtype: str, tmp_path: Path) -> None:
+    policy = PolicyModel.from_pretrained(write_checkpoint(tmp_path, tiny_config(name)), dtype=dtype)
     rows = rollouts()
     starts = half(rows)
     whole = gradients(policy, rows, starts)
@@ -177,9 +178,12 @@ def test_gradients_of_trees_and_of_recomputed_blocks(dtype: str, tmp_path: Path)
 
 
 @DTYPES
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_moe"])
 @pytest.mark.parametrize("activation_bytes", [0, 1 << 30])
-def test_ordered_gradients_do_not_depend_on_the_calls(activation_bytes: int, dtype: str, tmp_path: Path) -> None:
-    hf = tiny_config("qwen3", tie_word_embeddings=True)
+def test_ordered_gradients_do_not_depend_on_the_calls(
+    activation_bytes: int, name: str, dtype: str, tmp_path: Path
+) -> None:
+    hf = tiny_config(name, tie_word_embeddings=True)
     policy = PolicyModel.from_pretrained(write_checkpoint(tmp_path, hf), dtype=dtype, ordered_gradients=True)
     policy.activation_bytes = activation_bytes
     rows = rollouts()

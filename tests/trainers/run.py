@@ -53,8 +53,9 @@ RECIPES = {
     "trl_async": Recipe(
         "trl_async",
         "trl",
-        ("--steps", "30"),
+        ("--steps", "80"),
         ("--rl", "--dtype", "float32", "--served-model-name", str(DEMO_DIR)),
+        gain=0.05,
         mismatch=None,
     ),
     "verifiers": Recipe("verifiers", "verifiers", ("--steps", "25"), ("--rl", "--dtype", "float32")),

@@ -285,8 +285,11 @@ class Router:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Ids int32 and weights float32 [T,k] for x [T,hidden]."""
+        return self.choose(self.linear(x, torch.float32))
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids int32 and weights float32 [T,k] for logits float32 [T,E]."""
         spec = self.spec
-        logits = self.linear(x, torch.float32)
         bias = None if spec.correction_bias is None else self.correction_bias
         return ops.route(
             logits, bias, spec.chosen, spec.sigmoid, spec.groups, spec.kept_groups, spec.two_of_group, spec.normalize,

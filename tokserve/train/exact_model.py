@@ -23,10 +23,9 @@ from tokserve.params import LOGPROBS_MODES
 from tokserve.train import projections
 from tokserve.train.padding import unpad
 from tokserve.train.requests import Mask, Params, checked
-from tokserve.train.served import ServedDecoder, ServedOptions
+from tokserve.train.served import PREFIX, ServedDecoder, ServedOptions
 from tokserve.train.support import trainable_spec
 
-PREFIX = "model."
 NOT_SUPPORTED = ("past_key_values", "inputs_embeds", "output_attentions", "output_router_logits")
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 Model = TypeVar("Model", bound=nn.Module)
@@ -76,7 +75,7 @@ def exact(
         served = ServedDecoder(_spec(causal, tied=tied), options)
     except StartError as error:
         raise ValueError(str(error)) from error
-    projections.collect(base, served.names, PREFIX)
+    served.collect(base)
     replaced: list[tuple[Any, type]] = [(causal, _ExactCausalLM), (base, _ExactBackbone), (head, _ExactHead)]
     for module, methods in replaced:
         if not isinstance(module, methods):
@@ -99,6 +98,8 @@ def _causal(model: nn.Module) -> Any:
     config: dict[str, Any] = causal.config.to_dict()
     if config.get("quantization_config"):
         raise ValueError("the model is quantized; quantized weights have no useful gradient here")
+    if config.get("output_router_logits"):
+        raise ValueError("config.output_router_logits is set; an exact model returns none: set it to False")
     for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout"):
         if config.get(name):
             raise ValueError(f"config.{name} is {config[name]}; the server drops nothing out: set it to 0.0")
@@ -157,7 +158,7 @@ class _ExactBackbone(_ExactModule):
         streams = bool(config.output_hidden_states if streams is None else streams)
         served = self._served
         with torch.autocast(input_ids.device.type, enabled=False):
-            weights = projections.collect(self, served.names, PREFIX)
+            weights = served.collect(self)
             served.sync(weights)
             modules = served.modules
             batch = unpad(input_ids, attention_mask, position_ids, vocab=modules.vocab, positions=modules.num_positions)
@@ -166,9 +167,8 @@ class _ExactBackbone(_ExactModule):
             )
         last, *states = (part.view(*input_ids.shape, -1) for part in (whole, *before))
         outputs = import_module("transformers.modeling_outputs")
-        out = outputs.BaseModelOutputWithPast(
-            last_hidden_state=last, past_key_values=None, hidden_states=(*states, last) if streams else None
-        )
+        kind = outputs.MoeModelOutputWithPast if served.spec.mixtures else outputs.BaseModelOutputWithPast
+        out = kind(last_hidden_state=last, past_key_values=None, hidden_states=(*states, last) if streams else None)
         return out.to_tuple() if given.get("return_dict") is False else out
 
 
@@ -210,7 +210,7 @@ class _ExactCausalLM(_ExactModule):
             vocab=served.modules.vocab, positions=served.modules.num_positions,
         )  # fmt: skip
         with torch.autocast("cpu", enabled=False):
-            weights = projections.collect(base, served.names, PREFIX)
+            weights = served.collect(base)
             if served.modules.head_name == HEAD:
                 head = _exact_head(self)
                 weights.masters[HEAD] = projections.parameter(head, "lm_head", "weight")

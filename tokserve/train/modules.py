@@ -13,23 +13,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tokserve.layers.attention import Attention
-from tokserve.layers.linear import GatedLinear, Linear
+from tokserve.layers.experts import Mixture
 from tokserve.layers.lora import LoraSlots, LowRank
-from tokserve.layers.mlp import GatedMLP
-from tokserve.layers.norm import NoNorm
-from tokserve.models.decoder import Decoder, DecoderBlock
+from tokserve.models.decoder import Decoder
 from tokserve.models.provenance import EMBEDDING, HEAD
-from tokserve.train import functions, norms, scores, support
-from tokserve.train.activations import activate
+from tokserve.train import experts, functions, norms, scores, support
 from tokserve.train.adapters import down, up
 from tokserve.train.batch import PackedBatch
+from tokserve.train.blocks import BlockPass, Masters, joined, kept_bytes, norm_masters
 from tokserve.train.byte_budget import ByteBudget
 from tokserve.train.fingerprint import fingerprint
 from tokserve.train.products import Products
 from tokserve.train.scores import Items
 
-Masters = Mapping[str, Tensor]
 NORM = "model.norm"
 
 
@@ -56,9 +52,13 @@ class DecoderModules:
         groups: dict[str, list[str]] = {}
         for target, (name, _) in self._targets.items():
             groups.setdefault(name, []).append(f"{target}.weight")
-        joined = [tuple(names) for names in groups.values()]
-        single = self._parameters.keys() - {name for names in joined for name in names}
-        return joined + [(name,) for name in self._parameters if name in single]
+        together = [tuple(names) for names in groups.values()]
+        for number, block in enumerate(self.decoder.blocks):
+            if isinstance(block.mlp, Mixture):
+                prefix = joined("model.layers", str(number), block.mlp_name, block.mlp.spec.experts_name, "")
+                together += experts.loaded_together(block.mlp.spec, prefix)
+        single = self._parameters.keys() - {name for names in together for name in names}
+        return together + [(name,) for name in self._parameters if name in single]
 
     def sync(self, masters: Masters, *, everything: bool = False) -> None:
         """Round and pack the masters that changed since the last call; what is loaded together is given together."""
@@ -67,6 +67,15 @@ class DecoderModules:
                 for name in names:
                     self._parameters[name].load(masters[name].detach())
         self._sync_adapter(masters, everything)
+
+    @property
+    def constants(self) -> set[str]:
+        """Names of masters that have no gradient: biases that routers add for the choice alone."""
+        return {
+            joined("model.layers", str(number), block.mlp_name, name)
+            for number, block in enumerate(self.decoder.blocks)
+            if isinstance(block.mlp, Mixture) and (name := block.mlp.spec.router.correction_bias) is not None
+        }
 
     @property
     def names(self) -> list[str]:
@@ -148,7 +157,7 @@ class DecoderModules:
         block, rope = self.decoder.blocks[number], spec.blocks[number].attention.rope
         table, scales = self.decoder.rope_tables[spec.ropes.index(rope)], self._scales(f"model.layers.{number}.")
         if not torch.is_grad_enabled() or budget.take(len(x) * kept_bytes(block)):
-            return run_block(block, x, batch, table, masters, scales, self._products)
+            return BlockPass(block, batch, table, masters, scales, self._products).run(x)
         frame = (block, batch, table, scales, self._products, tuple(masters))
         return cast(Tensor, functions.applied(_Recomputed, frame, x, *masters.values()))
 
@@ -158,76 +167,15 @@ class DecoderModules:
         return {name.removeprefix(prefix): scale for name, scale in scales.items() if name.startswith(prefix)}
 
 
-def kept_bytes(block: DecoderBlock) -> int:
-    """What a block keeps of a token for its gradients."""
-    attention, mlp = block.attention, block.mlp
-    assert isinstance(mlp, GatedMLP) and isinstance(attention, Attention)  # others are refused
-    widths = attention.qkv.outputs + attention.out.inputs + mlp.gate_up.outputs + mlp.down.inputs
-    rows = 6 if block.norm_names.after_mlp else 4  # of the residual stream's width
-    return int((widths + rows * attention.qkv.inputs) * attention.dtype.itemsize)
-
-
-def norm_masters(masters: Masters, name: str) -> list[Tensor]:
-    """Those of a norm: its weight and, if there is one, its bias; none without a name."""
-    names = (f"{name}.weight", f"{name}.bias") if name else ()
-    return [masters[one] for one in names if one in masters]
-
-
-def run_block(
-    block: DecoderBlock,
-    residual: Tensor,
-    batch: PackedBatch,
-    table: Tensor,
-    masters: Masters,
-    scales: Mapping[str, float],
-    products: Products,
-) -> Tensor:
-    """The residual stream [T, H] after a block.  `masters`: by their names in the block; `scales`: of the adapter."""
-
-    def linear(x: Tensor, layer: Linear, module: str) -> Tensor:
-        names = {shard: f"{module}.{shard}" for shard in layer.shards}
-        weights = [masters[f"{name}.weight"] for name in names.values()]
-        biases = [] if layer.bias is None else [masters[f"{name}.bias"] for name in names.values()]
-        out = functions.linear(x, layer, weights, biases, products)
-        factors = [
-            functions.Factors(shard, masters[down(name)], masters[up(name)], scales[name])
-            for shard, name in names.items()
-            if name in scales
-        ]
-        return functions.low_rank(out, x, layer, factors) if factors else out
-
-    def norm(x: Tensor, layer: NoNorm, name: str) -> Tensor:
-        return norms.norm(x, layer, norm_masters(masters, name))
-
-    attention, mlp, names, multiplier = block.attention, block.mlp, block.norm_names, block.residual_multiplier
-    assert isinstance(mlp, GatedMLP) and isinstance(attention, Attention)  # others are refused
-    x = norm(residual, block.attention_norm, names.before_attention)
-    heads = [master for name in attention.norm_names for master in norm_masters(masters, f"self_attn.{name}")]
-    mixed = functions.attention(linear(x, attention.qkv, "self_attn"), attention, batch, table, heads)
-    mixed = norm(linear(mixed, attention.out, "self_attn"), block.attention_post_norm, names.after_attention)
-    if block.parallel:
-        residual = norms.add_residual(mixed, residual, multiplier)
-    else:
-        before_mlp = norm_masters(masters, names.before_mlp)
-        x, residual = norms.add_norm(mixed, residual, block.mlp_norm, before_mlp, multiplier)
-    is_gated = isinstance(mlp.gate_up, GatedLinear)
-    if is_gated and not torch.is_grad_enabled() and not scales:
-        x = mlp.gate_up(x)
-    else:
-        x = activate(linear(x, mlp.gate_up, block.mlp_name), mlp.activation, gated=is_gated)
-    x = norm(linear(x, mlp.down, block.mlp_name), block.mlp_post_norm, names.after_mlp)
-    return norms.add_residual(x, residual, multiplier)
-
-
 class _Recomputed(torch.autograd.Function):
-    """`run_block` that keeps its input alone and runs again in the backward pass."""
+    """A block that keeps its input alone and runs again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, frame: tuple[Any, ...], x: Tensor, *masters: Tensor) -> Tensor:
         ctx.save_for_backward(x, *masters)
         ctx.frame = frame
         block, batch, table, scales, products, names = frame
-        return run_block(block, x, batch, table, dict(zip(names, masters, strict=True)), scales, products)
+        return BlockPass(block, batch, table, dict(zip(names, masters, strict=True)), scales, products).run(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -237,7 +185,7 @@ class _Recomputed(torch.autograd.Function):
         with torch.enable_grad():
             inputs = [one.detach().requires_grad_(need) for one, need in zip([x, *masters], needs, strict=True)]
             leaves = dict(zip(names, inputs[1:], strict=True))
-            out = run_block(block, inputs[0], batch, table, leaves, scales, products)
+            out = BlockPass(block, batch, table, leaves, scales, products).run(inputs[0])
         differentiable = [one for one in inputs if one.requires_grad]
         grads = iter(torch.autograd.grad(out, differentiable, grad))
         return None, *(next(grads) if need else None for need in needs)

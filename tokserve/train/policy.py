@@ -61,14 +61,15 @@ class PolicyModel(nn.Module):
         ordered_gradients: bool = False,
     ) -> None:
         super().__init__()
+        self._modules_of_decoder = DecoderModules(decoder, Products(native=binding.arithmetic not in (None, FMA)))
         for name, master in masters.items():
-            _register(self, name, nn.Parameter(master))
+            trained = name not in self._modules_of_decoder.constants
+            _register(self, name, nn.Parameter(master, requires_grad=trained))
         self.config = config
         self.max_tokens = max_tokens
         self.activation_bytes = activation_bytes
         self.ordered_gradients = ordered_gradients
         self._binding = binding
-        self._modules_of_decoder = DecoderModules(decoder, Products(native=binding.arithmetic not in (None, FMA)))
         self._stale = True
         self._adapter: TrainedAdapter | None = None
         self._names = tuple(masters)

@@ -28,12 +28,17 @@ class ModelWeights:
     rank: int = 0  # the adapter's largest
 
 
-def collect(base: nn.Module, names: Iterable[str], prefix: str) -> ModelWeights:
-    """The parameters of `base` that the server calls `prefix` + their name in it.  Raises ValueError, TypeError."""
-    weights = ModelWeights()
+def collect(
+    base: nn.Module, names: Iterable[str], prefix: str, renames: Iterable[tuple[str, str]] = ()
+) -> ModelWeights:
+    """The parameters of `base` that the server calls `prefix` + their name in it.  Raises ValueError, TypeError.
+
+    `renames`: parts of transformers' names, and what they are in the server's where these differ.
+    """
+    weights, renames = ModelWeights(), tuple(renames)
     for name in names:
-        path, _, leaf = name.removeprefix(prefix).rpartition(".")
-        module, place = base.get_submodule(path), name.rpartition(".")[0]
+        module, leaf = _module_of(base, name, prefix, renames)
+        place = name.rpartition(".")[0]
         kind = type(module)
         if (kind.__module__, kind.__qualname__) == PEFT_LINEAR:
             if leaf == "weight":
@@ -43,6 +48,18 @@ def collect(base: nn.Module, names: Iterable[str], prefix: str) -> ModelWeights:
             raise ValueError(f"{place}: the server has no {kind.__qualname__} of peft; it adds LoRA to projections")
         weights.masters[name] = parameter(module, place, leaf)
     return weights
+
+
+def _module_of(base: nn.Module, name: str, prefix: str, renames: tuple[tuple[str, str], ...]) -> tuple[nn.Module, str]:
+    """The module that holds a parameter, and the parameter's name in it.  Raises AttributeError."""
+    for old, new in renames:
+        path, _, leaf = name.replace(new, old, 1).removeprefix(prefix).rpartition(".")
+        try:
+            return base.get_submodule(path), leaf
+        except AttributeError:
+            continue  # it is called as the server calls it, or by another of the names
+    path, _, leaf = name.removeprefix(prefix).rpartition(".")
+    return base.get_submodule(path), leaf
 
 
 def parameter(module: nn.Module, place: str, leaf: str) -> Tensor:

@@ -12,14 +12,14 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tokserve.models import load
 from tokserve.models.provenance import HEAD
 from tokserve.models.spec import DecoderSpec
 from tokserve.ops.arithmetic import FMA
-from tokserve.train import functions, scores, scoring, tree
+from tokserve.train import functions, projections, scores, scoring, tree
 from tokserve.train.batch import PackedBatch
 from tokserve.train.binding import Binding
 from tokserve.train.byte_budget import ByteBudget
@@ -29,6 +29,7 @@ from tokserve.train.products import Products
 from tokserve.train.projections import ModelWeights
 from tokserve.train.requests import ScoringRequest
 
+PREFIX = "model."
 Streams = list[Tensor]
 
 
@@ -68,10 +69,21 @@ class ServedDecoder:
         """How bfloat16 products are summed, as the server's option says it; None: by no compiled ops."""
         return self._binding.arithmetic
 
-    @property
-    def names(self) -> list[str]:
-        """Of all parameters but the head's, as the server has them."""
-        return [name for name in self.modules.names if name != HEAD]
+    def collect(self, base: nn.Module) -> ModelWeights:
+        """The parameters of a transformers backbone, but the head's, by the server's names.
+
+        A tensor for all experts becomes views of it, one for each name of an expert.  Raises TypeError, ValueError.
+        """
+        stacked = self.modules.decoder.stacked_parameters()
+        covered = {name for one in stacked.values() for name in one.covers}
+        names = [name for name in self.modules.names if name != HEAD and name not in covered]
+        weights = projections.collect(base, [*names, *stacked], PREFIX, self.modules.renames)
+        for name, one in stacked.items():
+            whole = weights.masters.pop(name)
+            parts = len(one.covers) // len(whole)  # of an expert
+            views = [view for expert in whole.unbind() for view in expert.chunk(parts)]
+            weights.masters |= dict(zip(one.covers, views, strict=True))
+        return weights
 
     def sync(self, weights: ModelWeights) -> None:
         """Pack what changed, and apply the adapter that there is."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from tokserve.errors import StartError
 from tokserve.layers.attention import AttentionSpec
+from tokserve.layers.experts import MixtureSpec, RouterSpec
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.recurrent import GatedDeltaSpec, ShortConvSpec
@@ -30,9 +31,19 @@ KNOWN: dict[type, set[str]] = {
         "norm_scope", "norm_last", "qkv_names", "out_name", "norm_names",
     },
     MLPSpec: {"inner", "activation", "bias", "gated", "up_names", "down_name"},
+    MixtureSpec: {
+        "experts", "inner", "router", "activation", "bias", "shared", "shared_name", "shared_gate", "stacked",
+        "router_name", "experts_name", "names",
+    },
+    RouterSpec: {
+        "chosen", "sigmoid", "normalize", "scale", "groups", "kept_groups", "two_of_group", "bias", "correction_bias",
+        "correction_row",
+    },
     NormSpec: {"eps", "offset", "kind", "bias"},
 }  # fmt: skip
-VALUES: dict[tuple[type, str], set[str]] = {(AttentionSpec, "kind"): {"full", "window"}}
+VALUES: dict[tuple[type, str], set[str]] = {
+    (AttentionSpec, "kind"): {"full", "window"}, (MixtureSpec, "activation"): {"silu", "gelu_tanh"},
+}  # fmt: skip
 
 
 def trainable_spec(hf: Mapping[str, Any]) -> DecoderSpec:
@@ -47,8 +58,6 @@ def trainable_spec(hf: Mapping[str, Any]) -> DecoderSpec:
 
 def check(spec: DecoderSpec) -> None:
     """Raise StartError, naming the attribute, if part of the decoder has no gradient here."""
-    if spec.mixtures:
-        raise StartError("a model with a mixture of experts cannot be trained here: its backward pass is not built")
     for number, block in enumerate(spec.blocks):
         if isinstance(block.attention, GatedDeltaSpec | ShortConvSpec):
             raise StartError(
@@ -61,6 +70,10 @@ def check(spec: DecoderSpec) -> None:
         _check(block, f"layer {number}")
         for name in ("attention", "mlp", "norm"):
             _check(getattr(block, name), f"layer {number}: {name}")
+        if isinstance(block.mlp, MixtureSpec):
+            _check(block.mlp.router, f"layer {number}: router")
+            if block.mlp.shared is not None:
+                _check(block.mlp.shared, f"layer {number}: shared expert")
 
 
 def _check(part: Any, where: str) -> None:

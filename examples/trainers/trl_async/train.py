@@ -66,7 +66,7 @@ def main(options: argparse.Namespace) -> None:
     """Train."""
     directory = str(options.model)
     config = AsyncGRPOConfig(
-        output_dir="out", max_steps=options.steps, learning_rate=4e-4, per_device_train_batch_size=64, token_budget=0,
+        output_dir="out", max_steps=options.steps, learning_rate=6e-4, per_device_train_batch_size=64, token_budget=0,
         num_generations=8, max_completion_length=LETTERS + 4, temperature=1.0, max_inflight_tasks=64, max_staleness=1,
         dtype="float32", use_cpu=True, bf16=False, logging_steps=1, save_strategy="no", report_to=[],
         disable_tqdm=True, seed=1, vllm_server_base_url=options.url,
@@ -92,6 +92,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", type=Path, default=DEMO, help="directory of the model that is served")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--log", type=Path, default=Path("trl_async.jsonl"))
     main(parser.parse_args())
