@@ -229,7 +229,8 @@ def test_selective_logprobs_have_a_gradient() -> None:
         wide = logits.detach().double().requires_grad_()
         rows = (wide / (1.0 if mode == "raw" else temperatures[..., None])).log_softmax(-1)
         rows.gather(-1, ids[..., None]).square().sum().backward()
-        assert (found - wide.grad).abs().max() < 1e-5  # type: ignore[operator]
+        assert wide.grad is not None  # up to 80, in float32
+        assert (found - wide.grad).abs().max() < 1e-6 * wide.grad.abs().max()
     with pytest.raises(ValueError, match="logits must be float32"):
         selective_logprobs(logits.bfloat16(), ids)
     with pytest.raises(ValueError, match="token_ids must have the shape"):
