@@ -41,6 +41,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "device": ({"errors", "cpu_list"}, {"transformers"}),
     "ops": ({"errors", "_C"}, {"transformers"}),
     "text": ({"errors", "jsonschema", "params", "checkpoint"}, TORCH),
+    "media": ({"errors", "config", "log"}, TORCH),
     "rl": (set(), {"transformers"}),  # relative imports: it is also a distribution of its own
     "layers": ({"ops", "errors", "kv_spec", "classifier"}, {"transformers"}),
     "models": (
@@ -135,6 +136,7 @@ ROOMS: dict[str, set[str]] = {
 LAZY_IMPORTS = {
     "tokserve/__init__.py",
     "checkpoint.py",
+    "media/sources.py",
     "executor/inline.py",
     "engine/structured_output/grammar.py",
     "cli/bench.py",

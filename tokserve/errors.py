@@ -102,6 +102,19 @@ class TransferFailed(RequestError):
     type = "transfer_error"
 
 
+class FetchRefused(RequestError):
+    """422: what a URL of the request names is not to be had: its host says so."""
+
+    status = 422
+
+
+class FetchFailed(RequestError):
+    """502: the host of a URL of the request does not answer, or not in time, or fails."""
+
+    status = 502
+    type = "fetch_error"
+
+
 class RequestFailed(RequestError):
     """500: the engine ended this request with an error; other requests are not affected."""
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from tokserve.config.media import MediaConfig
 from tokserve.config.model import (
     BACKENDS,
     DEFAULT_BLOCK_SIZE,
@@ -40,6 +41,7 @@ __all__ = [
     "Config",
     "LimitsConfig",
     "LoraConfig",
+    "MediaConfig",
     "ModelConfig",
     "RuntimeConfig",
     "SchedulerConfig",
