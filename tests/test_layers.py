@@ -15,6 +15,7 @@ PACKAGE = ROOT / "tokserve"
 ROOT_ORDER = [
     "errors",
     "log",
+    "trace",
     "sockets",
     "regex",
     "jsonschema",
@@ -66,12 +67,13 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "checkpoint",
             "classifier",
             "errors",
+            "trace",
         },
         set(),
     ),
     "executor": ({"plan", "config", "runner"}, TORCH),
     "engine": (
-        {"admin", "messages", "plan", "prompt", "params", "config", "errors", "log", "sockets", "executor"},
+        {"admin", "messages", "plan", "prompt", "params", "config", "errors", "log", "trace", "sockets", "executor"},
         TORCH,
     ),
     "client": (
@@ -109,6 +111,7 @@ ONLY_IN = {
     ("engine", "executor"): {
         "engine/admin/adapters.py",
         "engine/admin/control.py",
+        "engine/admin/profiler.py",
         "engine/core.py",
         "engine/process.py",
         "engine/admin/weights.py",

@@ -18,6 +18,8 @@ LEVELS = (("scheduling",), TAGS, TAGS)  # what each level of sleep puts to sleep
 Mode = Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(MODES)})]
 When = Literal["at once", "step boundary", "in the background", "commit at a step boundary"]
 LONGEST_RPC = 1e6  # seconds: limit of a timeout
+MOST_STEPS, LONGEST_PROFILE = 100_000, 3600.0  # of a profile; seconds
+TorchOption = Literal["record_shapes", "with_stack", "profile_memory", "with_flops"]
 
 
 class NoParameters(msgspec.Struct, forbid_unknown_fields=True):
@@ -175,6 +177,20 @@ class ModelCall(msgspec.Struct, forbid_unknown_fields=True):
     function: str
 
 
+class StartProfile(msgspec.Struct, forbid_unknown_fields=True):
+    """`profile_prefix`: of the file's name.  It begins after `delay_iterations` steps, and ends by itself after
+    `max_iterations` steps (default: 500) or `max_seconds`, the first of them.  `profiler_kwargs`: record_shapes,
+    with_stack, profile_memory and with_flops of torch's profiler.  `op_by_op`: run every step op by op meanwhile,
+    instead of repeating recorded ones, so that the ops of all steps show."""
+
+    profile_prefix: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] | None = None
+    delay_iterations: Annotated[int, msgspec.Meta(ge=0, le=MOST_STEPS)] | None = None
+    max_iterations: Annotated[int, msgspec.Meta(ge=0, le=MOST_STEPS)] | None = None
+    max_seconds: Annotated[float, msgspec.Meta(gt=0, le=LONGEST_PROFILE)] = 60.0
+    profiler_kwargs: dict[TorchOption, bool] | None = None
+    op_by_op: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class AdminCommand:
     """`name`: what the engine calls it.  `routes`: paths of POST routes; none: only other commands and clients call it.
@@ -271,6 +287,14 @@ COMMANDS: dict[str, AdminCommand] = {
             "step boundary",
             "unload an adapter when its requests have ended",
             ("/v1/unload_lora_adapter", "/unload_lora_adapter"),
+        ),
+        AdminCommand("start_profile", StartProfile, "step boundary", "record where time goes", ("/start_profile",)),
+        AdminCommand(
+            "stop_profile",
+            NoParameters,
+            "step boundary",
+            "write the trace, and say in tables where time went",
+            ("/stop_profile",),
         ),
         AdminCommand("collective_rpc", WorkerCall, "step boundary", "call the worker extension", ("/collective_rpc",)),
         AdminCommand("apply_model", ModelCall, "step boundary", "call a function with the model"),

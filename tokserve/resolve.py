@@ -137,6 +137,7 @@ def _is_loopback(host: str) -> bool:
 
 def _check(config: Config) -> None:
     model = config.model
+    config.profiler.resolved()
     if config.speculation.resolved().quantization is not None and config.runtime.device != "cpu":
         raise StartError("option speculative_config: the quantizations of draft models run on a CPU only")
     if model.quantize_lm_head and model.quantization in (None, "none") and config.runtime.device != "cpu":

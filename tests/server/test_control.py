@@ -63,6 +63,10 @@ ROUTES: list[tuple[str, dict[str, Any] | None, str, dict[str, Any]]] = [
     ("/finish_weight_update", None, "finish_weight_update", {"weight_version": None}),
     ("/finish_weight_update", {"weight_version": "7"}, "finish_weight_update", {"weight_version": "7"}),
     ("/abort_weight_update", None, "abort_weight_update", {}),
+    ("/start_profile", None, "start_profile", {"max_iterations": None, "max_seconds": 60.0, "op_by_op": False}),
+    ("/start_profile", {"profile_prefix": "a", "delay_iterations": 2, "profiler_kwargs": {"with_stack": True}},
+     "start_profile", {"profile_prefix": "a", "delay_iterations": 2, "profiler_kwargs": {"with_stack": True}}),
+    ("/stop_profile", {}, "stop_profile", {}),
     ("/update_weight_version", {"new_version": "v"}, "update_weight_version", {"new_version": "v"}),
     ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/p"}, "load_lora_adapter",
      {"lora_name": "a", "lora_path": "/p", "load_inplace": None}),
@@ -150,6 +154,10 @@ BAD = [
     ("/pause", [1], None), ("/areal_update_weights", {"weight_dir": "/w"}, "weight_dir"),
     ("/collective_rpc", {"method": "f", "timeout": 0}, "timeout"),
     ("/collective_rpc", {"method": "f", "timeout": 1e300}, "timeout"),
+    ("/start_profile", {"profile_prefix": "../x"}, "profile_prefix"),
+    ("/start_profile", {"max_seconds": 0}, "max_seconds"),
+    ("/start_profile", {"max_iterations": -1}, "max_iterations"), ("/start_profile", {"num_steps": 1}, "num_steps"),
+    ("/start_profile", {"profiler_kwargs": {"with_stack": 5}}, "profiler_kwargs[...]"),
 ]  # fmt: skip
 
 

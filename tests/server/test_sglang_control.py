@@ -36,6 +36,8 @@ ROUTES: list[tuple[str, dict[str, Any] | None, list[tuple[str, dict[str, Any]]]]
      [("load_lora_adapter", {"lora_name": "a", "lora_path": "/p", "load_inplace": None})]),
     ("/unload_lora_adapter", {"lora_name": "a"}, [("unload_lora_adapter", {"lora_name": "a"})]),
     ("/weights_checker", {}, [("weight_checksums", {})]),
+    ("/start_profile", {"num_steps": 5, "output_dir": "/x"}, [("start_profile", {"max_iterations": 5})]),
+    ("/stop_profile", None, [("stop_profile", {})]),
     ("/update_weights_from_disk", {"model_path": "/w"}, [("update_weights_from_dir", DISK)]),
     ("/update_weights_from_disk", {"model_path": "/w", "load_format": "auto", "weight_version": "7"},
      [("update_weights_from_dir", DISK | {"weight_version": "7"})]),
@@ -53,6 +55,7 @@ ROUTES: list[tuple[str, dict[str, Any] | None, list[tuple[str, dict[str, Any]]]]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/pause_generation", {"mode": "retract"}, "retract"),
     ("/pause_generation", {"mode": "x"}, "mode"),
+    ("/start_profile", {"num_steps": 0}, "num_steps"),
     ("/release_memory_occupation", {"tags": ["disk"]}, "tags"),
     ("/load_lora_adapter", {"lora_name": "a"}, "lora_path"),
     ("/weights_checker", {"action": "reset_tensors"}, "overwrites"),

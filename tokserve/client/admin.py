@@ -278,6 +278,26 @@ class AdminMethods(ABC):
         """The loaded adapters: name to path."""
         return {adapter.name: adapter.path for adapter in (await self.fresh_status()).adapters}
 
+    async def start_profile(
+        self, profile_prefix: str | None = None, *, delay_iterations: int | None = None,
+        max_iterations: int | None = None, profiler_kwargs: Mapping[str, bool] | None = None,
+        max_seconds: float = 60.0, op_by_op: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Record where the engine's time goes, until `stop_profile` or for so many steps or seconds; needs
+        `profiler_dir`.  Raises Conflict while a profile is under way."""
+        args = {} if profiler_kwargs is None else {"profiler_kwargs": dict(profiler_kwargs)}
+        started: dict[str, Any] = await self.call(
+            "start_profile", profile_prefix=profile_prefix, delay_iterations=delay_iterations,
+            max_iterations=max_iterations, max_seconds=max_seconds, op_by_op=op_by_op, **args,
+        )  # fmt: skip
+        return started
+
+    async def stop_profile(self) -> dict[str, Any]:
+        """The trace's path, and tables of where time went (docs/profiling.md); also of a profile that has ended by
+        itself.  Raises Conflict if there is none."""
+        stopped: dict[str, Any] = await self.call("stop_profile")
+        return stopped
+
     async def collective_rpc(
         self, method: str, timeout: float | None = None, args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,

@@ -240,6 +240,8 @@ class LLM(PoolingMethods):
     load_lora_adapter = _blocking(AdminMethods.load_lora_adapter)
     unload_lora_adapter = _blocking(AdminMethods.unload_lora_adapter)
     list_loras = _blocking(AdminMethods.list_loras)
+    start_profile = _blocking(AdminMethods.start_profile)
+    stop_profile = _blocking(AdminMethods.stop_profile)
     collective_rpc = _blocking(AdminMethods.collective_rpc)
     apply_model = _blocking(AdminMethods.apply_model)
     load_weights = _blocking(AdminMethods.load_weights)

@@ -26,6 +26,7 @@ from tokserve.config.model import (
     ModelConfig,
     WeightsConfig,
 )
+from tokserve.config.profiler import ProfilerConfig, ProfilerPlan
 from tokserve.config.runtime import RuntimeConfig, SchedulerConfig
 from tokserve.config.server import LimitsConfig, ServerConfig
 from tokserve.config.speculation import SpeculationPlan, SpeculativeConfig
@@ -43,6 +44,8 @@ __all__ = [
     "LoraConfig",
     "MediaConfig",
     "ModelConfig",
+    "ProfilerConfig",
+    "ProfilerPlan",
     "RuntimeConfig",
     "SchedulerConfig",
     "ServerConfig",
@@ -69,6 +72,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     lora: LoraConfig = LoraConfig()
     server: ServerConfig = ServerConfig()
     limits: LimitsConfig = LimitsConfig()
+    profiler: ProfilerConfig = ProfilerConfig()
 
     @classmethod
     def make(cls, **values: Any) -> Config:

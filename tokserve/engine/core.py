@@ -23,6 +23,7 @@ from tokserve.config import Config
 from tokserve.engine.admin.adapters import Adapters
 from tokserve.engine.admin.command import Command, Commands, command
 from tokserve.engine.admin.control import Control
+from tokserve.engine.admin.profiler import LOOP, Profiler
 from tokserve.engine.admission import Admission
 from tokserve.engine.deadlines import Deadlines
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
@@ -100,8 +101,10 @@ class EngineCore:
         self._held: list[tuple[bytes, Call | Abort | Stall]] = []  # until no submission is being admitted
         self._status = self._state_now()
         drafts = self._text_drafter or NoDrafts()
+        self._profiler = Profiler(config.profiler, self, executor, clock)
+        self._span = self._profiler.spans.span
         self._commands = Commands(
-            (self, self.control, self.control.weights, self.adapters, drafts), emit=emit,
+            (self, self.control, self.control.weights, self.adapters, drafts, self._profiler), emit=emit,
             at_boundary=lambda: not self.scheduler.in_flight, on_progress=self._send_status, wake=wake,
         )  # fmt: skip
         if context < (config.model.max_model_len or 0):
@@ -115,6 +118,12 @@ class EngineCore:
 
     def step(self) -> bool:
         """One turn; False when there is nothing to do until the next message or deadline."""
+        if self._profiler.active and (command := self._profiler.due()) is not None:
+            self._commands.begin(command)
+        with self._span(LOOP):
+            return self._turn()
+
+    def _turn(self) -> bool:
         self._expire()
         if self.control.expire():
             self._send_status()
@@ -149,11 +158,13 @@ class EngineCore:
 
     def _begin_step(self) -> bool:
         """Plan a step and begin its forward pass; whether there was anything to compute."""
-        plan = self.scheduler.schedule(self._clock())
+        with self._span("schedule"):
+            plan = self.scheduler.schedule(self._clock())
         if plan is None:
             return False
         self._last_step = self.scheduler.in_flight[-1]
-        self._executor.forward(plan)
+        with self._span("forward"):
+            self._executor.forward(plan)
         self._sample()
         return True
 
@@ -161,27 +172,33 @@ class EngineCore:
         """Sample from the newest step, unless a mask still depends on a step before it."""
         step = self.scheduler.in_flight[-1]
         if step.future is None and step.can_sample():
-            if step.has_drawn_grammar_rows:
-                step.set_drawn(self._executor.drafts())
-            step.future = self._executor.sample(step.bitmask())
+            with self._span("sample"):
+                if step.has_drawn_grammar_rows:
+                    step.set_drawn(self._executor.drafts())
+                step.future = self._executor.sample(step.bitmask())
 
     def _collect(self) -> None:
         """Take the result of the oldest step, and send what it brought."""
         step = self.scheduler.in_flight[0]
         assert step.future is not None
-        result = step.future.result()
+        with self._span("wait"):
+            result = step.future.result()
         now = self._clock()
-        requests = self.scheduler.update(result, now)
+        with self._span("update"):
+            requests = self.scheduler.update(result, now)
+        if self._profiler.active:
+            self._profiler.on_step(step, now)
         for request in requests:
             if request.finish is not None:
-                self._registry.remove(request)
+                self._remove(request)
         if step.grammar_rows:
             self._mask_worker.submit(row.request for row in step.grammar_rows if row.request.finish is None)
             requests += [request for request in self._end_by_masks() if request not in requests]
         if self.scheduler.in_flight:
             self._sample()
-        self._front_ends.send(requests)
-        self._front_ends.refresh_stats(now - STATS_INTERVAL)
+        with self._span("send"):
+            self._front_ends.send(requests)
+            self._front_ends.refresh_stats(now - STATS_INTERVAL)
         self._commands.resume()
 
     def _admit_more(self) -> None:
@@ -242,6 +259,10 @@ class EngineCore:
         if self._front_ends.has_left(identity):
             return
         self._front_ends.enter(identity)
+        with self._span("receive"):
+            self._take(identity, message, received)
+
+    def _take(self, identity: bytes, message: ToEngine, received: float | None) -> None:
         if isinstance(message, Submit):
             now = self._clock()
             self._admission.submit(identity, message, now if received is None else received, self._status, now)
@@ -290,7 +311,12 @@ class EngineCore:
         if request.pending_grammar is not None:
             self._admission.pending.on_abort(request)
         self.scheduler.drop(request)
+        self._remove(request)
+
+    def _remove(self, request: Request) -> None:
         self._registry.remove(request)
+        if self._profiler.active:
+            self._profiler.on_end(request)
 
     def _expire(self) -> None:
         """End what is past its deadline, with what it has."""
@@ -307,7 +333,10 @@ class EngineCore:
 
     def seconds_to_deadline(self) -> float | None:
         """How long the loop may sleep when idle; None: until a message comes."""
-        ends = (self._deadlines.seconds_to_next(self._clock()), self.control.seconds_to_expiry)
+        ends = (
+            self._deadlines.seconds_to_next(self._clock()), self.control.seconds_to_expiry,
+            self._profiler.seconds_to_end,
+        )  # fmt: skip
         return min((seconds for seconds in ends if seconds is not None), default=None)
 
     # --- status ---

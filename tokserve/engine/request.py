@@ -105,7 +105,7 @@ class Request:
         self.grammar: GrammarState | None = None
         self._eos_allowed = False
         self.finish: Finish | None = None
-        self._first_token: float | None = None
+        self.first_token: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -179,8 +179,8 @@ class Request:
         """New tokens, whose logprobs and sampling masks are rows `first_row` ... of `rows` and `masks`; returns how
         many are kept.  Sets `finish` at a stop, and drops the tokens after it."""
         assert self.stopping is not None
-        if self._first_token is None:
-            self._first_token = now
+        if self.first_token is None:
+            self.first_token = now
         known, stopping, output = self.tokens, self.stopping, self.output
         if version != output.version or self.adapter is not None:
             output.set_version(version, self.adapter, len(known) - self.prompt_len)
@@ -268,7 +268,7 @@ class Request:
             return 0.0 if moment is None else moment - self.received
 
         self.finish = Finish(
-            reason, detail, stop, message, since(self.admitted), since(self._first_token), since(now),
+            reason, detail, stop, message, since(self.admitted), since(self.first_token), since(now),
             self.drafts._replace(predicted=0 if self._follower is None else self._follower.num_hits),
         )  # fmt: skip
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ __all__ = [
     "linear_wna16", "logprobs", "norm_gradients", "norm_rope_store", "pack_gated", "pack_gated_int8",
     "pack_gated_wna16", "pack_linear", "pack_linear_float8", "pack_linear_int8", "pack_scaled_float8", "pack_wna16",
     "paged_attention", "penalize", "prepare_step", "quantize_rows", "rms_norm", "rope", "route", "sample",
-    "sample_fused", "sampling_mask", "short_conv", "silu_mul", "store_kv",
+    "sample_fused", "sampling_mask", "short_conv", "silu_mul", "store_kv", "wrap",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -135,3 +136,17 @@ def bind(
     others = [f"{name}={implementation}" for name, implementation in chosen.items() if implementation != common]
     logger.info("ops: %s%s", common, f", but {', '.join(others)}" if others else "")
     return chosen
+
+
+def wrap(wrapper: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Call every op through `wrapper(name, op)`, until the returned function is called."""
+    module = sys.modules[__name__]
+    bound = {name: vars(module)[name] for name in OPS}
+    for name, call in bound.items():
+        setattr(module, name, wrapper(name, call))
+
+    def unwrap() -> None:
+        for name, call in bound.items():
+            setattr(module, name, call)
+
+    return unwrap

@@ -19,6 +19,7 @@ from tokserve.models.in_place import copy_weights
 from tokserve.rl.deltas import dtype_name
 from tokserve.runner import extension, kvcache
 from tokserve.runner.lora import LoraTables
+from tokserve.runner.profiler import RunnerProfiler
 from tokserve.runner.weight_sync import WeightSync
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Admin:
         self._lora = lora
         self._sync = WeightSync(weights, self._blank, lambda: self.memory()["weight_bytes"], runner.backend.device)
         self._has_weights = True
+        self._profiler = RunnerProfiler(runner, self._capture)
         self._extension = extension.make(weights.worker_extension_cls, runner)
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
@@ -46,6 +48,8 @@ class Admin:
             "commit_update": self._commit,
             "collective_rpc": self._collective_rpc,
             "apply_model": self._apply_model,
+            "start_profile": self._profiler.start,
+            "stop_profile": self._profiler.stop,
         }
         if method not in methods:
             raise NotFound(f"the runner has no method {method!r}")
@@ -71,6 +75,7 @@ class Admin:
             "weights_checksum": lambda: self._sync.checksum(self._runner.model),
             "weight_coordinates": self._coordinates,
             "checkpoint_checksums": self._checkpoint_checksums,
+            "write_profile": self._profiler.write,
             "read_adapter": lambda **args: self._adapters.read(**args),
         }
         device = self._backend.device

@@ -5,6 +5,7 @@ It has no policy: which requests run, which are preempted and when a request end
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from tokserve.runner.pooling import Pooler
 from tokserve.runner.sampler import Sampler, join
 from tokserve.runner.slots import logit_lengths
 from tokserve.runner.steps import PendingResult, PendingStep
+from tokserve.trace import Spans
 
 Span = tuple[int, int, int]  # plan row, first and last (exclusive) prompt token to score
 
@@ -45,6 +47,7 @@ class Runner:
         self.draft_model = None if draft is None else DraftModel(draft, backend, self._sampler)
         self._no_autograd = torch.inference_mode()
         self._score_chunk = max(16, min(1024, backend.prompt_logits_bytes // (4 * model.spec.vocab)))  # tokens
+        self.spans = Spans()  # of a profile
         self._admin = Admin(self, config.weights, lora)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -53,7 +56,7 @@ class Runner:
 
     def forward(self, plan: StepPlan) -> PendingStep:
         """Begin a step: bring the tables up to date and compute logits, prompt logprobs and pooled vectors."""
-        with self._no_autograd:
+        with self._no_autograd, self.spans.span("forward"):
             self._update_tables(plan)
             draws = self.draft_model is not None and has_drawn(plan)
             plan = self.backend.begin(plan, needs_history=draws or self._sampler.needs_history(plan.slots))
@@ -72,7 +75,7 @@ class Runner:
 
     def sample(self, step: PendingStep, bitmask: GrammarBitmask | None) -> PendingResult:
         """Sample the step's tokens, as `bitmask` allows, and keep them for the next step."""
-        with self._no_autograd:
+        with self._no_autograd, self.spans.span("sample"):
             if bitmask is not None and len(bitmask.withheld):
                 step.withhold(bitmask.withheld)
             if step.logits is None or step.columns is None:
@@ -103,7 +106,10 @@ class Runner:
     def _compute(self, step: PendingStep) -> None:
         plan, rows = step.plan, step.rows
         embeds = self._features.embeds(plan)
+        began = time.monotonic_ns()
         logits = self.backend.replay(plan) if embeds is None else None
+        if logits is not None:
+            self.spans.add("replay", began, time.monotonic_ns())
         if logits is None:
             spans = self._sampler.scored_spans(plan.slots, plan.num_computed, plan.num_tokens)
             pooled = self._pooler.needed(plan)

@@ -73,9 +73,9 @@ def _handlers(owners: Iterable[object]) -> dict[str, Callable[..., Any]]:
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """A command that has begun, and what it waits for."""
+    """A command that has begun, and what it waits for.  `identity`: its caller; None: the engine's own."""
 
-    identity: bytes
+    identity: bytes | None
     call_id: int
     command: Command
     wait: Wait
@@ -118,6 +118,12 @@ class Commands:
         self._tasks.append(task)
         self._advance(task)
 
+    def begin(self, command: Command) -> None:
+        """Begin a command that no front end has called."""
+        task = _Task(None, 0, command, wait=lambda: True)
+        self._tasks.append(task)
+        self._advance(task)
+
     def _begin(self, identity: bytes, call: Call) -> Command:
         handler = self._handlers[call.method]
         args = _parameters(call)
@@ -157,7 +163,8 @@ class Commands:
     def _end(self, task: _Task, reply: Reply | Ready) -> bool:
         self._tasks.remove(task)
         self._on_progress()
-        self._emit(task.identity, reply)
+        if task.identity is not None:
+            self._emit(task.identity, reply)
         return True
 
 

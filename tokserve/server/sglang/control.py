@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokserve.admin import MOST_STEPS
 from tokserve.errors import Conflict, RequestError, invalid
 from tokserve.server.http import errors
 from tokserve.server.serving import Serving
@@ -66,6 +67,13 @@ class WeightsCheckerBody(msgspec.Struct):
     """`action`: checksum, snapshot, or compare (with the snapshot)."""
 
     action: str = "checksum"
+
+
+class ProfileBody(msgspec.Struct):
+    """`num_steps`: after which the profile ends by itself.  `output_dir` is ignored: traces go to --profiler-dir."""
+
+    num_steps: int | None = None
+    output_dir: str | None = None
 
 
 class ContinueBody(msgspec.Struct):
@@ -205,3 +213,19 @@ async def weights_checker(serving: Serving, request: Request) -> Response:
         if wrong := [name for name in names if before.get(name) != checksums.get(name)]:
             raise Conflict(f"{len(wrong)} tensors differ from the snapshot: {', '.join(wrong[:5])}", field="action")
     return json(reply, headers)
+
+
+@answered
+async def start_profile(serving: Serving, request: Request) -> Response:
+    """POST /start_profile: record where time goes"""
+    params, headers = await read(serving, request, ProfileBody)
+    if params.num_steps is not None and not 1 <= params.num_steps <= MOST_STEPS:
+        raise invalid("num_steps", f"must be 1 to {MOST_STEPS}")
+    started = await serving.llm.start_profile(max_iterations=params.num_steps)
+    return json({"success": True, "message": "Start profiling."} | started, headers)
+
+
+@answered
+async def stop_profile(serving: Serving, request: Request) -> Response:
+    """POST /stop_profile: write the trace, and say in tables where time went"""
+    return json({"success": True, "message": "Stop profiling."} | await serving.llm.stop_profile())

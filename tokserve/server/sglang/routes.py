@@ -29,6 +29,8 @@ ENDPOINTS = (
             ("/resume_memory_occupation", control.resume_memory_occupation, control.MemoryBody),
             ("/load_lora_adapter", control.load_lora_adapter, control.LoadAdapterRouteBody),
             ("/unload_lora_adapter", control.unload_lora_adapter, control.UnloadAdapterRouteBody),
+            ("/start_profile", control.start_profile, control.ProfileBody),
+            ("/stop_profile", control.stop_profile, None),
             ("/weights_checker", control.weights_checker, control.WeightsCheckerBody),
             ("/update_weights_from_disk", weights.from_disk, weights.DiskBody),
             ("/update_weights_from_distributed", weights.from_distributed, weights.DistributedBody),
