@@ -13,10 +13,14 @@ def sendable(text: str) -> str:
 
 
 class RequestError(Exception):
-    """A request cannot be served.  `field` is the JSON path of the offending value, if there is one."""
+    """A request cannot be served.  `field` is the JSON path of the offending value, if there is one.
+
+    `has_final_path`: the path is one of the body that the client sent, even where a route makes another body of it.
+    """
 
     status = 400
     type = "invalid_request_error"
+    has_final_path = False
     retry_after: int | None = None  # seconds after which the same request may be served
 
     def __init__(self, message: str, *, field: str | None = None, code: str | None = None) -> None:

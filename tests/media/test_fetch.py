@@ -13,10 +13,11 @@ import pytest
 from tests.media.web import Web, content, redirect, web_server
 from tokserve.config import MediaConfig
 from tokserve.errors import RequestError
+from tokserve.image_parts import ImageUrl
 from tokserve.media import fetch
 from tokserve.media.fetch import Fetcher
 from tokserve.media.hosts import AllowedHosts
-from tokserve.media.sources import ImageSources, ImageUrl
+from tokserve.media.sources import ImageSources
 
 FIELD = "content_parts[0].url"
 

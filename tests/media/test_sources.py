@@ -11,7 +11,8 @@ import pytest
 
 from tokserve.config import MediaConfig
 from tokserve.errors import Overloaded, RequestError, StartError
-from tokserve.media.sources import PIECE, ImageSources, ImageUrl
+from tokserve.image_parts import ImageUrl
+from tokserve.media.sources import PIECE, ImageSources
 
 FIELD = "messages[0].content[1].image_url.url"
 

@@ -15,11 +15,12 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from tokserve.config import MediaConfig
 from tokserve.errors import Overloaded, StartError, invalid
+from tokserve.image_parts import ImageUrl
 from tokserve.media.hosts import USUAL_PORTS, AllowedHosts
 
 if TYPE_CHECKING:
@@ -31,14 +32,6 @@ SCHEME_CHARS, HEAD_CHARS = 16, 256  # limits of a URL's scheme, and of what stan
 MAX_URL = 16 << 10  # characters of a URL that does not hold the image itself
 FETCHES_OF_REQUEST = 4  # at once
 REQUESTS_IN_MEMORY = 4  # requests with as many bytes of images as one may have are in memory at once
-
-
-class ImageUrl(NamedTuple):
-    """An image as a request names it.  `field`: the path of the URL in the body."""
-
-    url: str
-    field: str
-    uuid: str | None = None
 
 
 class ByteCount:

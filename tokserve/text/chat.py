@@ -22,6 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokserve.errors import RequestError, StartError, invalid
+from tokserve.image_parts import CHAT_KINDS, ImageSlots, UnreadImage, chat_part
 from tokserve.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -37,6 +38,8 @@ NO_TOOLS = (
     "tools: this model's chat template does not show tools to the model: start the server with --chat-template FILE, a "
     'template that does; a call that tool_choice forces ("required" or a named function) needs no such template'
 )
+IMAGE = {"type": "image"}  # a part, as templates expect it
+IMAGE_ROLES = ("user", "assistant", "tool")
 SAMPLE_CALL = {"id": "sample001", "type": "function", "function": {"name": "sample", "arguments": {"key": "value"}}}
 DEVELOPER = re.compile(r"""["']developer["']""")  # in templates that have this role
 # exceptions that a template may raise
@@ -158,6 +161,7 @@ class ChatTemplate:
         template: str | None = None,
         kwargs: Mapping[str, Any] | None = None,
         must_show_tools: bool = True,
+        images: ImageSlots | None = None,
     ) -> str:
         """The conversation as text.  Raises RequestError naming `messages...`, `tools`, `chat_template` ...
 
@@ -166,11 +170,11 @@ class ChatTemplate:
         False: accept a template that does not show `tools`.  For a template without the role `developer`, its messages
         become system messages; for one that does not iterate over parts of a content, they are joined by newlines.  A
         message without content gets an empty one, unless the template treats an assistant's missing content
-        differently.
+        differently.  `images`: takes the images of the messages; None: they are refused.
         """
         if add_generation_prompt and continue_final_message:
             raise invalid("continue_final_message", "and add_generation_prompt exclude each other")
-        chat = [_plain_message(i, message) for i, message in enumerate(messages)]
+        chat = [_plain_message(i, message, images) for i, message in enumerate(messages)]
         if not chat:
             raise invalid("messages", "must not be empty")
         variables = self._tokenizer.special_tokens | _checked_kwargs(kwargs)
@@ -188,20 +192,28 @@ class ChatTemplate:
                 raise RequestError("continue_final_message needs a final message with content", field=field)
         if not DEVELOPER.search(source):
             chat = _developer_as_system(chat)
+        self._fit_contents(chat, source)
+        if mark:
+            marked = _marked_content(chat, mark)
+        rendered = _render(source, variables | {"messages": chat}, "messages" if template is None else "chat_template")
+        if images is not None:
+            images.check(rendered)
+        if must_show_tools and variables["tools"] is not None and "tools" not in _variables(source):
+            raise RequestError(NO_TOOLS, field="tools")
+        return _cut_at(rendered, mark, marked) if mark else rendered
+
+    def _fit_contents(self, chat: list[dict[str, Any]], source: str) -> None:
+        """Contents as the template takes them, where they are absent or lists."""
         special = tuple(self._tokenizer.special_tokens.items())
         for message in chat:
             if "content" not in message:
                 assistant = message["role"] == "assistant"
                 calls = bool(message.get("tool_calls"))
                 message |= _without_content(source, calls, special) if assistant else {"content": ""}
-            if isinstance(message.get("content"), list) and not _takes_parts(source, message["role"], special):
-                message["content"] = _joined(message["content"])
-        if mark:
-            content = _marked_content(chat, mark)
-        rendered = _render(source, variables | {"messages": chat}, "messages" if template is None else "chat_template")
-        if must_show_tools and variables["tools"] is not None and "tools" not in _variables(source):
-            raise RequestError(NO_TOOLS, field="tools")
-        return _cut_at(rendered, mark, content) if mark else rendered
+            content = message.get("content")
+            if isinstance(content, list) and IMAGE not in content:
+                takes_parts = _takes_parts(source, message["role"], special)
+                message["content"] = content if takes_parts else _joined(content)
 
     def knows(self, template: str) -> bool:
         return template in self._templates
@@ -295,9 +307,9 @@ def _joined(content: str | list[dict[str, str]]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def _plain_message(index: int, message: Message) -> dict[str, Any]:
-    """A copy as templates expect it: text or parts of text, no nulls (a null content is absent), tool arguments as
-    objects, reasoning under the names that templates read."""
+def _plain_message(index: int, message: Message, images: ImageSlots | None = None) -> dict[str, Any]:
+    """A copy as templates expect it: text or parts of text, images without URLs, no nulls (a null content is absent),
+    tool arguments as objects, reasoning under the names that templates read."""
     field = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise invalid(field, "must be an object")
@@ -306,14 +318,33 @@ def _plain_message(index: int, message: Message) -> dict[str, Any]:
     plain = {name: value for name, value in message.items() if value is not None}
     content = plain.get("content", "")
     if isinstance(content, list):
-        texts = [part_text(f"{field}.content[{j}]", part) for j, part in enumerate(content)]
-        plain["content"] = [{"type": "text", "text": text} for text in texts] or ""
+        role = message["role"]
+        parts = [_plain_part(f"{field}.content[{j}]", part, role, images) for j, part in enumerate(content)]
+        plain["content"] = parts or ""
     elif not isinstance(content, str):
         raise invalid(f"{field}.content", "must be a string or a list of parts")
     if isinstance(plain.get("tool_calls"), list):
         plain["tool_calls"] = [_with_parsed_arguments(call) for call in plain["tool_calls"]]
+    if images is not None:
+        images.check_text(field, plain)
     reasoning = next((plain[name] for name in REASONING_NAMES if name in plain), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+def _plain_part(field: str, part: Any, role: str, images: ImageSlots | None) -> dict[str, str]:
+    """A part of a content: its text, or an image, which `images` takes."""
+    if isinstance(part, Mapping) and part.get("type") in CHAT_KINDS:
+        part = UnreadImage(field, part, chat_part)
+    if not isinstance(part, UnreadImage):
+        return {"type": "text", "text": part_text(field, part)}
+    if images is None:
+        raise part.refusal()
+    if role not in IMAGE_ROLES:
+        raise invalid(
+            f"{part.field}.type", f"is {part.part['type']!r}: images belong in messages of the user or a tool"
+        )
+    images.images.append(part.image())
+    return dict(IMAGE)
 
 
 def _developer_as_system(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -378,6 +409,9 @@ def _marked_content(chat: list[dict[str, Any]], mark: str) -> str:
     if isinstance(content, str):
         chat[-1]["content"] = content + mark
         return content
+    if content[-1] == IMAGE:
+        field = f"messages[{len(chat) - 1}].content[{len(content) - 1}]"
+        raise RequestError(f"{field} must be text: continue_final_message continues it", field=field)
     text = str(content[-1]["text"])
     content[-1]["text"] = text + mark
     return text

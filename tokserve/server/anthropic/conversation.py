@@ -6,19 +6,21 @@ the text of the same turn.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tokserve.errors import invalid
+from tokserve.image_parts import UnreadImage, anthropic_block
 from tokserve.server.anthropic.tool_list import ToolList
 from tokserve.server.http import errors
 
 ROLES = ("user", "assistant", "system")
 BLOCKS = {  # that a turn of each role may have
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text", "tool_addition", "tool_removal"),
 }
-RESULT_BLOCKS = ("text", "tool_reference")
+RESULT_BLOCKS = ("text", "image", "tool_reference")
 # The first block of Claude Code's system prompt, or its first line.  It differs in every request, so that no prefix
 # would be found in the cache.
 BILLING_HEADER = "x-anthropic-billing-header"
@@ -105,10 +107,10 @@ class TurnMessages:
         return message
 
     def _user(self, field: str, blocks: list[tuple[str, dict[str, Any]]]) -> None:
-        parts: list[Part] = []
+        parts: list[Part | UnreadImage] = []
         for path, block in blocks:
-            if block["type"] == "text":
-                parts.append(_text(path, block))
+            if block["type"] in ("text", "image"):
+                parts.append(_part(path, block))
             else:
                 self._append(path, self._result(path, block))
         if parts or not blocks:
@@ -125,12 +127,12 @@ class TurnMessages:
             return message | {"content": [{"type": "text", "text": content}]}
         if not isinstance(content, list):
             raise invalid(f"{path}.content", "must be a string or a list of blocks")
-        parts: list[Part] = []
+        parts: list[Part | UnreadImage] = []
         for i, inner in enumerate(content):
             at = f"{path}.content[{i}]"
             _check_kind(at, inner, RESULT_BLOCKS, "in results of tools")
-            if inner["type"] == "text":
-                parts.append(_text(at, inner))
+            if inner["type"] in ("text", "image"):
+                parts.append(_part(at, inner))
             else:
                 self._tools.show(f"{at}.tool_name", inner.get("tool_name"))
                 parts.append({"type": "text", "text": f"The tool {inner['tool_name']} is loaded."})
@@ -197,8 +199,6 @@ def _check_kind(path: str, block: Any, kinds: tuple[str, ...], where: str) -> No
     kind = block.get("type")
     if not isinstance(kind, str):
         raise invalid(f"{path}.type", "must be a string" if "type" in block else "is required")
-    if kind == "image":
-        raise invalid(f"{path}.type", "is 'image': this server takes no images", code="unsupported")
     if kind not in kinds:
         known = ", ".join(kinds)
         raise invalid(f"{path}.type", f"must be {known} {where}, got {kind[: errors.SHOWN]!r}", code="unsupported")
@@ -206,6 +206,10 @@ def _check_kind(path: str, block: Any, kinds: tuple[str, ...], where: str) -> No
 
 def _text(path: str, block: dict[str, Any]) -> Part:
     return {"type": "text", "text": _string(path, block, "text")}
+
+
+def _part(path: str, block: dict[str, Any]) -> Part | UnreadImage:
+    return _text(path, block) if block["type"] == "text" else UnreadImage(path, block, anthropic_block)
 
 
 def _text_parts(field: str, system: str | list[Any]) -> list[Part]:
@@ -237,6 +241,8 @@ def _string(path: str, block: dict[str, Any], name: str) -> str:
     return value
 
 
-def _content(parts: list[Part]) -> str | list[Part]:
-    """The content for chat.  A list of one part becomes its text, which more templates accept."""
-    return parts if len(parts) > 1 else parts[0]["text"] if parts else ""
+def _content(parts: Sequence[Part | UnreadImage]) -> str | list[Part | UnreadImage]:
+    """The content for chat.  A list of one text becomes this text, which more templates accept."""
+    if len(parts) == 1 and isinstance(parts[0], dict):
+        return parts[0]["text"]
+    return list(parts) or ""

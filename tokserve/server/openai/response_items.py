@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tokserve.errors import invalid
+from tokserve.image_parts import CHAT_KINDS, UnreadImage, chat_part
 from tokserve.server.http import errors
 from tokserve.server.openai import tools
 from tokserve.server.replies.logprobs import ChatLogprob, TextOffset
@@ -21,6 +22,7 @@ from tokserve.text.parsing import Parser
 
 KINDS = ("message", "reasoning", "function_call", "function_call_output")
 ROLES = ("user", "assistant", "system", "developer")
+Part = dict[str, str] | UnreadImage  # of a content: text, or an image
 EmitEvent = Callable[[str, dict[str, Any]], None]  # takes the name of an event, without "response.", and its fields
 
 
@@ -101,17 +103,23 @@ def _string(field: str, item: Any, name: str) -> str:
     return value
 
 
-def _content(field: str, content: Any) -> str | list[dict[str, str]]:
+def _content(field: str, content: Any) -> str | list[Part]:
     """The content for chat.  A list of one part becomes its text, which more templates accept."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise invalid(field, "must be a string or a list of parts")
-    texts = [part_text(f"{field}[{i}]", part) for i, part in enumerate(content)]
-    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
+    parts = [_part(f"{field}[{i}]", part) for i, part in enumerate(content)]
+    return parts[0]["text"] if len(parts) == 1 and isinstance(parts[0], dict) else parts
 
 
-def _parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
+def _part(field: str, part: Any) -> Part:
+    if isinstance(part, dict) and part.get("type") in CHAT_KINDS:
+        return UnreadImage(field, part, chat_part)
+    return {"type": "text", "text": part_text(field, part)}
+
+
+def _parts(content: str | list[Part]) -> list[Part]:
     return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
