@@ -19,13 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokserve.cpu_list import cpu_list
+from tokserve.cpu_list import cpu_list, cpus_by_node
 from tokserve.errors import StartError
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 CPUS = Path("/proc/cpuinfo")
-NODES = Path("/sys/devices/system/node")
 NUM_BUFFERS = 64  # copies to a GPU that may be under way at once: two steps, with as many processors as there are
 MIN_CAPABILITY = (8, 0)  # of a GPU: bfloat16 in the matrix unit
 FLOAT8_CAPABILITY = (8, 9)
@@ -57,16 +56,10 @@ def bound_cpus(option: str, threads: int) -> list[int]:
         return []
     if option != "auto":
         return cpu_list(option)
-    allowed = os.sched_getaffinity(0)
-    lists = [path.read_text(encoding="utf-8").strip() for path in sorted(NODES.glob("node[0-9]*/cpulist"), key=_number)]
-    nodes = [[cpu for cpu in cpu_list(text) if cpu in allowed] for text in lists if text]
-    if len([node for node in nodes if node]) < 2 or threads != len(allowed):
+    nodes = cpus_by_node()
+    if len(nodes) < 2 or threads != len(os.sched_getaffinity(0)):
         return []
     return [cpu for node in nodes for cpu in node]
-
-
-def _number(path: Path) -> int:
-    return int(path.parent.name.removeprefix("node"))
 
 
 def give_back_memory() -> None:

@@ -277,7 +277,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     it has; `queue_timeout_ms`: likewise while it has no slot.  `speculate`: drafts may be made for it.
     `draft_token_ids`: what the output may be, from its first token on; it is verified, and changes how fast tokens
     come, never which.  `draft_group`: earlier outputs of requests with the same name are drafts as well; default:
-    those of the same client with the same prompt.
+    those of the same client with the same prompt.  `data_parallel_rank`: the engine that serves it, of several;
+    default: chosen by prefix and load.
     """
 
     stream: bool = False
@@ -290,6 +291,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     draft_group: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     deadline_ms: PositiveCount | None = None
     queue_timeout_ms: PositiveCount | None = None
+    data_parallel_rank: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
 
     def validate(self) -> None:
         """Raise `RequestError` with the field's name for a value out of its range."""

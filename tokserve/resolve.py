@@ -16,7 +16,7 @@ import msgspec
 from tokserve import checkpoint
 from tokserve.classifier import is_classifier
 from tokserve.config import BACKENDS, DEFAULT_BLOCK_SIZE, PACKING, Config, RuntimeConfig, ServerConfig
-from tokserve.cpu_list import cpu_list
+from tokserve.cpu_list import cpu_list, cpus_by_node
 from tokserve.errors import StartError
 from tokserve.params import VLLM_LOGPROBS_MODES
 
@@ -25,6 +25,7 @@ GPU_BLOCK_SIZE = 64
 LONGEST_CONTEXT = 1 << 25  # tokens: limits the size of tables with a row per position
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 GPU_FILE = Path("/dev/nvidiactl")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def resolve(config: Config) -> Config:
@@ -59,7 +60,9 @@ def resolve(config: Config) -> Config:
         ),
         scheduler=config.scheduler.on_a_gpu() if device == "cuda" else config.scheduler.resolved(),
         cache=replace(config.cache, block_size=config.cache.block_size or _block_size(device)),
-        runtime=replace(config.runtime, device=device, cpu_threads=_cpu_threads(config.runtime)),
+        runtime=replace(
+            config.runtime, device=device, cpu_threads=_cpu_threads(config.runtime, config.parallel.data_parallel_size)
+        ),
         server=replace(
             config.server,
             served_model_name=names,
@@ -94,19 +97,69 @@ def _tokenizer(config: Config) -> str | None:
     return str(checkpoint.locate(name, weights=False, what="tokenizer"))
 
 
-def _cpu_threads(runtime: RuntimeConfig) -> int:
-    """The number of threads: as given, or one for each CPU that they are bound to or that this process may use."""
+def _cpu_threads(runtime: RuntimeConfig, num_engines: int = 1) -> int:
+    """The number of an engine's threads: as given, or one for each CPU that they are bound to or that this process may
+    use; CPUs are divided equally among the engines."""
     allowed = os.sched_getaffinity(0)
     if runtime.cpu_bind in ("auto", "none"):
-        return runtime.cpu_threads or len(allowed)
+        return runtime.cpu_threads or max(1, len(allowed) // num_engines)
     cpus = cpu_list(runtime.cpu_bind)
     if len(set(cpus)) < len(cpus) or not allowed.issuperset(cpus):
         raise StartError(
             f"option cpu_bind: expected different CPUs of those that this process may use, got {runtime.cpu_bind!r}"
         )
-    if runtime.cpu_threads not in (None, len(cpus)):
-        raise StartError(f"option cpu_bind: names {len(cpus)} CPUs for {runtime.cpu_threads} threads (cpu_threads)")
-    return len(cpus)
+    if len(cpus) % num_engines:
+        raise StartError(f"option cpu_bind: names {len(cpus)} CPUs for {num_engines} engines (data_parallel_size)")
+    count = len(cpus) // num_engines
+    if runtime.cpu_threads not in (None, count):
+        raise StartError(f"option cpu_bind: names {count} CPUs for {runtime.cpu_threads} threads (cpu_threads)")
+    return count
+
+
+def replica_config(config: Config, rank: int) -> Config:
+    """The resolved configuration of one of several engines: its CPUs, and its share of the host's free memory."""
+    size, runtime, cache = config.parallel.data_parallel_size, config.runtime, config.cache
+    replace = msgspec.structs.replace
+    if runtime.device == "cpu" and cache.kv_cache_memory_bytes is None:  # all of them look at the same memory
+        cache = replace(cache, gpu_memory_utilization=cache.gpu_memory_utilization / size)
+    cpus = _replica_cpus(runtime, size)
+    if cpus:
+        count = len(cpus) // size
+        mine = ",".join(map(str, cpus[rank * count : (rank + 1) * count]))
+        runtime = replace(runtime, cpu_bind=mine)
+    return replace(config, cache=cache, runtime=runtime)
+
+
+def _replica_cpus(runtime: RuntimeConfig, size: int) -> list[int]:
+    """The CPUs to bind the threads of all engines to, one after the other; empty: they are not bound.
+
+    Without a list they are bound where one engine's would be: several memory nodes, and a thread for each CPU.
+    """
+    if runtime.cpu_bind not in ("auto", "none"):
+        return cpu_list(runtime.cpu_bind)
+    nodes = cpus_by_node()
+    if runtime.cpu_bind == "none" or len(nodes) < 2:
+        return []
+    cpus = [cpu for node in nodes for cpu in node]
+    return cpus if (runtime.cpu_threads or 0) * size == len(cpus) else []
+
+
+def replica_environment(config: Config, rank: int) -> dict[str, str] | None:
+    """The environment of one of several engines, in which it sees a GPU that no other has; None: that of this process.
+
+    Raises StartError if there are fewer GPUs than engines.
+    """
+    if config.runtime.device != "cuda":
+        return None
+    size, given = config.parallel.data_parallel_size, os.environ.get(VISIBLE)
+    if given is None:
+        num_files = len([path for path in GPU_FILE.parent.glob("nvidia*") if path.name[6:].isdigit()])
+        visible = [str(index) for index in range(num_files)]
+    else:
+        visible = [name for name in given.split(",") if name]
+    if len(visible) < size:
+        raise StartError(f"option data_parallel_size: {size} engines need a GPU each, and there are {len(visible)}")
+    return dict(os.environ) | {VISIBLE: visible[rank]}
 
 
 def _ui(server: ServerConfig) -> bool:
@@ -177,6 +230,8 @@ def _check(config: Config) -> None:
             raise StartError(f"option allowed_weight_dirs: no directory {directory!r}")
     if server.otlp_traces_endpoint and not server.otlp_traces_endpoint.startswith(("http://", "https://")):
         raise StartError(f"option otlp_traces_endpoint: expected an http URL, got {server.otlp_traces_endpoint!r}")
+    if config.parallel.data_parallel_size > 1 and server.api_server_count > 1:
+        raise StartError("data_parallel_size above 1 goes with api_server_count 1")
     text = ("chat_template", server.chat_template), ("reasoning_parser", server.reasoning_parser)
     for name, given in (*text, ("enable_auto_tool_choice", server.enable_auto_tool_choice)):
         if server.tokens_only and given:

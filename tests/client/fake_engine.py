@@ -14,7 +14,15 @@ import numpy as np
 import zmq
 
 from tests.outputs import Output, pack
-from tokserve.config import CacheConfig, Config, ModelConfig, RuntimeConfig, SchedulerConfig, ServerConfig
+from tokserve.config import (
+    CacheConfig,
+    Config,
+    ModelConfig,
+    ParallelConfig,
+    RuntimeConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from tokserve.messages import (
     Abort,
     Call,
@@ -51,6 +59,7 @@ def config(model: str | Path = "none", **options: Any) -> Config:
         scheduler=SchedulerConfig(scheduling_policy=options.pop("policy", "priority")),
         runtime=RuntimeConfig(start_timeout=options.pop("start_timeout", 20.0), **options.pop("runtime", {})),
         server=ServerConfig(tokens_only=options.pop("tokens_only", False)),
+        parallel=ParallelConfig(data_parallel_size=options.pop("engines", 1)),
     )
 
 

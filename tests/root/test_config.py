@@ -65,8 +65,8 @@ def test_rl_changes_defaults_only() -> None:
 
 
 def test_an_option_like_no_other_says_where_all_are() -> None:
-    with pytest.raises(StartError, match="unknown option 'tensor_parallel_size'; `tokserve serve --help` lists all"):
-        Config.make(tensor_parallel_size=2)
+    with pytest.raises(StartError, match="unknown option 'best_of_all'; `tokserve serve --help` lists all"):
+        Config.make(best_of_all=2)
 
 
 def test_adapters_of_the_start(checkpoint: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import needs
-from tokserve import device
+from tokserve import cpu_list, device
 
 
 def test_threads_are_set_and_default_to_the_cores_of_this_process() -> None:
@@ -101,7 +101,7 @@ def test_threads_are_bound_node_by_node_where_there_are_several(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4, 5, 6})
-    monkeypatch.setattr(device, "NODES", nodes(tmp_path, "0-1,4-5", "2-3,6-7", ""))
+    monkeypatch.setattr(cpu_list, "NODES", nodes(tmp_path, "0-1,4-5", "2-3,6-7", ""))
     assert device.bound_cpus("auto", 7) == [0, 1, 4, 5, 2, 3, 6], "CPUs that may not be used are left out"
     assert device.bound_cpus("auto", 4) == [], "not a thread for each CPU"
     assert device.bound_cpus("none", 7) == []
@@ -110,5 +110,5 @@ def test_threads_are_bound_node_by_node_where_there_are_several(
 
 def test_threads_are_not_bound_on_one_memory_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(device, "NODES", nodes(tmp_path, "0-1", "2-3"))
+    monkeypatch.setattr(cpu_list, "NODES", nodes(tmp_path, "0-1", "2-3"))
     assert device.bound_cpus("auto", 2) == []

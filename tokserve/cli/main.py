@@ -45,7 +45,7 @@ def _refuse(command: argparse.ArgumentParser, argument: str) -> NoReturn:
     if not argument.startswith("-"):
         command.error(f"unexpected argument {argument!r}")
     name = argument.partition("=")[0]
-    matches = re.findall(r"^ +(?:-\w, )?(--[\w-]+)(?:, (--[\w-]+))?", command.format_help(), re.MULTILINE)
+    matches = re.findall(r"^ +(?:-\w+(?: [A-Z]+)?, )?(--[\w-]+)(?:, (--[\w-]+))?", command.format_help(), re.MULTILINE)
     flags = [flag for pair in matches for flag in pair if flag]
     close = difflib.get_close_matches(name.replace("_", "-"), [*flags, "--model"], 1)
     hint = f"; did you mean {close[0]}?" if close else f"; see {command.prog} --help"

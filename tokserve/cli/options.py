@@ -15,6 +15,7 @@ import msgspec
 
 from tokserve import config as options
 
+SHORT = {"data_parallel_size": "-dp"}  # vLLM's short names of options
 _SUFFIX = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -31,26 +32,26 @@ def add_flags(parser: argparse.ArgumentParser, *, skip: tuple[str, ...] = ()) ->
 
 def _add(group: Any, name: str, hint: Any) -> None:
     base, text, several = _unwrap(hint)
-    flag = "--" + name.replace("_", "-")
+    flags = [*([SHORT[name]] if name in SHORT else []), "--" + name.replace("_", "-")]
     default = _default(name)
     if default not in (None, [], ""):
         text += f" Default: {_shown(default)}."
     common: dict[str, Any] = {"dest": name, "default": None, "help": text.replace("%", "%%")}
     if base is bool:
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+        group.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
     elif get_origin(base) is Literal:
         choices = get_args(base)
-        group.add_argument(flag, type=type(choices[0]), choices=choices, **common)
+        group.add_argument(*flags, type=type(choices[0]), choices=choices, **common)
     elif base == list[str] and several:
-        group.add_argument(flag, action="extend", nargs="+", metavar="TEXT", **common)
+        group.add_argument(*flags, action="extend", nargs="+", metavar="TEXT", **common)
     elif base == list[str]:
-        group.add_argument(flag, action="append", metavar="TEXT", **common)
+        group.add_argument(*flags, action="append", metavar="TEXT", **common)
     elif get_origin(base) in (dict, list):
-        group.add_argument(flag, type=_json, metavar="JSON", **common)
+        group.add_argument(*flags, type=_json, metavar="JSON", **common)
     elif base is int:
-        group.add_argument(flag, type=_size if name.endswith("_bytes") else int, metavar="N", **common)
+        group.add_argument(*flags, type=_size if name.endswith("_bytes") else int, metavar="N", **common)
     else:
-        group.add_argument(flag, type=base, metavar=base.__name__.upper(), **common)
+        group.add_argument(*flags, type=base, metavar=base.__name__.upper(), **common)
 
 
 def _unwrap(hint: Any) -> tuple[Any, str, bool]:

@@ -33,6 +33,11 @@ class AdminMethods(ABC):
     def status(self) -> Status:
         """The engine's state, as last reported."""
 
+    @property
+    def num_engines(self) -> int:
+        """Engines that hold the model, each a rank of a weight transfer."""
+        return 1
+
     @abstractmethod
     async def call(self, method: str, /, **args: Any) -> Any:
         """Call a command of the engine by name."""
@@ -149,11 +154,12 @@ class AdminMethods(ABC):
             await self._update_by_tensors(request)
             return
         update = _part(request, "update_info")
-        if isinstance(update, list):  # there is one rank
+        if isinstance(update, list) and self.num_engines == 1:
             update = update[0] if update else None
-        if not isinstance(update, Mapping):
+        if not isinstance(update, Mapping | list):
             raise RequestError("update_info must be an object", field="update_info")
-        await self.call("update_weights", update=dict(update), update_id=_part(request, "update_id"))
+        staged = update if isinstance(update, list) else dict(update)
+        await self.call("update_weights", update=staged, update_id=_part(request, "update_id"))
 
     async def load_weights(
         self, directory: str, version: str | None = None, *, recompute_kv: bool = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +20,7 @@ from tokserve.client.engine_client import EngineClient
 from tokserve.client.inputs import GenerateRequest, Inputs, LoRARequest, adapter_name, bare_id, token_prompt, typed
 from tokserve.client.outputs import ChoiceOutput, Ready, Status, StepStats
 from tokserve.client.prompts import Prompt, read
+from tokserve.client.replicas import Replicas
 from tokserve.client.request_state import RequestState
 from tokserve.client.results import RequestOutput, follow
 from tokserve.client.stream import Stream, collect
@@ -34,8 +35,8 @@ __all__ = ["AsyncLLM", "ChoiceOutput", "GenerateRequest", "StepStats", "Stream",
 
 
 class AsyncLLM(AdminMethods):
-    """An engine in its own process.  Construct, `await start()`, use, `await shutdown()`, all in one event loop; or
-    `async with AsyncLLM("demo") as llm`.
+    """An engine in its own process, or several (`data_parallel_size`).  Construct, `await start()`, use, `await
+    shutdown()`, all in one event loop; or `async with AsyncLLM("demo") as llm`.
 
     `config` is resolved; `ready`, `status` and `stats` are what the engine last reported.  `down` is set while there
     is no engine: for good if `dead` is set too, else until another has started in its place.
@@ -55,7 +56,8 @@ class AsyncLLM(AdminMethods):
     def _set_up(self, config: Config, text: bool = True) -> None:
         self.config = config
         self._text = text and not config.server.tokens_only
-        self._engine = EngineClient(config)
+        several = config.parallel.data_parallel_size > 1
+        self._engine: EngineClient | Replicas = Replicas(config) if several else EngineClient(config)
         self._pushes = WeightPushes(self)
         self._inputs: Inputs | None = None
         self._tokenizer: Tokenizer | None = None
@@ -66,7 +68,8 @@ class AsyncLLM(AdminMethods):
 
     async def start(self) -> None:
         """Start the engine and wait until it serves; once only.  Raises StartError."""
-        await self.connect(self._engine.launch())
+        self._engine.launch()
+        await self._connect(self._engine.joined())
 
     @property
     def engine(self) -> tuple[str, int]:
@@ -79,7 +82,10 @@ class AsyncLLM(AdminMethods):
         `pid`: the engine's process, to notice its end.  `name`: under which the engine knows this client (so that
         the client's parent can tell the engine, with the command `leave`, that it has gone).
         """
-        joining = asyncio.ensure_future(self._engine.join(address, pid, name))
+        await self._connect(self._engine.join(address, pid, name))
+
+    async def _connect(self, join: Coroutine[Any, Any, Ready]) -> None:
+        joining = asyncio.ensure_future(join)
         loading = asyncio.ensure_future(asyncio.to_thread(lambda: self.tokenizer))
         started = False
         try:
@@ -123,6 +129,10 @@ class AsyncLLM(AdminMethods):
         return self._tokenizer
 
     @property
+    def num_engines(self) -> int:
+        return self.config.parallel.data_parallel_size
+
+    @property
     def ready(self) -> Ready:
         """What the engine said when it was ready."""
         if self._engine.ready is None:
@@ -162,7 +172,7 @@ class AsyncLLM(AdminMethods):
     @property
     def num_inflight(self) -> int:
         """Requests that have not ended."""
-        return len(self._engine.requests)
+        return self._engine.num_inflight
 
     # --- requests ---
 
@@ -223,8 +233,8 @@ class AsyncLLM(AdminMethods):
         message can hold, EngineDead.
         """
         self._engine.check()
-        self._engine.submit(requests, client)
-        return [Stream(self._engine, request) for request in requests]
+        sender = self._engine.submit(requests, client)
+        return [Stream(sender, request) for request in requests]
 
     async def abort(self, request_ids: str | Iterable[str], reason: str = "abort_user") -> dict[str, str]:
         """Abort a request, or several, of any client; returns when the engine has freed them.
@@ -246,7 +256,7 @@ class AsyncLLM(AdminMethods):
 
     async def abort_own(self, reason: str = "abort_user") -> dict[str, str]:
         """The same for all requests sent from here."""
-        return await self._abort("abort", keys=self._engine.requests.ids(), reason=reason)
+        return await self._abort("abort", keys=self._engine.request_ids(), reason=reason)
 
     async def _abort(self, command: str, **which: Any) -> dict[str, str]:
         results: dict[str, str] = await self.call(command, **which)

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -40,10 +40,12 @@ class EngineGone(StartError):
 class EngineClient:
     """`down` is set while there is no engine: for good when `dead` is set too, else until another serves.
 
-    `stats` and `status` are what the engine last reported; `requests` are those in flight.
+    `stats` and `status` are what the engine last reported; `requests` are those in flight.  `rank`: of the engine among
+    several (`Replicas`), which the log names.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, rank: int = 0, environment: Mapping[str, str] | None = None) -> None:
+        self.rank = rank
         self.requests = Requests()
         self.stats = StepStats()
         self.status = Status()
@@ -51,6 +53,8 @@ class EngineClient:
         self.dead: EngineDead | None = None
         self.down: EngineDead | None = None
         self._config = config
+        self._environment = environment
+        self._process_name = "engine" if config.parallel.data_parallel_size == 1 else f"engine-{rank}"
         self._on_replaced: Callable[[], object] = lambda: None
         self._engine: EngineProcess | None = None
         self._socket: ClientSocket | None = None
@@ -68,16 +72,26 @@ class EngineClient:
 
     # --- start ---
 
-    def launch(self) -> str:
-        """Start an engine process; returns its address.  Raises StartError."""
+    def launch(self) -> None:
+        """Start an engine process.  Raises StartError."""
         if self._engine is not None or self._closing:
             raise StartError("an AsyncLLM starts once; make another")
         self._engine = self._process()
-        return self._engine.address
+
+    async def joined(self) -> Ready:
+        """Join the engine that `launch` has started, and wait until it is ready.  Raises StartError."""
+        return await self._join(self.engine.address)
+
+    async def relaunch(self, config: Config) -> Ready:
+        """Start another engine, with this configuration, in the place of one that does not serve yet."""
+        self._config = config
+        await self.engine.stop(0.0)
+        self._engine = self._process()
+        return await self.joined()
 
     def _process(self) -> EngineProcess:
         try:
-            return EngineProcess(self._config)
+            return EngineProcess(self._config, name=self._process_name, environment=self._environment)
         except OSError as error:
             raise StartError(f"the engine process could not be started: {error.strerror}") from error
 
@@ -132,6 +146,15 @@ class EngineClient:
         self.down = self._restarting = None
         self._heartbeat.start()
 
+    @property
+    def num_inflight(self) -> int:
+        """Requests that have not ended."""
+        return len(self.requests)
+
+    def request_ids(self) -> list[str]:
+        """The ids of all requests in flight, without prefixes."""
+        return self.requests.ids()
+
     # --- messages ---
 
     def check(self) -> None:
@@ -149,8 +172,9 @@ class EngineClient:
         if self._socket is not None:
             self._socket.send(message)
 
-    def submit(self, requests: Sequence[RequestState], client: str) -> None:
-        """Send requests as one submission.  Raises Conflict, RequestError for values that no message can hold."""
+    def submit(self, requests: Sequence[RequestState], client: str) -> EngineClient:
+        """Send requests as one submission; returns the client that has sent them.  Raises Conflict, RequestError for
+        values that no message can hold."""
         call_id = self._next_call()
         self.requests.add(call_id, requests)
         engine_requests = [choice for request in requests for choice in request.engine_requests]
@@ -162,6 +186,7 @@ class EngineClient:
             raise RequestError(f"the request cannot be sent: {error}") from None
         for request in requests:
             request.engine_requests = ()
+        return self
 
     def release(self, request: RequestState) -> None:
         """Give a request up; the engine aborts what has not ended.  All that are given up in one turn of the event
@@ -336,7 +361,7 @@ class EngineClient:
         last = self.status
         pause, longest = RETRY
         while self.dead is None:
-            logger.error("the engine died: %s; starting another", self.down.private)
+            logger.error("the %s died: %s; starting another", self._process_name, self.down.private)
             self._restarts.append(self._loop.time())
             await engine.stop(0.0)
             try:
@@ -347,7 +372,7 @@ class EngineClient:
                 self._log_replacement()
                 break
             except (StartError, RequestError) as error:
-                logger.error("the engine cannot be restarted: %s", error)
+                logger.error("the %s cannot be restarted: %s", self._process_name, error)
                 if not self._may_restart():
                     self.dead = self.down = EngineDead(private=str(error))
                     break

@@ -81,6 +81,7 @@ class Inputs:
         self._has_priority = config.scheduler.scheduling_policy == "priority"
         self._max_logprobs = config.model.max_logprobs
         self._return_sampling_mask = config.model.return_sampling_mask
+        self._num_engines = config.parallel.data_parallel_size
         self._limits = config.limits
 
     def prepare(self, request: GenerateRequest) -> RequestState:
@@ -246,6 +247,9 @@ class Inputs:
         request.options.validate()
         if request.options.priority and not self._has_priority:
             _refuse("priority", "is not served with --scheduling-policy fcfs")
+        rank = request.options.data_parallel_rank
+        if rank is not None and rank >= self._num_engines:
+            _refuse("data_parallel_rank", f"must be below {self._num_engines} (--data-parallel-size), got {rank}")
         drafts = request.options.draft_token_ids or ()
         if len(drafts) > self.ready.max_model_len:
             _refuse("draft_token_ids", f"must have at most {self.ready.max_model_len} ids (max_model_len), "

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -30,12 +30,16 @@ TERM_SECONDS = 5.0  # between SIGTERM and SIGKILL
 
 
 class ChildProcess:
-    """Starts `command` at once.  `exited`: the exit code to come, negative for a signal."""
+    """Starts `command` at once.  `exited`: the exit code to come, negative for a signal.  `environment`: by default
+    that of this process."""
 
-    def __init__(self, command: Sequence[str], stdin: int, pass_fds: Sequence[int] = ()) -> None:
+    def __init__(
+        self, command: Sequence[str], stdin: int, pass_fds: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         # a process group of its own: Ctrl-C is for this process, which then ends the others in order
-        self._process = subprocess.Popen(command, stdin=stdin, pass_fds=pass_fds, process_group=0)
+        self._process = subprocess.Popen(command, stdin=stdin, pass_fds=pass_fds, process_group=0, env=environment)
         watch(self._process.pid, self._on_exit)
 
     @property
@@ -71,18 +75,21 @@ class ChildProcess:
 
 
 class EngineProcess(ChildProcess):
-    """The engine (or `command`), and the private directory of its socket."""
+    """The engine (or `command`), and the private directory of its socket.  `name`: in its log."""
 
-    def __init__(self, config: Config, command: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, config: Config, command: Sequence[str] | None = None, *, name: str = "engine",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         directory = _private_directory()
         self.address = f"ipc://{directory}/{SOCKET}"
         receiving, sending = os.pipe()
         self._let_go = weakref.finalize(self, _let_go, os.getpid(), sending, directory)
         try:
-            super().__init__(command or COMMAND, receiving)
+            super().__init__(command or COMMAND, receiving, environment=environment)
         finally:
             os.close(receiving)
-        opening = msgspec.json.encode({"address": self.address, "config": config}) + b"\n"
+        opening = msgspec.json.encode({"address": self.address, "config": config, "name": name}) + b"\n"
         with suppress(BrokenPipeError), open(sending, "wb", closefd=False) as stdin:
             stdin.write(opening)  # if it is dead already, `exited` will tell
 

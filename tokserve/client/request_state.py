@@ -21,6 +21,8 @@ from tokserve.params import MASK_TOO_LONG
 from tokserve.prompt import TokenPrompt
 from tokserve.text.detokenizer import Detokenizer, StopHit
 
+CHOICE_WORK = 64  # of a choice's output, in tokens of a prompt: its length is not known
+
 
 class DeliveryRules(msgspec.Struct, frozen=True):
     """How a choice's output is handed out.  `stream`: as it comes, else once, at the end.  `text`: deltas carry text.
@@ -190,6 +192,7 @@ class RequestState:
     """A checked request of one prompt, from before it is sent to its end.
 
     `request_id`: as the client gave it.  `engine_requests`: what is to be sent, one per choice; empty once it is sent.
+    `work`: how much it is, in tokens of a prompt, about.
     `admission`: the error of a refusal or None; one future for all requests of a submission.  The consumer either sets
     a callback for the request's lifetime (`listen`) or waits in `next_delta`.
     """
@@ -201,6 +204,7 @@ class RequestState:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_len = len(prompt.ids) // 4
+        self.work = self.prompt_len + CHOICE_WORK * len(choices)
         self.seed = seed
         self.choices = choices
         self.engine_requests = engine_requests

@@ -18,9 +18,11 @@ TURN = 0.02  # seconds of notifying consumers before the event loop's other work
 
 
 class Requests:
-    """What was sent and has not ended; `len` is the number of requests."""
+    """What was sent and has not ended; `len` is the number of requests.  `tokens`: how much work those are, about, in
+    tokens."""
 
     def __init__(self) -> None:
+        self.tokens = 0
         self._requests: set[RequestState] = set()
         self._choices: dict[str, ChoiceState] = {}  # by the engine's request id
         self._abandoned: Counter[str] = Counter()  # engine requests given up that have not ended, by id
@@ -42,16 +44,21 @@ class Requests:
 
     def add(self, call_id: int, requests: Sequence[RequestState]) -> None:
         """Register requests that are about to be sent as one submission.  Raises Conflict for an id in use here."""
+        self.check_unused(requests)
         choices = {choice.request_id: choice for request in requests for choice in request.choices}
-        if not self._choices.keys().isdisjoint(choices):
-            message = f"request_id {requests[0].request_id!r} is in use by a request in flight"
-            raise Conflict(message, field="request_id", code="duplicate_id")
         admission: asyncio.Future[RequestError | None] = asyncio.get_running_loop().create_future()
         for request in requests:
             request.admission = admission
         self._choices.update(choices)
         self._requests.update(requests)
+        self.tokens += sum(request.work for request in requests)
         self._submissions[call_id] = requests
+
+    def check_unused(self, requests: Sequence[RequestState]) -> None:
+        """Raise Conflict if an id is in use here."""
+        if any(choice.request_id in self._choices for request in requests for choice in request.choices):
+            message = f"request_id {requests[0].request_id!r} is in use by a request in flight"
+            raise Conflict(message, field="request_id", code="duplicate_id")
 
     def resolve(self, reply: SubmitReply) -> None:
         """Accept or refuse a submission, as the engine's reply says."""
@@ -87,6 +94,7 @@ class Requests:
                 request.num_open -= 1
                 if request.num_open == 0:
                     self._requests.remove(request)
+                    self.tokens -= request.work
             if request.enqueue(choice):
                 self._news.append(request)
         return stopped
@@ -118,6 +126,7 @@ class Requests:
         """The engine is gone: all requests end with the error."""
         requests, submissions = list(self._requests), list(self._submissions.values())
         self._requests.clear()
+        self.tokens = 0
         self._choices.clear()
         self._abandoned.clear()
         self._submissions.clear()
@@ -129,6 +138,7 @@ class Requests:
     def _remove(self, request: RequestState) -> list[str]:
         """Remove it from the tables; returns its engine requests that have not ended."""
         self._requests.remove(request)
+        self.tokens -= request.work
         request_ids = request.open_ids()
         for request_id in request_ids:
             del self._choices[request_id]

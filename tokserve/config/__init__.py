@@ -26,6 +26,7 @@ from tokserve.config.model import (
     ModelConfig,
     WeightsConfig,
 )
+from tokserve.config.parallel import ParallelConfig
 from tokserve.config.profiler import ProfilerConfig, ProfilerPlan
 from tokserve.config.runtime import RuntimeConfig, SchedulerConfig
 from tokserve.config.server import LimitsConfig, ServerConfig
@@ -44,6 +45,7 @@ __all__ = [
     "LoraConfig",
     "MediaConfig",
     "ModelConfig",
+    "ParallelConfig",
     "ProfilerConfig",
     "ProfilerPlan",
     "RuntimeConfig",
@@ -68,6 +70,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     scheduler: SchedulerConfig = SchedulerConfig()
     speculation: SpeculativeConfig = SpeculativeConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+    parallel: ParallelConfig = ParallelConfig()
     weights: WeightsConfig = WeightsConfig()
     lora: LoraConfig = LoraConfig()
     server: ServerConfig = ServerConfig()

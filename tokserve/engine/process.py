@@ -1,6 +1,6 @@
 """The engine as a process: `python -m tokserve.engine.process`, started by the front end and dying with it.
 
-The parent writes one line of JSON to stdin, {"address", "config"}, and leaves stdin open: its end means that
+The parent writes one line of JSON to stdin, {"address", "config", "name"}, and leaves stdin open: its end means that
 the parent is gone.  This file has start-up, the loop around `EngineCore.step`, signals, and the report of a crash.
 """
 
@@ -37,10 +37,11 @@ DIRECTORY_PREFIX = "tokserve-"  # of the directory a front end makes for the soc
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """The line on stdin."""
+    """The line on stdin.  `name`: of the process, in its log."""
 
     address: str
     config: Config
+    name: str = "engine"
 
 
 def serve(core: EngineCore, socket: EngineSocket) -> None:
@@ -117,7 +118,7 @@ def main(make_executor: Callable[[Config], Executor] = make) -> NoReturn:
     sys.path.append(os.getcwd())  # last: a worker extension may be a module there
     opening = msgspec.json.decode(line, type=Opening)
     server = opening.config.server
-    log.setup("engine", server.log_level, server.log_format)
+    log.setup(opening.name, server.log_level, server.log_format)
     _watch(opening.address, server.uds)
     code = run(opening.address, opening.config, make_executor(opening.config))
     _leave(opening.address, code)

@@ -16,6 +16,7 @@ FIELDS: dict[str, str] = {
     "speculate": "Whether drafts may be verified for this request; replies are the same either way.",
     "draft_token_ids": "Ids that the output may be: drafts.",
     "draft_group": "Earlier outputs of requests with this name are drafts.",
+    "data_parallel_rank": "The engine that serves the request, of --data-parallel-size; default: chosen.",
     "prediction": "A text that the answer may be: drafts.",
     "deadline_ms": "The request ends after so many milliseconds, with what it has.",
     "queue_timeout_ms": "The request ends if it has not begun after so many milliseconds.",

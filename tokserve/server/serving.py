@@ -31,7 +31,7 @@ from tokserve.params import PoolingParams, SamplingParams
 from tokserve.prompt import TokenPrompt
 from tokserve.server.generation import Generation, Observer
 from tokserve.server.http import declared
-from tokserve.server.http.body import encode_json, given_request_id
+from tokserve.server.http.body import encode_json, given_rank, given_request_id
 from tokserve.server.http.body_reader import BodyReader
 from tokserve.server.http.client_names import ClientNames
 from tokserve.server.http.disconnect import CancelOnDisconnect
@@ -255,9 +255,13 @@ class Serving:
         given = request.scope[GIVEN_ID] = given_request_id(request, body.request_id)
         request_id = given or secrets.token_hex(16)
         log.request_id.set(bare_id(request_id))  # in this request's task: what it logs from here on carries the id
+        options = declared.options(body, self.adapter(body.model))
+        rank = given_rank(request, options.data_parallel_rank)
+        if rank != options.data_parallel_rank:
+            options = msgspec.structs.replace(options, data_parallel_rank=rank)
         return GenerateRequest(
-            request_id=request_id, prompt=TokenPrompt(b""), task=params,
-            options=declared.options(body, self.adapter(body.model)), text=text, score_each=score_each,
+            request_id=request_id, prompt=TokenPrompt(b""), task=params, options=options, text=text,
+            score_each=score_each,
         )  # fmt: skip
 
     async def start(

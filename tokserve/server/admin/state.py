@@ -9,6 +9,7 @@ from tokserve.server.http import body
 from tokserve.server.serving import Serving
 
 NAMES = ("state", "weight_version", "epoch", "running", "waiting", "since", "reason", "paused_since")
+ENGINES = "engines"  # of each engine the same, where there are several
 
 
 async def is_paused(serving: Serving, request: Request) -> Response:
@@ -25,7 +26,10 @@ async def state(serving: Serving, request: Request) -> Response:
     """GET /inference/v1/state: what the engine does, with which weights and arithmetic"""
     state = await serving.llm.call("state")
     arithmetic = serving.llm.ready.facts.get("arithmetic")
-    return body.reply(request, {name: state[name] for name in NAMES} | {"arithmetic": arithmetic})
+    reply = {name: state[name] for name in NAMES} | {"arithmetic": arithmetic}
+    if ENGINES in state:
+        reply[ENGINES] = [{name: one[name] for name in ("engine", *NAMES)} for one in state[ENGINES]]
+    return body.reply(request, reply)
 
 
 async def liveness(serving: Serving, request: Request) -> Response:
@@ -35,5 +39,6 @@ async def liveness(serving: Serving, request: Request) -> Response:
 
 
 async def get_world_size(serving: Serving, request: Request) -> Response:
-    """GET /get_world_size: the server's number of ranks in a weight transfer"""
-    return body.reply(request, {"world_size": 1})
+    """GET /get_world_size: the server's ranks in a weight transfer; `?include_dp=false`: those of one engine"""
+    all_engines = request.query_params.get("include_dp", "true").lower() not in ("0", "false")
+    return body.reply(request, {"world_size": serving.llm.num_engines if all_engines else 1})

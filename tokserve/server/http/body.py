@@ -19,6 +19,7 @@ JSON = "application/json"
 MSGPACK = "application/msgpack"
 _MSGPACK_NAMES = (MSGPACK, "application/x-msgpack", "application/vnd.msgpack")
 _Q = re.compile(r"[01](\.[0-9]{0,3})?")
+RANK_HEADER = "X-data-parallel-rank"
 MAX_ID = 256
 
 encode_json = msgspec.json.Encoder().encode
@@ -92,6 +93,21 @@ def reply(request: Request, value: Any, headers: dict[str, str] | None = None) -
     if wants_msgpack(request):
         return Response(encode_msgpack(value), headers=headers, media_type=MSGPACK)
     return Response(encode_json(value), headers=headers, media_type=JSON)
+
+
+def given_rank(request: Request, given: int | None) -> int | None:
+    """The engine that the client chose, by the X-data-parallel-rank header or the body (`given`).  Raises if they
+    differ, or if the header is no number."""
+    header = request.headers.get(RANK_HEADER)
+    if header is None:
+        return given
+    if not (header.isascii() and header.isdigit() and len(header) < 10):
+        raise RequestError(f"{RANK_HEADER} must be the number of an engine, from 0", field=RANK_HEADER)
+    if given not in (None, int(header)):
+        raise RequestError(
+            f"data_parallel_rank differs from the header {RANK_HEADER}; send one of them", field="data_parallel_rank"
+        )
+    return int(header)
 
 
 def given_request_id(request: Request, given: str | None) -> str | None:

@@ -161,7 +161,7 @@ def description(serving: Serving, request: Request) -> dict[str, Any]:
 
 def _as_vllm(serving: Serving, config: dict[str, Any], config_format: str) -> Any:
     """The configuration under the names of vLLM's `VllmConfig`, which its clients read."""
-    alone = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, "world_size": 1}
+    ranks = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "world_size": 1}
     mode, lora = config["model"]["logprobs_mode"], serving.config.lora
     adapters = {"max_loras": lora.max_loras, "max_lora_rank": lora.max_lora_rank} if lora.enable_lora else None
     named = {
@@ -170,7 +170,7 @@ def _as_vllm(serving: Serving, config: dict[str, Any], config_format: str) -> An
         "lora_config": adapters,
         "cache_config": config["cache"] | {"num_gpu_blocks": serving.llm.ready.num_blocks},
         "scheduler_config": config["scheduler"],
-        "parallel_config": alone,
+        "parallel_config": config["parallel"] | ranks,
         "weight_transfer_config": config["weights"]["weight_transfer_config"],
     }
     return named if config_format == "json" else str(named)

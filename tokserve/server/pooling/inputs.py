@@ -18,7 +18,7 @@ from tokserve.server.openai.completions import parse_prompts, tokenized
 from tokserve.server.replies import sse
 from tokserve.server.serving import FieldPaths, Serving
 
-USED = ("priority", "cache_salt", "group_id", "deadline_ms", "queue_timeout_ms")
+USED = ("priority", "cache_salt", "group_id", "deadline_ms", "queue_timeout_ms", "data_parallel_rank")
 UNSUPPORTED = "unsupported"  # code of what this model cannot do: a 400, not a 501, which SDKs repeat
 
 _OptionFields: Any = model("_OptionFields", schemas.RequestBody, (field for field in OPTIONS if field.name in USED))

@@ -38,7 +38,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "input_embeds": (), "image_data": (), "video_data": (), "audio_data": (), "session_params": (),
     "custom_logit_processor": (), "return_hidden_states": (False,), "return_routed_experts": (False,),
     "return_indexer_topk": (False,), "require_reasoning": (False,), "return_entropy": (False,),
-    "routed_dp_rank": (0,), "data_parallel_rank": (0,), "bootstrap_host": (), "bootstrap_port": (),
+    "bootstrap_host": (), "bootstrap_port": (),
     "bootstrap_room": (), "routed_experts_start_len": (0,),
 }  # fmt: skip
 
@@ -62,6 +62,8 @@ class SglangGenerateBody(msgspec.Struct, omit_defaults=True):
     priority: int | None = None
     extra_key: str | list[str | None] | None = None
     cache_salt: str | list[str | None] | None = None
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None  # its name before routed_dp_rank
 
 
 class GenerateCall(NamedTuple):
@@ -88,7 +90,7 @@ async def generate(serving: Serving, request: Request) -> Response:
         raise invalid("lora_path", "needs the name of a loaded adapter (--enable-lora, /load_lora_adapter)")
     options = {field.name: field.default for field in declared.OPTIONS} | {
         "stream": bool(sent.stream), "cache_salt": _cache_salt(sent), "priority": -(sent.priority or 0),
-        "request_id": call.request_id, "model": lora,
+        "request_id": call.request_id, "model": lora, "data_parallel_rank": _rank(sent),
     }  # fmt: skip
     try:
         await serving.find_model(lora)
@@ -115,6 +117,13 @@ async def generate(serving: Serving, request: Request) -> Response:
     return Response(raw, headers=headers, media_type=body.JSON)
 
 
+def _rank(sent: SglangGenerateBody) -> int | None:
+    """The engine that the body names."""
+    if None not in (sent.routed_dp_rank, sent.data_parallel_rank) and sent.routed_dp_rank != sent.data_parallel_rank:
+        raise invalid("data_parallel_rank", "differs from routed_dp_rank; send one of them")
+    return sent.data_parallel_rank if sent.routed_dp_rank is None else sent.routed_dp_rank
+
+
 def read(serving: Serving, value: Any) -> GenerateCall:
     """Check a decoded body and tokenize its texts.  Raises `RequestError` naming the field."""
     sent, ignored = _body(value)
@@ -136,10 +145,13 @@ def read(serving: Serving, value: Any) -> GenerateCall:
     tasks = [_task(serving, *of_prompt) for of_prompt in zip(params, forms, named, prompts, strict=True)]
     if sent.return_text_in_logprobs and not serving.text:
         raise invalid("return_text_in_logprobs", "needs a tokenizer, and this server has none (--tokens-only)")
+    others = sampling.OTHER_NAMES
+    if sent.routed_dp_rank is not None:
+        others = {**others, "data_parallel_rank": "routed_dp_rank"}
     scored = frozenset(index for index, one in enumerate(params) if one.max_new_tokens == 0)
     return GenerateCall(
         sent, ignored, prompts, tasks, forms, scored, _request_id(sent, len(prompts)),
-        batched or tasks[0].n > 1, FieldPaths(field, sampling.PREFIX, sampling.OTHER_NAMES),
+        batched or tasks[0].n > 1, FieldPaths(field, sampling.PREFIX, others),
     )  # fmt: skip
 
 

@@ -1,0 +1,211 @@
+"""Several engine processes behind one `AsyncLLM`: real processes and sockets, a scripted executor behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from typing import Any
+
+import pytest
+
+from tests.client.fake_engine import config
+from tests.client.test_launch import gone
+from tests.engine.scripted import solo
+from tokserve.client import engine_client, launch
+from tokserve.client.async_llm import AsyncLLM, collect
+from tokserve.client.replicas import Replicas, total
+from tokserve.errors import Conflict, EngineDead, RequestError, StartError
+from tokserve.messages import StepStats
+from tokserve.params import SamplingParams
+
+PATIENCE = 60.0
+
+
+@pytest.fixture(autouse=True)
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "COMMAND", (sys.executable, "-m", "tests.engine.scripted_process"))
+    monkeypatch.setattr(engine_client, "LAST_MESSAGES", 0.05)
+
+
+def make(engines: int = 2, **options: Any) -> AsyncLLM:
+    return AsyncLLM.from_config(config(tokens_only=True, start_timeout=60.0, engines=engines, **options))
+
+
+def replicas(llm: AsyncLLM) -> Replicas:
+    assert isinstance(llm._engine, Replicas)
+    return llm._engine
+
+
+def pids(llm: AsyncLLM) -> list[int]:
+    return [engine.engine.pid for engine in replicas(llm).engines]
+
+
+def tokens_of(prompt: list[int], seed: int, length: int, weights: str = "") -> list[int]:
+    params = SamplingParams(max_tokens=length, ignore_eos=True, seed=seed)
+    return solo(prompt, params, seed, 64, (), lambda index: weights).tokens
+
+
+async def ask(llm: AsyncLLM, prompt: list[int], seed: int = 1, length: int = 4, **options: Any) -> list[int]:
+    params = SamplingParams(max_tokens=length, ignore_eos=True, seed=seed)
+    stream = llm.stream(prompt, params, **options)
+    return (await asyncio.wait_for(collect(stream), PATIENCE))[0].token_ids
+
+
+def rank_of(stream: Any) -> int:
+    rank: int = stream._sender.rank
+    return rank
+
+
+async def each(llm: AsyncLLM, command: str, **args: Any) -> list[Any]:
+    return [await engine.call(command, args) for engine in replicas(llm).engines]
+
+
+def test_requests_of_any_engine_are_those_of_a_single_one() -> None:
+    async def scene() -> None:
+        async with make(3) as llm:
+            prompts = [[index, 3, 4] for index in range(12)]
+            results = await asyncio.gather(*(ask(llm, prompt, seed) for seed, prompt in enumerate(prompts)))
+            assert results == [tokens_of(prompt, seed, 4) for seed, prompt in enumerate(prompts)]
+            assert all([state["steps"] for state in await each(llm, "state")])
+            for rank in range(3):
+                stream = llm.stream([5, 6], SamplingParams(max_tokens=3, ignore_eos=True, seed=9),
+                                    data_parallel_rank=rank)  # fmt: skip
+                assert rank_of(stream) == rank
+                assert (await collect(stream))[0].token_ids == tokens_of([5, 6], 9, 3)
+            with pytest.raises(RequestError) as caught:
+                llm.stream([1], SamplingParams(), data_parallel_rank=3)
+            assert caught.value.field == "data_parallel_rank" and "below 3" in caught.value.message
+            assert llm.num_inflight == 0 and llm.stats.output_tokens == 12 * 4 + 3 * 3
+            ended = pids(llm)
+        assert all(map(gone, ended))
+
+    asyncio.run(scene())
+
+
+def test_aborts_groups_and_ids_are_those_of_all_engines() -> None:
+    async def scene() -> None:
+        async with make() as llm:
+            await llm.pause_generation(mode="keep")
+            long = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)
+            streams = [
+                llm.stream([1], long, request_id=f"r{index}", data_parallel_rank=index % 2, group_id=f"g{index // 4}")
+                for index in range(8)
+            ]
+            with pytest.raises(Conflict) as caught:
+                llm.stream([1], long, request_id="r0", data_parallel_rank=1)
+            assert caught.value.code == "duplicate_id"
+            for stream in streams:
+                await stream.accepted()
+            listed = await llm.call("requests", limit=5)
+            assert listed["total"] == 8 and len(listed["requests"]) == 5
+            assert {row["engine"] for row in listed["requests"]} == {0, 1}
+            assert await llm.abort(["r0", "r1", "none"]) == {"r0": "aborted", "r1": "aborted", "none": "not_found"}
+            assert set((await llm.abort_group("g0")).values()) == {"aborted"}
+            assert len(await llm.abort_all()) == 4
+            for stream in streams:
+                assert (await collect(stream))[0].finish_reason == "abort"
+            await llm.resume_generation()
+
+    asyncio.run(scene())
+
+
+def test_control_acts_on_all_engines_and_answers_for_all() -> None:
+    async def scene() -> None:
+        async with make() as llm:
+            await llm.pause_generation(mode="keep")
+            assert [state["state"] for state in await each(llm, "state")] == ["paused", "paused"]
+            assert await llm.is_paused()
+            await llm.resume_generation()
+            await llm.sleep(1)
+            assert await llm.is_sleeping()
+            assert [state["state"] for state in await each(llm, "state")] == ["sleeping", "sleeping"]
+            await llm.wake_up()
+            state = await llm.call("state")
+            assert [one["state"] for one in state["engines"]] == ["running", "running"]
+            started = await llm.start_weight_update()
+            ids = started["update_id"].split(".")
+            assert len(ids) == 2 and ids[0] != ids[1]
+            await llm.update_weights({"update_info": {"weights": "w1"}, "update_id": started["update_id"]})
+            done = await llm.finish_weight_update("one", update_id=started["update_id"])
+            assert done["weight_version"] == "one" and done["epoch"] == 1
+            for rank in range(2):
+                assert await ask(llm, [1, 2], 5, data_parallel_rank=rank) == tokens_of([1, 2], 5, 4, "w1")
+            with pytest.raises(RequestError, match=r"^this server serves no adapters"):
+                await llm.unload_lora_adapter("none")
+
+    asyncio.run(scene())
+
+
+def test_where_one_engine_refuses_tensors_all_roll_back() -> None:
+    async def scene() -> None:
+        async with make() as llm:
+            await replicas(llm).engines[1].call("start_weight_update", {})
+            with pytest.raises(Conflict, match=r"^engine 1: a weight update is open already") as caught:
+                await llm.start_weight_update()
+            assert caught.value.code == "update_open"
+            assert [state["state"] for state in await each(llm, "state")] == ["running", "updating"]
+            await llm.start_weight_update(take_over=True)
+            await replicas(llm).engines[0].call("abort_weight_update", {})
+            with pytest.raises(Conflict, match=r"^engine 0: no weight update is open"):
+                await llm.update_weights({"update_info": {"weights": "w1"}})
+            assert [state["state"] for state in await each(llm, "state")] == ["running", "running"]
+
+    asyncio.run(scene())
+
+
+def test_an_engine_that_dies_costs_its_own_requests() -> None:
+    async def scene() -> None:
+        llm = make()
+        await llm.start()
+        await llm.pause_generation(mode="keep")
+        streams = [llm.stream([7], SamplingParams(max_tokens=4, ignore_eos=True, seed=1), data_parallel_rank=rank)
+                   for rank in range(2)]  # fmt: skip
+        os.kill(pids(llm)[0], signal.SIGKILL)
+        with pytest.raises(EngineDead) as caught:
+            await asyncio.wait_for(collect(streams[0]), PATIENCE)
+        assert caught.value.code == "engine_dead"
+        await llm.resume_generation()
+        assert (await collect(streams[1]))[0].token_ids == tokens_of([7], 1, 4)
+        assert llm.dead is None and llm.down is None
+        assert await ask(llm, [8]) == tokens_of([8], 1, 4)
+        with pytest.raises(EngineDead):
+            llm.stream([1], SamplingParams(), data_parallel_rank=0)
+        os.kill(pids(llm)[1], signal.SIGKILL)
+        async with asyncio.timeout(PATIENCE):
+            while llm.dead is None:
+                await asyncio.sleep(0.01)
+        with pytest.raises(EngineDead):
+            llm.stream([1], SamplingParams())
+        await llm.shutdown()
+
+    asyncio.run(scene())
+
+
+def test_an_engine_that_cannot_start_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        llm = make()
+        engines = replicas(llm).engines
+        start = engines[1]._process
+        monkeypatch.setattr(launch, "COMMAND", (sys.executable, "-m", "tests.engine.scripted_process"))
+
+        def failing() -> Any:
+            monkeypatch.setattr(launch, "COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
+            return start()
+
+        monkeypatch.setattr(engines[1], "_process", failing)
+        with pytest.raises(StartError, match="exit code 3"):
+            await llm.start()
+        assert all(map(gone, pids(llm)))
+
+    asyncio.run(scene())
+
+
+def test_counts_are_sums() -> None:
+    one = StepStats(running=1, tokens_by_age=[1, 2], drafts_by_source={"a": (1, 1), "b": (2, 0)})
+    two = StepStats(running=2, tokens_by_age=[1], drafts_by_source={"a": (3, 2)})
+    assert total([one, two]) == StepStats(
+        running=3, tokens_by_age=[2, 2], drafts_by_source={"a": (4, 3), "b": (2, 0)}
+    )  # fmt: skip
+    assert total([StepStats(), StepStats()]) == StepStats()

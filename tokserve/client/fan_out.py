@@ -1,0 +1,159 @@
+"""One command for several engines: what each engine is sent, and what their answers amount to.
+
+A command is for all engines or for none: where one engine refuses and another does not, `UNDONE_BY` names the command
+that takes the others back, and the error says which engine refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tokserve.errors import Conflict, EngineDead, NotFound, RequestError
+
+PART = "."  # between the engines' ids of an update
+UNDONE_BY = {
+    "start_weight_update": "abort_weight_update",
+    "update_weights": "abort_weight_update",
+    "feed_weights": "abort_weight_update",
+    "init_weight_transfer_engine": "shutdown_weight_transfer_engine",
+}
+
+
+class Answer(NamedTuple):
+    """Of one engine: what it replied, or why it refused."""
+
+    rank: int
+    result: Any = None
+    error: RequestError | None = None
+
+
+def args_for(method: str, args: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """The arguments of a command for one engine of `size`: its part of an update's id, its rank in a process group, its
+    entry of a list with one per engine.  Raises RequestError."""
+    mine = dict(args)
+    if isinstance(update_id := mine.get("update_id"), str):
+        parts = update_id.split(PART)
+        mine["update_id"] = parts[rank] if len(parts) == size else update_id
+    if method == "init_weight_transfer_engine":
+        given = mine.get("init_info")
+        if isinstance(given, Mapping) and type(given.get("rank_offset")) is int:
+            mine["init_info"] = {**given, "rank_offset": given["rank_offset"] + rank}
+    if method == "update_weights" and isinstance(mine.get("update"), list):
+        updates = mine["update"]
+        if len(updates) != size:
+            raise RequestError(
+                f"update_info must have an entry for each of {size} ranks, got {len(updates)}", field="update_info"
+            )
+        mine["update"] = updates[rank]
+    return mine
+
+
+def outcome(method: str, args: Mapping[str, Any], answers: Sequence[Answer], size: int) -> Any:
+    """What the answers of all engines are together.  Raises the error of an engine that refused."""
+    alive = [answer for answer in answers if not isinstance(answer.error, EngineDead)]
+    if not alive:
+        raise answers[0].error or EngineDead()
+    if method == "unload_lora_adapter" and any(answer.error is None for answer in alive):
+        alive = [answer for answer in alive if not isinstance(answer.error, NotFound)]  # one that was replaced
+    refused = [answer for answer in alive if answer.error is not None]
+    if refused:
+        raise _refusal(refused, len(alive))
+    return _MERGE.get(method, _first)(alive, args, size)
+
+
+def is_mixed(answers: Sequence[Answer]) -> bool:
+    """One engine refused, and another did not."""
+    kinds = {answer.error is None for answer in answers if not isinstance(answer.error, EngineDead)}
+    return len(kinds) == 2
+
+
+def _refusal(refused: Sequence[Answer], num_alive: int) -> RequestError:
+    """The error for the caller; it names engines if not all of them gave the same."""
+    error = refused[0].error
+    assert error is not None
+    messages = [answer.error.message for answer in refused if answer.error is not None]
+    if len(refused) < num_alive or len(set(messages)) > 1:
+        error.message = "; ".join(
+            f"engine {answer.rank}: {message}" for answer, message in zip(refused, messages, strict=True)
+        )
+        error.args = (error.message,)
+    return error
+
+
+Merge = Callable[[Sequence[Answer], Mapping[str, Any], int], Any]
+
+
+def _first(answers: Sequence[Answer], args: Mapping[str, Any], size: int) -> Any:
+    return answers[0].result
+
+
+def _same(answers: Sequence[Answer], args: Mapping[str, Any], size: int) -> Any:
+    for answer in answers[1:]:
+        if answer.result != answers[0].result:
+            raise Conflict(f"engines {answers[0].rank} and {answer.rank} have different weights")
+    return answers[0].result
+
+
+def _joined_ids(answers: Sequence[Answer], args: Mapping[str, Any], size: int) -> Any:
+    ids = [""] * size
+    for answer in answers:
+        ids[answer.rank] = answer.result["update_id"]
+    return answers[0].result | {"update_id": PART.join(ids)}
+
+
+def _lists(answers: Sequence[Answer], args: Mapping[str, Any], size: int) -> Any:
+    return [result for answer in answers for result in answer.result]
+
+
+def _sum(answers: Sequence[Answer], args: Mapping[str, Any], size: int) -> Any:
+    return sum(answer.result for answer in answers)
+
+
+def _most(answers: Sequence[Answer], args: Mapping[str, Any], size: int) -> Any:
+    return {name: max(answer.result[name] for answer in answers) for name in answers[0].result}
+
+
+def _best(answers: Sequence[Answer], args: Mapping[str, Any], size: int) -> Any:
+    """Of aborts, by id: the engine's result that has had the request."""
+    results: dict[str, str] = {}
+    for answer in answers:
+        for request_id, result in answer.result.items():
+            if ABORTS.index(result) < ABORTS.index(results.get(request_id, ABORTS[-1])):
+                results[request_id] = result
+            results.setdefault(request_id, result)
+    return results
+
+
+def _requests(answers: Sequence[Answer], args: Mapping[str, Any], size: int) -> Any:
+    rows = [row | {"engine": answer.rank} for answer in answers for row in answer.result["requests"]]
+    rows.sort(key=lambda row: -row["age"])
+    total = sum(answer.result["total"] for answer in answers)
+    return answers[0].result | {"total": total, "requests": rows[: args.get("limit")]}
+
+
+def _state(answers: Sequence[Answer], args: Mapping[str, Any], size: int) -> Any:
+    counts = ("running", "waiting", "in_flight", "steps")
+    sums = {name: sum(answer.result[name] for answer in answers) for name in counts}
+    return answers[0].result | sums | {"engines": [{"engine": answer.rank} | answer.result for answer in answers]}
+
+
+ABORTS = ("aborted", "finished", "not_found")
+_MERGE: dict[str, Merge] = {
+    "weight_checksums": _same,
+    "checkpoint_checksums": _same,
+    "weights_checksum": _same,
+    "weight_coordinates": _same,
+    "start_weight_update": _joined_ids,
+    "collective_rpc": _lists,
+    "apply_model": _lists,
+    "leave": _sum,
+    "add_draft_corpus": _most,  # engines keep different outputs of requests besides
+    "remove_draft_corpus": _most,
+    "abort": _best,
+    "abort_group": _best,
+    "abort_all": _best,
+    "shutdown": _best,
+    "requests": _requests,
+    "state": _state,
+}

@@ -1,0 +1,265 @@
+"""`Replicas`: several engines behind the interface of one `EngineClient`.
+
+A request goes to the engine that `PrefixRouter` chooses, or to the one that it names; results do not depend on which.
+An admin command goes to all engines in the same turn of the event loop, so that all receive commands in the same order,
+and is answered when all have answered (`fan_out`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from tokserve.client import fan_out
+from tokserve.client.engine_client import EngineClient
+from tokserve.client.fan_out import Answer
+from tokserve.client.launch import EngineProcess
+from tokserve.client.outputs import Ready, Status, StepStats
+from tokserve.client.request_state import RequestState
+from tokserve.client.router import PrefixRouter
+from tokserve.config import Config
+from tokserve.errors import EngineDead, RequestError, StartError
+from tokserve.resolve import replica_config, replica_environment
+
+logger = logging.getLogger(__name__)
+
+EQUAL = ("max_model_len", "vocab_size", "block_size", "eos_token_ids")  # of `Ready`: requests depend on them
+SLACK_STEPS = 2  # full steps of work that a group's engine may have more than another
+
+
+class Replicas:
+    """`engines`: their clients, by rank.  State that all engines share is that of the first one that serves."""
+
+    def __init__(self, config: Config) -> None:
+        size = config.parallel.data_parallel_size
+        self.engines = [
+            EngineClient(replica_config(config, rank), rank, replica_environment(config, rank)) for rank in range(size)
+        ]
+        self.ready: Ready | None = None
+        self._config = config
+        assert config.cache.block_size is not None  # it is resolved
+        self._router = PrefixRouter(size, config.cache.block_size, SLACK_STEPS * config.scheduler.token_budget)
+        self._epoch: tuple[int, str] | None = None  # of the weights that cached blocks are of
+
+    # --- start and end ---
+
+    def launch(self) -> None:
+        """Start all engine processes.  Raises StartError."""
+        for engine in self.engines:
+            engine.launch()
+
+    async def joined(self) -> Ready:
+        """Join the engines that `launch` has started, and wait until all are ready.  Raises StartError."""
+        ready = await _all(engine.joined() for engine in self.engines)
+        arithmetic = ready[0].facts.get("arithmetic")
+        for rank, engine in enumerate(self.engines):
+            if ready[rank].facts.get("arithmetic") != arithmetic:  # each has measured which is the fastest
+                logger.info("engine %d is started again with the arithmetic %s of engine 0", rank, arithmetic)
+                config = replica_config(self._config, rank)
+                runtime = msgspec.structs.replace(config.runtime, cpu_arithmetic=arithmetic, cpu_kernels=None)
+                ready[rank] = await engine.relaunch(msgspec.structs.replace(config, runtime=runtime))
+        return _common(ready)
+
+    async def join(self, address: str, pid: int | None = None, name: str | None = None) -> Ready:
+        """Not possible with several engines: they are started here."""
+        raise StartError("several engines are started by the process that sends them requests")
+
+    def serve(self, ready: Ready) -> None:
+        """Requests can be sent from here on.  Raises StartError if an engine has died since it was ready."""
+        for engine in self.engines:
+            engine.serve(ready)
+        self.ready = ready
+
+    async def close(self) -> None:
+        """End all engines."""
+        await asyncio.gather(*(engine.close() for engine in self.engines))
+
+    @property
+    def engine(self) -> EngineProcess:
+        """There is more than one."""
+        raise StartError("there are several engines")
+
+    # --- state ---
+
+    @property
+    def serving(self) -> EngineClient:
+        """The first engine that serves; else one that is there; else the first."""
+        up = [engine for engine in self.engines if engine.down is None]
+        return next((engine for engine in up if engine.status.quarantine is None), (up or self.engines)[0])
+
+    @property
+    def status(self) -> Status:
+        """The state of the engines, as last reported."""
+        return self.serving.status
+
+    @property
+    def stats(self) -> StepStats:
+        """Gauges and counters of all engines together."""
+        return total([engine.stats for engine in self.engines])
+
+    @property
+    def dead(self) -> EngineDead | None:
+        """Why there is no engine and will be none."""
+        return next((engine.dead for engine in self.engines), None) if all(e.dead for e in self.engines) else None
+
+    @property
+    def down(self) -> EngineDead | None:
+        """Why there is no engine now."""
+        downs = [engine.down for engine in self.engines]
+        if not all(downs):
+            return None
+        return next((down for engine, down in zip(self.engines, downs, strict=True) if not engine.dead), downs[0])
+
+    @property
+    def silence(self) -> float:
+        """Seconds for which the most silent engine has owed the answer to a ping."""
+        return max(engine.silence for engine in self.engines)
+
+    @property
+    def hung(self) -> bool:
+        """No engine that is there finishes its steps."""
+        up = [engine for engine in self.engines if engine.down is None]
+        return bool(up) and all(engine.hung for engine in up)
+
+    @property
+    def num_inflight(self) -> int:
+        """Requests that have not ended."""
+        return sum(engine.num_inflight for engine in self.engines)
+
+    def request_ids(self) -> list[str]:
+        """The ids of all requests in flight, without prefixes."""
+        return sorted({request_id for engine in self.engines for request_id in engine.request_ids()})
+
+    def check(self) -> None:
+        """Raises EngineDead unless there is an engine that serves."""
+        self.serving.check()
+
+    # --- requests ---
+
+    def submit(self, requests: Sequence[RequestState], client: str) -> EngineClient:
+        """Send requests to one engine; returns its client.  Raises Conflict, RequestError, EngineDead."""
+        for engine in self.engines:
+            engine.requests.check_unused(requests)
+        return self._choose(requests).submit(requests, client)
+
+    def _choose(self, requests: Sequence[RequestState]) -> EngineClient:
+        options = requests[0].engine_requests[0].options
+        if options.data_parallel_rank is not None:
+            engine = self.engines[options.data_parallel_rank]
+            engine.check()
+            return engine
+        status = self.status
+        if (status.epoch, status.weight_version) != self._epoch:
+            self._epoch = status.epoch, status.weight_version
+            self._router.forget()
+        loads = {engine.rank: engine.requests.tokens for engine in self._eligible(options.adapter)}
+        return self.engines[self._router.choose(requests, loads)] if loads else self.serving
+
+    def _eligible(self, adapter: str) -> list[EngineClient]:
+        """The engines that can serve a request for this adapter; if there is none, those that can say why."""
+        up = [engine for engine in self.engines if engine.down is None]
+        able = [
+            engine for engine in up
+            if not engine.hung and engine.status.quarantine is None and (not adapter or _has(engine.status, adapter))
+        ]  # fmt: skip
+        return able or up
+
+    # --- commands ---
+
+    async def call(self, method: str, args: dict[str, Any]) -> Any:
+        """Call a command of all engines.  Raises what `EngineClient.call` raises; then no engine has changed, where
+        the command can be taken back."""
+        self.check()
+        # a task of its own: a caller that gives up must not leave the engines in different states
+        return await asyncio.shield(asyncio.ensure_future(self._call(method, args)))
+
+    async def _call(self, method: str, args: dict[str, Any]) -> Any:
+        size = len(self.engines)
+        engines = [engine for engine in self.engines if engine.down is None]
+        sent = [fan_out.args_for(method, args, engine.rank, size) for engine in engines]
+        answers = await asyncio.gather(
+            *(_answer(engine, method, mine) for engine, mine in zip(engines, sent, strict=True))
+        )
+        undo = fan_out.UNDONE_BY.get(method)
+        if undo is not None and fan_out.is_mixed(answers):
+            changed = [self.engines[answer.rank] for answer in answers if answer.error is None]
+            await asyncio.gather(*(_answer(engine, undo, {}) for engine in changed))
+        if method == "reset_prefix_cache":
+            self._router.forget()
+        return fan_out.outcome(method, args, answers, size)
+
+    # --- engines that are replaced ---
+
+    def rejoin(self, address: str, pid: int) -> None:
+        """Not possible with several engines."""
+        raise StartError("there are several engines")
+
+    def give_up(self) -> None:
+        """Not possible with several engines."""
+        raise StartError("there are several engines")
+
+    async def restored(self) -> None:
+        """Wait while other engines are being started."""
+        await asyncio.gather(*(engine.restored() for engine in self.engines))
+
+    def on_replaced(self, callback: Callable[[], object]) -> None:
+        """Call `callback` when another engine serves after one that was lost, or when none will."""
+        for engine in self.engines:
+            engine.on_replaced(callback)
+
+
+async def _all(joining: Iterable[Any]) -> list[Ready]:
+    """All of them, or the first error, with none left running."""
+    tasks = [asyncio.ensure_future(join) for join in joining]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _answer(engine: EngineClient, method: str, args: dict[str, Any]) -> Answer:
+    try:
+        return Answer(engine.rank, await engine.call(method, args))
+    except RequestError as error:
+        return Answer(engine.rank, error=error)
+
+
+def _common(ready: Sequence[Ready]) -> Ready:
+    """What holds for a request on any engine.  Raises StartError where a result would depend on the engine."""
+    first = ready[0]
+    for rank, other in enumerate(ready):
+        for name in EQUAL:
+            mine, its = getattr(first, name), getattr(other, name)
+            if mine != its:
+                hint = "; give --kv-cache-memory-bytes" if name == "max_model_len" else ""
+                raise StartError(f"engine {rank} has {name} {its}, and engine 0 {mine}{hint}")
+        if other.facts.get("ops") != first.facts.get("ops"):
+            raise StartError(f"engine {rank} has bound other ops than engine 0; name them with --ops")
+    return msgspec.structs.replace(first, num_blocks=min(one.num_blocks for one in ready))
+
+
+def _has(status: Status, adapter: str) -> bool:
+    return any(loaded.name == adapter for loaded in status.adapters)
+
+
+def total(stats: Sequence[StepStats]) -> StepStats:
+    """The sums of all gauges and counters."""
+    sums: dict[str, Any] = {}
+    for name in StepStats.__struct_fields__:
+        values = [getattr(one, name) for one in stats]
+        if isinstance(values[0], list):
+            longest = max(map(len, values))
+            sums[name] = [sum(value[i] for value in values if i < len(value)) for i in range(longest)]
+        elif isinstance(values[0], dict):
+            keys = {key: None for value in values for key in value}
+            rows = {key: [value[key] for value in values if key in value] for key in keys}
+            sums[name] = {key: tuple(map(sum, zip(*row, strict=True))) for key, row in rows.items()}
+        else:
+            sums[name] = sum(values)
+    return StepStats(**sums)

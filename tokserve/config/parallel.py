@@ -1,0 +1,19 @@
+"""Options of several engines."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from tokserve.config.common import about
+
+
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many engines serve the model, and on what (docs/scale.md)."""
+
+    data_parallel_size: Annotated[
+        int,
+        about("Engines that each hold the whole model, behind one address: a request is served by the engine that has "
+              "its prefix cached or has the least to do. No result depends on which.", ge=1, le=64),
+    ] = 1  # fmt: skip
