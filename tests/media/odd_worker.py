@@ -1,0 +1,48 @@
+"""A worker that does what its images say, as a bug in an image library would: `python -m tests.media.odd_worker`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import msgspec
+
+from tokserve.media import frames
+from tokserve.media.frames import Array, Job, Processed, Refused, WorkerReady
+
+
+def main() -> None:
+    if sys.argv[1:] == ["never"]:
+        sys.exit(3)
+    to, at = sys.stdout.fileno(), sys.stdin.fileno()
+    frames.send(to, frames.pack(WorkerReady('{"processor":"odd"}')))
+    while True:
+        try:
+            job = msgspec.msgpack.decode(frames.receive(at), type=Job)
+        except frames.BrokenFrame:
+            return
+        what, rest, *_ = (bytes(job.content[:64]) + b"::").split(b":")
+        match what:
+            case b"crash":
+                os.kill(os.getpid(), 11)
+            case b"exit":
+                os._exit(0)
+            case b"sleep":
+                time.sleep(float(rest))
+            case b"nonsense":
+                os.write(to, b"\xff" * 1000)
+                continue
+            case b"html":
+                os.write(to, (5).to_bytes(8, "little") + b"<html")
+                continue
+            case b"refuse":
+                frames.send(to, frames.pack(Refused("must be better", "some_code")))
+                continue
+        size = int(rest) if what == b"large" else len(job.content)
+        array = Array("|u1", (size,), memoryview(bytes(size)))
+        frames.send(to, frames.pack(Processed({"pixels": array}, (os.getpid(), 1))))
+
+
+if __name__ == "__main__":
+    main()
