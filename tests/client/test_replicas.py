@@ -8,6 +8,7 @@ import signal
 import sys
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.client.fake_engine import config
@@ -15,7 +16,9 @@ from tests.client.test_launch import gone
 from tests.engine.scripted import solo
 from tokserve.client import engine_client, launch
 from tokserve.client.async_llm import AsyncLLM, collect
+from tokserve.client.engine_client import EngineClient
 from tokserve.client.replicas import Replicas, total
+from tokserve.config import LoraConfig
 from tokserve.errors import Conflict, EngineDead, RequestError, StartError
 from tokserve.messages import StepStats
 from tokserve.params import SamplingParams
@@ -151,6 +154,105 @@ def test_where_one_engine_refuses_tensors_all_roll_back() -> None:
             with pytest.raises(Conflict, match=r"^engine 0: no weight update is open"):
                 await llm.update_weights({"update_info": {"weights": "w1"}})
             assert [state["state"] for state in await each(llm, "state")] == ["running", "running"]
+
+    asyncio.run(scene())
+
+
+def test_weights_change_on_all_engines_or_on_none() -> None:
+    async def scene() -> None:
+        async with make() as llm:
+            first, second = replicas(llm).engines
+            await llm.start_weight_update()
+            await first.call("update_weights", {"update": {"weights": "w1"}})  # the second lacks them
+            with pytest.raises(RequestError, match=r"^engine 1: "):
+                await llm.finish_weight_update("one")
+            states = await each(llm, "state")
+            assert [(state["state"], state["weight_version"], state["epoch"]) for state in states] == [
+                ("running", "v1", 0)
+            ] * 2
+            assert first.status.failure is not None and first.status.failure.startswith("engine 1 refused: ")
+            assert await ask(llm, [3], data_parallel_rank=0) == tokens_of([3], 1, 4)
+            await second.call("update_weight_version", {"new_version": "v1"})  # its epoch is another one now
+            await llm.start_weight_update()
+            await llm.update_weights({"update_info": {"weights": "w2"}})
+            done = await llm.finish_weight_update()
+            assert done["weight_version"] == "2" and done["epoch"] == 2
+            assert [engine.status.epoch for engine in (first, second)] == [2, 2]
+            await llm.update_weight_version("three")
+            assert [state["epoch"] for state in await each(llm, "state")] == [3, 3]
+            for rank in range(2):
+                assert await ask(llm, [3], data_parallel_rank=rank) == tokens_of([3], 1, 4, "w2")
+
+    asyncio.run(scene())
+
+
+def test_an_adapter_is_on_all_engines_or_on_none() -> None:
+    async def scene() -> None:
+        base = config(tokens_only=True, start_timeout=60.0, engines=2)
+        lora = LoraConfig(enable_lora=True, max_loras=2, lora_eviction="lru")
+        async with AsyncLLM.from_config(msgspec.structs.replace(base, lora=lora)) as llm:
+            first, second = replicas(llm).engines
+            for name in ("a", "b"):
+                await llm.load_lora_adapter(name, f"/{name}")
+            long = SamplingParams(max_tokens=60, ignore_eos=True, seed=1)
+            await llm.pause_generation(mode="keep")
+            using = [llm.stream([1], long, lora_request=name, data_parallel_rank=1) for name in ("a", "b")]
+            for stream in using:
+                await stream.accepted()
+            with pytest.raises(Conflict, match=r"^engine 1: .* and requests use all of them"):
+                await llm.load_lora_adapter("c", "/c")
+            assert [sorted(await llm.list_loras()), _names(first), _names(second)] == [["a", "b"]] * 3
+            await llm.abort_all()
+            await llm.resume_generation()
+            await ask(llm, [1], lora_request="a", data_parallel_rank=0)  # so that each evicts another one
+            await ask(llm, [1], lora_request="b", data_parallel_rank=1)
+            loaded = await llm.load_lora_adapter("c", "/c")
+            assert loaded["generation"] == 3
+            async with asyncio.timeout(PATIENCE):
+                while _names(first) != ["c"] or _names(second) != ["c"]:
+                    await asyncio.sleep(0.01)
+            await llm.unload_lora_adapter("c")
+            assert await llm.list_loras() == {}
+
+    asyncio.run(scene())
+
+
+def _names(engine: EngineClient) -> list[str]:
+    return [adapter.name for adapter in engine.status.adapters]
+
+
+def test_an_abort_comes_before_a_commit_on_all_engines_or_after_it() -> None:
+    async def scene() -> None:
+        async with make(3) as llm:
+            for number in range(12):
+                await llm.start_weight_update()
+                await llm.update_weights({"update_info": {"weights": f"w{number}"}})
+                finishing = asyncio.ensure_future(llm.finish_weight_update(f"v-{number}"))
+                for _ in range(number):
+                    await asyncio.sleep(0)
+                aborted = await asyncio.gather(llm.abort_weight_update(), return_exceptions=True)
+                finished = await asyncio.gather(finishing, return_exceptions=True)
+                states = await each(llm, "state")
+                assert len({(state["state"], state["weight_version"], state["epoch"]) for state in states}) == 1, states
+                assert isinstance(aborted[0], Conflict) != isinstance(finished[0], Conflict)
+                assert (states[0]["weight_version"] == f"v-{number}") is isinstance(aborted[0], Conflict)
+
+    asyncio.run(scene())
+
+
+def test_a_caller_that_gives_up_leaves_the_engines_alike() -> None:
+    async def scene() -> None:
+        async with make() as llm:
+            for turns in range(1, 6):
+                await llm.start_weight_update()
+                await llm.update_weights({"update_info": {"weights": f"w{turns}"}})
+                finishing = asyncio.ensure_future(llm.finish_weight_update(f"v-{turns}"))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                finishing.cancel()
+                async with asyncio.timeout(PATIENCE):
+                    while {state["weight_version"] for state in await each(llm, "state")} != {f"v-{turns}"}:
+                        await asyncio.sleep(0.01)
 
     asyncio.run(scene())
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tokserve.engine.admin.command import STEP_BOUNDARY, Command, Commands, command
+from tokserve.engine.admin.command import PREPARED, STEP_BOUNDARY, Command, Commands, command
 from tokserve.errors import Conflict, StartError
 from tokserve.messages import Call, Ready, Reply
 
@@ -126,3 +126,90 @@ def test_a_caller_is_named_only_where_it_matters_and_ready_is_no_reply() -> None
     caller.call("who")
     caller.call("hello")
     assert caller.sent == [(b"A", Reply(7, "A")), (b"A", ready)]
+
+
+# --- in two phases ---
+
+
+def prepare(caller: Caller, method: str, token: str = "t", **args: Any) -> None:
+    caller.commands.call(b"A", Call(7, "prepare", {"method": method, "args": args, "token": token}))
+
+
+def decide(caller: Caller, token: str = "t", identity: bytes = b"A", **decision: Any) -> None:
+    caller.commands.call(identity, Call(8, "decide", {"token": token, "go": True} | decision))
+
+
+def twice(self: object, first: list[Any], taken_back: list[str]) -> Command:
+    for _ in range(2):
+        try:
+            first.append((yield PREPARED))
+        except Conflict as error:
+            taken_back.append(error.message)
+            raise
+    yield STEP_BOUNDARY
+    return len(first)
+
+
+def test_a_prepared_command_goes_on_when_that_is_decided() -> None:
+    values: list[Any] = []
+    caller = Caller(twice=twice)
+    prepare(caller, "twice", first=values, taken_back=[])
+    assert caller.sent == [(b"A", Reply(7, {"prepared": True}))] and not values
+    caller.commands.resume()
+    assert len(caller.sent) == 1 and not caller.commands.wait_for_boundary, "steps go on meanwhile"
+    decide(caller, values={"epoch": 5})
+    assert values == [{"epoch": 5}] and caller.sent[1:] == [(b"A", Reply(8, {"prepared": True}))]
+    caller.in_flight = True
+    decide(caller)
+    assert caller.commands.wait_for_boundary
+    caller.in_flight = False
+    caller.commands.resume()
+    assert caller.sent[2:] == [(b"A", Reply(8, {"result": 2}))]
+
+
+def test_a_prepared_command_is_taken_back() -> None:
+    taken_back: list[str] = []
+    caller = Caller(twice=twice)
+    prepare(caller, "twice", first=[], taken_back=taken_back)
+    decide(caller, go=False, reason="engine 1: no")
+    assert taken_back == ["engine 1: no"]
+    assert caller.sent[1:] == [(b"A", Reply(8, error="engine 1: no", status=409))]
+
+
+def test_without_phases_it_waits_for_no_decision() -> None:
+    values: list[Any] = []
+    caller = Caller(twice=twice)
+    caller.call("twice", first=values, taken_back=[])
+    assert values == [{}, {}] and caller.sent == [(b"A", Reply(7, 2))]
+
+
+def test_a_command_that_needs_no_decision_ends_at_once() -> None:
+    caller = Caller(plus=lambda self, x: x + 1)
+    prepare(caller, "plus", x=1)
+    assert caller.sent == [(b"A", Reply(7, {"result": 2}))]
+
+
+@pytest.mark.parametrize("by", [{"token": "other"}, {"identity": b"B"}])
+def test_only_its_caller_decides(by: dict[str, Any]) -> None:
+    caller = Caller(twice=twice)
+    prepare(caller, "twice", first=[], taken_back=[])
+    decide(caller, **by)
+    assert caller.sent[-1][1] == Reply(8, error="no such command is prepared", status=409)
+
+
+def test_a_caller_that_leaves_takes_its_commands_back() -> None:
+    taken_back: list[str] = []
+    future: Future[None] = Future()
+
+    def slow(self: object) -> Command:
+        yield future
+        yield from twice(self, [], taken_back)
+
+    caller = Caller(twice=twice, slow=slow)
+    prepare(caller, "twice", first=[], taken_back=taken_back)
+    prepare(caller, "slow", "u")
+    caller.commands.leave(b"A")
+    assert len(taken_back) == 1
+    future.set_result(None)
+    caller.commands.resume()
+    assert taken_back == ["the front end that called it has gone"] * 2

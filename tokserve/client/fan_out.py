@@ -1,7 +1,7 @@
 """One command for several engines: what each engine is sent, and what their answers amount to.
 
-A command is for all engines or for none: where one engine refuses and another does not, `UNDONE_BY` names the command
-that takes the others back, and the error says which engine refused.
+Where one engine refuses and another does not, `UNDONE_BY` names the command that takes the others back, and the error
+says which engine refused.  `coordinator` sends them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 from tokserve.errors import Conflict, EngineDead, NotFound, RequestError
 
 PART = "."  # between the engines' ids of an update
-UNDONE_BY = {
-    "start_weight_update": "abort_weight_update",
-    "update_weights": "abort_weight_update",
-    "feed_weights": "abort_weight_update",
-    "init_weight_transfer_engine": "shutdown_weight_transfer_engine",
+UNDONE_BY: dict[str, tuple[str, dict[str, Any]]] = {
+    "update_weights": ("abort_weight_update", {}),
+    "begin_weight_stream": ("abort_weight_update", {}),
+    "feed_weights": ("abort_weight_update", {}),
+    "init_weight_transfer_engine": ("shutdown_weight_transfer_engine", {}),
+    # the lease has expired on one engine: it expires on the others
+    "extend_pause": ("pause", {"mode": "keep", "clear_cache": False, "lease": 1e-3, "take_over": True}),
 }
 
 

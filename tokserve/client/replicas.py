@@ -1,8 +1,7 @@
 """`Replicas`: several engines behind the interface of one `EngineClient`.
 
 A request goes to the engine that `PrefixRouter` chooses, or to the one that it names; results do not depend on which.
-An admin command goes to all engines in the same turn of the event loop, so that all receive commands in the same order,
-and is answered when all have answered (`fan_out`).
+An admin command goes to all engines (`Coordinator`).
 """
 
 from __future__ import annotations
@@ -14,15 +13,14 @@ from typing import Any
 
 import msgspec
 
-from tokserve.client import fan_out
+from tokserve.client.coordinator import Coordinator
 from tokserve.client.engine_client import EngineClient
-from tokserve.client.fan_out import Answer
 from tokserve.client.launch import EngineProcess
 from tokserve.client.outputs import Ready, Status, StepStats
 from tokserve.client.request_state import RequestState
 from tokserve.client.router import PrefixRouter
 from tokserve.config import Config
-from tokserve.errors import EngineDead, RequestError, StartError
+from tokserve.errors import EngineDead, StartError
 from tokserve.resolve import replica_config, replica_environment
 
 logger = logging.getLogger(__name__)
@@ -40,6 +38,7 @@ class Replicas:
             EngineClient(replica_config(config, rank), rank, replica_environment(config, rank)) for rank in range(size)
         ]
         self.ready: Ready | None = None
+        self._coordinator = Coordinator(self.engines)
         self._config = config
         assert config.cache.block_size is not None  # it is resolved
         self._router = PrefixRouter(size, config.cache.block_size, SLACK_STEPS * config.scheduler.token_budget)
@@ -174,23 +173,10 @@ class Replicas:
         """Call a command of all engines.  Raises what `EngineClient.call` raises; then no engine has changed, where
         the command can be taken back."""
         self.check()
-        # a task of its own: a caller that gives up must not leave the engines in different states
-        return await asyncio.shield(asyncio.ensure_future(self._call(method, args)))
-
-    async def _call(self, method: str, args: dict[str, Any]) -> Any:
-        size = len(self.engines)
-        engines = [engine for engine in self.engines if engine.down is None]
-        sent = [fan_out.args_for(method, args, engine.rank, size) for engine in engines]
-        answers = await asyncio.gather(
-            *(_answer(engine, method, mine) for engine, mine in zip(engines, sent, strict=True))
-        )
-        undo = fan_out.UNDONE_BY.get(method)
-        if undo is not None and fan_out.is_mixed(answers):
-            changed = [self.engines[answer.rank] for answer in answers if answer.error is None]
-            await asyncio.gather(*(_answer(engine, undo, {}) for engine in changed))
+        result = await self._coordinator.call(method, args)
         if method == "reset_prefix_cache":
             self._router.forget()
-        return fan_out.outcome(method, args, answers, size)
+        return result
 
     # --- engines that are replaced ---
 
@@ -221,13 +207,6 @@ async def _all(joining: Iterable[Any]) -> list[Ready]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _answer(engine: EngineClient, method: str, args: dict[str, Any]) -> Answer:
-    try:
-        return Answer(engine.rank, await engine.call(method, args))
-    except RequestError as error:
-        return Answer(engine.rank, error=error)
 
 
 def _common(ready: Sequence[Ready]) -> Ready:

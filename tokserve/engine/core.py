@@ -415,6 +415,7 @@ class EngineCore:
         identity = front_end.encode()
         requests = self._registry.owned_by(identity)
         self._abort(requests, "abort_disconnect")
+        self._commands.leave(identity)
         self._front_ends.leave(identity)
         return len(requests)
 

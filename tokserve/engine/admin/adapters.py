@@ -14,7 +14,7 @@ from typing import Any
 
 from tokserve.config import LoraConfig
 from tokserve.engine.adapter import Adapter
-from tokserve.engine.admin.command import STEP_BOUNDARY, Command, RunningRequests, Wait, command
+from tokserve.engine.admin.command import PREPARED, STEP_BOUNDARY, Command, RunningRequests, Wait, command
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.errors import Conflict, NotFound, RequestError, StartError
 from tokserve.executor.base import Executor
@@ -43,6 +43,7 @@ class Adapters:
         self._by_name: dict[str, Adapter] = {}
         self._free = list(range(config.max_loras - 1, -1, -1))  # slots, a stack
         self._loading = False
+        self._placing: str | None = None  # the name of an adapter that waits for other engines
         self._uses = 0
         self.num_loads = 0
         self._load_at_start()
@@ -99,7 +100,7 @@ class Adapters:
 
     def _load(
         self, name: str, path: str, load_inplace: bool | None, *, anywhere: bool
-    ) -> Generator[Wait, None, dict[str, Any]]:
+    ) -> Generator[Wait, Any, dict[str, Any]]:
         """`anywhere`: the operator says where from, so `allowed_weight_dirs` means nothing."""
         self._check_room(name, evict=not anywhere)
         if load_inplace is False and name in self._by_name:
@@ -111,6 +112,18 @@ class Adapters:
         evicted = self._check_room(name, evict=not anywhere)
         if evicted is not None:
             self._free.append(self._by_name.pop(evicted.name).slot)
+        self._placing = name
+        try:
+            yield PREPARED
+            yield STEP_BOUNDARY
+        except Conflict:
+            if evicted is not None:
+                self._free.remove(evicted.slot)
+                self._by_name[evicted.name] = evicted
+            raise
+        finally:
+            self._placing = None
+        if evicted is not None:
             logger.info("adapter %s is evicted: it was unused for longest", evicted.name)
         adapter = self._by_name.get(name)
         slot = self._free[-1] if adapter is None else adapter.slot
@@ -125,7 +138,8 @@ class Adapters:
         self._uses += 1
         adapter.last_use = self._uses
         logger.info("adapter %s is loaded from %s, generation %d", name, path, adapter.generation)
-        return {"lora_name": name, "lora_path": path, "generation": adapter.generation}
+        loaded = {"lora_name": name, "lora_path": path, "generation": adapter.generation}
+        return loaded if evicted is None else loaded | {"evicted": evicted.name}
 
     def _check_room(self, name: str, *, evict: bool) -> Adapter | None:
         """Raise Conflict if an adapter of this name cannot have a slot; returns the one that must be evicted first."""
@@ -144,6 +158,7 @@ class Adapters:
     def unload(self, lora_name: str) -> Command:
         """Forget an adapter: its name is unknown at once, its slot is free when its last request has ended."""
         self._check_enabled()
+        yield lambda: self._placing != lora_name
         adapter = self._by_name.pop(lora_name, None)
         if adapter is None:
             raise NotFound(f"no adapter {lora_name[:MAX_NAME]!r} is loaded", field="lora_name", code="model_not_found")

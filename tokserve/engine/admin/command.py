@@ -3,6 +3,9 @@
 `admin` declares the commands, and methods marked with `command` implement them.  A command yields what it waits for
 (`STEP_BOUNDARY`, a future, or a condition), holds up no other work meanwhile, and returns its reply: its caller is
 answered when the state that it asked for is reached.
+
+A command that takes effect on several engines or on none is called in two phases.  `prepare` begins it; at `PREPARED`
+all that may fail is done, and it waits until `decide` says whether every engine has come that far.
 """
 
 from __future__ import annotations
@@ -20,14 +23,21 @@ import msgspec
 from tokserve.admin import COMMANDS
 from tokserve.engine.output.front_ends import Emit
 from tokserve.engine.request import Request
-from tokserve.errors import RequestError, StartError, Unavailable
+from tokserve.errors import Conflict, RequestError, StartError, Unavailable
 from tokserve.messages import Call, Ready, Reply
 
 logger = logging.getLogger(__name__)
 
 STEP_BOUNDARY = None  # no step is in flight, and none is planned before the command goes on
-Wait = Future[Any] | Callable[[], bool] | None
-Command = Generator[Wait, None, Any]
+
+
+class _DecisionWait:
+    """The type of `PREPARED`."""
+
+
+PREPARED = _DecisionWait()  # what follows cannot fail; yields what `decide` sets, and raises Conflict if it says no
+Wait = Future[Any] | Callable[[], bool] | _DecisionWait | None
+Command = Generator[Wait, Any, Any]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -71,14 +81,45 @@ def _handlers(owners: Iterable[object]) -> dict[str, Callable[..., Any]]:
     return handlers
 
 
+class Prepare(msgspec.Struct, forbid_unknown_fields=True):
+    """Begin a command in two phases.  `token`: names it in `decide`."""
+
+    method: str
+    args: dict[str, Any]
+    token: str
+
+
+class Decide(msgspec.Struct, forbid_unknown_fields=True):
+    """Whether a prepared command takes effect.  `values`: what all engines set alike; `reason`: why it does not."""
+
+    token: str
+    go: bool
+    values: dict[str, Any] = {}
+    reason: str = "the command was taken back"
+
+
 @dataclass(slots=True, eq=False)
 class _Task:
-    """A command that has begun, and what it waits for.  `identity`: its caller; None: the engine's own."""
+    """A command that has begun, and what it waits for.  `identity`: its caller; None: the engine's own.
+
+    `token`: of one in two phases; `decision`: what was decided of it.
+    """
 
     identity: bytes | None
     call_id: int
     command: Command
     wait: Wait
+    token: str | None = None
+    decision: Decide | None = None
+
+    def resume(self) -> Wait:
+        """Go on until the next wait.  Raises StopIteration at the end, and what the command raises."""
+        if self.wait is not PREPARED:
+            return next(self.command)
+        decision, self.decision = self.decision, None
+        if decision is None:
+            return self.command.send({})
+        return self.command.send(decision.values) if decision.go else self.command.throw(Conflict(decision.reason))
 
 
 class Commands:
@@ -111,12 +152,36 @@ class Commands:
 
     def call(self, identity: bytes, call: Call) -> None:
         """Begin a command; every call is answered."""
+        token = None
+        if call.method == "decide":
+            self._decide(identity, call)
+            return
+        if call.method == "prepare":
+            prepare = msgspec.convert(call.args, Prepare)
+            token, call = prepare.token, Call(call.call_id, prepare.method, prepare.args)
         if call.method not in self._handlers:
             self._emit(identity, Reply(call.call_id, error=f"the engine has no command {call.method!r}"))
             return
-        task = _Task(identity, call.call_id, self._begin(identity, call), wait=lambda: True)
+        task = _Task(identity, call.call_id, self._begin(identity, call), wait=lambda: True, token=token)
         self._tasks.append(task)
         self._advance(task)
+
+    def _decide(self, identity: bytes, call: Call) -> None:
+        """Let a prepared command go on, or end it; the answer is what it comes to."""
+        decision = msgspec.convert(call.args, Decide)
+        for task in self._tasks:
+            if task.identity == identity and task.token == decision.token and task.wait is PREPARED:
+                task.call_id, task.decision = call.call_id, decision
+                self._advance(task)
+                return
+        self._emit(identity, Reply(call.call_id, error="no such command is prepared", status=Conflict.status))
+
+    def leave(self, identity: bytes) -> None:
+        """A front end has gone: what waits for its decision ends."""
+        for task in list(self._tasks):
+            if task.identity == identity and task.token is not None:
+                task.decision = Decide(task.token, go=False, reason="the front end that called it has gone")
+                self._advance(task)
 
     def begin(self, command: Command) -> None:
         """Begin a command that no front end has called."""
@@ -141,23 +206,29 @@ class Commands:
     def _advance(self, task: _Task) -> bool:
         """Resume a command for as long as its wait is over, and answer at its end; whether it was resumed."""
         resumed = False
-        while self._is_over(task.wait):
+        while self._is_over(task):
             resumed = True
             try:
-                task.wait = next(task.command)
+                task.wait = task.resume()
                 if isinstance(task.wait, Future):
                     task.wait.add_done_callback(lambda _: self._wake())
             except StopIteration as end:
-                return self._end(task, end.value if isinstance(end.value, Ready) else Reply(task.call_id, end.value))
+                result = end.value if task.token is None else {"result": end.value}
+                return self._end(task, result if isinstance(result, Ready) else Reply(task.call_id, result))
             except Exception as error:  # a failed command is an error of its caller, and the loop goes on
                 return self._end(task, _error_reply(task.call_id, error))
         if resumed:
             self._on_progress()
+            if task.wait is PREPARED and task.identity is not None:
+                self._emit(task.identity, Reply(task.call_id, {"prepared": True}))
         return resumed
 
-    def _is_over(self, wait: Wait) -> bool:
+    def _is_over(self, task: _Task) -> bool:
+        wait = task.wait
         if wait is STEP_BOUNDARY:
             return self._at_boundary()
+        if isinstance(wait, _DecisionWait):
+            return task.token is None or task.decision is not None
         return wait.done() if isinstance(wait, Future) else wait()
 
     def _end(self, task: _Task, reply: Reply | Ready) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from tokserve.admin import LEVELS, MODES, TAGS
-from tokserve.engine.admin.command import STEP_BOUNDARY, Command, RunningRequests, command
+from tokserve.engine.admin.command import PREPARED, STEP_BOUNDARY, Command, RunningRequests, command
 from tokserve.engine.admin.lease import Lease, check_lease
 from tokserve.engine.admin.states import GENERATION, Region
 from tokserve.engine.admin.weights import Weights
@@ -288,8 +288,15 @@ class Control:
         if not tags and self.weights.dropped:
             raise Conflict("there are no weights (sleep level 2 drops them): push some; tags=weights allows that")
         yield STEP_BOUNDARY
-        if "kv_cache" in waking & self._asleep:
+        restores = "kv_cache" in waking & self._asleep
+        if restores:
             self._executor.call("restore", {"tags": ["kv_cache"]})
+        try:
+            yield PREPARED
+        except Conflict:
+            if restores:
+                self._executor.call("release", {"tags": ["kv_cache"]})
+            raise
         slept_deep = len(self._asleep) > 1 or self._asleep == {"kv_cache"}
         self._asleep -= waking
         if slept_deep and self._asleep == {"scheduling"}:

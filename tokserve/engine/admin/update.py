@@ -40,6 +40,7 @@ class Update:
     is_delta: bool = False
     recompute_kv: bool = False
     spoiled: bool = False
+    decided: bool = False
     checksum: str | None = None
     closed: bool = False
     source: str | None = None

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Generator
 from typing import Any
 
-from tokserve.engine.admin.command import STEP_BOUNDARY, Command, RunningRequests, Wait, command
+from tokserve.engine.admin.command import PREPARED, STEP_BOUNDARY, Command, RunningRequests, Wait, command
 from tokserve.engine.admin.lease import Lease, check_lease
 from tokserve.engine.admin.states import WEIGHTS, Region
 from tokserve.engine.admin.update import Origin, Update, VersionHistory, check_version
@@ -91,7 +91,7 @@ class Weights:
             self._memory.fire("mismatch")
         self.failure = "the engine ended while it was open" if was.state == "updating" else was.failure
 
-    def _read_again(self, was: Status) -> Generator[Wait, None, str]:
+    def _read_again(self, was: Status) -> Generator[Wait, Any, str]:
         """Load the weights of a directory, if they came from one; returns why that failed, or ""."""
         if was.source is None:
             return ""
@@ -122,7 +122,7 @@ class Weights:
         self._executor.background("abort_update", {})  # the next update's calls come after it
         return True
 
-    def _vacated(self, take_over: bool) -> Generator[Wait, None, None]:
+    def _vacated(self, take_over: bool) -> Generator[Wait, Any, None]:
         """Until no update is open; one that is open is a conflict, unless it is to be taken over."""
         while take_over and self.update is not None:
             update = self.update
@@ -147,7 +147,7 @@ class Weights:
             + ("" if left is None else f"; it is rolled back in {left:.0f} s if nothing more is heard of it")
         )
 
-    def _roll_back(self, update: Update, reason: str) -> Generator[Wait, None, None]:
+    def _roll_back(self, update: Update, reason: str) -> Generator[Wait, Any, None]:
         """Drop what was staged for an update, and what is still coming."""
         self._fail(update, reason)
         if update.lease.in_use:
@@ -175,6 +175,8 @@ class Weights:
     @command("shutdown_weight_transfer_engine")
     def shutdown_weight_transfer_engine(self) -> Command:
         """Close the backend; an open update is rolled back."""
+        if self.update is not None and self.update.decided:
+            yield self._has_ended(self.update)
         if self.update is not None:
             yield from self.abort_weight_update()
         self._stop_meeting()
@@ -211,19 +213,23 @@ class Weights:
 
     def _open_delta(
         self, version: str, checksum: str, closed: bool = False, lease: float | None = None
-    ) -> Generator[Wait, None, Update]:
+    ) -> Generator[Wait, Any, Update]:
         yield lambda: self.update is not None or self._is_settled()
         yield from self._vacated(take_over=False)
         if not self.can_compute:
-            raise Conflict("there are no weights that a delta could change: push full weights", field="base_version")
+            raise Conflict(
+                "there are no weights that a delta could change: push full weights", field="base_version",
+                code="base_mismatch",
+            )  # fmt: skip
         self.update = update = Update(self._new_lease(lease), closed=closed, is_delta=True)
         base = {"version": self.version, "base_version": version, "base_checksum": checksum}
         yield from self._staged(update, "begin_delta", **base)
+        yield from self._prepared(update)
         return update
 
     def _open_directory(
         self, weight_dir: str, version: str | None, take_over: bool = False
-    ) -> Generator[Wait, None, tuple[Update, str | None]]:
+    ) -> Generator[Wait, Any, tuple[Update, str | None]]:
         """Open an update, and stage all that comes: a checkpoint, or the files that lead to a version; and that."""
         yield from self._vacated(take_over)
         args = {"weight_dir": weight_dir, "version": version, "served_version": self.version}
@@ -241,11 +247,12 @@ class Weights:
         update.stamp = yield from self._staged(update, "receive_update", source=source)
         return update, version
 
-    def _open(self, closed: bool = False, lease: float | None = None) -> Generator[Wait, None, Update]:
+    def _open(self, closed: bool = False, lease: float | None = None) -> Generator[Wait, Any, Update]:
         yield lambda: self.update is not None or self._is_settled()
         yield from self._vacated(take_over=False)
         self.update = update = Update(self._new_lease(lease), closed=closed)
         beside = yield from self._staged(update, "begin_update", have_weights=self.loaded)
+        yield from self._prepared(update)
         if not beside:
             yield STEP_BOUNDARY
             self._check_open(update)
@@ -318,6 +325,8 @@ class Weights:
         weight_version, result = yield from self._finished(update, weight_version, checksum)
         if weight_version is not None and epoch is None:
             yield from self._check_new(update, weight_version)
+        decision = yield from self._prepared(update)
+        update.decided, epoch = bool(decision), decision.get("epoch", epoch)
         yield STEP_BOUNDARY
         self._check_open(update)
         if update.spoiled:
@@ -348,6 +357,19 @@ class Weights:
         yield from self._background("forget_weights")
         return done
 
+    def _prepared(self, update: Update) -> Generator[Wait, Any, dict[str, Any]]:
+        """Until the other engines are as far with this update, if there are others; what was decided.  If one of them
+        has refused it, it is rolled back here too."""
+        try:
+            decision: dict[str, Any] = yield PREPARED
+        except Conflict as error:
+            if self.update is update:
+                self._fail(update, error.message)
+                yield from self._background("abort_update")
+            raise
+        self._check_open(update)
+        return decision
+
     def _recompute_kv(self) -> None:
         """At a step boundary: take the KV from all requests; nothing of it is found again in this epoch."""
         self._scheduler.preempt_all()
@@ -363,7 +385,7 @@ class Weights:
 
     def _finished(
         self, update: Update, weight_version: str | None, checksum: str | None
-    ) -> Generator[Wait, None, tuple[str | None, str | None]]:
+    ) -> Generator[Wait, Any, tuple[str | None, str | None]]:
         """Complete what is staged: the version, and the checksum of the result if it is known."""
         if not update.is_delta:
             staged = yield from self._staged(update, "finish_update")
@@ -409,6 +431,9 @@ class Weights:
     def abort_weight_update(self, update_id: str | None = None) -> Command:
         """Roll back: drop what was staged, and what is still coming."""
         update = self._opened(update_id=update_id)
+        if update.decided:
+            yield self._has_ended(update)
+            raise Conflict("no weight update is open: it was being committed", code="no_update")
         self._fail(update, "the weight update was aborted")
         self._executor.interrupt()
         yield from self._background("abort_update")
@@ -421,8 +446,10 @@ class Weights:
         check_version(new_version, "new_version")
         if self.update is not None:
             raise Conflict("a weight update is open: finish or abort it first")
+        decision = yield PREPARED
         yield STEP_BOUNDARY
-        self._set_epoch(new_version, Origin(pushed=True) if self.modified_by_rpc else self.origin)
+        origin = Origin(pushed=True) if self.modified_by_rpc else self.origin
+        self._set_epoch(new_version, origin, decision.get("epoch"))
         self._set_checksum(self.checksum)
         self._memory.fire("confirm")
         if self._memory.state == "loaded":
@@ -463,7 +490,7 @@ class Weights:
         """The tensors in which deltas count elements."""
         return (yield from self._background("weight_coordinates"))
 
-    def _check_new(self, update: Update, weight_version: str) -> Generator[Wait, None, None]:
+    def _check_new(self, update: Update, weight_version: str) -> Generator[Wait, Any, None]:
         """Refuse the version that serves for other weights: one name would stand for two.
 
         The same weights may come again, from a client that has not heard of its success, and the first update may have
@@ -505,7 +532,7 @@ class Weights:
         if self.update is not update:
             raise Conflict(self.failure or "the weight update was aborted")
 
-    def _staged(self, update: Update, method: str, **args: Any) -> Generator[Wait, None, Any]:
+    def _staged(self, update: Update, method: str, **args: Any) -> Generator[Wait, Any, Any]:
         """A background call for an update; if it fails, the update is rolled back and the error is raised."""
         future = self._executor.background(method, args)
         with update.lease.used():
@@ -529,7 +556,7 @@ class Weights:
             self.quarantine = f"a weight update failed when the old weights were gone already: {reason}"
             self._requests.end_all("abort_quarantine")
 
-    def _background(self, method: str, **args: Any) -> Generator[Wait, None, Any]:
+    def _background(self, method: str, **args: Any) -> Generator[Wait, Any, Any]:
         """Call the executor's background thread; raises what it raises."""
         future = self._executor.background(method, args)
         yield future

@@ -1,0 +1,127 @@
+"""`Coordinator`: sends an admin command to several engines, so that all of them do it or none.
+
+A command goes to all engines in one turn of the event loop, so all engines receive all commands in the same order.
+Commands that can fail on one engine alone and change something (`PHASES`) are prepared on all engines, and take effect
+when all have prepared them (`engine/admin/command`).  Others are taken back where they can be (`fan_out.UNDONE_BY`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+from tokserve.client import fan_out
+from tokserve.client.engine_client import EngineClient
+from tokserve.client.fan_out import Answer
+from tokserve.errors import EngineDead, RequestError
+
+logger = logging.getLogger(__name__)
+
+# the commands in phases, and in which phase they begin an epoch of the weights; 0: in none
+PHASES = {
+    "start_weight_update": 0,
+    "finish_weight_update": 1,
+    "update_weights_from_dir": 2,
+    "update_weight_version": 1,
+    "load_lora_adapter": 0,
+    "wake_up": 0,
+}
+WORKER_CALLS = ("collective_rpc", "apply_model")  # they may change weights
+ONE_AT_A_TIME = "wake_up"  # memory is there once
+TAKEN_BACK = object()  # the result of a command that another engine refused
+
+
+class Coordinator:
+    """The commands of these engines."""
+
+    def __init__(self, engines: Sequence[EngineClient]) -> None:
+        self._engines = engines
+        self._changing_weights = asyncio.Lock()  # a new epoch, or a worker call: never both at once
+        self._waking = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def call(self, method: str, args: Mapping[str, Any]) -> Any:
+        """Call a command of all engines that are there; what their answers amount to."""
+        # a task of its own: a caller that gives up must not leave the engines in different states
+        task = asyncio.ensure_future(self._call(method, args))
+        self._keep(task)
+        return await asyncio.shield(task)
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        """Hold a task until it is done, and its error if its caller is not there any more."""
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()
+
+    async def _call(self, method: str, args: Mapping[str, Any]) -> Any:
+        async with AsyncExitStack() as stack:
+            if method == ONE_AT_A_TIME:
+                await stack.enter_async_context(self._waking)
+            if method in WORKER_CALLS:
+                await stack.enter_async_context(self._changing_weights)
+            size = len(self._engines)
+            ranks = [engine.rank for engine in self._engines if engine.down is None]
+            sent = {rank: fan_out.args_for(method, args, rank, size) for rank in ranks}
+            answers = await (self._in_phases(method, sent) if method in PHASES else self._send(method, sent))
+        if method == "load_lora_adapter":
+            self._unload_evicted(answers)
+        if fan_out.is_mixed(answers) and (undo := fan_out.UNDONE_BY.get(method)) is not None:
+            await self._send(undo[0], {answer.rank: undo[1] for answer in answers if answer.error is None})
+        return fan_out.outcome(method, args, answers, size)
+
+    async def _send(self, method: str, sent: Mapping[int, Mapping[str, Any]]) -> list[Answer]:
+        """The answers of the engines of these ranks to these arguments."""
+        calls = (_answer(self._engines[rank], method, dict(args)) for rank, args in sent.items())
+        return list(await asyncio.gather(*calls))
+
+    async def _in_phases(self, method: str, sent: Mapping[int, Mapping[str, Any]]) -> list[Answer]:
+        token, phase = secrets.token_hex(8), 1
+        prepare = {rank: {"method": method, "args": args, "token": token} for rank, args in sent.items()}
+        answers = await self._send("prepare", prepare)
+        while waiting := [answer.rank for answer in answers if _is_prepared(answer)]:
+            refused = [answer for answer in answers if answer.error and not isinstance(answer.error, EngineDead)]
+            if refused:
+                reason = f"engine {refused[0].rank} refused: {refused[0].error}"
+                await self._decide(waiting, token, go=False, reason=reason)
+                return [*refused, *(Answer(rank, TAKEN_BACK) for rank in waiting)]
+            answers = await self._go(waiting, token, begins_epoch=PHASES[method] == phase)
+            phase += 1
+        return [answer if answer.error else Answer(answer.rank, answer.result["result"]) for answer in answers]
+
+    async def _go(self, ranks: Sequence[int], token: str, *, begins_epoch: bool) -> list[Answer]:
+        if not begins_epoch:
+            return await self._decide(ranks, token, go=True)
+        async with self._changing_weights:
+            epoch = 1 + max(engine.status.epoch for engine in self._engines)
+            return await self._decide(ranks, token, go=True, values={"epoch": epoch})
+
+    async def _decide(self, ranks: Sequence[int], token: str, **decision: Any) -> list[Answer]:
+        return await self._send("decide", {rank: {"token": token, **decision} for rank in ranks})
+
+    def _unload_evicted(self, answers: Sequence[Answer]) -> None:
+        """Each engine has evicted the adapter that it had not used for longest: those of one are unloaded by all."""
+        done = [answer for answer in answers if isinstance(answer.result, dict)]
+        names = {answer.result["evicted"] for answer in done if "evicted" in answer.result}
+        for name in sorted(names):
+            ranks = [answer.rank for answer in done if answer.result.get("evicted") != name]
+            unloading = self._send("unload_lora_adapter", {rank: {"lora_name": name} for rank in ranks})
+            self._keep(asyncio.ensure_future(unloading))  # its requests end first
+
+
+def _is_prepared(answer: Answer) -> bool:
+    return answer.error is None and "prepared" in answer.result
+
+
+async def _answer(engine: EngineClient, method: str, args: dict[str, Any]) -> Answer:
+    try:
+        return Answer(engine.rank, await engine.call(method, args))
+    except RequestError as error:
+        return Answer(engine.rank, error=error)
