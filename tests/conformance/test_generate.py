@@ -239,11 +239,19 @@ def test_a_refused_request_leaves_its_id_free(api: Api) -> None:
     assert api.generate(request_id="again")["choices"]
 
 
-@pytest.mark.parametrize("name", ["X-Session-ID", "X-data-parallel-rank", "traceparent"])
+@pytest.mark.parametrize("name", ["X-Session-ID", "traceparent"])
 def test_headers_of_routers_are_understood(api: Api, name: str) -> None:
     for value in ("0", "junk", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"):
         body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}}
         assert api.post(GENERATE, body, headers={name: value}).status_code == 200
+
+
+def test_the_header_of_a_rank_names_an_engine(api: Api) -> None:
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}}
+    assert api.post(GENERATE, body, headers={"X-data-parallel-rank": "0"}).status_code == 200
+    for value in ("junk", "1.5", "-1", "4096"):
+        answer = api.post(GENERATE, body, headers={"X-data-parallel-rank": value})
+        assert answer.status_code == 400 and "rank" in answer.json()["error"]["message"], answer.text
 
 
 # terms
