@@ -25,10 +25,10 @@ REASONS = {
     "LocalEntryNotFoundError": "the hub cannot be reached, and the cache does not hold it",
     "OfflineModeIsEnabled": "the hub is switched off, and the cache does not hold it",
 }
-TEXT_PARTS = {  # architectures with other inputs, and those of their text part
-    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
-}
+NESTED = {  # architectures that read images; the attributes of the text model are in an object of their own
+    "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration",
+}  # fmt: skip
 
 
 def locate(model: str, *, weights: bool = True, what: str = "model") -> Path:
@@ -97,14 +97,14 @@ def hf_config(directory: Path) -> dict[str, Any]:
     value = read_json(directory, "config.json")
     if value is None:
         raise StartError(f"{directory} holds no config.json; is it a Hugging Face checkpoint?")
-    return _text_part(value)
+    return flat(value)
 
 
-def _text_part(value: dict[str, Any]) -> dict[str, Any]:
-    """Of a model whose text part is served alone, that part's config, with what only the whole has."""
+def flat(value: dict[str, Any]) -> dict[str, Any]:
+    """The config of one of `NESTED` with the attributes of its text model beside those of the whole."""
     inner, names = value.get("text_config"), value.get("architectures")
-    known = [TEXT_PARTS[name] for name in names if name in TEXT_PARTS] if isinstance(names, list) else []
-    if not known or not isinstance(inner, dict):
+    if not isinstance(inner, dict) or not isinstance(names, list) or not NESTED.intersection(map(str, names)):
         return value
-    whole = {name: attribute for name, attribute in value.items() if not name.endswith("_config")}
-    return whole | inner | {"architectures": known}
+    whole = {name: attribute for name, attribute in value.items() if name != "text_config"}
+    tied = any(config.get("tie_word_embeddings") is True for config in (whole, inner))
+    return whole | inner | {"architectures": names, "tie_word_embeddings": tied}

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tokserve.kv_spec import KVLayout
 from tokserve.params import PoolingParams, SamplingParams
 from tokserve.prompt import Feature
+from tokserve.vision import ImageFormat
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
@@ -30,6 +31,7 @@ class DeviceFacts(msgspec.Struct, frozen=True):
     """What the executor knows once the model is loaded.
 
     `feature_bytes`: kinds of features that it takes, and the bytes of data for each placeholder id, 0 for any number.
+    `images`: of a model that reads images.
     """
 
     layout: KVLayout
@@ -37,6 +39,7 @@ class DeviceFacts(msgspec.Struct, frozen=True):
     weight_version: str
     facts: dict[str, Any]
     feature_bytes: dict[str, int] = {}
+    images: ImageFormat | None = None
 
 
 class NewRow(msgspec.Struct, frozen=True):

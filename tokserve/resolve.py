@@ -15,7 +15,16 @@ import msgspec
 
 from tokserve import checkpoint
 from tokserve.classifier import is_classifier
-from tokserve.config import BACKENDS, DEFAULT_BLOCK_SIZE, PACKING, Config, RuntimeConfig, ServerConfig
+from tokserve.config import (
+    BACKENDS,
+    DEFAULT_BLOCK_SIZE,
+    PACKING,
+    Config,
+    MediaConfig,
+    ModelConfig,
+    RuntimeConfig,
+    ServerConfig,
+)
 from tokserve.cpu_list import cpu_list, cpus_by_node
 from tokserve.errors import StartError
 from tokserve.params import VLLM_LOGPROBS_MODES
@@ -35,10 +44,11 @@ def resolve(config: Config) -> Config:
     """
     model = config.model
     directory = checkpoint.locate(model.model, weights=model.load_format != "dummy")
+    device = _device(config.runtime.device)
+    model = _with_images(model, config.media, device)
     hf = checkpoint.hf_config(directory) | (model.hf_overrides or {})
     generation = checkpoint.read_json(directory, "generation_config.json") or {}
     names = config.server.served_model_name or [model.model]
-    device = _device(config.runtime.device)
     keys = list(config.server.api_key or [])
     if os.environ.get("TOKSERVE_API_KEY"):
         keys.append(os.environ["TOKSERVE_API_KEY"])
@@ -73,6 +83,14 @@ def resolve(config: Config) -> Config:
     )
     _check(resolved)
     return resolved
+
+
+def _with_images(model: ModelConfig, media: MediaConfig, device: str) -> ModelConfig:
+    """Without the vision tower where none is to be served."""
+    media.max_images()  # raises StartError
+    if not media.language_model_only and device != "cuda":
+        return model
+    return msgspec.structs.replace(model, hf_overrides=(model.hf_overrides or {}) | {"vision_config": None})
 
 
 def model_name(config: Config) -> str:

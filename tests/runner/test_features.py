@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,11 +14,12 @@ from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import outcomes, prompt
 from tokserve import device
 from tokserve.layers.batch import ForwardBatch
+from tokserve.models.decoder import Decoder
 from tokserve.models.dummy import tiny_config
 from tokserve.params import SamplingParams
-from tokserve.plan import DeviceFacts, NewRow
+from tokserve.plan import DeviceFacts, NewRow, StepPlan
 from tokserve.prompt import Feature
-from tokserve.runner.features import FeatureTable
+from tokserve.runner.features import FeatureRows, FeatureTable
 from tokserve.runner.runner import Runner
 
 HIDDEN = 64
@@ -33,30 +34,35 @@ def row(slot: int, *features: Feature) -> NewRow:
     return NewRow(slot, "", np.zeros(40, np.int32), 40, SamplingParams(), 0, (), features=features)
 
 
-def first_columns(embeds: tuple[torch.Tensor, torch.Tensor] | None) -> list[tuple[int, float]]:
+def rows_of(table: FeatureTable, plan: StepPlan) -> FeatureRows | None:
+    return table.rows(plan, cast(Decoder, None))  # only images need the model
+
+
+def first_columns(rows: FeatureRows | None) -> list[tuple[int, float]]:
     """Index in the batch and first number of each embedding."""
-    assert embeds is not None
-    return list(zip(embeds[0].tolist(), embeds[1][:, 0].tolist(), strict=True))
+    assert rows is not None and rows.added is None
+    index, embeddings = rows.embeds
+    return list(zip(index.tolist(), embeddings[:, 0].tolist(), strict=True))
 
 
 def test_the_part_of_a_feature_in_a_chunk_is_given() -> None:
     table = FeatureTable(2, torch.float32, torch.device("cpu"))
     table.assign(row(1, feature(3, 4, 2), feature(10, 2, 2)))
     table.assign(row(2))
-    whole = table.embeds(plan_of([(2, 0, 5, 1), (1, 0, 20, 1)]))
+    whole = rows_of(table, plan_of([(2, 0, 5, 1), (1, 0, 20, 1)]))
     assert first_columns(whole) == [(5 + 3 + i, 3000.0 + 2 * i) for i in range(4)] + [(15, 10000.0), (16, 10002.0)]
-    assert first_columns(table.embeds(plan_of([(1, 5, 6, 0)]))) == [(0, 3004.0), (1, 3006.0), (5, 10000.0)]
+    assert first_columns(rows_of(table, plan_of([(1, 5, 6, 0)]))) == [(0, 3004.0), (1, 3006.0), (5, 10000.0)]
     for slot, computed, count in ((1, 0, 3), (1, 7, 3), (1, 12, 1), (2, 3, 4)):
-        assert table.embeds(plan_of([(slot, computed, count, 1)])) is None
+        assert rows_of(table, plan_of([(slot, computed, count, 1)])) is None
     table.release(1)
-    assert table.embeds(plan_of([(1, 0, 20, 1)])) is None
+    assert rows_of(table, plan_of([(1, 0, 20, 1)])) is None
 
 
 def test_embeddings_have_the_models_dtype() -> None:
     table = FeatureTable(2, torch.bfloat16, torch.device("cpu"))
     table.assign(row(0, feature(0, 1, 2)))
-    embeds = table.embeds(plan_of([(0, 0, 1, 0)]))
-    assert embeds is not None and embeds[1].dtype == torch.bfloat16 and embeds[0].dtype == torch.int64
+    rows = rows_of(table, plan_of([(0, 0, 1, 0)]))
+    assert rows is not None and [part.dtype for part in rows.embeds] == [torch.int64, torch.bfloat16]
 
 
 class Embedded:

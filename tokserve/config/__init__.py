@@ -75,6 +75,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     lora: LoraConfig = LoraConfig()
     server: ServerConfig = ServerConfig()
     limits: LimitsConfig = LimitsConfig()
+    media: MediaConfig = MediaConfig()
     profiler: ProfilerConfig = ProfilerConfig()
 
     @classmethod

@@ -50,6 +50,12 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     mm_processor_cache_bytes: Annotated[
         NotNegative, about("Memory for processed images that may come again; 0: none are kept.")
     ] = 256 << 20
+    mm_encoder_cache_bytes: Annotated[
+        NotNegative, about("Memory for the embeddings of images that may come again, in each engine; 0: none are kept.")
+    ] = 512 << 20
+    language_model_only: Annotated[
+        bool, about("Load a model that reads images without its vision tower, and refuse images.")
+    ] = False
 
     def max_images(self) -> int:
         """Most images of a prompt.  Raises StartError for a limit that is no number."""

@@ -69,7 +69,8 @@ class EngineCore:
         capacity = layout.num_blocks * layout.block_size
         context = min(config.model.max_model_len or capacity, capacity)
         eos = tuple(config.model.eos_token_ids or ())
-        self.limits = Limits(context, facts.vocab_size, eos, config.model.logprobs_mode, facts.feature_bytes)
+        mode = config.model.logprobs_mode
+        self.limits = Limits(context, facts.vocab_size, eos, mode, facts.feature_bytes, facts.images)
         self.cache = PrefixCache(
             layout.num_blocks, layout.block_size, enabled=config.cache.enable_prefix_caching,
             model=config.model.model,
@@ -85,9 +86,7 @@ class EngineCore:
         self.adapters = Adapters(config.lora, self, self.cache, executor, config.server.served_model_name or [])
         self.grammars = Grammars(config, facts.vocab_size, eos)
         self.stopped = False
-        self._facts = facts
-        self._executor = executor
-        self._clock = clock
+        self._facts, self._executor, self._clock = facts, executor, clock
         self._depth = config.scheduler.steps_in_flight
         self._last_step: InFlightStep | None = None  # since the engine was last idle
         self._registry = Registry()

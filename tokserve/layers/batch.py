@@ -52,6 +52,8 @@ class ForwardBatch:
     computed in all layers.
     `states`: of a model with recurrent states; a layer's are in `kv`.
     `embeds`: tokens whose embeddings are given, not looked up: inputs of the first layer, any multiplier applied.
+    `added`: tokens, and what is added to the outputs of the first layers at them.
+    `axes`: the tokens' positions in the rope tables by coordinate; None: `positions`, for all.
     """
 
     input_ids: Tensor  # [T] int64
@@ -66,3 +68,5 @@ class ForwardBatch:
     routed: list[Tensor] | None = None
     states: StateRows | None = None
     embeds: tuple[Tensor, Tensor] | None = None  # indices in the batch [m] int64, embeddings [m, hidden]
+    added: tuple[Tensor, Tensor] | None = None  # indices in the batch [m] int64, [layers, m, hidden]
+    axes: Tensor | None = None  # [3, T] int64

@@ -52,8 +52,9 @@ class MixtureSpec:
 
     `shared_name`: of its module; `shared_gate`: its output is multiplied by the sigmoid of a product with the input.
     `stacked`: checkpoints have one tensor for all experts only; `interleaved`: it is stored transposed, gate and up
-    outputs alternating.  `router_name`, `experts_name`, `names`: the checkpoint's names of the router, of the module
-    of all experts, and of an expert's gate, up and down projections.
+    outputs alternating; `transposed`: it is stored so, one above the other.  `router_name`, `experts_name`, `names`:
+    the checkpoint's names of the router, of the module of all experts, and of an expert's gate, up and down
+    projections.
     """
 
     experts: int
@@ -66,6 +67,7 @@ class MixtureSpec:
     shared_gate: bool = False
     stacked: bool = False
     interleaved: bool = False
+    transposed: bool = False
     router_name: str = "gate"
     experts_name: str = "experts"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -124,7 +126,8 @@ class Experts:
         return parameters
 
     def stacked_parameters(self) -> dict[str, StackedParameter]:
-        """One tensor for all experts: gate above up [E,2I,H], and down [E,H,I]; transposed if `interleaved`."""
+        """One tensor for all experts: gate above up [E,2I,H], and down [E,H,I]; transposed if `interleaved` or
+        `transposed`."""
         kept = self.quant.kept_dtype(self.dtype)
 
         def stacked(
@@ -134,9 +137,14 @@ class Experts:
             load: Callable[[Tensor], None],
             load_stored: Callable[..., None],
         ) -> StackedParameter:
-            shape = (columns, rows) if self.spec.interleaved else (rows, columns)
+            shape = (columns, rows) if self.spec.interleaved or self.spec.transposed else (rows, columns)
             names = [] if self.spec.stacked else [f"{e}.{s}.weight" for e in range(self.spec.experts) for s in shards]
-            parameter = Parameter((self.spec.experts, *shape), load, kept, load_stored)
+            if self.spec.transposed:
+                parameter = Parameter(
+                    (self.spec.experts, *shape), lambda tensor: load(tensor.transpose(1, 2).contiguous()), kept
+                )
+            else:
+                parameter = Parameter((self.spec.experts, *shape), load, kept, load_stored)
             return StackedParameter(parameter, tuple(names))
 
         inner, hidden, names = self.spec.inner, self.hidden, self.spec.names

@@ -28,7 +28,7 @@ class RopeSpec:
     None means the paper's value, or the ratio of `mscale` to `mscale_all_dim` if both are given.
     `short` and `long` are longrope's: what each frequency is divided by, where at most `original` positions are served
     and where more are.  `interleaved`: neighbours are a pair, not the elements of two halves.  Kind "none" turns
-    nothing.
+    nothing.  `axes`: where a position has several coordinates, the one that each frequency turns with; (): it has one.
     """
 
     dim: int
@@ -47,6 +47,7 @@ class RopeSpec:
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
     interleaved: bool = False
+    axes: tuple[int, ...] = ()
 
 
 NO_ROPE = RopeSpec(2, 1.0, "none")
@@ -74,6 +75,15 @@ def rope_table(spec: RopeSpec, positions: int) -> Tensor:  # [positions, dim] fl
         angles = (steps * _frequencies(spec, steps, positions)).double()
         torch.cat((angles.cos().float() * scale, angles.sin().float() * scale), dim=-1, out=rows)
     return table
+
+
+def rows_of_axes(table: Tensor, spec: RopeSpec, positions: Tensor) -> Tensor:  # [T, dim]
+    """A row for each of T tokens whose positions have several coordinates, int64 [axes, T]."""
+    rows = table[positions]  # [axes, T, dim]
+    if not spec.axes:
+        return rows[0]
+    axes = torch.tensor(spec.axes * 2, device=table.device)  # of cosines, then of sines
+    return rows.gather(0, axes.expand(1, *rows.shape[1:]))[0]
 
 
 def _frequencies(spec: RopeSpec, steps: Tensor, positions: int) -> Tensor:  # [dim / 2], or [rows, dim / 2]

@@ -6,6 +6,9 @@ It is built from a `DecoderSpec`.  The residual stream is in the model's dtype; 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from tokserve import ops
@@ -23,9 +26,10 @@ from tokserve.layers.norm import NoNorm, make_norm
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter, under
 from tokserve.layers.recurrent import GatedDelta, GatedDeltaSpec, ShortConv
-from tokserve.layers.rope import rope_table
+from tokserve.layers.rope import rope_table, rows_of_axes
 from tokserve.models.provenance import Provenance
 from tokserve.models.spec import BlockSpec, DecoderSpec
+from tokserve.models.tower import Tower
 
 
 def feed_forward(hidden: int, spec: MLPSpec | MixtureSpec, options: LayerOptions) -> GatedMLP | Mixture:
@@ -88,10 +92,12 @@ class Decoder:
 
     `float8_cache`: the KV cache has a narrow dtype, so scales that come with weights are used.
     `exact`: all that is computed is batch invariant if the ops are.  `implementation`: as the option model_impl.
+    `has_tower` False: of a model that reads images, without what reads them.
     """
 
     exact = True
     implementation = "tokserve"
+    tower: Tower | None = None
 
     def __init__(
         self,
@@ -101,6 +107,7 @@ class Decoder:
         tables: list[Tensor],
         *,
         float8_cache: bool = False,
+        has_tower: bool = True,
     ) -> None:
         self.spec = spec
         self.options = options
@@ -118,15 +125,17 @@ class Decoder:
         self.classifier = None if spec.classifier is None else Classifier(spec.classifier, spec.hidden, self.head)
         self.blocks = [DecoderBlock(spec.hidden, block, options) for block in spec.blocks]
         self.norm = make_norm(spec.hidden, spec.norm, self.dtype)
+        if spec.vision is not None and has_tower:
+            self.tower = Tower(spec.vision, options)
         self.rope_tables = tables
         self._layers = self._chain()
         self.provenance = Provenance()
 
-    def _chain(self) -> list[tuple[DecoderBlock, NoNorm, Tensor]]:
-        """Each block with the norm that follows it and its rope table."""
+    def _chain(self) -> list[tuple[DecoderBlock, NoNorm, int]]:
+        """Each block with the norm that follows it and the number of its rope."""
         following = [*(block.attention_norm for block in self.blocks[1:]), self.norm]
-        tables = [self.rope_tables[self.spec.ropes.index(block.attention.rope)] for block in self.spec.blocks]
-        return list(zip(self.blocks, following, tables, strict=True))
+        ropes = [self.spec.ropes.index(block.attention.rope) for block in self.spec.blocks]
+        return list(zip(self.blocks, following, ropes, strict=True))
 
     @property
     def rope_table(self) -> Tensor:  # [positions, rope.dim] float32
@@ -135,7 +144,14 @@ class Decoder:
 
     def blank(self) -> Decoder:
         """Another of this kind, without weights; the cache's scales are this one's until others come."""
-        blank = Decoder(self.spec, self.options, self.head.options, self.rope_tables, float8_cache=self.float8_cache)
+        blank = Decoder(
+            self.spec,
+            self.options,
+            self.head.options,
+            self.rope_tables,
+            float8_cache=self.float8_cache,
+            has_tower=self.tower is not None,
+        )
         for block, scales in zip(blank.blocks, self.kv_scales(), strict=True):
             block.attention.scale_cache(*scales)
         return blank
@@ -169,6 +185,7 @@ class Decoder:
             parameters |= under(f"model.layers.{number}", block.parameters())
         parameters |= under(f"model.{self.spec.norm_name}", self.norm.parameters())
         parameters |= {} if self.classifier is None else self.classifier.parameters()
+        parameters |= {} if self.tower is None else self.tower.parameters()
         return parameters if self.spec.tied else parameters | self.head.parameters()
 
     def stacked_parameters(self) -> dict[str, StackedParameter]:
@@ -213,9 +230,13 @@ class Decoder:
             rows, embeddings = batch.embeds
             residual.index_copy_(0, rows, embeddings.to(residual.dtype))
         x = self.blocks[0].attention_norm(residual)
-        for layer, (block, following, table) in enumerate(self._layers):
+        added = () if batch.added is None else batch.added[1]
+        tables = self.rope_tables
+        if batch.axes is not None:
+            batch, tables = self._along_axes(batch, batch.axes)
+        for layer, (block, following, rope) in enumerate(self._layers):
             logits_rows = needed if layer == last else None
-            mixed = block.attention(x, batch, layer, table, logits_rows)
+            mixed = block.attention(x, batch, layer, tables[rope], logits_rows)
             if logits_rows is not None:
                 residual = residual.index_select(0, logits_rows.tokens)
                 x = x.index_select(0, logits_rows.tokens) if block.parallel else x
@@ -225,10 +246,19 @@ class Decoder:
             else:
                 x, residual = block.mlp_norm.add(mixed, residual, block.residual_multiplier)
             x = block.mlp(x, batch.adapters if logits_rows is None else logits_rows.adapters, batch.routed)
+            if batch.added is not None and layer < len(added):
+                x.index_add_(0, batch.added[0], added[layer].to(x.dtype))
             x, residual = following.add(block.mlp_post_norm(x), residual, block.residual_multiplier)
         if batch.logits_rows is None or needed is not None:
             return x
         return x.index_select(0, batch.logits_rows.tokens)
+
+    def _along_axes(self, batch: ForwardBatch, axes: Tensor) -> tuple[ForwardBatch, list[Tensor]]:
+        """The batch with a rope table for each rope that has a row per token."""
+        tables = [
+            rows_of_axes(table, rope, axes) for rope, table in zip(self.spec.ropes, self.rope_tables, strict=True)
+        ]
+        return replace(batch, positions=torch.arange(axes.shape[1], device=axes.device)), tables
 
     def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab] float32
         """Logits of some of the rows that `forward` returned."""

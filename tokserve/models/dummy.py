@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tokserve.checkpoint import flat
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter
 from tokserve.models.decoder import Decoder, rope_tables
 from tokserve.models.registry import decoder_spec
+from tokserve.models.spec import DecoderSpec
 from tokserve.models.weights import INDEX, SINGLE
 
 MULTIPLIERS = {  # of Granite
@@ -347,6 +350,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "youtu": ("YoutuForCausalLM", {**LATENT, "tie_word_embeddings": True}),
 }
 
+_LEARNED = {"num_position_embeddings": 36, "hidden_act": "gelu_pytorch_tanh"}
+# family -> (architecture, family of its text model, mrope_section, attributes of its tower)
+VISION_FAMILIES: dict[str, tuple[str, str, list[int], dict[str, Any]]] = {
+    "qwen2_5_vl": (
+        "Qwen2_5_VLForConditionalGeneration", "qwen2", [2, 3, 3],
+        {"hidden_act": "silu", "window_size": 32, "fullatt_block_indexes": [1, 3]},
+    ),
+    "qwen3_vl": (
+        "Qwen3VLForConditionalGeneration", "qwen3", [4, 2, 2], _LEARNED | {"deepstack_visual_indexes": [0, 2]},
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeForConditionalGeneration", "qwen3_moe", [4, 2, 2], _LEARNED | {"deepstack_visual_indexes": [1]},
+    ),
+    "qwen3_5": ("Qwen3_5ForConditionalGeneration", "qwen3_5_text", [2, 1, 1], _LEARNED),
+}  # fmt: skip
+
+NORMS = (
+    "layernorm.weight", "operator_norm.weight", "ffn_norm.weight", "linear_attn.norm.weight", "norm1.weight",
+    "norm2.weight", "ln_q.weight", "merger.norm.weight",
+)  # fmt: skip
 GAINS = {
     "lm_head": 2.0, "q_proj": 1.5, "k_proj": 1.5, "qkv_proj": 1.3, "o_proj": 0.6, "out_proj": 0.3,
     "down_proj": 1.6, "output_linear": 1.6, "c_proj": 1.6,
@@ -379,6 +402,27 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
     return common | attributes | changes
 
 
+def tiny_vision_config(family: str, **changes: Any) -> dict[str, Any]:
+    """config.json of a tiny model of one of the `VISION_FAMILIES`; `changes` replace attributes of the tower."""
+    architecture, text, sections, tower = VISION_FAMILIES[family]
+    inner = tiny_config(text)
+    rope = inner["rope_parameters"] | {"mrope_section": sections}
+    if "partial_rotary_factor" in rope:
+        rope["partial_rotary_factor"] = 2 * sum(sections) / inner["head_dim"]
+    inner |= {"rope_parameters": rope | ({} if family == "qwen2_5_vl" else {"mrope_interleaved": True})}
+    common: dict[str, Any] = {
+        "depth": 4, "hidden_size": 48, "num_heads": 3, "intermediate_size": 80, "in_channels": 3, "patch_size": 8,
+        "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": inner["hidden_size"],
+        "model_type": family,
+    }  # fmt: skip
+    return {
+        "architectures": [architecture], "model_type": family, "tie_word_embeddings": inner["tie_word_embeddings"],
+        "image_token_id": 300, "video_token_id": 301, "vision_start_token_id": 302, "vision_end_token_id": 303,
+        "text_config": inner | {"model_type": f"{family}_text"}, "vision_config": common | tower | changes,
+        "dtype": "float32",
+    }  # fmt: skip
+
+
 def tensors(parameters: Mapping[str, Parameter], seed: int) -> Iterator[tuple[str, Tensor]]:
     """(name, float32 values) for each parameter of a model."""
     tied = "lm_head.weight" not in parameters
@@ -395,7 +439,8 @@ def values(name: str, shape: tuple[int, ...], seed: int, *, tied: bool) -> Tenso
     """
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    mean, deviation = _scale(name, shape[-1], tied)
+    convolves = len(shape) == 5  # a patch is its input
+    mean, deviation = _scale(name, math.prod(shape[1:]) if convolves else shape[-1], tied)
     return torch.empty(shape).normal_(mean, deviation, generator=generator)
 
 
@@ -411,8 +456,10 @@ def _scale(name: str, width: int, tied: bool) -> tuple[float, float]:
         return middle, 0.1 * middle
     if name.endswith(("q_norm.weight", "k_norm.weight", "q_layernorm.weight", "k_layernorm.weight")):
         return 1.5, 0.1
-    if name.endswith(("layernorm.weight", "operator_norm.weight", "ffn_norm.weight", "linear_attn.norm.weight")):
+    if name.endswith(NORMS):
         return 1.0, 0.1
+    if name.endswith("pos_embed.weight"):
+        return 0.0, 0.5
     if name == "model.embed_tokens.weight":
         return 0.0, small if tied else 0.15
     if name.endswith("A_log"):  # as trained models are: e^A_log from 0.5 to 8
@@ -433,9 +480,11 @@ def write_checkpoint(directory: Path, hf: Mapping[str, Any], *, seed: int = 0, s
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(dict(hf), indent=2) + "\n")
     dtype = getattr(torch, hf.get("dtype") or "float32")
-    spec, options = decoder_spec(hf), LayerOptions(dtype)
+    spec, options = decoder_spec(flat(dict(hf))), LayerOptions(dtype)
     parameters = Decoder(spec, options, options, rope_tables(spec, 1)).parameters_by_name()
     named = {name: tensor.to(dtype) for name, tensor in tensors(parameters, seed)}
+    if spec.vision is not None:
+        named = _as_released(named, spec)
     if shards == 1:
         save_file(named, directory / SINGLE, metadata={"format": "pt"})
         return directory
@@ -449,3 +498,22 @@ def write_checkpoint(directory: Path, hf: Mapping[str, Any], *, seed: int = 0, s
     index = {"metadata": {"total_size": size}, "weight_map": places}
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return directory
+
+
+def _as_released(named: dict[str, Tensor], spec: DecoderSpec) -> dict[str, Tensor]:
+    """The tensors of a model that reads images as checkpoints have them: another prefix, experts in one tensor."""
+    assert spec.vision is not None
+    tower = spec.vision.name
+    renamed = {
+        name if name.startswith(tower) else name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in named.items()
+    }
+    for layer, mixture in spec.mixtures.items():
+        prefix = f"model.language_model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            torch.stack([renamed.pop(f"{prefix}{expert}.{one}.weight").t() for expert in range(mixture.experts)])
+            for one in mixture.names
+        )
+        renamed[prefix + "gate_up_proj"] = torch.cat((gate, up), dim=2).contiguous()
+        renamed[prefix + "down_proj"] = down.contiguous()
+    return renamed

@@ -30,7 +30,9 @@ class QuantizedCopy:
             raise StartError(f"option speculative_config: the method self needs a copy of the weights, and {why}")
         options = LayerOptions(source.dtype, quant, source.options.group)
         head = LayerOptions(source.head.dtype, head_quant, source.options.group)
-        self.decoder = Decoder(source.spec, options, head, source.rope_tables, float8_cache=source.float8_cache)
+        self.decoder = Decoder(
+            source.spec, options, head, source.rope_tables, float8_cache=source.float8_cache, has_tower=False
+        )
         self._stale: list[str] = []  # projections that are not the source's of now
         for name, linear in _linears(self.decoder).items():
             linear.packed = linear.pack(_dense(_linears(source)[name]))

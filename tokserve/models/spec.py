@@ -20,6 +20,7 @@ from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.recurrent import GatedDeltaSpec, ShortConvSpec
 from tokserve.layers.rope import RopeSpec
+from tokserve.layers.vision import VisionSpec
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.formats import pick
 from tokserve.models.formats.base import DENSE, CheckpointFormat
@@ -81,7 +82,7 @@ class DecoderSpec:
     `renames`: (prefix in the checkpoint, prefix here), applied to names that start with the first; a pair whose first
     begins with a dot is replaced anywhere in the name, and a tensor whose prefix becomes "" is not used.
     `format`: how the checkpoint stores weights.  `norm_name`: of the final norm's module in a checkpoint.
-    `classifier`: the head of a model that classifies.
+    `classifier`: the head of a model that classifies.  `vision`: the tower of a model that reads images.
     """
 
     vocab: int
@@ -97,6 +98,7 @@ class DecoderSpec:
     logits_softcap: float = 0.0
     norm_name: str = "norm"
     classifier: HeadSpec | None = None
+    vision: VisionSpec | None = None
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

@@ -135,8 +135,10 @@ class Admin:
         complete = self._sync.take(before)
         if complete is not before and self._copied(complete, before):
             self._sync.retire(complete)
+            runner.features.on_weights()
             return
         runner.model = complete
+        runner.features.on_weights()
         if runner.draft_model is not None:
             runner.draft_model.on_weights(runner.model)
         if runner.model is before:  # its weights were changed where they are: what was captured reads the new ones
@@ -168,6 +170,7 @@ class Admin:
                 self._runner.draft_model.on_pages_lost()
         if "weights" in tags:
             self._runner.model = self._blank()
+            self._runner.features.on_weights()
             self._has_weights = False
             if self._runner.draft_model is not None:
                 self._runner.draft_model.on_weights_lost(self._runner.model)
@@ -183,12 +186,15 @@ class Admin:
         try:
             return extension.call(self._extension, method, args, kwargs)
         finally:
-            self._sync.sums.forget()
-            self._backend.on_foreign_code(self._runner.model)
+            self._on_foreign_code()
+
+    def _on_foreign_code(self) -> None:
+        self._sync.sums.forget()
+        self._runner.features.on_weights()
+        self._backend.on_foreign_code(self._runner.model)
 
     def _apply_model(self, function: str) -> Any:
         try:
             return extension.plain(extension.named(function)(self._runner.model))
         finally:
-            self._sync.sums.forget()
-            self._backend.on_foreign_code(self._runner.model)
+            self._on_foreign_code()

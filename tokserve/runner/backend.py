@@ -15,6 +15,7 @@ from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.models.decoder import Decoder
 from tokserve.models.quantized_copy import QuantizedCopy
 from tokserve.plan import Int32, StepPlan
+from tokserve.runner.features import FeatureRows
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.replay import Step
 from tokserve.runner.routed import RoutedTable
@@ -107,11 +108,8 @@ class Backend(Protocol):
     def replay(self, plan: StepPlan) -> Tensor | None:
         """Logits [R, V] of a captured decode step; None if none fits."""
 
-    def forward(
-        self, model: Decoder, plan: StepPlan, needed: Int32, embeds: tuple[Tensor, Tensor] | None
-    ) -> HiddenStates:
-        """Compute the plan's tokens; the last needed[i] of row i are used, at least its `num_logits`.  `embeds`: as in
-        `ForwardBatch`."""
+    def forward(self, model: Decoder, plan: StepPlan, needed: Int32, features: FeatureRows | None) -> HiddenStates:
+        """Compute the plan's tokens; the last needed[i] of row i are used, at least its `num_logits`."""
 
     def draft_logits(self, plan: StepPlan) -> Tensor:
         """Compute the plan's tokens with the draft model: logits [n, V] of the last position of each row that has

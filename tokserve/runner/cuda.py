@@ -21,6 +21,7 @@ from tokserve.runner import exactness, kvcache
 from tokserve.runner.backend import WARM_UPS, Draft, HiddenStates, decode_step
 from tokserve.runner.cuda_graphs import DecodeGraphs, PromptGraphs, decode_sizes, prompt_rows, prompt_sizes
 from tokserve.runner.device_slots import DeviceSlots
+from tokserve.runner.features import FeatureRows
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.routed import RoutedTable
 from tokserve.runner.slots import Int64, SamplingColumns
@@ -119,15 +120,14 @@ class CudaBackend:
         graphs = self.decode_graphs
         return graphs.replay(plan) if graphs is not None and graphs.fits(plan) else None
 
-    def forward(
-        self, model: Decoder, plan: StepPlan, needed: Int32, embeds: tuple[Tensor, Tensor] | None
-    ) -> HiddenStates:
+    def forward(self, model: Decoder, plan: StepPlan, needed: Int32, features: FeatureRows | None) -> HiddenStates:
         graphs = self.prompt_graphs
-        if graphs is not None and embeds is None and graphs.fits(plan):
+        if graphs is not None and features is None and graphs.fits(plan):
             states = graphs.replay(plan)
         else:
             batch = self.slots.build(plan, self.kv)
-            batch.embeds = embeds
+            if features is not None:
+                batch.embeds, batch.added = features.embeds, features.added
             states = model.forward(batch)
         every = np.add.reduce(plan.num_logits) == len(states)
         ends = np.cumsum(plan.num_tokens, dtype=np.int64)

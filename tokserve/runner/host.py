@@ -18,6 +18,7 @@ from tokserve.plan import Int32, StepPlan
 from tokserve.runner import kvcache
 from tokserve.runner.backend import WARM_UPS, Draft, HiddenStates, decode_step
 from tokserve.runner.cpu_graphs import CpuGraphs
+from tokserve.runner.features import FeatureRows
 from tokserve.runner.host_slots import HostSlots
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.replay import Replay
@@ -69,11 +70,10 @@ class HostBackend:
         graphs = self._graphs
         return graphs.replay(plan) if graphs is not None and graphs.fits(plan) else None
 
-    def forward(
-        self, model: Decoder, plan: StepPlan, needed: Int32, embeds: tuple[Tensor, Tensor] | None
-    ) -> HiddenStates:
+    def forward(self, model: Decoder, plan: StepPlan, needed: Int32, features: FeatureRows | None) -> HiddenStates:
         batch = self.slots.build(plan, self.kv)
-        batch.embeds = embeds
+        if features is not None:
+            batch.embeds, batch.added = features.embeds, features.added
         batch.routed = None if self.routed is None else []
         batch.logits_rows = self.slots.logits_rows(plan, batch, needed)
         states = model.forward(batch)

@@ -12,6 +12,7 @@ from tokserve.layers.batch import ForwardBatch, LogitsRows, Pages
 from tokserve.plan import Int32, NewRow, StepPlan
 from tokserve.runner.slots import Int64, SamplingColumns, Slots, last_indices
 from tokserve.runner.states import StateColumns, StateTable, blank_columns
+from tokserve.vision import KIND, image_grid, rope_positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class HostSlots(Slots):
         self._count = np.arange(max(max_num_seqs, 1) + 1, dtype=np.int32)
         # the columns of the last rows, most often those of the next as well: seeds, greedy and temperature by slots
         self._last_columns: tuple[bytes, Tensor, Tensor, Tensor] | None = None
+        # of slots with images: positions along three axes [3, n] up to the last image's end, and the shift after it
+        self._axes: dict[int, tuple[Int64, int]] = {}
 
     def assign(self, row: NewRow) -> None:
         """A request takes the slot."""
@@ -49,6 +52,27 @@ class HostSlots(Slots):
         self._last_columns = None
         if self.states is not None:
             self.states.assign(row)
+        self._axes.pop(row.slot, None)
+        images = [(feature.start, image_grid(feature.data)) for feature in row.features if feature.kind == KIND]
+        if images:
+            self._axes[row.slot] = rope_positions(images, self.merge)
+
+    def _turned(self, slots: Int32, computed: Int32, counts: Int32, positions: Int64) -> tuple[Int64, Int64 | None]:
+        """Where the tokens [T] of a plan's rows stand in the rope tables; and if some of them are an image's, this by
+        axis [3, T]."""
+        pictured = [row for row, slot in enumerate(slots.tolist()) if slot in self._axes]
+        if not pictured:
+            return positions, None
+        turned, axes = positions.copy(), np.broadcast_to(positions, (3, len(positions))).copy()
+        starts = np.add.accumulate(counts, dtype=np.int64) - counts
+        for row in pictured:
+            known, shift = self._axes[int(slots[row])]
+            start, count, first = int(starts[row]), int(counts[row]), int(computed[row])
+            axes[:, start : start + count] += shift
+            part = known[:, first : first + count]
+            axes[:, start : start + part.shape[1]] = part
+            turned[start : start + count] = axes[0, start : start + count]
+        return turned, axes if (axes != turned).any() else None
 
     def columns(self, slots: Int32, lengths: Int64) -> SamplingColumns:
         """The columns of these rows."""
@@ -76,9 +100,10 @@ class HostSlots(Slots):
         seq_lens = computed + counts
         pages, offsets = np.divmod(positions, self.block_size)
         width = -(-int(seq_lens.max()) // self.block_size)
+        turned, axes = self._turned(slots, computed, counts, positions) if self._axes else (positions, None)
         return ForwardBatch(
             input_ids=torch.from_numpy(self.tokens[owner, positions].astype(np.int64)),  # [T]
-            positions=torch.from_numpy(positions),  # [T]
+            positions=torch.from_numpy(turned),  # [T]
             query_start=torch.from_numpy(query_start),  # [R + 1]
             seq_lens=torch.from_numpy(seq_lens),  # [R]
             block_tables=torch.from_numpy(self.blocks[slots, :width]),  # [R, width]
@@ -86,6 +111,7 @@ class HostSlots(Slots):
             kv=kv,
             adapters=torch.from_numpy(self.adapters[owner]) if self.has_adapters(plan) else None,  # [T]
             states=None if self.states is None else self.states.rows(),
+            axes=None if axes is None else torch.from_numpy(axes),
         )
 
     def decode_batch(self, num_tokens: int, kv: Pages, *, adapters: bool = False) -> DecodeBatch:
@@ -122,6 +148,8 @@ class HostSlots(Slots):
         np.add(positions, 1, out=into.seq_lens)
         width = int(np.maximum.reduce(pages)) + 1
         into.positions[:] = positions
+        if self._axes:
+            into.positions[:] = self._turned(slots, positions, plan.num_tokens, positions.astype(np.int64))[0]
         into.input_ids[:] = self.tokens[slots, positions]
         into.block_tables[:, :width] = self.blocks[slots, :width]
         np.multiply(self.blocks[slots, pages], self.block_size, out=into.slot_mapping, dtype=np.int64)
@@ -140,7 +168,8 @@ class HostSlots(Slots):
         np.add(plan.num_computed, counts, out=into.seq_lens[:rows])
         into.seq_lens[rows:] = 0
         into.block_tables[:rows, :width] = self.blocks[plan.slots, :width]
-        into.positions[:] = positions
+        turned = self._turned(plan.slots, plan.num_computed, counts, positions)[0] if self._axes else positions
+        into.positions[:] = turned
         into.input_ids[:] = self.tokens[owner, positions]
         into.slot_mapping[:] = self.blocks[owner, pages] * np.int64(self.block_size) + offsets
         if into.adapters is not None:

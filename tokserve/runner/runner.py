@@ -17,6 +17,7 @@ from tokserve.plan import GrammarBitmask, LogprobRows, StepPlan, StepResult
 from tokserve.runner.admin import Admin
 from tokserve.runner.backend import Backend, HiddenStates
 from tokserve.runner.draft_model import DraftModel, has_drawn
+from tokserve.runner.encoder import ImageEncoder
 from tokserve.runner.features import FeatureTable
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.lora import LoraTables
@@ -33,7 +34,14 @@ class Runner:
     """`forward` and `sample` alternate for every plan, in order, in one thread, which also makes the calls;
     `background` runs in another one."""
 
-    def __init__(self, model: Decoder, backend: Backend, config: Config, lora: LoraTables | None) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        backend: Backend,
+        config: Config,
+        lora: LoraTables | None,
+        encoder: ImageEncoder | None = None,
+    ) -> None:
         self.model = model  # with the weights that serve
         self.backend = backend
         self._slots = backend.slots
@@ -41,7 +49,7 @@ class Runner:
             backend.slots, model.spec.vocab, config.model.logprobs_mode, backend.device,
             max_mask=config.model.max_sampling_mask,
         )  # fmt: skip
-        self._features = FeatureTable(model.spec.hidden, model.dtype, backend.device.torch_device)
+        self.features = FeatureTable(model.spec.hidden, model.dtype, backend.device.torch_device, encoder)
         self._pooler = Pooler(model.spec.hidden)
         draft = backend.draft
         self.draft_model = None if draft is None else DraftModel(draft, backend, self._sampler)
@@ -89,14 +97,14 @@ class Runner:
         """What a request leaves in its slot, the next one overwrites."""
         for slot in plan.freed:
             self._sampler.release(slot)
-            self._features.release(slot)
+            self.features.release(slot)
             self._pooler.release(slot)
             if self.draft_model is not None:
                 self.draft_model.release(slot)
         for row in plan.new:
             self._slots.assign(row)
             self._sampler.assign(row)
-            self._features.assign(row)
+            self.features.assign(row)
             self._pooler.assign(row)
             if self.draft_model is not None:
                 self.draft_model.release(row.slot)
@@ -105,9 +113,9 @@ class Runner:
 
     def _compute(self, step: PendingStep) -> None:
         plan, rows = step.plan, step.rows
-        embeds = self._features.embeds(plan)
+        features = self.features.rows(plan, self.model)
         began = time.monotonic_ns()
-        logits = self.backend.replay(plan) if embeds is None else None
+        logits = self.backend.replay(plan) if features is None else None
         if logits is not None:
             self.spans.add("replay", began, time.monotonic_ns())
         if logits is None:
@@ -120,7 +128,7 @@ class Runner:
                     needed[row] = max(needed[row], plan.num_computed[row] + plan.num_tokens[row] - first + 1)
                 for row, count in pooled.items():
                     needed[row] = count
-            hidden = self.backend.forward(self.model, plan, needed, embeds)
+            hidden = self.backend.forward(self.model, plan, needed, features)
             step.prompt_logprobs = {span[0]: self._score(plan, hidden, span) for span in spans}
             for row, count in pooled.items():
                 end = int(hidden.ends[row])

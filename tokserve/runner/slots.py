@@ -64,6 +64,7 @@ class Slots:
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self.block_size = block_size
+        self.merge = 0  # of the images of a model that reads some, as `ImageFormat` has it
         width = -(-max_model_len // block_size)
         # one column more than a context: a token sampled at the very end has a place
         self.tokens: Int32 = np.zeros((max_num_seqs, max_model_len + 1), np.int32)

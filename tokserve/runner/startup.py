@@ -28,9 +28,11 @@ from tokserve.plan import DRAWN, DeviceFacts, NewRow, StepPlan
 from tokserve.runner import kvcache
 from tokserve.runner.backend import Backend, Draft
 from tokserve.runner.cuda import CudaBackend
+from tokserve.runner.encoder import ImageEncoder
 from tokserve.runner.host import HostBackend
 from tokserve.runner.lora import LoraTables
 from tokserve.runner.runner import Runner
+from tokserve.vision import KIND, ImageFormat, image_format
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +66,12 @@ def _load(config: Config) -> tuple[Runner, DeviceFacts]:
         lora.attach(draft.model)
     loaded = time.perf_counter()
     backend = make_backend(target, model, config, draft)
-    runner = Runner(model, backend, config, lora)
+    images = _images(config, model)
+    encoder = None
+    if images is not None:
+        encoder = ImageEncoder(images, config.media.mm_encoder_cache_bytes, threads)
+        backend.slots.merge = images.merge
+    runner = Runner(model, backend, config, lora, encoder)
     with torch.inference_mode():
         for adapter in (-1,) if lora is None else (-1, 0):
             _warm_up(runner, adapter)
@@ -89,7 +96,16 @@ def _load(config: Config) -> tuple[Runner, DeviceFacts]:
         "warm_up_seconds": round(time.perf_counter() - loaded, 3),
         **runner.call("memory", {}),
     }
-    return runner, DeviceFacts(backend.layout, model.spec.vocab, "0", facts, {"embeddings": 4 * model.spec.hidden})
+    kinds = {"embeddings": 4 * model.spec.hidden} | ({} if images is None else {KIND: 0})
+    return runner, DeviceFacts(backend.layout, model.spec.vocab, "0", facts, kinds, images)
+
+
+def _images(config: Config, model: Decoder) -> ImageFormat | None:
+    """What an image is to the model; None: it reads none."""
+    if model.tower is None:
+        return None
+    directory = Path(config.model.model)
+    return image_format(directory, checkpoint.hf_config(directory) | (config.model.hf_overrides or {}))
 
 
 def _model(config: Config, target: Device | Accelerator) -> Decoder:

@@ -23,13 +23,14 @@ from tokserve.engine.output.columns import (
 from tokserve.messages import Finish
 from tokserve.params import PoolingParams, SamplingParams
 from tokserve.plan import Float32, LogprobRows
+from tokserve.vision import ImageFormat
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What the model and the cache set for all requests.  `context`: maximum tokens of prompt plus output.
 
-    `feature_bytes`: as in `DeviceFacts`.
+    `feature_bytes`: as in `DeviceFacts`.  `images`: of a model that reads images.
     """
 
     context: int
@@ -37,6 +38,7 @@ class Limits:
     eos: tuple[int, ...]
     logprobs_mode: str
     feature_bytes: Mapping[str, int] = field(default_factory=dict)
+    images: ImageFormat | None = None
 
 
 class OutputBuffer:

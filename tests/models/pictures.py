@@ -1,0 +1,78 @@
+"""Tiny models that read images, images for them, and what transformers computes of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tokserve.prompt import Feature
+from tokserve.vision import KIND, Grid, ImageFormat, encode_image
+
+
+def patches(kind: ImageFormat, grid: Grid, seed: int) -> NDArray[Any]:
+    """Pixels of a random image, uint8 [n, patch_elements]: smooth, with noise."""
+    rng = np.random.default_rng(seed)
+    base = rng.integers(0, 200, (grid.patches, 1)) + rng.integers(0, 56, (grid.patches, kind.patch_elements))
+    return base.astype(np.uint8)
+
+
+def normalized(kind: ImageFormat, pixels: NDArray[Any]) -> NDArray[np.float32]:
+    factor, summand = kind.normalization()
+    return pixels.astype(np.float32) * factor + summand
+
+
+class Picture:
+    """An image of a grid; `seed` says what is on it."""
+
+    def __init__(self, kind: ImageFormat, height: int, width: int, seed: int = 0) -> None:
+        self.kind, self.grid, self.seed = kind, Grid(1, height, width), seed
+        self.pixels = patches(kind, self.grid, seed)
+
+    @property
+    def length(self) -> int:
+        return self.kind.num_tokens(self.grid)
+
+    def feature(self, start: int, *, raw: bool = False) -> Feature:
+        content = self.pixels if raw else normalized(self.kind, self.pixels)
+        name = f"{self.seed}:{self.grid}".encode()
+        return Feature(KIND, name, start, self.length, encode_image(content, self.grid))
+
+
+def prompt_of(parts: list[list[int] | Picture], *, raw: bool = False) -> tuple[list[int], tuple[Feature, ...]]:
+    """Token ids and features of texts and images, one after the other; an image is between its start and end."""
+    ids: list[int] = []
+    features = []
+    for part in parts:
+        if isinstance(part, Picture):
+            features.append(part.feature(len(ids) + 1, raw=raw))
+            ids += [part.kind.start_id, *[part.kind.token_id] * part.length, part.kind.end_id]
+        else:
+            ids += part
+    return ids, tuple(features)
+
+
+def oracle(directory: Path) -> Any:
+    """The checkpoint in transformers."""
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def oracle_logits(model: Any, ids: list[int], pictures: list[Picture]) -> Tensor:  # [T, vocab]
+    given = torch.tensor([ids])
+    more: dict[str, Any] = {}
+    if pictures:
+        pixels = np.concatenate([normalized(picture.kind, picture.pixels) for picture in pictures])
+        more = {
+            "pixel_values": torch.from_numpy(pixels),
+            "image_grid_thw": torch.tensor([picture.grid for picture in pictures]),
+        }
+    kinds = (given == pictures[0].kind.token_id).int() if pictures else torch.zeros_like(given, dtype=torch.int32)
+    with torch.inference_mode():
+        logits: Tensor = model(input_ids=given, mm_token_type_ids=kinds, **more).logits
+    return logits[0]

@@ -1,0 +1,140 @@
+"""Vision towers and models that read images against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models.pictures import Picture, oracle, oracle_logits, prompt_of
+from tests.runner.drive import Driver, Job
+from tokserve import checkpoint
+from tokserve.config import Config
+from tokserve.errors import StartError
+from tokserve.models.dummy import VISION_FAMILIES, tiny_vision_config, write_checkpoint
+from tokserve.models.registry import decoder_spec
+from tokserve.params import SamplingParams
+from tokserve.runner.startup import load
+from tokserve.vision import Grid, ImageFormat, decode_image, image_format
+
+TEXT = [[5, 9, 13, 200, 7], [31, 4], [77, 8, 19, 250, 44, 3]]
+
+
+def kind_of(directory: Path) -> ImageFormat:
+    kind = image_format(directory, checkpoint.hf_config(directory))
+    assert kind is not None
+    return kind
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_logprobs_are_transformers(family: str, tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, tiny_vision_config(family))
+    kind = kind_of(directory)
+    runner, facts = load(Config.make(
+        model=str(directory), dtype="float32", device="cpu", max_model_len=256, max_num_seqs=8, block_size=16,
+        cpu_threads=1, max_logprobs=-1,
+    ))  # fmt: skip
+    reference = oracle(directory)
+    one, wide, tall = Picture(kind, 4, 4, 1), Picture(kind, 2, 10, 2), Picture(kind, 6, 4, 3)
+    for parts in (TEXT, [TEXT[0], one], [wide, TEXT[1]], [TEXT[0], one, TEXT[1], wide, tall, TEXT[2]]):
+        ids, features = prompt_of(parts)
+        params = SamplingParams(max_tokens=6, temperature=0.0, prompt_logprobs=0, logprobs=0)
+        [job] = Driver(runner, facts, 8).run([Job(ids, params, features=features)])
+        whole = ids + job.output
+        pictures = [part for part in parts if isinstance(part, Picture)]
+        expected = oracle_logits(reference, whole, pictures).log_softmax(-1)
+        assert job.output == expected[len(ids) - 1 : -1].argmax(-1).tolist()
+        served = [job.prompt_rows[i][0] for i in range(1, len(ids))] + [row[0] for row in job.rows]
+        exact = expected[:-1].gather(1, torch.tensor(whole[1:])[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(served), exact, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "family"), [("float32", "qwen2_5_vl"), ("bfloat16", "qwen3_vl"), ("bfloat16", "qwen3_5")]
+)
+def test_images_have_the_same_bits_in_any_batch_and_chunk_and_after_preemption(
+    dtype: str, family: str, tmp_path: Path
+) -> None:
+    directory = write_checkpoint(tmp_path, tiny_vision_config(family))
+    kind = kind_of(directory)
+    runner, facts = load(Config.make(
+        model=str(directory), dtype=dtype, device="cpu", max_model_len=256, max_num_seqs=8, block_size=16,
+        cpu_threads=2, max_logprobs=-1,
+    ))  # fmt: skip
+    pictures = [Picture(kind, 4, 4, 1), Picture(kind, 2, 10, 2), Picture(kind, 6, 4, 3)]
+    prompts = [
+        [TEXT[0], pictures[0]], [pictures[1], TEXT[1]], [TEXT[1], pictures[2], TEXT[0], pictures[0], TEXT[2]], TEXT,
+    ]  # fmt: skip
+
+    def jobs() -> list[Job]:
+        params = SamplingParams(max_tokens=5, temperature=0.8, prompt_logprobs=1, logprobs=2)
+        made = [prompt_of(parts) for parts in prompts]
+        return [Job(ids, params, seed, features=features) for seed, (ids, features) in enumerate(made)]
+
+    alone = [Driver(runner, facts, 8).run([job])[0].outcome() for job in jobs()]
+    assert [job.outcome() for job in Driver(runner, facts, 8, seed=1).run(jobs())] == alone
+    for chunk in (1, 3, 7, 16):
+        runs = Driver(runner, facts, 8, seed=chunk).run(jobs(), chunk=chunk, preempt_after={0: 2, 2: 3})
+        assert [job.outcome() for job in runs] == alone, chunk
+
+
+def test_an_image_is_encoded_once_until_weights_change(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, tiny_vision_config("qwen3_vl"))
+    picture = Picture(kind_of(directory), 4, 6)
+    runner, facts = load(Config.make(
+        model=str(directory), dtype="float32", device="cpu", max_model_len=128, max_num_seqs=16, block_size=16,
+        cpu_threads=1,
+    ))  # fmt: skip
+    encoder = runner.features.encoder
+    assert encoder is not None
+
+    def run(count: int) -> list[list[int]]:
+        ids, features = prompt_of([TEXT[0], picture, TEXT[1]], raw=True)
+        params = SamplingParams(max_tokens=3, temperature=0.0)
+        jobs = Driver(runner, facts, 16).run([Job(ids, params, features=features) for _ in range(count)])
+        return [job.output for job in jobs]
+
+    outputs = run(16)
+    assert encoder.encoded == 1 and encoder.num_bytes == 3 * picture.length * 64 * 4
+    runner.features.on_weights()
+    assert run(2) == outputs[:2] and encoder.encoded == 2
+    assert facts.feature_bytes["image"] == 0 and facts.images == picture.kind
+
+
+def test_pixels_are_normalized_here_as_in_the_processor(tmp_path: Path) -> None:
+    config = tiny_vision_config("qwen2_5_vl")
+    directory = write_checkpoint(tmp_path, config)
+    (directory / "preprocessor_config.json").write_text(
+        '{"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28], "rescale_factor": 0.00392156862745098}'
+    )
+    kind = kind_of(directory)
+    picture = Picture(kind, 2, 2)
+    raw, exact = (decode_image(picture.feature(0, raw=raw).data, kind) for raw in (True, False))
+    assert raw[1] == exact[1] == Grid(1, 2, 2) and (raw[0] == exact[0]).all()
+    pixel = picture.pixels[1].reshape(3, 2, 8, 8)[2, 1, 4, 5]
+    expected = (pixel / 255 - 0.41) / 0.28
+    assert abs(raw[0][1].reshape(3, 2, 8, 8)[2, 1, 4, 5] - expected) < 1e-6
+
+
+def test_a_model_without_its_tower_is_the_text_model(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, tiny_vision_config("qwen3_vl"))
+    options = {"model": str(directory), "dtype": "float32", "device": "cpu", "max_model_len": 128, "cpu_threads": 1}
+    outputs = []
+    for overrides in (None, {"vision_config": None}):
+        runner, facts = load(Config.make(**options, max_num_seqs=4, block_size=16, hf_overrides=overrides))
+        assert ("image" in facts.feature_bytes) == (overrides is None) == (runner.model.tower is not None)
+        [job] = Driver(runner, facts, 4).run([Job(TEXT[2], SamplingParams(max_tokens=8, temperature=0.0))])
+        outputs.append(job.output)
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize(("changes", "name"), [
+    ({"num_heads": 5}, "num_heads"), ({"out_hidden_size": 32}, "out_hidden_size"),
+    ({"deepstack_visual_indexes": [0, 1, 2]}, "deepstack_visual_indexes"),
+    ({"deepstack_visual_indexes": [9]}, "deepstack_visual_indexes"), ({"num_position_embeddings": 37}, "num_position"),
+    ({"hidden_act": "tanh"}, "hidden_act"), ({"patch_size": 0}, "patch_size"), ({"depth": "four"}, "depth"),
+])  # fmt: skip
+def test_towers_that_cannot_be_built_are_refused(changes: dict[str, object], name: str) -> None:
+    with pytest.raises(StartError, match=name):
+        decoder_spec(checkpoint.flat(tiny_vision_config("qwen3_vl", **changes)))

@@ -1,0 +1,102 @@
+"""A vision tower: the patches of one image to embeddings that stand in a prompt, and in the first layers' inputs.
+
+Images are computed one at a time, so that an image's bits do not depend on others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokserve import ops
+from tokserve.layers.options import LayerOptions
+from tokserve.layers.parameter import Parameter, under
+from tokserve.layers.vision import (
+    Merger,
+    MergerSpec,
+    PatchEmbedding,
+    PositionTable,
+    Segments,
+    VisionBlock,
+    VisionSpec,
+    angles,
+    segments,
+)
+
+
+class Tower:
+    """Weights come in through `parameters`; they are not quantized."""
+
+    def __init__(self, spec: VisionSpec, options: LayerOptions) -> None:
+        self.spec = spec
+        options = LayerOptions(options.dtype)
+        self.patch = PatchEmbedding(spec, options)
+        self.positions = PositionTable(spec.side, spec.hidden, options.dtype) if spec.side else None
+        self.blocks = [VisionBlock(spec, options) for _ in range(spec.layers)]
+        self.merger = Merger(spec.merger, options)
+        self.taps = [Merger(_joined(spec.merger), options) for _ in spec.taps]
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Every tensor of the tower under its name in a checkpoint."""
+        parameters = under("patch_embed", self.patch.parameters()) | under("merger", self.merger.parameters())
+        if self.positions is not None:
+            parameters |= under("pos_embed", self.positions.parameters())
+        for number, block in enumerate(self.blocks):
+            parameters |= under(f"blocks.{number}", block.parameters())
+        for number, tap in enumerate(self.taps):
+            parameters |= under(f"deepstack_merger_list.{number}", tap.parameters())
+        return under(self.spec.name, parameters)
+
+    def __call__(self, patches: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        """Embeddings [1 + taps, tokens, outputs] of the image whose normalized patches [n, pixels] are float32, in
+        squares of `merge` by `merge`; `grid`: (1, height, width) in patches.  The first are inputs of the text model,
+        those that follow are added to the outputs of its first layers."""
+        _, height, width = grid
+        merge = self.spec.merger.merge
+        squares = torch.arange(height * width, device=ops.torch_device).view(
+            height // merge, merge, width // merge, merge
+        )
+        order = squares.permute(0, 2, 1, 3).reshape(-1)  # index in the image of each patch
+        x = self.patch(patches)
+        if self.positions is not None:
+            x = x + self.positions(order // width, order % width, height, width)
+        everything, windows, back = segments([len(order)]), None, None
+        if self.spec.window:
+            index, windows = window_order(height // merge, width // merge, self.spec.window, merge**2)
+            by_patch = (index[:, None] * merge**2 + torch.arange(merge**2)).view(-1)
+            x, order, back = x.index_select(0, by_patch), order.index_select(0, by_patch), index.argsort()
+        turned = angles(self.spec.theta, self.spec.hidden // self.spec.heads, order // width, order % width)
+        merged = self._layers(x, turned, everything, windows)
+        return torch.stack([one if back is None else one.index_select(0, back) for one in merged])
+
+    def _layers(
+        self, x: Tensor, turned: tuple[Tensor, Tensor], everything: list[Segments], windows: list[Segments] | None
+    ) -> list[Tensor]:
+        """The mergers' results for rows [n, hidden]: the last first, then the taps'."""
+        taps = dict(zip(self.spec.taps, self.taps, strict=True))
+        merged: dict[int, Tensor] = {}
+        added, residual, normed = x, x, self.blocks[0].norm1(x)
+        for layer, block in enumerate(self.blocks):
+            if layer:
+                normed, residual = block.norm1.add(added, residual)
+            whole = windows is None or layer in self.spec.whole
+            added, residual = block(normed, residual, turned, everything if whole else windows or everything)
+            if layer in taps:
+                merged[layer] = taps[layer](added + residual)
+        return [self.merger(added + residual), *(merged[layer] for layer in self.spec.taps)]
+
+
+def window_order(height: int, width: int, side: int, rows: int) -> tuple[Tensor, list[Segments]]:
+    """Squares of an image of height by width squares, window by window (those at the lower and right edge may be
+    smaller), and the windows as runs of rows, of which a square has `rows`."""
+    number = torch.arange(height * width).view(height, width)
+    bands = torch.split(number, side)
+    windows = [part.reshape(-1) for band in bands for part in torch.split(band, side, dim=1)]
+    return torch.cat(windows), segments([len(window) * rows for window in windows])
+
+
+def _joined(spec: MergerSpec) -> MergerSpec:
+    """The merger after a tap."""
+    return MergerSpec(
+        spec.hidden, spec.merge, spec.outputs, spec.norm, spec.norm_name, spec.up_name, spec.down_name, norm_joined=True
+    )

@@ -1,0 +1,203 @@
+"""Images as a checkpoint's vision tower takes them: patches, the ids of placeholders, positions along three axes.
+
+The server and the engine read the same `ImageFormat` from the checkpoint, and images travel between them as the data
+of a feature of kind `KIND`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tokserve.checkpoint import read_json
+from tokserve.errors import RequestError, StartError
+from tokserve.prompt import Feature
+
+KIND = "image"  # of features
+HEADER = struct.Struct("<4i")  # t, h, w, number of the dtype
+DTYPES = (np.dtype("|u1"), np.dtype("<f4"))
+Int64 = NDArray[np.int64]
+ABSENT = {"image_mean": 0.5, "image_std": 0.5, "rescale_factor": 1 / 255}
+
+
+class Grid(NamedTuple):
+    """Patches of an image: in time, down and across."""
+
+    t: int
+    h: int
+    w: int
+
+    @property
+    def patches(self) -> int:
+        return self.t * self.h * self.w
+
+
+class ImageFormat(msgspec.Struct, frozen=True):
+    """What an image is to a checkpoint.
+
+    `token_id`: of the placeholder that stands `num_tokens` times for an image in a prompt; `start_id`, `end_id`: of the
+    tokens before and after.  A patch has `channels` * `temporal` * `size` * `size` pixels, in this order; patches come
+    in squares of `merge` by `merge`, row by row, and each square becomes one embedding.  Pixels are 0 to 255, or
+    (pixel * `rescale` - `mean`) / `std` by channel in float32.  `axes`: positions of an image's tokens have three axes.
+    """
+
+    token_id: int
+    start_id: int
+    end_id: int
+    size: int
+    temporal: int
+    merge: int
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    rescale: float
+    axes: bool = True
+
+    @property
+    def patch_elements(self) -> int:
+        return self.channels * self.temporal * self.size**2
+
+    def num_tokens(self, grid: Grid) -> int:
+        """Embeddings of an image."""
+        return grid.patches // self.merge**2
+
+    def normalization(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Factor and summand of each element of a patch: pixel * factor + summand; [patch_elements] each."""
+        mean, std = np.array(self.mean), np.array(self.std)
+        repeats = self.temporal * self.size**2
+        factor, summand = np.repeat(self.rescale / std, repeats), np.repeat(-mean / std, repeats)
+        return factor.astype(np.float32), summand.astype(np.float32)
+
+
+def image_format(directory: Path, hf: Mapping[str, Any]) -> ImageFormat | None:
+    """From config.json (`hf`, as `checkpoint.hf_config` returns it) and preprocessor_config.json; None: the model takes
+    no images.
+
+    Raises StartError for attributes of a wrong kind.
+    """
+    vision = hf.get("vision_config")
+    if not isinstance(vision, Mapping) or not isinstance(hf.get("image_token_id"), int):
+        return None
+    processor = read_json(directory, "preprocessor_config.json") or {}
+    if isinstance(processor.get("image_processor"), dict):  # as transformers 5 saves it
+        processor = processor["image_processor"]
+    channels = _integer(vision, "vision_config.in_channels", vision.get("in_channels", vision.get("in_chans", 3)))
+    return ImageFormat(
+        token_id=_integer(hf, "image_token_id"),
+        start_id=_integer(hf, "vision_start_token_id", minimum=0),
+        end_id=_integer(hf, "vision_end_token_id", minimum=0),
+        size=_integer(vision, "vision_config.patch_size"),
+        temporal=_integer(vision, "vision_config.temporal_patch_size", vision.get("temporal_patch_size", 2)),
+        merge=_integer(vision, "vision_config.spatial_merge_size", vision.get("spatial_merge_size", 2)),
+        channels=channels,
+        mean=_numbers(processor, "image_mean", channels),
+        std=_numbers(processor, "image_std", channels),
+        rescale=_number("rescale_factor", processor.get("rescale_factor", ABSENT["rescale_factor"])),
+    )
+
+
+def _integer(values: Mapping[str, Any], path: str, value: Any = None, *, minimum: int = 1) -> int:
+    value = values.get(path.rpartition(".")[2]) if value is None else value
+    if type(value) is not int or value < minimum:
+        raise StartError(f"config.json: {path} must be an integer of at least {minimum}, found {value!r}")
+    return value
+
+
+def _numbers(values: Mapping[str, Any], name: str, count: int) -> tuple[float, ...]:
+    given = values.get(name)
+    given = [ABSENT[name]] * count if given is None else given
+    if not isinstance(given, list) or len(given) != count:
+        raise StartError(f"preprocessor_config.json: {name} must be a list of {count} numbers, found {given!r}")
+    return tuple(_number(name, one) for one in given)
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 < value < 1e6:
+        raise StartError(f"preprocessor_config.json: {name} must have positive numbers, found {value!r}")
+    return float(value)
+
+
+def encode_image(patches: NDArray[Any], grid: Grid) -> bytes:
+    """The data of a feature: `patches` [grid.patches, patch_elements], uint8 pixels or normalized float32."""
+    return HEADER.pack(*grid, DTYPES.index(patches.dtype)) + np.ascontiguousarray(patches).tobytes()
+
+
+def image_grid(encoded: bytes) -> Grid:
+    """Of the data of a feature that `check_image` has passed."""
+    return Grid(*HEADER.unpack_from(encoded)[:3])
+
+
+def decode_image(encoded: bytes, kind: ImageFormat) -> tuple[NDArray[np.float32], Grid]:
+    """Normalized patches [grid.patches, patch_elements], and the grid, of the data that `check_image` has passed."""
+    *sizes, number = HEADER.unpack_from(encoded)
+    patches = np.frombuffer(encoded, DTYPES[number], offset=HEADER.size).reshape(-1, kind.patch_elements)
+    if DTYPES[number].kind == "u":
+        factor, summand = kind.normalization()
+        return patches.astype(np.float32) * factor + summand, Grid(*sizes)
+    return patches.astype(np.float32), Grid(*sizes)
+
+
+def check_images(features: Sequence[Feature], kind: ImageFormat) -> None:
+    """Raise RequestError for a feature that is an image and not as `check_image` demands."""
+    for feature in features:
+        if feature.kind == KIND:
+            check_image(feature, kind)
+
+
+def check_image(feature: Feature, kind: ImageFormat, field: str = "features") -> None:
+    """Raise RequestError naming `field` unless the data is an image with as many embeddings as the feature has
+    placeholders."""
+    if len(feature.data) < HEADER.size:
+        raise RequestError(f"{field}: an image has no grid", field=field)
+    *sizes, number = HEADER.unpack_from(feature.data)
+    grid, merge = Grid(*sizes), kind.merge
+    if grid.t != 1 or not all(0 < side < 1 << 15 and side % merge == 0 for side in (grid.h, grid.w)):
+        raise RequestError(
+            f"{field}: the grid of an image must be (1, h, w), h and w multiples of {merge}, got {tuple(grid)}",
+            field=field,
+        )  # fmt: skip
+    if not 0 <= number < len(DTYPES):
+        raise RequestError(f"{field}: the dtype of an image must be uint8 or float32", field=field)
+    needed = HEADER.size + grid.patches * kind.patch_elements * DTYPES[number].itemsize
+    if len(feature.data) != needed:
+        raise RequestError(
+            f"{field}: an image of grid {tuple(grid)} needs {grid.patches} patches of {kind.patch_elements} pixels",
+            field=field,
+        )  # fmt: skip
+    if kind.num_tokens(grid) != feature.length:
+        raise RequestError(
+            f"{field}: an image of grid {tuple(grid)} has {kind.num_tokens(grid)} tokens, got a run of "
+            f"{feature.length} placeholders", field=field, code="placeholder_mismatch",
+        )  # fmt: skip
+    if DTYPES[number].kind == "f" and not _finite(feature.data):
+        raise RequestError(f"{field}: pixels must be finite", field=field)
+
+
+def _finite(encoded: bytes) -> bool:
+    pixels = np.frombuffer(encoded, "<f4", offset=HEADER.size)
+    return bool(np.isfinite(pixels).all())
+
+
+def rope_positions(images: Sequence[tuple[int, Grid]], merge: int) -> tuple[Int64, int]:
+    """Positions of a prompt's tokens along (t, h, w) up to the end of its last image: int64[3, n]; and what is added to
+    the index of every later token to give its position, alike on the three axes.
+
+    `images`: where the tokens of each begin, in order.  A text's tokens count on from the largest position before;
+    those of an image share one position in time, and have their row and column from there on.
+    """
+    parts, position, end = [], 0, 0
+    for start, grid in images:
+        text = np.arange(position, position + start - end, dtype=np.int64)
+        parts.append(np.broadcast_to(text, (3, len(text))))
+        position += start - end
+        rows, columns = grid.h // merge, grid.w // merge
+        parts.append(np.indices((grid.t, rows, columns), dtype=np.int64).reshape(3, -1) + position)
+        end = start + grid.t * rows * columns
+        position += max(grid.t, rows, columns)
+    return np.concatenate(parts, axis=1) if parts else np.empty((3, 0), np.int64), position - end
