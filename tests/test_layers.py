@@ -44,7 +44,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "device": ({"errors", "cpu_list"}, {"transformers"}),
     "ops": ({"errors", "_C"}, {"transformers"}),
     "text": ({"errors", "image_parts", "jsonschema", "params", "checkpoint"}, TORCH),
-    "media": ({"errors", "image_parts", "config", "log"}, TORCH),
+    "media": ({"errors", "image_parts", "config", "log", "prompt", "vision"}, TORCH),
     "rl": (set(), {"transformers"}),  # relative imports: it is also a distribution of its own
     "layers": ({"ops", "errors", "kv_spec", "classifier"}, {"transformers"}),
     "models": (

@@ -23,7 +23,7 @@ KIND = "image"  # of features
 HEADER = struct.Struct("<4i")  # t, h, w, number of the dtype
 DTYPES = (np.dtype("|u1"), np.dtype("<f4"))
 Int64 = NDArray[np.int64]
-ABSENT = {"image_mean": 0.5, "image_std": 0.5, "rescale_factor": 1 / 255}
+ABSENT = {"image_mean": 0.5, "image_std": 0.5}
 
 
 class Grid(NamedTuple):
@@ -85,8 +85,10 @@ def image_format(directory: Path, hf: Mapping[str, Any]) -> ImageFormat | None:
     if not isinstance(vision, Mapping) or not isinstance(hf.get("image_token_id"), int):
         return None
     processor = read_json(directory, "preprocessor_config.json") or {}
-    if isinstance(processor.get("image_processor"), dict):  # as transformers 5 saves it
-        processor = processor["image_processor"]
+    if not processor:  # as transformers 5 saves it
+        inner = (read_json(directory, "processor_config.json") or {}).get("image_processor")
+        processor = inner if isinstance(inner, dict) else {}
+    normalizes, rescales = (processor.get(name, True) is not False for name in ("do_normalize", "do_rescale"))
     channels = _integer(vision, "vision_config.in_channels", vision.get("in_channels", vision.get("in_chans", 3)))
     return ImageFormat(
         token_id=_integer(hf, "image_token_id"),
@@ -96,9 +98,9 @@ def image_format(directory: Path, hf: Mapping[str, Any]) -> ImageFormat | None:
         temporal=_integer(vision, "vision_config.temporal_patch_size", vision.get("temporal_patch_size", 2)),
         merge=_integer(vision, "vision_config.spatial_merge_size", vision.get("spatial_merge_size", 2)),
         channels=channels,
-        mean=_numbers(processor, "image_mean", channels),
-        std=_numbers(processor, "image_std", channels),
-        rescale=_number("rescale_factor", processor.get("rescale_factor", ABSENT["rescale_factor"])),
+        mean=_numbers(processor, "image_mean", channels) if normalizes else (0.0,) * channels,
+        std=_numbers(processor, "image_std", channels) if normalizes else (1.0,) * channels,
+        rescale=_number("rescale_factor", processor.get("rescale_factor", 1 / 255)) if rescales else 1.0,
     )
 
 

@@ -41,6 +41,10 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_media_bytes: Annotated[Positive, about("Most bytes of all images of a request, as sent or fetched.")] = (
         128 << 20
     )
+    mm_processor_kwargs: Annotated[
+        dict[str, Any] | None,
+        about('JSON object of arguments of the checkpoint\'s image processor, as {"max_pixels": 1000000}.'),
+    ] = None
     mm_processor_workers: Annotated[
         int, about("Processes that decode, resize and cut up images; they start with the first image.", ge=1, le=64)
     ] = 1
