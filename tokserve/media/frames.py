@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import time
+from typing import Any
 
 import msgspec
 
@@ -23,6 +24,16 @@ class Array(msgspec.Struct, array_like=True, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     buffer: memoryview
+
+
+class WorkerSettings(msgspec.Struct):
+    """What the server tells its workers.  The last are used where the checkpoint has no processor's config."""
+
+    max_pixels: int
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    kwargs: dict[str, Any] = {}
 
 
 class WorkerReady(msgspec.Struct, tag="ready"):

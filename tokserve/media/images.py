@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from tokserve.config import Config
 from tokserve.errors import RequestError, Unavailable
 from tokserve.image_parts import ImageUrl, check_count, expand
+from tokserve.media.frames import WorkerSettings
 from tokserve.media.pool import ProcessedImage, WorkerPool, digest_of
 from tokserve.media.sources import ImageSources
-from tokserve.media.worker import WorkerSettings
 from tokserve.prompt import Feature, TokenPrompt
 from tokserve.vision import KIND, Grid, ImageFormat, encode_image
 

@@ -19,22 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokserve.media import frames
-from tokserve.media.frames import Array, BrokenFrame, Job, Processed, Refused, WorkerReady
+from tokserve.media.frames import Array, BrokenFrame, Job, Processed, Refused, WorkerReady, WorkerSettings
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # of Pillow; decoders of others are not reached
 MOST_RATIO = 200  # of the sides: what the Qwen processors take
 BACKGROUND = (255, 255, 255)  # of images that are partly transparent
 MEMORY = 2 << 30  # bytes beside those of the largest image's pixels
-
-
-class WorkerSettings(msgspec.Struct):
-    """What the server tells its workers.  The last are used where the checkpoint has no processor's config."""
-
-    max_pixels: int
-    patch_size: int
-    temporal_patch_size: int
-    merge_size: int
-    kwargs: dict[str, Any] = {}
 
 
 class UnreadableImage(Exception):
@@ -116,7 +106,8 @@ def _processor(model: str, settings: WorkerSettings) -> Any:
 
     names = ("preprocessor_config.json", "processor_config.json")
     if any(os.path.isfile(os.path.join(model, name)) for name in names):
-        return AutoImageProcessor.from_pretrained(model, backend="pil", **settings.kwargs)
+        load: Any = AutoImageProcessor.from_pretrained
+        return load(model, backend="pil", **settings.kwargs)
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     sizes = {name: getattr(settings, name) for name in ("patch_size", "temporal_patch_size", "merge_size")}
@@ -124,8 +115,7 @@ def _processor(model: str, settings: WorkerSettings) -> Any:
 
 
 def _array(values: NDArray[Any]) -> Array:
-    contiguous = np.ascontiguousarray(values)
-    return Array(contiguous.dtype.str, contiguous.shape, memoryview(contiguous).cast("B"))
+    return Array(values.dtype.str, values.shape, memoryview(values.tobytes()))
 
 
 def _first_line(error: Exception) -> str:
