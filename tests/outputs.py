@@ -6,7 +6,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tokserve.messages import Finish, Logprobs, RareFields, RowLogprobs, StepOutput, StepStats, pack_ids
+from tokserve.messages import Finish, Logprobs, RareFields, RowLogprobs, StepOutput, StepStats
+from tokserve.prompt import pack_ids
 
 
 @dataclass

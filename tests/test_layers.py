@@ -134,7 +134,20 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "cli": ({"bench", "client", "server", "config", "resolve", "errors", "log", "sockets"}, TORCH),
     "bench": ({"client", "params", "errors"}, TORCH),
     "testing": (
-        {"cli", "client", "rl", "engine", "messages", "plan", "params", "kv_spec", "checkpoint", "config", "errors"},
+        {
+            "cli",
+            "client",
+            "rl",
+            "engine",
+            "messages",
+            "plan",
+            "prompt",
+            "params",
+            "kv_spec",
+            "checkpoint",
+            "config",
+            "errors",
+        },
         TORCH,
     ),
 }

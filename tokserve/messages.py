@@ -7,7 +7,7 @@ microseconds, and deltas are joined by joining bytes.  A step's output is a few 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,20 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokserve.params import PoolingParams, RequestOptions, SamplingParams
-from tokserve.prompt import TokenPrompt
+from tokserve.prompt import TokenPrompt, unpack_ids
 
 MASK_ROW = 12  # bytes of a token in `SamplingMasks.rows`
 AGES = 5  # 0, 1, 2, 3, and 4 or more changes of the weights
-
-
-def pack_ids(ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian int32 bytes."""
-    return np.asarray(ids, dtype="<i4").tobytes()
-
-
-def unpack_ids(packed: bytes) -> list[int]:
-    """Little-endian int32 bytes as a list of ints."""
-    return memoryview(packed).cast("i").tolist()
 
 
 class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -5,8 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import msgspec
+import numpy as np
 
 from tokserve.errors import RequestError
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian int32 bytes."""
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def unpack_ids(packed: bytes) -> list[int]:
+    """Little-endian int32 bytes as a list of ints."""
+    return memoryview(packed).cast("i").tolist()
 
 
 class Feature(msgspec.Struct, frozen=True, array_like=True, gc=False):

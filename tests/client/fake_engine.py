@@ -40,9 +40,9 @@ from tokserve.messages import (
     ToEngine,
     decode_to_engine,
     encode,
-    unpack_ids,
 )
 from tokserve.params import SamplingParams
+from tokserve.prompt import unpack_ids
 
 T = TypeVar("T")
 VOCAB = 450

@@ -39,11 +39,9 @@ from tokserve.messages import (
     StepStats,
     Submit,
     SubmitReply,
-    pack_ids,
-    unpack_ids,
 )
 from tokserve.params import RequestOptions, SamplingParams
-from tokserve.prompt import TokenPrompt
+from tokserve.prompt import TokenPrompt, pack_ids, unpack_ids
 from tokserve.text.tokenizer import Tokenizer
 
 PLAIN = SamplingParams()
@@ -330,10 +328,11 @@ def test_streams_that_are_left_together_are_aborted_by_one_message(play: Callabl
         await waited(engine, EngineRequest, 50)
         for stream in streams:
             await stream.aclose()
-        llm.stream([1], PLAIN, request_id="r0")  # after the abort of the one before
+        again = llm.stream([1], PLAIN, request_id="r0")  # after the abort of the one before
         [abort] = await waited(engine, Abort)
         assert abort == Abort([f"r{i}#0" for i in range(50)], "abort_disconnect")
         await waited(engine, EngineRequest, 51)
+        await again.aclose()
 
     play(scene)
 

@@ -16,9 +16,9 @@ from tests.client.fake_engine import READY, VOCAB, config
 from tests.text.checkpoints import byte_level_json
 from tokserve.client.inputs import GenerateRequest, Inputs, bare_id, generation_defaults, token_prompt, typed
 from tokserve.errors import RequestError, StartError
-from tokserve.messages import EngineRequest, pack_ids, unpack_ids
+from tokserve.messages import EngineRequest
 from tokserve.params import PoolingParams, RequestOptions, SamplingParams
-from tokserve.prompt import Feature, TokenPrompt
+from tokserve.prompt import Feature, TokenPrompt, pack_ids, unpack_ids
 from tokserve.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(Backend.from_str(byte_level_json()))

@@ -48,6 +48,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         source = source.replace(before, line + before)
     (tmp_path / "params.py").write_text(source)
     model = write_chatml(tmp_path / "model")
+    (model / "config.json").write_text("{}")
     command = (sys.executable, "-m", "tests.client.edited_params", str(tmp_path / "params.py"))
     process = subprocess.run(
         [*command, f"ipc://{tmp_path}/e.sock", str(model)], input=json.dumps([*GIVEN, *DEFAULT, *REFUSED]),

@@ -46,8 +46,6 @@ from tokserve.messages import (
     SubmitReply,
     decode_from_engine,
     encode,
-    pack_ids,
-    unpack_ids,
 )
 from tokserve.params import PoolingParams, RequestOptions, SamplingParams
 from tokserve.plan import (
@@ -66,7 +64,7 @@ from tokserve.plan import (
     StepPlan,
     StepResult,
 )
-from tokserve.prompt import Feature, TokenPrompt
+from tokserve.prompt import Feature, TokenPrompt, pack_ids, unpack_ids
 
 VOCAB = 20
 EOS = (1,)

@@ -9,8 +9,9 @@ import pytest
 
 from tests.outputs import unpack
 from tokserve.engine.output.columns import LogprobColumns, PackedRows, StepColumns
-from tokserve.messages import Finish, StepStats, pack_ids
+from tokserve.messages import Finish, StepStats
 from tokserve.plan import LogprobRows
+from tokserve.prompt import pack_ids
 
 
 def rows(count: int, width: int) -> LogprobRows:

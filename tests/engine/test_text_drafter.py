@@ -10,7 +10,8 @@ import pytest
 from tests.engine.scripted import VOCAB, Engine
 from tokserve.config import SpeculationPlan
 from tokserve.engine.speculation.drafter import TextDrafter
-from tokserve.messages import Submit, pack_ids
+from tokserve.messages import Submit
+from tokserve.prompt import pack_ids
 
 PROMPT = [3, 4, 5, 6, 7]
 RUN: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
+from tokserve.models.dummy import tiny_vision_config, write_checkpoint
 from tokserve.prompt import Feature
 from tokserve.vision import KIND, Grid, ImageFormat, encode_image
 
@@ -76,3 +81,47 @@ def oracle_logits(model: Any, ids: list[int], pictures: list[Picture]) -> Tensor
     with torch.inference_mode():
         logits: Tensor = model(input_ids=given, mm_token_type_ids=kinds, **more).logits
     return logits[0]
+
+
+MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 8, "temporal_patch_size": 2, "merge_size": 2,
+    "image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28],
+    "size": {"shortest_edge": 256, "longest_edge": 16384},
+}  # fmt: skip
+TEXT_PART = "{%- for part in message.content if part.type == 'text' %}\n            {{- part.text }}"
+EITHER_PART = (
+    "{%- for part in message.content %}\n            {{- '<|vision_start|><|image_pad|><|vision_end|>' "
+    "if part.type == 'image' else part.text }}"
+)
+
+
+def write_served(directory: Path, family: str = "qwen3_vl") -> Path:
+    """A tiny model that reads images with the demo model's tokenizer, whose template takes images."""
+    from tokserve.checkpoint import DEMO_DIR
+
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    tokenizer = json.loads((DEMO_DIR / "tokenizer.json").read_text())
+    first = 1 + max(token["id"] for token in tokenizer["added_tokens"])
+    write_checkpoint(directory, tiny_vision_config(family) | dict(zip(names, range(first, first + 4), strict=True)))
+    special = tokenizer["added_tokens"][0]
+    tokenizer["added_tokens"] += [special | {"id": first + i, "content": mark} for i, mark in enumerate(MARKS)]
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.loads((DEMO_DIR / "tokenizer_config.json").read_text())
+    assert TEXT_PART in config["chat_template"]
+    config["chat_template"] = config["chat_template"].replace(TEXT_PART, EITHER_PART)
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    (directory / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    return directory
+
+
+def png(width: int, height: int, seed: int = 0) -> bytes:
+    """A PNG file of noise."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG")
+    return out.getvalue()
+
+
+def data_url(content: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(content).decode()

@@ -6,7 +6,7 @@ import pytest
 from tokserve import messages as m
 from tokserve.client.outputs import join_masks
 from tokserve.params import PoolingParams, RequestOptions, SamplingParams
-from tokserve.prompt import Feature, TokenPrompt
+from tokserve.prompt import Feature, TokenPrompt, pack_ids, unpack_ids
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,8 @@ def test_messages_to_the_engine_survive(message: m.ToEngine) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        m.StepOutput(m.StepStats(3), ["r"], m.pack_ids([9]), b"", [m.RowLogprobs(m.Logprobs(b"abcd", b"efgh"))]),
-        m.StepOutput(m.StepStats(), ["r"], b"", m.pack_ids([0]), [], [
+        m.StepOutput(m.StepStats(3), ["r"], pack_ids([9]), b"", [m.RowLogprobs(m.Logprobs(b"abcd", b"efgh"))]),
+        m.StepOutput(m.StepStats(), ["r"], b"", pack_ids([0]), [], [
             m.RareFields(0, m.Finish("stop", "stop_sequence", [1, 2]), m.Logprobs(), 16, weight_versions=[("0", 0, 5)])
         ]),
         m.Reply(4, {"a": "aborted"}),
@@ -49,30 +49,30 @@ def test_messages_from_the_engine_survive(message: m.FromEngine) -> None:
 
 
 def test_ids_are_packed_as_little_endian_int32() -> None:
-    assert m.pack_ids([1, 258]) == bytes([1, 0, 0, 0, 2, 1, 0, 0])
-    assert m.unpack_ids(m.pack_ids(range(100_000))) == list(range(100_000))
+    assert pack_ids([1, 258]) == bytes([1, 0, 0, 0, 2, 1, 0, 0])
+    assert unpack_ids(pack_ids(range(100_000))) == list(range(100_000))
 
 
 def test_one_token_of_a_stream_is_a_few_bytes_and_its_request() -> None:
     request_ids = [f"0123456789abcdef{i}" for i in range(64)]
-    step = m.StepOutput(m.StepStats(), request_ids, m.pack_ids(range(64)))
+    step = m.StepOutput(m.StepStats(), request_ids, pack_ids(range(64)))
     assert len(m.encode(step)) < 64 * 24 + 50
 
 
 def test_rows_of_a_step() -> None:
     def logprobs(first: int, count: int, width: int) -> m.Logprobs:
-        own = m.pack_ids(range(first, first + count))
+        own = pack_ids(range(first, first + count))
         return m.Logprobs(own, own, own * width, own * width, width)
 
     assert list(m.StepOutput(m.StepStats()).rows()) == []
-    plain = m.StepOutput(m.StepStats(), ["a", "b"], m.pack_ids([7, 8]))
+    plain = m.StepOutput(m.StepStats(), ["a", "b"], pack_ids([7, 8]))
     assert list(plain.rows()) == [("a", [7], None, None, None), ("b", [8], None, None, None)]
-    one, two = m.RowLogprobs(logprobs(5, 3, 0), m.pack_ids([0, 3])), m.RowLogprobs(logprobs(1, 1, 2), m.pack_ids([1]))
+    one, two = m.RowLogprobs(logprobs(5, 3, 0), pack_ids([0, 3])), m.RowLogprobs(logprobs(1, 1, 2), pack_ids([1]))
     end = m.RareFields(2, m.Finish("abort", "abort_user"))
     numbers, ids = [2, -1, 0, -2], [4, 5]  # of the tokens of rows a and d
-    masks = m.RowSamplingMasks(masks_of(numbers[:3], ids), m.pack_ids([0, 3]))
+    masks = m.RowSamplingMasks(masks_of(numbers[:3], ids), pack_ids([0, 3]))
     mixed = m.StepOutput(
-        m.StepStats(), ["a", "b", "c", "d"], m.pack_ids([1, 2, 3, 4]), m.pack_ids([1, 1, 0, 2]), [one, two], [end],
+        m.StepStats(), ["a", "b", "c", "d"], pack_ids([1, 2, 3, 4]), pack_ids([1, 1, 0, 2]), [one, two], [end],
         masks,
     )  # fmt: skip
     assert list(mixed.rows()) == [
@@ -81,14 +81,14 @@ def test_rows_of_a_step() -> None:
         ("c", [], None, end, None),
         ("d", [3, 4], logprobs(6, 2, 0), None, masks_of([-1, 0], [], 1)),
     ]
-    every = m.StepOutput(m.StepStats(), ["a", "b"], m.pack_ids([1, 2]), b"", [m.RowLogprobs(logprobs(3, 2, 1))])
+    every = m.StepOutput(m.StepStats(), ["a", "b"], pack_ids([1, 2]), b"", [m.RowLogprobs(logprobs(3, 2, 1))])
     assert [row[2] for row in every.rows()] == [logprobs(3, 1, 1), logprobs(4, 1, 1)]
 
 
 def masks_of(counts: list[int], ids: list[int], first: int = 0) -> m.SamplingMasks:
     rows = np.repeat(np.arange(first, first + len(counts), dtype="<f4")[:, None], 3, 1)
     rows.view("<i4")[:, 0] = counts
-    return m.SamplingMasks(rows.tobytes(), m.pack_ids(ids))
+    return m.SamplingMasks(rows.tobytes(), pack_ids(ids))
 
 
 def test_sampling_masks_are_cut_and_joined_by_rows() -> None:
@@ -96,7 +96,7 @@ def test_sampling_masks_are_cut_and_joined_by_rows() -> None:
     assert masks.cut(0) == m.SamplingMasks()
     assert masks.cut(2) == masks_of([2, -1], [4, 5])
     assert masks.cut(4) == masks_of([2, -1, 3, -2], [4, 5, 1, 2, 3])
-    step = m.StepOutput(m.StepStats(), ["a", "b", "c"], m.pack_ids([1] * 5), m.pack_ids([2, 0, 3]), [], [],
+    step = m.StepOutput(m.StepStats(), ["a", "b", "c"], pack_ids([1] * 5), pack_ids([2, 0, 3]), [], [],
                         m.RowSamplingMasks(masks))  # fmt: skip
     rows = [row[4] for row in m.decode_from_engine(m.encode(step)).rows()]  # type: ignore[union-attr]
     assert rows == [masks.cut(2), m.SamplingMasks(), masks_of([3, -2, 1], [1, 2, 3, 9], 2)]

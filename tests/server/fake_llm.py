@@ -29,8 +29,9 @@ from tokserve.client.requests import Requests
 from tokserve.client.stream import Stream
 from tokserve.config import Config
 from tokserve.errors import Conflict, EngineDead, RequestError
-from tokserve.messages import EngineRequest, Finish, Ready, Status, unpack_ids
+from tokserve.messages import EngineRequest, Finish, Ready, Status
 from tokserve.params import SamplingParams
+from tokserve.prompt import unpack_ids
 from tokserve.server.app import build_app
 from tokserve.server.observe.counters import ApiProcess
 from tokserve.text.tokenizer import Tokenizer
@@ -253,6 +254,7 @@ class FakeLLM(AdminMethods):
     left: set[str] = field(default_factory=set)  # streams closed before their end
     ended: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
+    images: None = None  # it serves no images
 
     def __post_init__(self) -> None:
         self.ready = Ready(

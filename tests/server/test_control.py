@@ -10,7 +10,8 @@ import pytest
 
 from tests.server.fake_llm import Site, complete, site
 from tokserve.errors import BY_STATUS, Conflict, RequestError
-from tokserve.messages import Status, pack_ids
+from tokserve.messages import Status
+from tokserve.prompt import pack_ids
 from tokserve.server.admin.weights import PIECE
 from tokserve.server.app import CONTROL
 from tokserve.server.trainers import routes as trainers

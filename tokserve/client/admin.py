@@ -17,7 +17,8 @@ from typing import Any
 from tokserve.admin import UpdateFromDirectory
 from tokserve.client.inputs import LoRARequest
 from tokserve.errors import Conflict, EngineDead, RequestError
-from tokserve.messages import Status, pack_ids
+from tokserve.messages import Status
+from tokserve.prompt import pack_ids
 
 
 def _part(request: Any, name: str) -> Any:

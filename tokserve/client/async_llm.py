@@ -12,6 +12,8 @@ import secrets
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from tokserve import checkpoint
@@ -27,9 +29,11 @@ from tokserve.client.stream import Stream, collect
 from tokserve.client.weight_pushes import WeightPushes
 from tokserve.config import Config
 from tokserve.errors import EngineDead
+from tokserve.media.images import ImageReader
 from tokserve.params import PoolingParams, RequestOptions, SamplingParams
 from tokserve.resolve import resolve
 from tokserve.text.tokenizer import Tokenizer
+from tokserve.vision import image_format
 
 __all__ = ["AsyncLLM", "ChoiceOutput", "GenerateRequest", "StepStats", "Stream", "collect"]
 
@@ -62,6 +66,7 @@ class AsyncLLM(AdminMethods):
         self._inputs: Inputs | None = None
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_lock = threading.Lock()
+        self._images: ImageReader | None = None
         self._stopping: asyncio.Task[None] | None = None
 
     # --- start and end ---
@@ -112,10 +117,25 @@ class AsyncLLM(AdminMethods):
     async def shutdown(self) -> None:
         """End the engine: requests in flight end with what they have, its process and files are removed."""
         if self._stopping is None:
-            self._stopping = asyncio.ensure_future(self._engine.close())
+            self._stopping = asyncio.ensure_future(self._close())
         await asyncio.shield(self._stopping)
 
+    async def _close(self) -> None:
+        if self._images is not None:
+            await asyncio.to_thread(self._images.close)
+        await self._engine.close()
+
     # --- state ---
+
+    @cached_property
+    def images(self) -> ImageReader | None:
+        """Reads the images of prompts; None: the model takes none.  Raises StartError for a checkpoint or options that
+        no image can be read with."""
+        model = self.config.model
+        hf = checkpoint.hf_config(Path(model.model)) | (model.hf_overrides or {})
+        kind = image_format(Path(model.model), hf)
+        self._images = None if kind is None else ImageReader(self.config, kind)
+        return self._images
 
     @property
     def tokenizer(self) -> Tokenizer | None:

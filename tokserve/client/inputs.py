@@ -21,9 +21,9 @@ from tokserve import checkpoint
 from tokserve.client.request_state import ChoiceState, DeliveryRules, RequestState
 from tokserve.config import Config, LimitsConfig, ModelConfig
 from tokserve.errors import RequestError, StartError
-from tokserve.messages import EngineRequest, Ready, pack_ids
+from tokserve.messages import EngineRequest, Ready
 from tokserve.params import PoolingParams, RequestOptions, SamplingParams, check_ranges, wrap_seed
-from tokserve.prompt import TokenPrompt
+from tokserve.prompt import TokenPrompt, pack_ids
 from tokserve.text.detokenizer import Detokenizer
 from tokserve.text.stops import StopStrings
 from tokserve.text.tokenizer import Tokenizer

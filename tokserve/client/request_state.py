@@ -202,7 +202,8 @@ class RequestState:
         engine_requests: Sequence[EngineRequest] = (),
     ) -> None:  # fmt: skip
         self.request_id = request_id
-        self.prompt = prompt
+        self.prompt = TokenPrompt(prompt.ids)  # without the data of features
+        self.placeholders = [(feature.start, feature.length) for feature in prompt.features]
         self.prompt_len = len(prompt.ids) // 4
         self.work = self.prompt_len + CHOICE_WORK * len(choices)
         self.seed = seed

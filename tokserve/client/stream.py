@@ -12,7 +12,7 @@ from typing import Protocol
 
 from tokserve.client.outputs import ChoiceOutput, merge
 from tokserve.client.request_state import RequestState
-from tokserve.messages import unpack_ids
+from tokserve.prompt import unpack_ids
 
 
 class Sender(Protocol):
@@ -45,6 +45,11 @@ class Stream:
         self.prompt_len = state.prompt_len
         self.take = state.take  # bound here: a call less per delta
         self.listen = state.listen
+
+    @property
+    def placeholders(self) -> list[tuple[int, int]]:
+        """Start and length of the prompt's features."""
+        return self._state.placeholders
 
     @property
     def prompt_ids(self) -> list[int]:

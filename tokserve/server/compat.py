@@ -144,7 +144,7 @@ MESSAGES: FieldTable = TEXT | {
     "max_output_tokens": _refused(note="use max_tokens"),
     "max_tool_calls": _refused(note="use tool_choice.disable_parallel_tool_use"),
     "mcp_servers": _refused([], note="no server is called from here, send tools"),
-    "mm_payload": _ignored("tensors", note="there are no images"),
+    "mm_payload": _ignored("tensors", note="render of chat has it"),
     "n": _refused(1),
     "parallel_tool_calls": _refused(True, note="use tool_choice.disable_parallel_tool_use"),
     "prompt": _refused(note="use messages"),

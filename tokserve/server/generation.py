@@ -115,6 +115,10 @@ class Generation:
         """The prompt of a choice."""
         return self.streams[index // self.n].prompt_ids
 
+    def placeholders(self) -> list[tuple[int, int]]:
+        """Start and length of the features of the first prompt."""
+        return self.streams[0].placeholders
+
     def listen(self, listener: Callable[[], None]) -> None:
         """Call `listener` at once, and whenever there is something new to `take`; it must not raise."""
         for index, stream in enumerate(self.streams):

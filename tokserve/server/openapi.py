@@ -56,7 +56,7 @@ TURNS: JsonSchema = {"type": "array", "minItems": 1, "items": {
         "role": {"enum": ["user", "assistant", "system"]}, "content": {"anyOf": [{"type": "string"}, {
             "type": "array", "items": {"type": "object", "required": ["type"], "properties": {
                 "type": {"type": "string"}}}}]}}}}  # fmt: skip
-ONLY_NULL = ("kv_transfer_params", "features", "content_parts")
+ONLY_NULL = ("kv_transfer_params",)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from tokserve.client.pooling import pooler_of
 from tokserve.client.request_state import RequestState
 from tokserve.config import Config
 from tokserve.errors import EngineDead, NotFound, Overloaded, RequestError, StartError
+from tokserve.media.feature_cache import FeatureCache
 from tokserve.params import PoolingParams, SamplingParams
 from tokserve.prompt import TokenPrompt
 from tokserve.server.generation import Generation, Observer
@@ -56,7 +57,7 @@ SHOWN = 20  # adapters that an error lists
 _PARAM_NAMES = frozenset(SamplingParams.__struct_fields__)
 
 
-Prompts = Sequence[Sequence[int] | bytes]
+Prompts = Sequence[Sequence[int] | bytes | TokenPrompt]
 Trace = Callable[[Mapping[str, str]], Observer]  # an observer of the request with these headers
 
 
@@ -113,9 +114,15 @@ class Serving:
             recommended = generation_defaults(config.model)
             self.defaults = {name: getattr(recommended, name) for name in RECOMMENDED}
         self.api_process = api_process or ApiProcess(0, int(time.time()), None)
+        self.images = llm.images
+        self.features = FeatureCache(config.media.mm_processor_cache_bytes)
         counters = SharedCounters(self.api_process.counters, self.api_process.index, config.server.api_server_count)
         self._clients = ClientNames(config.server)
         self.metrics = Metrics(llm, config, self.name, counters)
+
+    def client_name(self, request: Request) -> str:
+        """Who sends the request: those of one name take turns with those of others."""
+        return self._clients.name(request.scope)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -293,7 +300,7 @@ class Serving:
             states = await self._prepare(request, generate, prompts, fields, tasks)
             if params is not None:
                 self._check_reply(generate, tasks or [params], states, fields, entry_bytes)
-            generation.streams = self.llm.submit(states, self._clients.name(request.scope))
+            generation.streams = self.llm.submit(states, self.client_name(request))
             self.bodies.release(request)
             async with CancelOnDisconnect(request.receive):
                 try:
@@ -359,7 +366,7 @@ class Serving:
             states: list[RequestState] = []
             try:
                 for index, ids in enumerate(prompts):
-                    prompt = token_prompt(ids, self.llm.ready.vocab_size)
+                    prompt = ids if isinstance(ids, TokenPrompt) else token_prompt(ids, self.llm.ready.vocab_size)
                     task = tasks[index] if tasks else params
                     one = msgspec.structs.replace(generate, prompt=prompt, task=task, first_choice=index * n)
                     states.append(self.llm.prepare(one))
@@ -372,7 +379,8 @@ class Serving:
 
 def _size(prompts: Prompts, params: SamplingParams | PoolingParams) -> int:
     """About how many bytes have to be checked and made for a request."""
+    ids = sum(len(prompt.ids) if isinstance(prompt, TokenPrompt) else 4 * len(prompt) for prompt in prompts)
     if not isinstance(params, SamplingParams):
-        return 4 * sum(map(len, prompts))
+        return ids
     listed = sum(map(len, params.bad_words)) + sum(map(len, params.stop_strings()))
-    return 4 * sum(map(len, prompts)) + CHOICE_BYTES * params.n * len(prompts) + 8 * listed
+    return ids + CHOICE_BYTES * params.n * len(prompts) + 8 * listed

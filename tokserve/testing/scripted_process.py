@@ -30,7 +30,8 @@ from tokserve.config import Config
 from tokserve.engine.process import run
 from tokserve.engine.socket import EngineSocket, Received
 from tokserve.errors import StartError
-from tokserve.messages import EngineRequest, Submit, SubmitReply, ToEngine, unpack_ids
+from tokserve.messages import EngineRequest, Submit, SubmitReply, ToEngine
+from tokserve.prompt import unpack_ids
 from tokserve.testing.executor import Faults, ScriptedChoice, ScriptedModel
 from tokserve.testing.script import Choice, Scripted
 from tokserve.testing.serve import end_with, opening

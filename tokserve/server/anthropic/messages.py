@@ -74,17 +74,14 @@ async def count_tokens(serving: Serving, request: Request) -> Response:
     """POST /v1/messages/count_tokens: the number of tokens of the prompt"""
     request_body, ignored, size = await schemas.read(serving, request, CountTokensBody)
 
-    def count() -> tuple[int, list[str]]:
-        converted = _as_chat(serving, request_body)
-        chat_body = converted.body
-        try:
-            return len(chat.rendered(serving, chat_body, chat_body.reasoning_effort)), converted.ignored
-        except RequestError as error:
-            raise _with_messages_field(error, converted.fields) from None
-
-    tokens, more = await off_loop(request, size, count)
+    converted = await off_loop(request, size, lambda: _as_chat(serving, request_body))
+    try:
+        prompt = await chat.prompt_of(serving, request, converted.body, size, converted.body.reasoning_effort)
+    except RequestError as error:
+        raise _with_messages_field(error, converted.fields) from None
+    tokens = len(prompt.ids) // 4
     reply = TokenCount(tokens, ContextManagement(tokens))
-    return body.reply(request, reply, schemas.ignored_header(ignored + more))
+    return body.reply(request, reply, schemas.ignored_header(ignored + converted.ignored))
 
 
 async def render(serving: Serving, request: Request) -> Response:

@@ -190,7 +190,7 @@ class MessagesRenderer:
         self._with_ids = bool(call.body.return_token_ids)
         plan, is_stream = call.plan, call.generate.options.stream
         parser = Parser(
-            plan.output_format or OutputFormat(), inside=plan.starts_in_reasoning(serving.tokenizer, call.prompt)
+            plan.output_format or OutputFormat(), inside=plan.starts_in_reasoning(serving.tokenizer, call.ids)
         )
         self._output = OutputBlocks(generation.key, parser, self._emit if is_stream else _ignore_event)
         self._token_ids: list[int] = []

@@ -14,10 +14,12 @@ from msgspec import UNSET, Raw, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.client.inputs import GenerateRequest
+from tokserve.client.inputs import GenerateRequest, token_prompt
 from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
+from tokserve.image_parts import ImageSlots
 from tokserve.params import SamplingParams
+from tokserve.prompt import TokenPrompt, pack_ids, unpack_ids
 from tokserve.server.generation import ReplyContext, Usage
 from tokserve.server.http.body import encode_json, wants_msgpack
 from tokserve.server.http.workers import off_loop
@@ -30,7 +32,7 @@ from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, last
 from tokserve.server.replies.reply_parts import DeferredParts
 from tokserve.server.replies.sampling_masks import MaskFields
 from tokserve.server.serving import FieldPaths, Serving
-from tokserve.server.tokens import structured
+from tokserve.server.tokens import images, structured
 
 ID_PREFIX = "chatcmpl-"
 THINKING = ("enable_thinking", "reasoning_effort")  # what templates of models that think read; a body's effort is both
@@ -129,16 +131,21 @@ class ChatCall(NamedTuple):
     ignored: list[str]
     params: SamplingParams
     generate: GenerateRequest
-    prompt: list[int]
+    prompt: TokenPrompt
     fields: FieldPaths
     plan: ToolPlan
+
+    @property
+    def ids(self) -> list[int]:
+        """The prompt's, those of images included."""
+        return unpack_ids(self.prompt.ids)
 
 
 async def _chat(serving: Serving, request: Request, *, with_tokens: bool) -> Response:
     call = await read(serving, request, with_tokens=with_tokens)
     generation = await serving.start(request, call.generate, [call.prompt], call.fields)
     render = ChatRenderer(
-        serving, generation, call.body, call.params, reader_of(serving, call.plan, generation.key, call.prompt)
+        serving, generation, call.body, call.params, reader_of(serving, call.plan, generation.key, call.ids)
     )
     headers = {"X-Request-Id": call.generate.request_id, **schemas.ignored_header(call.ignored)}
     if call.generate.options.stream:
@@ -168,11 +175,11 @@ async def call_of(
     if with_tokens:
         if body.tokens is None:
             raise RequestError("tokens is required", field="tokens")
-        prompt = body.tokens
+        prompt = token_prompt(body.tokens, serving.llm.ready.vocab_size)
     else:
         if body.tokens is not None:
             raise RequestError("tokens belongs to /v1/chat/completions/tokens", field="tokens")
-        prompt = await off_loop(request, size, lambda: rendered(serving, body, body.reasoning_effort))
+        prompt = await prompt_of(serving, request, body, size, body.reasoning_effort)
     if body.reasoning_effort not in (None, "none") and (with_tokens or not _thinks(serving, body)):
         if serving.config.server.strict:
             raise RequestError("reasoning_effort: nothing of this prompt depends on it", field="reasoning_effort")
@@ -193,8 +200,23 @@ def _thinks(serving: Serving, body: ChatBody) -> bool:
     return any(serving.template.reads(name, body.chat_template) for name in THINKING)
 
 
-def rendered(serving: Serving, body: ChatBody | TokenizeBody, effort: str | None = None) -> list[int]:
-    """The conversation as token ids.  `effort`: the body's reasoning_effort; variables that it sends itself win."""
+async def prompt_of(
+    serving: Serving, request: Request, body: ChatBody | TokenizeBody, size: int, effort: str | None = None
+) -> TokenPrompt:
+    """The conversation as a prompt, with its images.  `size`: bytes of the body; `effort`: as `rendered` takes it."""
+    reader = serving.images
+    slots = None if reader is None else ImageSlots(serving.tokenizer.decode([reader.kind.token_id], False))
+    ids = await off_loop(request, size, lambda: rendered(serving, body, effort, slots))
+    if slots is None or not slots.images:
+        return TokenPrompt(pack_ids(ids))
+    return await images.fetched(serving, request, ids, slots.images, "messages")
+
+
+def rendered(
+    serving: Serving, body: ChatBody | TokenizeBody, effort: str | None = None, slots: ImageSlots | None = None
+) -> list[int]:
+    """The conversation as token ids.  `effort`: the body's reasoning_effort; variables that it sends itself win.
+    `slots`: takes the images; None: they are refused."""
     if body.messages is None:
         raise RequestError("messages is required", field="messages")
     serving.check_messages(body.messages, "messages")
@@ -211,7 +233,7 @@ def rendered(serving: Serving, body: ChatBody | TokenizeBody, effort: str | None
             continue_final_message=bool(body.continue_final_message), tools=body.tools, documents=body.documents,
             template=body.chat_template, kwargs=thinking | (body.chat_template_kwargs or {}),
             add_special_tokens=bool(body.add_special_tokens), context=serving.llm.ready.max_model_len,
-            must_show_tools=not (isinstance(body, ChatBody) and tools.is_forced(body.tool_choice)),
+            must_show_tools=not (isinstance(body, ChatBody) and tools.is_forced(body.tool_choice)), images=slots,
         )  # fmt: skip
     except RecursionError:  # JSON text inside a message: the arguments of a tool call
         raise RequestError("messages are nested too deeply", field="messages") from None

@@ -7,6 +7,8 @@ on a tokens-only server of the same model (except for stop strings, which need a
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,8 +17,10 @@ from tokserve.client.inputs import GenerateRequest
 from tokserve.params import SamplingParams
 from tokserve.server.http import declared
 from tokserve.server.http.body import given_request_id, reply
+from tokserve.server.http.workers import off_loop
 from tokserve.server.openai import chat, completions, schemas
 from tokserve.server.serving import Serving
+from tokserve.server.tokens import images
 from tokserve.server.tokens.generate import OptionFields, StreamOptions
 
 
@@ -29,6 +33,7 @@ class Rendered(OptionFields, kw_only=True, omit_defaults=True):
     request_id: str | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    features: Any = None
 
 
 class TokenizerDescription(msgspec.Struct):
@@ -59,7 +64,15 @@ async def rendered_chat(serving: Serving, request: Request, call: chat.ChatCall)
     echo = bool(call.body.return_token_ids) or call.params.prompt_logprobs is not None
     given = given_request_id(request, call.body.request_id)
     params = _portable(call.params, forbidden)
-    made = _rendered(serving, call.body, params, call.generate, call.prompt, echo=echo, request_id=given)
+    made = _rendered(serving, call.body, params, call.generate, call.ids, echo=echo, request_id=given)
+    reader = serving.images
+    if reader is not None and call.prompt.features:
+        images.keep(call.prompt, serving.features, call.generate.options.cache_salt or "")
+        with_patches = call.body.mm_payload != "none" and call.body.return_mm_kwargs is not False
+        size = 8 * sum(len(feature.data) for feature in call.prompt.features)
+        made.features = await off_loop(
+            request, size, lambda: images.rendered_features(call.prompt, reader.kind, with_patches=with_patches)
+        )
     return reply(request, made, _headers(given, call.ignored))
 
 

@@ -267,7 +267,7 @@ class ResponsesRenderer:
         params, plan = call.params, call.plan
         self._with_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         output_format = plan.output_format or OutputFormat()
-        parser = Parser(output_format, inside=plan.starts_in_reasoning(serving.tokenizer, call.prompt))
+        parser = Parser(output_format, inside=plan.starts_in_reasoning(serving.tokenizer, call.ids))
         pieces = serving.tokenizer.pieces(params.skip_special_tokens)
         offset = logprobs.TextOffset(pieces) if self._with_logprobs or output_format.thinking else None
         self._output = OutputItems(generation.key, parser, offset, self._emit if request_body.stream else _ignore_event)

@@ -145,6 +145,8 @@ class ChatBody(TextBody):
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = None
     reasoning_effort: Effort | None = None
+    mm_payload: Literal["tensors", "none"] | None = None
+    return_mm_kwargs: bool | None = None
 
 
 class CompletionBody(TextBody):

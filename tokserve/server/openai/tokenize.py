@@ -7,10 +7,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.errors import RequestError, invalid
+from tokserve.prompt import unpack_ids
 from tokserve.server.http import body
 from tokserve.server.http.workers import off_loop
 from tokserve.server.openai import schemas
-from tokserve.server.openai.chat import rendered
+from tokserve.server.openai.chat import prompt_of
 from tokserve.server.openai.schemas import DetokenizeBody, TokenizeBody
 from tokserve.server.serving import Serving
 
@@ -35,21 +36,22 @@ class DetokenizeReply(msgspec.Struct):
 async def tokenize(serving: Serving, request: Request) -> Response:
     """POST /tokenize: the ids of a text or of a chat"""
     request_body, ignored, size = await schemas.read(serving, request, TokenizeBody)
-    answer = await off_loop(request, size, lambda: _tokens(serving, request_body))
+    ids = None
+    if request_body.messages is not None:
+        if request_body.prompt is not None:
+            raise RequestError("give prompt or messages, not both", field="prompt")
+        ids = unpack_ids((await prompt_of(serving, request, request_body, size)).ids)
+    answer = await off_loop(request, size, lambda: _tokens(serving, request_body, ids))
     return body.reply(request, answer, schemas.ignored_header(ignored))
 
 
-def _tokens(serving: Serving, request_body: TokenizeBody) -> TokenizeReply:
-    ids = _ids(serving, request_body)
+def _tokens(serving: Serving, request_body: TokenizeBody, ids: list[int] | None) -> TokenizeReply:
+    ids = _ids(serving, request_body) if ids is None else ids
     strings = [serving.tokenizer.spelling(token) or "" for token in ids] if request_body.return_token_strs else None
     return TokenizeReply(len(ids), serving.llm.ready.max_model_len, ids, strings)
 
 
 def _ids(serving: Serving, request_body: TokenizeBody) -> list[int]:
-    if request_body.messages is not None:
-        if request_body.prompt is not None:
-            raise RequestError("give prompt or messages, not both", field="prompt")
-        return rendered(serving, request_body)
     if request_body.prompt is None:
         raise invalid("prompt", "(or messages) is required")
     serving.check_text(request_body.prompt, "prompt", MIN_BYTES)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import time
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -21,6 +21,7 @@ from starlette.responses import Response
 from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import Count, RepetitionDetection, SamplingParams, StructuredOutputs, check_ranges
+from tokserve.prompt import TokenPrompt
 from tokserve.server import compat
 from tokserve.server.generation import Generation, Usage
 from tokserve.server.http import declared, errors
@@ -31,7 +32,7 @@ from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, npy,
 from tokserve.server.replies.reply_parts import DeferredParts, single_part
 from tokserve.server.replies.sampling_masks import MaskFields
 from tokserve.server.serving import FieldPaths, Serving
-from tokserve.server.tokens import structured
+from tokserve.server.tokens import images, structured
 
 ID_PREFIX = "generate-tokens-"
 SAMPLING = "sampling_params."
@@ -127,6 +128,13 @@ class GenerateChoice(MaskFields):
     routed_experts: Any = UNSET  # an npy file: base64, in msgpack bytes
 
 
+class PlaceholderRange(msgspec.Struct):
+    """Where the tokens of an image lie in the prompt."""
+
+    offset: int
+    length: int
+
+
 class GenerateReply(msgspec.Struct):
     """The whole answer."""
 
@@ -139,6 +147,7 @@ class GenerateReply(msgspec.Struct):
     prompt_logprobs: Any
     seed: int
     prompt_token_ids: list[int] | bytes | UnsetType = UNSET
+    mm_placeholders: dict[str, list[PlaceholderRange]] | UnsetType = UNSET
     kv_transfer_params: None = None
     exact: bool = True
     object: str = "inference.generate"
@@ -154,6 +163,7 @@ class GenerateChunk(msgspec.Struct):
     created: int | UnsetType = UNSET
     seed: int | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    mm_placeholders: dict[str, list[PlaceholderRange]] | UnsetType = UNSET
     prompt_logprobs: Any = UNSET
 
 
@@ -176,7 +186,7 @@ def decode_body(raw: bytes | bytearray | memoryview, packed: bool) -> AnyBody:
         raise errors.from_msgspec(error, _KNOWN) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise errors.malformed(error, "msgpack" if packed else "JSON") from None
-    for name in ("kv_transfer_params", "ec_transfer_params", "features", "content_parts"):
+    for name in ("kv_transfer_params", "ec_transfer_params"):
         errors.refuse_unsupported(name, getattr(body, name))
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", field="stream_options")
@@ -274,11 +284,19 @@ async def generate_tokens(serving: Serving, request: Request) -> Response:
         raise RequestError("a stream is server-sent events with JSON; msgpack needs stream: false", field="stream")
     await serving.find_model(body.model)
     generate = serving.request_of(request, body, params, text=body.output_mode == "text")
-    prompt, fields = prompt_of(body)
+    ids, fields = prompt_of(body)
+    prompt: Sequence[int] | bytes | TokenPrompt = ids
+    if body.content_parts is not None or body.features is not None:
+        salt = generate.options.cache_salt or ""
+        prompt = await images.prompt_with_images(
+            serving, request, body.content_parts, body.features, ids, fields.prompt, salt
+        )
     entry_bytes = reply_size.OBJECT_BYTES if body.logprobs_format in (None, "objects") else reply_size.COLUMN_BYTES
     generation = await serving.start(request, generate, [prompt], fields, entry_bytes=entry_bytes)
     body.token_ids, body.token_ids_b64, body.sampling_params = None, None, UNSET  # what would keep the body
-    render = _Render(serving, generation, body, params, packed=wants_msgpack(request))
+    body.features, expands = None, body.content_parts is not None
+    body.content_parts = None
+    render = _Render(serving, generation, body, params, packed=wants_msgpack(request), expands=expands)
     headers = {"X-Request-Id": generate.request_id}
     if body.stream:
         return sse.EventStream(generation, render, serving.keep_alive, headers)
@@ -289,8 +307,10 @@ class _Render:
     """Completions as this route's JSON."""
 
     def __init__(
-        self, serving: Serving, generation: Generation, body: AnyBody, params: SamplingParams, *, packed: bool
-    ) -> None:
+        self, serving: Serving, generation: Generation, body: AnyBody, params: SamplingParams, *, packed: bool,
+        expands: bool = False,
+    ) -> None:  # fmt: skip
+        """`expands`: the prompt is longer than the client's, which is told."""
         self._id = ID_PREFIX + generation.key
         self._serving = serving
         self._model = serving.answers_as(body.model)
@@ -299,7 +319,10 @@ class _Render:
         self._packed = packed
         self._text = body.output_mode == "text"
         self._spelling = logprobs.Spelling(serving.tokenizer, as_ids=False) if self._text else None
-        self._echo = bool(body.return_token_ids)
+        self._echo = bool(body.return_token_ids) or expands
+        self._places: dict[str, list[PlaceholderRange]] | UnsetType = UNSET
+        if expands:
+            self._places = {"image": [PlaceholderRange(*place) for place in generation.placeholders()]}
         self._format = body.logprobs_format or "objects"
         options = body.stream_options or StreamOptions()
         self._usage = bool(options.include_usage)
@@ -365,7 +388,7 @@ class _Render:
             request_id=self._id, id=self._id, created=int(time.time()), model=self._model,
             choices=[self._choice(c, deferred) for c in completions], usage=generation.usage(), prompt_logprobs=scores,
             seed=generation.seed, prompt_token_ids=self._ids(generation.prompt_ids()) if self._echo else UNSET,
-            exact=bool(self._serving.llm.ready.facts.get("exact", True)),
+            mm_placeholders=self._places, exact=bool(self._serving.llm.ready.facts.get("exact", True)),
         )  # fmt: skip
 
     def delta(self, delta: ChoiceOutput) -> bytes:
@@ -411,6 +434,7 @@ class _Render:
             chunk.model, chunk.created, chunk.seed = self._model, int(time.time()), self._generation.seed
             if self._echo:
                 chunk.prompt_token_ids = self._generation.prompt_ids()
+            chunk.mm_placeholders = self._places
         if self._scores_due and (delta.prompt_logprobs or self._generation.ended):
             self._scores_due = False
             chunk.prompt_logprobs = self._prompt_logprobs(delta.prompt_logprobs)
