@@ -187,6 +187,7 @@ ROOMS: dict[str, set[str]] = {
 LAZY_IMPORTS = {
     "tokserve/__init__.py",
     "checkpoint.py",
+    "client/images.py",
     "media/sources.py",
     "media/worker.py",
     "executor/inline.py",

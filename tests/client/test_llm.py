@@ -37,6 +37,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_chatml(tmp_path_factory.mktemp("model"))
+    (directory / "config.json").write_text("{}")
     (directory / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 7}')
     return directory
 
@@ -111,7 +112,7 @@ def test_prompts_in_mappings_are_told_again_as_they_were_given(fake: LLM) -> Non
     ("prompt", "named"),
     [
         ({"token_ids": [4, 5]}, "'token_ids'"),
-        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "'multi_modal_data'"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "multi_modal_data"),
         ({}, "prompt_token_ids"),
         ({"prompt": 5}, "prompt_token_ids"),
         ({"prompt_token_ids": [4], "cache_salt": 5}, "prompt_token_ids"),

@@ -29,8 +29,10 @@ from tokserve.client.stream import Stream, collect
 from tokserve.client.weight_pushes import WeightPushes
 from tokserve.config import Config
 from tokserve.errors import EngineDead
-from tokserve.media.images import ImageReader
+from tokserve.image_parts import ImageUrl
+from tokserve.media.images import ImageReader, refuse_images, with_images
 from tokserve.params import PoolingParams, RequestOptions, SamplingParams
+from tokserve.prompt import TokenPrompt, unpack_ids
 from tokserve.resolve import resolve
 from tokserve.text.tokenizer import Tokenizer
 from tokserve.vision import image_format
@@ -209,23 +211,24 @@ class AsyncLLM(AdminMethods):
         options["cache_salt"] = options.get("cache_salt") or given.cache_salt
         options.setdefault("draft_token_ids", given.draft_token_ids)
         stream = self.stream(
-            given.ids, params, request_id=request_id, text=self.tokenizer is not None, lora_request=lora_request,
-            **options,
+            await self.with_images(given.ids, given.images), params, request_id=request_id,
+            text=self.tokenizer is not None, lora_request=lora_request, **options,
         )  # fmt: skip
         async with stream:
             async for output in follow(stream, given.text, params):
                 yield output
 
     def stream(
-        self, prompt_ids: Sequence[int] | bytes, params: SamplingParams | PoolingParams, *,
+        self, prompt_ids: Sequence[int] | bytes | TokenPrompt, params: SamplingParams | PoolingParams, *,
         request_id: str | None = None, text: bool = False, lora_request: LoRARequest | str | None = None,
         **options: Any,
     ) -> Stream:  # fmt: skip
         """Send a request.  Raises RequestError for what is wrong with it, Conflict for an id in use, EngineDead.
 
-        `prompt_ids` may be packed (little-endian int32).  `text`: deltas carry text.  `lora_request`: a loaded adapter
-        or its name.  `options`: the fields of `RequestOptions`, where "" is None as well; `stream` is true by default,
-        false gives one delta per choice, at its end.  The engine may still refuse the request: see `Stream.accepted`.
+        `prompt_ids` may be packed (little-endian int32), or what `with_images` returns.  `text`: deltas carry text.
+        `lora_request`: a loaded adapter or its name.  `options`: the fields of `RequestOptions`, where "" is None as
+        well; `stream` is true by default, false gives one delta per choice, at its end.  The engine may still refuse
+        the request: see `Stream.accepted`.
         """
         values: dict[str, Any] = {"stream": True, "adapter": adapter_name(lora_request)}
         values |= {name: value for name, value in options.items() if value not in ("", None)}
@@ -235,6 +238,15 @@ class AsyncLLM(AdminMethods):
             text=text,
         )  # fmt: skip
         return self.submit([self.prepare(request)])[0]
+
+    async def with_images(self, prompt_ids: Sequence[int] | bytes, images: Sequence[ImageUrl]) -> TokenPrompt:
+        """A prompt whose ids have one placeholder for each image.  Raises RequestError for what is wrong with them."""
+        prompt = token_prompt(prompt_ids, self.ready.vocab_size)
+        reader = self.images if images else None
+        if reader is None:
+            refuse_images(images)
+            return prompt
+        return with_images(unpack_ids(prompt.ids), await reader.fetch(images), reader.kind.token_id, "prompts")
 
     def prepare(self, request: GenerateRequest) -> RequestState:
         """Check a request without sending it; in any thread.  Raises RequestError, EngineDead."""

@@ -309,9 +309,9 @@ def check_lists(params: SamplingParams, limits: LimitsConfig, vocab_size: int) -
             _refuse(name, f"must have at most {limit} entries, got {count}")
 
 
-def token_prompt(prompt: Sequence[int] | bytes, vocab_size: int) -> TokenPrompt:
+def token_prompt(prompt: Sequence[int] | bytes | TokenPrompt, vocab_size: int) -> TokenPrompt:
     """Token ids, as a sequence or packed (little-endian int32), as a prompt.  Raises RequestError."""
-    return TokenPrompt(_packed(prompt, vocab_size))
+    return prompt if isinstance(prompt, TokenPrompt) else TokenPrompt(_packed(prompt, vocab_size))
 
 
 def _packed(prompt: Sequence[int] | bytes, vocab_size: int) -> bytes:

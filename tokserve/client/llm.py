@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from tokserve.client.admin import AdminMethods
 from tokserve.client.async_llm import AsyncLLM, Stream
+from tokserve.client.images import with_urls
 from tokserve.client.inputs import LoRARequest, adapter_name, generation_defaults, typed
 from tokserve.client.outputs import ChoiceOutput, merge
 from tokserve.client.pooling import pooler_of
@@ -29,6 +30,7 @@ from tokserve.client.pooling_methods import PoolingMethods
 from tokserve.client.prompts import ParsedPrompt, Prompt, as_list, read
 from tokserve.client.results import RequestOutput, ScoringRequestOutput, request_output
 from tokserve.errors import EngineDead, RequestError
+from tokserve.image_parts import ImageSlots
 from tokserve.messages import Ready, StepStats
 from tokserve.params import PoolingParams, SamplingParams
 from tokserve.text.chat import ChatTemplate
@@ -84,8 +86,10 @@ class LLM(PoolingMethods):
         lora_request: Adapters = None,
     ) -> list[RequestOutput]:  # fmt: skip
         """Outputs in the order of the prompts: texts, lists of token ids, or mappings {"prompt": text} and
-        {"prompt_token_ids": ids}, optionally with "cache_salt" and "draft_token_ids".  One `sampling_params` for all,
-        or one each; default: what the model recommends.  If a request is refused, none is served.
+        {"prompt_token_ids": ids}, optionally with "cache_salt", "draft_token_ids" and "multi_modal_data":
+        {"image": one or several}, each a Pillow image, a uint8 array [height, width, 3], the bytes of a file, or a URL,
+        for each of which the prompt has one placeholder.  One `sampling_params` for all, or one each; default: what the
+        model recommends.  If a request is refused, none is served.
 
         `lora_request`: the adapter for all prompts, or one (or None) each; a `LoRARequest` with a path is loaded if
         necessary, a name must be that of a loaded adapter.
@@ -156,18 +160,16 @@ class LLM(PoolingMethods):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: Adapters = None,
     ) -> list[RequestOutput]:
-        """Like `generate`, for a conversation or a list of conversations, rendered by the chat template."""
+        """Like `generate`, for a conversation or a list of conversations, rendered by the chat template.
+
+        Parts of a content may be images: {"type": "image", "image": one as in `generate`}, or the forms of HTTP.
+        """
         talks: list[Any] = list(messages) if messages and not isinstance(messages[0], Mapping) else [messages]
-        prompts = [
-            self._template.render(
-                talk, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-                tools=tools, template=chat_template, kwargs=chat_template_kwargs,
-            )
-            for talk in talks
-        ]  # fmt: skip
-        parsed = [
-            ParsedPrompt(ids, None if self.tokenizer is None else self.tokenizer.decode(ids, False)) for ids in prompts
-        ]
+        options = {
+            "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
+            "tools": tools, "template": chat_template, "kwargs": chat_template_kwargs,
+        }  # fmt: skip
+        parsed = [self._rendered(talk, options) for talk in talks]
         return self._generate(parsed, sampling_params, use_tqdm, lora_request)
 
     def _pool(
@@ -271,6 +273,15 @@ class LLM(PoolingMethods):
             raise RequestError("chat needs a tokenizer, and this LLM was made with tokens_only")
         return ChatTemplate(self.tokenizer, self._llm.config.server.chat_template)
 
+    def _rendered(self, talk: Sequence[Message], options: Mapping[str, Any]) -> ParsedPrompt:
+        template, reader = self._template, self._llm.images
+        slots = None
+        if reader is not None:
+            slots, talk = ImageSlots(template.tokenizer.decode([reader.kind.token_id], False)), with_urls(talk)
+        ids = template.render(talk, images=slots, **options)
+        images = () if slots is None else tuple(slots.images)
+        return ParsedPrompt(ids, template.tokenizer.decode(ids, False), images=images)
+
     def _generate(
         self, parsed: Sequence[ParsedPrompt], params: Params, use_tqdm: bool, lora_request: Adapters
     ) -> list[RequestOutput]:
@@ -320,8 +331,8 @@ class LLM(PoolingMethods):
             streams = []
             for prompt, sampling, adapter in zip(parsed, params, adapters, strict=True):
                 stream = self._llm.stream(
-                    prompt.ids, sampling, stream=False, text=text, cache_salt=prompt.cache_salt, lora_request=adapter,
-                    draft_token_ids=prompt.draft_token_ids,
+                    await self._llm.with_images(prompt.ids, prompt.images), sampling, stream=False, text=text,
+                    cache_salt=prompt.cache_salt, lora_request=adapter, draft_token_ids=prompt.draft_token_ids,
                 )  # fmt: skip
                 streams.append(await stack.enter_async_context(stream))
             stack.pop_all()

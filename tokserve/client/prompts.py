@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tokserve.client.images import read_images
 from tokserve.errors import RequestError
+from tokserve.image_parts import ImageUrl
 from tokserve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -20,12 +22,14 @@ NOT_BYTES = "bytes are no prompt: decode them to a text, or give a list of token
 
 
 class ParsedPrompt(NamedTuple):
-    """A prompt as ids, the text if it was given as text, its cache_salt ("": none), and what its output may be."""
+    """A prompt as ids, the text if it was given as text, its cache_salt ("": none), what its output may be, and its
+    images, for each of which the ids have one placeholder."""
 
     ids: Sequence[int]
     text: str | None = None
     cache_salt: str = ""
     draft_token_ids: list[int] | None = None
+    images: tuple[ImageUrl, ...] = ()
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -57,13 +61,16 @@ def _from_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer | None) -> Par
     given = {key: value for key, value in prompt.items() if value is not None and value != {}}
     text, ids, salt = given.pop("prompt", None), given.pop("prompt_token_ids", None), given.pop("cache_salt", "")
     drafts = given.pop("draft_token_ids", None)
+    images = read_images(given.pop("multi_modal_data", None), given.pop("multi_modal_uuids", None))
     if given:
         raise RequestError(f"unknown key {next(iter(given))!r} in a prompt, which is {FORMS}", field="prompts")
     if not isinstance(text, str | None) or (text is None and ids is None) or not isinstance(salt, str):
         raise RequestError(f"a prompt must be {FORMS}", field="prompts")
     if drafts is not None:
         drafts = _drafts(drafts)
-    return ParsedPrompt(_encode(text, tokenizer) if ids is None and text is not None else ids, text, salt, drafts)
+    if ids is None and text is not None:
+        ids = _encode(text, tokenizer)
+    return ParsedPrompt(ids, text, salt, drafts, images)
 
 
 def _drafts(ids: Any) -> list[int]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tokserve.client.outputs import ChoiceOutput, Logprobs, SamplingMasks, merge
 from tokserve.client.stream import Stream
+from tokserve.image_parts import Placeholder
 from tokserve.params import SamplingParams
 
 
@@ -96,7 +97,10 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its choices.  `prompt_logprobs` begin at `prompt_logprobs_start`, or after the first token."""
+    """A prompt and its choices.  `prompt_logprobs` begin at `prompt_logprobs_start`, or after the first token.
+
+    `multi_modal_placeholders`: {"image": where the embeddings of each lie in `prompt_token_ids`}, or empty.
+    """
 
     request_id: str
     prompt: str | None
@@ -106,6 +110,7 @@ class RequestOutput:
     num_cached_tokens: int
     seed: int
     finished: bool = True
+    multi_modal_placeholders: dict[str, list[Placeholder]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -209,9 +214,11 @@ def request_output(
         outputs.append(output)
     cached = min((c.cached_tokens for c in done), default=0)  # all choices share one prompt
     finished = len(done) == stream.num_choices and all(c.finish_reason is not None for c in done)
+    images = [Placeholder(*place) for place in stream.placeholders]
     return RequestOutput(
-        stream.request_id, prompt, stream.prompt_ids, outputs, prompt_logprobs, cached, stream.seed, finished
-    )
+        stream.request_id, prompt, stream.prompt_ids, outputs, prompt_logprobs, cached, stream.seed, finished,
+        {"image": images} if images else {},
+    )  # fmt: skip
 
 
 async def follow(stream: Stream, prompt: str | None, params: SamplingParams) -> AsyncIterator[RequestOutput]:

@@ -114,7 +114,7 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Tokenizer, override: str | None = None) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         template = tokenizer.chat_template if override is None else _read_template(override)
         self._templates = {"default": template} if isinstance(template, str) else template or {}
         for name, source in self._templates.items():
@@ -143,9 +143,9 @@ class ChatTemplate:
         """
         rendered = self.text(messages, **options)
         if context is not None:
-            self._tokenizer.check_fits(rendered, context, "messages")
+            self.tokenizer.check_fits(rendered, context, "messages")
         try:
-            return self._tokenizer.encode(rendered, add_special_tokens=add_special_tokens)
+            return self.tokenizer.encode(rendered, add_special_tokens=add_special_tokens)
         except RequestError as error:
             error.field = "messages"
             raise
@@ -177,7 +177,7 @@ class ChatTemplate:
         chat = [_plain_message(i, message, images) for i, message in enumerate(messages)]
         if not chat:
             raise invalid("messages", "must not be empty")
-        variables = self._tokenizer.special_tokens | _checked_kwargs(kwargs)
+        variables = self.tokenizer.special_tokens | _checked_kwargs(kwargs)
         variables["tools"] = _objects("tools", tools)
         variables["documents"] = _objects("documents", documents)
         variables["add_generation_prompt"] = (
@@ -204,7 +204,7 @@ class ChatTemplate:
 
     def _fit_contents(self, chat: list[dict[str, Any]], source: str) -> None:
         """Contents as the template takes them, where they are absent or lists."""
-        special = tuple(self._tokenizer.special_tokens.items())
+        special = tuple(self.tokenizer.special_tokens.items())
         for message in chat:
             if "content" not in message:
                 assistant = message["role"] == "assistant"
