@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.browser import Browser
 from tests.e2e.server import Server
+from tests.models.pictures import png, write_served
 
 pytestmark = pytest.mark.slow
 ARROW_RIGHT, END, TAB, ENTER = "\ue014", "\ue010", "\ue004", "\ue007"
@@ -106,6 +108,20 @@ def test_the_playground_shows_tokens_ids_and_logprobs(browser: Browser, server: 
     browser.press("\ue012", "\ue012", ARROW_RIGHT)
     assert "2 of the output" in browser.text("#token")
     assert browser.console() == []
+
+
+def test_a_picture_is_part_of_the_prompt(browser: Browser, tmp_path: Path) -> None:
+    (tmp_path / "one.png").write_bytes(png(40, 32))
+    with Server(write_served(tmp_path / "vl"), "--max-model-len", "512") as server:
+        visit(browser, server)
+        browser.type("#max-tokens", "4")
+        browser.type("#seed", "3")
+        browser.type("#picture", str(tmp_path / "one.png"))
+        browser.click("#go")
+        browser.wait(lambda: "ended" in browser.text("#play-status"), "an end")
+        assert "data:" not in browser.text("#curl") and "features" in browser.run(
+            "return document.querySelector('#curl').textContent"
+        )
 
 
 def test_it_streams_and_stops(browser: Browser, server: Server) -> None:

@@ -67,7 +67,7 @@ def test_all_it_asks_for_is_there() -> None:
     asked = set(re.findall(r'(?:call|ask)\([`"]([\w/]+)', SCRIPT))
     assert asked == {
         "health", "metrics", "inference/v1/requests", "inference/v1/generate", "abort_requests", "server_info",
-        "v1/models", "tokenizer_info", "tokenize",
+        "v1/models", "tokenizer_info", "tokenize", "v1/chat/completions/render",
     }  # fmt: skip
     routes = {route.path for route in s.app.routes}
     assert {f"/{path}" for path in asked} <= routes

@@ -149,6 +149,7 @@ def description(serving: Serving, request: Request) -> dict[str, Any]:
             **vllm_config,
             "api_server": serving.api_process.index,
             "facts": serving.llm.ready.facts,
+            "image_token_id": None if serving.images is None else serving.images.kind.token_id,
             "adapters": {adapter.name: adapter.generation for adapter in status.adapters},
             "engine": {name: getattr(serving.llm.ready, name) for name in ENGINE_FIELDS}
             | {"weight_version": status.weight_version, "epoch": status.epoch},
