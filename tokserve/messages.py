@@ -24,6 +24,8 @@ AGES = 5  # 0, 1, 2, 3, and 4 or more changes of the weights
 class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One choice of a checked request.  `request_id`: the client's id, `#` and the choice's index.
 
+    Of several choices of a prompt in a submission, only the first has the data of the prompt's features.
+
     `task`: without the fields that are for the front end.  `options.stream` is True as well if the front end searches
     the text for stop strings.  `arrival`: seconds, the front end's monotonic clock; for order only.  `drafts`:
     `options.draft_token_ids` as packed int32, in their place.

@@ -41,6 +41,13 @@ class TokenPrompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
     features: tuple[Feature, ...] = ()
 
 
+def without_content(prompt: TokenPrompt) -> TokenPrompt:
+    """The prompt for a second choice of it: its features are named, and have no data."""
+    if not prompt.features:
+        return prompt
+    return TokenPrompt(prompt.ids, tuple(msgspec.structs.replace(feature, data=b"") for feature in prompt.features))
+
+
 def check_features(features: Sequence[Feature], num_tokens: int, bytes_per_id: Mapping[str, int]) -> None:
     """Raise RequestError unless the features lie in a prompt of so many tokens, in order and apart, and are of known
     kinds.  `bytes_per_id`: by kind, bytes of data for each placeholder id; 0: any."""

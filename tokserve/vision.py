@@ -145,13 +145,6 @@ def decode_image(encoded: bytes, kind: ImageFormat) -> tuple[NDArray[np.float32]
     return patches.astype(np.float32), Grid(*sizes)
 
 
-def check_images(features: Sequence[Feature], kind: ImageFormat) -> None:
-    """Raise RequestError for a feature that is an image and not as `check_image` demands."""
-    for feature in features:
-        if feature.kind == KIND:
-            check_image(feature, kind)
-
-
 def check_image(feature: Feature, kind: ImageFormat, field: str = "features") -> None:
     """Raise RequestError naming `field` unless the data is an image with as many embeddings as the feature has
     placeholders."""

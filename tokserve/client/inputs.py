@@ -23,7 +23,7 @@ from tokserve.config import Config, LimitsConfig, ModelConfig
 from tokserve.errors import RequestError, StartError
 from tokserve.messages import EngineRequest, Ready
 from tokserve.params import PoolingParams, RequestOptions, SamplingParams, check_ranges, wrap_seed
-from tokserve.prompt import TokenPrompt, pack_ids
+from tokserve.prompt import TokenPrompt, pack_ids, without_content
 from tokserve.text.detokenizer import Detokenizer
 from tokserve.text.stops import StopStrings
 from tokserve.text.tokenizer import Tokenizer
@@ -100,13 +100,13 @@ class Inputs:
         if options.draft_token_ids is not None:
             options = msgspec.structs.replace(options, draft_token_ids=None)
         prefix, now = f"{bare_id(request.request_id)}#", time.monotonic()
+        prompts = [request.prompt] + [without_content(request.prompt)] * (len(tasks) - 1)
         engine_requests = [
             EngineRequest(
-                f"{prefix}{request.first_choice + index}", request.prompt, task, options, wrap_seed(seed + index), now,
-                drafts,
+                f"{prefix}{request.first_choice + index}", prompt, task, options, wrap_seed(seed + index), now, drafts
             )
-            for index, task in enumerate(tasks)
-        ]  # fmt: skip
+            for index, (prompt, task) in enumerate(zip(prompts, tasks, strict=True))
+        ]
         choices = self._choices(request, [engine_request.request_id for engine_request in engine_requests])
         return RequestState(request.request_id, request.prompt, seed, choices, engine_requests)
 

@@ -41,6 +41,11 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_media_bytes: Annotated[Positive, about("Most bytes of all images of a request, as sent or fetched.")] = (
         128 << 20
     )
+    max_media_memory: Annotated[
+        Positive,
+        about("Memory for the patches of the images of requests that have not ended, in each API server process; more "
+              "are 503."),
+    ] = 2 << 30  # fmt: skip
     mm_processor_kwargs: Annotated[
         dict[str, Any] | None,
         about('JSON object of arguments of the checkpoint\'s image processor, as {"max_pixels": 1000000}.'),

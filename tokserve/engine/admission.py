@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
+import msgspec
+
 from tokserve.config import Config
 from tokserve.engine.admin.adapters import MAX_NAME, Adapters
 from tokserve.engine.deadlines import Deadlines
@@ -24,8 +26,10 @@ from tokserve.engine.speculation.token_index import TokenIndex
 from tokserve.engine.structured_output.grammars import Grammars
 from tokserve.engine.structured_output.pending_grammars import PendingGrammars
 from tokserve.errors import RequestError
-from tokserve.messages import Status, Submit, SubmitReply
+from tokserve.messages import EngineRequest, Status, Submit, SubmitReply
 from tokserve.params import SamplingParams
+from tokserve.prompt import Feature, TokenPrompt
+from tokserve.vision import KIND, ImageFormat, check_image
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +44,25 @@ class PendingSubmission:
         self.identity, self.submit, self.received, self.first = identity, submit, received, first
         self.requests: list[Request] = []
         self.predictions: dict[bytes, TokenIndex] = {}  # by `EngineRequest.drafts`: choices share them
+        self.features: dict[tuple[bytes, int], Feature] = {}  # by hash and length: those with data
         self.refusal: SubmitReply | None = None
+
+    def with_features(self, spec: EngineRequest, images: ImageFormat | None) -> EngineRequest:
+        """The request with the data of its features, which the first that has them brings and which is checked there.
+        Raises RequestError."""
+        features = spec.prompt.features
+        if not features:
+            return spec
+        whole = []
+        for feature in features:
+            key = feature.hash, feature.length
+            known = self.features.get(key)
+            if known is None:
+                if feature.kind == KIND and images is not None:
+                    check_image(feature, images)
+                known = self.features[key] = feature
+            whole.append(msgspec.structs.replace(feature, data=known.data))
+        return msgspec.structs.replace(spec, prompt=TokenPrompt(spec.prompt.ids, tuple(whole)))
 
     @cached_property
     def request_ids(self) -> frozenset[str]:
@@ -175,7 +197,8 @@ class Admission:
     def _requests(self, large: PendingSubmission) -> list[Request]:
         """One of each `EngineRequest` of the next slice.  Raises RequestError."""
         start = len(large.requests)
-        specs = large.submit.requests[start : start + SLICE]
+        sent = large.submit.requests[start : start + SLICE]
+        specs = [large.with_features(spec, self._limits.images) for spec in sent]
         requests = [
             Request(
                 spec, owner=large.identity, number=number, received=large.received, limits=self._limits,

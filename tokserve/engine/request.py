@@ -29,7 +29,6 @@ from tokserve.messages import DraftCounts, EngineRequest, Finish
 from tokserve.params import PoolingParams, SamplingParams
 from tokserve.plan import NO_LEGAL_TOKEN, NOT_FINITE, Float32, NewRow
 from tokserve.prompt import check_features
-from tokserve.vision import check_images
 
 
 class State(enum.Enum):
@@ -69,8 +68,6 @@ class Request:
         self.tokens = _prompt(spec.prompt.ids, limits, new_tokens=int(isinstance(task, SamplingParams)))
         self.prompt_len = len(self.tokens)
         check_features(spec.prompt.features, self.prompt_len, limits.feature_bytes)
-        if limits.images is not None:
-            check_images(spec.prompt.features, limits.images)
         self.table = BlockTable(spec.options.cache_salt or "", adapter, spec.prompt.features)
         self.output = OutputBuffer(task, self.prompt_len, limits)
         self.pooling = isinstance(task, PoolingParams)  # it ends when its prompt is computed

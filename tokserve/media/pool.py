@@ -12,7 +12,7 @@ import hashlib
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -47,6 +47,7 @@ class ImageCache:
         self._images: OrderedDict[bytes, ProcessedImage] = OrderedDict()
         self._lock = threading.Lock()
         self.num_bytes = self.hits = self.misses = 0
+        self.on_lookup: Callable[[bool], None] | None = None  # told whether an image was there
 
     def __len__(self) -> int:
         return len(self._images)
@@ -59,7 +60,9 @@ class ImageCache:
             else:
                 self.hits += 1
                 self._images.move_to_end(digest)
-            return image
+        if self.on_lookup is not None:
+            self.on_lookup(image is not None)
+        return image
 
     def put(self, digest: bytes, image: ProcessedImage) -> None:
         with self._lock:

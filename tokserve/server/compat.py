@@ -188,7 +188,7 @@ VLLM_METRICS = frozenset({
     "request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
     "request_prompt_tokens", "request_generation_tokens", "request_params_n", "request_params_max_tokens",
     "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
-    "spec_decode_num_accepted_tokens_per_pos",
+    "spec_decode_num_accepted_tokens_per_pos", "mm_cache_queries", "mm_cache_hits",
 })  # fmt: skip
 
 

@@ -90,6 +90,7 @@ class Generation:
         self.adjust: Callable[[ChoiceOutput], ChoiceOutput] | None = None
         self.timed: Callable[[Render], Render] = _as_it_is
         self.rename: Callable[[RequestError], RequestError] = _unchanged  # names fields as in the route's body
+        self.on_close: Callable[[], None] = _nothing
         self.cause: str | None = "abort_disconnect"  # for the metrics, if it is closed before its end
         self.completion_tokens = 0
         self.prediction_len: int | None = None  # tokens; None: there is no prediction
@@ -206,6 +207,11 @@ class Generation:
             if left and self.cause is not None:
                 observer.aborted(self.cause, left)
             observer.closed()
+        self.on_close()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _unchanged(error: RequestError) -> RequestError:

@@ -28,6 +28,7 @@ from tokserve.client.request_state import RequestState
 from tokserve.config import Config
 from tokserve.errors import EngineDead, NotFound, Overloaded, RequestError, StartError
 from tokserve.media.feature_cache import FeatureCache
+from tokserve.media.sources import ByteCount
 from tokserve.params import PoolingParams, SamplingParams
 from tokserve.prompt import TokenPrompt
 from tokserve.server.generation import Generation, Observer
@@ -115,10 +116,13 @@ class Serving:
             self.defaults = {name: getattr(recommended, name) for name in RECOMMENDED}
         self.api_process = api_process or ApiProcess(0, int(time.time()), None)
         self.images = llm.images
+        self._image_memory = ByteCount(config.media.max_media_memory)
         self.features = FeatureCache(config.media.mm_processor_cache_bytes)
         counters = SharedCounters(self.api_process.counters, self.api_process.index, config.server.api_server_count)
         self._clients = ClientNames(config.server)
         self.metrics = Metrics(llm, config, self.name, counters)
+        if self.images is not None:
+            self.images.pool.cache.on_lookup = self.metrics.image_lookup
 
     def client_name(self, request: Request) -> str:
         """Who sends the request: those of one name take turns with those of others."""
@@ -298,6 +302,7 @@ class Serving:
             if self.state.draining:
                 raise Overloaded("the server is shutting down", retry_after=5, code="draining")
             states = await self._prepare(request, generate, prompts, fields, tasks)
+            self._reserve_images(generation, prompts)
             if params is not None:
                 self._check_reply(generate, tasks or [params], states, fields, entry_bytes)
             generation.streams = self.llm.submit(states, self.client_name(request))
@@ -316,6 +321,17 @@ class Serving:
                 await generation.close()
         generation.accepted(params)
         return generation
+
+    def _reserve_images(self, generation: Generation, prompts: Prompts) -> None:
+        """Count the patches of its images until it ends.  Raises Overloaded."""
+        features = [feature for prompt in prompts if isinstance(prompt, TokenPrompt) for feature in prompt.features]
+        size = sum(len(feature.data) for feature in features)
+        if not self._image_memory.add(size):
+            raise Overloaded(
+                "the images of requests in flight fill the memory for them (--max-media-memory)", retry_after=1,
+                code="media_overload",
+            )  # fmt: skip
+        generation.on_close = lambda: self._image_memory.subtract(size)
 
     def _check_reply(
         self, generate: GenerateRequest, tasks: Sequence[SamplingParams], states: Sequence[RequestState],

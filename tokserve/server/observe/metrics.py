@@ -103,6 +103,7 @@ class Metrics(Collector):
         self._aborts = LabelledCounter(counters, CAUSES)
         self._refusals = LabelledCounter(counters, REFUSALS)
         self._truncated_masks = counters.allocate(1)
+        self._images = counters.allocate(2)  # looked up, and found
         self._num_streams = 0
         self.ttft = Histogram(counters, "time_to_first_token_seconds", "Arrival to first token.", SHORT)
         text = "Mean time between tokens of a choice, counted once per token."
@@ -195,6 +196,11 @@ class Metrics(Collector):
 
         return timed
 
+    def image_lookup(self, hit: bool) -> None:
+        """An image was looked up among the processed ones."""
+        self._images.add(0)
+        self._images.add(1, float(hit))
+
     def observe_lag(self, late: float) -> None:
         """Observe the lag of the event loop in seconds."""
         self.loop_lag.observe(late)
@@ -271,6 +277,8 @@ class Metrics(Collector):
         for name, text, value in (
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", s.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", s.prefix_hits),
+            ("mm_cache_queries", "Images looked up among those that were processed before.", self._images.total(0)),
+            ("mm_cache_hits", "Images found there.", self._images.total(1)),
             ("num_preemptions", "Times a request was put back into the queue.", s.preemptions),
             ("prompt_tokens", "Prompt tokens computed or found in the cache.", s.prompt_tokens),
             ("generation_tokens", "Tokens generated.", s.output_tokens),
