@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ import httpx
 from tests.conformance.shapes import reply_shape, shape
 from tests.e2e.server import Server
 from tests.environments import OFFLINE, environment
+from tests.models.pictures import write_served
 from tokserve.checkpoint import DEMO_DIR
 
 HERE = Path(__file__).parent
@@ -38,8 +40,11 @@ CLIENTS = {"openai2": "openai", "openai3": "openai", "anthropic": "anthropic", "
            "trl": "trl",
            "trl_exact": "trl_exact", "lm_eval": "lm_eval",
            "frameworks": "frameworks", "closed": "closed", "loop": "loop",
-           "schemathesis": "schemathesis", "verifiers": "verifiers"}  # fmt: skip
-ENVIRONMENTS = {"closed": "frameworks", "loop": "openai3", "trl_exact": "trl"}  # of clients that have none of their own
+           "schemathesis": "schemathesis", "verifiers": "verifiers", "images": "images",
+           "trl_images": "trl_images"}  # fmt: skip
+ENVIRONMENTS = {  # of clients that have none of their own
+    "closed": "frameworks", "loop": "openai3", "trl_exact": "trl", "images": "verifiers", "trl_images": "trl",
+}  # fmt: skip
 FLAGS = {  # of clients that have a server of their own
     "schemathesis": ("--max-model-len", "48"),  # it asks for 1024 choices of the whole context
     "closed": ("--structured-outputs-closed",),
@@ -47,6 +52,7 @@ FLAGS = {  # of clients that have a server of their own
     "loop": ("--chat-template", str(HERE / "plain.jinja")),
     "trl_exact": ("--enable-lora", "--dtype", "bfloat16"),
 }
+IMAGES = {"images", "trl_images"}  # of clients whose server has a model that reads images
 WITH_OPS = {"trl_exact"}  # run by this project's interpreter, which finds their packages at CLIENT_PACKAGES
 SECONDS = 1200.0
 LARGEST = 4000  # bytes of a recorded body
@@ -58,14 +64,14 @@ def python_of(name: str) -> Path:
     return environment(HERE / f"{name}.txt", BUILD / name)
 
 
-def drive(name: str, url: str) -> dict[str, Any] | None:
-    """Run a client's driver; its report, or None if it failed."""
+def drive(name: str, url: str, model: Path) -> dict[str, Any] | None:
+    """Run a client's driver against a server of `model`; its report, or None if it failed."""
     python = python_of(name)
     env = {**os.environ, **OFFLINE}
     if name in WITH_OPS:
         env |= {"CLIENT_PACKAGES": str(next(python.parents[1].glob("lib/python*/site-packages")))}
         python = Path(sys.executable)
-    command = [str(python), str(HERE / f"run_{CLIENTS[name]}.py"), url, str(DEMO_DIR)]
+    command = [str(python), str(HERE / f"run_{CLIENTS[name]}.py"), url, str(model)]
     began = time.monotonic()
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS)
@@ -145,12 +151,18 @@ def recording(stem: str, url: str) -> Iterator[str]:
     (RECORDED / f"{stem}.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def run(name: str, url: str, record: bool) -> bool:
+def run(name: str, url: str, model: Path, record: bool) -> bool:
     """Drive a client, perhaps through the proxy; whether it passed."""
     if not record:
-        return drive(name, url) is not None
+        return drive(name, url, model) is not None
     with recording(CLIENTS[name], url) as proxy:
-        return drive(name, proxy) is not None
+        return drive(name, proxy, model) is not None
+
+
+@cache
+def model_of(name: str) -> Path:
+    """The checkpoint that the client's server serves as "demo"."""
+    return write_served(BUILD / "models" / "vl") if name in IMAGES else DEMO_DIR
 
 
 def record(asked: str) -> int:
@@ -178,10 +190,13 @@ def main() -> int:
         python_of(name)
     failed = []
     alive = True
-    for flags in sorted({FLAGS.get(name, ()) for name in names}):
-        with Server("demo", *flags) as server:
+    for model, flags in sorted({(model_of(name), FLAGS.get(name, ())) for name in names}):
+        with Server(model, *flags, "--served-model-name", "demo") as server:
             for name in names:
-                if FLAGS.get(name, ()) == flags and not run(name, server.url, asked.record == "" and not flags):
+                if (model_of(name), FLAGS.get(name, ())) != (model, flags):
+                    continue
+                records = asked.record == "" and not flags and model == DEMO_DIR
+                if not run(name, server.url, model, records):
                     failed.append(name)
             alive &= server.get("/health?deep=1").status_code == 200
     print(f"{len(names) - len(failed)} of {len(names)} clients passed" + ("" if alive else "; THE SERVER IS NOT WELL"))

@@ -84,6 +84,7 @@ def oracle_logits(model: Any, ids: list[int], pictures: list[Picture]) -> Tensor
 
 
 MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+TOOLS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "</think>")  # renderers wants them
 PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 8, "temporal_patch_size": 2, "merge_size": 2,
     "image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28],
@@ -105,7 +106,8 @@ def write_served(directory: Path, family: str = "qwen3_vl") -> Path:
     first = 1 + max(token["id"] for token in tokenizer["added_tokens"])
     write_checkpoint(directory, tiny_vision_config(family) | dict(zip(names, range(first, first + 4), strict=True)))
     special = tokenizer["added_tokens"][0]
-    tokenizer["added_tokens"] += [special | {"id": first + i, "content": mark} for i, mark in enumerate(MARKS)]
+    marks = enumerate((*MARKS, *TOOLS), first)
+    tokenizer["added_tokens"] += [special | {"id": number, "content": mark} for number, mark in marks]
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     config = json.loads((DEMO_DIR / "tokenizer_config.json").read_text())
     assert TEXT_PART in config["chat_template"]
