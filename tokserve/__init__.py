@@ -6,10 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 from tokserve.rl.version import __version__
 
-__all__ = ["LLM", "AsyncLLM", "Config", "LoRARequest", "SamplingParams", "StructuredOutputs", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BeamSearchParams",
+    "Config",
+    "LoRARequest",
+    "SamplingParams",
+    "StructuredOutputs",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from tokserve.client.async_llm import AsyncLLM
+    from tokserve.client.beam_search import BeamSearchParams
     from tokserve.client.inputs import LoRARequest
     from tokserve.client.llm import LLM
     from tokserve.config import Config
@@ -18,6 +28,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "LLM": "tokserve.client.llm",
     "AsyncLLM": "tokserve.client.async_llm",
+    "BeamSearchParams": "tokserve.client.beam_search",
     "LoRARequest": "tokserve.client.inputs",
     "SamplingParams": "tokserve.params",
     "StructuredOutputs": "tokserve.params",

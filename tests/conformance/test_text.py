@@ -53,7 +53,7 @@ def test_a_bad_field_is_refused_by_name_also_before_a_stream(text: Api, route: s
 @pytest.mark.parametrize(
     ("name", "value"),
     [("functions", [{"name": "f"}]), ("function_call", {"name": "f"}), ("tool_choice", {"type": "allowed_tools"}),
-     ("best_of", 2), ("suffix", "x"), ("guided_json", {}), ("use_beam_search", True),
+     ("best_of", 2), ("suffix", "x"), ("guided_json", {}),
      ("guided_regex", "(a+)+$" * 1000), ("guided_grammar", "x"), ("regex", "a"), ("ebnf", "x"), ("json_schema", "{}"),
      ("truncate_prompt_tokens", 5), ("kv_transfer_params", {}), ("prompt_embeds", "x")],
 )  # fmt: skip

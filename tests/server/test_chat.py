@@ -393,7 +393,7 @@ def test_strict_refuses_unknown_fields() -> None:
         {"tool_choice": {"type": "allowed_tools"}},
         {"functions": [{}]}, {"audio": {}}, {"modalities": ["audio"]},
         {"web_search_options": {}}, {"guided_decoding": {"regex": "a"}},
-        {"guided_json": {}}, {"use_beam_search": True}, {"best_of": 3, "n": 2}, {"suffix": "x"}, {"echo": True},
+        {"guided_json": {}}, {"best_of": 3, "n": 2}, {"suffix": "x"}, {"echo": True},
         {"truncate_prompt_tokens": 4}, {"logits_processors": ["x"]}, {"kv_transfer_params": {}},
     ],
 )  # fmt: skip

@@ -185,9 +185,7 @@ def test_numbers_that_no_float_holds(server: Site, number: str) -> None:
     assert error["code"] == "invalid_body" and "$" not in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("best_of", True), ("best_of", 1.0), ("best_of", 2), ("use_beam_search", 0), ("suffix", [])]
-)
+@pytest.mark.parametrize(("field", "value"), [("best_of", True), ("best_of", 1.0), ("best_of", 2), ("suffix", [])])
 def test_what_is_not_supported_is_refused_unless_it_asks_for_nothing(server: Site, field: str, value: Any) -> None:
     assert refused(server.post(COMPLETIONS, TEXT | {field: value}), 400, field)["code"] == "unsupported"
 

@@ -22,6 +22,8 @@ from tqdm import tqdm
 
 from tokserve.client.admin import AdminMethods
 from tokserve.client.async_llm import AsyncLLM, Stream
+from tokserve.client.beam_methods import BeamSearchOutput, search
+from tokserve.client.beam_search import BeamSearchParams
 from tokserve.client.images import with_urls
 from tokserve.client.inputs import LoRARequest, adapter_name, generation_defaults, typed
 from tokserve.client.outputs import ChoiceOutput, merge
@@ -171,6 +173,27 @@ class LLM(PoolingMethods):
         }  # fmt: skip
         parsed = [self._rendered(talk, options) for talk in talks]
         return self._generate(parsed, sampling_params, use_tqdm, lora_request)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams,
+        lora_request: LoRARequest | str | None = None, use_tqdm: bool = False, concurrency_limit: int | None = None,
+        priority: int = 0,
+    ) -> list[BeamSearchOutput]:  # fmt: skip
+        """The `params.beam_width` most probable outputs of each prompt that beam search finds, best first.
+
+        `concurrency_limit`: prompts searched at a time; default: all.  Raises RequestError.
+        """
+        parsed = [read(prompt, self.tokenizer) for prompt in as_list(prompts)]
+        params = typed(BeamSearchParams, params)
+        params.validate(self.ready, self.config.model.max_logprobs)
+        if any(prompt.images for prompt in parsed):
+            raise RequestError("beam search takes no images", field="prompts", code="unsupported")
+        adapters = self._adapters(lora_request, len(parsed))
+        limit = len(parsed) or 1 if concurrency_limit is None else concurrency_limit
+        if type(limit) is not int or limit < 1:
+            raise RequestError("concurrency_limit must be an integer of at least 1", field="concurrency_limit")
+        with tqdm(total=len(parsed), disable=not use_tqdm, desc="requests", unit="req") as bar:
+            return self._wait(search(self._llm, parsed, params, adapters, self.tokenizer, limit, bar.update, priority))
 
     def _pool(
         self, parsed: Sequence[ParsedPrompt], task: PoolingParams, lora_request: Adapters, use_tqdm: bool

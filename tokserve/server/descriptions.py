@@ -34,6 +34,8 @@ FIELDS: dict[str, str] = {
     "ec_transfer_params": "Only null.",
     "features": "Images as patches, with their places in the prompt and their hashes, as vLLM writes them.",
     "content_parts": "Images by URL; each stands where the prompt has the model's image token.",
+    "use_beam_search": "Search for the `n` most probable outputs instead of drawing them.",
+    "length_penalty": "Of beam search: the power of its length that an output's score is divided by.",
     "mm_payload": "Of render: whether `features` holds the patches of images.",
     "return_mm_kwargs": "Of render: false is mm_payload none.",
     "token_offsets": "Accepted and without effect.",

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tokserve.client.async_llm import Stream
+from tokserve.client.beam_stream import BeamStream
 from tokserve.client.inputs import bare_id
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.errors import RequestError
@@ -86,7 +87,7 @@ class Generation:
         self.key = bare_id(request_id)
         self.n = n
         self.fingerprint: str | None = None
-        self.streams: list[Stream] = []
+        self.streams: Sequence[Stream | BeamStream] = ()
         self.adjust: Callable[[ChoiceOutput], ChoiceOutput] | None = None
         self.timed: Callable[[Render], Render] = _as_it_is
         self.rename: Callable[[RequestError], RequestError] = _unchanged  # names fields as in the route's body

@@ -22,9 +22,12 @@ from starlette.requests import Request
 
 from tokserve import __version__, log
 from tokserve.client.async_llm import AsyncLLM
+from tokserve.client.beam_search import BeamSearchParams
+from tokserve.client.beam_stream import BeamStream, BeamTask
 from tokserve.client.inputs import RECOMMENDED, GenerateRequest, bare_id, generation_defaults, token_prompt
 from tokserve.client.pooling import pooler_of
 from tokserve.client.request_state import RequestState
+from tokserve.client.stream import Stream
 from tokserve.config import Config
 from tokserve.errors import EngineDead, NotFound, Overloaded, RequestError, StartError
 from tokserve.media.feature_cache import FeatureCache
@@ -278,9 +281,10 @@ class Serving:
     async def start(
         self, request: Request, generate: GenerateRequest, prompts: Prompts, fields: FieldPaths, *,
         entry_bytes: int = reply_size.OBJECT_BYTES, tasks: Sequence[SamplingParams] = (),
+        beams: BeamSearchParams | None = None,
     ) -> Generation:  # fmt: skip
         """Send the prompts to the engine and wait until it accepts them.  `entry_bytes`: of a logprob in the reply.
-        `tasks`: one per prompt, with the same n, instead of the request's for all.
+        `tasks`: one per prompt, with the same n, instead of the request's for all.  `beams`: search for n outputs.
 
         Everything that can be refused is refused here, before a response begins.  Raises `Gone` if the client leaves.
         """
@@ -305,7 +309,7 @@ class Serving:
             self._reserve_images(generation, prompts)
             if params is not None:
                 self._check_reply(generate, tasks or [params], states, fields, entry_bytes)
-            generation.streams = self.llm.submit(states, self.client_name(request))
+            generation.streams = self._submit(request, generate, prompts, states, fields, beams)
             self.bodies.release(request)
             async with CancelOnDisconnect(request.receive):
                 try:
@@ -321,6 +325,20 @@ class Serving:
                 await generation.close()
         generation.accepted(params)
         return generation
+
+    def _submit(
+        self, request: Request, generate: GenerateRequest, prompts: Prompts, states: Sequence[RequestState],
+        fields: FieldPaths, beams: BeamSearchParams | None,
+    ) -> Sequence[Stream | BeamStream]:  # fmt: skip
+        client = self.client_name(request)
+        if beams is None:
+            return self.llm.submit(states, client)
+        try:
+            beams.validate(self.llm.ready, self.config.model.max_logprobs)
+        except RequestError as error:
+            raise fields.rename(error) from None
+        vocab = self.llm.ready.vocab_size
+        return BeamTask(self.llm, generate, [token_prompt(ids, vocab) for ids in prompts], beams, client).streams
 
     def _reserve_images(self, generation: Generation, prompts: Prompts) -> None:
         """Count the patches of its images until it ends.  Raises Overloaded."""

@@ -14,6 +14,7 @@ from msgspec import UNSET, Raw, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokserve.client.beam_search import BeamSearchParams
 from tokserve.client.inputs import GenerateRequest, token_prompt
 from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
@@ -24,6 +25,7 @@ from tokserve.server.generation import ReplyContext, Usage
 from tokserve.server.http.body import encode_json, wants_msgpack
 from tokserve.server.http.workers import off_loop
 from tokserve.server.openai import schemas, tools
+from tokserve.server.openai.beams import beam_params
 from tokserve.server.openai.prediction import with_prediction
 from tokserve.server.openai.schemas import ChatBody, TokenizeBody
 from tokserve.server.openai.tools import OutputParser, ParsedDelta, ResponseFormat, ToolCall, ToolPlan
@@ -134,6 +136,7 @@ class ChatCall(NamedTuple):
     prompt: TokenPrompt
     fields: FieldPaths
     plan: ToolPlan
+    beams: BeamSearchParams | None
 
     @property
     def ids(self) -> list[int]:
@@ -143,7 +146,7 @@ class ChatCall(NamedTuple):
 
 async def _chat(serving: Serving, request: Request, *, with_tokens: bool) -> Response:
     call = await read(serving, request, with_tokens=with_tokens)
-    generation = await serving.start(request, call.generate, [call.prompt], call.fields)
+    generation = await serving.start(request, call.generate, [call.prompt], call.fields, beams=call.beams)
     render = ChatRenderer(
         serving, generation, call.body, call.params, reader_of(serving, call.plan, generation.key, call.ids)
     )
@@ -185,9 +188,9 @@ async def call_of(
             raise RequestError("reasoning_effort: nothing of this prompt depends on it", field="reasoning_effort")
         ignored.append("reasoning_effort")
     others = {"logprobs": "top_logprobs", "extra_args": "vllm_xargs"}
-    others["max_tokens"] = schemas.output_limit(body)[1]
+    others["max_tokens"], others["beam_width"] = schemas.output_limit(body)[1], "n"
     fields = _fields(plan.source, "tokens" if with_tokens else "messages", **others)
-    return ChatCall(body, ignored, params, generate, prompt, fields, plan)
+    return ChatCall(body, ignored, params, generate, prompt, fields, plan, beam_params(body, params))
 
 
 def _fields(source: str | None, prompt: str = "messages", **others: str) -> FieldPaths:

@@ -17,6 +17,7 @@ from msgspec import UNSET, Raw, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokserve.client.beam_search import BeamSearchParams
 from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
@@ -25,6 +26,7 @@ from tokserve.server.generation import ReplyContext, Usage
 from tokserve.server.http.body import encode_json, wants_msgpack
 from tokserve.server.http.workers import off_loop
 from tokserve.server.openai import schemas
+from tokserve.server.openai.beams import beam_params
 from tokserve.server.openai.prediction import with_prediction
 from tokserve.server.openai.schemas import CompletionBody
 from tokserve.server.replies import logprobs, sampling_masks, sse
@@ -80,13 +82,14 @@ class CompletionCall(NamedTuple):
     prompts: list[str | list[int]]
     ids: list[list[int]]
     fields: FieldPaths
+    beams: BeamSearchParams | None
 
 
 async def completions(serving: Serving, request: Request) -> Response:
     """POST /v1/completions: text or ids in, text out"""
     call = await read(serving, request)
     body = call.body
-    generation = await serving.start(request, call.generate, call.ids, call.fields)
+    generation = await serving.start(request, call.generate, call.ids, call.fields, beams=call.beams)
     render = CompletionRenderer(serving, generation, body, call.params, call.prompts)
     if schemas.output_limit(body)[0] == 0:
         generation.adjust = drop_output
@@ -113,8 +116,9 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
     others = {"extra_args": "vllm_xargs", "max_tokens": schemas.output_limit(body)[1]}
     if body.structured_outputs is None:
         others["structured_outputs"] = "response_format"
+    others["beam_width"] = "n"
     fields = FieldPaths("prompt[0]" if listed and len(prompts) == 1 else "prompt", others=others)
-    return CompletionCall(body, ignored, params, generate, prompts, ids, fields)
+    return CompletionCall(body, ignored, params, generate, prompts, ids, fields, beam_params(body, params))
 
 
 def drop_output(c: ChoiceOutput) -> ChoiceOutput:

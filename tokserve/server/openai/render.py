@@ -19,6 +19,7 @@ from tokserve.server.http import declared
 from tokserve.server.http.body import given_request_id, reply
 from tokserve.server.http.workers import off_loop
 from tokserve.server.openai import chat, completions, schemas
+from tokserve.server.openai.beams import refuse_beams
 from tokserve.server.serving import Serving
 from tokserve.server.tokens import images
 from tokserve.server.tokens.generate import OptionFields, StreamOptions
@@ -60,6 +61,7 @@ async def render_chat(serving: Serving, request: Request) -> Response:
 
 async def rendered_chat(serving: Serving, request: Request, call: chat.ChatCall) -> Response:
     """The token request that a chat call is; the call may come from the body of another route."""
+    refuse_beams(call.beams)
     forbidden = await serving.check(request, call.generate, [call.prompt], call.fields)
     echo = bool(call.body.return_token_ids) or call.params.prompt_logprobs is not None
     given = given_request_id(request, call.body.request_id)
@@ -79,6 +81,7 @@ async def rendered_chat(serving: Serving, request: Request, call: chat.ChatCall)
 async def render_completions(serving: Serving, request: Request) -> Response:
     """POST /v1/completions/render: the token requests that these prompts are, one for each"""
     call = await completions.read(serving, request, replies=False)
+    refuse_beams(call.beams)
     forbidden = await serving.check(request, call.generate, call.ids, call.fields)
     body = call.body
     params = _portable(call.params, forbidden)

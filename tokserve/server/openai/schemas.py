@@ -126,6 +126,8 @@ class TextBody(_TextFields):  # type: ignore[misc]
     prompt_logprobs: bool | int | None = None
     add_special_tokens: bool | None = None
     prediction: Prediction | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
 
 
 class ChatBody(TextBody):

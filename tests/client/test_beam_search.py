@@ -1,0 +1,112 @@
+"""Beam search: transformers' beams; the same alone and together; what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tokserve import LLM, BeamSearchParams
+from tokserve.errors import RequestError
+from tokserve.models.dummy import tiny_config, write_checkpoint
+
+EOS = 7
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("beams"), tiny_config("llama", vocab_size=48, eos_token_id=EOS))
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Iterator[LLM]:
+    with LLM(str(model), dtype="float32", tokens_only=True, max_model_len=256) as llm:
+        yield llm
+
+
+def prompts(count: int) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(8, 48, rng.integers(1, 40)).tolist() for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("width", "penalty", "length"), [(1, 1.0, 8), (3, 1.0, 12), (4, 0.0, 10), (5, -0.5, 6), (2, 2.0, 9)]
+)
+def test_beams_are_those_of_transformers(llm: LLM, model: Path, width: int, penalty: float, length: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    oracle: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    params = BeamSearchParams(
+        beam_width=width, max_tokens=length, length_penalty=penalty, include_stop_str_in_output=True
+    )
+    several = prompts(10)
+    outputs = llm.beam_search([{"prompt_token_ids": ids} for ids in several], params)
+    num_ended = 0
+    for ids, output in zip(several, outputs, strict=True):
+        expected = oracle.generate(
+            torch.tensor([ids]), num_beams=width, num_return_sequences=width, max_new_tokens=length, do_sample=False,
+            length_penalty=penalty, early_stopping="never" if width > 1 else False, eos_token_id=EOS, pad_token_id=0,
+            return_dict_in_generate=True, output_scores=True,
+        )  # fmt: skip
+        for row, (sequence, found) in enumerate(zip(expected.sequences.tolist(), output.sequences, strict=True)):
+            whole = sequence[: len(found.tokens)]
+            assert found.tokens == whole and set(sequence[len(found.tokens) :]) <= {0, EOS}  # padding
+            num_ended += found.finish_reason == "stop"
+            if width > 1:
+                generated = len(found.tokens) - len(ids)
+                score = found.cum_logprob / generated**penalty
+                assert abs(score - float(expected.sequences_scores[row])) < 1e-3
+    assert num_ended > 0 or width < 3
+
+
+def test_a_search_is_the_same_alone_and_beside_others(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=8, logprobs=2)
+    several = prompts(4)
+    together = llm.beam_search([{"prompt_token_ids": ids} for ids in several], params)
+    llm.reset_prefix_cache()
+    alone = [llm.beam_search({"prompt_token_ids": ids}, params)[0] for ids in several]
+    limited = llm.beam_search([{"prompt_token_ids": ids} for ids in several], params, concurrency_limit=2)
+    for one, other, third in zip(together, alone, limited, strict=True):
+        for left, right, last in zip(one.sequences, other.sequences, third.sequences, strict=True):
+            assert (
+                (left.tokens, left.cum_logprob) == (right.tokens, right.cum_logprob) == (last.tokens, last.cum_logprob)
+            )
+            assert left.logprobs is not None and left.logprobs.top_ids.shape == (len(left.logprobs), 2)
+            assert abs(float(left.logprobs.token_logprobs.sum(dtype=np.float64)) - left.cum_logprob) < 1e-9
+
+
+def test_an_eos_that_is_ignored_and_tokens_that_are_allowed(llm: LLM) -> None:
+    [ignoring] = llm.beam_search([[9, 10]], BeamSearchParams(beam_width=4, max_tokens=6, ignore_eos=True))
+    assert {len(found.tokens) for found in ignoring.sequences} == {8}
+    allowed = [11, 12, 13, EOS]
+    params = BeamSearchParams(beam_width=3, max_tokens=5, allowed_token_ids=allowed)
+    [output] = llm.beam_search([[9, 10]], params)
+    assert all(set(found.tokens[2:]) <= set(allowed) for found in output.sequences)
+    assert all(EOS not in found.tokens for found in output.sequences)  # it is left out of those that it ended
+
+
+def test_the_context_ends_a_search(llm: LLM) -> None:
+    [output] = llm.beam_search([[9] * 253], BeamSearchParams(beam_width=2, max_tokens=50, ignore_eos=True))
+    assert {len(found.tokens) for found in output.sequences} == {256}
+    assert {found.finish_reason for found in output.sequences} == {"length"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "field"),
+    [
+        ([9], {"beam_width": 0}, "beam_width"), ([9], {"beam_width": 20}, "beam_width"),
+        ([9], {"beam_width": 2, "max_tokens": 0}, "max_tokens"),
+        ([9], {"beam_width": 2, "length_penalty": float("nan")}, "length_penalty"),
+        ([9], {"beam_width": 3, "allowed_token_ids": [9, 10]}, "beam_width"),
+        ([99], {"beam_width": 2}, "token_ids"), ([9] * 256, {"beam_width": 2}, "token_ids"),
+        ([], {"beam_width": 2}, None),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(llm: LLM, prompt: list[int], params: dict[str, Any], field: str | None) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.beam_search([{"prompt_token_ids": prompt}], BeamSearchParams(**params))
+    assert field is None or caught.value.field == field

@@ -1,0 +1,86 @@
+"""`LLM.beam_search`, in vLLM's words."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokserve.client.beam_search import BeamRun, BeamSearchParams, Engine
+from tokserve.client.inputs import GenerateRequest, token_prompt
+from tokserve.client.prompts import ParsedPrompt
+from tokserve.client.results import TokenLogprobs
+from tokserve.errors import RequestError
+from tokserve.params import RequestOptions, SamplingParams
+from tokserve.prompt import TokenPrompt, unpack_ids
+from tokserve.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """An output.  `tokens`: with the prompt's, and with the EOS that ended it only if `include_stop_str_in_output`;
+    `text`: of all of them.  `cum_logprob`: the sum of the logprobs of the output, the EOS's included."""
+
+    tokens: list[int]
+    logprobs: TokenLogprobs | None
+    cum_logprob: float
+    text: str | None
+    finish_reason: str | None
+    stop_reason: int | None = None
+    lora_request: Any = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The outputs of a prompt, best first."""
+
+    sequences: list[BeamSearchSequence] = field(default_factory=list)
+
+
+async def search(
+    llm: Engine, prompts: Sequence[ParsedPrompt], params: BeamSearchParams, adapters: Sequence[str],
+    tokenizer: Tokenizer | None, concurrency: int, progress: Any, priority: int = 0,
+) -> list[BeamSearchOutput]:  # fmt: skip
+    """One output per prompt; `concurrency` prompts at a time.  Raises RequestError, EngineDead."""
+    outputs: list[BeamSearchOutput] = []
+    for adapter in adapters:
+        if adapter != adapters[0]:
+            raise RequestError("beam search takes one lora_request for all prompts", field="lora_request")
+    for first in range(0, len(prompts), concurrency):
+        some = [token_prompt(prompt.ids, llm.ready.vocab_size) for prompt in prompts[first : first + concurrency]]
+        for prompt in some:  # checked once, as it is
+            plain = GenerateRequest(request_id="prompt", prompt=prompt, task=SamplingParams(max_tokens=1))
+            llm.prepare(plain)
+        salts = {prompt.cache_salt for prompt in prompts}
+        if len(salts) > 1:
+            raise RequestError("beam search takes one cache_salt for all prompts", field="prompts")
+        options = RequestOptions(
+            adapter=adapters[0] if adapters else "", cache_salt=next(iter(salts)) or None, priority=priority
+        )
+        request = GenerateRequest(
+            request_id=secrets.token_hex(16), prompt=some[0], task=SamplingParams(), options=options
+        )  # fmt: skip
+        run = BeamRun(llm, request, some, params)
+        await run.run(lambda: None, progress)
+        outputs += [_output(run, index, some[index], tokenizer) for index in range(len(some))]
+    return outputs
+
+
+def _output(run: BeamRun, index: int, prompt: TokenPrompt, tokenizer: Tokenizer | None) -> BeamSearchOutput:
+    ids, params = unpack_ids(prompt.ids), run.params
+    sequences = []
+    for beam, choice in zip(run.searches[index].done, run.outputs(index, None), strict=True):
+        if choice.finish_reason not in ("stop", "length"):
+            raise RequestError(choice.message or f"beam search was ended ({choice.stop_detail})")
+        has_eos = choice.stop_detail == "eos"
+        output = choice.token_ids[:-1] if has_eos and not params.include_stop_str_in_output else choice.token_ids
+        sequences.append(BeamSearchSequence(
+            ids + output,
+            None if choice.logprobs is None else TokenLogprobs(choice.token_ids, choice.logprobs),
+            beam.total,
+            None if tokenizer is None else tokenizer.decode(ids + output, params.skip_special_tokens),
+            choice.finish_reason,
+            choice.token_ids[-1] if has_eos else None,
+        ))  # fmt: skip
+    return BeamSearchOutput(sequences)

@@ -1,0 +1,113 @@
+"""A beam search that runs by itself, and its results as streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from tokserve.client.beam_search import BeamRun, BeamSearchParams, Engine
+from tokserve.client.inputs import GenerateRequest
+from tokserve.client.outputs import ChoiceOutput
+from tokserve.errors import RequestError
+from tokserve.prompt import TokenPrompt, unpack_ids
+from tokserve.text.detokenizer import Detokenizer
+from tokserve.text.tokenizer import Tokenizer
+
+
+class TextEngine(Engine, Protocol):
+    """What sends the requests and knows the tokenizer: an `AsyncLLM`."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None: there is none."""
+
+
+class BeamStream:
+    """The results of one prompt of a run, read as a `Stream` is: all of them at the end."""
+
+    def __init__(self, search: BeamTask, index: int) -> None:
+        prompt = search.run.prompts[index]
+        self.seed, self.num_choices = 0, search.run.params.beam_width
+        self.prompt_len = len(prompt.ids) // 4
+        self.prompt_ids = unpack_ids(prompt.ids)
+        self.placeholders = [(feature.start, feature.length) for feature in prompt.features]
+        self._search, self._index = search, index
+        self._taken = False
+
+    async def accepted(self) -> None:
+        """Wait until the engine accepts the first step.  Raises the errors of a refusal."""
+        await self._search.accepted()
+
+    def take(self) -> Iterator[ChoiceOutput]:
+        """The results, once.  Raises what ended the search."""
+        if self._search.done and not self._taken:
+            self._taken = True
+            yield from self._search.outputs(self._index)
+
+    def listen(self, listener: Callable[[], None] | None) -> None:
+        """Call `listener` when there is something to take."""
+        self._search.listeners[self._index] = listener
+
+    def stall(self, stalled: bool) -> None:
+        """Does nothing: all output comes at the end."""
+
+    async def aclose(self) -> None:
+        """Abort what has not ended."""
+        self._search.cancel()
+
+
+class BeamTask:
+    """A run in a task of its own, and its streams, one per prompt."""
+
+    def __init__(
+        self, llm: TextEngine, request: GenerateRequest, prompts: Sequence[TokenPrompt], params: BeamSearchParams,
+        client: str,
+    ) -> None:  # fmt: skip
+        self.run = BeamRun(llm, request, prompts, params, client)
+        self.listeners: list[Callable[[], None] | None] = [None] * len(prompts)
+        self.streams = [BeamStream(self, index) for index in range(len(prompts))]
+        self._llm = llm
+        self._admission: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._admission.add_done_callback(lambda admission: admission.cancelled() or admission.exception())  # retrieved
+        self._task = asyncio.ensure_future(self.run.run(self._accept, lambda: None))
+        self._task.add_done_callback(self._end)
+
+    @property
+    def done(self) -> bool:
+        """There are results, or an error."""
+        return self._task.done()
+
+    async def accepted(self) -> None:
+        """As `BeamStream.accepted`."""
+        await asyncio.shield(self._admission)
+
+    def outputs(self, index: int) -> list[ChoiceOutput]:
+        """Of a prompt.  Raises what ended the search."""
+        self._task.result()
+        return self.run.outputs(index, self._detokenizer)
+
+    def cancel(self) -> None:
+        """Abort the step that is under way."""
+        self._task.cancel()
+
+    def _accept(self) -> None:
+        if not self._admission.done():
+            self._admission.set_result(None)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if not self._admission.done():
+            if error is None:
+                self._admission.cancel()
+            else:
+                self._admission.set_exception(error)
+        for listener in self.listeners:
+            if listener is not None:
+                listener()
+
+    def _detokenizer(self) -> Detokenizer:
+        tokenizer, params = self._llm.tokenizer, self.run.params
+        if tokenizer is None:
+            raise RequestError("this server has no tokenizer", code="tokens_only")
+        return Detokenizer(tokenizer, skip_special=params.skip_special_tokens)
