@@ -35,7 +35,7 @@ from tokserve.server.observe import api_pages, introspection, live_requests, sta
 from tokserve.server.observe.counters import ApiProcess
 from tokserve.server.openai import chat, completions, derender, render, responses, schemas, tokenize
 from tokserve.server.openapi import Endpoint
-from tokserve.server.pooling import classify, embeddings, rerank, score
+from tokserve.server.pooling import classify, cohere, embeddings, rerank, score
 from tokserve.server.serving import GIVEN_ID, Serving, Trace
 from tokserve.server.sglang import routes as sglang
 from tokserve.server.tokens import aborts, generate
@@ -71,6 +71,7 @@ ENDPOINTS = (
         ("POST",), "/v1/embeddings", embeddings.embeddings, embeddings.EmbeddingBody, reply=embeddings.EmbeddingReply
     ),
     Endpoint(("POST",), "/pooling", embeddings.vectors, embeddings.VectorsBody, reply=embeddings.VectorsReply),
+    Endpoint(("POST",), "/v2/embed", cohere.embed, cohere.CohereBody, reply=cohere.CohereReply),
     Endpoint(("POST",), "/classify", classify.classify, classify.ClassifyBody, reply=classify.ClassifyReply),
     *(Endpoint(("POST",), path, score.score, score.ScoreBody, reply=score.ScoreReply) for path in score.PATHS),
     *(Endpoint(("POST",), path, rerank.rerank, rerank.RerankBody, reply=rerank.RerankReply) for path in rerank.PATHS),

@@ -1,0 +1,78 @@
+"""/v2/embed: Cohere's forms of the vectors that /v1/embeddings returns."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.e2e.server import Server
+
+TEXTS = ["What is 47 + 38?", "a", "naïve 漢字"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server("demo", "--runner", "pooling", "--dtype", "float32", "--max-model-len", "64") as one:
+        yield one
+
+
+def embed(server: Server, **body: Any) -> dict[str, Any]:
+    answer = server.post("/v2/embed", {"texts": TEXTS} | body)
+    assert answer.status_code == 200, answer.text
+    reply: dict[str, Any] = answer.json()
+    return reply
+
+
+def test_all_types_are_of_the_same_vectors(server: Server) -> None:
+    expected = [item["embedding"] for item in server.post("/v1/embeddings", {"input": TEXTS}).json()["data"]]
+    reply = embed(server, embedding_types=["float", "base64", "binary", "ubinary"], input_type="search_query")
+    made = reply["embeddings"]
+    assert made["float"] == expected and reply["texts"] == TEXTS and reply["response_type"] == "embeddings_by_type"
+    assert [np.frombuffer(base64.b64decode(one), "<f4").tolist() for one in made["base64"]] == expected
+    for vector, signs, packed in zip(expected, made["binary"], made["ubinary"], strict=True):
+        assert np.unpackbits(np.array(packed, np.uint8)).tolist() == [int(value > 0) for value in vector]
+        assert [value + 128 for value in signs] == packed
+    assert reply["meta"]["api_version"] == {"version": "2"}
+    usage = server.post("/v1/embeddings", {"input": TEXTS}).json()["usage"]
+    assert reply["meta"]["billed_units"] == {"input_tokens": usage["prompt_tokens"]}
+    parts = [{"content": [{"type": "text", "text": text[:3]}, {"type": "text", "text": text[3:]}]} for text in TEXTS]
+    again = server.post("/v2/embed", {"inputs": parts}).json()
+    assert again["embeddings"] == {"float": expected} and again["texts"] == TEXTS
+
+
+def test_long_texts_are_cut(server: Server) -> None:
+    long = "abcdefgh " * 15
+    whole = server.post("/tokenize", {"prompt": long}).json()["tokens"]
+    assert len(whole) > 64
+    for truncate, ids in (("END", whole[:64]), (None, whole[:64]), ("START", whole[-64:])):
+        expected = server.post("/v1/embeddings", {"input": ids}).json()["data"][0]["embedding"]
+        assert embed(server, texts=[long], truncate=truncate)["embeddings"]["float"] == [expected]
+    answer = server.post("/v2/embed", {"texts": ["a", long], "truncate": "NONE"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "texts[1]"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"texts": []}, "texts"), ({"texts": None}, "texts"), ({"inputs": []}, "texts"), ({"texts": "a"}, "texts"),
+        ({"texts": [5]}, "texts[0]"), ({"texts": [""]}, "texts[0]"), ({"images": ["data:"]}, "images"),
+        ({"texts": None, "inputs": [{"content": []}]}, "inputs[0].content"),
+        ({"texts": None, "inputs": [{"content": [{"type": "image_url"}]}]}, "inputs[0].content[0]"),
+        ({"embedding_types": ["int8"]}, "embedding_types[0]"), ({"truncate": "MIDDLE"}, "truncate"),
+        ({"output_dimension": 16}, "output_dimension"), ({"input_type": "poem"}, "input_type"),
+        ({"max_tokens": 0}, "max_tokens"), ({"texts": ["a"] * 5000}, "texts"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(server: Server, body: dict[str, Any], param: str) -> None:
+    answer = server.post("/v2/embed", {"texts": ["a"]} | body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
+def test_a_model_that_generates_refuses() -> None:
+    with Server("demo") as server:
+        answer = server.post("/v2/embed", {"texts": ["a"]})
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "unsupported"
