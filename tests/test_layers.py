@@ -84,6 +84,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "params",
             "config",
             "errors",
+            "kv_spec",
             "log",
             "trace",
             "sockets",

@@ -70,6 +70,7 @@ def resolve(config: Config) -> Config:
         ),
         scheduler=config.scheduler.on_a_gpu() if device == "cuda" else config.scheduler.resolved(),
         cache=replace(config.cache, block_size=config.cache.block_size or _block_size(device)),
+        kv=replace(config.kv, kv_events_config=_kv_events(config)),
         runtime=replace(
             config.runtime, device=device, cpu_threads=_cpu_threads(config.runtime, config.parallel.data_parallel_size)
         ),
@@ -145,7 +146,10 @@ def replica_config(config: Config, rank: int) -> Config:
         count = len(cpus) // size
         mine = ",".join(map(str, cpus[rank * count : (rank + 1) * count]))
         runtime = replace(runtime, cpu_bind=mine)
-    return replace(config, cache=cache, runtime=runtime)
+    kv = config.kv
+    if kv.events() is not None:
+        kv = replace(kv, kv_events_config=(kv.kv_events_config or {}) | {"data_parallel_rank": rank})
+    return replace(config, cache=cache, runtime=runtime, kv=kv)
 
 
 def _replica_cpus(runtime: RuntimeConfig, size: int) -> list[int]:
@@ -180,6 +184,14 @@ def replica_environment(config: Config, rank: int) -> dict[str, str] | None:
     return dict(os.environ) | {VISIBLE: visible[rank]}
 
 
+def _kv_events(config: Config) -> dict[str, Any] | None:
+    """The object with what wildcards stand for: the loopback address if only this machine can reach the server."""
+    given, server = config.kv.kv_events_config, config.server
+    if config.kv.events() is None or not (server.uds or server.host == "localhost" or _is_loopback(server.host)):
+        return given
+    return {"interface": LOCAL_HOSTS[1]} | (given or {})
+
+
 def _ui(server: ServerConfig) -> bool:
     """Whether to serve the status page; by default if only this machine can connect."""
     if server.ui is not None:
@@ -209,6 +221,7 @@ def _is_loopback(host: str) -> bool:
 def _check(config: Config) -> None:
     model = config.model
     config.profiler.resolved()
+    config.kv.events()
     if config.speculation.resolved().quantization is not None and config.runtime.device != "cpu":
         raise StartError("option speculative_config: the quantizations of draft models run on a CPU only")
     if model.quantize_lm_head and model.quantization in (None, "none") and config.runtime.device != "cpu":

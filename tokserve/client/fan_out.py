@@ -149,6 +149,7 @@ _MERGE: dict[str, Merge] = {
     "start_weight_update": _joined_ids,
     "collective_rpc": _lists,
     "apply_model": _lists,
+    "kv_event_sources": _lists,
     "leave": _sum,
     "add_draft_corpus": _most,  # engines keep different outputs of requests besides
     "remove_draft_corpus": _most,

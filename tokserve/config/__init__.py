@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from tokserve.config.kv import KVConfig, KVEventsPlan
 from tokserve.config.media import MediaConfig
 from tokserve.config.model import (
     BACKENDS,
@@ -41,6 +42,8 @@ __all__ = [
     "SECRET",
     "CacheConfig",
     "Config",
+    "KVConfig",
+    "KVEventsPlan",
     "LimitsConfig",
     "LoraConfig",
     "MediaConfig",
@@ -67,6 +70,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
+    kv: KVConfig = KVConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     speculation: SpeculativeConfig = SpeculativeConfig()
     runtime: RuntimeConfig = RuntimeConfig()

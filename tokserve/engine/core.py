@@ -26,6 +26,8 @@ from tokserve.engine.admin.control import Control
 from tokserve.engine.admin.profiler import LOOP, Profiler
 from tokserve.engine.admission import Admission
 from tokserve.engine.deadlines import Deadlines
+from tokserve.engine.kv_cache.event_publisher import EventPublisher
+from tokserve.engine.kv_cache.events import EventLog
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.kv_cache.snapshots import Snapshots
 from tokserve.engine.output.front_ends import Emit, FrontEnds
@@ -39,6 +41,7 @@ from tokserve.engine.speculation.drafter import make as make_drafter
 from tokserve.engine.structured_output.grammars import Grammars
 from tokserve.engine.structured_output.mask_worker import MaskWorker
 from tokserve.executor.base import Executor
+from tokserve.kv_spec import KVLayout
 from tokserve.messages import Abort, Call, Ready, Stall, Status, StepStats, Submit, ToEngine
 from tokserve.plan import DeviceFacts
 
@@ -71,13 +74,8 @@ class EngineCore:
         eos = tuple(config.model.eos_token_ids or ())
         mode = config.model.logprobs_mode
         self.limits = Limits(context, facts.vocab_size, eos, mode, facts.feature_bytes, facts.images)
-        self.cache = PrefixCache(
-            layout.num_blocks, layout.block_size, enabled=config.cache.enable_prefix_caching,
-            model=config.model.model,
-            snapshots=None if (states := layout.states) is None else Snapshots(
-                states.snapshots, states.interval // layout.block_size
-            ),
-        )  # fmt: skip
+        self._events = None if (plan := config.kv.events()) is None else EventPublisher(plan)
+        self.cache = _make_cache(config, layout, events=self._events is not None)
         self.scheduler = Scheduler(config.scheduler, self.cache, facts.weight_version, drafter)
         self.control = Control(
             self, self.scheduler, self.cache, executor, facts.weight_version,
@@ -123,6 +121,7 @@ class EngineCore:
             return self._turn()
 
     def _turn(self) -> bool:
+        self._publish_events()
         self._expire()
         if self.control.expire():
             self._send_status()
@@ -208,6 +207,11 @@ class EngineCore:
             for identity, message in held:
                 self.receive(identity, message)
 
+    def _publish_events(self) -> None:
+        """Tell subscribers what the last turn, and the messages since, changed in the prefix cache."""
+        if self._events is not None and self.cache.events is not None and (events := self.cache.events.take()):
+            self._events.publish(events)
+
     def _poll_grammars(self) -> None:
         """Take the grammars and the masks that are ready since the last turn."""
         ready = self._admission.pending.poll()
@@ -241,6 +245,9 @@ class EngineCore:
 
     def close(self) -> None:
         """End the threads and the process of grammars."""
+        if self._events is not None:
+            self._publish_events()
+            self._events.close()
         self.grammars.close()
         self._mask_worker.close()
 
@@ -400,6 +407,11 @@ class EngineCore:
         self.cache.check()
         return True
 
+    @command("kv_event_sources")
+    def _kv_event_sources(self) -> list[dict[str, Any]]:
+        """Where KV events are published, as /kv_event_sources replies."""
+        return [] if self._events is None else [self._events.sources]
+
     @command("reset_prefix_cache")
     def _reset_prefix_cache(self, reset_external: bool = False) -> bool:
         """`reset_external`: drop the earlier outputs that are kept as drafts as well."""
@@ -456,3 +468,13 @@ class EngineCore:
         was = msgspec.convert(last, Status)
         self.adapters.take_over(was.adapters, was.num_loads)
         return (yield from self.control.take_over(was))
+
+
+def _make_cache(config: Config, layout: KVLayout, *, events: bool) -> PrefixCache:
+    """The prefix cache of a model with this layout; `events`: it keeps a log of what it does."""
+    states, size = layout.states, layout.block_size
+    return PrefixCache(
+        layout.num_blocks, size, enabled=config.cache.enable_prefix_caching, model=config.model.model,
+        snapshots=None if states is None else Snapshots(states.snapshots, states.interval // size),
+        events=EventLog(size) if events else None,
+    )  # fmt: skip

@@ -115,6 +115,7 @@ ENDPOINTS = (
     Endpoint(("GET",), "/redoc", api_pages.redoc),
     Endpoint(("GET",), "/liveness", state.liveness),
     Endpoint(("GET",), "/inference/v1/state", state.state),
+    Endpoint(("GET",), "/kv_event_sources", state.kv_event_sources),
     Endpoint(("GET",), "/is_paused", state.is_paused),
     Endpoint(("GET",), "/is_sleeping", state.is_sleeping),
     Endpoint(("GET",), "/weight_info", weights.served_weights),
@@ -135,6 +136,7 @@ ENDPOINTS = (
 )
 INTROSPECTION = frozenset({
     "/server_info", "/metrics", "/load", "/weight_info", "/is_paused", "/is_sleeping", "/inference/v1/state",
+    "/kv_event_sources",
 })  # fmt: skip
 CONTROL = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.control)
 SGLANG_PATHS = frozenset(endpoint.path for endpoint in sglang.ENDPOINTS)

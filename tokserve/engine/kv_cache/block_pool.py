@@ -7,7 +7,7 @@ Allocation takes free blocks first, then cached ones, least recently released fi
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -25,9 +25,13 @@ class Block:
 
 
 class BlockPool:
-    """All blocks; `num_free + num_cached + num_in_use == total` at any time."""
+    """All blocks; `num_free + num_cached + num_in_use == total` at any time.
 
-    def __init__(self, total: int) -> None:
+    `on_evicted` is called with the hash of each block that is allocated anew and so not found any more.
+    """
+
+    def __init__(self, total: int, on_evicted: Callable[[bytes], object] = lambda block_hash: None) -> None:
+        self._on_evicted = on_evicted
         self._blocks = [Block(id) for id in range(total)]
         self._free = list(range(total - 1, -1, -1))  # a stack
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
@@ -91,6 +95,7 @@ class BlockPool:
     def _evict(self, entry: Block) -> None:
         if entry.hash is not None:
             del self._index[entry.hash]
+            self._on_evicted(entry.hash)
             entry.hash = None
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -105,12 +110,14 @@ class BlockPool:
             else:
                 self._cached[block] = None
 
-    def cache_block(self, block: int, block_hash: bytes) -> None:
-        """Index a block in use by its hash; no effect if another block is indexed under it already."""
+    def cache_block(self, block: int, block_hash: bytes) -> bool:
+        """Index a block in use by its hash; False, and no effect, if another one is indexed under it already."""
         entry = self._blocks[block]
-        if entry.hash is None and block_hash not in self._index:
-            entry.hash = block_hash
-            self._index[block_hash] = block
+        if entry.hash is not None or block_hash in self._index:
+            return False
+        entry.hash = block_hash
+        self._index[block_hash] = block
+        return True
 
     def clear(self) -> None:
         """Empty the index; cached blocks become free."""

@@ -11,11 +11,13 @@ import hashlib
 import secrets
 from array import array
 from collections.abc import Collection, Sequence
+from itertools import groupby
 
 import msgspec
 
 from tokserve.engine.adapter import Adapter
 from tokserve.engine.kv_cache.block_pool import BlockPool, CacheBroken
+from tokserve.engine.kv_cache.events import EventLog
 from tokserve.engine.kv_cache.snapshots import Snapshots
 from tokserve.prompt import Feature
 
@@ -47,14 +49,16 @@ class PrefixCache:
     """Block tables over a `BlockPool`; with `enabled` False no block is found again.
 
     `snapshots`: of a model with recurrent states, whose prefixes are of use as far as there is a snapshot of them.
+    `events`: told of every block that can be found from then on, or no longer.
     """
 
     def __init__(
         self, num_blocks: int, block_size: int, *, enabled: bool, model: str, epoch: int = 0,
-        snapshots: Snapshots | None = None,
+        snapshots: Snapshots | None = None, events: EventLog | None = None,
     ) -> None:  # fmt: skip
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
+        self.events = events
+        self.pool = BlockPool(num_blocks) if events is None else BlockPool(num_blocks, events.removed)
         self.snapshots = snapshots
         self.enabled = enabled
         self._model, self._epoch = model, epoch
@@ -184,10 +188,25 @@ class PrefixCache:
             return
         if self.enabled and table.hash_seed == self._hash_seed(table):
             self._extend_hashes(table, tokens, full)
+            new = []
             for index in range(table.num_full, full):
-                self.pool.cache_block(table.blocks[index], table.hashes[index])
+                if self.pool.cache_block(table.blocks[index], table.hashes[index]):
+                    new.append(index)
                 self._drop_pending(table, table.hashes[index])
+            self._tell_stored(table, tokens, new)
         table.num_full = full
+
+    def _tell_stored(self, table: BlockTable, tokens: array[int], indices: Sequence[int]) -> None:
+        """These blocks of the table, ascending, can be found now: an event for each run of neighbours."""
+        if self.events is None:
+            return
+        for _, run in groupby(enumerate(indices), key=lambda place: place[1] - place[0]):
+            run_indices = [index for _, index in run]
+            first, end = run_indices[0], run_indices[-1] + 1
+            self.events.stored(
+                table.hashes[first - 1] if first else None, table.hashes[first:end], tokens, first * self.block_size,
+                adapter=table.adapter, cache_salt=table.cache_salt, features=table.features,
+            )  # fmt: skip
 
     def free(self, table: BlockTable) -> None:
         """The request stopped running: release its blocks, tail first, and what others waited for."""
@@ -202,6 +221,8 @@ class PrefixCache:
         self._generation += 1
         self._pending.clear()
         self.pool.clear()
+        if self.events is not None:
+            self.events.cleared()
         if self.snapshots is not None:
             self.snapshots.clear()
 

@@ -38,6 +38,11 @@ async def liveness(serving: Serving, request: Request) -> Response:
     return body.reply(request, {})
 
 
+async def kv_event_sources(serving: Serving, request: Request) -> Response:
+    """GET /kv_event_sources: where each engine publishes KV events; empty without --kv-events-config"""
+    return body.reply(request, await serving.llm.call("kv_event_sources"))
+
+
 async def get_world_size(serving: Serving, request: Request) -> Response:
     """GET /get_world_size: the server's ranks in a weight transfer; `?include_dp=false`: those of one engine"""
     all_engines = request.query_params.get("include_dp", "true").lower() not in ("0", "false")
