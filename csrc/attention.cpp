@@ -29,7 +29,7 @@ struct Tile {
   const int64_t row_length = steps * kDepth;  // elements of a query row in scratch
   const int64_t width = round_up(a.value_dim, kLanes);
   const bool in_place = layout.arranged() && !a.q_rope;
-  const int64_t last = tile.position + tile.queries - 1;
+  const int64_t last = last_visible(tile.position + tile.queries - 1);
   const int64_t first_key = first_visible(tile.position);
 
   float* scores;  // [rows][64]
@@ -49,6 +49,7 @@ struct Tile {
   }
 
   int64_t first_visible(int64_t position) const { return a.window > 0 ? max<int64_t>(0, position - a.window + 1) : 0; }
+  int64_t last_visible(int64_t position) const { return tile.end > 0 ? tile.end - 1 : position; }
   int64_t position_of(int64_t row) const { return tile.position + row / group; }
 
   void load_queries() {
@@ -114,9 +115,9 @@ struct Tile {
   struct Columns {
     int64_t begin, end;
   };
-  // Columns that causality and the window leave visible to some query at positions from..to.
+  // Columns that the window and the last visible keys leave to some query at positions from..to.
   Columns visible(int64_t from, int64_t to, int64_t base) const {
-    return {max<int64_t>(0, first_visible(from) - base), min<int64_t>(kKeyBlock, to + 1 - base)};
+    return {max<int64_t>(0, first_visible(from) - base), min<int64_t>(kKeyBlock, last_visible(to) + 1 - base)};
   }
 
   // Scales row r's scores of the block and sets those of masked columns to -inf; returns the largest.

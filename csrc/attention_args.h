@@ -51,6 +51,7 @@ struct AttentionTile {
   int64_t kv_head;
   int64_t split_begin, split_end;  // splits with keys that some query of the tile sees
   bool next_head;                  // the next call has the same queries of the next head: its first keys are prefetched
+  int64_t end = 0;                 // of the keys that each query sees; 0: a query sees those up to its own position
 };
 
 // Gradients of causal attention, its keys and values in rows of their own instead of pages.

@@ -49,6 +49,7 @@ struct AttentionRows {
   const int32_t* lens;    // [rows]
   const int32_t* tables;  // [rows][width], `stride` apart
   int64_t width, stride;
+  const bool* bidirectional = nullptr;  // [rows]: a row's queries see all of its keys; null: those up to themselves
 };
 
 // Divides the rows into tiles, without kv_head; returns their estimated cost in ns of one core.
@@ -73,9 +74,11 @@ double make_tiles(const AttentionArgs& a, int64_t blocks, const AttentionRows& b
       require(pages[i] >= 0 && pages[i] < blocks, op, "a page is outside the cache");
     }
     for (int64_t q = 0; q < queries; q += max_queries) {
-      const int64_t count = std::min(max_queries, queries - q), position = first + q, last = position + count - 1;
+      const int64_t count = std::min(max_queries, queries - q), position = first + q;
+      const int64_t end = batch.bidirectional && batch.bidirectional[r] ? lens[r] : 0;
+      const int64_t last = end > 0 ? end - 1 : position + count - 1;
       tiles.push_back(
-          {pages, start[r] + q, position, count, 0, first_key(position) / kSplit, last / kSplit + 1, false});
+          {pages, start[r] + q, position, count, 0, first_key(position) / kSplit, last / kSplit + 1, false, end});
       cost += (last - first_key(position) + kKeyBlock) * (0.1 + 0.02 * count * group) * a.dim * a.kv_heads;
     }
   }
@@ -161,7 +164,8 @@ void attend_rows(const AttentionArgs& a, int64_t blocks, const AttentionRows& ba
 
 void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& tables,
                      const Tensor& start, const Tensor& lens, float scale, int64_t window, float softcap,
-                     const std::optional<Tensor>& sinks, const Tensor& out) {
+                     const std::optional<Tensor>& sinks, const Tensor& out,
+                     const std::optional<Tensor>& bidirectional) {
   const char* op = "paged_attention";
   const DType dtype = float_type(q, op);
   require(q.ndim() == 3 && q.dense(1), op, "q must be [T,Hq,D], dense in a token");
@@ -171,7 +175,11 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
   require(heads > 0 && heads % c.kv_heads == 0 && q.size(2) == c.dim, op, "q's heads must fit the caches");
   require(out, q.kind(), {tokens, heads, c.dim}, op, "out must be like q");
   if (sinks) require(*sinks, Kind::f32, {heads}, op, "sinks must be float32 [Hq]");
-  const AttentionRows batch = rows_of(tables, start, lens, tokens, op);
+  AttentionRows batch = rows_of(tables, start, lens, tokens, op);
+  if (bidirectional) {
+    require(*bidirectional, Kind::boolean, {batch.rows}, op, "bidirectional must be bool [R]");
+    batch.bidirectional = bidirectional->data<bool>();
+  }
   const AttentionArgs a{.dtype = dtype,
                         .q = q.data<void>(),
                         .k_cache = k_cache.data<void>(),
@@ -230,7 +238,7 @@ void bind_attention(nb::module_& m) {
   m.def("store_kv", store_kv);
   m.def("paged_attention", paged_attention, nb::arg("q"), nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("tables"),
         nb::arg("start"), nb::arg("lens"), nb::arg("scale"), nb::arg("window"), nb::arg("softcap"),
-        nb::arg("sinks").none(), nb::arg("out"));
+        nb::arg("sinks").none(), nb::arg("out"), nb::arg("bidirectional").none() = nb::none());
   m.def("latent_attention", latent_attention);
 }
 

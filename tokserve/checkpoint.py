@@ -27,7 +27,7 @@ REASONS = {
 }
 NESTED = {  # architectures that read images; the attributes of the text model are in an object of their own
     "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
-    "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "Gemma3ForConditionalGeneration",
 }  # fmt: skip
 
 
@@ -106,5 +106,5 @@ def flat(value: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(inner, dict) or not isinstance(names, list) or not NESTED.intersection(map(str, names)):
         return value
     whole = {name: attribute for name, attribute in value.items() if name != "text_config"}
-    tied = any(config.get("tie_word_embeddings") is True for config in (whole, inner))
-    return whole | inner | {"architectures": names, "tie_word_embeddings": tied}
+    tied = [config["tie_word_embeddings"] for config in (whole, inner) if "tie_word_embeddings" in config]
+    return whole | inner | {"architectures": names} | ({"tie_word_embeddings": True in tied} if tied else {})

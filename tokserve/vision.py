@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from math import isqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ HEADER = struct.Struct("<4i")  # t, h, w, number of the dtype
 DTYPES = (np.dtype("|u1"), np.dtype("<f4"))
 Int64 = NDArray[np.int64]
 ABSENT = {"image_mean": 0.5, "image_std": 0.5}
+GEMMA = "Gemma3ForConditionalGeneration"
 
 
 class Grid(NamedTuple):
@@ -45,6 +47,8 @@ class ImageFormat(msgspec.Struct, frozen=True):
     tokens before and after.  A patch has `channels` * `temporal` * `size` * `size` pixels, in this order; patches come
     in squares of `merge` by `merge`, row by row, and each square becomes one embedding.  Pixels are 0 to 255, or
     (pixel * `rescale` - `mean`) / `std` by channel in float32.  `axes`: positions of an image's tokens have three axes.
+    `side`: patches of every image, down and across; 0: an image may have any grid.  `bidirectional`: the tokens of an
+    image attend to each other, to later ones too, so that a step computes all that are missing of it.
     """
 
     token_id: int
@@ -58,6 +62,13 @@ class ImageFormat(msgspec.Struct, frozen=True):
     std: tuple[float, ...]
     rescale: float
     axes: bool = True
+    side: int = 0
+    bidirectional: bool = False
+
+    @property
+    def step_tokens(self) -> int:
+        """The tokens of an image that one step has to compute together, at most."""
+        return self.num_tokens(Grid(1, self.side, self.side)) if self.bidirectional else 0
 
     @property
     def patch_elements(self) -> int:
@@ -82,13 +93,13 @@ def image_format(directory: Path, hf: Mapping[str, Any]) -> ImageFormat | None:
     Raises StartError for attributes of a wrong kind.
     """
     vision = hf.get("vision_config")
-    if not isinstance(vision, Mapping) or not isinstance(hf.get("image_token_id"), int):
+    if not isinstance(vision, Mapping):
         return None
-    processor = read_json(directory, "preprocessor_config.json") or {}
-    if not processor:  # as transformers 5 saves it
-        inner = (read_json(directory, "processor_config.json") or {}).get("image_processor")
-        processor = inner if isinstance(inner, dict) else {}
-    normalizes, rescales = (processor.get(name, True) is not False for name in ("do_normalize", "do_rescale"))
+    processor = processor_config(directory)
+    if GEMMA in hf.get("architectures", ()):
+        return _gemma_format(hf, vision, processor)
+    if not isinstance(hf.get("image_token_id"), int):
+        return None
     channels = _integer(vision, "vision_config.in_channels", vision.get("in_channels", vision.get("in_chans", 3)))
     return ImageFormat(
         token_id=_integer(hf, "image_token_id"),
@@ -98,10 +109,53 @@ def image_format(directory: Path, hf: Mapping[str, Any]) -> ImageFormat | None:
         temporal=_integer(vision, "vision_config.temporal_patch_size", vision.get("temporal_patch_size", 2)),
         merge=_integer(vision, "vision_config.spatial_merge_size", vision.get("spatial_merge_size", 2)),
         channels=channels,
-        mean=_numbers(processor, "image_mean", channels) if normalizes else (0.0,) * channels,
-        std=_numbers(processor, "image_std", channels) if normalizes else (1.0,) * channels,
-        rescale=_number("rescale_factor", processor.get("rescale_factor", 1 / 255)) if rescales else 1.0,
+        **_normalization(processor, channels),
     )
+
+
+def processor_config(directory: Path) -> dict[str, Any]:
+    """Of the checkpoint's image processor; empty if there is none."""
+    processor = read_json(directory, "preprocessor_config.json")
+    if processor:
+        return processor
+    inner = (read_json(directory, "processor_config.json") or {}).get("image_processor")  # as transformers 5 saves it
+    return inner if isinstance(inner, dict) else {}
+
+
+def _gemma_format(hf: Mapping[str, Any], vision: Mapping[str, Any], processor: Mapping[str, Any]) -> ImageFormat:
+    """Gemma 3's: images of one size, with one number of tokens."""
+
+    def token(name: str, absent: int) -> int:
+        either = hf.get(f"{name}_token_index", hf.get(f"{name}_token_id"))
+        return _integer({}, f"{name}_token_index", absent if either is None else either, minimum=0)
+
+    if processor.get("do_pan_and_scan"):
+        raise StartError("the model's image processor: do_pan_and_scan (crops beside an image) is not supported")
+    channels = _integer(vision, "vision_config.num_channels", vision.get("num_channels", 3))
+    pixels = _integer(vision, "vision_config.image_size", vision.get("image_size", 224))
+    size = _integer(vision, "vision_config.patch_size", vision.get("patch_size", 16))
+    made = processor.get("size") or {"height": pixels, "width": pixels}
+    if made != {"height": pixels, "width": pixels}:
+        raise StartError(
+            f"the model's image processor: size must be {pixels} by {pixels} as image_size, found {made!r}"
+        )
+    across = isqrt(_integer(hf, "mm_tokens_per_image", hf.get("mm_tokens_per_image", 256)))
+    side = pixels // size
+    return ImageFormat(
+        token_id=token("image", 262144), start_id=token("boi", 255999), end_id=token("eoi", 256000), size=size,
+        temporal=1, merge=side // across, channels=channels, **_normalization(processor, channels), axes=False,
+        side=side, bidirectional=True,
+    )  # fmt: skip
+
+
+def _normalization(processor: Mapping[str, Any], channels: int) -> dict[str, Any]:
+    """`mean`, `std` and `rescale` of an image processor."""
+    normalizes, rescales = (processor.get(name, True) is not False for name in ("do_normalize", "do_rescale"))
+    return {
+        "mean": _numbers(processor, "image_mean", channels) if normalizes else (0.0,) * channels,
+        "std": _numbers(processor, "image_std", channels) if normalizes else (1.0,) * channels,
+        "rescale": _number("rescale_factor", processor.get("rescale_factor", 1 / 255)) if rescales else 1.0,
+    }
 
 
 def _integer(values: Mapping[str, Any], path: str, value: Any = None, *, minimum: int = 1) -> int:
@@ -157,6 +211,10 @@ def check_image(feature: Feature, kind: ImageFormat, field: str = "features") ->
             f"{field}: the grid of an image must be (1, h, w), h and w multiples of {merge}, got {tuple(grid)}",
             field=field,
         )  # fmt: skip
+    if kind.side and (grid.h, grid.w) != (kind.side, kind.side):
+        raise RequestError(
+            f"{field}: the grid of an image must be (1, {kind.side}, {kind.side}), got {tuple(grid)}", field=field
+        )
     if not 0 <= number < len(DTYPES):
         raise RequestError(f"{field}: the dtype of an image must be uint8 or float32", field=field)
     needed = HEADER.size + grid.patches * kind.patch_elements * DTYPES[number].itemsize

@@ -65,6 +65,7 @@ from tokserve.plan import (
     StepResult,
 )
 from tokserve.prompt import Feature, TokenPrompt, pack_ids, unpack_ids
+from tokserve.vision import ImageFormat
 
 VOCAB = 20
 EOS = (1,)
@@ -251,15 +252,16 @@ class ScriptedExecutor:
     leave nothing; `fail_at`: a step that raises.  `results`: of all steps."""
 
     def __init__(
-        self, config: Config, num_blocks: int = 64, block_size: int = 4, states: StateLayout | None = None
-    ) -> None:
+        self, config: Config, num_blocks: int = 64, block_size: int = 4, states: StateLayout | None = None,
+        images: ImageFormat | None = None,
+    ) -> None:  # fmt: skip
         self.scheduler = config.scheduler
         self.context = min(config.model.max_model_len or 10**9, num_blocks * block_size)
         self.size = block_size
         self.max_loras = config.lora.max_loras
         specs = (KVSpec(1, 1, "float32"), *((StateSpec(2, 1, "float32"),) if states else ()))
         self.facts = DeviceFacts(
-            KVLayout(specs, num_blocks, block_size, states), VOCAB, "v1", {"scripted": True}, {"image": 0}
+            KVLayout(specs, num_blocks, block_size, states), VOCAB, "v1", {"scripted": True}, {"image": 0}, images
         )
         self.states = States(states)
         self.slots: dict[int, Slot] = {}
@@ -485,6 +487,9 @@ class ScriptedExecutor:
         ahead = slot.ahead(self.collected)
         demand(start - ahead == slot.computed, f"{name}: starts at {start} - {ahead}, computed {slot.computed}")
         demand(start + count <= len(slot.blocks) * self.size, f"{name}: no block for position {start + count - 1}")
+        if self.facts.images is not None and self.facts.images.bidirectional:
+            cut = [f for f in slot.row.features if f.start < start + count < f.start + f.length]
+            demand(not cut, f"{name}: ends in an image, at {start + count}")
         known = slot.computed + count - num_drafts
         demand(known <= len(slot.tokens), f"{name}: computes tokens that were not sampled")
         samples = known == len(slot.tokens) and isinstance(task, SamplingParams)
@@ -761,9 +766,10 @@ class Engine:
 
     def __init__(
         self, *, num_blocks: int = 64, block_size: int = 4, context: int = 64, drafter: Drafter | None = None,
-        snapshots: int | None = None, interval: int = 8, **options: Any,
+        snapshots: int | None = None, interval: int = 8, images: ImageFormat | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        """`snapshots`: of a model with recurrent states, taken every `interval` tokens."""
+        """`snapshots`: of a model with recurrent states, taken every `interval` tokens.  `images`: of one with a
+        tower."""
         options = {
             "model": "scripted",
             "max_num_seqs": 8,
@@ -775,7 +781,7 @@ class Engine:
         self.config = Config.make(max_model_len=context, **options)
         slots = self.config.scheduler.max_num_seqs
         states = None if snapshots is None else StateLayout(slots, snapshots, interval, spare_inputs=9)
-        self.executor = ScriptedExecutor(self.config, num_blocks, block_size, states)
+        self.executor = ScriptedExecutor(self.config, num_blocks, block_size, states, images)
         self.clock = Clock()
         self.wakes: list[None] = []
         self.core = EngineCore(

@@ -42,6 +42,15 @@ class Picture:
     def length(self) -> int:
         return self.kind.num_tokens(self.grid)
 
+    def whole(self) -> NDArray[np.float32]:
+        """The normalized image [channels, height, width]."""
+        kind, merge = self.kind, self.kind.merge
+        shape = (self.grid.h // merge, self.grid.w // merge, merge, merge, kind.channels, kind.size, kind.size)
+        patches = normalized(kind, self.pixels).reshape(shape)
+        return patches.transpose(4, 0, 2, 5, 1, 3, 6).reshape(
+            kind.channels, self.grid.h * kind.size, self.grid.w * kind.size
+        )  # fmt: skip
+
     def feature(self, start: int, *, raw: bool = False) -> Feature:
         content = self.pixels if raw else normalized(self.kind, self.pixels)
         name = f"{self.seed}:{self.grid}".encode()
@@ -71,6 +80,12 @@ def oracle(directory: Path) -> Any:
 def oracle_logits(model: Any, ids: list[int], pictures: list[Picture]) -> Tensor:  # [T, vocab]
     given = torch.tensor([ids])
     more: dict[str, Any] = {}
+    if pictures and pictures[0].kind.side:
+        tokens = (given == pictures[0].kind.token_id).int()
+        more = {"pixel_values": torch.from_numpy(np.stack([picture.whole() for picture in pictures]))}
+        with torch.inference_mode():
+            whole: Tensor = model(input_ids=given, token_type_ids=tokens, **more).logits
+        return whole[0]
     if pictures:
         pixels = np.concatenate([normalized(picture.kind, picture.pixels) for picture in pictures])
         more = {

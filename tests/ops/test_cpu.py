@@ -650,6 +650,7 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
         "attention: starts do not end at T": ("paged_attention", (heads, *caches, table, two - 1, five, 1.0, 0)),
         "attention: dtype": ("paged_attention", (heads.half(), *caches, table, two, five, 1.0, 0)),
         "attention: sinks": ("paged_attention", (heads, *caches, table, two, five, 1.0, 0, 1.0, 0.0, torch.ones(3))),
+        "attention: flags": ("paged_attention", (heads, *caches, table, two, five, 1.0, 0, 1.0, 0.0, None, two > 0)),
         "attention: int64 table": ("paged_attention", (heads, *caches, table.long(), two, five, 1.0, 0)),
         "sample: seeds": ("sample", (logits, ids[:1], ids, ids == 0)),
         "sample: bfloat16": ("sample", (logits.bfloat16(), ids, ids, ids == 0)),

@@ -429,8 +429,9 @@ class Paged:
         self.kv = [randn(dtype, 90 + row, 2, length, kv_heads, dim) for row, length in enumerate(lengths)]
         self.caches = torch.full((2, len(order), kv_heads, page, dim), float("nan"), dtype=dtype)
 
-    def attend(self, call: Any, parts: list[tuple[int, int, int]]) -> list[Tensor]:
-        """Store and attend positions start..end-1 of row, for each (row, start, end), in one call."""
+    def attend(self, call: Any, parts: list[tuple[int, int, int]], both_ways: list[bool] | None = None) -> list[Tensor]:
+        """Store and attend positions start..end-1 of row, for each (row, start, end), in one call.  `both_ways`: parts
+        whose queries see all of their keys."""
         page = self.caches.shape[3]
         for row, start, end in parts:
             positions = torch.arange(start, end)
@@ -453,6 +454,7 @@ class Paged:
             1.0,
             5.0 if self.scale < 0.12 else 0.0,  # soft cap
             self.sinks,
+            *([] if both_ways is None else [torch.tensor(both_ways)]),
         )
         return list(result.split(sizes))
 
@@ -503,6 +505,23 @@ def test_attention_in_chunks_is_attention_at_once(name: str, call: Any, shape: t
                 assert torch.equal(part, whole[row][start:end])
     torch.set_num_threads(2)
     assert torch.equal(paged.attend(call, [(0, 0, lengths[0])])[0], whole[0])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
+@every("paged_attention")
+def test_the_rest_of_a_bidirectional_row_is_that_of_the_whole(name: str, call: Any, shape: tuple[int, ...]) -> None:
+    heads, kv_heads, dim, page, window = shape
+    lengths = [270, 40]
+    store = packing("store_kv", name, call)
+    paged = Paged(lengths, heads, kv_heads, dim, page=page, window=window, dtype=DTYPES[dim % 3], store=store)
+    whole = paged.attend(call, [(0, 0, 270)], [True])[0]
+    causal = paged.attend(call, [(1, 0, 40)])[0]
+    assert whole.isfinite().all()
+    for start in (1, 5, 100, 255, 269):
+        rest, other = paged.attend(call, [(0, start, 270), (1, 0, 40)], [True, False])
+        assert torch.equal(rest, whole[start:]) and torch.equal(other, causal)
+    assert torch.equal(paged.attend(call, [(0, 0, 270)])[0][-1], whole[-1])  # the last sees no later key
+    assert not torch.equal(paged.attend(call, [(0, 0, 270)])[0][0], whole[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

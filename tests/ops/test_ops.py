@@ -252,12 +252,12 @@ def test_store_kv_writes_its_slots_and_nothing_else(dtype: torch.dtype) -> None:
 
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, _: float = 1.0, softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, both_ways: bool = False,
 ) -> Tensor:  # fmt: skip
     """q [n,Hq,D] at the last n positions of k, v [L,Hk,D], in float64."""
     count, length, group = len(q), len(k), q.shape[1] // k.shape[1]
     query, key = torch.arange(length - count, length)[:, None], torch.arange(length)
-    seen = key <= query
+    seen = (key <= query) | both_ways
     if window:
         seen &= key > query - window
     k, v = (x.double().repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
@@ -278,7 +278,8 @@ def test_paged_attention_is_dense_attention(dtype: torch.dtype) -> None:
         for row, length in enumerate(lens.tolist()):
             k, v = (c[tables[row].long()].transpose(1, 2).flatten(0, 1)[:length] for c in (k_cache, v_cache))
             actual = slice(int(starts[row]), int(starts[row + 1]))
-            exact = dense_attention(q[actual], k, v, *rest)
+            both_ways = [bool(rest[5][row])] if len(rest) > 5 else []
+            exact = dense_attention(q[actual], k, v, *rest[:5], *both_ways)
             torch.testing.assert_close(result[actual].double(), **rounded(exact, q))
 
 

@@ -90,6 +90,7 @@ class Driver:
         self.accepted = 0  # drafts
         self.rejected = 0
         self.block_size = facts.layout.block_size
+        self.joins_images = facts.images is not None and facts.images.bidirectional
         self.rng = None if seed is None else random.Random(seed)
         self.blocks = list(range(facts.layout.num_blocks))
         self.slots = list(range(max_num_seqs))
@@ -137,6 +138,10 @@ class Driver:
                     )
                 )  # fmt: skip
             count = min(chunk, len(tokens) - job.computed)
+            if self.joins_images:  # no step ends in an image
+                end = job.computed + count
+                inside = [f for f in job.features if f.start < end < f.start + f.length]
+                count += inside[0].start + inside[0].length - end if inside else 0
             ends = job.computed + count == len(tokens)
             room = (job.params.max_tokens or 1) - len(job.output) - 1
             drafts.append(self.drafter(job)[:room] if self.drafter and ends else [])

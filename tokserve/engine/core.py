@@ -76,7 +76,10 @@ class EngineCore:
         self.limits = Limits(context, facts.vocab_size, eos, mode, facts.feature_bytes, facts.images)
         self._events = None if (plan := config.kv.events()) is None else EventPublisher(plan)
         self.cache = _make_cache(config, layout, events=self._events is not None)
-        self.scheduler = Scheduler(config.scheduler, self.cache, facts.weight_version, drafter)
+        self.scheduler = Scheduler(
+            config.scheduler, self.cache, facts.weight_version, drafter,
+            image_tokens=0 if facts.images is None else facts.images.step_tokens,
+        )  # fmt: skip
         self.control = Control(
             self, self.scheduler, self.cache, executor, facts.weight_version,
             clock=clock, update_lease=config.weights.control_lease,

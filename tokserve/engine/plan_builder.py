@@ -103,13 +103,15 @@ class InFlightStep:
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """A plan being made.  `short`: blocks are or were missing in this step, so no request is admitted."""
+    """A plan being made.  `short`: blocks are or were missing in this step, so no request is admitted.  `held`: the
+    budget does not hold a prompt's image, which is next: no later prompt has what is left."""
 
     budget: int
     shares: dict[str, int] = field(default_factory=dict)  # tokens that each of several clients may still have
     rows: list[ScheduledRow] = field(default_factory=list)
     new: list[NewRow] = field(default_factory=list)
     short: bool = False
+    held: bool = False
 
     @classmethod
     def of(cls, budget: int, clients: Collection[str], num_active: int = 0) -> PlanBuilder:

@@ -28,7 +28,8 @@ from tokserve.errors import RequestError
 from tokserve.messages import DraftCounts, EngineRequest, Finish
 from tokserve.params import PoolingParams, SamplingParams
 from tokserve.plan import NO_LEGAL_TOKEN, NOT_FINITE, Float32, NewRow
-from tokserve.prompt import check_features
+from tokserve.prompt import Feature, check_features
+from tokserve.vision import KIND, ImageFormat
 
 
 class State(enum.Enum):
@@ -65,6 +66,7 @@ class Request:
         self.received = received
         self.adapter = adapter
         self.features = spec.prompt.features
+        self.joint = _joint_images(spec.prompt.features, limits.images)
         self.tokens = _prompt(spec.prompt.ids, limits, new_tokens=int(isinstance(task, SamplingParams)))
         self.prompt_len = len(self.tokens)
         check_features(spec.prompt.features, self.prompt_len, limits.feature_bytes)
@@ -133,6 +135,16 @@ class Request:
         position is then computed again, to the same bits."""
         reusable = self.reusable
         return (len(self.tokens) if reusable == len(self.tokens) - 1 else reusable) // block_size
+
+    def without_cuts(self, computed: int, count: int, most: int) -> int:
+        """Tokens of a step that goes on from `computed`: `count`, but none of a joint image without the rest of it.
+        An image that comes next is computed whole if that takes up to `most`; else 0."""
+        for first, last in self.joint:
+            if first < computed + count < last:
+                if computed < first:
+                    return first - computed
+                return last - computed if last - computed <= most else 0
+        return count
 
     @property
     def is_ready_to_sample(self) -> bool:
@@ -275,6 +287,13 @@ class Request:
     def emit(self, columns: StepColumns) -> None:
         """Add what is new since the last call to a step's columns."""
         self.output.emit(columns, self.request_id, self.tokens, self.finish, self.cached_tokens or 0)
+
+
+def _joint_images(features: Sequence[Feature], kind: ImageFormat | None) -> tuple[tuple[int, int], ...]:
+    """First position, and the one after the last, of each image whose tokens one step computes together."""
+    if kind is None or not kind.bidirectional:
+        return ()
+    return tuple((one.start, one.start + one.length) for one in features if one.kind == KIND)
 
 
 def _prompt(packed: bytes, limits: Limits, new_tokens: int) -> array[int]:

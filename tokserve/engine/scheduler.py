@@ -23,6 +23,7 @@ from tokserve.engine.plan_builder import InFlightStep, PlanBuilder, ScheduledRow
 from tokserve.engine.queue import POLICIES, Queue, QueueLimits
 from tokserve.engine.request import Request, State
 from tokserve.engine.speculation.drafter import Drafter
+from tokserve.errors import StartError
 from tokserve.messages import StepStats
 from tokserve.plan import NOT_FINITE, OK, StepPlan, StepResult
 
@@ -43,8 +44,18 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, cache: PrefixCache, weight_version: str, drafter: Drafter | None = None
-    ) -> None:
+        self, config: SchedulerConfig, cache: PrefixCache, weight_version: str, drafter: Drafter | None = None,
+        *, image_tokens: int = 0,
+    ) -> None:  # fmt: skip
+        """`image_tokens`: the most that a step has to compute together, of one image; a step holds them beside a token
+        of every running request.  Raises StartError if it does not."""
+        if image_tokens and config.token_budget < config.rows + image_tokens:
+            raise StartError(
+                f"option max_num_batched_tokens: {config.token_budget} is less than {config.rows + image_tokens}: this "
+                f"model computes an image's {image_tokens} tokens in one step, beside those of max_num_seqs "
+                f"{config.rows} requests"
+            )
+        self._image_tokens = image_tokens
         self.weights = WeightEpochs(weight_version)
         self.barrier: int | None = None  # requests with this number and above are not admitted
         self.counters = Counters()
@@ -188,12 +199,13 @@ class Scheduler:
         if len(present) > 1:
             self._contended = now
         if now - self._contended < LINGER:
-            budget = min(limit, max(len(present), self._pace.max_tokens(limit)))
+            least = len(self._running) + self._image_tokens if self._image_tokens else 0
+            budget = min(limit, max(len(present), self._pace.max_tokens(limit), least))
         builder = PlanBuilder.of(budget, present, self._num_active() if len(present) > 1 else 1)
         self._deferred = 0
         order = self.shares.in_turns(self._running) if builder.shares else list(self._running)
         self._continue(builder, order)
-        if not builder.short:
+        if not builder.short and not builder.held:
             self._admit(builder, now)
         if self._drafter is not None and not builder.short:
             self._add_drafts(builder, self._drafter)  # of a client's share, so before what exceeds the shares
@@ -231,7 +243,11 @@ class Scheduler:
         for request in prompts:
             budget = builder.allowed(request)
             if request.state is State.RUNNING and budget and request.num_tokens > request.num_computed:
-                builder.add(request, self._chunk(request, budget))
+                count = self._chunk(request, budget, builder.budget)
+                if not count:
+                    builder.held = True
+                    return
+                builder.add(request, count)
 
     def _fill(self, builder: PlanBuilder, order: Sequence[Request]) -> None:
         """Give what is left of the budget to requests that exceed their client's share, in this order."""
@@ -245,10 +261,13 @@ class Scheduler:
             if request.state is not State.RUNNING or not request.is_ready_to_sample:
                 continue
             if missing > max(count, not request.pooling):
-                more = self._chunk(request, count + builder.budget) - count
-                if row is None:
+                room = count + builder.budget
+                more = 0 if builder.held else self._chunk(request, room, room) - count
+                if more <= 0:
+                    builder.held = builder.held or bool(request.joint)
+                elif row is None:
                     builder.add(request, more)
-                elif more > 0:
+                else:
                     builder.extend(row, more)
             elif row is None and missing == 1 and not request.pooling and not builder.short:
                 idle = self._is_idle(request) or request.num_tokens >= request.limit
@@ -280,11 +299,14 @@ class Scheduler:
         for that; and a command that waits for the end of all requests waits for no client."""
         return request.stalled and request.is_decoding and self.barrier is None
 
-    def _chunk(self, request: Request, budget: int) -> int:
-        count = min(request.num_tokens - request.num_computed, budget)
+    def _chunk(self, request: Request, budget: int, most: int, computed: int | None = None) -> int:
+        """Tokens of a request in a step.  An image that cannot be divided may exceed `budget`, a client's share, and
+        the option max_chunk, but not `most`; 0: it does.  `computed`: what will be when the request has a slot."""
+        computed = request.num_computed if computed is None else computed
+        count = min(request.num_tokens - computed, budget)
         if self._config.max_chunk is not None and len(self._running) + len(self._waiting) > 1:
             count = min(count, self._config.max_chunk)
-        return count
+        return request.without_cuts(computed, count, most) if request.joint else count
 
     def _make_room(self, request: Request, builder: PlanBuilder) -> bool:
         """A block for the next position, if need be the victim's.  False: not in this step."""
@@ -354,7 +376,7 @@ class Scheduler:
         No more requests run than tokens fit in a step, so each gets on.
         """
         order = self._waiting.order()
-        while builder.budget and self._num_open > 0 and not builder.short:
+        while builder.budget and self._num_open > 0 and not builder.short and not builder.held:
             request = next(order, None)
             if request is None:
                 break
@@ -364,10 +386,15 @@ class Scheduler:
                 hits = self._cache.lookup(request.table, request.tokens, usable)
             if hits is None:
                 self._deferred += 1
+                continue
+            computed = min(hits * self._cache.block_size, request.reusable)
+            count = self._chunk(request, max(1, builder.allowed(request)), builder.budget, computed)
+            if not count and request.joint:
+                builder.held = True
             elif self._cache.allocate(request.table, request.tokens, hits, reserve=len(self._running)):
                 self._assign_slot(request, hits, now)
                 builder.new.append(request.new_row())
-                builder.add(request, self._chunk(request, max(1, builder.allowed(request))))
+                builder.add(request, count)
             else:
                 builder.short = True
 

@@ -137,7 +137,7 @@ class Attention:
             projected = projected.index_select(0, logits_rows.tokens) if self.gated else projected
         mixed = ops.paged_attention(
             q, keys, values, rows.block_tables, rows.query_start, rows.seq_lens, self.scale * self.k_scale,
-            self.window, self.v_scale, self.softcap, self.sinks,
+            self.window, self.v_scale, self.softcap, self.sinks, rows.bidirectional,
         )  # [T or n, heads, dim]  # fmt: skip
         mixed = ops.gate_heads(mixed, projected) if self.gated else mixed.view(q.shape[0], self.heads * self.dim)
         return self.out(mixed, adapters=rows.adapters)

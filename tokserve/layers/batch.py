@@ -16,13 +16,15 @@ Pages = list[tuple[Tensor, ...]]  # per layer: the tensors of its spec; keys and
 @dataclass(frozen=True, slots=True)
 class LogitsRows:
     """Tokens whose hidden states are needed after the last layer: the last ones of R' of a batch's rows, any number of
-    each.  `query_start`, `seq_lens` and `block_tables` are what attention reads of these rows, as in `ForwardBatch`."""
+    each.  `query_start`, `seq_lens`, `block_tables` and `bidirectional` are what attention reads of these rows, as in
+    `ForwardBatch`."""
 
     tokens: Tensor  # [n] int64: their indices in the batch, ascending
     query_start: Tensor  # [R' + 1] int32
     seq_lens: Tensor  # [R'] int32
     block_tables: Tensor  # [R', max_blocks] int32
     adapters: Tensor | None = None  # [n] int32
+    bidirectional: Tensor | None = None  # [R'] bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class ForwardBatch:
     `embeds`: tokens whose embeddings are given, not looked up: inputs of the first layer, any multiplier applied.
     `added`: tokens, and what is added to the outputs of the first layers at them.
     `axes`: the tokens' positions in the rope tables by coordinate; None: `positions`, for all.
+    `bidirectional`: rows whose tokens see each other, later ones too; None: no row.  A request's tokens may be several
+    rows then, one after the other.
     """
 
     input_ids: Tensor  # [T] int64
@@ -70,3 +74,4 @@ class ForwardBatch:
     embeds: tuple[Tensor, Tensor] | None = None  # indices in the batch [m] int64, embeddings [m, hidden]
     added: tuple[Tensor, Tensor] | None = None  # indices in the batch [m] int64, [layers, m, hidden]
     axes: Tensor | None = None  # [3, T] int64
+    bidirectional: Tensor | None = None  # [R] bool

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -65,20 +66,24 @@ class VisionSpec:
 
 
 class PatchEmbedding:
-    """A patch's pixels to a row; a checkpoint stores the weight as that of a convolution."""
+    """A patch's pixels to a row of `hidden`; a checkpoint stores the weight as that of a convolution.
 
-    def __init__(self, spec: VisionSpec, options: LayerOptions) -> None:
-        self.shape = (spec.hidden, *spec.patch)
-        channels, time, height, width = spec.patch
-        self.linear = Linear(channels * time * height * width, {"proj": spec.hidden}, options, bias=spec.patch_bias)
+    `patch`: shape of a patch's pixels; `name`: of the module in a checkpoint.
+    """
+
+    def __init__(
+        self, hidden: int, patch: tuple[int, ...], options: LayerOptions, *, bias: bool, name: str = "proj"
+    ) -> None:
+        self.shape, self.name = (hidden, *patch), name
+        self.linear = Linear(prod(patch), {name: hidden}, options, bias=bias)
 
     def parameters(self) -> dict[str, Parameter]:
-        """`proj.weight` [hidden, channels, time, height, width] and, if there is one, `proj.bias`."""
-        parameters = self.linear.parameters()
-        flat = parameters["proj.weight"]
-        parameters["proj.weight"] = Parameter(
-            self.shape, lambda weight: self.linear.load("proj", weight.flatten(1)), flat.dtype, rounded=flat.rounded,
-            places=flat.places,
+        """The weight [hidden, *patch] and, if there is one, the bias."""
+        parameters, name = self.linear.parameters(), f"{self.name}.weight"
+        flat = parameters[name]
+        parameters[name] = Parameter(
+            self.shape, lambda weight: self.linear.load(self.name, weight.flatten(1)), flat.dtype,
+            rounded=flat.rounded, places=flat.places,
         )  # fmt: skip
         return parameters
 

@@ -27,7 +27,9 @@ from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter, under
 from tokserve.layers.recurrent import GatedDelta, GatedDeltaSpec, ShortConv
 from tokserve.layers.rope import rope_table, rows_of_axes
+from tokserve.layers.siglip import SiglipSpec
 from tokserve.models.provenance import Provenance
+from tokserve.models.siglip import SiglipTower
 from tokserve.models.spec import BlockSpec, DecoderSpec
 from tokserve.models.tower import Tower
 
@@ -97,7 +99,7 @@ class Decoder:
 
     exact = True
     implementation = "tokserve"
-    tower: Tower | None = None
+    tower: Tower | SiglipTower | None = None
 
     def __init__(
         self,
@@ -126,7 +128,11 @@ class Decoder:
         self.blocks = [DecoderBlock(spec.hidden, block, options) for block in spec.blocks]
         self.norm = make_norm(spec.hidden, spec.norm, self.dtype)
         if spec.vision is not None and has_tower:
-            self.tower = Tower(spec.vision, options)
+            self.tower = (
+                SiglipTower(spec.vision, options)
+                if isinstance(spec.vision, SiglipSpec)
+                else Tower(spec.vision, options)
+            )
         self.rope_tables = tables
         self._layers = self._chain()
         self.provenance = Provenance()

@@ -20,6 +20,7 @@ from torch import Tensor
 from tokserve.checkpoint import flat
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter
+from tokserve.layers.siglip import SiglipSpec
 from tokserve.models.decoder import Decoder, rope_tables
 from tokserve.models.registry import decoder_spec
 from tokserve.models.spec import DecoderSpec
@@ -368,7 +369,7 @@ VISION_FAMILIES: dict[str, tuple[str, str, list[int], dict[str, Any]]] = {
 
 NORMS = (
     "layernorm.weight", "operator_norm.weight", "ffn_norm.weight", "linear_attn.norm.weight", "norm1.weight",
-    "norm2.weight", "ln_q.weight", "merger.norm.weight",
+    "norm2.weight", "ln_q.weight", "merger.norm.weight", "mm_soft_emb_norm.weight",
 )  # fmt: skip
 GAINS = {
     "lm_head": 2.0, "q_proj": 1.5, "k_proj": 1.5, "qkv_proj": 1.3, "o_proj": 0.6, "out_proj": 0.3,
@@ -400,6 +401,20 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
         "dtype": "float32",
     }
     return common | attributes | changes
+
+
+def tiny_gemma_vision_config(window: int = 24, **changes: Any) -> dict[str, Any]:
+    """config.json of a tiny Gemma 3 that reads images, of 16 tokens each; `changes` replace attributes of the tower."""
+    inner = tiny_config("gemma3_text", sliding_window=window)
+    tower: dict[str, Any] = {
+        "model_type": "siglip_vision_model", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
+        "num_attention_heads": 3, "image_size": 32, "patch_size": 4, "vision_use_head": False,
+    }  # fmt: skip
+    return {
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "mm_tokens_per_image": 16,
+        "image_token_index": 300, "boi_token_index": 301, "eoi_token_index": 302, "tie_word_embeddings": True,
+        "text_config": inner | {"model_type": "gemma3_text"}, "vision_config": tower | changes, "dtype": "float32",
+    }  # fmt: skip
 
 
 def tiny_vision_config(family: str, **changes: Any) -> dict[str, Any]:
@@ -439,7 +454,7 @@ def values(name: str, shape: tuple[int, ...], seed: int, *, tied: bool) -> Tenso
     """
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    convolves = len(shape) == 5  # a patch is its input
+    convolves = len(shape) > 3  # a patch is its input
     mean, deviation = _scale(name, math.prod(shape[1:]) if convolves else shape[-1], tied)
     return torch.empty(shape).normal_(mean, deviation, generator=generator)
 
@@ -458,7 +473,7 @@ def _scale(name: str, width: int, tied: bool) -> tuple[float, float]:
         return 1.5, 0.1
     if name.endswith(NORMS):
         return 1.0, 0.1
-    if name.endswith("pos_embed.weight"):
+    if name.endswith(("pos_embed.weight", "position_embedding.weight")):
         return 0.0, 0.5
     if name == "model.embed_tokens.weight":
         return 0.0, small if tied else 0.15
@@ -504,6 +519,12 @@ def _as_released(named: dict[str, Tensor], spec: DecoderSpec) -> dict[str, Tenso
     """The tensors of a model that reads images as checkpoints have them: another prefix, experts in one tensor."""
     assert spec.vision is not None
     tower = spec.vision.name
+    if isinstance(spec.vision, SiglipSpec):
+        places = (tower, spec.vision.projector_name)
+        return {
+            name.removeprefix("model.") if name.startswith(places) else f"language_model.{name}": tensor
+            for name, tensor in named.items()
+        }
     renamed = {
         name if name.startswith(tower) else name.replace("model.", "model.language_model.", 1): tensor
         for name, tensor in named.items()

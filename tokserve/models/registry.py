@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "FlexOlmoForCausalLM": "tokserve.models.small_moe:flex_olmo",
     "Gemma2ForCausalLM": "tokserve.models.gemma:gemma2",
     "Gemma3ForCausalLM": "tokserve.models.gemma:gemma3",
+    "Gemma3ForConditionalGeneration": "tokserve.models.gemma_vision:gemma3",
     "GemmaForCausalLM": "tokserve.models.gemma:gemma",
     "Glm4ForCausalLM": "tokserve.models.glm:glm4",
     "Glm4MoeForCausalLM": "tokserve.models.moe:glm4_moe",

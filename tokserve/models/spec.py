@@ -20,6 +20,7 @@ from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.recurrent import GatedDeltaSpec, ShortConvSpec
 from tokserve.layers.rope import RopeSpec
+from tokserve.layers.siglip import SiglipSpec
 from tokserve.layers.vision import VisionSpec
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.formats import pick
@@ -98,7 +99,7 @@ class DecoderSpec:
     logits_softcap: float = 0.0
     norm_name: str = "norm"
     classifier: HeadSpec | None = None
-    vision: VisionSpec | None = None
+    vision: VisionSpec | SiglipSpec | None = None
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

@@ -30,7 +30,7 @@ class Tower:
     def __init__(self, spec: VisionSpec, options: LayerOptions) -> None:
         self.spec = spec
         options = LayerOptions(options.dtype)
-        self.patch = PatchEmbedding(spec, options)
+        self.patch = PatchEmbedding(spec.hidden, spec.patch, options, bias=spec.patch_bias)
         self.positions = PositionTable(spec.side, spec.hidden, options.dtype) if spec.side else None
         self.blocks = [VisionBlock(spec, options) for _ in range(spec.layers)]
         self.merger = Merger(spec.merger, options)
@@ -53,10 +53,7 @@ class Tower:
         those that follow are added to the outputs of its first layers."""
         _, height, width = grid
         merge = self.spec.merger.merge
-        squares = torch.arange(height * width, device=ops.torch_device).view(
-            height // merge, merge, width // merge, merge
-        )
-        order = squares.permute(0, 2, 1, 3).reshape(-1)  # index in the image of each patch
+        order = squares(height, width, merge)
         x = self.patch(patches)
         if self.positions is not None:
             x = x + self.positions(order // width, order % width, height, width)
@@ -93,6 +90,12 @@ def window_order(height: int, width: int, side: int, rows: int) -> tuple[Tensor,
     bands = torch.split(number, side)
     windows = [part.reshape(-1) for band in bands for part in torch.split(band, side, dim=1)]
     return torch.cat(windows), segments([len(window) * rows for window in windows])
+
+
+def squares(height: int, width: int, merge: int) -> Tensor:  # [height * width] int64
+    """Index in the image, row by row, of each patch in the order of squares of `merge` by `merge`."""
+    index = torch.arange(height * width, device=ops.torch_device)
+    return index.view(height // merge, merge, width // merge, merge).permute(0, 2, 1, 3).reshape(-1)
 
 
 def _joined(spec: MergerSpec) -> MergerSpec:

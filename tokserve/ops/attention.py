@@ -120,6 +120,7 @@ def paged_attention(
     v_scale: float = 1.0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    bidirectional: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * q K^T) V * v_scale for q [T,Hq,D] over the paged caches [B,Hk,P,D]: [T,Hq,D].
 
@@ -127,11 +128,13 @@ def paged_attention(
     block_tables[r] ([R,max_blocks] int32), those of its own positions included.  Causal; `window` > 0 leaves each
     query its last `window` keys.  For a float8 cache, `scale` includes the keys' scale; `v_scale` is 1 for
     others.  `softcap` > 0: a score s becomes softcap * tanh(s / softcap).  `sinks` [Hq] float32: a score beside those
-    of the keys, uncapped, whose value is zero.
+    of the keys, uncapped, whose value is zero.  `bidirectional` [R] bool: rows whose queries see the keys after
+    themselves, too, up to the row's last; `window` leaves out keys before a query only.
     Online softmax over splits: Milakov and Gimelshein, arXiv 1805.02867.
     """
     out = torch.empty_like(q)
-    for pieces in _batches(_pieces(query_start.tolist(), seq_lens.tolist())):
+    both_ways = [False] * len(seq_lens) if bidirectional is None else bidirectional.tolist()
+    for pieces in _batches(_pieces(query_start.tolist(), seq_lens.tolist(), both_ways)):
         batch = _batch(pieces, window)
         tables = block_tables[[piece.row for piece in pieces]]
         caches = (_Pages(k_cache, tables), _Pages(v_cache, tables))
@@ -142,25 +145,34 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Queries of one row at positions start..end-1, the first of them at `token` in q."""
+    """Queries of one row at positions start..end-1, the first of them at `token` in q.
+
+    `last_key`: what all of them see; None: each sees the keys up to itself.
+    """
 
     row: int
     token: int
     start: int
     end: int
+    last_key: int | None = None
+
+    @property
+    def keys(self) -> int:
+        """The first position that none of them sees."""
+        return self.end if self.last_key is None else self.last_key + 1
 
     def num_tiles(self) -> int:
         return (self.end - 1) // TILE - self.start // TILE + 1
 
 
-def _pieces(starts: list[int], totals: list[int]) -> Iterator[_Piece]:
+def _pieces(starts: list[int], totals: list[int], both_ways: list[bool]) -> Iterator[_Piece]:
     """The rows, divided at every multiple of PIECE, so that a piece reads few keys that it masks."""
     for row, total in enumerate(totals):
         first = total - (starts[row + 1] - starts[row])  # position of the row's first query
         cuts = [first, *range((first // PIECE + 1) * PIECE, total, PIECE), total]
         for start, end in pairwise(cuts):
             if start < end:
-                yield _Piece(row, starts[row] + start - first, start, end)
+                yield _Piece(row, starts[row] + start - first, start, end, total - 1 if both_ways[row] else None)
 
 
 def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
@@ -171,7 +183,7 @@ def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
             small.append(piece)
         else:
             yield [piece]
-    small.sort(key=lambda piece: piece.end)
+    small.sort(key=lambda piece: piece.keys)
     for at in range(0, len(small), BATCH):
         yield small[at : at + BATCH]
 
@@ -182,26 +194,28 @@ class _Batch:
 
     tokens: Tensor  # [n], rows of q
     positions: Tensor  # [n]
+    last_keys: Tensor  # [n], the last that each sees
     tile_index: Tensor  # [n], tile * TILE + index in the tile
     num_tiles: int
-    ends: Tensor  # [pieces], first position after the row's last
+    ends: Tensor  # [pieces], the first position that none of a piece sees
     first_end: int  # their minimum
     splits: range
     window: int
 
 
 def _batch(pieces: list[_Piece], window: int) -> _Batch:
-    tokens, positions, tile_index = [], [], []
+    tokens, positions, last_keys, tile_index = [], [], [], []
     tiles = 0
     for piece in pieces:
         tokens.append(torch.arange(piece.token, piece.token + piece.end - piece.start))
         positions.append(torch.arange(piece.start, piece.end))
+        last_keys.append(positions[-1] if piece.last_key is None else torch.full_like(positions[-1], piece.last_key))
         tile_index.append(positions[-1] + (tiles - piece.start // TILE) * TILE)
         tiles += piece.num_tiles()
     first = max(min(piece.start for piece in pieces) - window + 1, 0) if window else 0
-    ends = [piece.end for piece in pieces]
+    ends = [piece.keys for piece in pieces]
     splits = range(first // SPLIT, (max(ends) - 1) // SPLIT + 1)
-    columns = (torch.cat(tokens), torch.cat(positions), torch.cat(tile_index))
+    columns = (torch.cat(tokens), torch.cat(positions), torch.cat(last_keys), torch.cat(tile_index))
     return _Batch(*columns, tiles, torch.tensor(ends), min(ends), splits, window)
 
 
@@ -238,7 +252,7 @@ def _attend(q: Tensor, batch: _Batch, keys: _Pages, values: _Pages, softcap: flo
     acc = torch.zeros_like(by_head, memory_format=torch.contiguous_format)
     for split in batch.splits:
         position = torch.arange(split * SPLIT, (split + 1) * SPLIT)  # [SPLIT]
-        visible = position <= batch.positions[:, None]  # [n,SPLIT]
+        visible = position <= batch.last_keys[:, None]  # [n,SPLIT]
         if batch.window:
             visible &= position > batch.positions[:, None] - batch.window
         scores = _products(tiled, keys.split(split).transpose(-1, -2), batch)  # [Hk,n,G,SPLIT]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tokserve.layers.batch import ForwardBatch, LogitsRows, Pages
 from tokserve.plan import Int32, NewRow, StepPlan
+from tokserve.runner.attention_rows import Span, divide
 from tokserve.runner.slots import Int64, SamplingColumns, Slots, last_indices
 from tokserve.runner.states import StateColumns, StateTable, blank_columns
 from tokserve.vision import KIND, image_grid, rope_positions
@@ -45,6 +46,7 @@ class HostSlots(Slots):
         self._last_columns: tuple[bytes, Tensor, Tensor, Tensor] | None = None
         # of slots with images: positions along three axes [3, n] up to the last image's end, and the shift after it
         self._axes: dict[int, tuple[Int64, int]] = {}
+        self._both_ways: dict[int, list[Span]] = {}  # of slots with images whose tokens see each other
 
     def assign(self, row: NewRow) -> None:
         """A request takes the slot."""
@@ -53,9 +55,13 @@ class HostSlots(Slots):
         if self.states is not None:
             self.states.assign(row)
         self._axes.pop(row.slot, None)
-        images = [(feature.start, image_grid(feature.data)) for feature in row.features if feature.kind == KIND]
-        if images:
-            self._axes[row.slot] = rope_positions(images, self.merge)
+        self._both_ways.pop(row.slot, None)
+        images, kind = [feature for feature in row.features if feature.kind == KIND], self.images
+        if images and kind is not None and kind.axes:
+            grids = [(feature.start, image_grid(feature.data)) for feature in images]
+            self._axes[row.slot] = rope_positions(grids, kind.merge)
+        if images and kind is not None and kind.bidirectional:
+            self._both_ways[row.slot] = [(feature.start, feature.start + feature.length) for feature in images]
 
     def _turned(self, slots: Int32, computed: Int32, counts: Int32, positions: Int64) -> tuple[Int64, Int64 | None]:
         """Where the tokens [T] of a plan's rows stand in the rope tables; and if some of them are an image's, this by
@@ -100,18 +106,25 @@ class HostSlots(Slots):
         seq_lens = computed + counts
         pages, offsets = np.divmod(positions, self.block_size)
         width = -(-int(seq_lens.max()) // self.block_size)
+        divided = divide(plan, self._both_ways) if self._both_ways else None
+        tables = slots
+        if divided is not None:
+            query_start = np.zeros(len(divided.counts) + 1, np.int32)
+            np.add.accumulate(divided.counts, out=query_start[1:])
+            seq_lens, tables = divided.ends, slots[divided.owners]
         turned, axes = self._turned(slots, computed, counts, positions) if self._axes else (positions, None)
         return ForwardBatch(
             input_ids=torch.from_numpy(self.tokens[owner, positions].astype(np.int64)),  # [T]
             positions=torch.from_numpy(turned),  # [T]
             query_start=torch.from_numpy(query_start),  # [R + 1]
             seq_lens=torch.from_numpy(seq_lens),  # [R]
-            block_tables=torch.from_numpy(self.blocks[slots, :width]),  # [R, width]
+            block_tables=torch.from_numpy(self.blocks[tables, :width]),  # [R, width]
             slot_mapping=torch.from_numpy(self.blocks[owner, pages] * np.int64(self.block_size) + offsets),  # [T]
             kv=kv,
             adapters=torch.from_numpy(self.adapters[owner]) if self.has_adapters(plan) else None,  # [T]
             states=None if self.states is None else self.states.rows(),
             axes=None if axes is None else torch.from_numpy(axes),
+            bidirectional=None if divided is None else torch.from_numpy(divided.bidirectional),
         )
 
     def decode_batch(self, num_tokens: int, kv: Pages, *, adapters: bool = False) -> DecodeBatch:
@@ -179,13 +192,16 @@ class HostSlots(Slots):
         """The last counts[i] tokens of each row; None if these are all of the batch."""
         if np.add.reduce(counts) == len(batch.input_ids):
             return None
-        rows = counts.nonzero()[0]  # [R']
+        divided = None if batch.bidirectional is None else divide(plan, self._both_ways)
+        row_counts = counts if divided is None else divided.last(counts)
+        rows = row_counts.nonzero()[0]  # [R']
         query_start = np.zeros(len(rows) + 1, np.int32)
-        np.add.accumulate(counts[rows], out=query_start[1:])
+        np.add.accumulate(row_counts[rows], out=query_start[1:])
         index = torch.from_numpy(rows)
         return LogitsRows(
             torch.from_numpy(last_indices(np.add.accumulate(plan.num_tokens, dtype=np.int64), counts)),
             torch.from_numpy(query_start), batch.seq_lens.index_select(0, index),
             batch.block_tables.index_select(0, index),
             None if batch.adapters is None else torch.from_numpy(self.adapters[plan.slots].repeat(counts)),
+            None if batch.bidirectional is None else batch.bidirectional.index_select(0, index),
         )  # fmt: skip

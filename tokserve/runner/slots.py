@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tokserve.params import SamplingParams, wrap_seed
 from tokserve.plan import Int32, NewRow, StepPlan
+from tokserve.vision import ImageFormat
 
 Int64 = NDArray[np.int64]
 MIN_TEMPERATURE = 2.0**-100  # lower temperatures count as this one, which leaves only the largest logit as well
@@ -64,7 +65,7 @@ class Slots:
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self.block_size = block_size
-        self.merge = 0  # of the images of a model that reads some, as `ImageFormat` has it
+        self.images: ImageFormat | None = None  # of a model that reads some
         width = -(-max_model_len // block_size)
         # one column more than a context: a token sampled at the very end has a place
         self.tokens: Int32 = np.zeros((max_num_seqs, max_model_len + 1), np.int32)

@@ -70,7 +70,7 @@ def _load(config: Config) -> tuple[Runner, DeviceFacts]:
     encoder = None
     if images is not None:
         encoder = ImageEncoder(images, config.media.mm_encoder_cache_bytes, threads)
-        backend.slots.merge = images.merge
+        backend.slots.images = images
     runner = Runner(model, backend, config, lora, encoder)
     with torch.inference_mode():
         for adapter in (-1,) if lora is None else (-1, 0):

@@ -71,3 +71,5 @@ def paged_attention(dtype: torch.dtype) -> Samples:
             yield q, *rest, 1.0, 5.0 if dim < 64 else 0.0, torch.randn(heads, generator=generator) * 3
         if dim < 128:
             yield q * 8, *rest, 1.0, 5.0
+        both_ways = torch.arange(len(rows)) % 2 == 0
+        yield q, *rest, 1.0, 0.0, None, both_ways

@@ -251,8 +251,12 @@ def paged_attention(
     v_scale: float = 1.0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    bidirectional: Tensor | None = None,
 ) -> Tensor:
-    """q may be a slice of a tensor [T, ...]."""
+    """q may be a slice of a tensor [T, ...].  Raises NotImplementedError for bidirectional rows: those of images, which
+    a GPU does not take."""
+    if bidirectional is not None:
+        raise NotImplementedError("attention to later keys has no kernel for this device")
     tokens, heads, dim = q.shape
     rows, width = block_tables.shape
     kv_heads, page = k_cache.shape[1:3]
