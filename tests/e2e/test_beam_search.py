@@ -72,6 +72,7 @@ def test_many_at_once_are_what_they_are_alone(server: Server) -> None:
         ({"length_penalty": 1e9}, "length_penalty"), ({"length_penalty": "x"}, "length_penalty"),
         ({"use_beam_search": 1}, "use_beam_search"), ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"deadline_ms": 5}, "deadline_ms"), ({"prompt": "x" * 5000}, "prompt"), ({"logprobs": -1}, "logprobs"),
+        ({"prompt": ["a"] * 200}, "n"),
         ({"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"), ({"min_tokens": 2}, "min_tokens"),
     ],
 )  # fmt: skip

@@ -22,13 +22,14 @@ from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import ChoiceOutput, Logprobs, join_logprobs
 from tokserve.client.request_state import RequestState
 from tokserve.client.stream import Stream, collect
-from tokserve.errors import invalid
+from tokserve.errors import QueueFull, invalid
 from tokserve.messages import Ready
 from tokserve.params import LogprobsMode, SamplingParams
 from tokserve.prompt import TokenPrompt, pack_ids
 from tokserve.text.detokenizer import Detokenizer
 
 Spans = list[tuple[str, int, int]]
+RETRY_SECONDS = 0.1
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +84,8 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """An output so far: its tokens, the sum of their logprobs, their rows of logprobs, and by which weights."""
+    """An output so far: its tokens, the sum of their logprobs, their rows of logprobs if any are to be returned, and by
+    which weights."""
 
     tokens: tuple[int, ...] = ()
     total: float = 0.0
@@ -93,8 +95,10 @@ class Beam:
     stop_detail: str | None = None
     message: str | None = None
 
-    def longer(self, token: int, logprob: float, row: Logprobs, version: str) -> Beam:
-        """With one more token; `row`: the logprobs of its position."""
+    def longer(self, token: int, logprob: float, row: Logprobs | None, version: str) -> Beam:
+        """With one more token; `row`: the logprobs of its position, to be kept."""
+        if row is None:
+            return Beam((*self.tokens, token), self.total + logprob, (), (*self.versions, version))
         rank = int(np.flatnonzero(np.frombuffer(row.top_ids, "<i4") == token)[0]) + 1
         drawn = Logprobs(
             np.float32(logprob).tobytes(), np.int32(rank).tobytes(), row.top_ids, row.top_logprobs, row.width, row.mode
@@ -128,6 +132,7 @@ class BeamSearch:
     limit: int
     ends: frozenset[int]
     length_penalty: float
+    keeps_rows: bool = False  # the logprobs of outputs are returned
     live: list[Beam] = field(default_factory=lambda: [Beam()])
     done: list[Beam] = field(default_factory=list)  # the best `width` so far, best first
     ended: bool = False
@@ -141,6 +146,7 @@ class BeamSearch:
             scored = zip(ids, values, strict=True)
             candidates += [(-(beam.total + value), number, token, value) for token, value in scored if value > -np.inf]
         candidates.sort()
+        kept = [(row if self.keeps_rows else None, version) for row, version in rows]
         live: list[Beam] = []
         for rank, (_, number, token, value) in enumerate(candidates):
             if rank >= self.width and len(live) == self.width:
@@ -148,12 +154,12 @@ class BeamSearch:
             beam = self.live[number]
             if token in self.ends:
                 if rank < self.width:
-                    self.done.append(beam.longer(token, value, *rows[number]).ended("stop", "eos"))
+                    self.done.append(beam.longer(token, value, *kept[number]).ended("stop", "eos"))
             elif len(beam.tokens) + 1 == self.limit:
                 if rank < self.width:
-                    self.done.append(beam.longer(token, value, *rows[number]).ended("length", "max_tokens"))
+                    self.done.append(beam.longer(token, value, *kept[number]).ended("length", "max_tokens"))
             elif len(live) < self.width:
-                live.append(beam.longer(token, value, *rows[number]))
+                live.append(beam.longer(token, value, *kept[number]))
         self.live = live
         self._rank()
         self.ended = not live or (len(self.done) == self.width and self._best_possible() <= self._score(self.done[-1]))
@@ -211,7 +217,7 @@ class BeamRun:
         self.searches = [
             BeamSearch(
                 params.beam_width, min(params.max_tokens, ready.max_model_len - len(prompt.ids) // 4), ends,
-                params.length_penalty,
+                params.length_penalty, params.logprobs is not None,
             )
             for prompt in prompts
         ]  # fmt: skip
@@ -226,7 +232,13 @@ class BeamRun:
                 streams = self._llm.submit(requests, self._client)
                 for stream in streams:
                     await stack.enter_async_context(stream)
-                await streams[0].accepted()
+                try:
+                    await streams[0].accepted()
+                except QueueFull:
+                    if self.times[2] == 0.0:
+                        raise
+                    await asyncio.sleep(RETRY_SECONDS)  # what was accepted once is not refused half-way
+                    continue
                 accepted()
                 outputs = [(await collect(stream))[0] for stream in streams]
             for index in live:

@@ -70,7 +70,7 @@ class BeamTask:
         self._llm = llm
         self._admission: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._admission.add_done_callback(lambda admission: admission.cancelled() or admission.exception())  # retrieved
-        self._task = asyncio.ensure_future(self.run.run(self._accept, lambda: None))
+        self._task = asyncio.ensure_future(self._search())
         self._task.add_done_callback(self._end)
 
     @property
@@ -84,18 +84,23 @@ class BeamTask:
 
     def outputs(self, index: int) -> list[ChoiceOutput]:
         """Of a prompt.  Raises what ended the search."""
-        self._task.result()
-        return self.run.outputs(index, self._detokenizer)
+        return self._task.result()[index]
 
     def cancel(self) -> None:
         """Abort the step that is under way."""
         self._task.cancel()
 
+    async def _search(self) -> list[list[ChoiceOutput]]:
+        """The results of each prompt."""
+        await self.run.run(self._accept, lambda: None)
+        indices = range(len(self.streams))
+        return await asyncio.to_thread(lambda: [self.run.outputs(index, self._detokenizer) for index in indices])
+
     def _accept(self) -> None:
         if not self._admission.done():
             self._admission.set_result(None)
 
-    def _end(self, task: asyncio.Task[None]) -> None:
+    def _end(self, task: asyncio.Task[list[list[ChoiceOutput]]]) -> None:
         error = None if task.cancelled() else task.exception()
         if not self._admission.done():
             if error is None:

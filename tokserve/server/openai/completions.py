@@ -40,6 +40,7 @@ from tokserve.server.tokens import structured
 ID_PREFIX = "cmpl-"
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, when the field is absent; null is the rest of the context
 MAX_PROMPTS = 4096
+MAX_BEAMS = 512
 MAX_CHOICES = 1 << 14  # of all prompts together: each is a request in the engine
 
 
@@ -109,6 +110,9 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
     if len(prompts) * params.n > MAX_CHOICES:
         asks = f"{len(prompts)} prompts with n {params.n}"
         raise RequestError(f"n: a request may have at most {MAX_CHOICES} choices, and this has {asks}", field="n")
+    beams = beam_params(body, params)
+    if beams is not None and len(prompts) * params.n > MAX_BEAMS:
+        raise RequestError(f"n: beam search takes at most {MAX_BEAMS} beams of all prompts together", field="n")
     listed = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
     special = body.add_special_tokens is not False
     ids = await off_loop(request, size, lambda: tokenized(serving, prompts, special, listed))
@@ -118,7 +122,7 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
         others["structured_outputs"] = "response_format"
     others["beam_width"] = "n"
     fields = FieldPaths("prompt[0]" if listed and len(prompts) == 1 else "prompt", others=others)
-    return CompletionCall(body, ignored, params, generate, prompts, ids, fields, beam_params(body, params))
+    return CompletionCall(body, ignored, params, generate, prompts, ids, fields, beams)
 
 
 def drop_output(c: ChoiceOutput) -> ChoiceOutput:
