@@ -63,6 +63,8 @@ def test_masks_follow_the_drawn_drafts(depth: int) -> None:
             made = engine.make(rid, [*PROMPT, seed % 20], seed=seed, structured_outputs=structure, max_tokens=9)
             engine.core.receive(b"A", Submit(7, rid, [made]))
             engine.run()
+            while engine.core._mask_worker:  # a thread makes the masks
+                engine.run()
             tokens.append(engine.tokens(rid))
         engine.core._mask_worker.close()
         return tokens
