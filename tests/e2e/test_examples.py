@@ -104,5 +104,7 @@ def test_the_documents_name_every_field_and_route() -> None:
     text = (EXAMPLES.parent / "docs" / "token-api.md").read_text()
     known = {*SamplingParams.__struct_fields__, *GenerateBody.__struct_fields__, *ChatBody.model_fields}
     assert {name for name in known | {*CompletionBody.model_fields} if f"`{name}`" not in text} == set()
-    text += "".join((EXAMPLES.parent / "docs" / name).read_text() for name in ("rl.md", "lora.md", "embeddings.md", "scale.md"))
+    text += "".join(
+        (EXAMPLES.parent / "docs" / name).read_text() for name in ("rl.md", "lora.md", "embeddings.md", "scale.md")
+    )
     assert {e.path for e in ENDPOINTS if e.path.replace(":path", "") not in text} == set()
