@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokserve.kv_spec import StateSpec
 from tokserve.layers.batch import ForwardBatch, LogitsRows, StateRows
@@ -87,3 +88,8 @@ def prefill(decoder: Decoder, ids: Sequence[int]) -> Tensor:
 def random_ids(count: int, vocab: int, seed: int = 0) -> list[int]:
     """Reproducible token ids."""
     return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def cache_argument(model: nn.Module) -> str:
+    """transformers' name for the KV cache in arguments and outputs of this model; 5.24 has renamed it."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.models.driver import Driver, prefill, random_ids
+from tests.models.driver import Driver, cache_argument, prefill, random_ids
 from tokserve import checkpoint
 from tokserve.models.decoder import Decoder
 from tokserve.models.dummy import tiny_config, write_checkpoint
@@ -305,11 +305,11 @@ def test_dynamic_rope_past_the_original_length_equals_cached_generation(tmp_path
     hf = tiny_config("llama", max_position_embeddings=32, rope_parameters=rope)
     model = oracle(write_checkpoint(tmp_path, hf))
     ids = random_ids(80, hf["vocab_size"])
-    cache, rows = None, []
+    name, cache, rows = cache_argument(model), None, []
     with torch.no_grad():
         for token in ids:
-            step = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
-            cache = step.past_key_values
+            step = model(torch.tensor([[token]]), use_cache=True, **{name: cache})
+            cache = getattr(step, name)
             rows.append(step.logits[0, -1])
     decoder = ours(tmp_path, max_model_len=128)
     found = prefill(decoder, ids)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
+from tests.models.driver import cache_argument
 from tests.train.references import cosine
 from tests.train.test_policy import DTYPES, rollouts, weights
 from tokserve import ops
@@ -259,7 +260,7 @@ def test_what_is_refused_is_named(tmp_path: Path) -> None:
         exact(quantized)
     model = model_of(directory, "float32")
     ids = torch.tensor([[5, 6, 7]])
-    for option in ({"use_cache": True}, {"output_attentions": True}, {"past_key_values": object()}):
+    for option in ({"use_cache": True}, {"output_attentions": True}, {cache_argument(model): object()}):
         with pytest.raises(ValueError, match=f"{next(iter(option))} is not supported"):
             model(ids, **option)
     with pytest.raises(ValueError, match="inputs_embeds"):

@@ -26,7 +26,8 @@ from tokserve.train.requests import Mask, Params, checked
 from tokserve.train.served import PREFIX, ServedDecoder, ServedOptions
 from tokserve.train.support import trainable_spec
 
-NOT_SUPPORTED = ("past_key_values", "inputs_embeds", "output_attentions", "output_router_logits")
+# transformers before 5.24 calls the cache past_key_values
+NOT_SUPPORTED = ("cache", "past_key_values", "inputs_embeds", "output_attentions", "output_router_logits")
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -140,13 +141,13 @@ class _ExactBackbone(_ExactModule):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> Any:
         """transformers' output of hidden states [B, L, H], zeros at padding."""
-        given = {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache, **kwargs}
+        given = {"cache": cache, "inputs_embeds": inputs_embeds, "use_cache": use_cache, **kwargs}
         for name in (*NOT_SUPPORTED, "use_cache"):
             value = given.get(name)
             if value is not None and value is not False:
@@ -168,7 +169,7 @@ class _ExactBackbone(_ExactModule):
         last, *states = (part.view(*input_ids.shape, -1) for part in (whole, *before))
         outputs = import_module("transformers.modeling_outputs")
         kind = outputs.MoeModelOutputWithPast if served.spec.mixtures else outputs.BaseModelOutputWithPast
-        out = kind(last_hidden_state=last, past_key_values=None, hidden_states=(*states, last) if streams else None)
+        out = kind(last_hidden_state=last, hidden_states=(*states, last) if streams else None)
         return out.to_tuple() if given.get("return_dict") is False else out
 
 
