@@ -347,7 +347,8 @@ def test_linear_has_the_same_bits_for_any_number_of_rows(name: str, call: Any) -
 def by_row(masks: Outputs) -> Outputs:
     """Sampling masks with the ids of each row in a row of their own, padded with -1."""
     counts, ids, *rest = masks
-    parts = ids.split(counts.clamp(min=0).tolist())
+    held = counts.clamp(min=0)
+    parts = ids[: held.sum()].split(held.tolist())
     table = torch.full((len(counts), 1000), -1, dtype=torch.int32)
     for row, part in zip(table, parts, strict=True):
         row[: len(part)] = part

@@ -128,6 +128,8 @@ def test_kernel_is_close_to_the_reference(op: Op[Any, Any], name: str, dtype: to
         expected = run(op, registry.REFERENCE, arguments)
         if not expected[1] or takes_packed(op.name):
             actual, expected = actual[0], expected[0]
+        if op.name == "sampling_mask":  # of the ids so many mean something
+            actual, expected = [(out[0], out[1][: len(expected[0][1])], *out[2:]) for out in (actual[0], expected[0])]
         tolerance = TOLERANCE.get((op.name, dtype), op.tolerance[dtype])
         by_cublas = name == "cublas" and op.name in ("linear", "gated_linear")
         close(actual, expected, BY_CUBLAS[dtype] if by_cublas else tolerance)
@@ -456,19 +458,21 @@ def test_sampling_rows_are_batch_invariant() -> None:
     )
 
 
-def test_a_small_top_k_keeps_what_a_search_through_the_whole_row_keeps() -> None:
+def test_filters_keep_what_the_reference_keeps() -> None:
     """Ties, forbidden ids, rows of one value, and both sides of the largest top-k that is found slice by slice."""
-    count, width = 8, 4500  # two slices
+    count, width = 11, 4500  # two slices
     logits = randn(torch.float32, 5, count, width) * 3
     logits[::2] = logits[::2].round()
     logits[1, :4000], logits[3], logits[5] = float("-inf"), 0.0, float("-inf")
     logits[5, 4400] = 1.0
-    top_k = torch.tensor([20, 1, 64, 20, 65, 3, 0, 40], dtype=torch.int32)
-    top_p = torch.tensor([0.95, 0.5, 1.0, 0.9, 0.8, 0.3, 1.0, 0.999])
-    min_p = torch.tensor([0.0, 0.1, 0.02, 0.0, 0.0, 0.5, 0.1, 0.0])
+    top_k = torch.tensor([20, 1, 64, 20, 65, 3, 0, 40, 0, 0, 4000], dtype=torch.int32)
+    top_p = torch.tensor([0.95, 0.5, 1.0, 0.9, 0.8, 0.3, 1.0, 0.999, 0.3, 0.9, 0.99])
+    min_p = torch.tensor([0.0, 0.1, 0.02, 0.0, 0.0, 0.5, 0.1, 0.0, 0.0, 0.0, 0.1])
     call = on_device("filter_logits")
     kept = call(logits, top_k, top_p, min_p)
     assert torch.equal(kept, OPS["filter_logits"].reference(logits, top_k, top_p, min_p))
+    few = torch.tensor([0, 1, 2, 3, 5, 6, 7])
+    assert torch.equal(call(logits[few], top_k[few], top_p[few], min_p[few], True), kept[few])
 
 
 EVERY_SIZE = ["1", "64", "128", "256", "300"]  # rows for which the table has something for this card
@@ -503,7 +507,8 @@ def test_every_kernel_compiles_for_sm_90(compiled: dict[str, Any]) -> None:
         most = 192 if name.startswith("latent_prefill") else 64  # there, sums wait while those of a split are computed
         assert figures["stack"] <= most, f"{name} spills: {figures}"
         assert figures["shared"] <= 227 << 10, f"{name} does not fit: {figures}"
-        assert not figures["atomics"] or name == "count", f"{name} adds in any order"
+        counts = name.partition("#")[0] in ("count", "search", "ties")  # integers
+        assert not figures["atomics"] or counts, f"{name} adds in any order"
     source = Path(registry.__file__).parent / "triton"
     kernels = {name for file in source.glob("*.py") for name in re.findall(r"def (\w+)_kernel\(", file.read_text())}
     assert kernels == {name.partition("#")[0] for name in compiled}

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.models.test_float8 import QWEN, quantize
-from tests.runner.drive import Driver, Job, make_runner, plan_of
+from tests.runner.drive import Driver, Job, make_runner, masks_of, plan_of
 from tests.runner.drive import row as plain_row
 from tests.runner.fake_device import FakeDevice, same_bytes
 from tests.runner.test_runner import jobs, outcomes, prompt
@@ -84,6 +84,9 @@ class LateDriver(Driver):
                 assert result.logprobs is not None
                 width = job.params.logprobs + len(job.params.logprob_token_ids or [])
                 job.rows.append(plain_row(result.logprobs, n, width))
+            if job.params.return_sampling_mask:
+                assert result.sampling_masks is not None
+                job.masks.append(masks_of(result.sampling_masks)[n])
 
 
 def cuda(runner: Runner) -> CudaBackend:
@@ -199,6 +202,9 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "min_tokens": {"min_tokens": 3, "stop_token_ids": [7], "logprobs": 1},
     "named": {"logprob_token_ids": [4, 9], "logprobs": 0, "top_k": 5},
     "extreme": {"temperature": 1e-4, "top_k": 9},
+    "penalties": {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.2, "logprobs": 1},
+    "sequences": {"bad_token_sequences": [[1, 2], [4, 5], [3], [2, 9, 7]], "no_repeat_ngram_size": 2},
+    "mask": {"return_sampling_mask": True, "top_k": 20, "logprobs": 0},
 }
 
 

@@ -178,7 +178,7 @@ def test_penalties_by_hand() -> None:
     assert torch.equal(after[1], before[1])
 
 
-def test_penalties_give_the_op_padded_history(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_penalties_give_the_op_the_history_of_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def penalize(logits: torch.Tensor, history: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:
@@ -189,7 +189,7 @@ def test_penalties_give_the_op_padded_history(monkeypatch: pytest.MonkeyPatch) -
     options = {"repetition_penalty": 1.5, "frequency_penalty": 0.25, "presence_penalty": 0.5}
     made, _ = pipeline(options, {}, {"presence_penalty": 1.0}, tokens=[[*PROMPT, 5, 6, 7]] * 3)
     before, after = processed(made, rows_of([0, 1, 2], [6, 6, 4]))
-    assert seen == [([[*PROMPT, 5, 6], [*PROMPT, -1, -1]], [4, 4], [6, 4], [0.5, 1.0], [0.25, 0.0], [1.5, 1.0])]
+    assert seen == [([[*PROMPT, 5, 6], [*PROMPT, 5, 6]], [4, 4], [6, 4], [0.5, 1.0], [0.25, 0.0], [1.5, 1.0])]
     assert torch.equal(after, before + torch.tensor([[1.0], [0.0], [1.0]]))
 
 
@@ -259,21 +259,6 @@ def test_no_parameters_leave_nothing_to_draw() -> None:
 )
 def test_which_parameters_make_a_row_extreme(edge: dict[str, Any], beyond: dict[str, Any]) -> None:
     assert not is_extreme(SamplingParams(**edge)) and is_extreme(SamplingParams(**beyond))
-
-
-def test_which_rows_need_the_history() -> None:
-    asked: list[dict[str, Any]] = [
-        {}, {"logit_bias": {1: 1.0}, "bad_token_ids": [4], "bad_token_sequences": [[4]]}, {"top_k": 2, "top_p": 0.5},
-        {"min_tokens": 2, "stop_ids": (3,), "temperature": 0.5}, {"structured_outputs": StructuredOutputs(regex="x")},
-        {"temperature": 1e-3}, {"bad_token_sequences": [[4, 5]]}, {"presence_penalty": 0.5}, {"repetition_penalty": 2},
-    ]  # fmt: skip
-    made, _ = pipeline(*asked)
-    one = [made.needs_history(np.array([slot], np.int32)) for slot in range(len(asked))]
-    assert one == [False] * 6 + [True] * 3
-    assert made.needs_history(np.array([0, 3, 7], np.int32))
-    for slot in range(6, 9):
-        made.release(slot)
-    assert not made.needs_history(np.arange(9, dtype=np.int32))
 
 
 def test_extreme_rows_are_the_same_bits_alone() -> None:

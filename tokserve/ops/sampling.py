@@ -14,6 +14,7 @@ from tokserve.ops.registry import op
 
 SLICE = 4096  # vocabulary entries of one partial sum
 CANDIDATES = 1024  # most probable entries that top-p examines before it sorts a whole row
+FEW = 64  # a top-k up to this is found among the largest entries of each slice, where an implementation does so
 PHILOX_BLOCKS = 1 << 15  # generated at a time: their integers stay in the cache
 LOW = 0xFFFFFFFF
 NEG_INF = float("-inf")
@@ -62,19 +63,20 @@ def _perturbed(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 @op(tolerance=EXACT)
-def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, few: bool = False) -> Tensor:
     """logits [R,V] with -inf where top_k [R] int32 (0: off), then top_p [R] (1: off), then min_p [R] (0: off) forbid.
 
     top-p keeps the smallest set of most probable ids that has top_p of the mass that top-k keeps; at least one id.
-    min-p drops ids less probable than min_p times the most probable one.
+    min-p drops ids less probable than min_p times the most probable one.  `few`: every row that has a top_k or a top_p
+    has a top_k up to FEW, which saves work and changes nothing.
     """
     width = logits.shape[1]
-    few = (top_k > 0) & (top_k < width)
-    rows = (few | (top_p < 1.0)).nonzero()[:, 0]
+    limited = (top_k > 0) & (top_k < width)
+    rows = (limited | (top_p < 1.0)).nonzero()[:, 0]
     out = logits.clone()
     if len(rows):
         part = logits[rows]
-        limit = torch.where(few, top_k, width)[rows].long()
+        limit = torch.where(limited, top_k, width)[rows].long()
         out[rows] = part.masked_fill_(~_best(part, _num_kept(part, limit, top_p[rows])), NEG_INF)
     rows = (min_p > 0.0).nonzero()[:, 0]
     if len(rows):
@@ -142,7 +144,7 @@ def penalize(
 ) -> Tensor:
     """logits [R,V] after the penalties [R] each, in this order: repetition, frequency, presence.
 
-    history [R,L] int32: prompt_lens [R] prompt tokens, output up to lens [R], then -1.  Repetition (1: off) divides
+    history [R,L] int32: prompt_lens [R] prompt tokens, output up to lens [R], then anything.  Repetition (1: off) divides
     positive and multiplies negative logits of tokens in prompt or output.  Frequency is subtracted once per occurrence
     in the output, presence once if it occurs there.
     """
@@ -232,7 +234,8 @@ def sampling_mask(
     rows ([R] bool), the token alone.
 
     Returns their number int32 [R] (WHOLE_VOCABULARY if these are all whose `logits` [R,V] are not -inf, MASK_TOO_LONG
-    if more than `limit`); their ids int32, ascending, all rows one after the other, of negative numbers none; the
+    if more than `limit`); their ids int32, ascending, all rows one after the other, of negative numbers none (there may
+    be more entries than that, which mean nothing: a device need not know how many there are); the
     logarithm of the mass that they have in the softmax of logits / temperature [R] (0: 1), float32 [R], 0 if whole;
     and the log softmax of `processed` over them at the token, float32 [R], the bits of `logprobs`.
     """

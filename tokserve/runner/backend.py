@@ -101,8 +101,7 @@ class Backend(Protocol):
     def begin(self, plan: StepPlan, *, needs_history: bool) -> StepPlan:
         """The plan with its true `num_computed`.
 
-        `needs_history`: a row's processors, or the draft model, read the tokens so far, so these must be in the host's
-        tables.
+        `needs_history`: the draft model reads the tokens so far, so these must be in the host's tables.
         """
 
     def replay(self, plan: StepPlan) -> Tensor | None:

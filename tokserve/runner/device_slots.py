@@ -1,7 +1,7 @@
 """The slots' tables on a device with memory of its own: what changes is copied over in one transfer a step.
 
-The host's tables stay, as the history that processors read; the device's hold the same, and sampled tokens before the
-host knows them.  One slot more than there are requests stands for rows that only fill up a batch of fixed size: it
+The host's tables stay; the device's hold the same, and sampled tokens before the host knows them, so processors read
+these.  One slot more than there are requests stands for rows that only fill up a batch of fixed size: it
 reads and writes one page that belongs to no request.
 """
 
@@ -51,6 +51,11 @@ class DeviceSlots(Slots):
         super().write(slots, positions, token_ids)
         singles = np.split(token_ids, len(token_ids))
         self._token_edits += zip(slots.tolist(), positions.tolist(), singles, strict=True)
+
+    def history(self, slots: Int32, width: int) -> Tensor:
+        """From the device's table, which has sampled tokens before the host does."""
+        (rows,) = self._device.put([slots.astype(np.int64)])
+        return self._device_tokens[:, :width].index_select(0, rows)
 
     def write_drafts(self, plan: StepPlan) -> None:
         """Put the plan's drafts after their rows' tokens."""

@@ -63,6 +63,11 @@ class LogitsBuffer:
         starts = np.repeat(index * self.logits.shape[1], [len(row_ids) for row_ids in ids])
         return self.tensor(starts + np.concatenate(ids))
 
+    def forbid(self, indices: Tensor, forbidden: Tensor) -> None:
+        """-inf at those of the `indices` in `flat` [m] int64 that are `forbidden` [m] bool; an index may come again."""
+        values = torch.where(forbidden, float("-inf"), float("inf"))
+        self.flat().scatter_reduce_(0, indices, values, "amin")
+
     def rows(self, index: Int64) -> Tensor:
         """These rows."""
         if index.size == self.logits.shape[0]:

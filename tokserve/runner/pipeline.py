@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokserve.params import SamplingParams
-from tokserve.plan import GrammarBitmask, Int32, NewRow
+from tokserve.plan import GrammarBitmask, NewRow
 from tokserve.runner.logits import LogitRows, LogitsBuffer, ToDevice
 from tokserve.runner.processors import (
     BadSequences,
@@ -35,6 +35,7 @@ class Pipeline:
 
     def __init__(self, slots: Slots, vocab_size: int, tensor: ToDevice = torch.from_numpy) -> None:
         temperature, filters = Temperature(slots), Filter(slots, vocab_size)
+        self.filters = filters
         self._tensor = tensor
         self._grammar = GrammarMask(vocab_size)
         self.processors: list[Processor] = [
@@ -51,7 +52,6 @@ class Pipeline:
         ]
         self.temperature_bit = 1 << self.processors.index(temperature)
         self.column_bits = self.temperature_bit | 1 << self.processors.index(filters)  # all they need is in columns
-        self._history_bits = sum(1 << i for i, step in enumerate(self.processors) if step.needs_history)
         self._needs: Int64 = np.zeros(len(slots.seeds), np.int64)  # bit i: processor i
         self._needy: set[int] = set()  # slots that need any
         self._buffer = torch.empty(0, vocab_size)  # kept: fresh pages would cost more than the work on them
@@ -72,10 +72,6 @@ class Pipeline:
     def set_bitmask(self, bitmask: GrammarBitmask | None) -> None:
         """What the rows with a grammar may sample in this step."""
         self._grammar.bitmask = bitmask
-
-    def needs_history(self, slots: Int32) -> bool:
-        """Whether any of these slots has a processor that reads the tokens so far."""
-        return bool(self._needy) and bool((self._needs[slots] & self._history_bits).any())
 
     def needs(self, rows: LogitRows) -> int:
         """Bit i: some row needs processor i; 0 if all rows are sampled from as they are."""

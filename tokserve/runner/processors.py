@@ -8,7 +8,6 @@ its values are clamped after the penalties, and its maximum is subtracted.
 from __future__ import annotations
 
 from abc import abstractmethod
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
@@ -19,8 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from tokserve import ops
+from tokserve.ops.sampling import FEW
 from tokserve.params import SamplingParams
-from tokserve.plan import Float32, GrammarBitmask, NewRow
+from tokserve.plan import Float32, GrammarBitmask, Int32, NewRow
 from tokserve.runner.logits import LogitRows, LogitsBuffer
 from tokserve.runner.slots import Int64, Slots
 
@@ -32,12 +32,9 @@ MAX_IDS_PER_PART = 1 << 18  # token ids in a list that are handled at a time
 
 
 class Processor(Protocol):
-    """One step of the pipeline.  `masks`: whether it may leave a row with no token to sample; `needs_history`: whether
-    it reads the tokens so far.
-    """
+    """One step of the pipeline.  `masks`: whether it may leave a row with no token to sample."""
 
     masks: bool
-    needs_history: bool = False
 
     @abstractmethod
     def assign(self, row: NewRow, params: SamplingParams) -> bool:
@@ -118,44 +115,47 @@ class BadSequences(Processor):
     """bad_token_sequences: the last id is forbidden where the ids before it are what the row ends with."""
 
     masks = True
-    needs_history = True
 
     def __init__(self, slots: Slots, vocab_size: int) -> None:
-        self._tokens = slots.tokens
+        self._slots = slots
         self._vocab_size = vocab_size
-        # slot -> length of a prefix -> the prefix's ids, as bytes -> the ids that are forbidden after it
-        self._sequences: dict[int, dict[int, dict[bytes, list[int]]]] = {}
+        # slot -> length of a prefix -> the prefixes [s, length], and the ids [s] that are forbidden after them
+        self._sequences: dict[int, dict[int, tuple[Int32, Int64]]] = {}
 
     def assign(self, row: NewRow, params: SamplingParams) -> bool:
-        sequences: dict[int, dict[bytes, list[int]]] = {}
+        by_length: dict[int, list[list[int]]] = {}
         for sequence in params.bad_token_sequences:
             if len(sequence) > 1 and sequence[-1] < self._vocab_size:
-                prefix = array("i", sequence[:-1])
-                sequences.setdefault(len(prefix), {}).setdefault(prefix.tobytes(), []).append(sequence[-1])
-        self._sequences[row.slot] = sequences
-        return bool(sequences)
+                by_length.setdefault(len(sequence) - 1, []).append(sequence)
+        self._sequences[row.slot] = {
+            length: (ids[:, :-1].astype(np.int32), ids[:, -1])
+            for length, ids in ((length, np.array(ids, np.int64)) for length, ids in by_length.items())
+        }
+        return bool(by_length)
 
     def apply(self, buffer: LogitsBuffer, rows: LogitRows, index: Int64) -> None:
-        indices: list[int] = []
-        for row, slot, length in zip(
-            index.tolist(), rows.slots[index].tolist(), rows.lengths[index].tolist(), strict=True
-        ):
-            for size, forbidden in self._sequences[slot].items():
-                if size <= length:
-                    ids = forbidden.get(self._tokens[slot, length - size : length].tobytes(), ())
-                    indices += [row * self._vocab_size + token for token in ids]
-        if indices:
-            buffer.flat().index_fill_(0, buffer.tensor(np.array(indices, np.int64)), -INF)
+        lengths = rows.lengths[index]
+        sequences = [self._sequences[slot] for slot in rows.slots[index].tolist()]
+        width = int(lengths.max())
+        history = self._slots.history(rows.slots[index], width).view(-1)
+        for size in sorted({size for of_row in sequences for size in of_row}):
+            fits = [row for row, of_row in enumerate(sequences) if size in of_row and size <= lengths[row]]
+            if not fits:
+                continue
+            prefixes, last = zip(*(sequences[row][size] for row in fits), strict=True)
+            starts = np.repeat(width * np.array(fits) + lengths[fits] - size, [len(ids) for ids in last])
+            ends = history[buffer.tensor(starts[:, None] + np.arange(size))]  # [s, size]
+            same = (ends == buffer.tensor(np.concatenate(prefixes))).all(1)
+            buffer.forbid(buffer.flat_indices(index[fits], list(last)), same)
 
 
 class NoRepeatNgrams(Processor):
     """no_repeat_ngram_size n: no n ids occur twice in prompt and output, as in transformers."""
 
     masks = True
-    needs_history = True
 
     def __init__(self, slots: Slots, vocab_size: int) -> None:
-        self._tokens = slots.tokens
+        self._slots = slots
         self._vocab_size = vocab_size
         self._sizes: Int64 = np.zeros(len(slots.seeds), np.int64)  # 0: off
 
@@ -164,16 +164,23 @@ class NoRepeatNgrams(Processor):
         return params.no_repeat_ngram_size > 0
 
     def apply(self, buffer: LogitsBuffer, rows: LogitRows, index: Int64) -> None:
-        forbidden: list[Int64] = []
-        for slot, length in zip(rows.slots[index].tolist(), rows.lengths[index].tolist(), strict=True):
-            tokens, size = self._tokens[slot, :length], int(self._sizes[slot])
-            ends = tokens[size - 1 :]  # of all n-grams so far
-            same = np.ones(len(ends), np.bool_)  # n-grams that begin with the row's last n - 1 ids
-            for i in range(size - 1 if len(ends) else 0):
-                same &= tokens[i : i + len(ends)] == tokens[length - size + 1 + i]
-            forbidden.append(_ids(ends[same].tolist(), self._vocab_size))
-        for part in _parts(index, forbidden):
-            buffer.flat().index_fill_(0, buffer.flat_indices(*part), -INF)
+        count = max(1, MAX_IDS_PER_PART // int(rows.lengths[index].max() + 1))  # rows at a time
+        for first in range(0, len(index), count):
+            self._forbid(buffer, rows, index[first : first + count])
+
+    def _forbid(self, buffer: LogitsBuffer, rows: LogitRows, index: Int64) -> None:
+        lengths, sizes = rows.lengths[index], self._sizes[rows.slots[index]]
+        width = int(lengths.max())
+        if width == 0:
+            return
+        ids = self._slots.history(rows.slots[index], width).long()  # [n, width]
+        size, length, starts = buffer.tensor(np.stack([sizes, lengths, index * self._vocab_size]))[:, :, None]
+        column = torch.arange(width, device=ids.device)
+        repeats = (column >= size - 1) & (column < length) & (ids >= 0) & (ids < self._vocab_size)
+        for back in range(1, min(int(sizes.max()), width)):  # the n-gram that ends here has the row's id that far back
+            same = ids[:, :-back] == ids.gather(1, (length - back).clamp(min=0))
+            repeats[:, back:] &= same | (size <= back)
+        buffer.forbid((starts + ids.clamp(0, self._vocab_size - 1)).view(-1), repeats.view(-1))
 
 
 class MinTokens(Processor):
@@ -240,10 +247,9 @@ class Penalties(Processor):
     """repetition over prompt and output, presence and frequency over output."""
 
     masks = False
-    needs_history = True
 
     def __init__(self, slots: Slots) -> None:
-        self._tokens = slots.tokens
+        self._slots = slots
         self._columns: Float32 = np.zeros((3, len(slots.seeds)), np.float32)  # presence, frequency, repetition
         self._extreme: NDArray[np.bool_] = np.zeros(len(slots.seeds), np.bool_)
 
@@ -255,13 +261,11 @@ class Penalties(Processor):
 
     def apply(self, buffer: LogitsBuffer, rows: LogitRows, index: Int64) -> None:
         slots, lengths = rows.slots[index], rows.lengths[index]
-        width = int(lengths.max())
-        history = self._tokens[slots, :width]  # [n, width]
-        history[np.arange(width) >= lengths[:, None]] = -1
         presence, frequency, repetition = buffer.tensor(self._columns.take(slots, axis=1))
         prompt_lens = buffer.tensor(rows.prompt_lens[index].astype(np.int32))
+        history = self._slots.history(slots, int(lengths.max()))
         penalized = ops.penalize(
-            buffer.rows(index), buffer.tensor(history), prompt_lens, buffer.tensor(lengths.astype(np.int32)),
+            buffer.rows(index), history, prompt_lens, buffer.tensor(lengths.astype(np.int32)),
             presence, frequency, repetition,
         )  # fmt: skip
         extreme = self._extreme[slots]
@@ -320,8 +324,14 @@ class Filter(Processor):
 
     def apply(self, buffer: LogitsBuffer, rows: LogitRows, index: Int64) -> None:
         slots = rows.slots[index]
-        columns = (buffer.tensor(column[slots]) for column in (self._slots.top_k, self._slots.top_p, self._slots.min_p))
-        buffer.set_rows(index, ops.filter_logits(buffer.rows(index), *columns))
+        columns = self._slots.top_k, self._slots.top_p, self._slots.min_p
+        top_k, top_p, min_p = (buffer.tensor(column[slots]) for column in columns)
+        buffer.set_rows(index, ops.filter_logits(buffer.rows(index), top_k, top_p, min_p, self.few(slots)))
+
+    def few(self, slots: Int32) -> bool:
+        """Whether a top-k leaves few ids, in each of these slots that has a top-k or a top-p."""
+        top_k, top_p = self._slots.top_k[slots], self._slots.top_p[slots]
+        return bool(((top_k <= FEW) & ((top_k > 0) | (top_p == 1.0))).all())
 
 
 def _ids(ids: Iterable[int], vocab_size: int) -> Int64:

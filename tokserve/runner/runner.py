@@ -67,7 +67,7 @@ class Runner:
         with self._no_autograd, self.spans.span("forward"):
             self._update_tables(plan)
             draws = self.draft_model is not None and has_drawn(plan)
-            plan = self.backend.begin(plan, needs_history=draws or self._sampler.needs_history(plan.slots))
+            plan = self.backend.begin(plan, needs_history=draws)
             draft_passes = None
             if draws and self.draft_model is not None:
                 plan, draft_passes = self.draft_model.draw(plan)

@@ -23,6 +23,7 @@ from tokserve.plan import (
     NO_LEGAL_TOKEN,
     NOT_FINITE,
     OK,
+    Float32,
     GrammarBitmask,
     Int32,
     LogprobRows,
@@ -54,10 +55,12 @@ class PendingSample:
     """New tokens that may still be on their way to the host."""
 
     token_ids: Tensor  # [n] int64, on the device
-    fetched: Fetched  # ids, finite [n], with `has_legal` legal [n], the columns of `LogprobRows` of each of the parts
+    # ids, finite [n], with `has_legal` legal [n], with `masked` what `sampling_mask` returns of these rows, then the
+    # columns of `LogprobRows` of each of the parts
+    fetched: Fetched
     parts: tuple[Int64 | None, ...] = ()  # of the logprobs: their rows, None for all
     has_legal: bool = False
-    masks: SamplingMaskRows | None = None
+    masked: Int64 | None = None  # rows with a mask; None: no row has one
 
     def result(self) -> SampledTokens:
         """Wait for them."""
@@ -69,7 +72,11 @@ class PendingSample:
                 status = np.where(legal, np.uint8(OK), np.uint8(NO_LEGAL_TOKEN))
         if np.count_nonzero(finite) < len(finite):
             status = np.where(finite, np.uint8(OK) if status is None else status, np.uint8(NOT_FINITE))
-        return SampledTokens(token_ids.astype(np.int32), status, self._logprobs(rest), self.masks)
+        masks = None
+        if self.masked is not None:
+            masks = masks_of_all(len(token_ids), self.masked, *rest[:4])
+            rest = rest[4:]
+        return SampledTokens(token_ids.astype(np.int32), status, self._logprobs(rest), masks)
 
     def _logprobs(self, columns: list[NDArray[Any]]) -> LogprobRows | None:
         rows = [LogprobRows(*columns[first : first + 4]) for first in range(0, len(columns), 4)]
@@ -140,10 +147,6 @@ class Sampler:
     def _top(self, k: int) -> int:
         return self._vocab_size if k < 0 else min(k, self._vocab_size)
 
-    def needs_history(self, slots: Int32) -> bool:
-        """Whether the tokens so far of any of these slots must be in the host's table."""
-        return self._pipeline.needs_history(slots)
-
     def sample(
         self, logits: Tensor, rows: LogitRows, columns: SamplingColumns, bitmask: GrammarBitmask | None = None
     ) -> PendingSample:
@@ -164,9 +167,13 @@ class Sampler:
             flags.append(legal)
         token_ids = ops.sample(processed, columns.seeds, columns.lengths, columns.greedy)  # [n] int64
         parts = self._sampled_logprobs(logits, processed, rows, columns, token_ids) if self._with_form else []
-        masks = self._sampling_masks(logits, processed, rows, columns, token_ids) if has_masks else None
-        fetched = self._device.fetch([token_ids, *flags, *(column for _, part in parts for column in part)])
-        return PendingSample(token_ids, fetched, tuple(index for index, _ in parts), legal is not None, masks)
+        masked: Int64 | None = None
+        masks: tuple[Tensor, ...] = ()
+        if has_masks:
+            masked = np.flatnonzero(self._has_mask[rows.slots])
+            masks = self._sampling_masks(masked, logits, processed, columns, token_ids)
+        fetched = self._device.fetch([token_ids, *flags, *masks, *(column for _, part in parts for column in part)])
+        return PendingSample(token_ids, fetched, tuple(index for index, _ in parts), legal is not None, masked)
 
     def _clear(self, logits: Tensor, rows: Tensor) -> None:
         """Zeros in place of these rows [n] bool, which there hardly ever are."""
@@ -181,7 +188,9 @@ class Sampler:
         """As `Pipeline.run`; without it where the step's columns hold all that is needed."""
         if columns.filters is None or not needs or needs & ~self._pipeline.column_bits:
             return self._pipeline.run(logits, rows)
-        return ops.filter_logits(logits / columns.temperature[:, None], *columns.filters), None
+        top_k, top_p, min_p = columns.filters
+        few = self._pipeline.filters.few(rows.slots)
+        return ops.filter_logits(logits / columns.temperature[:, None], top_k, top_p, min_p, few), None
 
     def draw(self, logits: Tensor, rows: LogitRows, columns: SamplingColumns) -> Int32:
         """Drafts [n] from a draft model's logits [n, V], with the noise and the parameters of the rows' requests.
@@ -200,24 +209,14 @@ class Sampler:
         return self._device.fetch([token_ids]).arrays()[0].astype(np.int32)
 
     def _sampling_masks(
-        self, logits: Tensor, processed: Tensor, rows: LogitRows, columns: SamplingColumns, token_ids: Tensor
-    ) -> SamplingMaskRows:
-        """What the tokens were drawn from; rows that have no use for it count as the whole vocabulary."""
-        index = np.flatnonzero(self._has_mask[rows.slots])
+        self, index: Int64, logits: Tensor, processed: Tensor, columns: SamplingColumns, token_ids: Tensor
+    ) -> tuple[Tensor, ...]:
+        """What the tokens of these rows were drawn from, as the op returns it."""
         inputs = (logits, processed, token_ids, columns.greedy, columns.temperature)
-        if len(index) < len(rows.slots):
+        if len(index) < len(logits):
             on_device = self._tensor(index)
             inputs = tuple(column.index_select(0, on_device) for column in inputs)  # type: ignore[assignment]
-        counts, ids, kept, values = (x.cpu().numpy() for x in ops.sampling_mask(*inputs, self._max_mask))
-        masks = SamplingMaskRows(counts, ids, values, kept)
-        if len(index) == len(rows.slots):
-            return masks
-        count = len(rows.slots)
-        all_rows = SamplingMaskRows(
-            np.full(count, WHOLE_VOCABULARY, np.int32), ids, np.zeros(count, np.float32), np.zeros(count, np.float32)
-        )
-        all_rows.counts[index], all_rows.logprobs[index], all_rows.kept_logprobs[index] = counts, values, kept
-        return all_rows
+        return ops.sampling_mask(*inputs, self._max_mask)
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         if isinstance(self._device, Accelerator):
@@ -329,6 +328,20 @@ def join(parts: list[LogprobRows]) -> LogprobRows:
         np.concatenate([part.top_ids for part in parts]),
         np.concatenate([part.top_logprobs for part in parts]),
     )
+
+
+def masks_of_all(
+    count: int, index: Int64, counts: Int32, ids: Int32, kept: Float32, values: Float32
+) -> SamplingMaskRows:
+    """Masks of n rows from those of the rows `index`; rows that have no use for one count as the whole vocabulary."""
+    ids = ids[: np.maximum(counts, 0).sum()]
+    if len(index) == count:
+        return SamplingMaskRows(counts, ids, values, kept)
+    masks = SamplingMaskRows(
+        np.full(count, WHOLE_VOCABULARY, np.int32), ids, np.zeros(count, np.float32), np.zeros(count, np.float32)
+    )
+    masks.counts[index], masks.logprobs[index], masks.kept_logprobs[index] = counts, values, kept
+    return masks
 
 
 def scatter(count: int, parts: list[tuple[Int64, LogprobRows]]) -> LogprobRows:

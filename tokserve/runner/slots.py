@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
@@ -121,6 +122,10 @@ class Slots:
     def write(self, slots: Int32, positions: Int64, token_ids: Int32) -> None:
         """Put a token [n] at a position of each of these slots."""
         self.tokens[slots, positions] = token_ids
+
+    def history(self, slots: Int32, width: int) -> Tensor:  # [n, width] int32
+        """The first `width` tokens of these slots, where the logits are; entries past a row's length mean nothing."""
+        return torch.from_numpy(self.tokens[slots, :width])
 
     def write_drafts(self, plan: StepPlan) -> None:
         """Put the plan's drafts after their rows' tokens."""

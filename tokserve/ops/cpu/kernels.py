@@ -422,9 +422,9 @@ _mask_ids = _KeptBuffer()
 
 
 @sampling.filter_logits.implement("cpp", device="cpu")
-def filter_logits(logits: Tensor, *limits: Tensor) -> Tensor:
+def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, few: bool = False) -> Tensor:
     out = torch.empty_like(logits)
-    _C.filter_logits(logits, *limits, out)
+    _C.filter_logits(logits, top_k, top_p, min_p, out)
     return out
 
 

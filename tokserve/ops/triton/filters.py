@@ -1,9 +1,9 @@
 """Filters and penalties of logits on the GPU: top-k, top-p and min-p.
 
 What a row keeps are the entries whose key, the order of the float and then the lower id, is at least the row's cutoff.
-Rows with a small top-k find it among the largest entries of each slice of the vocabulary, in parallel.  In the others
-one program determines a threshold digit by digit, without a sort.  Counts and the masses of top-p are integers, whose
-sums do not depend on order, so both ways come to the same cutoff.
+Rows with a small top-k find it among the largest entries of each slice of the vocabulary.  In the others it is searched
+for by a histogram of the entries' order, digit by digit, to which all slices add (radix select).  Counts and the masses
+of top-p are integers, whose sums do not depend on order, so both ways come to the same cutoff.
 """
 
 from __future__ import annotations
@@ -18,53 +18,24 @@ from tokserve.ops.triton.launch import EXACT, warps
 from tokserve.ops.triton.sampling import ordered
 
 SLICE = 4096  # vocabulary entries of one program
-SWEEP = 1024  # entries per step of a threshold search
 CHUNK = 1024  # tokens of a history that one program counts
-MAX_K = 64  # top-k up to this is found slice by slice
+MAX_K = sampling.FEW  # top-k up to this is found slice by slice
 NEG_INF = tl.constexpr(float("-inf"))
 MIN_KEY = tl.constexpr(-(1 << 63))
 MAX_KEY = tl.constexpr((1 << 63) - 1)
 UNIT = tl.constexpr(float(1 << 40))  # masses are counted in 2^-40 of the most probable entry's
-DIGIT_BITS = tl.constexpr(4)
-DIGITS = tl.constexpr(16)
+DIGITS = ((21, 11), (10, 11), (0, 10))  # of an order, the highest first: where each begins, and its bits
+BINS = 2048  # of a digit
+# columns of a search's state: digits so far, what lies above them, what is to be reached; of a finished search the
+# order at which it ended, how many entries of that order are kept, and how many are not
+PREFIX, ABOVE, TARGET, LIMIT, TIES, SURPLUS = (tl.constexpr(i) for i in range(6))
+STATE = 6
 
 
 @triton.jit
 def masses(x, row_max):
     """Probability of x relative to that of `row_max`, in units: int64."""
     return (tl.exp(x - row_max) * UNIT).to(tl.int64)
-
-
-@triton.jit
-def find_threshold(logits_ptr, row, width, row_max, target, MASS: tl.constexpr, SWEEP: tl.constexpr):
-    """The largest t such that entries of order t or more have at least `target` in count, or in mass: uint32."""
-    prefix = tl.zeros([1], tl.uint32)
-    shift = tl.zeros([1], tl.uint32) + (32 - DIGIT_BITS)
-    digit = tl.arange(0, DIGITS).to(tl.uint32)[None, :]
-    for _ in range(32 // DIGIT_BITS):
-        pivot = prefix[:, None] + (digit << shift[:, None])
-        count = tl.zeros([SWEEP, DIGITS], tl.int64)
-        for start in range(0, width, SWEEP):
-            id = start + tl.arange(0, SWEEP)
-            x = tl.load(logits_ptr + row * width + id, mask=id < width, other=NEG_INF)
-            one = masses(x, row_max) if MASS else (id < width).to(tl.int64)
-            count += tl.where(ordered(x)[:, None] >= pivot, one[:, None], 0)
-        enough = (tl.sum(count, 0) >= target).to(tl.int32)  # ones, then zeros; the first is one
-        prefix += (tl.sum(enough, 0) - 1).to(tl.uint32) << shift
-        shift -= DIGIT_BITS
-    return prefix
-
-
-@triton.jit
-def above(logits_ptr, row, width, row_max, limit, MASS: tl.constexpr, SWEEP: tl.constexpr):
-    """Count, or mass, of the entries whose order is above `limit`: int64."""
-    count = tl.zeros([SWEEP], tl.int64)
-    for start in range(0, width, SWEEP):
-        id = start + tl.arange(0, SWEEP)
-        x = tl.load(logits_ptr + row * width + id, mask=id < width, other=NEG_INF)
-        one = masses(x, row_max) if MASS else (id < width).to(tl.int64)
-        count += tl.where((ordered(x) > limit) & (id < width), one, 0)
-    return tl.sum(count, 0)
 
 
 @triton.jit
@@ -111,10 +82,10 @@ def largest_kernel(logits_ptr, top_k_ptr, key_ptr, max_ptr, width, slices, MAX_K
 
 @triton.jit(do_not_specialize_on_alignment=["top_k_ptr", "top_p_ptr"])
 def cutoff_kernel(
-    logits_ptr, top_k_ptr, top_p_ptr, key_ptr, max_ptr, row_max_ptr, cutoff_ptr, width, slices,
-    MAX_K: tl.constexpr, SLICES: tl.constexpr, SWEEP: tl.constexpr,
+    top_k_ptr, top_p_ptr, key_ptr, max_ptr, row_max_ptr, cutoff_ptr, width, slices,
+    MAX_K: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """One row: its largest entry, and the cutoff that top-k and top-p come to."""
+    """One row: its largest entry, and the cutoff of a small top-k and its top-p; of the others, one that keeps all."""
     row = tl.program_id(0).to(tl.int64)
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
@@ -137,17 +108,6 @@ def cutoff_kernel(
             target = mass_target(tl.sum(mass, 0), top_p)
             kept = kept & (tl.cumsum(mass, 0) - mass < target)
         cutoff = tl.min(tl.where(kept, best, MAX_KEY), 0) + tl.zeros([1], tl.int64)
-    elif (top_p < 1.0) | ((top_k > 0) & (top_k < width)):
-        limit, num_ties = searched(logits_ptr, row, width, row_max, top_k, top_p, SWEEP)
-        passed = tl.zeros([1], tl.int64)
-        last = tl.zeros([SWEEP], tl.int64)
-        for start in range(0, width, SWEEP):
-            id = start + tl.arange(0, SWEEP)
-            x = tl.load(logits_ptr + row * width + id, mask=id < width, other=NEG_INF)
-            tie = ((ordered(x) == limit) & (id < width)).to(tl.int64)
-            last = tl.maximum(last, tl.where((tie > 0) & (passed + tl.cumsum(tie, 0) <= num_ties), id, 0))
-            passed += tl.sum(tie, 0)
-        cutoff = (limit.to(tl.int64) - 2147483648) * 4294967296 + (4294967295 - tl.max(last, 0))
     tl.store(cutoff_ptr + row + tl.arange(0, 1), cutoff)
     tl.store(row_max_ptr + row, row_max)
 
@@ -160,22 +120,118 @@ def mass_target(total, top_p):
 
 
 @triton.jit
-def searched(logits_ptr, row, width, row_max, top_k, top_p, SWEEP: tl.constexpr):
-    """The order above which entries are kept, and how many of those equal to it are: uint32 [1], int64 [1]."""
-    limit = tl.zeros([1], tl.uint32)
-    num_ties = tl.zeros([1], tl.int64) + width
-    if (top_k > 0) & (top_k < width):
-        limit = find_threshold(logits_ptr, row, width, row_max, top_k, False, SWEEP)
-        num_ties = top_k - above(logits_ptr, row, width, row_max, limit, False, SWEEP) + tl.zeros([1], tl.int64)
-    if top_p < 1.0:
-        total = above(logits_ptr, row, width, row_max, limit, True, SWEEP) + tl.zeros([1], tl.int64)
-        if (top_k > 0) & (top_k < width):
-            total += num_ties * masses(value_of(limit), row_max)
-        target = mass_target(total, top_p)
-        limit = find_threshold(logits_ptr, row, width, row_max, target, True, SWEEP)
-        one = tl.maximum(masses(value_of(limit), row_max), 1)
-        num_ties = (target - above(logits_ptr, row, width, row_max, limit, True, SWEEP) + one - 1) // one
-    return limit, num_ties
+def is_searched(top_k, top_p, width, MASS: tl.constexpr, MAX_K: tl.constexpr):
+    """Whether the cutoff is searched for; MASS: that of top-p, else that of top-k."""
+    limited = (top_k > 0) & (top_k < width)
+    return ((top_p < 1.0) & ((top_k > MAX_K) | (limited == 0))) if MASS else (limited & (top_k > MAX_K))
+
+
+@triton.jit
+def is_last(count_ptr, programs):
+    """Whether this is the last of so many programs to come here; it sees what all of them wrote before."""
+    tl.debug_barrier()
+    return tl.atomic_add(count_ptr, 1, sem="acq_rel") == programs - 1
+
+
+@triton.jit(do_not_specialize_on_alignment=["top_k_ptr", "top_p_ptr"])
+def search_kernel(
+    logits_ptr, top_k_ptr, top_p_ptr, row_max_ptr, bin_ptr, count_ptr, state_ptr, width, slices,
+    SHIFT: tl.constexpr, BITS: tl.constexpr, MASS: tl.constexpr, MAX_K: tl.constexpr, SLICE: tl.constexpr,
+    BINS: tl.constexpr, STATE: tl.constexpr,
+):  # fmt: skip
+    """One slice adds a digit of its entries' orders to the row's histogram; the last one picks the row's digit.
+
+    Entries count 1, or with MASS their mass, if they have the digits picked before and top-k keeps their order.
+    """
+    row, slice = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    if is_searched(top_k, top_p, width, MASS, MAX_K):
+        state_ptr += row * STATE
+        bin_ptr += row * BINS
+        row_max = tl.load(row_max_ptr + row)
+        id = slice * SLICE + tl.arange(0, SLICE)
+        x = tl.load(logits_ptr + row * width + id, mask=id < width, other=NEG_INF)
+        order = ordered(x).to(tl.int64)
+        one = masses(x, row_max) if MASS else tl.full([SLICE], 1, tl.int64)
+        counted = (id < width) & (one > 0)
+        if MASS:
+            counted = counted & (order >= tl.load(state_ptr + LIMIT))
+        if SHIFT + BITS < 32:
+            counted = counted & (order >> (SHIFT + BITS) == tl.load(state_ptr + PREFIX))
+        tl.atomic_add(bin_ptr + ((order >> SHIFT) & ((1 << BITS) - 1)), one, mask=counted, sem="relaxed")
+        if is_last(count_ptr + row, slices):
+            pick(bin_ptr, state_ptr, row_max, top_k, top_p, SHIFT, BITS, MASS, BINS)
+            tl.store(count_ptr + row, 0)
+
+
+@triton.jit
+def pick(
+    bin_ptr, state_ptr, row_max, top_k, top_p,
+    SHIFT: tl.constexpr, BITS: tl.constexpr, MASS: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """The largest digit such that entries with this one or a larger one reach the target; empties the bins."""
+    digit = tl.arange(0, BINS)
+    held = tl.load(bin_ptr + digit, cache_modifier=".cg")
+    tl.store(bin_ptr + digit, tl.zeros([BINS], tl.int64))
+    total = tl.sum(held, 0)
+    above, prefix, target = tl.zeros_like(total), tl.zeros_like(total), total
+    if SHIFT + BITS == 32:
+        if MASS:
+            one = masses(value_of(tl.load(state_ptr + LIMIT).to(tl.uint32)), row_max)
+            target = mass_target(total - tl.load(state_ptr + SURPLUS) * one, top_p)
+        else:
+            target = top_k.to(tl.int64)
+    else:
+        above, prefix = tl.load(state_ptr + ABOVE), tl.load(state_ptr + PREFIX)
+        target = tl.load(state_ptr + TARGET)
+    reached = above + total - tl.cumsum(held, 0) + held  # with this digit's entries
+    picked = tl.maximum(tl.sum((reached >= target).to(tl.int32), 0) - 1, 0)
+    here = tl.sum(tl.where(digit == picked, held, 0), 0)
+    above = tl.sum(tl.where(digit == picked, reached, 0), 0) - here
+    prefix = (prefix << BITS) + picked
+    tl.store(state_ptr + PREFIX, prefix)
+    tl.store(state_ptr + ABOVE, above)
+    tl.store(state_ptr + TARGET, target)
+    if SHIFT == 0:
+        tl.store(state_ptr + LIMIT, prefix)
+        if MASS:
+            one = tl.maximum(masses(value_of(prefix.to(tl.uint32)), row_max), 1)
+            tl.store(state_ptr + TIES, (target - above + one - 1) // one)
+        else:
+            tl.store(state_ptr + TIES, target - above)
+            tl.store(state_ptr + SURPLUS, here - (target - above))
+
+
+@triton.jit(do_not_specialize_on_alignment=["top_k_ptr", "top_p_ptr"])
+def ties_kernel(
+    logits_ptr, top_k_ptr, top_p_ptr, tie_ptr, count_ptr, state_ptr, cutoff_ptr, width, slices,
+    MAX_K: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, STATE: tl.constexpr,
+):  # fmt: skip
+    """One slice counts its entries of the order at which the search ended; the last one finds the row's cutoff."""
+    row, slice = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    if is_searched(top_k, top_p, width, True, MAX_K) | is_searched(top_k, top_p, width, False, MAX_K):
+        limit, kept = tl.load(state_ptr + row * STATE + LIMIT), tl.load(state_ptr + row * STATE + TIES)
+        id = slice * SLICE + tl.arange(0, SLICE)
+        tl.store(tie_ptr + row * slices + slice, tl.sum(ties(logits_ptr + row * width, id, width, limit), 0))
+        if is_last(count_ptr + row, slices):
+            place = tl.arange(0, SLICES)
+            count = tl.load(tie_ptr + row * slices + place, mask=place < slices, other=0, cache_modifier=".cg")
+            up_to = tl.cumsum(count, 0)
+            last = tl.minimum(tl.sum((up_to < kept).to(tl.int32), 0), slices - 1)
+            before = tl.sum(tl.where(place < last, count, 0), 0)
+            id = last * SLICE + tl.arange(0, SLICE)
+            tie = ties(logits_ptr + row * width, id, width, limit)
+            within = (tie > 0) & (before + tl.cumsum(tie, 0) <= kept)
+            last_id = tl.max(tl.where(within, id, 0), 0)
+            tl.store(cutoff_ptr + row, (limit - 2147483648) * 4294967296 + (4294967295 - last_id.to(tl.int64)))
+
+
+@triton.jit
+def ties(logits_ptr, id, width, limit):
+    """1 for each of these entries that has the order `limit`, else 0: int32."""
+    x = tl.load(logits_ptr + id, mask=id < width, other=NEG_INF)
+    return ((ordered(x).to(tl.int64) == limit) & (id < width)).to(tl.int32)
 
 
 @triton.jit(do_not_specialize_on_alignment=["min_p_ptr"])
@@ -192,7 +248,8 @@ def filter_kernel(logits_ptr, min_p_ptr, row_max_ptr, cutoff_ptr, out_ptr, width
 
 
 @sampling.filter_logits.implement("triton", device="cuda")
-def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, few: bool = False) -> Tensor:
+    """`few` saves the launches of a search."""
     logits = logits.contiguous()
     rows, width = logits.shape
     out = torch.empty_like(logits)
@@ -206,13 +263,34 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
             logits, top_k, best, maxima, width, slices, MAX_K, size, num_warps=warps(size), **EXACT
         )
         cutoff_kernel[(rows,)](
-            logits, top_k, top_p, best, maxima, row_maxima, cutoffs, width, slices,
-            MAX_K, triton.next_power_of_2(slices), min(SWEEP, size), num_warps=16, **EXACT,
+            top_k, top_p, best, maxima, row_maxima, cutoffs, width, slices,
+            MAX_K, triton.next_power_of_2(slices), num_warps=16, **EXACT,
         )  # fmt: skip
+        if not few:
+            _search(logits, top_k, top_p, row_maxima, cutoffs, size)
         filter_kernel[(rows, slices)](
             logits, min_p, row_maxima, cutoffs, out, width, size, num_warps=warps(size), **EXACT
         )
     return out
+
+
+def _search(logits: Tensor, top_k: Tensor, top_p: Tensor, row_maxima: Tensor, cutoffs: Tensor, size: int) -> None:
+    """Fill in the cutoffs of rows with top-p alone, or with a top-k that is not small."""
+    rows, width = logits.shape
+    slices = triton.cdiv(width, size)
+    memory = logits.new_zeros(rows * (BINS + STATE + 1), dtype=torch.int64)
+    bins, states, counts = memory.split([rows * BINS, rows * STATE, rows])
+    ties = logits.new_empty((rows, slices), dtype=torch.int32)
+    for of_mass in (False, True):
+        for shift, bits in DIGITS:
+            search_kernel[(rows, slices)](
+                logits, top_k, top_p, row_maxima, bins, counts, states, width, slices,
+                shift, bits, of_mass, MAX_K, size, BINS, STATE, num_warps=warps(size), **EXACT,
+            )  # fmt: skip
+    ties_kernel[(rows, slices)](
+        logits, top_k, top_p, ties, counts, states, cutoffs, width, slices,
+        MAX_K, size, triton.next_power_of_2(slices), STATE, num_warps=warps(size), **EXACT,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["length"])

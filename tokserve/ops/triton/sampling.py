@@ -344,5 +344,13 @@ def sampling_mask(
             width, limit, size, num_warps=warps(size), **EXACT,
         )  # fmt: skip
     values = _logprobs(processed, token_ids, 0, None, None, None)[0]
-    listed = torch.arange(limit, device=ids.device) < counts[:, None]
-    return counts, ids[listed], kept_logprobs, values.where(~greedy, 0.0)
+    return counts, _joined(ids, counts), kept_logprobs, values.where(~greedy, 0.0)
+
+
+def _joined(ids: Tensor, counts: Tensor) -> Tensor:
+    """The first counts[i] entries of each row of ids [R,L] one after the other, and then anything: [R * L]."""
+    rows, limit = ids.shape
+    held = counts.clamp(min=0)
+    first, column = held.cumsum(0) - held, torch.arange(limit, device=ids.device)
+    place = torch.where(column < held[:, None], first[:, None] + column, rows * limit)
+    return ids.new_empty(rows * limit + 1).scatter_(0, place.view(-1), ids.view(-1))[:-1]
