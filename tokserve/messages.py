@@ -109,12 +109,18 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class DraftCounts(NamedTuple):
     """Of one request: steps that had drafts, drafts, and accepted ones; and `predicted`, the output tokens that its
-    prediction foresaw, which does not depend on what was drafted."""
+    prediction foresaw, which does not depend on what was drafted.
+
+    Only if the request wants them reported: `by_source`, drafts and accepted ones, and `per_step`, two bytes for each
+    step that had drafts: how many, and how many of them were accepted.
+    """
 
     steps: int = 0
     proposed: int = 0
     accepted: int = 0
     predicted: int = 0
+    by_source: dict[str, tuple[int, int]] = {}
+    per_step: bytes = b""
 
 
 class SamplingMasks(msgspec.Struct, frozen=True, array_like=True, gc=False):

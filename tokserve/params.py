@@ -20,6 +20,7 @@ from tokserve import jsonschema
 from tokserve.errors import RequestError
 from tokserve.regex import explicit_classes
 
+DraftReport = Literal["none", "summary", "detailed"]  # vLLM's levels of metrics.speculative_decoding
 LogprobsMode = Literal["raw", "temperature", "processed", "raw_logprobs", "processed_logprobs"]
 LOGPROBS_MODES: tuple[LogprobsMode, ...] = ("raw", "temperature", "processed")
 VLLM_LOGPROBS_MODES: dict[str, LogprobsMode] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
@@ -277,8 +278,9 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     it has; `queue_timeout_ms`: likewise while it has no slot.  `speculate`: drafts may be made for it.
     `draft_token_ids`: what the output may be, from its first token on; it is verified, and changes how fast tokens
     come, never which.  `draft_group`: earlier outputs of requests with the same name are drafts as well; default:
-    those of the same client with the same prompt.  `data_parallel_rank`: the engine that serves it, of several;
-    default: chosen by prefix and load.
+    those of the same client with the same prompt.  `spec_decode_metrics`: what the reply says about its drafts; None is
+    the server's default.  `data_parallel_rank`: the engine that serves it, of several; default: chosen by prefix and
+    load.
     """
 
     stream: bool = False
@@ -289,9 +291,15 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     speculate: bool = True
     draft_token_ids: list[int] | None = None
     draft_group: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    spec_decode_metrics: DraftReport | None = None
     deadline_ms: PositiveCount | None = None
     queue_timeout_ms: PositiveCount | None = None
     data_parallel_rank: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
+
+    @property
+    def reports_drafts(self) -> bool:
+        """The reply says something about its drafts."""
+        return self.spec_decode_metrics not in (None, "none")
 
     def validate(self) -> None:
         """Raise `RequestError` with the field's name for a value out of its range."""

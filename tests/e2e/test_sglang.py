@@ -23,7 +23,7 @@ SLIME = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server("demo", "--sglang-api", "--dtype", "float32") as made:
+    with Server("demo", "--sglang-api", "--dtype", "float32", "--per-request-spec-decode-metrics", "detailed") as made:
         yield made
 
 
@@ -53,6 +53,22 @@ def test_slimes_rollout(server: Server) -> None:
     ]
     continued = generate(server, body | {"input_ids": IDS + tokens}, **SLIME)
     assert continued["meta_info"]["prompt_tokens"] == len(IDS) + len(tokens)
+
+
+def test_what_a_reply_says_about_its_drafts(server: Server) -> None:
+    """The option is for all routes."""
+    body = {"input_ids": [5, 6] * 12}
+    generate(server, body, max_new_tokens=30, temperature=0, ignore_eos=True)
+    counts = generate(server, body, max_new_tokens=30, temperature=0, ignore_eos=True)["meta_info"]
+    histogram = counts["spec_correct_drafts_histogram"]
+    assert sum(histogram) == counts["spec_verify_ct"] > 0
+    accepted = sum(count * steps for count, steps in enumerate(histogram))
+    assert counts["spec_accept_length"] == 1 + accepted / counts["spec_verify_ct"] > 2
+    assert 0 < counts["spec_accept_rate"] <= 1
+    reply = httpx.post(f"{server.url}/v1/completions", json={"prompt": [5, 6] * 9, "temperature": 0}, timeout=60).json()
+    assert reply["metrics"]["speculative_decoding"]["per_step_drafted"]
+    asked = {"prompt": [5, 6], "spec_decode_metrics": "none"}
+    assert "metrics" not in httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60).json()
 
 
 def test_sampling_masks_add_up(server: Server) -> None:

@@ -160,11 +160,70 @@ def test_the_benchmark_compares_replies(pair: Pair, capfd: pytest.CaptureFixture
         "--n",
         "2",
     ]
-    for backend in ("tokens", "openai"):
+    for backend in ("tokens", "openai", "openai-chat"):
         with pytest.raises(SystemExit) as ended:
             cli(["bench", "serve", "--base-url", pair.drafting.url, "--backend", backend, *flags])
         assert ended.value.code == 0
         assert "6 requests without and with speculation: equal" in capfd.readouterr().out
+
+
+def report(reply: dict[str, Any]) -> dict[str, Any]:
+    """What a reply says about its drafts, after checks that hold for all of them."""
+    made: dict[str, Any] = reply["metrics"]["speculative_decoding"]
+    histogram = made["acceptance_histogram"]
+    assert sum(histogram) == made["num_spec_steps"] > 0
+    accepted = sum(count * steps for count, steps in enumerate(histogram))
+    assert accepted == made["num_accepted_draft_tokens"] <= made["num_draft_tokens"]
+    assert made["mean_acceptance_length"] == 1 + accepted / made["num_spec_steps"]
+    assert made["draft_acceptance_rate"] == accepted / made["num_draft_tokens"]
+    assert made["num_spec_tokens"] == 32
+    return made
+
+
+def test_what_a_reply_of_tokens_says_about_its_drafts(pair: Pair) -> None:
+    body = generate_body(temperature=1.2, seed=44) | {"token_ids": [7, 7, 3]}
+    assert "metrics" not in pair.post(GENERATE, body)
+    output = pair.post(GENERATE, body)["choices"][0]["token_ids"]
+    asked = body | {"draft_token_ids": output[:30], "spec_decode_metrics": "detailed", "cache_salt": "new"}
+    made = report(post(pair, GENERATE, **asked))
+    assert made["sources"]["prediction"]["num_accepted_draft_tokens"] >= 25
+    assert sum(source["num_draft_tokens"] for source in made["sources"].values()) == made["num_draft_tokens"]
+    assert sum(made["per_step_accepted"]) == made["num_accepted_draft_tokens"]
+    assert sum(made["per_step_drafted"]) == made["num_draft_tokens"]
+    again = asked | {"draft_token_ids": None, "stream": True, "stream_options": {"include_usage": True}}
+    lines = httpx.post(pair.drafting.url + GENERATE, json=again, timeout=60).text.split("\n")
+    last = json.loads([line for line in lines if line.startswith("data: {")][-1][6:])
+    assert report(last)["sources"]["history"]["num_accepted_draft_tokens"] > 20
+    for off in ({"speculate": False}, {"draft_token_ids": None, "token_ids": [200], "cache_salt": "other"}):
+        body = asked | off | {"sampling_params": {"max_tokens": 1}}
+        nothing = post(pair, GENERATE, **body)["metrics"]["speculative_decoding"]
+        assert nothing["num_spec_steps"] == 0 and nothing["mean_acceptance_length"] is None
+        assert nothing["acceptance_histogram"] == nothing["per_step_drafted"] == [] and nothing["sources"] == {}
+
+
+def test_what_replies_of_text_say_about_their_drafts(pair: Pair) -> None:
+    message = {"role": "user", "content": "Reverse the word stone."}
+    prediction = {"prediction": {"type": "content", "content": "enots"}}
+    asked = {"temperature": 0, "spec_decode_metrics": "summary"}
+    expected = {
+        CHAT: {"messages": [message]} | prediction,
+        COMPLETIONS: {"prompt": "abcabcabcabc", "n": 3},
+        "/v1/responses": {"input": [message]},
+        "/v1/messages": {"messages": [message], "max_tokens": 20, "model": "demo"},
+    }
+    for path, body in expected.items():
+        made = report(post(pair, path, **(body | asked)))
+        assert "per_step_drafted" not in made and "sources" not in made
+        refused = httpx.post(pair.drafting.url + path, json=body | {"spec_decode_metrics": "all"}, timeout=60)
+        assert refused.status_code == 400 and "spec_decode_metrics" in refused.text
+        streamed = body | asked | {"stream": True}
+        if path in (CHAT, COMPLETIONS):
+            streamed["stream_options"] = {"include_usage": True}
+        text = httpx.post(pair.drafting.url + path, json=streamed, timeout=60).text
+        events = [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: {")]
+        reports = [event.get("response", event) for event in events if '"metrics"' in json.dumps(event)]
+        assert len(reports) == 1, path
+        report(reports[0])
 
 
 def test_a_request_without_speculation(pair: Pair) -> None:

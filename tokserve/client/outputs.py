@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from tokserve.messages import DraftCounts, Logprobs, Ready, SamplingMasks, Status, StepStats
 
 __all__ = [
-    "ChoiceOutput", "Logprobs", "Ready", "SamplingMasks", "Status", "StepStats", "join_logprobs", "join_masks", "merge",
+    "ChoiceOutput", "DraftCounts", "Logprobs", "Ready", "SamplingMasks", "Status", "StepStats", "join_logprobs",
+    "join_masks", "merge",
 ]  # fmt: skip
 
 TERMINATORS = ("eos", "stop_token")  # stop details whose last token is not part of the text

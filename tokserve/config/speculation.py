@@ -8,6 +8,7 @@ import msgspec
 
 from tokserve.config.common import NotNegative, Positive, about
 from tokserve.errors import StartError
+from tokserve.params import DraftReport
 
 SPECULATION_METHODS = ("suffix", "ngram", "prediction", "draft_model", "self", "none")  # the first is the default
 DRAWING = ("draft_model", "self")  # methods by which the device draws drafts, where texts have none
@@ -65,6 +66,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         about("Memory for earlier outputs that are drafts for later ones (suffixes K, M, G are understood); 0: none "
               "are kept."),
     ] = 64 << 20  # fmt: skip
+    per_request_spec_decode_metrics: Annotated[
+        DraftReport,
+        about("What replies say about their drafts, as metrics.speculative_decoding: nothing, counts, or every step's "
+              "too. A request's spec_decode_metrics overrides it."),
+    ] = "none"  # fmt: skip
 
     def resolved(self) -> SpeculationPlan:
         """What the options amount to.  Raises StartError for what is not served."""

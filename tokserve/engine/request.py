@@ -20,6 +20,7 @@ from tokserve.engine.adapter import Adapter
 from tokserve.engine.kv_cache.prefix_cache import BlockTable
 from tokserve.engine.output.columns import PackedMasks, PackedRows, StepColumns
 from tokserve.engine.output.output_buffer import Limits, OutputBuffer
+from tokserve.engine.speculation.draft_log import DraftLog
 from tokserve.engine.speculation.draft_state import Corpus, DraftState, DrawState
 from tokserve.engine.speculation.token_index import TokenIndex
 from tokserve.engine.stopping import StopChecker
@@ -101,6 +102,7 @@ class Request:
         self.draft_state: DraftState | None = None
         self.draw_state: DrawState | None = None
         self.drafts = DraftCounts()
+        self._draft_log = DraftLog() if spec.options.reports_drafts else None
         self._follower: DraftState | None = None  # through the prediction, token by token
         # of a request with structured outputs
         self.pending_grammar: Future[Grammar] | None = None  # until it is compiled, the request waits
@@ -222,10 +224,12 @@ class Request:
         if self.steps_in_flight:  # they were planned to go on from the last draft
             self.num_state -= rejected
 
-    def count_drafts(self, proposed: int, accepted: int) -> None:
+    def count_drafts(self, source: str, proposed: int, accepted: int) -> None:
         """A step had drafts of it."""
         before = self.drafts
         self.drafts = DraftCounts(before.steps + 1, before.proposed + proposed, before.accepted + accepted)
+        if self._draft_log is not None:
+            self._draft_log.record(source, proposed, accepted)
 
     def expect(self, prediction: TokenIndex) -> None:
         """The output may be these tokens."""
@@ -279,10 +283,12 @@ class Request:
         def since(moment: float | None) -> float:
             return 0.0 if moment is None else moment - self.received
 
+        drafts = self.drafts._replace(predicted=0 if self._follower is None else self._follower.num_hits)
+        if self._draft_log is not None:
+            drafts = self._draft_log.added_to(drafts)
         self.finish = Finish(
-            reason, detail, stop, message, since(self.admitted), since(self.first_token), since(now),
-            self.drafts._replace(predicted=0 if self._follower is None else self._follower.num_hits),
-        )  # fmt: skip
+            reason, detail, stop, message, since(self.admitted), since(self.first_token), since(now), drafts
+        )
 
     def emit(self, columns: StepColumns) -> None:
         """Add what is new since the last call to a step's columns."""

@@ -482,7 +482,7 @@ class Scheduler:
     def _count_drafts(self, row: ScheduledRow, accepted: int) -> None:
         proposed = len(row.drafts)
         self.counters.drafts.record(row.source, proposed, accepted)
-        row.request.count_drafts(proposed, accepted)
+        row.request.count_drafts(row.source, proposed, accepted)
         if row.is_drawn and self._drafter is not None:
             self._drafter.on_verified(row.request, proposed, accepted)
 

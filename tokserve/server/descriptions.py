@@ -16,6 +16,7 @@ FIELDS: dict[str, str] = {
     "speculate": "Whether drafts may be verified for this request; replies are the same either way.",
     "draft_token_ids": "Ids that the output may be: drafts.",
     "draft_group": "Earlier outputs of requests with this name are drafts.",
+    "spec_decode_metrics": "What the reply's metrics.speculative_decoding says: nothing, counts, or every step's too.",
     "data_parallel_rank": "The engine that serves the request, of --data-parallel-size; default: chosen.",
     "prediction": "A text that the answer may be: drafts.",
     "deadline_ms": "The request ends after so many milliseconds, with what it has.",

@@ -16,9 +16,11 @@ from msgspec import UNSET, UnsetType
 from tokserve.client.async_llm import Stream
 from tokserve.client.beam_stream import BeamStream
 from tokserve.client.inputs import bare_id
-from tokserve.client.outputs import ChoiceOutput
+from tokserve.client.outputs import ChoiceOutput, DraftCounts
 from tokserve.errors import RequestError
-from tokserve.params import SamplingParams
+from tokserve.params import DraftReport, SamplingParams
+from tokserve.server.replies import draft_metrics
+from tokserve.server.replies.draft_metrics import ReplyMetrics
 
 Render = Callable[[ChoiceOutput], bytes]  # writes a delta
 
@@ -75,6 +77,9 @@ class ReplyContext(Protocol):
     def usage(self) -> Usage:
         """Tokens read and written."""
 
+    def metrics(self) -> ReplyMetrics | UnsetType:
+        """What the reply says about its drafts, if that was requested."""
+
     def prompt_ids(self, index: int = 0) -> list[int]:
         """The prompt of a choice."""
 
@@ -95,11 +100,13 @@ class Generation:
         self.cause: str | None = "abort_disconnect"  # for the metrics, if it is closed before its end
         self.completion_tokens = 0
         self.prediction_len: int | None = None  # tokens; None: there is no prediction
+        self.draft_report: DraftReport = "none"
+        self.most_drafts = 0  # of a step
         self._observers = observers
         self._lengths: dict[int, int] = {}  # choice -> tokens so far
         self._cached: dict[int, int] = {}
         self._ended = 0
-        self._predicted: list[int] = []  # of the choices that have ended
+        self._drafts: list[DraftCounts] = []  # of the choices that have ended
         self._closed = False
         self._news: deque[int] = deque()  # indexes of streams that have something to take
 
@@ -158,7 +165,7 @@ class Generation:
             self._cached[index] = delta.cached_tokens
         if delta.finish_reason is not None:
             self._ended += 1
-            self._predicted.append(delta.drafts.predicted)
+            self._drafts.append(delta.drafts)
             for observer in self._observers:
                 observer.finished(delta, self.streams[index // self.n].prompt_len, length)
         return delta
@@ -187,8 +194,18 @@ class Generation:
     def _prediction(self) -> CompletionTokensDetails | UnsetType:
         if self.prediction_len is None:
             return UNSET
-        accepted = [min(count, self.prediction_len) for count in self._predicted]
+        accepted = [min(one.predicted, self.prediction_len) for one in self._drafts]
         return CompletionTokensDetails(sum(accepted), self.prediction_len * len(accepted) - sum(accepted))
+
+    def metrics(self, *, sources: bool = False) -> ReplyMetrics | UnsetType:
+        """What the reply says about the drafts of the choices that have ended, if that was requested; `sources`: also
+        by where they came from."""
+        if self.draft_report == "none":
+            return UNSET
+        report = draft_metrics.speculative_decoding(self._drafts, self.draft_report, self.most_drafts)
+        if sources:
+            report.sources = draft_metrics.by_source(self._drafts)
+        return ReplyMetrics(report)
 
     def stall(self, stalled: bool) -> None:
         """The client does not read (`stalled`), or reads again: meanwhile no tokens are made."""

@@ -113,6 +113,9 @@ class Serving:
         self.bodies = BodyReader(config.limits, config.server.max_body_mb << 20)
         self.text = not config.server.tokens_only
         self.closed_schemas = config.server.structured_outputs_closed
+        self.draft_report = config.speculation.per_request_spec_decode_metrics
+        plan = config.speculation.resolved()
+        self.most_drafts = 0 if plan.method == "none" else plan.num_drafts
         self.defaults: dict[str, Any] = {}
         if self.text:
             recommended = generation_defaults(config.model)
@@ -273,6 +276,8 @@ class Serving:
         rank = given_rank(request, options.data_parallel_rank)
         if rank != options.data_parallel_rank:
             options = msgspec.structs.replace(options, data_parallel_rank=rank)
+        if options.spec_decode_metrics is None and self.draft_report != "none":
+            options = msgspec.structs.replace(options, spec_decode_metrics=self.draft_report)
         return GenerateRequest(
             request_id=request_id, prompt=TokenPrompt(b""), task=params, options=options, text=text,
             score_each=score_each,
@@ -296,6 +301,8 @@ class Serving:
         generation = Generation(generate.request_id, 1 if params is None else params.n, self._observers(request))
         generation.timed = self.metrics.timed
         generation.rename = fields.rename
+        generation.draft_report = generate.options.spec_decode_metrics or "none"
+        generation.most_drafts = self.most_drafts
         if generate.options.draft_token_ids is not None:
             generation.prediction_len = len(generate.options.draft_token_ids)
         if generate.text:

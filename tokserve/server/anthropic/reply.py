@@ -22,6 +22,7 @@ from tokserve.server.http import body
 from tokserve.server.openai import tools
 from tokserve.server.openai.chat import ChatCall
 from tokserve.server.replies import sse
+from tokserve.server.replies.draft_metrics import ReplyMetrics
 from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, versions
 from tokserve.server.replies.reply_parts import DeferredParts
 from tokserve.server.serving import Serving
@@ -79,6 +80,7 @@ class MessagesReply(msgspec.Struct, kw_only=True, tag_field="type", tag="message
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     weight_versions: list[WeightVersion] | UnsetType = UNSET
+    metrics: ReplyMetrics | UnsetType = UNSET
 
 
 class _OpenBlock:
@@ -206,7 +208,7 @@ class MessagesRenderer:
         reply = self._message()
         reply.content = self._output.blocks
         reply.stop_reason, reply.stop_sequence = self._stop_reason(self._last)
-        reply.stop_detail = _detail(self._last)
+        reply.stop_detail, reply.metrics = _detail(self._last), self._generation.metrics()
         if self._with_ids:
             reply.token_ids, reply.weight_versions = self._token_ids, versions(self._last)
         return reply
@@ -234,6 +236,9 @@ class MessagesRenderer:
         fields = {"delta": {name: value for name, value in delta.items() if value is not UNSET}, "usage": self._usage()}
         if self._with_ids:
             fields |= {"token_ids": self._token_ids, "weight_versions": versions(self._last)}
+        metrics = self._generation.metrics()
+        if metrics is not UNSET:
+            fields["metrics"] = metrics
         self._emit("message_delta", fields)
         self._emit("message_stop", {})
         return self._take_events()

@@ -30,6 +30,7 @@ from tokserve.server.openai.prediction import with_prediction
 from tokserve.server.openai.schemas import ChatBody, TokenizeBody
 from tokserve.server.openai.tools import OutputParser, ParsedDelta, ResponseFormat, ToolCall, ToolPlan
 from tokserve.server.replies import logprobs, sampling_masks, sse
+from tokserve.server.replies.draft_metrics import ReplyMetrics
 from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, last_version, routed_experts, versions
 from tokserve.server.replies.reply_parts import DeferredParts
 from tokserve.server.replies.sampling_masks import MaskFields
@@ -76,6 +77,7 @@ class ChatReply(msgspec.Struct):
     prompt_logprobs: Any = None
     weight_version: str | UnsetType | None = UNSET
     system_fingerprint: str | None = None
+    metrics: ReplyMetrics | UnsetType = UNSET
     object: str = "chat.completion"
 
 
@@ -114,6 +116,7 @@ class ChatChunk(msgspec.Struct):
     system_fingerprint: str | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: Any = UNSET
+    metrics: ReplyMetrics | UnsetType = UNSET
 
 
 async def chat(serving: Serving, request: Request) -> Response:
@@ -332,7 +335,7 @@ class ChatRenderer:
                 sampling_masks.add(choice, completion, "lists", parts)
         generation = self._generation
         reply = ChatReply(self._id, self._created, self._model, choices, generation.usage(), prompt_logprobs=scores)
-        reply.system_fingerprint = generation.fingerprint
+        reply.system_fingerprint, reply.metrics = generation.fingerprint, generation.metrics()
         if self._ids:
             reply.prompt_token_ids, reply.weight_version = generation.prompt_ids(), last_version(completions)
         return reply
@@ -415,5 +418,5 @@ class ChatRenderer:
         if not self._usage:
             return b""
         chunk = ChatChunk(self._id, self._created, self._model, [])
-        chunk.usage = self._generation.usage()
+        chunk.usage, chunk.metrics = self._generation.usage(), self._generation.metrics()
         return sse.event(encode_json(chunk))

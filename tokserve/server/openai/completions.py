@@ -30,6 +30,7 @@ from tokserve.server.openai.beams import beam_params
 from tokserve.server.openai.prediction import with_prediction
 from tokserve.server.openai.schemas import CompletionBody
 from tokserve.server.replies import logprobs, sampling_masks, sse
+from tokserve.server.replies.draft_metrics import ReplyMetrics
 from tokserve.server.replies.logprobs import TextLogprobs
 from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, last_version, routed_experts, versions
 from tokserve.server.replies.reply_parts import DeferredParts, single_part
@@ -70,6 +71,7 @@ class CompletionReply(msgspec.Struct):
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | UnsetType | None = UNSET
     weight_version: str | UnsetType | None = UNSET
+    metrics: ReplyMetrics | UnsetType = UNSET
     object: str = "text_completion"
 
 
@@ -242,8 +244,9 @@ class CompletionRenderer:
                 setattr(choice, name, None)
         generation = self._generation
         reply = CompletionReply(
-            self._id, self._created, self._model, choices, generation.usage(), generation.fingerprint
-        )
+            self._id, self._created, self._model, choices, generation.usage(), generation.fingerprint,
+            metrics=generation.metrics(),
+        )  # fmt: skip
         if self._ids:
             reply.weight_version = last_version(ends)
         return reply
@@ -325,6 +328,6 @@ class CompletionRenderer:
         """The usage event, if it was requested."""
         if not self._usage:
             return b""
-        return sse.event(
-            encode_json(CompletionReply(self._id, self._created, self._model, [], self._generation.usage()))
-        )
+        reply = CompletionReply(self._id, self._created, self._model, [], self._generation.usage())
+        reply.metrics = self._generation.metrics()
+        return sse.event(encode_json(reply))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -125,6 +125,9 @@ class ExternalReply:
         return Usage(
             prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, PromptTokensDetails(self.cached_tokens)
         )
+
+    def metrics(self) -> UnsetType:
+        return UNSET
 
     def prompt_ids(self, index: int = 0) -> list[int]:
         return self.prompts[index // self.n]

@@ -26,6 +26,7 @@ from tokserve.server.openai.chat import ChatCall
 from tokserve.server.openai.response_items import InputMessages, Item, OutputItems
 from tokserve.server.openai.schemas import ChatBody, GeneratingBody, ResponsesBody
 from tokserve.server.replies import logprobs, sse
+from tokserve.server.replies.draft_metrics import ReplyMetrics
 from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, versions
 from tokserve.server.replies.reply_parts import DeferredParts
 from tokserve.server.serving import FieldPaths, Serving
@@ -117,6 +118,7 @@ class ResponsesReply(msgspec.Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
     weight_versions: list[WeightVersion] | UnsetType = UNSET
     weight_version: str | UnsetType | None = UNSET
+    metrics: ReplyMetrics | UnsetType = UNSET
 
 
 async def create(serving: Serving, request: Request) -> Response:
@@ -327,7 +329,7 @@ class ResponsesRenderer:
         reply.output = self._output.items
         reply.usage = self._usage()
         reply.stop_reason, reply.stop_detail = c.stop_reason, StopDetail(c.stop_detail, c.message)
-        reply.system_fingerprint = self._generation.fingerprint
+        reply.system_fingerprint, reply.metrics = self._generation.fingerprint, self._generation.metrics()
         if self._body.return_token_ids:
             reply.prompt_token_ids, reply.token_ids = self._generation.prompt_ids(), self._token_ids
             reply.weight_versions = versions(c)

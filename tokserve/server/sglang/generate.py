@@ -262,6 +262,7 @@ def _forms(serving: Serving, sent: SglangGenerateBody, prompts: Sequence[Sequenc
     has_masks = sent.return_sampling_mask
     if has_masks is None:
         has_masks = serving.config.model.return_sampling_mask
+    has_drafts = serving.draft_report != "none"
     named = _token_ids(sent, count)
     starts = _each(sent.logprob_start_len, count, "logprob_start_len")
     tops = _each(sent.top_logprobs_num, count, "top_logprobs_num")
@@ -269,7 +270,7 @@ def _forms(serving: Serving, sent: SglangGenerateBody, prompts: Sequence[Sequenc
     for index, has_logprobs in enumerate(_each(sent.return_logprob, count, "return_logprob")):
         start, top = starts[index], tops[index] or 0
         if not has_logprobs:
-            forms.append(ReplyForm(False, None, 0, False, has_masks))
+            forms.append(ReplyForm(False, None, 0, False, has_masks, has_drafts))
             continue
         if start is None or start == -1:
             start = None
@@ -279,7 +280,7 @@ def _forms(serving: Serving, sent: SglangGenerateBody, prompts: Sequence[Sequenc
             raise invalid("top_logprobs_num", f"must be at least 0, got {top}")
         if named[index] and start is not None:
             raise invalid("token_ids_logprob", "is served for the output only: logprob_start_len must be -1 with it")
-        forms.append(ReplyForm(True, start, top, bool(named[index]), has_masks))
+        forms.append(ReplyForm(True, start, top, bool(named[index]), has_masks, has_drafts))
     return forms
 
 

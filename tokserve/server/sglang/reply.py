@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from tokserve.client.outputs import ChoiceOutput, Logprobs
+from tokserve.client.outputs import ChoiceOutput, DraftCounts, Logprobs
 from tokserve.errors import RequestError
 from tokserve.server.generation import Generation
 from tokserve.server.http.body import encode_json
-from tokserve.server.replies import logprobs, sampling_masks, sse
+from tokserve.server.replies import draft_metrics, logprobs, sampling_masks, sse
 from tokserve.server.replies.reply_fields import versions
 
 ROWS = 1024  # of a list that are encoded at a time: other threads run in between
@@ -28,13 +28,14 @@ Name = Callable[[int], str | None]
 
 class ReplyForm(NamedTuple):
     """What the reply to one prompt has besides its tokens.  `start`: of the prompt's logprobs, None without any.
-    `top`: alternatives per token.  `named`: whether token_ids_logprob was given."""
+    `top`: alternatives per token.  `named`: whether token_ids_logprob was given.  `has_drafts`: counts of drafts."""
 
     has_logprobs: bool
     start: int | None
     top: int
     named: bool
     has_masks: bool
+    has_drafts: bool
 
 
 class SglangReply(msgspec.Struct):
@@ -101,6 +102,17 @@ def _triples(ids: Sequence[int], values: Sequence[float], name: Name) -> list[Tr
     return [(value, token, name(token)) for token, value in zip(ids, values, strict=True)]
 
 
+def _draft_counts(drafts: DraftCounts) -> dict[str, Any]:
+    """What meta_info says of the drafts of an ended choice.  Entry j of the histogram: steps that accepted j."""
+    report = draft_metrics.speculative_decoding([drafts], "summary", 0)
+    return {
+        "spec_accept_length": report.mean_acceptance_length,
+        "spec_accept_rate": report.draft_acceptance_rate,
+        "spec_verify_ct": report.num_spec_steps,
+        "spec_correct_drafts_histogram": report.acceptance_histogram,
+    }
+
+
 class _Choice:
     """A choice, with all that has come of it."""
 
@@ -162,6 +174,8 @@ class _Choice:
             made["weight_versions"] = spans
             if spans:
                 made["weight_version"] = spans[-1].version
+            if self.form.has_drafts:
+                made |= _draft_counts(end.drafts)
         if self.form.has_logprobs:
             made |= self._output.fields("output")
             made["output_token_logprobs_length"] = self._output.tokens.length

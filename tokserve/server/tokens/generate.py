@@ -28,6 +28,7 @@ from tokserve.server.http import declared, errors
 from tokserve.server.http.body import decode, encode_json, is_msgpack, wants_msgpack
 from tokserve.server.http.workers import off_loop
 from tokserve.server.replies import logprobs, reply_size, sampling_masks, sse
+from tokserve.server.replies.draft_metrics import ReplyMetrics
 from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, npy, routed_experts, versions
 from tokserve.server.replies.reply_parts import DeferredParts, single_part
 from tokserve.server.replies.sampling_masks import MaskFields
@@ -150,6 +151,7 @@ class GenerateReply(msgspec.Struct):
     mm_placeholders: dict[str, list[PlaceholderRange]] | UnsetType = UNSET
     kv_transfer_params: None = None
     exact: bool = True
+    metrics: ReplyMetrics | UnsetType = UNSET
     object: str = "inference.generate"
 
 
@@ -165,6 +167,7 @@ class GenerateChunk(msgspec.Struct):
     prompt_token_ids: list[int] | UnsetType = UNSET
     mm_placeholders: dict[str, list[PlaceholderRange]] | UnsetType = UNSET
     prompt_logprobs: Any = UNSET
+    metrics: ReplyMetrics | UnsetType = UNSET
 
 
 _KNOWN = (  # names to suggest; dotted ones are where a field belongs that was given at the top
@@ -389,6 +392,7 @@ class _Render:
             choices=[self._choice(c, deferred) for c in completions], usage=generation.usage(), prompt_logprobs=scores,
             seed=generation.seed, prompt_token_ids=self._ids(generation.prompt_ids()) if self._echo else UNSET,
             mm_placeholders=self._places, exact=bool(self._serving.llm.ready.facts.get("exact", True)),
+            metrics=generation.metrics(sources=True),
         )  # fmt: skip
 
     def delta(self, delta: ChoiceOutput) -> bytes:
@@ -444,4 +448,7 @@ class _Render:
         """The usage event, if it was requested."""
         if not self._usage:
             return b""
-        return sse.event(encode_json(GenerateChunk(self._id, [], self._generation.usage())))
+        generation = self._generation
+        return sse.event(
+            encode_json(GenerateChunk(self._id, [], generation.usage(), metrics=generation.metrics(sources=True)))
+        )
