@@ -189,13 +189,13 @@ def attention_inputs(shapes: Shapes, rows: int, keys: int, queries: int) -> tupl
 
 def large_tiles_are_equal(shapes: Shapes) -> Answer:
     inputs, attend = attention_inputs(shapes, 1, shapes.prompt, shapes.prompt), attention.paged_attention
-    small, small_time = attend(*inputs), seconds(lambda: attend(*inputs), 3)
-    before = attention.TILE, attention.WARPS
+    large, large_time = attend(*inputs), seconds(lambda: attend(*inputs), 3)
+    before = attention.PROMPT_TILE
     try:
-        attention.TILE, attention.WARPS = 128, 8
-        large, large_time = attend(*inputs), seconds(lambda: attend(*inputs), 3)
+        attention.PROMPT_TILE = attention.TILE
+        small, small_time = attend(*inputs), seconds(lambda: attend(*inputs), 3)
     finally:
-        attention.TILE, attention.WARPS = before
+        attention.PROMPT_TILE = before
     return torch.equal(small, large), f"64 rows {small_time * 1e6:.0f} us, 128 rows {large_time * 1e6:.0f} us"
 
 

@@ -227,17 +227,25 @@ def resolve(registers: dict[str, tuple[str, int]], name: str) -> tuple[str, int]
 
 
 def loop(ttgir: str) -> list[str]:
-    """Floating-point operations of the innermost loop that multiplies matrices, in order, with their layouts."""
+    """Floating-point operations of the innermost loop that multiplies matrices, in order, with their layouts.
+
+    Tiles of more rows and as many more warps are written as those of 64 rows and four warps: a warp has the same rows.
+    """
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
     lines = [line.partition(" loc(")[0] for line in ttgir.splitlines()]
     products = [i for i, line in enumerate(lines) if "ttng.warp_group_dot " in line]
     first = max(i for i, line in enumerate(lines[: products[0]]) if "scf.for" in line)
     last = next(i for i, line in enumerate(lines) if "scf.yield" in line and i > products[-1])
+    warps = re.search(r"warpsPerCTA = \[(\d+), 1\], instrShape", ttgir)
+    rows = 16 * int(warps[1]) if warps else 64
     operations = []
     for line in lines[first:last]:
         if operation := FLOATING.search(line):
             types = re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), line.rpartition(" : ")[2])
-            operations.append(f"{operation[1]} {types}")
+            types = types.replace(f"tensor<{rows}x", "tensor<64x")
+            operations.append(
+                f"{operation[1]} {types}".replace(f"warpsPerCTA = [{rows // 16}, 1]", "warpsPerCTA = [4, 1]")
+            )
     return operations
 
 

@@ -32,6 +32,7 @@ from tokserve.ops import float8, registry  # noqa: E402
 from tokserve.ops.registry import OPS, Op  # noqa: E402
 from tokserve.ops.samples import samples  # noqa: E402
 from tokserve.ops.samples.wna16 import weights  # noqa: E402
+from tokserve.ops.triton import attention  # noqa: E402
 
 INTERPRETED = triton.knobs.runtime.interpret
 if not INTERPRETED and not torch.cuda.is_available():
@@ -296,6 +297,35 @@ def test_attention_in_chunks_and_steps_is_attention_at_once(shape: tuple[Any, ..
         assert torch.equal(parts[1], whole[0][start:end])
 
 
+@pytest.mark.parametrize("window", [0, pytest.param(200, marks=pytest.mark.slow)])
+def test_attention_has_the_same_bits_on_any_number_of_programs(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a token, of drafts, with no token at all and of a prompt, divided among programs in the middle of a row
+    and not; the work made before, for all layers, as well as at once."""
+    if not INTERPRETED:
+        pytest.skip("the number is the GPU's")
+    lengths = [520, 5, 300, 12]
+    spans = [(0, 519, 520), (1, 5, 5), (2, 296, 300), (3, 0, 12)]
+    paged = Paged(lengths, 2, 1, 16, page=64, window=window, dtype=DTYPES[0], store=OPS["store_kv"].reference)
+    paged.attend(lambda q, *rest: q, [(row, 0, length) for row, length in enumerate(lengths)])  # stores
+    call, prepare = (OPS[name].implementations["triton"].call for name in ("paged_attention", "attention_work"))
+    results = []
+    divisions = ((4, 8), (3, 1)) if window == 0 else ((1, 8), (2, 8), (5, 8), (40, 8))
+    for programs, packed in divisions:  # packed 1 leaves drafts to the other kernel
+        monkeypatch.setattr(attention, "multiprocessors", lambda device, programs=programs: programs)
+        monkeypatch.setattr(attention, "SCRATCH", (1 << 28) if packed > 1 else 0)
+
+        def attend(q: Tensor, keys: Tensor, values: Tensor, *rows: Any) -> Tensor:
+            work = prepare(q, keys, *rows[:3], window)
+            found: Tensor = call(q, keys, values, *rows, None, work)
+            assert not work[2 * len(rows[1]) :].any()  # counters are zero again
+            return found
+
+        results.append(torch.cat(paged.attend(attend, spans)))
+    assert all(torch.equal(result, results[0]) for result in results)
+    expected = torch.cat(paged.attend(OPS["paged_attention"].reference, spans))
+    close(results[0], expected, TOLERANCE["paged_attention", DTYPES[0]])
+
+
 @pytest.mark.parametrize(
     ("heads", "latent"),
     [(5, 40), pytest.param(70, 40, marks=pytest.mark.slow), pytest.param(2, 300, marks=pytest.mark.slow)],
@@ -507,7 +537,7 @@ def test_every_kernel_compiles_for_sm_90(compiled: dict[str, Any]) -> None:
         most = 192 if name.startswith("latent_prefill") else 64  # there, sums wait while those of a split are computed
         assert figures["stack"] <= most, f"{name} spills: {figures}"
         assert figures["shared"] <= 227 << 10, f"{name} does not fit: {figures}"
-        counts = name.partition("#")[0] in ("count", "search", "ties")  # integers
+        counts = name.partition("#")[0] in ("count", "search", "ties", "decode")  # integers
         assert not figures["atomics"] or counts, f"{name} adds in any order"
     source = Path(registry.__file__).parent / "triton"
     kernels = {name for file in source.glob("*.py") for name in re.findall(r"def (\w+)_kernel\(", file.read_text())}
@@ -521,7 +551,7 @@ def test_every_kernel_compiles_for_sm_90(compiled: dict[str, Any]) -> None:
         "latent_prefill",
         "decode",
         "prefill",
-        "merge",
+        "latent_merge",
         "norm_rope_store",
         "norm",
         "rope",
@@ -550,7 +580,7 @@ def test_tiles_of_any_shape_add_up_in_one_order_on_sm_90(
 
 @pytest.mark.slow
 def test_decode_and_prefill_do_the_same_arithmetic_on_sm_90(compiled: dict[str, Any]) -> None:
-    attention = variants(compiled, "decode", "prefill")
+    kernels = variants(compiled, "decode", "prefill")
     # sinks are in the merge of a decode step and in prefill itself, so prefill has more variants of the same loops
     loops = {
         kernel: {str(figures["loop"]) for figures in variants(compiled, kernel).values()}
@@ -558,8 +588,8 @@ def test_decode_and_prefill_do_the_same_arithmetic_on_sm_90(compiled: dict[str, 
     }
     assert loops["decode"] == loops["prefill"] and len(loops["decode"]) >= 3
     assert loops["latent_decode"] == loops["latent_prefill"] and len(loops["latent_decode"]) == 1
-    assert sum(not figures["chains"] for figures in attention.values()) == 2  # in float32
-    for name, figures in attention.items():
+    assert sum(not figures["chains"] for figures in kernels.values()) == 2  # in float32
+    for name, figures in kernels.items():
         if not figures["chains"]:
             continue
         scores, values = figures["chains"]

@@ -135,9 +135,16 @@ class Attention:
         if logits_rows is not None:
             q, rows = q.index_select(0, logits_rows.tokens), logits_rows
             projected = projected.index_select(0, logits_rows.tokens) if self.gated else projected
+        kind, work = (self.heads, self.kv_heads, self.window), None
+        if logits_rows is None:
+            if kind not in batch.work:
+                batch.work[kind] = ops.attention_work(
+                    q, keys, batch.block_tables, batch.query_start, batch.seq_lens, self.window
+                )
+            work = batch.work[kind]
         mixed = ops.paged_attention(
             q, keys, values, rows.block_tables, rows.query_start, rows.seq_lens, self.scale * self.k_scale,
-            self.window, self.v_scale, self.softcap, self.sinks, rows.bidirectional,
+            self.window, self.v_scale, self.softcap, self.sinks, rows.bidirectional, work,
         )  # [T or n, heads, dim]  # fmt: skip
         mixed = ops.gate_heads(mixed, projected) if self.gated else mixed.view(q.shape[0], self.heads * self.dim)
         return self.out(mixed, adapters=rows.adapters)

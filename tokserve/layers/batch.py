@@ -6,7 +6,7 @@ read it and never keep it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -58,6 +58,7 @@ class ForwardBatch:
     `axes`: the tokens' positions in the rope tables by coordinate; None: `positions`, for all.
     `bidirectional`: rows whose tokens see each other, later ones too; None: no row.  A request's tokens may be several
     rows then, one after the other.
+    `work`: what `attention_work` made of these rows in this pass, by the kind of layer.
     """
 
     input_ids: Tensor  # [T] int64
@@ -75,3 +76,4 @@ class ForwardBatch:
     added: tuple[Tensor, Tensor] | None = None  # indices in the batch [m] int64, [layers, m, hidden]
     axes: Tensor | None = None  # [3, T] int64
     bidirectional: Tensor | None = None  # [R] bool
+    work: dict[tuple[int, ...], Tensor | None] = field(default_factory=dict)

@@ -231,6 +231,7 @@ class Decoder:
     def forward(self, batch: ForwardBatch) -> Tensor:  # [T, hidden], or [n, hidden] of `batch.logits_rows`
         """Compute the batch's tokens, up to the final norm, and store their keys and values."""
         residual, last = self.embedding(batch.input_ids), len(self.blocks) - 1
+        batch.work = {}  # a batch that is filled again has other lengths
         needed = batch.logits_rows if batch.routed is None else None  # all tokens are routed in the last layer too
         if batch.embeds is not None:
             rows, embeddings = batch.embeds

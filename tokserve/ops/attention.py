@@ -107,6 +107,15 @@ def norm_rope_store(
     return q
 
 
+@op(tolerance={}, follows="paged_attention")
+def attention_work(
+    q: Tensor, k_cache: Tensor, block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, window: int
+) -> Tensor | None:
+    """How `paged_attention` divides the work on rows like these, the same in all layers of one kind; of q [T,Hq,D] and
+    k_cache only shapes and types count.  None: there is nothing to prepare."""
+    return None
+
+
 @op(tolerance=TOLERANCE)
 def paged_attention(
     q: Tensor,
@@ -121,6 +130,7 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     bidirectional: Tensor | None = None,
+    work: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * q K^T) V * v_scale for q [T,Hq,D] over the paged caches [B,Hk,P,D]: [T,Hq,D].
 
@@ -129,7 +139,8 @@ def paged_attention(
     query its last `window` keys.  For a float8 cache, `scale` includes the keys' scale; `v_scale` is 1 for
     others.  `softcap` > 0: a score s becomes softcap * tanh(s / softcap).  `sinks` [Hq] float32: a score beside those
     of the keys, uncapped, whose value is zero.  `bidirectional` [R] bool: rows whose queries see the keys after
-    themselves, too, up to the row's last; `window` leaves out keys before a query only.
+    themselves, too, up to the row's last; `window` leaves out keys before a query only.  `work`: what `attention_work`
+    made of these rows and this window; None: it is made anew.
     Online softmax over splits: Milakov and Gimelshein, arXiv 1805.02867.
     """
     out = torch.empty_like(q)

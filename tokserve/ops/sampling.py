@@ -144,9 +144,9 @@ def penalize(
 ) -> Tensor:
     """logits [R,V] after the penalties [R] each, in this order: repetition, frequency, presence.
 
-    history [R,L] int32: prompt_lens [R] prompt tokens, output up to lens [R], then anything.  Repetition (1: off) divides
-    positive and multiplies negative logits of tokens in prompt or output.  Frequency is subtracted once per occurrence
-    in the output, presence once if it occurs there.
+    history [R,L] int32: prompt_lens [R] prompt tokens, output up to lens [R], then anything.  Repetition (1: off)
+    divides positive and multiplies negative logits of tokens in prompt or output.  Frequency is subtracted once per
+    occurrence in the output, presence once if it occurs there.
     """
     rows = ((presence != 0.0) | (frequency != 0.0) | (repetition != 1.0)).nonzero()[:, 0]
     out = logits.clone()

@@ -322,7 +322,7 @@ def paged_attention(
     scale, window, *more = rest
     softcap = more[1] if len(more) > 1 else 0.0
     sinks = more[2] if len(more) > 2 else None
-    given = more[3:] if len(more) > 3 and more[3] is not None else ()  # bidirectional
+    given = more[3:4] if len(more) > 3 and more[3] is not None else ()  # bidirectional
     out = torch.empty_like(q)
     _C.paged_attention(
         q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, window, softcap, sinks, out, *given

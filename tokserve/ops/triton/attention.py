@@ -1,12 +1,15 @@
-"""Paged attention on the GPU: decode and prefill kernels of one arithmetic, and the store into the cache.
+"""Paged attention on the GPU: decode and prefill kernels of one arithmetic.
 
 A query's keys come in splits by absolute position, a split in tiles of KEYS keys with an online softmax; splits merge
-in ascending order.  Both kernels run the same `attend_split` and `merge` on tiles of one shape, so a token has the same
-bits in decode, in a chunk and in a whole prompt: masked keys get a weight of exactly zero and change nothing.
+in ascending order.  Both kernels run the same `attend`, in which a row of a tile is computed by the same operations
+whatever the tile's height, so a token has the same bits in decode, in a chunk and in a whole prompt: masked keys get a
+weight of exactly zero and change nothing.
 
-- decode (rows with one query): a program computes one (row, KV head, split) at a time into scratch memory; a second
-  launch merges.  The query heads that share a KV head are in one tile.
-- prefill (all other rows): a program computes a tile of queries over all their splits.
+- `work`: once a step, how many splits and tiles come before each row, and counters.
+- decode (rows with few queries: a token, and its drafts): all (row, KV head, split) lie in a line, which is cut into
+  equal runs, one for each program.  A program that has a row's splits from the first on merges them as it goes; one
+  that has not leaves each by itself in scratch memory.  The last to finish a row merges what was left, in order.
+- prefill (all other rows): programs walk through tiles of queries, each over all its splits.
 
 Lengths are read on the device, so that a captured graph serves any length.  Flash-decoding: Dao et al., 2023.  Names
 are FlashAttention's: row_max, row_sum, acc.
@@ -14,23 +17,27 @@ are FlashAttention's: row_max, row_sum, acc.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tokserve.ops import attention
-from tokserve.ops.triton.elementwise import pairing, rotate, tanh
-from tokserve.ops.triton.float8 import nearest
-from tokserve.ops.triton.launch import EXACT, multiprocessors, tuned, warps
+from tokserve.ops.triton.elementwise import tanh
+from tokserve.ops.triton.launch import EXACT, is_last_of, multiprocessors, tuned
 
 SPLIT = 256  # keys of one partial softmax; part of the arithmetic
 KEYS = 64  # keys of one tile; part of the arithmetic
-TILE = 64  # query heads of one tile: the minimum of sm_90's matrix unit
+TILE = 64  # query heads of one tile: the minimum of sm_90's matrix unit, with WARPS
+PROMPT_TILE = 128  # the same in prefill, with as many rows to a warp, if a head has at most WIDE elements
+WIDE = 128
 FLOAT32_KEYS, FLOAT32_TILE = 32, 16  # the same in float32, which has no matrix unit: larger tiles spill
-WARPS = 4  # part of the arithmetic: the order of a sum over keys
+WARPS = 4
+SCRATCH = 1 << 28  # bytes of partial results that rows with several queries may take; more queries go to prefill
 MERGE_STAGES = tl.constexpr(5)  # splits in flight, the one that is merged included
-ROWS_BLOCK = 128  # minimum of rows that a program searches for its own: one per thread costs no more than a single one
 LOG2_E = 1.4426950408889634
 LOG2_E_IN_KERNELS = tl.constexpr(LOG2_E)
 NEG_INF = tl.constexpr(float("-inf"))
@@ -63,22 +70,27 @@ def with_sink(acc, row_max, row_sum, sink):
 
 
 @triton.jit
-def attend_split(
-    q, position, k_ptr, v_ptr, table_ptr, split, first_key, end, scale, softcap,
+def attend(
+    q, position, k_ptr, v_ptr, table_ptr, first, last, first_key, end, scale, softcap,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SPLIT: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Queries q [M,D] at `position` [M] over the keys of a split that lie in first_key..end-1.
+    """Queries q [M,D] at `position` [M] over the keys of splits first..last-1 that lie in first_key..end-1.
 
     k_ptr, v_ptr: the KV head in page 0; `scale` is for powers of two, unless scores are CAPPED.  Returns the
     undivided acc [M,D], row_max [M] and row_sum [M], all float32.
     """
     column = tl.arange(0, DIM_BLOCK)[None, :]
-    row_max = tl.full([q.shape[0]], NEG_INF, tl.float32)
-    row_sum = tl.zeros([q.shape[0]], tl.float32)
-    acc = tl.zeros([q.shape[0], DIM_BLOCK], tl.float32)
-    start = tl.maximum(split * SPLIT, first_key // KEYS * KEYS)
-    for tile in range(start, tl.minimum((split + 1) * SPLIT, end), KEYS):
+    row_max, part_max = tl.full([q.shape[0]], NEG_INF, tl.float32), tl.full([q.shape[0]], NEG_INF, tl.float32)
+    row_sum, part_sum = tl.zeros([q.shape[0]], tl.float32), tl.zeros([q.shape[0]], tl.float32)
+    acc, part = tl.zeros([q.shape[0], DIM_BLOCK], tl.float32), tl.zeros([q.shape[0], DIM_BLOCK], tl.float32)
+    start = tl.maximum(first * SPLIT, first_key // KEYS * KEYS)
+    for tile in range(start, tl.minimum(last * SPLIT, end), KEYS):
+        if (tile % SPLIT == 0) & (tile > start):
+            acc, row_max, row_sum = merge(acc, row_max, row_sum, part, part_max, part_sum)
+            part_max = tl.full([q.shape[0]], NEG_INF, tl.float32)
+            part_sum = tl.zeros([q.shape[0]], tl.float32)
+            part = tl.zeros([q.shape[0], DIM_BLOCK], tl.float32)
         key = tile + tl.arange(0, KEYS)
         valid = (key < end)[:, None] & (column < DIM)
         if PAGE % KEYS == 0:
@@ -94,148 +106,244 @@ def attend_split(
         if WINDOW > 0:
             visible = visible & (key[None, :] > position[:, None] - WINDOW)
         scores = tl.where(visible, scores, NEG_INF)
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        new_max = tl.maximum(part_max, tl.max(scores, 1))
         probs = tl.exp2(scores - finite(new_max)[:, None])
-        rescale = tl.exp2(row_max - finite(new_max))
-        row_sum = row_sum * rescale + tl.sum(probs, 1)
+        rescale = tl.exp2(part_max - finite(new_max))
+        part_sum = part_sum * rescale + tl.sum(probs, 1)
         v = tl.load(v_ptr + offset, mask=valid, other=0.0).to(q.dtype)
-        acc = tl.dot(probs.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
-        row_max = new_max
+        part = tl.dot(probs.to(v.dtype), v, part * rescale[:, None], input_precision="ieee")
+        part_max = new_max
+    acc, row_max, row_sum = merge(acc, row_max, row_sum, part, part_max, part_sum)
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["rows", "table_stride", "max_splits"])
-def decode_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, start_ptr, len_ptr, part_ptr, max_ptr, sum_ptr,
-    rows, scale, softcap, q_stride, table_stride, max_splits, page_stride,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr, CAPPED: tl.constexpr, TILE: tl.constexpr,
-    ROWS_BLOCK: tl.constexpr,
+@triton.jit
+def finished(acc, row_max, row_sum, sinks_ptr, head, valid, v_scale, SINKS: tl.constexpr):
+    """The output [M,D] of merged splits."""
+    if SINKS:
+        sink = tl.load(sinks_ptr + head, mask=valid, other=0.0) * LOG2_E_IN_KERNELS
+        acc, row_sum = with_sink(acc, finite(row_max), row_sum, sink)
+    return acc / tl.where(valid, row_sum, 1.0)[:, None] * v_scale
+
+
+@triton.jit(do_not_specialize=["rows", "packed", "counters"])
+def work_kernel(
+    start_ptr, len_ptr, work_ptr, rows, packed, counters,
+    WINDOW: tl.constexpr, SPLIT: tl.constexpr, QUERIES: tl.constexpr, ROWS_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Every (row with one query, split, KV head): partial acc [R,splits,Hq,D], row_max and row_sum [R,splits,Hq]."""
+    """The step's work: splits of decode before each row [R+1], tiles of prefill before each [R+1], counters of zero."""
     index = tl.arange(0, ROWS_BLOCK)
-    length = tl.load(len_ptr + index, mask=index < rows, other=0)
-    start = tl.load(start_ptr + index, mask=index < rows, other=0)
-    queries = tl.load(start_ptr + index + 1, mask=index < rows, other=0) - start
-    first = tl.maximum(length - WINDOW, 0) // SPLIT if WINDOW > 0 else tl.zeros_like(length)
-    count = tl.where(queries == 1, (length + SPLIT - 1) // SPLIT - first, 0)
-    up_to = tl.cumsum(count, 0)
-    items = tl.sum(count, 0) * KV_HEADS
-    slot = tl.arange(0, TILE)
-    column = tl.arange(0, DIM_BLOCK)[None, :]
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        pair = item // KV_HEADS
-        kv_head = item % KV_HEADS
-        row = tl.sum((up_to <= pair).to(tl.int32), 0)
-        is_row = index == row
-        split = pair - tl.sum(tl.where(index < row, count, 0), 0) + tl.sum(tl.where(is_row, first, 0), 0)
-        end = tl.sum(tl.where(is_row, length, 0), 0)
-        token = tl.sum(tl.where(is_row, start, 0), 0).to(tl.int64)
-        head = kv_head * GROUP + slot
-        is_head = slot < GROUP
-        inside = is_head[:, None] & (column < DIM)
-        q = tl.load(q_ptr + token * q_stride + head[:, None] * DIM + column, mask=inside, other=0.0)
-        first_key = tl.maximum(end - WINDOW, 0) if WINDOW > 0 else 0
-        position = tl.full([TILE], 0, tl.int32) + (end - 1)
-        part, row_max, row_sum = attend_split(
-            q, position, k_ptr + kv_head * page_stride, v_ptr + kv_head * page_stride,
-            table_ptr + row.to(tl.int64) * table_stride, split, first_key, end, scale, softcap,
-            KV_HEADS, DIM, PAGE, WINDOW, SPLIT, KEYS, DIM_BLOCK, CAPPED,
-        )  # fmt: skip
-        offset = (row.to(tl.int64) * max_splits + split) * (GROUP * KV_HEADS) + head
-        tl.store(part_ptr + offset[:, None] * DIM + column, part, mask=inside)
-        tl.store(max_ptr + offset, row_max, mask=is_head)
-        tl.store(sum_ptr + offset, row_sum, mask=is_head)
-
-
-@triton.jit(do_not_specialize=["max_splits"])
-def merge_kernel(
-    part_ptr, max_ptr, sum_ptr, start_ptr, len_ptr, out_ptr, sinks_ptr, max_splits, v_scale,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, DIM_BLOCK: tl.constexpr,
-    SINKS: tl.constexpr,
-):  # fmt: skip
-    """One query head of one row with one query: its splits in ascending order."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    start = tl.load(start_ptr + row)
-    length = tl.load(len_ptr + row)
-    if tl.load(start_ptr + row + 1) - start == 1:
-        column = tl.arange(0, DIM_BLOCK)
-        acc = tl.zeros([1, DIM_BLOCK], tl.float32)
-        row_max = tl.full([1], NEG_INF, tl.float32)
-        row_sum = tl.zeros([1], tl.float32)
-        first = tl.maximum(length - WINDOW, 0) // SPLIT if WINDOW > 0 else 0
-        for split in tl.range(first, (length + SPLIT - 1) // SPLIT, num_stages=MERGE_STAGES):
-            offset = (row * max_splits + split) * HEADS + head + tl.arange(0, 1)
-            part = tl.load(part_ptr + offset[:, None] * DIM + column[None, :], mask=column[None, :] < DIM, other=0.0)
-            acc, row_max, row_sum = merge(
-                acc, row_max, row_sum, part, tl.load(max_ptr + offset), tl.load(sum_ptr + offset)
-            )
-        if SINKS:
-            sink = tl.load(sinks_ptr + head + tl.arange(0, 1)) * LOG2_E_IN_KERNELS
-            acc, row_sum = with_sink(acc, row_max, row_sum, sink)
-        out = acc / row_sum[:, None] * v_scale
-        offset = (start.to(tl.int64) * HEADS + head) * DIM + column[None, :]
-        tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=column[None, :] < DIM)
+    inside = index < rows
+    start = tl.load(start_ptr + index, mask=inside, other=0)
+    queries = tl.load(start_ptr + index + 1, mask=inside, other=0) - start
+    length = tl.load(len_ptr + index, mask=inside, other=0)
+    first = tl.maximum(length - queries + 1 - WINDOW, 0) // SPLIT if WINDOW > 0 else tl.zeros_like(length)
+    splits = tl.where((queries > 0) & (queries <= packed), (length + SPLIT - 1) // SPLIT - first, 0)
+    tiles = tl.where(queries > packed, (queries + QUERIES - 1) // QUERIES, 0)
+    tl.store(work_ptr + index + 1, tl.cumsum(splits, 0), mask=inside)
+    tl.store(work_ptr + rows + 2 + index, tl.cumsum(tiles, 0), mask=inside)
+    tl.store(work_ptr, 0)
+    tl.store(work_ptr + rows + 1, 0)
+    for at in range(0, counters, ROWS_BLOCK):
+        tl.store(work_ptr + 2 * rows + 2 + at + index, tl.zeros([ROWS_BLOCK], tl.int32), mask=at + index < counters)
 
 
 @triton.jit
-def row_of_tile(start_ptr, rows, tile, QUERIES: tl.constexpr):
-    """The row whose queries `tile` holds, when row r's tiles begin at query_start[r] // QUERIES + r."""
-    low, high = 0, rows
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(start_ptr + middle) // QUERIES + middle <= tile:
-            low = middle + 1
+def row_of(work_ptr, rows, number, ROWS_BLOCK: tl.constexpr):
+    """The row that has split, or tile, `number` of all."""
+    index = tl.arange(0, ROWS_BLOCK)
+    before_next = tl.load(work_ptr + 1 + index, mask=index < rows, other=0)
+    return tl.sum(((before_next <= number) & (index < rows)).to(tl.int32), 0)
+
+
+@triton.jit(do_not_specialize=["rows", "table_stride", "capacity", "lines"])
+def decode_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, start_ptr, len_ptr, work_ptr, part_ptr, max_ptr, sum_ptr, out_ptr, sinks_ptr,
+    rows, scale, softcap, v_scale, q_stride, table_stride, capacity, lines, page_stride,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr, CAPPED: tl.constexpr, TILE: tl.constexpr,
+    SINKS: tl.constexpr, ROWS_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A run of the rows with few queries: their outputs, or parts [programs,capacity,lines,D] until a row is whole.
+
+    A program's part 0 is the merged beginning of the last row in its run, the others are splits of the first row.
+    """
+    total = tl.load(work_ptr + rows) * KV_HEADS
+    run = tl.maximum((total + tl.num_programs(0) - 1) // tl.num_programs(0), 1)
+    item = tl.program_id(0) * run
+    stop = tl.minimum(item + run, total)
+    row = row_of(work_ptr, rows, item // KV_HEADS, ROWS_BLOCK)
+    slot = tl.arange(0, TILE)
+    column = tl.arange(0, DIM_BLOCK)[None, :]
+    while item < stop:
+        base = tl.load(work_ptr + row)
+        count = tl.load(work_ptr + row + 1) - base  # splits of the row; none: it is another kernel's
+        if count > 0:
+            base *= KV_HEADS
+            kv_head = (item - base) // count
+            base += kv_head * count
+            first, last = item - base, tl.minimum(count, stop - base)  # of its splits, those in this run
+            start = tl.load(start_ptr + row)
+            queries = tl.load(start_ptr + row + 1) - start
+            end = tl.load(len_ptr + row)
+            first_key = tl.maximum(end - queries + 1 - WINDOW, 0) if WINDOW > 0 else 0
+            query = slot // GROUP
+            head = kv_head * GROUP + slot % GROUP
+            valid = query < queries
+            inside = valid[:, None] & (column < DIM)
+            token = (start + query).to(tl.int64)
+            q = tl.load(q_ptr + token[:, None] * q_stride + head[:, None] * DIM + column, mask=inside, other=0.0)
+            step = tl.where(first == 0, last, 1)
+            for split in range(first, last, step):
+                beginning = first_key // SPLIT + split
+                acc, row_max, row_sum = attend(
+                    q, end - queries + query, k_ptr + kv_head * page_stride, v_ptr + kv_head * page_stride,
+                    table_ptr + row.to(tl.int64) * table_stride, beginning, beginning + step, first_key, end,
+                    scale, softcap, KV_HEADS, DIM, PAGE, WINDOW, SPLIT, KEYS, DIM_BLOCK, CAPPED,
+                )  # fmt: skip
+                if step == count:
+                    out = finished(acc, row_max, row_sum, sinks_ptr, head, valid, v_scale, SINKS)
+                    offset = (token * (GROUP * KV_HEADS) + head)[:, None] * DIM + column
+                    tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=inside)
+                else:
+                    part = tl.program_id(0).to(tl.int64) * capacity + tl.where(first == 0, 0, 1 + split - first)
+                    line = part * lines + slot
+                    tl.store(part_ptr + line[:, None] * DIM + column, acc, mask=inside)
+                    tl.store(max_ptr + line, row_max, mask=valid)
+                    tl.store(sum_ptr + line, row_sum, mask=valid)
+            if last - first < count:
+                counter = work_ptr + 2 * rows + 2 + row * KV_HEADS + kv_head
+                if is_last_of(counter, last - first, count):
+                    merge_parts(
+                        part_ptr, max_ptr, sum_ptr, out_ptr, sinks_ptr, base, count, run, capacity, lines, start,
+                        queries, kv_head, v_scale, GROUP, KV_HEADS, DIM, DIM_BLOCK, SINKS, GROUP_BLOCK,
+                    )  # fmt: skip
+            item = base + last
+            if last == count:
+                row += (kv_head + 1) // KV_HEADS
         else:
-            high = middle
-    return low - 1
+            row += 1
+
+
+@triton.jit
+def merge_parts(
+    part_ptr, max_ptr, sum_ptr, out_ptr, sinks_ptr, base, count, run, capacity, lines, start, queries, kv_head, v_scale,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, SINKS: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of one row and KV head, whose first split is item `base` of all, in ascending order."""
+    slot, column = tl.arange(0, GROUP_BLOCK), tl.arange(0, DIM_BLOCK)[None, :]
+    valid = slot < GROUP
+    inside = valid[:, None] & (column < DIM)
+    program = base // run
+    merged = tl.minimum(count, (program + 1) * run - base)  # splits in the first part
+    for query in range(queries):
+        acc = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
+        row_max = tl.full([GROUP_BLOCK], NEG_INF, tl.float32)
+        row_sum = tl.zeros([GROUP_BLOCK], tl.float32)
+        for number in tl.range(0, count - merged + 1, num_stages=MERGE_STAGES):
+            item = base + merged + number - 1  # of a split that lies by itself
+            holder = tl.where(number == 0, program, item // run)
+            part = holder.to(tl.int64) * capacity + tl.where(number == 0, 0, 1 + item % run)
+            line = part * lines + query * GROUP + slot
+            acc, row_max, row_sum = merge(
+                acc, row_max, row_sum,
+                tl.load(part_ptr + line[:, None] * DIM + column, mask=inside, other=0.0, cache_modifier=".cg"),
+                tl.load(max_ptr + line, mask=valid, other=NEG_INF, cache_modifier=".cg"),
+                tl.load(sum_ptr + line, mask=valid, other=0.0, cache_modifier=".cg"),
+            )  # fmt: skip
+        head = kv_head * GROUP + slot
+        out = finished(acc, row_max, row_sum, sinks_ptr, head, valid, v_scale, SINKS)
+        offset = ((start + query).to(tl.int64) * (GROUP * KV_HEADS) + head)[:, None] * DIM + column
+        tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "table_stride"])
 def prefill_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, start_ptr, len_ptr, out_ptr, sinks_ptr,
+    q_ptr, k_ptr, v_ptr, table_ptr, start_ptr, len_ptr, work_ptr, out_ptr, sinks_ptr,
     rows, scale, softcap, v_scale, q_stride, table_stride, page_stride,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SPLIT: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr, CAPPED: tl.constexpr, TILE: tl.constexpr,
-    SINKS: tl.constexpr,
+    SINKS: tl.constexpr, ROWS_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries (of a row with several) that share a KV head, over all their splits."""
+    """Tiles of queries (of rows with many) that share a KV head, each over all its splits."""
     QUERIES: tl.constexpr = TILE // GROUP
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # long ones, late in their rows, come first
-    kv_head = tl.program_id(1)
-    row = row_of_tile(start_ptr, rows, tile, QUERIES)
-    start = tl.load(start_ptr + row)
-    queries = tl.load(start_ptr + row + 1) - start
-    length = tl.load(len_ptr + row)
-    first_query = (tile - (start // QUERIES + row)) * QUERIES
-    if (queries > 1) & (first_query < queries):
-        slot = tl.arange(0, TILE)
+    work_ptr += rows + 1
+    tiles = tl.load(work_ptr + rows)
+    slot = tl.arange(0, TILE)
+    column = tl.arange(0, DIM_BLOCK)[None, :]
+    for item in range(tl.program_id(0), tiles * KV_HEADS, tl.num_programs(0)):
+        tile = tiles - 1 - item // KV_HEADS  # long ones, late in their rows, come first
+        kv_head = item % KV_HEADS
+        row = row_of(work_ptr, rows, tile, ROWS_BLOCK)
+        start = tl.load(start_ptr + row)
+        queries = tl.load(start_ptr + row + 1) - start
+        length = tl.load(len_ptr + row)
+        first_query = (tile - tl.load(work_ptr + row)) * QUERIES
         query = first_query + slot // GROUP
-        is_query = (slot < QUERIES * GROUP) & (query < queries)
-        column = tl.arange(0, DIM_BLOCK)[None, :]
-        inside = is_query[:, None] & (column < DIM)
+        valid = (slot < QUERIES * GROUP) & (query < queries)
+        inside = valid[:, None] & (column < DIM)
         head = kv_head * GROUP + slot % GROUP
         token = (start + query).to(tl.int64)
         q = tl.load(q_ptr + token[:, None] * q_stride + head[:, None] * DIM + column, mask=inside, other=0.0)
-        position = length - queries + query
         end = length - queries + tl.minimum(first_query + QUERIES, queries)  # no query of the tile sees further
         first_key = tl.maximum(length - queries + first_query + 1 - WINDOW, 0) if WINDOW > 0 else 0
-        acc = tl.zeros([TILE, DIM_BLOCK], tl.float32)
-        row_max = tl.full([TILE], NEG_INF, tl.float32)
-        row_sum = tl.zeros([TILE], tl.float32)
-        for split in range(first_key // SPLIT, (end + SPLIT - 1) // SPLIT):
-            part, part_max, part_sum = attend_split(
-                q, position, k_ptr + kv_head * page_stride, v_ptr + kv_head * page_stride,
-                table_ptr + row.to(tl.int64) * table_stride, split, first_key, end, scale, softcap,
-                KV_HEADS, DIM, PAGE, WINDOW, SPLIT, KEYS, DIM_BLOCK, CAPPED,
-            )  # fmt: skip
-            acc, row_max, row_sum = merge(acc, row_max, row_sum, part, part_max, part_sum)
-        if SINKS:
-            sink = tl.load(sinks_ptr + head) * LOG2_E_IN_KERNELS
-            acc, row_sum = with_sink(acc, finite(row_max), row_sum, sink)
-        out = acc / tl.where(is_query, row_sum, 1.0)[:, None] * v_scale
+        acc, row_max, row_sum = attend(
+            q, length - queries + query, k_ptr + kv_head * page_stride, v_ptr + kv_head * page_stride,
+            table_ptr + row.to(tl.int64) * table_stride, first_key // SPLIT, (end + SPLIT - 1) // SPLIT, first_key,
+            end, scale, softcap, KV_HEADS, DIM, PAGE, WINDOW, SPLIT, KEYS, DIM_BLOCK, CAPPED,
+        )  # fmt: skip
+        out = finished(acc, row_max, row_sum, sinks_ptr, head, valid, v_scale, SINKS)
         offset = (token * (GROUP * KV_HEADS) + head)[:, None] * DIM + column
         tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a step of `tokens` of some rows is divided: sizes of tiles, programs, and scratch memory."""
+
+    keys: int
+    tile: int  # of decode
+    prompt_tile: int
+    prompt_warps: int
+    packed: int  # queries of a row up to which decode takes it
+    programs: int
+    capacity: int  # parts of a program
+    config: dict[str, Any]
+
+
+def divide(q: Tensor, cache: Tensor, block_tables: Tensor) -> Launch:
+    """From shapes and dtypes alone."""
+    (tokens, heads, dim), (rows, width), (kv_heads, page) = q.shape, block_tables.shape, cache.shape[1:3]
+    group, dim_block = heads // kv_heads, max(16, triton.next_power_of_2(dim))
+    single = q.dtype == torch.float32
+    least = triton.next_power_of_2(group)
+    tile = max(FLOAT32_TILE if single else TILE, least)
+    prompt_tile = max(PROMPT_TILE, least) if dim_block <= WIDE and not single else tile
+    config = tuned("attention", q.device.index, row_bytes=dim_block * cache.element_size(), group=group)
+    max_splits = triton.cdiv(width * page, SPLIT)
+    programs = min(config["programs"] * multiprocessors(q.device.index), rows * kv_heads * max_splits)
+    capacity = 1 + min(triton.cdiv(rows * kv_heads * max_splits, programs), max_splits)
+    packed = min(tile // group, max(1, SCRATCH // (programs * capacity * group * dim * 4))) if tokens > rows else 1
+    return Launch(
+        FLOAT32_KEYS if single else KEYS, tile, prompt_tile, WARPS * max(1, prompt_tile // TILE), packed, programs,
+        capacity, config,
+    )  # fmt: skip
+
+
+@attention.attention_work.implement("triton", device="cuda")
+def attention_work(
+    q: Tensor, k_cache: Tensor, block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, window: int
+) -> Tensor:
+    """[2 (R + 1) + R * Hk] int32, see `work_kernel`."""
+    launch, (rows, kv_heads) = divide(q, k_cache, block_tables), (len(seq_lens), k_cache.shape[1])
+    work = seq_lens.new_empty(2 * (rows + 1) + rows * kv_heads)
+    if rows:
+        work_kernel[(1,)](
+            query_start, seq_lens, work, rows, launch.packed, rows * kv_heads, window, SPLIT,
+            launch.prompt_tile // (q.shape[1] // kv_heads), triton.next_power_of_2(rows), num_warps=4, **EXACT,
+        )  # fmt: skip
+    return work
 
 
 @attention.paged_attention.implement("triton", device="cuda")
@@ -252,197 +360,37 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     bidirectional: Tensor | None = None,
+    work: Tensor | None = None,
 ) -> Tensor:
     """q may be a slice of a tensor [T, ...].  Raises NotImplementedError for bidirectional rows: those of images, which
     a GPU does not take."""
     if bidirectional is not None:
         raise NotImplementedError("attention to later keys has no kernel for this device")
-    tokens, heads, dim = q.shape
-    rows, width = block_tables.shape
-    kv_heads, page = k_cache.shape[1:3]
+    (tokens, heads, dim), rows, (kv_heads, page) = q.shape, len(seq_lens), k_cache.shape[1:3]
     out = q.new_empty(q.shape)
     if tokens == 0:
         return out
-    group = heads // kv_heads
-    keys, tile = (FLOAT32_KEYS, FLOAT32_TILE) if q.dtype == torch.float32 else (KEYS, TILE)
-    tile = max(tile, triton.next_power_of_2(group))
-    dim_block = max(16, triton.next_power_of_2(dim))
-    shape = (group, kv_heads, dim, page, window, SPLIT, keys, dim_block, softcap > 0.0, tile)
-    config = tuned("attention", q.device.index, row_bytes=dim_block * k_cache.element_size(), group=group)
+    if work is None:
+        work = attention_work(q, k_cache, block_tables, query_start, seq_lens, window)
+    launch, group = divide(q, k_cache, block_tables), heads // kv_heads
+    dim_block, rows_block = max(16, triton.next_power_of_2(dim)), triton.next_power_of_2(rows)
+    shape = (group, kv_heads, dim, page, window, SPLIT, launch.keys, dim_block, softcap > 0.0)
     scale *= 1.0 if softcap > 0.0 else LOG2_E  # capped scores are multiplied by it in the kernel
-    strides = (q.stride(0), block_tables.stride(0))
+    inputs = (q, k_cache, v_cache, block_tables, query_start, seq_lens, work)
+    outputs, strides = (out, out if sinks is None else sinks), (q.stride(0), block_tables.stride(0))
     if tokens > rows:
-        queries = tile // group
-        prefill_kernel[(tokens // queries + rows, kv_heads)](
-            q, k_cache, v_cache, block_tables, query_start, seq_lens, out, out if sinks is None else sinks,
-            rows, scale, softcap, v_scale, *strides, page * dim, *shape, sinks is not None,
-            num_warps=WARPS, num_stages=config["prefill_stages"], **EXACT,
+        tiles = tokens // (launch.prompt_tile // group) + rows
+        prefill_kernel[(min(multiprocessors(q.device.index), tiles * kv_heads),)](
+            *inputs, *outputs, rows, scale, softcap, v_scale, *strides, page * dim, *shape, launch.prompt_tile,
+            sinks is not None, rows_block, num_warps=launch.prompt_warps,
+            num_stages=launch.config["prefill_stages"], **EXACT,
         )  # fmt: skip
-    max_splits = triton.cdiv(width * page, SPLIT)
-    parts = q.new_empty((rows, max_splits, heads, dim), dtype=torch.float32)
-    maxima, row_sums = q.new_empty((2, rows, max_splits, heads), dtype=torch.float32).unbind()
-    programs = config["programs"] * multiprocessors(q.device.index)
-    decode_kernel[(min(programs, rows * kv_heads * max_splits),)](
-        q, k_cache, v_cache, block_tables, query_start, seq_lens, parts, maxima, row_sums,
-        rows, scale, softcap, *strides, max_splits, page * dim, *shape, max(ROWS_BLOCK, triton.next_power_of_2(rows)),
-        num_warps=WARPS, num_stages=config["decode_stages"], **EXACT,
-    )  # fmt: skip
-    merge_kernel[(rows, heads)](
-        parts, maxima, row_sums, query_start, seq_lens, out, out if sinks is None else sinks, max_splits, v_scale,
-        heads, dim, window, SPLIT, dim_block, sinks is not None, num_warps=1, **EXACT,
+    lines = launch.packed * group
+    parts = q.new_empty((launch.programs * launch.capacity * lines, dim), dtype=torch.float32)
+    maxima, row_sums = q.new_empty((2, triton.cdiv(len(parts), 4) * 4), dtype=torch.float32).unbind()
+    decode_kernel[(launch.programs,)](
+        *inputs, parts, maxima, row_sums, *outputs, rows, scale, softcap, v_scale, *strides, launch.capacity, lines,
+        page * dim, *shape, launch.tile, sinks is not None, rows_block, triton.next_power_of_2(group),
+        num_warps=WARPS, num_stages=launch.config["decode_stages"], **EXACT,
     )  # fmt: skip
     return out
-
-
-@triton.jit
-def to_cache(x, cache, scale):
-    """x in the cache's dtype; scaled if that is float8."""
-    if cache.dtype.element_ty == tl.float8e4nv:
-        return nearest(tl.div_rn(x.to(tl.float32), scale))
-    else:
-        return x.to(cache.dtype.element_ty)
-
-
-@triton.jit
-def store_kernel(
-    k_ptr, v_ptr, k_cache, v_cache, slot_ptr, k_stride, k_head_stride, v_stride, v_head_stride, k_scale, v_scale,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, HEADS_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Keys and values of one token into its slot."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_ptr + token)
-    head = tl.arange(0, HEADS_BLOCK)[:, None]
-    column = tl.arange(0, DIM_BLOCK)[None, :]
-    inside = (head < HEADS) & (column < DIM)
-    offset = ((slot // PAGE * HEADS + head) * PAGE + slot % PAGE) * DIM + column
-    k = tl.load(k_ptr + token * k_stride + head * k_head_stride + column, mask=inside)
-    v = tl.load(v_ptr + token * v_stride + head * v_head_stride + column, mask=inside)
-    tl.store(k_cache + offset, to_cache(k, k_cache, k_scale), mask=inside)
-    tl.store(v_cache + offset, to_cache(v, v_cache, v_scale), mask=inside)
-
-
-@attention.store_kv.implement("triton", device="cuda")
-def store_kv(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> None:
-    """k and v may be slices of one tensor [T, ...]."""
-    tokens, heads, dim = k.shape
-    if tokens:
-        heads_block, dim_block = triton.next_power_of_2(heads), triton.next_power_of_2(dim)
-        store_kernel[(tokens,)](
-            k, v, k_cache, v_cache, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1), k_scale, v_scale,
-            heads, dim, k_cache.shape[2], heads_block, dim_block, num_warps=warps(heads_block * dim_block), **EXACT,
-        )  # fmt: skip
-
-
-@triton.jit
-def prepared_heads(
-    x_ptr, weight_ptr, eps, head, column, inside, cos, sin,
-    DIM: tl.constexpr, ROT: tl.constexpr, NORM: tl.constexpr, COUNT: tl.constexpr, INTERLEAVED: tl.constexpr,
-    STRIDE: tl.constexpr,
-):  # fmt: skip
-    """COUNT heads [H,1] x elements [1,D] of x_ptr, heads STRIDE apart, normed, rounded to their dtype, rotated: [H,D]
-    float32.
-
-    NORM: 0 none, 1 of each head, 2 of all heads together, 3 of each head after the rotation.
-    """
-    first, partner_column, _ = pairing(column, ROT, INTERLEAVED)
-    x = tl.load(x_ptr + head * STRIDE + column, mask=inside, other=0.0).to(tl.float32)
-    partner = tl.load(x_ptr + head * STRIDE + partner_column, mask=inside, other=0.0).to(tl.float32)
-    if (NORM == 1) | (NORM == 2):
-        square = tl.sum(x * x, 1)
-        if NORM == 2:
-            root = tl.rsqrt(tl.sum(square, 0) / (COUNT * DIM) + eps)
-            weight_row = weight_ptr + head * DIM
-        else:
-            root = tl.rsqrt(square / DIM + eps)[:, None]
-            weight_row = weight_ptr + head * 0
-        weight = tl.load(weight_row + column, mask=inside, other=0.0).to(tl.float32)
-        partner_weight = tl.load(weight_row + partner_column, mask=inside, other=0.0).to(tl.float32)
-        x = (x * root * weight).to(x_ptr.dtype.element_ty).to(tl.float32)
-        partner = (partner * root * partner_weight).to(x_ptr.dtype.element_ty).to(tl.float32)
-    x = tl.where(column < ROT, rotate(x, partner, cos, sin, first), x)
-    if NORM == 3:
-        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
-        root = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
-        x = x * root * tl.load(weight_ptr + column, mask=column < DIM, other=0.0).to(tl.float32)
-    return x
-
-
-@triton.jit
-def norm_rope_store_kernel(
-    qkv_ptr, q_weight, k_weight, eps, table_ptr, position_ptr, k_cache, v_cache, slot_ptr, q_out, qkv_stride,
-    k_scale, v_scale,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, ROT: tl.constexpr, PAGE: tl.constexpr,
-    NORM: tl.constexpr, INTERLEAVED: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
-    DIM_BLOCK: tl.constexpr, Q_STRIDE: tl.constexpr,
-):  # fmt: skip
-    """One token: its queries out, its keys and values into their slot."""
-    token = tl.program_id(0).to(tl.int64)
-    qkv = qkv_ptr + token * qkv_stride
-    column = tl.arange(0, DIM_BLOCK)[None, :]
-    _, _, angle = pairing(column, ROT, INTERLEAVED)
-    row = table_ptr + tl.load(position_ptr + token) * ROT
-    cos = tl.load(row + angle, mask=column < ROT, other=1.0)
-    sin = tl.load(row + ROT // 2 + angle, mask=column < ROT, other=0.0)
-    head = tl.arange(0, Q_BLOCK)[:, None]
-    inside = (head < Q_HEADS) & (column < DIM)
-    q = prepared_heads(
-        qkv, q_weight, eps, head, column, inside, cos, sin, DIM, ROT, NORM, Q_HEADS, INTERLEAVED,
-        Q_STRIDE,
-    )  # fmt: skip
-    tl.store(q_out + (token * Q_HEADS + head) * DIM + column, q.to(q_out.dtype.element_ty), mask=inside)
-    slot = tl.load(slot_ptr + token)
-    head = tl.arange(0, K_BLOCK)[:, None]
-    inside = (head < K_HEADS) & (column < DIM)
-    k = prepared_heads(
-        qkv + Q_HEADS * Q_STRIDE, k_weight, eps, head, column, inside, cos, sin, DIM, ROT, NORM, K_HEADS, INTERLEAVED,
-        DIM,
-    )  # fmt: skip
-    v = tl.load(qkv + Q_HEADS * Q_STRIDE + (K_HEADS + head) * DIM + column, mask=inside)
-    offset = ((slot // PAGE * K_HEADS + head) * PAGE + slot % PAGE) * DIM + column
-    # rounded to the dtype of the projection first, as a key that is stored by itself
-    tl.store(k_cache + offset, to_cache(k.to(qkv_ptr.dtype.element_ty), k_cache, k_scale), mask=inside)
-    tl.store(v_cache + offset, to_cache(v, v_cache, v_scale), mask=inside)
-
-
-@attention.norm_rope_store.implement("triton", device="cuda")
-def norm_rope_store(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    table: Tensor,
-    positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    interleaved: bool = False,
-    norm_last: bool = False,
-    gated: bool = False,
-) -> Tensor:
-    """As the reference, but for the order of the norm's sum."""
-    tokens, (kv_heads, page, dim) = qkv.shape[0], k_cache.shape[1:]
-    heads = (qkv.shape[1] // dim - 2 * kv_heads) // (2 if gated else 1)
-    q = qkv.new_empty(tokens, heads, dim)
-    norm = 0 if q_weight is None else 2 if len(q_weight) != dim else 1
-    if norm_last and norm == 2:
-        raise ValueError("norm_rope_store: a norm after the rotation is of each head")
-    if tokens:
-        q_block, dim_block = triton.next_power_of_2(heads), triton.next_power_of_2(dim)
-        norm_rope_store_kernel[(tokens,)](
-            qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, eps, table, positions,
-            k_cache, v_cache, slot_mapping, q, qkv.stride(0), k_scale, v_scale,
-            heads, kv_heads, dim, table.shape[1], page, 3 if norm and norm_last else norm, interleaved,
-            q_block, triton.next_power_of_2(kv_heads), dim_block, 2 * dim if gated else dim,
-            num_warps=warps(q_block * dim_block), **EXACT,
-        )  # fmt: skip
-    return q

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokserve.ops import sampling
-from tokserve.ops.triton.launch import EXACT, warps
+from tokserve.ops.triton.launch import EXACT, is_last_of, warps
 from tokserve.ops.triton.sampling import ordered
 
 SLICE = 4096  # vocabulary entries of one program
@@ -126,13 +126,6 @@ def is_searched(top_k, top_p, width, MASS: tl.constexpr, MAX_K: tl.constexpr):
     return ((top_p < 1.0) & ((top_k > MAX_K) | (limited == 0))) if MASS else (limited & (top_k > MAX_K))
 
 
-@triton.jit
-def is_last(count_ptr, programs):
-    """Whether this is the last of so many programs to come here; it sees what all of them wrote before."""
-    tl.debug_barrier()
-    return tl.atomic_add(count_ptr, 1, sem="acq_rel") == programs - 1
-
-
 @triton.jit(do_not_specialize_on_alignment=["top_k_ptr", "top_p_ptr"])
 def search_kernel(
     logits_ptr, top_k_ptr, top_p_ptr, row_max_ptr, bin_ptr, count_ptr, state_ptr, width, slices,
@@ -159,9 +152,8 @@ def search_kernel(
         if SHIFT + BITS < 32:
             counted = counted & (order >> (SHIFT + BITS) == tl.load(state_ptr + PREFIX))
         tl.atomic_add(bin_ptr + ((order >> SHIFT) & ((1 << BITS) - 1)), one, mask=counted, sem="relaxed")
-        if is_last(count_ptr + row, slices):
+        if is_last_of(count_ptr + row, 1, slices):
             pick(bin_ptr, state_ptr, row_max, top_k, top_p, SHIFT, BITS, MASS, BINS)
-            tl.store(count_ptr + row, 0)
 
 
 @triton.jit
@@ -214,7 +206,7 @@ def ties_kernel(
         limit, kept = tl.load(state_ptr + row * STATE + LIMIT), tl.load(state_ptr + row * STATE + TIES)
         id = slice * SLICE + tl.arange(0, SLICE)
         tl.store(tie_ptr + row * slices + slice, tl.sum(ties(logits_ptr + row * width, id, width, limit), 0))
-        if is_last(count_ptr + row, slices):
+        if is_last_of(count_ptr + row, 1, slices):
             place = tl.arange(0, SLICES)
             count = tl.load(tie_ptr + row * slices + place, mask=place < slices, other=0, cache_modifier=".cg")
             up_to = tl.cumsum(count, 0)

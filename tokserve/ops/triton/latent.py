@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tokserve.ops import latent
 from tokserve.ops.dense import PackedWeight
-from tokserve.ops.triton.attention import LOG2_E, NEG_INF, SPLIT, TILE, finite, merge, merge_kernel, row_of_tile
+from tokserve.ops.triton.attention import LOG2_E, MERGE_STAGES, NEG_INF, SPLIT, TILE, finite, merge
 from tokserve.ops.triton.dense import BLOCK_K
 from tokserve.ops.triton.elementwise import pairing, rotated_heads
 from tokserve.ops.triton.launch import EXACT, addresses, tuned, warps
@@ -233,6 +233,44 @@ def latent_prefill_kernel(
         tl.store(out_ptr + place * LATENT + value, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["max_splits"])
+def latent_merge_kernel(
+    part_ptr, max_ptr, sum_ptr, start_ptr, len_ptr, out_ptr, max_splits,
+    HEADS: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr, DIM_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One query head of one row with one query: its splits in ascending order."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start = tl.load(start_ptr + row)
+    length = tl.load(len_ptr + row)
+    if tl.load(start_ptr + row + 1) - start == 1:
+        column = tl.arange(0, DIM_BLOCK)
+        acc = tl.zeros([1, DIM_BLOCK], tl.float32)
+        row_max = tl.full([1], NEG_INF, tl.float32)
+        row_sum = tl.zeros([1], tl.float32)
+        for split in tl.range(0, (length + SPLIT - 1) // SPLIT, num_stages=MERGE_STAGES):
+            offset = (row * max_splits + split) * HEADS + head + tl.arange(0, 1)
+            part = tl.load(part_ptr + offset[:, None] * DIM + column[None, :], mask=column[None, :] < DIM, other=0.0)
+            acc, row_max, row_sum = merge(
+                acc, row_max, row_sum, part, tl.load(max_ptr + offset), tl.load(sum_ptr + offset)
+            )
+        out = acc / row_sum[:, None]
+        offset = (start.to(tl.int64) * HEADS + head) * DIM + column[None, :]
+        tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=column[None, :] < DIM)
+
+
+@triton.jit
+def row_of_tile(start_ptr, rows, tile, QUERIES: tl.constexpr):
+    """The row whose queries `tile` holds, when row r's tiles begin at query_start[r] // QUERIES + r."""
+    low, high = 0, rows
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(start_ptr + middle) // QUERIES + middle <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
 @latent.latent_attention.implement("triton", device="cuda")
 def latent_attention(
     q: Tensor,
@@ -266,8 +304,8 @@ def latent_attention(
         q, q_rope, cache, block_tables, query_start, seq_lens, parts, maxima, row_sums, scale, stride, max_splits,
         *shape, **options,
     )  # fmt: skip
-    merge_kernel[(rows, heads)](
-        parts, maxima, row_sums, query_start, seq_lens, out, out, max_splits, 1.0, heads, size, 0, SPLIT, blocks[0],
-        False, num_warps=1, **EXACT,
+    latent_merge_kernel[(rows, heads)](
+        parts, maxima, row_sums, query_start, seq_lens, out, max_splits, heads, size, SPLIT, blocks[0],
+        num_warps=1, **EXACT,
     )  # fmt: skip
     return out

@@ -1,0 +1,169 @@
+"""Keys and values into the paged cache on the GPU: alone, or with the norms and rotations of their projection.
+
+A program per token; the arithmetic is that of the norm and the rotation by themselves, roundings included.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokserve.ops import attention
+from tokserve.ops.triton.elementwise import pairing, rotate
+from tokserve.ops.triton.float8 import nearest
+from tokserve.ops.triton.launch import EXACT, warps
+
+
+@triton.jit
+def to_cache(x, cache, scale):
+    """x in the cache's dtype; scaled if that is float8."""
+    if cache.dtype.element_ty == tl.float8e4nv:
+        return nearest(tl.div_rn(x.to(tl.float32), scale))
+    else:
+        return x.to(cache.dtype.element_ty)
+
+
+@triton.jit
+def store_kernel(
+    k_ptr, v_ptr, k_cache, v_cache, slot_ptr, k_stride, k_head_stride, v_stride, v_head_stride, k_scale, v_scale,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, HEADS_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of one token into its slot."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + token)
+    head = tl.arange(0, HEADS_BLOCK)[:, None]
+    column = tl.arange(0, DIM_BLOCK)[None, :]
+    inside = (head < HEADS) & (column < DIM)
+    offset = ((slot // PAGE * HEADS + head) * PAGE + slot % PAGE) * DIM + column
+    k = tl.load(k_ptr + token * k_stride + head * k_head_stride + column, mask=inside)
+    v = tl.load(v_ptr + token * v_stride + head * v_head_stride + column, mask=inside)
+    tl.store(k_cache + offset, to_cache(k, k_cache, k_scale), mask=inside)
+    tl.store(v_cache + offset, to_cache(v, v_cache, v_scale), mask=inside)
+
+
+@attention.store_kv.implement("triton", device="cuda")
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """k and v may be slices of one tensor [T, ...]."""
+    tokens, heads, dim = k.shape
+    if tokens:
+        heads_block, dim_block = triton.next_power_of_2(heads), triton.next_power_of_2(dim)
+        store_kernel[(tokens,)](
+            k, v, k_cache, v_cache, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1), k_scale, v_scale,
+            heads, dim, k_cache.shape[2], heads_block, dim_block, num_warps=warps(heads_block * dim_block), **EXACT,
+        )  # fmt: skip
+
+
+@triton.jit
+def prepared_heads(
+    x_ptr, weight_ptr, eps, head, column, inside, cos, sin,
+    DIM: tl.constexpr, ROT: tl.constexpr, NORM: tl.constexpr, COUNT: tl.constexpr, INTERLEAVED: tl.constexpr,
+    STRIDE: tl.constexpr,
+):  # fmt: skip
+    """COUNT heads [H,1] x elements [1,D] of x_ptr, heads STRIDE apart, normed, rounded to their dtype, rotated: [H,D]
+    float32.
+
+    NORM: 0 none, 1 of each head, 2 of all heads together, 3 of each head after the rotation.
+    """
+    first, partner_column, _ = pairing(column, ROT, INTERLEAVED)
+    x = tl.load(x_ptr + head * STRIDE + column, mask=inside, other=0.0).to(tl.float32)
+    partner = tl.load(x_ptr + head * STRIDE + partner_column, mask=inside, other=0.0).to(tl.float32)
+    if (NORM == 1) | (NORM == 2):
+        square = tl.sum(x * x, 1)
+        if NORM == 2:
+            root = tl.rsqrt(tl.sum(square, 0) / (COUNT * DIM) + eps)
+            weight_row = weight_ptr + head * DIM
+        else:
+            root = tl.rsqrt(square / DIM + eps)[:, None]
+            weight_row = weight_ptr + head * 0
+        weight = tl.load(weight_row + column, mask=inside, other=0.0).to(tl.float32)
+        partner_weight = tl.load(weight_row + partner_column, mask=inside, other=0.0).to(tl.float32)
+        x = (x * root * weight).to(x_ptr.dtype.element_ty).to(tl.float32)
+        partner = (partner * root * partner_weight).to(x_ptr.dtype.element_ty).to(tl.float32)
+    x = tl.where(column < ROT, rotate(x, partner, cos, sin, first), x)
+    if NORM == 3:
+        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
+        root = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+        x = x * root * tl.load(weight_ptr + column, mask=column < DIM, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def norm_rope_store_kernel(
+    qkv_ptr, q_weight, k_weight, eps, table_ptr, position_ptr, k_cache, v_cache, slot_ptr, q_out, qkv_stride,
+    k_scale, v_scale,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, ROT: tl.constexpr, PAGE: tl.constexpr,
+    NORM: tl.constexpr, INTERLEAVED: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr, Q_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """One token: its queries out, its keys and values into their slot."""
+    token = tl.program_id(0).to(tl.int64)
+    qkv = qkv_ptr + token * qkv_stride
+    column = tl.arange(0, DIM_BLOCK)[None, :]
+    _, _, angle = pairing(column, ROT, INTERLEAVED)
+    row = table_ptr + tl.load(position_ptr + token) * ROT
+    cos = tl.load(row + angle, mask=column < ROT, other=1.0)
+    sin = tl.load(row + ROT // 2 + angle, mask=column < ROT, other=0.0)
+    head = tl.arange(0, Q_BLOCK)[:, None]
+    inside = (head < Q_HEADS) & (column < DIM)
+    q = prepared_heads(
+        qkv, q_weight, eps, head, column, inside, cos, sin, DIM, ROT, NORM, Q_HEADS, INTERLEAVED,
+        Q_STRIDE,
+    )  # fmt: skip
+    tl.store(q_out + (token * Q_HEADS + head) * DIM + column, q.to(q_out.dtype.element_ty), mask=inside)
+    slot = tl.load(slot_ptr + token)
+    head = tl.arange(0, K_BLOCK)[:, None]
+    inside = (head < K_HEADS) & (column < DIM)
+    k = prepared_heads(
+        qkv + Q_HEADS * Q_STRIDE, k_weight, eps, head, column, inside, cos, sin, DIM, ROT, NORM, K_HEADS, INTERLEAVED,
+        DIM,
+    )  # fmt: skip
+    v = tl.load(qkv + Q_HEADS * Q_STRIDE + (K_HEADS + head) * DIM + column, mask=inside)
+    offset = ((slot // PAGE * K_HEADS + head) * PAGE + slot % PAGE) * DIM + column
+    # rounded to the dtype of the projection first, as a key that is stored by itself
+    tl.store(k_cache + offset, to_cache(k.to(qkv_ptr.dtype.element_ty), k_cache, k_scale), mask=inside)
+    tl.store(v_cache + offset, to_cache(v, v_cache, v_scale), mask=inside)
+
+
+@attention.norm_rope_store.implement("triton", device="cuda")
+def norm_rope_store(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    table: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    interleaved: bool = False,
+    norm_last: bool = False,
+    gated: bool = False,
+) -> Tensor:
+    """As the reference, but for the order of the norm's sum."""
+    tokens, (kv_heads, page, dim) = qkv.shape[0], k_cache.shape[1:]
+    heads = (qkv.shape[1] // dim - 2 * kv_heads) // (2 if gated else 1)
+    q = qkv.new_empty(tokens, heads, dim)
+    norm = 0 if q_weight is None else 2 if len(q_weight) != dim else 1
+    if norm_last and norm == 2:
+        raise ValueError("norm_rope_store: a norm after the rotation is of each head")
+    if tokens:
+        q_block, dim_block = triton.next_power_of_2(heads), triton.next_power_of_2(dim)
+        norm_rope_store_kernel[(tokens,)](
+            qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, eps, table, positions,
+            k_cache, v_cache, slot_mapping, q, qkv.stride(0), k_scale, v_scale,
+            heads, kv_heads, dim, table.shape[1], page, 3 if norm and norm_last else norm, interleaved,
+            q_block, triton.next_power_of_2(kv_heads), dim_block, 2 * dim if gated else dim,
+            num_warps=warps(q_block * dim_block), **EXACT,
+        )  # fmt: skip
+    return q
