@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import msgspec
 
+from tests import documented
+
 GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
 CHAT_TOKENS, TOKENIZE, DETOKENIZE = "/v1/chat/completions/tokens", "/tokenize", "/detokenize"
 ABORTS = ("/inference/v1/abort_requests", "/abort_requests")
@@ -42,12 +44,21 @@ class Api:
         self.eos: int = engine["eos_token_ids"][0]
         self.model: str = model["id"]
         self.tokens_only: bool = self.config["server"]["tokens_only"]
+        if not self.other:
+            self._document = self.get("/openapi.json").json()
+            self.http.event_hooks["response"].append(self._check_documented)
 
     def __enter__(self) -> Api:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.http.close()
+
+    def _check_documented(self, response: httpx.Response) -> None:
+        """Every reply of these tests is one that /openapi.json has."""
+        if not response.headers.get("content-type", "").startswith("text/event-stream"):
+            response.read()
+            documented.check(self._document, response)
 
     def post(self, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
         """POST JSON, or `content=`."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 from pathlib import Path
 
 import msgspec
 from pydantic import BaseModel
 
 from tokserve.cli.options import add_flags
-from tokserve.server.app import ENDPOINTS, INTROSPECTION
-from tokserve.server.openapi import Endpoint
+from tokserve.server.app import ENDPOINTS
+from tokserve.server.endpoint import Endpoint
 from tokserve.server.sglang.routes import ENDPOINTS as SGLANG
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -61,20 +60,18 @@ def routes_page() -> str:
 
 
 def _route(endpoint: Endpoint) -> str:
-    summary = (inspect.getdoc(endpoint.handler) or "").partition("\n")[0]
-    _, colon, text = summary.partition(": ")
     kinds = [
         word
         for word, holds in (
             ("control", endpoint.control),
-            ("guarded", endpoint.path in INTROSPECTION),
+            ("guarded", endpoint.guarded),
             ("text", endpoint.text),
         )
         if holds
     ]
     path = endpoint.path.replace(":path}", "}")
     return (
-        f"| {', '.join(endpoint.methods)} `{path}` | {text if colon else ''} | {_fields(endpoint.body)} "
+        f"| {', '.join(endpoint.methods)} `{path}` | {endpoint.summary} | {_fields(endpoint.body)} "
         f"| {', '.join(kinds)} |"
     )
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from tokserve.params import SamplingParams, StructuredOutputs
 from tokserve.server.app import ENDPOINTS
-from tokserve.server.openapi import Endpoint
+from tokserve.server.endpoint import Endpoint
 from tokserve.server.sglang.generate import REFUSED, SglangGenerateBody
 from tokserve.server.sglang.sampling import SglangSamplingParams
 from tokserve.server.tokens.generate import GenerateBody

@@ -10,7 +10,7 @@ from tests.e2e.server import Server
 from tests.fuzz.sizes import DEPTHS, SIZES, Case, cases, deep_cases
 from tests.hostile.attack import MIB, Scene, post
 from tokserve.server.app import ENDPOINTS
-from tokserve.server.openapi import Endpoint
+from tokserve.server.endpoint import Endpoint
 from tokserve.server.sglang.routes import ENDPOINTS as SGLANG
 
 

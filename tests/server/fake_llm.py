@@ -19,6 +19,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from tests import documented
 from tests.outputs import Output, pack
 from tokserve.admin import COMMANDS
 from tokserve.client.admin import AdminMethods
@@ -372,6 +373,9 @@ class FakeLLM(AdminMethods):
             stream.wake.set()
 
 
+DOCUMENTS: dict[Any, dict[str, Any]] = {}
+
+
 @dataclass
 class Site:
     """A fake and the app around it."""
@@ -387,7 +391,18 @@ class Site:
             async with self.client() as client:
                 return await client.request(method, path, **kwargs)
 
-        return asyncio.run(send())
+        response = asyncio.run(send())
+        documented.check(self.document(), response, without_bodies=("admin", "sglang", "trainers"))
+        return response
+
+    def document(self) -> dict[str, Any]:
+        """Its OpenAPI document; the names of models may be those of another site."""
+        config = self.llm.config
+        server = config.server
+        kind = (server.sglang_api, server.tokens_only, server.ui, config.model.runner)
+        if kind not in DOCUMENTS:
+            DOCUMENTS[kind] = self.app.openapi()
+        return DOCUMENTS[kind]
 
     def post(self, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
         return (

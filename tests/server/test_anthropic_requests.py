@@ -425,7 +425,7 @@ def test_openapi_describes_the_routes(server: Site) -> None:
     described = server.get("/openapi.json").json()
     for path in (MESSAGES, COUNT, RENDER):
         operation = described["paths"][path]["post"]
-        assert operation["responses"]["4XX"]["content"]["application/json"]["schema"]["$ref"].endswith("/MessagesError")
+        assert operation["responses"]["400"]["content"]["application/json"]["schema"]["$ref"].endswith("/MessagesError")
     schemas = described["components"]["schemas"]
     assert set(schemas["MessagesBody"]["required"]) == {"max_tokens", "messages", "model"}
     assert schemas["CountTokensBody"]["properties"]["model"]["enum"] == ["tiny", "alias"]

@@ -252,10 +252,8 @@ def test_the_model_answers_to_its_directory_and_short_name() -> None:
     assert s.post("/v1/completions", {"model": "other/tiny", "prompt": "a"}).status_code == 404
 
 
-def test_openapi_lists_every_route() -> None:
-    s = site()
-    described = s.get("/openapi.json").json()
-    assert {path.replace("{id:path}", "{id}") for path in (r.path for r in s.app.routes)} == set(described["paths"])
+def test_openapi_describes_bodies() -> None:
+    described = site().get("/openapi.json").json()
     body = described["paths"]["/inference/v1/generate"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     schemas = described["components"]["schemas"]
     assert "cache_salt" in schemas[body["$ref"].rpartition("/")[2]]["properties"]

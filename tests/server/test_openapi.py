@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 
 from tests.server.fake_llm import Site, site
+from tokserve.checkpoint import DEMO_DIR
 from tokserve.params import SamplingParams
-from tokserve.server.descriptions import EXAMPLES, FIELDS
+from tokserve.server.app import endpoints
+from tokserve.server.descriptions import EXAMPLES, FIELDS, STATUSES, TAGS
+from tokserve.server.http.auth import PUBLIC
 from tokserve.server.openapi import NUMBERS
 
 GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
@@ -16,6 +19,8 @@ PROMPTS = {
     GENERATE: {"token_ids": [5]}, CHAT: {"messages": [{"role": "user", "content": "x"}], "logprobs": True},
     COMPLETIONS: {"prompt": "x", "echo": True}, RESPONSES: {"input": "x", "include": ["message.output_text.logprobs"]},
 }  # fmt: skip
+POOLING = {"runner": "pooling", "model": str(DEMO_DIR)}
+OPTIONS: list[dict[str, Any]] = [{}, {"tokens_only": True}, POOLING, {"sglang_api": True}, {"ui": True}]
 BODIES = {GENERATE: "GenerateBody", CHAT: "ChatBody", COMPLETIONS: "CompletionBody", RESPONSES: "ResponsesBody"}
 
 
@@ -81,21 +86,45 @@ def test_the_fields_are_those_of_the_routes(schemas: dict[str, Any]) -> None:
 def test_replies_of_the_token_routes_are_described(server: Site, schemas: dict[str, Any]) -> None:
     described = server.get("/openapi.json").json()["paths"]
     content = described[GENERATE]["post"]["responses"]["200"]["content"]
-    assert set(content) == {"application/json", "text/event-stream"}
+    assert set(content) == {"application/json", "application/msgpack", "text/event-stream"}
     reply = server.post(GENERATE, PROMPTS[GENERATE] | {"sampling_params": {"max_tokens": 2}}).json()
     whole, choice = schemas["GenerateReply"], schemas["GenerateChoice"]
     assert set(whole["required"]) <= set(reply) <= set(whole["properties"])
     assert set(choice["required"]) <= set(reply["choices"][0]) <= set(choice["properties"])
 
 
-def test_every_reference_leads_somewhere(server: Site, schemas: dict[str, Any]) -> None:
-    text = json.dumps(server.get("/openapi.json").json())
-    for part in text.split('"#/components/schemas/')[1:]:
-        assert part.partition('"')[0] in schemas
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
+def test_the_document_is_of_the_routes_that_are_served(options: dict[str, Any]) -> None:
+    made = site(**options)
+    described = made.get("/openapi.json").json()
+    for part in json.dumps(described).split('"#/components/schemas/')[1:]:
+        assert part.partition('"')[0] in described["components"]["schemas"]
+    served = {e.path.replace(":path", "") for e in endpoints(made.llm.config) if e.is_served(made.llm.config)}
+    assert served == set(described["paths"])
+    assert ("/v1/chat/completions" in served) is not ({"tokens_only", "runner"} & options.keys() != set())
+    assert ("/v1/embeddings" in served) is ("runner" in options) and ("/docs" in served) is ("ui" in options)
+
+
+def test_every_route_documents_what_it_can_answer(server: Site) -> None:
+    described = server.get("/openapi.json").json()["paths"]
+    for path, operations in described.items():
+        for method, operation in operations.items():
+            statuses = set(operation["responses"])
+            assert "500" in statuses and statuses <= set(map(str, STATUSES)) | {"200"}, (method, path)
+            assert ("401" in statuses) is (path.rstrip("/") not in PUBLIC), (method, path)
+            assert operation["tags"][0] in dict(TAGS) and operation["summary"], (method, path)
+    replies = described["/v1/responses/{id}"]["get"]["responses"]
+    assert set(replies) == {"401", "404", "500"}, "this route always refuses"
+    assert {"404", "409", "413", "429", "503"} <= set(described[GENERATE]["post"]["responses"])
+    assert set(described["/metrics"]["get"]["responses"]["200"]["content"]) == {"text/plain"}
 
 
 def test_every_field_of_a_body_is_described_once(schemas: dict[str, Any]) -> None:
-    described = {name for schema in schemas.values() for name in schema.get("properties", {}) if name in FIELDS}
+    everywhere = [schemas, site(**POOLING).get("/openapi.json").json()["components"]["schemas"]]
+    described = {
+        name
+        for some in everywhere for schema in some.values() for name in schema.get("properties", {}) if name in FIELDS
+    }  # fmt: skip
     assert described == set(FIELDS), "descriptions of fields that do not exist"
     for kind in [*BODIES.values(), "SamplingParams", "StructuredOutputs", "MessagesBody", "PauseBody", "StartUpdate"]:
         for name, field in schemas[kind]["properties"].items():

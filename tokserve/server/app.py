@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Literal
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import tokserve
@@ -23,18 +24,32 @@ from tokserve.client.async_llm import AsyncLLM
 from tokserve.config import Config
 from tokserve.errors import NotFound, RequestError, RequestFailed, Unauthorized
 from tokserve.server import openapi
+from tokserve.server import reply_types as types
 from tokserve.server.admin import commands, state, weights
 from tokserve.server.anthropic import messages
 from tokserve.server.anthropic.bodies import CountTokensBody, MessagesBody
 from tokserve.server.anthropic.error_shape import ANTHROPIC
 from tokserve.server.anthropic.reply import MessagesReply
+from tokserve.server.endpoint import (
+    BODY,
+    COMMAND,
+    ENGINE,
+    HTML,
+    MISSING,
+    NEVER,
+    OCTETS,
+    POOLING,
+    PROMPT,
+    TEXT,
+    Endpoint,
+    Handler,
+)
 from tokserve.server.http import body, errors
 from tokserve.server.http.auth import Keys, route_path
 from tokserve.server.http.disconnect import ClientDisconnected
 from tokserve.server.observe import api_pages, introspection, live_requests, status_page
 from tokserve.server.observe.counters import ApiProcess
 from tokserve.server.openai import chat, completions, derender, render, responses, schemas, tokenize
-from tokserve.server.openapi import Endpoint
 from tokserve.server.pooling import classify, cohere, embeddings, rerank, score
 from tokserve.server.serving import GIVEN_ID, Serving, Trace
 from tokserve.server.sglang import routes as sglang
@@ -43,101 +58,93 @@ from tokserve.server.trainers import routes as trainers
 from tokserve.server.trainers import skyrl
 
 logger = logging.getLogger(__name__)
-Handler = Callable[[Serving, Request], Awaitable[Response]]
 
+POST, GET = ("POST",), ("GET",)
+TOKENS, CHAT = generate.GenerateBody, schemas.ChatBody
+EMBEDDINGS = (embeddings.EmbeddingReply, OCTETS)
 ENDPOINTS = (
-    Endpoint(
-        ("POST",),
-        "/inference/v1/generate",
-        generate.generate_tokens,
-        generate.GenerateBody,
-        reply=generate.GenerateReply,
-    ),
-    Endpoint(
-        ("POST",),
-        "/skyrl/v1/generate",
-        generate.generate_tokens,
-        generate.GenerateBody,
-        reply=generate.GenerateReply,
-    ),
-    Endpoint(
-        ("POST",), "/inference/v1/abort_requests", aborts.abort_requests, aborts.AbortBody, reply=aborts.AbortReply
-    ),
-    Endpoint(("POST",), "/abort_requests", aborts.abort_requests, aborts.AbortBody, reply=aborts.AbortReply),
-    Endpoint(("POST",), "/v1/chat/completions", chat.chat, schemas.ChatBody, text=True),
-    Endpoint(("POST",), "/v1/chat/completions/tokens", chat.chat_tokens, schemas.ChatBody, text=True),
-    Endpoint(("POST",), "/v1/completions", completions.completions, schemas.CompletionBody, text=True),
-    Endpoint(
-        ("POST",), "/v1/embeddings", embeddings.embeddings, embeddings.EmbeddingBody, reply=embeddings.EmbeddingReply
-    ),
-    Endpoint(("POST",), "/pooling", embeddings.vectors, embeddings.VectorsBody, reply=embeddings.VectorsReply),
-    Endpoint(("POST",), "/v2/embed", cohere.embed, cohere.CohereBody, reply=cohere.CohereReply),
-    Endpoint(("POST",), "/classify", classify.classify, classify.ClassifyBody, reply=classify.ClassifyReply),
-    *(Endpoint(("POST",), path, score.score, score.ScoreBody, reply=score.ScoreReply) for path in score.PATHS),
-    *(Endpoint(("POST",), path, rerank.rerank, rerank.RerankBody, reply=rerank.RerankReply) for path in rerank.PATHS),
-    Endpoint(("POST",), "/v1/responses", responses.create, schemas.ResponsesBody, text=True),
-    Endpoint(("GET", "DELETE"), "/v1/responses/{id}", responses.stored, text=True),
-    Endpoint(("GET",), "/v1/responses/{id}/input_items", responses.stored, text=True),
-    Endpoint(("POST",), "/v1/responses/{id}/cancel", responses.stored, text=True),
-    Endpoint(
-        ("POST",), "/v1/messages", messages.create, MessagesBody, text=True, reply=MessagesReply, errors=ANTHROPIC
-    ),
-    Endpoint(
-        ("POST",),
-        "/v1/messages/count_tokens",
-        messages.count_tokens,
-        CountTokensBody,
-        text=True,
-        reply=messages.TokenCount,
-        errors=ANTHROPIC,
-    ),
-    Endpoint(("POST",), "/v1/messages/render", messages.render, MessagesBody, text=True, errors=ANTHROPIC),
-    Endpoint(("POST",), "/v1/chat/completions/render", render.render_chat, schemas.ChatBody, text=True),
-    Endpoint(("POST",), "/v1/completions/render", render.render_completions, schemas.CompletionBody, text=True),
-    Endpoint(("POST",), "/v1/chat/completions/derender", derender.derender_chat, derender.DerenderChatBody, text=True),
-    Endpoint(
-        ("POST",), "/v1/completions/derender", derender.derender_completions, derender.DerenderCompletionBody, text=True
-    ),
-    Endpoint(("GET",), "/tokenizer_info", render.describe, text=True),
-    Endpoint(("POST",), "/tokenize", tokenize.tokenize, schemas.TokenizeBody, text=True),
-    Endpoint(("POST",), "/detokenize", tokenize.detokenize, schemas.DetokenizeBody, text=True),
-    Endpoint(("GET",), "/v1/models", introspection.models),
-    Endpoint(("GET",), "/v1/models/{id:path}", introspection.model),
-    Endpoint(("GET",), "/health", introspection.health),
-    Endpoint(("GET", "POST"), "/ping", introspection.health),
-    Endpoint(("GET",), "/ready", introspection.readiness, reply=introspection.Readiness),
-    Endpoint(("GET",), "/version", introspection.version),
-    Endpoint(("GET",), "/metrics", introspection.prometheus_metrics),
-    Endpoint(("GET",), "/load", introspection.load),
-    Endpoint(("GET",), "/server_info", introspection.configuration),
-    Endpoint(("GET",), "/openapi.json", introspection.openapi_schema),
-    Endpoint(("GET",), "/docs", api_pages.swagger),
-    Endpoint(("GET",), "/redoc", api_pages.redoc),
-    Endpoint(("GET",), "/liveness", state.liveness),
-    Endpoint(("GET",), "/inference/v1/state", state.state),
-    Endpoint(("GET",), "/kv_event_sources", state.kv_event_sources),
-    Endpoint(("GET",), "/is_paused", state.is_paused),
-    Endpoint(("GET",), "/is_sleeping", state.is_sleeping),
-    Endpoint(("GET",), "/weight_info", weights.served_weights),
-    Endpoint(("GET",), "/get_world_size", state.get_world_size),
+    Endpoint(POST, "/inference/v1/generate", generate.generate_tokens, TOKENS, reply=generate.GenerateReply,
+             runner="generate"),
+    Endpoint(POST, "/skyrl/v1/generate", generate.generate_tokens, TOKENS, reply=generate.GenerateReply,
+             runner="generate"),
+    *(Endpoint(POST, path, aborts.abort_requests, aborts.AbortBody, reply=aborts.AbortReply, raises=BODY)
+      for path in ("/inference/v1/abort_requests", "/abort_requests")),
+    Endpoint(POST, "/v1/chat/completions", chat.chat, CHAT, text=True, reply=chat.ChatReply, runner="generate"),
+    Endpoint(POST, "/v1/chat/completions/tokens", chat.chat_tokens, CHAT, text=True, reply=chat.ChatReply,
+             runner="generate"),
+    Endpoint(POST, "/v1/completions", completions.completions, schemas.CompletionBody, text=True,
+             reply=completions.CompletionReply, runner="generate"),
+    Endpoint(POST, "/v1/embeddings", embeddings.embeddings, embeddings.EmbeddingBody, reply=EMBEDDINGS,
+             runner="pooling", raises=POOLING),
+    Endpoint(POST, "/pooling", embeddings.vectors, embeddings.VectorsBody, reply=(embeddings.VectorsReply, OCTETS),
+             runner="pooling", raises=POOLING),
+    Endpoint(POST, "/v2/embed", cohere.embed, cohere.CohereBody, reply=cohere.CohereReply, runner="pooling",
+             raises=POOLING),
+    Endpoint(POST, "/classify", classify.classify, classify.ClassifyBody, reply=classify.ClassifyReply,
+             runner="pooling", raises=POOLING),
+    *(Endpoint(POST, path, score.score, score.ScoreBody, reply=score.ScoreReply, runner="pooling", raises=POOLING)
+      for path in score.PATHS),
+    *(Endpoint(POST, path, rerank.rerank, rerank.RerankBody, reply=rerank.RerankReply, runner="pooling",
+               raises=POOLING) for path in rerank.PATHS),
+    Endpoint(POST, "/v1/responses", responses.create, schemas.ResponsesBody, text=True,
+             reply=responses.ResponsesReply, runner="generate"),
+    Endpoint(("GET", "DELETE"), "/v1/responses/{id}", responses.stored, text=True, raises=MISSING),
+    Endpoint(GET, "/v1/responses/{id}/input_items", responses.stored, text=True, raises=MISSING),
+    Endpoint(POST, "/v1/responses/{id}/cancel", responses.stored, text=True, raises=MISSING),
+    Endpoint(POST, "/v1/messages", messages.create, MessagesBody, text=True, reply=MessagesReply, errors=ANTHROPIC,
+             runner="generate"),
+    Endpoint(POST, "/v1/messages/count_tokens", messages.count_tokens, CountTokensBody, text=True,
+             reply=messages.TokenCount, errors=ANTHROPIC, raises=PROMPT),
+    Endpoint(POST, "/v1/messages/render", messages.render, MessagesBody, text=True, reply=render.Rendered,
+             errors=ANTHROPIC, raises=PROMPT),
+    Endpoint(POST, "/v1/chat/completions/render", render.render_chat, CHAT, text=True, reply=render.Rendered,
+             raises=PROMPT),
+    Endpoint(POST, "/v1/completions/render", render.render_completions, schemas.CompletionBody, text=True,
+             reply=list[render.Rendered], raises=PROMPT),
+    Endpoint(POST, "/v1/chat/completions/derender", derender.derender_chat, derender.DerenderChatBody, text=True,
+             reply=chat.ChatReply, raises=PROMPT),
+    Endpoint(POST, "/v1/completions/derender", derender.derender_completions, derender.DerenderCompletionBody,
+             text=True, reply=completions.CompletionReply, raises=PROMPT),
+    Endpoint(GET, "/tokenizer_info", render.describe, text=True, reply=render.TokenizerDescription),
+    Endpoint(POST, "/tokenize", tokenize.tokenize, schemas.TokenizeBody, text=True, reply=tokenize.TokenizeReply,
+             raises=PROMPT),
+    Endpoint(POST, "/detokenize", tokenize.detokenize, schemas.DetokenizeBody, text=True,
+             reply=tokenize.DetokenizeReply, raises=PROMPT),
+    Endpoint(GET, "/v1/models", introspection.models, reply=introspection.ModelList),
+    Endpoint(GET, "/v1/models/{id:path}", introspection.model, reply=introspection.ModelCard, raises=ENGINE | MISSING),
+    Endpoint(GET, "/health", introspection.health, reply=types.Nothing, query=(("deep", bool),)),
+    Endpoint(("GET", "POST"), "/ping", introspection.health, reply=types.Nothing, query=(("deep", bool),)),
+    Endpoint(GET, "/ready", introspection.readiness, reply=introspection.Readiness,
+             also=((503, introspection.Readiness),)),
+    Endpoint(GET, "/version", introspection.version, reply=types.Version, raises=NEVER),
+    Endpoint(GET, "/metrics", introspection.prometheus_metrics, reply=TEXT, guarded=True),
+    Endpoint(GET, "/load", introspection.load, reply=types.Load, guarded=True),
+    Endpoint(GET, "/server_info", introspection.configuration, reply=types.JsonObject, guarded=True,
+             raises=ENGINE | {400}, query=(("config_format", Literal["json", "text"]),)),
+    Endpoint(GET, "/openapi.json", introspection.openapi_schema, reply=types.JsonObject, raises=NEVER),
+    Endpoint(GET, "/docs", api_pages.swagger, reply=HTML, page=True, raises=NEVER),
+    Endpoint(GET, "/redoc", api_pages.redoc, reply=HTML, page=True, raises=NEVER),
+    Endpoint(GET, "/liveness", state.liveness, reply=types.Nothing),
+    Endpoint(GET, "/inference/v1/state", state.state, reply=types.State, guarded=True),
+    Endpoint(GET, "/kv_event_sources", state.kv_event_sources, reply=list[types.JsonObject], guarded=True),
+    Endpoint(GET, "/is_paused", state.is_paused, reply=types.IsPaused, guarded=True),
+    Endpoint(GET, "/is_sleeping", state.is_sleeping, reply=types.IsSleeping, guarded=True),
+    Endpoint(GET, "/weight_info", weights.served_weights, reply=types.ServedWeights, guarded=True, raises=COMMAND,
+             query=(("checksum", bool), ("tensors", bool))),
+    Endpoint(GET, "/get_world_size", state.get_world_size, reply=types.WorldSize, query=(("include_dp", bool),)),
     *(
-        Endpoint(("POST",), path, handler, kind, control=True)
-        for path, handler, kind in (
+        Endpoint(POST, path, handler, kind, control=True, reply=reply)
+        for path, handler, kind, reply in (
             *commands.routes(collective_rpc=skyrl.collective_rpc),
-            ("/update_weights", weights.update_weights, weights.UpdateBody),
-            ("/weight_checker", weights.weight_checker, weights.CheckerBody),
+            ("/update_weights", weights.update_weights, weights.UpdateBody, types.Done),
+            ("/weight_checker", weights.weight_checker, weights.CheckerBody, types.Checksums),
             *trainers.ROUTES,
         )
     ),
-    Endpoint(
-        ("GET",), "/inference/v1/requests", live_requests.list_requests, reply=live_requests.LiveRequests, control=True
-    ),
-    Endpoint(("GET",), "/", status_page.page),
-)
-INTROSPECTION = frozenset({
-    "/server_info", "/metrics", "/load", "/weight_info", "/is_paused", "/is_sleeping", "/inference/v1/state",
-    "/kv_event_sources",
-})  # fmt: skip
+    Endpoint(GET, "/inference/v1/requests", live_requests.list_requests, reply=live_requests.LiveRequests,
+             control=True, query=(("limit", int),)),
+    Endpoint(GET, "/", status_page.page, reply=HTML, page=True, raises=NEVER),
+)  # fmt: skip
 CONTROL = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.control)
 SGLANG_PATHS = frozenset(endpoint.path for endpoint in sglang.ENDPOINTS)
 
@@ -149,14 +156,24 @@ def endpoints(config: Config) -> tuple[Endpoint, ...]:
     return (*(endpoint for endpoint in ENDPOINTS if endpoint.path not in SGLANG_PATHS), *sglang.ENDPOINTS)
 
 
+class EndpointRoute(APIRoute):
+    """A route of FastAPI whose handler gets the request as it is: it reads the body itself, with msgspec, and makes
+    its reply.  What FastAPI is told of body and replies is for the document."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
+        return handler
+
+
 class Api(FastAPI):
-    """FastAPI with /openapi.json made from `ENDPOINTS`."""
+    """FastAPI, with the schemas of bodies and replies in its OpenAPI document."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
             serving = self.state.serving
             names = None if serving.config.lora.enable_lora else serving.names
-            self.openapi_schema = openapi.schema(endpoints(serving.config), tokserve.__version__, names)
+            served = [endpoint for endpoint in endpoints(serving.config) if endpoint.is_served(serving.config)]
+            self.openapi_schema = openapi.document(super().openapi(), served, names)
         return self.openapi_schema
 
 
@@ -176,7 +193,7 @@ def build_app(
     several API processes this is.  `trace`: makes an observer for each request from its headers.
     """
     app = Api(
-        title="tokserve", version=tokserve.__version__, openapi_url=None,
+        title="tokserve", version=tokserve.__version__, openapi_url=None, openapi_tags=openapi.TAGS,
         telemetry={"tracing": False, "metrics": False, "logs": False},  # FastAPI's; ours are in `tracing` and `metrics`
     )  # fmt: skip
     app.state.draining = False
@@ -187,34 +204,40 @@ def build_app(
         _ = serving.tool_format, serving.thinking  # raises StartError now instead of at the first request
         if serving.template.sources is None:
             logger.warning("the model has no chat template: chat is refused; --chat-template gives one")
-    app.router.routes.extend(_routes(serving))
+    table = endpoints(config)
+    for endpoint in table:
+        _add_route(app, serving, endpoint)
     server = config.server
     hosts = server.allowed_hosts
     keys = Keys(
         server.api_key or [], server.admin_api_key or [], remote_control=server.allow_remote_control,
-        control=frozenset(endpoint.path for endpoint in endpoints(config) if endpoint.control),
+        control=frozenset(endpoint.path for endpoint in table if endpoint.control),
         hosts=None if hosts is None or "*" in hosts else hosts,
-        guarded=INTROSPECTION | sglang.INTROSPECTION if server.sglang_api else INTROSPECTION,
+        guarded=frozenset(endpoint.path for endpoint in table if endpoint.guarded),
     )  # fmt: skip
-    app.add_middleware(Guard, keys=keys)
+    app.add_middleware(Guard, keys=keys, endpoints=table)
     app.add_exception_handler(HTTPException, _http_error)
     return app
 
 
-def _routes(serving: Serving) -> Iterable[Route]:
-    for endpoint in endpoints(serving.config):
-        handler = introspection.refuse_text_route if endpoint.text and not serving.text else endpoint.handler
-        yield Route(
-            endpoint.path,
-            _with_error_responses(serving, handler, endpoint),
-            methods=endpoint.methods,
-            name=endpoint.path,
-        )
+def _add_route(app: FastAPI, serving: Serving, endpoint: Endpoint) -> None:
+    """A route for each method, as FastAPI's document has an operation for each; HEAD goes with GET."""
+    handler = introspection.refuse_text_route if endpoint.text and not serving.text else endpoint.handler
+    answer = _with_error_responses(serving, handler, endpoint)
+    for method in endpoint.methods:
+        app.router.add_api_route(
+            endpoint.path, answer, methods=[method], name=endpoint.path, response_model=None, response_class=Response,
+            status_code=200 if endpoint.replies else min(endpoint.statuses),
+            include_in_schema=endpoint.is_served(serving.config), route_class_override=EndpointRoute,
+            **openapi.route_options(endpoint, method),
+        )  # fmt: skip
+        if method == "GET":
+            app.router.add_route(endpoint.path, answer, methods=["HEAD"], include_in_schema=False)
 
 
 def _with_error_responses(
     serving: Serving, handler: Handler, endpoint: Endpoint
-) -> Callable[[Request], Awaitable[Response]]:
+) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     """The handler, with exceptions turned into responses, in a task named after the route."""
 
     async def answer(request: Request) -> Response:
@@ -249,7 +272,8 @@ def _echoed_id(request: Request) -> dict[str, str]:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's errors (no such route, wrong method) as error responses."""
     assert isinstance(error, HTTPException)
-    path, shape = request.url.path[: errors.SHOWN], _errors_of(request.url.path)
+    table = endpoints(request.app.state.serving.config)
+    path, shape = request.url.path[: errors.SHOWN], _errors_of(request.url.path, table)
     if error.status_code == 404:
         suggestion = suggest_route(request.url.path.rstrip("/"))
         hint = f"; did you mean {suggestion}?" if suggestion else ""
@@ -257,15 +281,21 @@ async def _http_error(request: Request, error: Exception) -> Response:
             hint += "; SGLang's routes need --sglang-api"
         return errors.response(NotFound(f"there is no route {path}{hint}", code="unknown_route"), None, shape)
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "another method")
+        allowed = ", ".join(_methods_at(request))
         wrong_method = errors.WrongMethod(f"{path} takes {allowed}, not {request.method}")
-        return errors.response(wrong_method, error.headers, shape)
+        return errors.response(wrong_method, {"Allow": allowed}, shape)
     return errors.response(RequestError(str(error.detail)), error.headers, shape)
 
 
-def _errors_of(path: str) -> errors.ErrorShape:
+def _methods_at(request: Request) -> list[str]:
+    """The methods that a path takes."""
+    matches = ((route, route.matches(request.scope)[0]) for route in request.app.router.routes)
+    return sorted({method for route, match in matches if match != Match.NONE for method in route.methods})
+
+
+def _errors_of(path: str, table: Sequence[Endpoint]) -> errors.ErrorShape:
     """The shape of errors at a path, which need not be a route's: that of a route it is, or is below."""
-    shapes = (route.errors for route in ENDPOINTS if path == route.path or path.startswith(route.path + "/"))
+    shapes = (route.errors for route in table if path == route.path or path.startswith(route.path + "/"))
     return next(shapes, errors.OPENAI)
 
 
@@ -287,9 +317,10 @@ def suggest_route(path: str) -> str | None:
 class Guard:
     """Middleware that refuses requests without the key that their path needs."""
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, endpoints: Sequence[Endpoint]) -> None:
         self._app = app
         self._keys = keys
+        self._endpoints = endpoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -297,7 +328,8 @@ class Guard:
                 self._keys.check(scope)
             except RequestError as error:
                 headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else None
-                await errors.response(error, headers, _errors_of(route_path(scope)))(scope, receive, send)
+                shape = _errors_of(route_path(scope), self._endpoints)
+                await errors.response(error, headers, shape)(scope, receive, send)
                 return
             if scope["path"].endswith("/") and route_path(scope):  # some trainers write routes with a slash at the end
                 scope = {**scope, "path": scope["path"].rstrip("/")}

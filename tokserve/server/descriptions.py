@@ -1,4 +1,4 @@
-"""What /openapi.json says of each field of request bodies, an example of each main body, and the groups of routes."""
+"""What /openapi.json says of fields of bodies, statuses and groups of routes, and an example of each main body."""
 
 from __future__ import annotations
 
@@ -210,5 +210,20 @@ TAGS: tuple[tuple[str, str], ...] = (  # the room of a handler, and what its rou
     ("anthropic", "Anthropic's messages."),
     ("admin", "Pause, sleep, weights, adapters."),
     ("observe", "Health, models, metrics, configuration."),
+    ("trainers", "Routes that training frameworks add to vLLM's."),
     ("sglang", "SGLang's routes."),
 )
+STATUSES: dict[int, str] = {
+    400: "A field is wrong or unknown, or this server cannot do what it asks for.",
+    401: "The API key is missing or wrong.",
+    403: "The route is not open to this caller, or under this host name.",
+    404: "There is no such model, adapter or route.",
+    408: "The body did not arrive in time.",
+    409: "The id is in use, or the state of the server does not allow it.",
+    413: "The body is over the limit.",
+    422: "The host of an image's URL does not give it.",
+    429: "The queue, or this client, has reached its limit of requests; Retry-After says when to try again.",
+    500: "It failed within the server, whose log says more; other requests are not affected.",
+    502: "Tensors or an image did not arrive from the host that was to send them.",
+    503: "The engine is gone, hung, stopping or without weights; with Retry-After, try again.",
+}

@@ -1,4 +1,4 @@
-"""Makes /openapi.json from the table of routes; bodies are msgspec structs or pydantic models.
+"""What FastAPI is told of each route, and the schemas of /openapi.json: of msgspec structs and pydantic models.
 
 Types come from the structs and models, and ranges of parameters and options from `params`.  Checks of the routes beyond
 these are repeated in the tables below, so that generated clients (and fuzzers) make bodies that are accepted.
@@ -6,23 +6,19 @@ these are repeated in the tables below, so that generated clients (and fuzzers) 
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import msgspec
 from pydantic import BaseModel
-from starlette.requests import Request
-from starlette.responses import Response
 
 from tokserve.params import SamplingParams
 from tokserve.server import descriptions
+from tokserve.server.endpoint import Content, Endpoint
 from tokserve.server.http import declared
-from tokserve.server.http.body import MAX_ID
-from tokserve.server.http.errors import OPENAI, ErrorShape
+from tokserve.server.http.body import JSON, MAX_ID, MSGPACK
 from tokserve.server.openai.tools import MAX_CALLS
-from tokserve.server.serving import Serving
 
 _REF = "#/components/schemas/{name}"
 JsonSchema = dict[str, Any]
@@ -56,102 +52,99 @@ TURNS: JsonSchema = {"type": "array", "minItems": 1, "items": {
         "role": {"enum": ["user", "assistant", "system"]}, "content": {"anyOf": [{"type": "string"}, {
             "type": "array", "items": {"type": "object", "required": ["type"], "properties": {
                 "type": {"type": "string"}}}}]}}}}  # fmt: skip
+TAGS = [{"name": name, "description": text} for name, text in descriptions.TAGS]
 ONLY_NULL = ("kv_transfer_params",)
+JSON_ONLY = "tokserve.server.sglang"  # whose replies are never msgpack
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """A route: its handler, and the types of its body and reply.
+def document(described: dict[str, Any], endpoints: Iterable[Endpoint], models: Sequence[str] | None) -> dict[str, Any]:
+    """FastAPI's document of the routes, with the schemas that they refer to.
 
-    `text`: needs a tokenizer.  `control`: a control route, for which `auth` has rules of its own.  `errors`: the shape
-    of its errors.
+    `models`: the names that the server answers to; None: they change while it serves.
     """
-
-    methods: tuple[str, ...]
-    path: str
-    handler: Callable[[Serving, Request], Awaitable[Response]]
-    body: type[msgspec.Struct] | type[BaseModel] | None = None
-    text: bool = False
-    reply: type[msgspec.Struct] | None = None
-    control: bool = False
-    errors: ErrorShape = OPENAI
-
-
-def schema(endpoints: Iterable[Endpoint], version: str, models: Sequence[str] | None) -> dict[str, Any]:
-    """The OpenAPI document.  `models`: the names that the server answers to; None: they change while it serves."""
     endpoints = list(endpoints)
-    types = [
-        kind
-        for endpoint in endpoints
-        for kind in (endpoint.body, endpoint.reply, endpoint.errors.struct)
-        if kind is not None
-    ]
-    paths: dict[str, dict[str, Any]] = {}
-    for endpoint in endpoints:
-        path = endpoint.path.replace(":path}", "}")
-        for method in endpoint.methods:
-            paths.setdefault(path, {})[method.lower()] = _operation(endpoint, method, path)
-    components = _components(types, models)
+    components = _components(endpoints, models)
     bodies = {endpoint.body.__name__ for endpoint in endpoints if endpoint.body is not None}
-    for name in bodies | {"SamplingParams", "StructuredOutputs"}:
+    for name in (bodies | {"SamplingParams", "StructuredOutputs"}) & components.keys():
         _describe(name, components[name])
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "tokserve", "version": version},
-        "tags": [{"name": name, "description": text} for name, text in descriptions.TAGS],
-        "paths": paths,
-        "components": {"schemas": components},
-    }
+    return described | {"components": {"schemas": components}}
 
 
-def _operation(endpoint: Endpoint, method: str, path: str) -> dict[str, Any]:
-    error = {"description": "Error", "content": _content(endpoint.errors.struct)}
-    operation: dict[str, Any] = {
-        "tags": [endpoint.handler.__module__.split(".")[2]],
-        "summary": _summary(endpoint) or path,
-        "operationId": f"{method.lower()}{path}".replace("/", "_"),
-        "responses": {"200": _answer(endpoint), "4XX": error, "5XX": error},
-    }
+def route_options(endpoint: Endpoint, method: str) -> dict[str, Any]:
+    """What FastAPI is told of a route, for its document; bodies and replies are read and made by the handler."""
+    path = endpoint.path.replace(":path}", "}")
+    parameters: list[JsonSchema] = []
     if "{" in path:
-        operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
-    if endpoint.body is not None:
+        parameters.append({"name": "id", "in": "path", "required": True, "schema": {"type": "string"}})
+    parameters += [{"name": name, "in": "query", "schema": _schema(kind)} for name, kind in endpoint.query]
+    extra: dict[str, Any] = {"parameters": parameters} if parameters else {}
+    if endpoint.body is not None and method != "GET":
         about = "The same fields are taken as application/msgpack."
-        operation["requestBody"] = {"required": True, "description": about, "content": _content(endpoint.body)}
-    return operation
+        content = {JSON: {"schema": _schema(endpoint.body)}}
+        extra["requestBody"] = {"required": not endpoint.control, "description": about, "content": content}
+    return {
+        "tags": [endpoint.handler.__module__.split(".")[2]],
+        "summary": endpoint.summary or path,
+        "operation_id": f"{method.lower()}{path}".replace("/", "_"),
+        "responses": _responses(endpoint),
+        "openapi_extra": extra,
+    }
 
 
-def _summary(endpoint: Endpoint) -> str:
-    """What a handler's docstring says after the route."""
-    line = (inspect.getdoc(endpoint.handler) or "").partition("\n")[0]
-    return line.partition(": ")[2] or line
+def _responses(endpoint: Endpoint) -> dict[int | str, dict[str, Any]]:
+    error = _content([endpoint.errors.struct])
+    responses: dict[int | str, dict[str, Any]] = {
+        status: {"description": descriptions.STATUSES[status], "content": error} for status in endpoint.statuses
+    }
+    for status, reply in endpoint.also:
+        known = [endpoint.errors.struct] if status in endpoint.statuses else []
+        responses[status] = {"description": descriptions.STATUSES[status], "content": _content([*known, reply])}
+    if endpoint.replies:
+        content = _content(endpoint.replies)
+        if JSON in content and not endpoint.handler.__module__.startswith(JSON_ONLY):
+            content[MSGPACK] = content[JSON]
+        if endpoint.streams:
+            content["text/event-stream"] = {"schema": {"type": "string"}}
+        responses[200] = {"description": "OK"} | ({"content": content} if content else {})
+    return dict(sorted(responses.items(), key=lambda entry: int(entry[0])))
 
 
-def _answer(endpoint: Endpoint) -> JsonSchema:
-    if endpoint.reply is None:
-        return {"description": "OK"}
-    body = endpoint.body
-    streams = body is not None and issubclass(body, msgspec.Struct) and "stream" in body.__struct_fields__
-    content = _content(endpoint.reply) | ({"text/event-stream": {"schema": {"type": "string"}}} if streams else {})
-    return {"description": "OK", "content": content}
+def _content(replies: Iterable[Any]) -> dict[str, Any]:
+    """The forms of a reply by media type."""
+    replies = list(replies)
+    schemas = [_schema(reply) for reply in replies if not isinstance(reply, Content)]
+    content: dict[str, Any] = {reply.media: {"schema": {"type": "string"}} for reply in replies
+                               if isinstance(reply, Content) and reply.media}  # fmt: skip
+    if schemas:
+        content[JSON] = {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}
+    return content
 
 
-def _content(body: type[Any]) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": _REF.format(name=body.__name__)}}}
+@cache
+def _schema(kind: Any) -> JsonSchema:
+    """The schema of a type; of structs and models a reference."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return {"$ref": _REF.format(name=kind.__name__)}
+    (schema,), _ = msgspec.json.schema_components([kind], ref_template=_REF)
+    return schema
 
 
-def _components(types: Iterable[type[Any]], models: Sequence[str] | None) -> dict[str, Any]:
-    types = list(types)
-    structs = [kind for kind in types if issubclass(kind, msgspec.Struct)]
-    _, components = msgspec.json.schema_components([*structs, SamplingParams], ref_template=_REF)
-    for model in types:
-        if issubclass(model, BaseModel):
-            described = model.model_json_schema(ref_template="#/components/schemas/{model}")
-            components.update(described.pop("$defs", {}))
-            components[model.__name__] = described
+def _components(endpoints: list[Endpoint], models: Sequence[str] | None) -> dict[str, Any]:
+    bodies = [endpoint.body for endpoint in endpoints if endpoint.body is not None]
+    models_of_bodies = [body for body in bodies if issubclass(body, BaseModel)]
+    types: list[Any] = [body for body in bodies if issubclass(body, msgspec.Struct)]
+    for endpoint in endpoints:
+        replies = (*endpoint.replies, *(reply for _, reply in endpoint.also))
+        types += [endpoint.errors.struct, *(reply for reply in replies if not isinstance(reply, Content))]
+    _, components = msgspec.json.schema_components([*types, SamplingParams], ref_template=_REF)
+    for model in models_of_bodies:
+        described = model.model_json_schema(ref_template="#/components/schemas/{model}")
+        components.update(described.pop("$defs", {}))
+        components[model.__name__] = described
     sampling = components["SamplingParams"]["properties"]
     for name, field in sampling.items():  # null is the default of every parameter
         sampling[name] = field if _or_null(field) else {"anyOf": [field, {"type": "null"}], "default": field["default"]}
-    for name in {kind.__name__ for kind in types if "body" in kind.__name__.lower()} | {"SamplingParams"}:
+    for name in {body.__name__ for body in bodies if "body" in body.__name__.lower()} | {"SamplingParams"}:
         _narrow(components[name], models)
     for name, needed in ONE_OF_REQUIRED.items():
         if name in components:

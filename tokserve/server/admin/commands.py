@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from tokserve import admin
 from tokserve.errors import EngineDead, RequestError, invalid
+from tokserve.server import reply_types
 from tokserve.server.http import body
 from tokserve.server.http.workers import off_loop
 from tokserve.server.serving import Serving
@@ -166,16 +167,25 @@ HANDLERS: dict[str, Handler] = {
 }
 
 
-def routes(**handlers: Handler) -> list[tuple[str, Handler, type[msgspec.Struct] | None]]:
-    """Path, handler and body of every POST route of a command; without parameters, no body.
+class CommandRoute(NamedTuple):
+    """A POST route of a command; `body` None: it has no parameters.  `reply`: its type."""
 
-    `handlers`: by name of the command, in the place of its own.
-    """
+    path: str
+    handler: Handler
+    body: type[msgspec.Struct] | None
+    reply: Any
+
+
+def routes(**handlers: Handler) -> list[CommandRoute]:
+    """Every route of a command.  `handlers`: by name of the command, in the place of its own."""
     table = []
     for command in admin.COMMANDS.values():
         if not command.routes:
             continue
         kind = BODIES.get(command.name, command.parameters)
         handler = (HANDLERS | handlers).get(command.name) or handler_of(command, kind)
-        table += [(path, handler, kind if kind.__struct_fields__ else None) for path in command.routes]
+        reply = reply_types.OF_COMMANDS[command.name]
+        table += [
+            CommandRoute(path, handler, kind if kind.__struct_fields__ else None, reply) for path in command.routes
+        ]
     return table

@@ -45,15 +45,27 @@ class ErrorBody(msgspec.Struct):
     error: Detail
 
 
+def detail(error: RequestError) -> Detail:
+    return Detail(error.message, error.type, error.field, error.code)
+
+
 def body(error: RequestError) -> bytes:
-    return msgspec.json.encode(ErrorBody(Detail(error.message, error.type, error.field, error.code)))
+    return msgspec.json.encode(ErrorBody(detail(error)))
 
 
 class ErrorShape(NamedTuple):
-    """The JSON shape of a route's errors: its struct, for the OpenAPI document, and what encodes an error."""
+    """The JSON shape of a route's errors: its struct, for the OpenAPI document, and what encodes an error.
+
+    `plain`: statuses that are 400 in this shape.
+    """
 
     struct: type[msgspec.Struct]
     encode: Callable[[RequestError], bytes]
+    plain: frozenset[int] = frozenset()
+
+    def status_of(self, status: int) -> int:
+        """The status that an error with this one has here."""
+        return 400 if status in self.plain else status
 
 
 OPENAI = ErrorShape(ErrorBody, body)
@@ -66,7 +78,9 @@ def response(error: RequestError, headers: Mapping[str, str] | None = None, shap
         extra["Retry-After"] = str(error.retry_after)
     if error.status == 408:  # the rest of the body would be read as the next request
         extra["Connection"] = "close"
-    return Response(shape.encode(error), status_code=error.status, headers=extra, media_type="application/json")
+    return Response(
+        shape.encode(error), status_code=shape.status_of(error.status), headers=extra, media_type="application/json"
+    )
 
 
 def renamed(error: RequestError, field: str) -> RequestError:

@@ -14,7 +14,7 @@ from tokserve.errors import Conflict, RequestError, invalid
 from tokserve.server.http import errors
 from tokserve.server.serving import Serving
 from tokserve.server.sglang import weights
-from tokserve.server.sglang.replies import answered, json, read
+from tokserve.server.sglang.replies import json, read
 
 LISTED = 10_000  # live requests that are searched for a prefix
 POLL = 0.05  # seconds between two looks at a cache that is in use
@@ -82,7 +82,6 @@ class ContinueBody(msgspec.Struct):
     torch_empty_cache: bool = False
 
 
-@answered
 async def pause_generation(serving: Serving, request: Request) -> Response:
     """POST /pause_generation: stop generating"""
     params, headers = await read(serving, request, PauseGenerationBody)
@@ -96,7 +95,6 @@ async def pause_generation(serving: Serving, request: Request) -> Response:
     return json({"message": "Generation paused successfully.", "status": "ok"}, headers)
 
 
-@answered
 async def continue_generation(serving: Serving, request: Request) -> Response:
     """POST /continue_generation: commits a weight update that came in several calls, and goes on"""
     _, headers = await read(serving, request, ContinueBody)
@@ -105,7 +103,6 @@ async def continue_generation(serving: Serving, request: Request) -> Response:
     return json({"message": "Generation continued successfully.", "status": "ok"}, headers)
 
 
-@answered
 async def abort_request(serving: Serving, request: Request) -> Response:
     """POST /abort_request: what ran ends with what it has; the reply is empty, and the same for an unknown id"""
     params, headers = await read(serving, request, AbortRequestBody)
@@ -142,7 +139,6 @@ async def _num_live(serving: Serving) -> int:
     return serving.llm.stats.running + serving.llm.stats.waiting
 
 
-@answered
 async def release_memory_occupation(serving: Serving, request: Request) -> Response:
     """POST /release_memory_occupation: release memory"""
     params, headers = await read(serving, request, MemoryBody)
@@ -157,7 +153,6 @@ async def release_memory_occupation(serving: Serving, request: Request) -> Respo
     return json(None, headers)
 
 
-@answered
 async def resume_memory_occupation(serving: Serving, request: Request) -> Response:
     """POST /resume_memory_occupation: without weights, requests wait until some are pushed"""
     params, headers = await read(serving, request, MemoryBody)
@@ -170,7 +165,6 @@ def _memory(params: MemoryBody) -> list[str]:
     return [tag for tag in MEMORY if not params.tags or tag in params.tags]
 
 
-@answered
 async def load_lora_adapter(serving: Serving, request: Request) -> Response:
     """POST /load_lora_adapter: load an adapter"""
     params, headers = await read(serving, request, LoadAdapterRouteBody)
@@ -178,7 +172,6 @@ async def load_lora_adapter(serving: Serving, request: Request) -> Response:
     return json(await _adapters(serving, f"LoRA adapter '{params.lora_name}' loaded"), headers)
 
 
-@answered
 async def unload_lora_adapter(serving: Serving, request: Request) -> Response:
     """POST /unload_lora_adapter: unload an adapter"""
     params, headers = await read(serving, request, UnloadAdapterRouteBody)
@@ -192,7 +185,6 @@ async def _adapters(serving: Serving, message: str) -> dict[str, Any]:
     return {"success": True, "message": message, "loaded_adapters": loaded}
 
 
-@answered
 async def weights_checker(serving: Serving, request: Request) -> Response:
     """POST /weights_checker: checksums in memory; `compare` is with the last `snapshot` of this API process"""
     params, headers = await read(serving, request, WeightsCheckerBody)
@@ -215,7 +207,6 @@ async def weights_checker(serving: Serving, request: Request) -> Response:
     return json(reply, headers)
 
 
-@answered
 async def start_profile(serving: Serving, request: Request) -> Response:
     """POST /start_profile: record where time goes"""
     params, headers = await read(serving, request, ProfileBody)
@@ -225,7 +216,6 @@ async def start_profile(serving: Serving, request: Request) -> Response:
     return json({"success": True, "message": "Start profiling."} | started, headers)
 
 
-@answered
 async def stop_profile(serving: Serving, request: Request) -> Response:
     """POST /stop_profile: write the trace, and say in tables where time went"""
     return json({"success": True, "message": "Stop profiling."} | await serving.llm.stop_profile())

@@ -6,8 +6,6 @@ Bodies may be absent; names that are not known are ignored and named in X-Ignore
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,23 +19,21 @@ from tokserve.server.openai import schemas
 from tokserve.server.serving import Serving
 
 T = TypeVar("T", bound=msgspec.Struct)
-Handler = Callable[[Serving, Request], Awaitable[Response]]
-PLAIN_FAILURES = (409, 502)  # 400 in this dialect
 
 
-def answered(handler: Handler) -> Handler:
-    """The handler, with `RequestError`s as this dialect's replies."""
+class SglangError(msgspec.Struct):
+    """An error as clients of SGLang's control routes receive it."""
 
-    @functools.wraps(handler)
-    async def answer(serving: Serving, request: Request) -> Response:
-        try:
-            return await handler(serving, request)
-        except RequestError as error:
-            failed = {"success": False, "message": error.message} | msgspec.json.decode(errors.body(error))
-            status = 400 if error.status in PLAIN_FAILURES else error.status
-            return Response(body.encode_json(failed), status_code=status, media_type=body.JSON)
+    success: bool
+    message: str
+    error: errors.Detail
 
-    return answer
+
+def encode(error: RequestError) -> bytes:
+    return msgspec.json.encode(SglangError(False, error.message, errors.detail(error)))
+
+
+SGLANG = errors.ErrorShape(SglangError, encode, plain=frozenset({409, 502}))
 
 
 async def read(serving: Serving, request: Request, kind: type[T]) -> tuple[T, dict[str, str]]:

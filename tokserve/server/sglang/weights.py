@@ -17,7 +17,7 @@ from tokserve.errors import Conflict, RequestError, invalid
 from tokserve.server.admin import open_updates
 from tokserve.server.http import errors
 from tokserve.server.serving import Serving
-from tokserve.server.sglang.replies import answered, json, read
+from tokserve.server.sglang.replies import json, read
 
 GROUP = "weight_update_group"  # the name of a group that has none
 FORMATS = ("auto", "safetensors")
@@ -90,7 +90,6 @@ def _check_format(load_format: str | None) -> None:
         raise invalid("load_format", f"must be one of {', '.join(FORMATS)}, got {load_format[: errors.SHOWN]!r}")
 
 
-@answered
 async def from_disk(serving: Serving, request: Request) -> Response:
     """POST /update_weights_from_disk: a complete update from a directory"""
     params, headers = await read(serving, request, DiskBody)
@@ -106,7 +105,6 @@ async def from_disk(serving: Serving, request: Request) -> Response:
     return json(done | {"weight_version": status.weight_version}, headers)
 
 
-@answered
 async def init_group(serving: Serving, request: Request) -> Response:
     """POST /init_weights_update_group: meet the trainer in a process group"""
     params, headers = await read(serving, request, GroupBody)
@@ -117,7 +115,6 @@ async def init_group(serving: Serving, request: Request) -> Response:
     return json({"success": True, "message": "Succeeded to initialize the group."}, headers)
 
 
-@answered
 async def destroy_group(serving: Serving, request: Request) -> Response:
     """POST /destroy_weights_update_group: an open update is rolled back"""
     _, headers = await read(serving, request, DestroyBody)
@@ -125,7 +122,6 @@ async def destroy_group(serving: Serving, request: Request) -> Response:
     return json({"success": True, "message": "Succeeded to destroy the group."}, headers)
 
 
-@answered
 async def from_distributed(serving: Serving, request: Request) -> Response:
     """POST /update_weights_from_distributed: take tensors from the process group"""
     params, headers = await read(serving, request, DistributedBody)
@@ -156,7 +152,6 @@ async def commit_open(serving: Serving) -> bool:
     return await open_updates.commit(serving.llm, version)
 
 
-@answered
 async def begin_update(serving: Serving, request: Request) -> Response:
     """POST /begin_weight_update: what comes until /end_weight_update is one update"""
     params, headers = await read(serving, request, BracketBody)
@@ -165,7 +160,6 @@ async def begin_update(serving: Serving, request: Request) -> Response:
     return json({"success": True, "message": "Weight update started."}, headers)
 
 
-@answered
 async def end_update(serving: Serving, request: Request) -> Response:
     """POST /end_weight_update: commit what was staged"""
     params, headers = await read(serving, request, BracketBody)
@@ -175,7 +169,6 @@ async def end_update(serving: Serving, request: Request) -> Response:
     return json({"success": True, "message": "Weight update finished."}, headers)
 
 
-@answered
 async def refuse_pickle(serving: Serving, request: Request) -> Response:
     """Refused: the body holds a pickle, which can run any code"""
     tensors = request.url.path.rstrip("/").endswith("_tensor")
@@ -184,7 +177,6 @@ async def refuse_pickle(serving: Serving, request: Request) -> Response:
     raise RequestError(f"{field} {what}: {ROUTES} (docs/rl.md)", field=field, code="unsupported")
 
 
-@answered
 async def update_version(serving: Serving, request: Request) -> Response:
     """POST /update_weight_version: name the weights that serve"""
     params, headers = await read(serving, request, SglangVersionBody)
