@@ -17,8 +17,9 @@ from pydantic import BaseModel
 
 from tokserve.params import SamplingParams, StructuredOutputs
 from tokserve.server.app import ENDPOINTS
+from tokserve.server.compat import SGLANG
 from tokserve.server.endpoint import Endpoint
-from tokserve.server.sglang.generate import REFUSED, SglangGenerateBody
+from tokserve.server.sglang.generate import SglangGenerateBody
 from tokserve.server.sglang.sampling import SglangSamplingParams
 from tokserve.server.tokens.generate import GenerateBody
 
@@ -78,7 +79,7 @@ NESTED: dict[str, tuple[str, ...]] = {
     "/v1/messages/render": MESSAGES_NESTED, "/v1/messages/count_tokens": MESSAGES_NESTED,
     "/v1/responses": ("input.0.content", "tools.0.parameters", "text.format.schema"),
     "/v1/completions": ("structured_outputs.json", "response_format.json_schema.schema"),
-    "/generate": ("sampling_params.json_schema", "sampling_params.custom_params", *REFUSED),
+    "/generate": ("sampling_params.json_schema", "sampling_params.custom_params", *SGLANG),
 }  # fmt: skip
 # what must be there around them
 AROUND: dict[str, Any] = {

@@ -208,6 +208,9 @@ def test_logprobs_without_the_request_are_what_the_reply_has() -> None:
         {"token": f"token_id:{a}", "logprob": -1.0}, {"token": f"token_id:{b}", "logprob": -0.5}]}  # fmt: skip
     content = derendered(reply([a], logprobs={"content": [entry]}))["choices"][0]["logprobs"]["content"]
     assert content[0]["token"] == "a" and content[0]["bytes"] == [97]
+    assert content[0]["top_logprobs"] == [], "these do not say how many were asked for"
+    table = {"token_logprobs": [-1.0], "ranks": [2], "top_token_ids": [[b, a]], "top_logprobs": [[-0.5, -1.0]]}
+    content = derendered(reply([a], logprobs=table))["choices"][0]["logprobs"]["content"]
     assert [(top["token"], top["logprob"]) for top in content[0]["top_logprobs"]] == [("b", -0.5), ("a", -1.0)]
 
 

@@ -10,7 +10,8 @@ import pytest
 from tests.server.fake_llm import EOS, NOWHERE, VOCAB, Caller, Site, ids, parse_events, says, site
 from tokserve.messages import LoadedAdapter, Status
 from tokserve.params import SamplingParams, StructuredOutputs
-from tokserve.server.sglang.generate import REFUSED, SglangGenerateBody
+from tokserve.server.compat import SGLANG
+from tokserve.server.sglang.generate import SglangGenerateBody
 from tokserve.server.sglang.sampling import SglangSamplingParams
 
 PROMPT = {"input_ids": [70, 71, 72]}
@@ -330,7 +331,7 @@ def test_garbage_is_always_the_clients_fault() -> None:
     s = sglang()
     rng = random.Random(0)
     values = (None, True, -1, 2**70, 0.5, "", "a", [], [1], [[1]], [None], ["a"], {}, {"a": 1}, [{}], [True, 2])
-    fields = [*SglangGenerateBody.__struct_encode_fields__, *REFUSED, "other"]
+    fields = [*SglangGenerateBody.__struct_encode_fields__, *SGLANG, "other"]
     params = SglangSamplingParams.__struct_fields__
 
     async def scene() -> None:

@@ -1,8 +1,8 @@
 """Compatibility tables: the names of OpenAI and of other servers.
 
-A field that a body declares has an effect.  Other known fields of the text routes are *ignored* and named in
-`X-Ignored-Fields`, if the answer is the same without them, or *refused*, if it would differ.  Values without an effect
-are accepted.  Fields that are not in these tables are unknown.  docs/fields.md shows the tables of fields.
+A field that a body declares has an effect.  Other known fields are *ignored*, if the answer is the same without them
+(the text routes name them in `X-Ignored-Fields`), or *refused*, if it would differ.  Values without an effect are
+accepted.  Fields that are not in these tables are unknown.  docs/fields.md shows the tables of the text routes.
 """
 
 from __future__ import annotations
@@ -168,6 +168,37 @@ INNER: FieldTable = {
     "stream_options.include_obfuscation": _ignored(False, note="nothing is padded"),
     "text.verbosity": VERBOSITY,
     "thinking.display": _ignored("summarized", note="reasoning is returned as it is"),
+}
+# sampling parameters of other servers on the token route; what is ignored there has no effect on the tokens
+TOKEN_PARAMS: FieldTable = {
+    "output_kind": _ignored(), "flat_logprobs": _ignored(), "skip_clone": _ignored(),
+    "skip_reading_prefix_cache": _ignored(), "stream_interval": _ignored(), "watermarking": _ignored(),
+    "output_text_buffer_length": _ignored(), "_all_stop_token_ids": _ignored(), "_bad_words_token_ids": _ignored(),
+    "_eos_token_id": _ignored(), "_watermarking_skipped": _ignored(),
+    "thinking_token_budget": _refused(), "logits_processors": _refused([]), "prompt_logprob_token_ids": _refused(),
+    "prompt_logprob_start": _refused(), "trace_decode_token_ids": _refused(), "truncate_prompt_tokens": _refused(-1),
+    "best_of": _refused(1), "use_beam_search": _refused(False), "length_penalty": _refused(1, 1.0),
+    "early_stopping": _refused(False),
+}  # fmt: skip
+# of SGLang's /generate; blank values have no effect either
+SGLANG: FieldTable = {
+    "session_id": _ignored(), "routing_key": _ignored(), "custom_labels": _ignored(), "log_metrics": _ignored(),
+    "background": _ignored(), "modalities": _ignored(), "no_logs": _ignored(), "received_time": _ignored(),
+    "validation_time": _ignored(), "conversation_id": _ignored(), "http_worker_ipc": _ignored(),
+    "external_trace_header": _ignored(),
+    "input_embeds": _refused(), "image_data": _refused(), "video_data": _refused(), "audio_data": _refused(),
+    "session_params": _refused(), "custom_logit_processor": _refused(), "return_hidden_states": _refused(False),
+    "return_routed_experts": _refused(False), "return_indexer_topk": _refused(False),
+    "require_reasoning": _refused(False), "return_entropy": _refused(False), "bootstrap_host": _refused(),
+    "bootstrap_port": _refused(), "bootstrap_room": _refused(), "routed_experts_start_len": _refused(0),
+}  # fmt: skip
+# and of its sampling_params
+SGLANG_PARAMS: FieldTable = {
+    "stop_regex": _refused([], "", note="use stop, stop_token_ids or regex"),
+    "ebnf": _refused("", note="grammars are Lark's: use structured_outputs.grammar of /inference/v1/generate"),
+    "structural_tag": _refused("", note="use json_schema or regex"),
+    "beam_width": _refused(0, 1, note="there is no beam search"),
+    "watermark": _refused(False, note="outputs are not watermarked"),
 }
 # names of structured outputs elsewhere, with the values that have no effect (null never has one)
 OTHER_NAMES: dict[str, tuple[Any, ...]] = {

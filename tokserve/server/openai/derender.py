@@ -219,7 +219,7 @@ class ReplyReader:
             return None
         if choice.logprobs is None:
             raise invalid(field, "is required: the request asks for logprobs")
-        top = None if not self._known or params.logprobs == -1 else params.logprobs or 0
+        top = (params.logprobs or 0) if self._known else None
         return logprobs_parser.parse_output(choice.logprobs, ids, top, params.logprob_token_ids or (), field)
 
     def _end(self, choice: ParsedChoice, where: str, scores: Logprobs | None) -> ChoiceOutput:

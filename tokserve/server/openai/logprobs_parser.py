@@ -81,12 +81,17 @@ class ParsedRow(NamedTuple):
 
 
 def parse_output(value: Any, ids: Sequence[int], top: int | None, named: Sequence[int], field: str) -> Logprobs:
-    """Parse logprobs of the tokens `ids` with `top` alternatives (None: any number), then those of the ids `named`."""
+    """Parse logprobs of the tokens `ids` with `top` alternatives, then those of the ids `named`.
+
+    `top`: -1: all tokens; None: not known, so of "objects", which do not say how many there were, none are kept.
+    """
     if isinstance(value, dict) and "content" in value:
         entries = body.convert(value, ParsedObjects, field).content
         rows = [_row(entry, bool(named), f"{field}.content[{i}]") for i, entry in enumerate(entries)]
         if [row.token_id for row in rows] != list(ids):
             raise invalid(f"{field}.content", "must be of the tokens in token_ids")
+        if top is None:
+            return _columns([row._replace(others=[], named={}) for row in rows], 0, (), f"{field}.content")
         return _columns(rows, top, named, f"{field}.content")
     columns = _table(value, field)
     if len(columns.ranks) != 4 * len(ids):
@@ -96,12 +101,11 @@ def parse_output(value: Any, ids: Sequence[int], top: int | None, named: Sequenc
 
 
 def parse_prompt(value: Any, ids: Sequence[int], top: int, field: str) -> Logprobs | None:
-    """Parse logprobs of the prompt `ids` with `top` alternatives (-1: any number); None for a prompt without any."""
-    width = None if top == -1 else top
+    """Parse logprobs of the prompt `ids` with `top` alternatives (-1: all tokens); None for a prompt without any."""
     if not isinstance(value, list):
         columns = _table(value, field)
         if columns.ranks:
-            _check_width(columns, width, 0, field)
+            _check_width(columns, top, 0, field)
         return columns if columns.ranks else None
     if len(value) != len(ids):
         raise invalid(field, "must have an entry per prompt token")
@@ -109,7 +113,7 @@ def parse_prompt(value: Any, ids: Sequence[int], top: int, field: str) -> Logpro
     for index, entry in enumerate(value):
         if entry is not None:
             rows.append(_prompt_row(entry, ids[index], f"{field}[{index}]"))
-    return _columns(rows, width, (), field) if rows else None
+    return _columns(rows, top, (), field) if rows else None
 
 
 def _prompt_row(entry: Any, token_id: int, field: str) -> ParsedRow:
@@ -147,8 +151,8 @@ def _id(entry: ParsedAlternative, field: str) -> int:
     return int(digits)
 
 
-def _columns(rows: list[ParsedRow], top: int | None, named: Sequence[int], field: str) -> Logprobs:
-    width = _width(rows) if top is None else top
+def _columns(rows: list[ParsedRow], top: int, named: Sequence[int], field: str) -> Logprobs:
+    width = top if top >= 0 else 1 + max((len(row.others) for row in rows), default=0)
     logprobs, ranks, ids, values = array("f"), array("i"), array("i"), array("f")
     for index, row in enumerate(rows):
         others = row.others
@@ -180,13 +184,6 @@ def _insert_token(row: ParsedRow) -> list[tuple[int, float]]:
     return [*row.others[:position], (row.token_id, row.logprob), *row.others[position:]]
 
 
-def _width(rows: list[ParsedRow]) -> int:
-    """The number of most probable tokens that the request had, inferred from the rows."""
-    widest = max((len(row.others) for row in rows), default=0)
-    always_one_of_them = all(len(row.others) == widest and row.rank and row.rank <= widest + 1 for row in rows)
-    return widest + 1 if widest and always_one_of_them else widest
-
-
 def _table(value: Any, field: str) -> Logprobs:
     """Parse "arrays" or "base64"."""
     if isinstance(value, dict) and "shape" in value:
@@ -208,5 +205,5 @@ def _table(value: Any, field: str) -> Logprobs:
 
 
 def _check_width(columns: Logprobs, top: int | None, named: int, field: str) -> None:
-    if top is not None and columns.width != top + named:
+    if top not in (None, -1) and columns.width != top + named:
         raise invalid(field, f"must have {top + named} alternatives per token, got {columns.width}")

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.errors import RequestError, invalid
 from tokserve.params import SamplingParams
+from tokserve.server import compat
 from tokserve.server.http import body, declared, errors
 from tokserve.server.http.workers import off_loop
 from tokserve.server.openai import schemas
@@ -27,20 +28,6 @@ from tokserve.server.serving import FieldPaths, Serving
 from tokserve.server.sglang import sampling
 from tokserve.server.sglang.reply import GenerateRenderer, ReplyForm, last_events
 from tokserve.server.tokens import structured
-
-# fields without an effect on the result, whatever their value
-IGNORED = frozenset({
-    "session_id", "routing_key", "custom_labels", "log_metrics", "background", "modalities", "no_logs",
-    "received_time", "validation_time", "conversation_id", "http_worker_ipc", "external_trace_header",
-})  # fmt: skip
-# fields that this server does not support, with the values that have no effect besides null and empty ones
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "input_embeds": (), "image_data": (), "video_data": (), "audio_data": (), "session_params": (),
-    "custom_logit_processor": (), "return_hidden_states": (False,), "return_routed_experts": (False,),
-    "return_indexer_topk": (False,), "require_reasoning": (False,), "return_entropy": (False,),
-    "bootstrap_host": (), "bootstrap_port": (),
-    "bootstrap_room": (), "routed_experts_start_len": (0,),
-}  # fmt: skip
 
 
 class SglangGenerateBody(msgspec.Struct, omit_defaults=True):
@@ -159,16 +146,15 @@ def _body(value: Any) -> tuple[SglangGenerateBody, list[str]]:
     """The body, and the names of its unknown fields."""
     if not isinstance(value, dict):
         raise RequestError("the body must be an object")
-    for name, no_effect in REFUSED.items():
-        if not _is_blank(value.get(name)):
-            errors.refuse_unsupported(name, value[name], no_effect)
+    for name, rule in compat.SGLANG.items():
+        if rule.treatment == "refused" and not _is_blank(value.get(name)):
+            errors.refuse_unsupported(name, value[name], rule.no_effect)
     unknown = [
         name
         for name in value
         if isinstance(name, str)
         and name not in SglangGenerateBody.__struct_encode_fields__
-        and name not in IGNORED
-        and name not in REFUSED
+        and name not in compat.SGLANG
     ]
     return body.convert(value, SglangGenerateBody), unknown
 

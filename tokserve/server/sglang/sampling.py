@@ -13,6 +13,7 @@ import msgspec
 
 from tokserve.errors import RequestError, invalid
 from tokserve.params import LogprobsMode, SamplingParams, StructuredOutputs
+from tokserve.server import compat
 from tokserve.server.http import body, errors
 
 PREFIX = "sampling_params."
@@ -69,21 +70,14 @@ _SAME = (
     "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "logprobs_mode",
 )  # fmt: skip
 _RENAMED = {"min_new_tokens": "min_tokens", "no_stop_trim": "include_stop_str_in_output", "sampling_seed": "seed"}
-_REFUSED: dict[str, tuple[Any, ...]] = {  # values without an effect, and the reason
-    "stop_regex": ([], "", "use stop, stop_token_ids or regex"),
-    "ebnf": ("", "grammars are Lark's: use structured_outputs.grammar of /inference/v1/generate"),
-    "structural_tag": ("", "use json_schema or regex"),
-    "beam_width": (0, 1, "there is no beam search"),
-    "watermark": (False, "outputs are not watermarked"),
-}
 
 
 def read(value: Any, field: str) -> SglangSamplingParams:
     """The parameters of one prompt; `field`: their path in the body.  Raises `RequestError` naming a wrong one."""
-    known = [name for name in SglangSamplingParams.__struct_fields__ if name not in _REFUSED]
+    known = [name for name in SglangSamplingParams.__struct_fields__ if name not in compat.SGLANG_PARAMS]
     params = body.convert({} if value is None else value, SglangSamplingParams, field, known=known)
-    for name, (*no_effect, reason) in _REFUSED.items():
-        errors.refuse_unsupported(f"{field}.{name}", getattr(params, name), no_effect, str(reason))
+    for name, rule in compat.SGLANG_PARAMS.items():
+        errors.refuse_unsupported(f"{field}.{name}", getattr(params, name), rule.no_effect, rule.note)
     return params
 
 

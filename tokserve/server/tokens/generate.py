@@ -1,8 +1,7 @@
 """The token route: ids in, ids and logprobs out.  No text library is needed.
 
 msgspec decodes the raw body and encodes the reply; most of a streamed token's event is encoded once per choice.
-Unknown fields are refused with the closest known name; fields that clients of other servers send, and that have no
-effect here, are listed below.
+Unknown fields are refused with the closest known name; what clients of other servers send is listed in `compat`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import base64
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -41,19 +40,6 @@ NO_ROWS = Logprobs()  # a delta without tokens has no columns, and a client who 
 HOLE = Raw(b"\0")  # stands for a value that comes later: a byte that no JSON contains
 Format = Literal["objects", "arrays", "base64"]
 
-# sampling parameters of other servers that have no effect on the result, whatever their value
-IGNORED = frozenset({
-    "output_kind", "flat_logprobs", "skip_clone", "skip_reading_prefix_cache", "stream_interval",
-    "watermarking", "output_text_buffer_length", "_all_stop_token_ids", "_bad_words_token_ids", "_eos_token_id",
-    "_watermarking_skipped",
-})  # fmt: skip
-# and those that this server does not support, with the values that have no effect (null never has one)
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "thinking_token_budget": (), "logits_processors": ([],),
-    "prompt_logprob_token_ids": (), "prompt_logprob_start": (), "trace_decode_token_ids": (),
-    "truncate_prompt_tokens": (-1,), "best_of": (1,), "use_beam_search": (False,), "length_penalty": (1, 1.0),
-    "early_stopping": (False,),
-}  # fmt: skip
 # null stands for the default of every parameter
 NULLABLE = frozenset(SamplingParams.__struct_fields__)
 
@@ -226,16 +212,15 @@ def _without_ignored(values: dict[Any, Any]) -> dict[Any, Any]:
     """The parameters without those of other servers that have no effect; refuses those that would have one."""
     kept = {}
     for name, value in values.items():
-        if name in UNSUPPORTED:
-            errors.refuse_unsupported(f"sampling_params.{name}", value, UNSUPPORTED[name])
+        rule = compat.TOKEN_PARAMS.get(name)
+        if rule is not None and rule.treatment == "refused":
+            errors.refuse_unsupported(f"sampling_params.{name}", value, rule.no_effect)
         if name == "structured_outputs" and isinstance(value, dict):
             value = structured.drop_ignored_fields(value, "sampling_params.structured_outputs")
         structured.refuse_other_names(name, value, "sampling_params.")
         if name in ("logprobs", "prompt_logprobs") and isinstance(value, bool):
             value = 1 if value else None
-        if not (
-            name in IGNORED or name in UNSUPPORTED or name in compat.OTHER_NAMES or (value is None and name in NULLABLE)
-        ):
+        if rule is None and name not in compat.OTHER_NAMES and not (value is None and name in NULLABLE):
             kept[name] = value
     return kept
 
