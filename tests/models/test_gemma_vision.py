@@ -11,54 +11,27 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models.pictures import Picture, oracle, oracle_logits, prompt_of
-from tests.runner.drive import Driver, Job, plan_of
+from tests.models.image_checks import TEXT, Parts, check_bits, check_logprobs, kind_of
+from tests.models.pictures import Picture
+from tests.runner.drive import plan_of
 from tokserve import checkpoint
-from tokserve.config import Config
 from tokserve.errors import RequestError, StartError
 from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.siglip import SiglipSpec
 from tokserve.models.dummy import tiny_gemma_vision_config, write_checkpoint
 from tokserve.models.load import load as load_model
 from tokserve.models.registry import decoder_spec
-from tokserve.params import SamplingParams
 from tokserve.prompt import Feature
 from tokserve.runner.attention_rows import divide
-from tokserve.runner.startup import load
-from tokserve.vision import KIND, Grid, ImageFormat, check_image, decode_image, encode_image, image_format
-
-Parts = list[list[int] | Picture]
-TEXT = [[5, 9, 13, 200, 7], [31, 4], [77, 8, 19, 250, 44, 3]]
-
-
-def kind_of(directory: Path) -> ImageFormat:
-    kind = image_format(directory, checkpoint.hf_config(directory))
-    assert kind is not None
-    return kind
+from tokserve.vision import KIND, Grid, check_image, decode_image, encode_image, image_format
 
 
 @pytest.mark.parametrize("window", [8, 24, 40])  # an image has 16 tokens
 def test_logprobs_are_transformers(window: int, tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, tiny_gemma_vision_config(window))
     kind = kind_of(directory)
-    runner, facts = load(Config.make(
-        model=str(directory), dtype="float32", device="cpu", max_model_len=256, max_num_seqs=8, block_size=16,
-        cpu_threads=1, max_logprobs=-1,
-    ))  # fmt: skip
-    reference = oracle(directory)
     one, two, three = (Picture(kind, 8, 8, seed) for seed in (1, 2, 3))
-    prompts: list[Parts] = [[*TEXT], [TEXT[0], one], [two, TEXT[1]], [TEXT[0], one, TEXT[1], two, three, TEXT[2]]]
-    for parts in prompts:
-        ids, features = prompt_of(parts)
-        params = SamplingParams(max_tokens=6, temperature=0.0, prompt_logprobs=0, logprobs=0)
-        [job] = Driver(runner, facts, 8).run([Job(ids, params, features=features)])
-        whole = ids + job.output
-        pictures = [part for part in parts if isinstance(part, Picture)]
-        expected = oracle_logits(reference, whole, pictures).log_softmax(-1)
-        assert job.output == expected[len(ids) - 1 : -1].argmax(-1).tolist()
-        served = [job.prompt_rows[i][0] for i in range(1, len(ids))] + [row[0] for row in job.rows]
-        exact = expected[:-1].gather(1, torch.tensor(whole[1:])[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(served), exact, atol=2e-4, rtol=0)
+    check_logprobs(directory, [[*TEXT], [TEXT[0], one], [two, TEXT[1]], [TEXT[0], one, TEXT[1], two, three, TEXT[2]]])
 
 
 @pytest.mark.parametrize(("dtype", "window"), [("float32", 8), ("bfloat16", 24)])
@@ -67,27 +40,9 @@ def test_images_have_the_same_bits_in_any_batch_and_chunk_and_after_preemption(
 ) -> None:
     directory = write_checkpoint(tmp_path, tiny_gemma_vision_config(window))
     kind = kind_of(directory)
-    runner, facts = load(Config.make(
-        model=str(directory), dtype=dtype, device="cpu", max_model_len=256, max_num_seqs=8, block_size=16,
-        cpu_threads=2, max_logprobs=-1,
-    ))  # fmt: skip
     one, two, three = (Picture(kind, 8, 8, seed) for seed in (1, 2, 3))
     prompts: list[Parts] = [[TEXT[0], one], [two, TEXT[1]], [TEXT[1], three, TEXT[0], one, TEXT[2]], [*TEXT]]
-
-    def jobs() -> list[Job]:
-        params = SamplingParams(max_tokens=5, temperature=0.8, prompt_logprobs=1, logprobs=2)
-        made = [prompt_of(parts) for parts in prompts]
-        return [Job(ids, params, seed, features=features) for seed, (ids, features) in enumerate(made)]
-
-    alone = [Driver(runner, facts, 8).run([job])[0].outcome() for job in jobs()]
-    assert [job.outcome() for job in Driver(runner, facts, 8, seed=1).run(jobs())] == alone
-    for chunk in (1, 3, 16):  # a chunk that would end in an image ends after it
-        runs = Driver(runner, facts, 8, seed=chunk).run(jobs(), chunk=chunk, preempt_after={0: 2, 2: 3})
-        assert [job.outcome() for job in runs] == alone, chunk
-    plain = SamplingParams(max_tokens=5, temperature=0.8, logprobs=2)
-    without = [Job(job.prompt, plain, job.seed, features=job.features) for job in jobs()]
-    for job, whole in zip(Driver(runner, facts, 8).run(without), alone, strict=True):
-        assert (job.output, job.rows) == (whole[0], whole[2])  # of the last layer, only the last token was computed
+    check_bits(directory, dtype, prompts, (1, 3, 16))  # a chunk that would end in an image ends after it
 
 
 def test_rows_are_divided_where_images_begin_and_end() -> None:

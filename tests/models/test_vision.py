@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.models.pictures import Picture, oracle, oracle_logits, prompt_of
+from tests.models.image_checks import TEXT, Parts, check_bits, check_logprobs, kind_of
+from tests.models.pictures import Picture, prompt_of
 from tests.runner.drive import Driver, Job
 from tokserve import checkpoint
 from tokserve.config import Config
@@ -16,38 +16,15 @@ from tokserve.models.dummy import VISION_FAMILIES, tiny_vision_config, write_che
 from tokserve.models.registry import decoder_spec
 from tokserve.params import SamplingParams
 from tokserve.runner.startup import load
-from tokserve.vision import Grid, ImageFormat, decode_image, image_format
-
-TEXT = [[5, 9, 13, 200, 7], [31, 4], [77, 8, 19, 250, 44, 3]]
-
-
-def kind_of(directory: Path) -> ImageFormat:
-    kind = image_format(directory, checkpoint.hf_config(directory))
-    assert kind is not None
-    return kind
+from tokserve.vision import Grid, decode_image
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_logprobs_are_transformers(family: str, tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, tiny_vision_config(family))
     kind = kind_of(directory)
-    runner, facts = load(Config.make(
-        model=str(directory), dtype="float32", device="cpu", max_model_len=256, max_num_seqs=8, block_size=16,
-        cpu_threads=1, max_logprobs=-1,
-    ))  # fmt: skip
-    reference = oracle(directory)
     one, wide, tall = Picture(kind, 4, 4, 1), Picture(kind, 2, 10, 2), Picture(kind, 6, 4, 3)
-    for parts in (TEXT, [TEXT[0], one], [wide, TEXT[1]], [TEXT[0], one, TEXT[1], wide, tall, TEXT[2]]):
-        ids, features = prompt_of(parts)
-        params = SamplingParams(max_tokens=6, temperature=0.0, prompt_logprobs=0, logprobs=0)
-        [job] = Driver(runner, facts, 8).run([Job(ids, params, features=features)])
-        whole = ids + job.output
-        pictures = [part for part in parts if isinstance(part, Picture)]
-        expected = oracle_logits(reference, whole, pictures).log_softmax(-1)
-        assert job.output == expected[len(ids) - 1 : -1].argmax(-1).tolist()
-        served = [job.prompt_rows[i][0] for i in range(1, len(ids))] + [row[0] for row in job.rows]
-        exact = expected[:-1].gather(1, torch.tensor(whole[1:])[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(served), exact, atol=2e-4, rtol=0)
+    check_logprobs(directory, [[*TEXT], [TEXT[0], one], [wide, TEXT[1]], [TEXT[0], one, TEXT[1], wide, tall, TEXT[2]]])
 
 
 @pytest.mark.parametrize(
@@ -58,25 +35,9 @@ def test_images_have_the_same_bits_in_any_batch_and_chunk_and_after_preemption(
 ) -> None:
     directory = write_checkpoint(tmp_path, tiny_vision_config(family))
     kind = kind_of(directory)
-    runner, facts = load(Config.make(
-        model=str(directory), dtype=dtype, device="cpu", max_model_len=256, max_num_seqs=8, block_size=16,
-        cpu_threads=2, max_logprobs=-1,
-    ))  # fmt: skip
-    pictures = [Picture(kind, 4, 4, 1), Picture(kind, 2, 10, 2), Picture(kind, 6, 4, 3)]
-    prompts = [
-        [TEXT[0], pictures[0]], [pictures[1], TEXT[1]], [TEXT[1], pictures[2], TEXT[0], pictures[0], TEXT[2]], TEXT,
-    ]  # fmt: skip
-
-    def jobs() -> list[Job]:
-        params = SamplingParams(max_tokens=5, temperature=0.8, prompt_logprobs=1, logprobs=2)
-        made = [prompt_of(parts) for parts in prompts]
-        return [Job(ids, params, seed, features=features) for seed, (ids, features) in enumerate(made)]
-
-    alone = [Driver(runner, facts, 8).run([job])[0].outcome() for job in jobs()]
-    assert [job.outcome() for job in Driver(runner, facts, 8, seed=1).run(jobs())] == alone
-    for chunk in (1, 3, 7, 16):
-        runs = Driver(runner, facts, 8, seed=chunk).run(jobs(), chunk=chunk, preempt_after={0: 2, 2: 3})
-        assert [job.outcome() for job in runs] == alone, chunk
+    one, wide, tall = Picture(kind, 4, 4, 1), Picture(kind, 2, 10, 2), Picture(kind, 6, 4, 3)
+    prompts: list[Parts] = [[TEXT[0], one], [wide, TEXT[1]], [TEXT[1], tall, TEXT[0], one, TEXT[2]], [*TEXT]]
+    check_bits(directory, dtype, prompts, (1, 3, 7, 16))
 
 
 def test_an_image_is_encoded_once_until_weights_change(tmp_path: Path) -> None:

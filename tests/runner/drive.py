@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from tests.runner.fake_device import FakeDevice
+from tokserve import device
 from tokserve.config import Config
+from tokserve.models.dummy import tiny_config
 from tokserve.params import SamplingParams
 from tokserve.plan import OK, DeviceFacts, LogprobRows, NewRow, SamplingMaskRows, StepPlan, StepResult
 from tokserve.prompt import Feature
@@ -31,6 +35,14 @@ def make_runner(directory: Path, hf: dict[str, Any], **options: Any) -> tuple[Ru
         "block_size": 16, "cpu_threads": 1, "dtype": "float32", "max_logprobs": -1,
     }  # fmt: skip
     return load(Config.make(**(defaults | options)))
+
+
+def on_either_device(kind: str, directory: Path, **options: Any) -> tuple[Runner, DeviceFacts]:
+    """A loaded tiny qwen3 in bfloat16 on the "host", or on a fake of a device with memory of its own ("cuda")."""
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "cuda":
+            patch.setattr(device, "use", lambda name: FakeDevice())
+        return make_runner(directory, tiny_config("qwen3"), dtype="bfloat16", **options)
 
 
 def plan_of(

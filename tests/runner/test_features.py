@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runner.drive import Driver, Job, make_runner, plan_of
-from tests.runner.fake_device import FakeDevice
+from tests.runner.drive import Driver, Job, on_either_device, plan_of
 from tests.runner.test_runner import outcomes, prompt
-from tokserve import device
 from tokserve.layers.batch import ForwardBatch
 from tokserve.models.decoder import Decoder
-from tokserve.models.dummy import tiny_config
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts, NewRow, StepPlan
 from tokserve.prompt import Feature
@@ -78,10 +75,7 @@ class Embedded:
 
 @pytest.fixture(scope="module", params=["host", "cuda"])
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Runner, DeviceFacts]:
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "cuda":
-            patch.setattr(device, "use", lambda kind: FakeDevice())
-        return make_runner(tmp_path_factory.mktemp("model"), tiny_config("qwen3"), dtype="bfloat16")
+    return on_either_device(request.param, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runner.drive import Driver, Job, make_runner, plan_of
-from tests.runner.fake_device import FakeDevice
+from tests.runner.drive import Driver, Job, on_either_device, plan_of
 from tests.runner.test_runner import outcomes, prompt
-from tokserve import device
-from tokserve.models.dummy import tiny_config
 from tokserve.params import PoolingParams, SamplingParams
 from tokserve.plan import NOT_FINITE, OK, DeviceFacts, NewRow, StepResult
 from tokserve.runner.runner import Runner
@@ -22,10 +19,7 @@ LENGTH = 37
 
 @pytest.fixture(scope="module", params=["host", "cuda"])
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Runner, DeviceFacts]:
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "cuda":
-            patch.setattr(device, "use", lambda kind: FakeDevice())
-        return make_runner(tmp_path_factory.mktemp("model"), tiny_config("qwen3"), dtype="bfloat16")
+    return on_either_device(request.param, tmp_path_factory.mktemp("model"))
 
 
 def pooled(runner: Runner, params: PoolingParams, chunks: list[int], company: Any = None) -> list[StepResult]:

@@ -54,6 +54,8 @@ TURNS: JsonSchema = {"type": "array", "minItems": 1, "items": {
                 "type": {"type": "string"}}}}]}}}}  # fmt: skip
 TAGS = [{"name": name, "description": text} for name, text in descriptions.TAGS]
 ONLY_NULL = ("kv_transfer_params",)
+EVENT: JsonSchema = {"type": "object", "description": "Each event; its data is JSON, but for the last of OpenAI's routes.",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}}, "required": ["data"]}  # fmt: skip
 JSON_ONLY = "tokserve.server.sglang"  # whose replies are never msgpack
 
 
@@ -104,7 +106,7 @@ def _responses(endpoint: Endpoint) -> dict[int | str, dict[str, Any]]:
         if JSON in content and not endpoint.handler.__module__.startswith(JSON_ONLY):
             content[MSGPACK] = content[JSON]
         if endpoint.streams:
-            content["text/event-stream"] = {"schema": {"type": "string"}}
+            content["text/event-stream"] = {"schema": EVENT}
         responses[200] = {"description": "OK"} | ({"content": content} if content else {})
     return dict(sorted(responses.items(), key=lambda entry: int(entry[0])))
 

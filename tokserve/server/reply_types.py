@@ -18,7 +18,7 @@ class Version(TypedDict):
     version: str
 
 
-class Load(TypedDict):
+class ServerLoad(TypedDict):
     """HTTP requests of this API process, and requests of the engine."""
 
     server_load: int
@@ -40,7 +40,7 @@ class EngineState(TypedDict):
     paused_since: float | None
 
 
-class State(EngineState):
+class ServerState(EngineState):
     """`engines`: each, where there are several."""
 
     arithmetic: Any

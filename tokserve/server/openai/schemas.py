@@ -130,19 +130,24 @@ class TextBody(_TextFields):  # type: ignore[misc]
     length_penalty: float | None = None
 
 
-class ChatBody(TextBody):
-    """The body of /v1/chat/completions; `tokens` only on the route that takes the prompt as ids."""
+class TemplateFields(BaseModel):
+    """What the chat template is given besides messages."""
 
-    messages: list[Any] | None = None
-    tokens: list[int] | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[Any] | None = None
     tools: list[dict[str, Any]] | None = None
+
+
+class ChatBody(TextBody, TemplateFields):
+    """The body of /v1/chat/completions; `tokens` only on the route that takes the prompt as ids."""
+
+    messages: list[Any] | None = None
+    tokens: list[int] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = None
@@ -193,19 +198,13 @@ class ResponsesBody(GeneratingBody):
     metadata: dict[str, str] | None = None
 
 
-class TokenizeBody(RequestBody):
+class TokenizeBody(RequestBody, TemplateFields):
     """The body of /tokenize: text or messages."""
 
     prompt: str | None = None
     messages: list[Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[Any] | None = None
-    tools: list[dict[str, Any]] | None = None
 
 
 class DetokenizeBody(RequestBody):
