@@ -54,7 +54,7 @@ TURNS: JsonSchema = {"type": "array", "minItems": 1, "items": {
                 "type": {"type": "string"}}}}]}}}}  # fmt: skip
 TAGS = [{"name": name, "description": text} for name, text in descriptions.TAGS]
 ONLY_NULL = ("kv_transfer_params",)
-EVENT: JsonSchema = {"type": "object", "description": "Each event; its data is JSON, but for the last of OpenAI's routes.",
+EVENT: JsonSchema = {"type": "object", "description": "Each event: its data is JSON, or [DONE] at the end.",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}}, "required": ["data"]}  # fmt: skip
 JSON_ONLY = "tokserve.server.sglang"  # whose replies are never msgpack
 
