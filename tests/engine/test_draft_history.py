@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from array import array
+
+import pytest
 
 from tokserve.engine.speculation.draft_history import MAX_OUTPUTS, DraftHistory, GroupKey
 from tokserve.engine.speculation.token_index import SEPARATOR
@@ -46,25 +49,38 @@ def test_short_outputs_and_those_larger_than_the_bound_are_not_kept() -> None:
     assert DraftHistory(0).find(key(), 1, CONTEXT) is None
 
 
-def test_memory_stays_within_the_bound() -> None:
+def filled(bound: int, count: int, looked_up: float) -> DraftHistory:
+    """A history that got so many outputs, of a few groups and of many, short and long ones; what it takes is measured
+    all the while."""
     rng = random.Random(0)
-    bound = 50_000
+    texts = [array("i", rng.choices(range(9999), k=rng.choice([4, 5, 8, 30, 300]))) for _ in range(500)]
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
     history = DraftHistory(bound)
-    for number in range(3000):
-        group = key(str(rng.randrange(40)))
-        history.add(group, number, array("i", [rng.randrange(99) for _ in range(rng.randrange(60))]))
-        if rng.random() < 0.3:
-            history.find(group, number, CONTEXT)
+    for number in range(count):
+        group = key(str(number if rng.random() < 0.3 else rng.randrange(20)))
+        history.add(group, number, texts[number % 500][:])
         assert history.num_bytes <= bound
-    measured = 0
-    for name in range(40):
-        outputs = history.find(key(str(name)), 0, CONTEXT)
-        if outputs is not None:
-            outputs[0].index.catch_up(len(outputs[0].index.tokens), 1 << 30)
-            measured += outputs[0].index.num_bytes
-    assert 0 < measured <= bound
+        if rng.random() < looked_up:
+            outputs = history.find(group, number, CONTEXT)
+            if outputs is not None:
+                outputs[0].index.catch_up(len(outputs[0].index.tokens), 1 << 30)
+        if number % 64 == 0:
+            assert tracemalloc.get_traced_memory()[0] - before <= bound, "Python's own objects count as well"
+    tracemalloc.stop()
+    return history
+
+
+def test_memory_stays_within_the_bound() -> None:
+    history = filled(1 << 18, 1500, looked_up=0.5)
+    assert history.num_bytes > 1 << 17 and len(history) > 20
     history.clear()
     assert len(history) == 0 and history.num_bytes == 0
+
+
+@pytest.mark.slow
+def test_memory_stays_within_the_bound_over_a_million_outputs() -> None:
+    assert filled(4 << 20, 1_000_000, looked_up=0.01).num_bytes > 2 << 20
 
 
 def test_a_group_keeps_its_latest_outputs() -> None:

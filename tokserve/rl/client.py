@@ -87,6 +87,7 @@ class AsyncClient:
         model: str | None = None,
         priority: int = 0,
         deadline_ms: int | None = None,
+        speculate: bool = True,
         **sampling: Any,
     ) -> list[Rollout]:
         """`n` rollouts for each prompt (token ids), by prompt and index; `sampling`: the route's sampling_params.
@@ -94,13 +95,14 @@ class AsyncClient:
         `model`: the name of an adapter; default: the model itself.  Logprobs are always returned.  Without `seeds` (one
         per prompt; choice i adds i) the server draws them.  `group_id`: for `abort`.  `draft_group`: earlier rollouts
         of this group are drafts, as those of the same prompt are without it.  `deadline_ms`: of each prompt's rollouts,
-        after which they end with what they have.  If one prompt fails, the others are aborted.
+        after which they end with what they have.  `speculate`: whether drafts may be made, which changes no token.  If
+        one prompt fails, the others are aborted.
         """
         if seeds is not None and len(seeds) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts and {len(seeds)} seeds")
         checked = [prompt_ids(number, prompt) for number, prompt in enumerate(prompts)]
         options = {"cache_salt": cache_salt, "group_id": group_id, "draft_group": draft_group, "model": model,
-                   "priority": priority, "deadline_ms": deadline_ms}  # fmt: skip
+                   "priority": priority, "deadline_ms": deadline_ms, "speculate": speculate}  # fmt: skip
         calls = []
         for number, ids in enumerate(checked):
             params = {"logprobs": 0, **sampling, "n": n} | ({} if seeds is None else {"seed": seeds[number]})

@@ -16,12 +16,15 @@ from tokserve.engine.speculation.token_index import SEPARATOR, TokenIndex
 GroupKey = tuple[str, str, str, bytes]  # adapter, cache salt, client, group
 MIN_OUTPUT = 4  # tokens; shorter outputs are not kept
 MAX_OUTPUTS = 256  # of a group
-GROUP_BYTES = 512  # of a group without outputs, about
+# what Python's objects take, at most: of a group without outputs, and of an output without tokens
+GROUP_BYTES, OUTPUT_BYTES = 1536, 384
 _OVERHEAD = 5  # bytes of an indexed token in bytes of the token alone, at most
 
 
 class _Group:
     """The outputs of one group, oldest first, by seed and as one corpus."""
+
+    __slots__ = ("_corpus", "_joined", "_starts", "num_tokens", "outputs")
 
     def __init__(self) -> None:
         self.outputs: list[tuple[int | None, array[int]]] = []
@@ -32,7 +35,7 @@ class _Group:
 
     @property
     def num_bytes(self) -> int:
-        return GROUP_BYTES + 4 * _OVERHEAD * self.num_tokens
+        return GROUP_BYTES + OUTPUT_BYTES * len(self.outputs) + 4 * _OVERHEAD * self.num_tokens
 
     def add(self, seed: int | None, tokens: array[int]) -> None:
         self.outputs.append((seed, tokens))
