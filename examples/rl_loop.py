@@ -50,13 +50,8 @@ def logprobs(model: torch.nn.Module, rollouts: list[Rollout]) -> tuple[torch.Ten
 async def engine_steps(url: str) -> int:
     await asyncio.sleep(0.1)  # the engine sends its last counters when it is idle
     async with httpx.AsyncClient() as client:
-        return int(
-            float(
-                re.findall(r"^tokserve:engine_steps_total\S* (\S+)$", (await client.get(f"{url}/metrics")).text, re.M)[
-                    0
-                ]
-            )
-        )
+        text = (await client.get(f"{url}/metrics")).text
+    return int(float(re.findall(r"^tokserve:engine_steps_total\S* (\S+)$", text, re.M)[0]))
 
 
 async def train(client: TokserveClient, args: argparse.Namespace, *, speculate: bool) -> list[tuple[float, float, int]]:
@@ -66,7 +61,8 @@ async def train(client: TokserveClient, args: argparse.Namespace, *, speculate: 
     model = AutoModelForCausalLM.from_pretrained(DEMO_DIR, dtype=torch.float32)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     rows, mismatches, began, name = [], [], time.monotonic(), f"{time.time():.0f}"
-    await client.update_weights(model.named_parameters(), version=f"{name}-0")  # a run before this one left others
+    await client.update_weights(model.named_parameters(), version=f"{name}-0")  # a run before this one left others,
+    httpx.post(f"{args.url}/reset_prefix_cache", json={"reset_external": True}).raise_for_status()  # and its outputs
     for step in range(args.steps):
         chance = random.Random(step % args.epoch) if args.epoch else rng
         words = ["".join(chance.choices(string.ascii_lowercase, k=LETTERS)) for _ in range(PROMPTS)]

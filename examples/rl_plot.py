@@ -1,4 +1,8 @@
-"""Plot what rl_loop.py printed: python examples/rl_plot.py log rl_loop.png (needs matplotlib)."""
+"""Plot what rl_loop.py printed: python examples/rl_plot.py log rl_loop.png (needs matplotlib).
+
+With --speculate the log has two runs, and the plot shows the engine's steps of both.  A second log, of a run with
+--sticky-seeds, adds its own: python examples/rl_plot.py log rl_speculation.png sticky_log
+"""
 
 import re
 import sys
@@ -6,10 +10,30 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-rows = re.findall(r"reward ([\d.]+)  mean .logprob difference. (\S+)", Path(sys.argv[1]).read_text())
+ROW = r"reward ([\d.]+)  mean .logprob difference. (\S+)  loss \S+  (\d+) engine steps"
+
+
+def runs(log: str) -> list[list[tuple[float, float, int]]]:
+    """Reward, difference and engine steps of each step, by run."""
+    parts = Path(log).read_text().split(" -> ")  # a run ends with its summary
+    found = [[(float(r), float(d), int(s)) for r, d, s in re.findall(ROW, part)] for part in parts]
+    return [rows for rows in found if rows]
+
+
+first, *more = runs(sys.argv[1])
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
-left.plot([float(reward) for reward, _ in rows])
+left.plot([row[0] for row in first], label="reward")
 left.set(xlabel="step", ylabel="mean reward", ylim=(0, 1))
-right.semilogy([float(mismatch) for _, mismatch in rows])
-right.set(xlabel="step", ylabel="mean |server - trainer| logprob", ylim=(1e-8, 1e-3))
+if more:
+    left.plot([row[0] for row in more[0]], "k:", label="with drafts: the same")
+    left.legend()
+    right.plot([row[2] for row in first], label="without drafts")
+    right.plot([row[2] for row in more[0]], label="drafts, fresh seeds")
+    if len(sys.argv) > 3:
+        right.plot([row[2] for row in runs(sys.argv[3])[1]], label="drafts, sticky seeds")
+    right.set(xlabel="step", ylabel="steps of the engine", ylim=(0, None))
+    right.legend()
+else:
+    right.semilogy([row[1] for row in first])
+    right.set(xlabel="step", ylabel="mean |server - trainer| logprob", ylim=(1e-8, 1e-3))
 figure.savefig(sys.argv[2], dpi=80)
