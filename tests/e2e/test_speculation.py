@@ -116,19 +116,32 @@ def test_predictions(pair: Pair) -> None:
     completion = {"prompt": "reverse: stone", "max_tokens": 20, "seed": 2, "n": 3}
     reply = pair.post(COMPLETIONS, completion, prediction={"type": "content", "content": "enots"})
     details = reply["usage"]["completion_tokens_details"]
-    assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] == 3 * len(tokenized(pair))
+    predicted = details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
+    assert predicted == 3 * len(ids_of(pair, "enots"))
 
 
-def tokenized(pair: Pair) -> list[int]:
-    ids: list[int] = post(pair, "/tokenize", prompt="enots", add_special_tokens=False)["tokens"]
+def ids_of(pair: Pair, text: str) -> list[int]:
+    ids: list[int] = post(pair, "/tokenize", prompt=text, add_special_tokens=False)["tokens"]
     return ids
 
 
-def test_drafts_under_a_grammar(pair: Pair) -> None:
-    body = generate_body(max_tokens=60, temperature=1.2, logprobs=1, structured_outputs={"json": SCHEMA})
+REASONING = f"""
+start: /[a-z ]{{4,18}}/ "</think>" answer
+answer: %json {json.dumps(SCHEMA)}
+"""
+
+
+@pytest.mark.parametrize("form", [{"json": SCHEMA}, {"grammar": REASONING}], ids=["answer", "after reasoning"])
+def test_drafts_under_a_grammar(pair: Pair, form: dict[str, Any]) -> None:
+    """With reasoning drafts cross its end: whole, shifted so that it comes early, and wrong at it."""
+    body = generate_body(max_tokens=70, temperature=1.2, logprobs=1, structured_outputs=form)
     output = pair.post(GENERATE, body)["choices"][0]["token_ids"]
     before = pair.count("num_accepted_tokens")
-    for drafts in (output, output[:9] + [3] * 9, output[2:], [7] * 20):
+    close = ids_of(pair, "</think>")
+    end = next((i for i in range(len(output)) if output[i : i + len(close)] == close), 9)
+    assert "json" in form or 4 <= end <= 30, "there is an end to cross"
+    others = [output[:end] + [3] * 9, output[:end] + output[end + 1 :], output[: end + 1] + [7] * 9, close + output]
+    for drafts in (output, output[2:], output[end - 2 :], [7] * 20, *others):
         pair.post(GENERATE, body, draft_token_ids=drafts, cache_salt=f"{len(drafts)}{drafts[:3]}")
     assert pair.count("num_accepted_tokens") > before + 10
 

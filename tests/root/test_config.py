@@ -318,6 +318,17 @@ def test_hosts_that_may_control_a_server_that_only_this_machine_can_reach() -> N
             ("suffix", 5, 64 << 20, None, None),
         ),
         ({"speculative_history_bytes": 0}, ("suffix", 32, 0, None, None)),
+        (
+            {
+                "speculative_config": {
+                    "method": "ngram_gpu",
+                    "num_speculative_tokens_per_batch_size": [[1, 4, 8]],
+                    "rejection_sample_method": "standard",
+                    "draft_tensor_parallel_size": 1,
+                }
+            },
+            ("ngram", 32, 0, None, None),
+        ),
         ({"spec_method": "self"}, ("self", 32, 64 << 20, None, "int8")),
         ({"spec_method": "self-int4", "spec_tokens": 3}, ("self", 3, 64 << 20, None, "int4")),
         ({"speculative_config": {"method": "self", "quantization": "int4"}}, ("self", 32, 64 << 20, None, "int4")),
@@ -337,6 +348,11 @@ def test_speculation(options: dict[str, Any], resolved: tuple[Any, ...]) -> None
     [
         ({"spec_method": "eagle"}, "no method 'eagle'; methods are suffix, ngram, prediction, draft_model, self, none"),
         ({"speculative_config": {"model": 3}}, "model must be a directory or a hub name, got 3"),
+        ({"speculative_config": {"method": ["eagle"]}}, "no method ..eagle"),
+        ({"speculative_config": {"method": "mtp"}}, "no method 'mtp'; methods are suffix"),
+        ({"speculative_config": {"rejection_sample_method": "synthetic"}}, 'is served as "standard" only'),
+        ({"speculative_config": {"draft_tensor_parallel_size": 2}}, "draft_tensor_parallel_size is served as 1 only"),
+        ({"speculative_config": {"synthetic_acceptance_length": 2}}, "unknown key 'synthetic_acceptance_length'"),
         ({"spec_model": "x", "spec_method": "suffix"}, "draft_model needs a model, and no other takes one"),
         ({"spec_method": "draft_model"}, "draft_model needs a model"),
         ({"spec_method": "self-int2"}, "quantization is int8 or int4, .* got 'int2' for self"),

@@ -32,6 +32,8 @@ VOCAB = 288
 TASK = [286, 84, 82, 68, 81, 198, 271, 220, 83, 71, 68, 220, 86, 78, 81, 67, 220, 82, 83, 78, 77, 68, 13, 287, 198, 286]
 TASK += [64, 82, 82, 72, 82, 83, 64, 77, 83, 198]  # "Reverse the word stone.", as a chat
 SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"},"b":{"enum":["x","yy"]}},"required":["a","b"]}'
+# a form that begins after free text
+AFTER_THOUGHTS = f'start: /[^<]{{0,9}}/ "</t>" answer\nanswer: %json {SCHEMA}'
 MORE: list[dict[str, Any]] = [
     {"return_sampling_mask": True, "top_k": 7, "temperature": 0.8}, {"logprobs": 2, "temperature": 1.0},
     {"return_sampling_mask": True, "top_p": 0.9, "temperature": 1.2, "logprobs": 1},
@@ -40,6 +42,7 @@ MORE: list[dict[str, Any]] = [
     {"structured_outputs": StructuredOutputs(json=SCHEMA), "temperature": 0.9},
     {"structured_outputs": StructuredOutputs(choice=["stone", "enots", "tones"]), "temperature": 1.1},
     {"structured_outputs": StructuredOutputs(regex="[a-z ]+"), "temperature": 0.7, "frequency_penalty": 0.5},
+    {"structured_outputs": StructuredOutputs(grammar=AFTER_THOUGHTS), "temperature": 0.8, "logprobs": 1},
 ]  # fmt: skip
 SOURCES: list[dict[str, Any]] = [
     {"spec_method": "suffix"}, {"spec_method": "suffix"}, {"spec_method": "ngram", "spec_tokens": 3},

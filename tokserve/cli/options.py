@@ -15,7 +15,7 @@ import msgspec
 
 from tokserve import config as options
 
-SHORT = {"data_parallel_size": "-dp"}  # vLLM's short names of options
+SHORT = {"data_parallel_size": "-dp", "speculative_config": "-sc"}  # vLLM's short names of options
 _SUFFIX = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 

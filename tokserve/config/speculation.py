@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -14,11 +15,20 @@ SPECULATION_METHODS = ("suffix", "ngram", "prediction", "draft_model", "self", "
 DRAWING = ("draft_model", "self")  # methods by which the device draws drafts, where texts have none
 SELF_QUANTIZATIONS = ("int8", "int4")  # of the method self; the first is the default
 _SPECULATION = ", ".join(SPECULATION_METHODS)
-# keys of other servers' methods that tune how drafts are found; here that is adaptive, so they change nothing
+# keys of vLLM's that tune how drafts are found, how many, or how they are computed: that is adaptive here, so they
+# change nothing, as results do not depend on it
 SPECULATION_HINTS = (
     "prompt_lookup_max", "prompt_lookup_min", "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests",
-    "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob",
+    "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob", "num_speculative_tokens_per_batch_size",
+    "enable_adaptive_verification", "draft_sample_method", "attention_backend", "moe_backend",
+    "disable_padded_drafter_batch", "max_model_len",
 )  # fmt: skip
+# and those of which one value is what is done here
+_AS_HERE: dict[str, Any] = {
+    "rejection_sample_method": "standard", "draft_tensor_parallel_size": 1, "parallel_drafting": False,
+    "use_heterogeneous_vocab": False,
+}  # fmt: skip
+_OF_VLLM = {"ngram_gpu": "ngram"}  # its names of methods
 DEFAULT_DRAFTS, MAX_DRAFTS = 32, 128  # of a request in a step
 
 
@@ -76,7 +86,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """What the options amount to.  Raises StartError for what is not served."""
         given = self._given()
         model, quantization = given.pop("model", None), given.pop("quantization", None)
-        method = given.pop("method", None) or (SPECULATION_METHODS[0] if model is None else "draft_model")
+        method = given.pop("method", None)
+        method = _OF_VLLM.get(method, method) if isinstance(method, str) else method
+        method = method or (SPECULATION_METHODS[0] if model is None else "draft_model")
         if method not in SPECULATION_METHODS:
             raise StartError(f"option speculative_config: there is no method {method!r}; methods are {_SPECULATION}")
         if model is not None and not isinstance(model, str):
@@ -97,6 +109,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 f"option speculative_config: num_speculative_tokens must be an integer from 1 to {MAX_DRAFTS}, "
                 f"got {most!r}"
             )
+        for name, value in _AS_HERE.items():
+            if given.pop(name, None) not in (None, value):
+                raise StartError(f"option speculative_config: {name} is served as {json.dumps(value)} only")
         unknown = [name for name in given if given[name] is not None and name not in SPECULATION_HINTS]
         if unknown:
             raise StartError(
