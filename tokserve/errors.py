@@ -181,3 +181,7 @@ class StartError(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(sendable(message))
+
+
+class NotBuiltIn(StartError):
+    """The model's own arithmetic is not built in; transformers' module may compute it."""

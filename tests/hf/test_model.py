@@ -44,8 +44,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "apertus": {},
     "llama4_text": {"intermediate_size_mlp": 96, "num_local_experts": 4, "head_dim": 16, "num_hidden_layers": 4},
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512},
-}
-FAST = ("gpt_neox", "opt")
+    "gptj": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "rotary_dim": 8},
+    "arcee": {},
+    "helium": {"head_dim": 16},
+    "exaone_moe": {
+        "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+        "n_group": 1, "topk_group": 1, "sliding_window": 24,
+    },
+    "afmoe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1,
+        "sliding_window": 24, "head_dim": 16,
+    },
+    "sarvam_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+        "n_group": 1, "topk_group": 1, "head_dim": 16,
+    },
+    "granitemoe_swa": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
+    "axk1": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1,
+        "q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+        "num_key_value_heads": 4, "first_k_dense_replace": 1,
+    },
+    "gemma4_text": {
+        "head_dim": 16, "global_head_dim": 32, "vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 8,
+        "sliding_window": 24, "num_kv_shared_layers": 1, "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+}  # fmt: skip
+FAST = ("gpt_neox", "opt", "exaone_moe")
 EVERY = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 
 
@@ -107,14 +133,20 @@ def test_chunks_and_other_rows_do_not_matter(name: str, tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("bloom", {}, "BloomForCausalLM.* 0 of 3 layers use transformers' attention interface"),
+    ("bloom", {}, "BloomForCausalLM.* it takes no position_ids"),
     ("falcon", {"alibi": False}, "FalconForCausalLM.* does not use transformers' attention interface"),
     ("falcon", {"alibi": True}, "FalconForCausalLM: alibi is not supported"),
     ("diffllama", {}, "DiffLlamaForCausalLM: a layer that attends twice"),
-    ("qwen3_moe", {"num_experts": 4}, "Qwen3MoeForCausalLM: transformers joins the tensors of experts"),
+    ("doge", {"sliding_window": None}, "DogeForCausalLM: attention with a mask of its own"),
+    ("bert", {}, "BertLMHeadModel: attention that is not causal"),
+    ("xglm", {"d_model": 64, "attention_heads": 4}, "XGLMForCausalLM .* 0 of 3 layers"),
     ("llama4_text", {"attention_chunk_size": 256}, "attention_chunk_size 256 .* give --max-model-len 256"),
     ("llama4_text", {"floor_scale": 512}, "floor_scale 512 .* give --max-model-len 511"),
-    ("stablelm", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type dynamic is not supported"),
+    (
+        "stablelm",
+        {"max_position_embeddings": 256, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        "max_position_embeddings 256 .* give --max-model-len 256",
+    ),
 ]
 
 

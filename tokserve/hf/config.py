@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tokserve.errors import StartError
 
@@ -14,12 +15,20 @@ KINDS = {"full_attention", "attention", "sliding_attention", "chunked_attention"
 BY_LENGTH = ("dynamic", "longrope")  # ropes whose angles depend on the longest row of a batch there
 
 
+def with_architecture(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with the causal language model that transformers has for its `model_type`, if it names no
+    architecture."""
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(hf.get("model_type")))
+    return dict(hf) | ({} if hf.get("architectures") or not isinstance(name, str) else {"architectures": [name]})
+
+
 def configuration(hf: Mapping[str, Any], max_model_len: int | None) -> tuple[PretrainedConfig, type[Any]]:
     """The config and the model's class, for contexts of at most `max_model_len` (None: any).  Raises StartError."""
     names = ", ".join(hf.get("architectures") or []) or "the architecture"
     try:
-        config = AutoConfig.for_model(**{name: value for name, value in hf.items() if name != "architectures"})
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        known = CONFIG_MAPPING[str(hf.get("model_type"))]
+        config = known.from_dict({name: value for name, value in hf.items() if name != "architectures"})
+    except (KeyError, TypeError, ValueError, AttributeError, StrictDataclassError) as error:
         raise StartError(f"{names} is not supported, nor does transformers know its config.json: {error}") from None
     classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     named = [one for one in (classes if isinstance(classes, tuple) else (classes,)) if one is not None]
@@ -43,15 +52,12 @@ def _check(config: PretrainedConfig, hf: Mapping[str, Any], name: str) -> None:
         raise StartError(f"{name}: layer_types names unsupported kinds: {', '.join(others)}")
     if values.get("alibi"):
         raise StartError(f"{name}: alibi is not supported by --model-impl transformers")
-    rope = values.get("rope_parameters") or {}
-    for given in (rope, *(part for part in rope.values() if isinstance(part, Mapping))):
-        if given.get("rope_type") in BY_LENGTH:
-            raise StartError(f"{name}: rope_type {given['rope_type']} is not supported by --model-impl transformers")
 
 
 def _check_lengths(config: PretrainedConfig, name: str, max_model_len: int | None) -> None:
-    """What Llama 4 does by position is served where it does nothing: chunks of attention, in contexts of one chunk, and
-    a temperature that grows with the position, which transformers counts from the beginning of a batch."""
+    """What a module does by length is served where it does nothing: chunks of attention (Llama 4), in contexts of one
+    chunk, a temperature that grows with the position, which transformers counts from the beginning of a batch, and
+    ropes whose angles depend on the longest row of a batch, up to the length from which they do."""
     values = config.to_dict()
     limits = {}
     if "chunked_attention" in (values.get("layer_types") or ()):
@@ -59,6 +65,13 @@ def _check_lengths(config: PretrainedConfig, name: str, max_model_len: int | Non
     if values.get("attn_temperature_tuning"):
         limits["floor_scale"] = int(values.get("floor_scale") or 0) - 1
         config.attn_temperature_tuning = False
+    rope = values.get("rope_parameters") or {}
+    for given in (rope, *(part for part in rope.values() if isinstance(part, Mapping))):
+        if given.get("rope_type") in BY_LENGTH:
+            of_config = "max_position_embeddings", "original_max_position_embeddings"
+            before = of_config[given["rope_type"] == "longrope"]
+            limits[before] = int(given.get(before) or values.get(before) or values.get(of_config[0]) or 0)
+            values[before] = limits[before]
     for attribute, most in limits.items():
         if max_model_len is None or max_model_len > most:
             raise StartError(

@@ -48,17 +48,13 @@ def load(
     else:
         catalogue = weights.catalogue(directory)
         stamp = weights.stamp(catalogue)
-        model.rename(catalogue)
+        model.adopt({name: entry.shape for name, entry in catalogue.items()})
+        parameters = model.parameters_by_name()
         entries = weights.with_model_names(catalogue, model.spec.renames)
         entries = {name: entry for name, entry in entries.items() if name in parameters or not model.ignores(name)}
         for name, buffer in model.buffers.items():
             if name in entries:
                 buffer.copy_(weights.read(entries.pop(name)))
-        if any(".experts." in name for name in entries.keys() - parameters.keys()):
-            raise StartError(
-                f"{type(model.module).__name__}: transformers joins the tensors of experts as it loads them, which "
-                "--model-impl transformers does not do"
-            )
         weights.check(entries, parameters, str(directory))
         weights.load_into(parameters, weights.stream(entries))
         model.provenance.add_files({entry.key: entry for entry in entries.values()}, stamp)

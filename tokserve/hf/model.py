@@ -6,25 +6,26 @@ through transformers' attention interface.  All else it computes itself, with to
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, apply_renamings
 from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from tokserve import ops
 from tokserve.errors import StartError
 from tokserve.hf.config import configuration
+from tokserve.hf.conversion import Conversions
 from tokserve.hf.modules import ACTIVATIONS, Context, ElementwiseActivation, Normalization, Projection, attend
 from tokserve.kv_spec import KVSpec
 from tokserve.layers.batch import ForwardBatch
+from tokserve.layers.experts import StackedParameter
 from tokserve.layers.linear import Linear
 from tokserve.layers.norm import LayerNorm, NormSpec
 from tokserve.layers.options import LayerOptions
@@ -51,7 +52,9 @@ class TransformersModel(Decoder):
         self.context = Context(None, {})
         try:
             with no_init_weights(), torch.device("cpu"):
-                self.module = model_class._from_config(config, dtype=options.dtype, attn_implementation=INTERFACE)
+                self.module = model_class._from_config(
+                    config, dtype=options.dtype, attn_implementation=INTERFACE, experts_implementation="eager"
+                )
         except KeyError:
             why = "its attention does not use transformers' attention interface"
             raise StartError(f"{model_class.__name__} cannot be served by --model-impl transformers: {why}") from None
@@ -68,11 +71,15 @@ class TransformersModel(Decoder):
         state = self.module.state_dict(keep_vars=True)
         self.buffers = {name: buffer for name, buffer in state.items() if name not in names}
         self._parameters: dict[str, Parameter] = {}
+        self._stacked: dict[str, StackedParameter] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._linears: dict[str, Linear] = {}
         self._replace()
         prefix = self.module.base_model_prefix
         prefix = prefix if hasattr(self.module, prefix) else "model"
         self._body, self._stub = getattr(self.module, prefix), _Body()
+        if "position_ids" not in inspect.signature(self._body.forward).parameters:
+            raise StartError(f"{self._name} cannot be served by --model-impl transformers: it takes no position_ids")
         setattr(self.module, prefix, self._stub)
         self.module.to(ops.torch_device)
         self._body.to(ops.torch_device)
@@ -121,6 +128,7 @@ class TransformersModel(Decoder):
         if self._tied:
             path = next(path for path, one in self.module.named_modules() if one is embedding)
             self._tie(f"{path}.weight")
+            self._tie_others()
 
     def _replace_linear(self, parent: nn.Module, path: str, linear: nn.Linear, *, is_head: bool) -> None:
         name = path.rpartition(".")[2]
@@ -135,17 +143,22 @@ class TransformersModel(Decoder):
         else:
             self._linears[path] = ours
 
+    def _tie_others(self) -> None:
+        """Parameters that have another's values, beside the head's weight: a checkpoint holds the other."""
+        ties = self.module._tied_weights_keys
+        for name, source in ties.items() if isinstance(ties, Mapping) else ():
+            if name in self._parameters and source in self._parameters and name != source:
+                self._parameters[source] = _both(self._parameters[source], self._parameters.pop(name))
+
     def _tie(self, name: str) -> None:
         """The head has the embedding's weight, under the embedding's name."""
         head = next(path for path, one in self.module.named_modules() if vars(one).get("linear") is self._head)
         of_head = self._parameters.pop(f"{head}.weight")
         of_embedding = self._parameters[name]
 
-        def load(tensor: Tensor) -> None:
-            of_embedding.load(tensor)
-            of_head.load(tensor)
-
-        self._parameters[name] = Parameter(of_embedding.shape, load, of_embedding.dtype)
+        if of_head.shape != of_embedding.shape:
+            raise StartError(f"{self._name}: its output head is tied to an embedding of another shape")
+        self._parameters[name] = _both(of_embedding, of_head)
         self.tied_head_name = f"{head}.weight"
 
     exact = False
@@ -156,17 +169,35 @@ class TransformersModel(Decoder):
         """Whether a checkpoint's tensor is one that the family's module does not want."""
         return name == self.tied_head_name or any(one.search(name) for one in self._ignored)
 
-    def rename(self, names: Iterable[str]) -> None:
-        """Note what the tensors of a checkpoint, by these names, are called in the module."""
-        renamings = [one for one in get_model_conversion_mapping(self.module) if isinstance(one, WeightRenaming)]
-        pairs = []
-        for name in names:
+    def adopt(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Arrange for the tensors of a checkpoint, with these names and shapes: what they are called in the module, and
+        which of them are joined or split for it.  Raises StartError."""
+        conversions, self._shapes = Conversions(self.module), dict(shapes)
+        pairs, converted = [], {}
+        for name, shape in shapes.items():
             target = weights.model_name(name, self.spec.renames)
-            if target is not None and target not in self._parameters:
-                renamed = apply_renamings(target, renamings)
-                if renamed in self._parameters or renamed in self.buffers:
-                    pairs.append((name, renamed))
+            if target is None or target in self._parameters:
+                continue
+            renamed, pattern = conversions.target(target)
+            if target in self.buffers:
+                renamed = target
+            elif pattern is not None:
+                converted[target] = shape
+            elif renamed in self._parameters or renamed in self.buffers:
+                pairs.append((name, renamed))
+            if renamed in self.buffers and self.buffers[renamed].is_floating_point():
+                self._parameters[renamed] = _of_buffer(self.buffers.pop(renamed))
+        for group in conversions.groups(converted, self._parameters):
+            self._parameters = {name: one for name, one in self._parameters.items() if name not in group.targets}
+            self._parameters |= group.parameters
+            if len(group.targets) == 1:
+                name, whole = next(iter(group.targets.items()))
+                self._stacked[name] = StackedParameter(whole, tuple(group.parameters))
         self.spec = replace(self.spec, renames=(*pairs, *self.spec.renames))
+
+    def stacked_parameters(self) -> dict[str, StackedParameter]:
+        """Tensors that an update may have in place of those that are joined for them."""
+        return dict(self._stacked)
 
     def probe(self) -> None:
         """Find out what each layer keeps, and that tokens meet in attention alone.  Raises StartError that says why.
@@ -234,9 +265,10 @@ class TransformersModel(Decoder):
     def blank(self) -> TransformersModel:
         """Another of this kind, without weights."""
         blank = TransformersModel(self._hf, self.options, self._head_options, max_model_len=self._max_model_len)
+        blank.adopt(self._shapes)
         for name, buffer in self.buffers.items():
             blank.buffers[name].copy_(buffer)
-        blank.context.calls, blank.spec = dict(self.context.calls), self.spec
+        blank.context.calls = dict(self.context.calls)
         return blank
 
     def kv_specs(self) -> tuple[KVSpec, ...]:
@@ -287,7 +319,7 @@ def paged(
 ) -> tuple[Tensor, None]:
     """Transformers' attention interface; the module was given its model's context."""
     context: Context = vars(module)["paged_context"]
-    return attend(context, module, query, key, value, options.pop("scaling", None), options), None
+    return attend(context, module, query, key, value, attention_mask, options.pop("scaling", None), options), None
 
 
 AttentionInterface.register(INTERFACE, paged)
@@ -297,6 +329,16 @@ def _norm_spec(norm: nn.LayerNorm) -> NormSpec:
     return NormSpec(norm.eps, kind="layer", bias=norm.bias is not None)
 
 
+def _both(first: Parameter, second: Parameter) -> Parameter:
+    """Loads two parameters."""
+
+    def load(tensor: Tensor) -> None:
+        first.load(tensor)
+        second.load(tensor)
+
+    return Parameter(first.shape, load, first.dtype)
+
+
 def _own(parameter: nn.Parameter) -> Parameter:
     """Where a parameter that stays in the module comes from."""
 
@@ -304,3 +346,12 @@ def _own(parameter: nn.Parameter) -> Parameter:
         parameter.data = owned_copy(tensor, tuple(parameter.shape), parameter.dtype)
 
     return Parameter(tuple(parameter.shape), load, parameter.dtype)
+
+
+def _of_buffer(buffer: Tensor) -> Parameter:
+    """A buffer that a checkpoint has."""
+
+    def load(tensor: Tensor) -> None:
+        buffer.copy_(tensor)
+
+    return Parameter(tuple(buffer.shape), load, buffer.dtype)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import activations
 
 from tokserve import ops
@@ -30,7 +31,8 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
 }
 
 
-KNOWN = {"position_ids", "cache_position"}  # tensors that attention may be given beside q, k and v; pages replace them
+SINKS = "s_aux"
+KNOWN = {"position_ids", "cache_position", SINKS}  # tensors that attention may be given beside q, k and v
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Projection(nn.Module):
         batch = self.context.batch
         rows = x.reshape(-1, x.shape[-1]).to(self.linear.dtype)
         out = self.linear(rows, self.out_dtype, adapters=None if batch is None else batch.adapters)
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], self.out_features)
 
 
 class Normalization(nn.Module):
@@ -96,18 +98,25 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    mask: Any,
     scaling: float | None,
     options: dict[str, Any],
 ) -> Tensor:  # [1, Hq, T, D], [1, Hk, T, D] twice -> [1, T, Hq, D]
-    """Attention of a layer's queries over its pages, after its keys and values are stored.  Raises StartError."""
+    """Attention of a layer's queries over its pages, after its keys and values are stored.  Raises StartError.
+
+    Values of another size than keys have, as in latent attention: zeros make them equal."""
     if context.batch is None:
         for name, option in options.items():
             if isinstance(option, Tensor) and name not in KNOWN:
                 raise StartError(f"attention with {name} is not supported by --model-impl transformers")
+        if isinstance(mask, Tensor) and not _is_causal(mask):
+            raise StartError("attention with a mask of its own is not supported by --model-impl transformers")
     if vars(module).get("is_causal", True) is False or options.get("is_causal") is False:
         raise StartError("attention that is not causal is not supported by --model-impl transformers")
-    if query.shape[-1] != value.shape[-1]:
-        raise StartError("values of another size than keys are not supported by --model-impl transformers")
+    size = value.shape[-1]
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    widest = max(query.shape[-1], size)
+    query, key, value = (functional.pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
     layer = int(vars(module)["layer_idx"])
     window, batch = int(options.get("sliding_window") or 0), context.batch
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # [T, heads, D] each
@@ -115,12 +124,19 @@ def attend(
         if layer in context.calls:
             raise StartError("a layer that attends twice is not supported by --model-impl transformers")
         context.calls[layer] = AttentionCall(k.shape[1], k.shape[2], window)
-        return torch.zeros_like(q)[None]
+        return torch.zeros_like(q)[None, ..., :size]
     keys, values = batch.kv[layer]
     ops.store_kv(k, v, keys, values, batch.slot_mapping)
-    scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    sinks = options.get(SINKS)
     mixed = ops.paged_attention(
         q, keys, values, batch.block_tables, batch.query_start, batch.seq_lens, scale, window, 1.0,
-        float(options.get("softcap") or 0.0),
+        float(options.get("softcap") or 0.0), None if sinks is None else sinks.float().contiguous(),
     )  # fmt: skip
-    return mixed[None]
+    return mixed[None, ..., :size]
+
+
+def _is_causal(mask: Tensor) -> bool:
+    """Whether a mask [1, heads, T, T], True or 0 where a query may look, does no more than hide later tokens."""
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    lower = torch.ones(seen.shape[-2:], dtype=torch.bool, device=mask.device).tril()
+    return bool((seen == lower).all())

@@ -19,13 +19,13 @@ def cohere(hf: Mapping[str, Any]) -> DecoderSpec:
     """Command R."""
     fields = ConfigReader(hf)
     if fields.flag("use_qk_norm"):
-        raise fields.refuse("use_qk_norm", "is not supported")
+        raise fields.unsupported("use_qk_norm", "is not supported")
     return _cohere(fields, no_windows(fields), theta=5e5)
 
 
 def cohere2(hf: Mapping[str, Any]) -> DecoderSpec:
     """Command R7B and A: windows in three layers of four, which alone are rotated."""
-    fields = ConfigReader({key: value for key, value in hf.items() if key != "head_dim"})  # as transformers reads it
+    fields = ConfigReader(hf)
     windows = every_but(fields, window_size(fields, 4096), fields.integer("sliding_window_pattern", 4))
     return _cohere(fields, windows, theta=1e4, turned=tuple(window > 0 for window in windows))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokserve.errors import StartError
+from tokserve.errors import NotBuiltIn, StartError
 
 
 class ConfigReader:
@@ -18,6 +18,10 @@ class ConfigReader:
     def refuse(self, name: str, problem: str) -> StartError:
         """The error to raise about attribute `name`."""
         return StartError(f"config.json: {self.path}{name} {problem}")
+
+    def unsupported(self, name: str, problem: str) -> NotBuiltIn:
+        """The same about what is a sound model, but not one that is built in."""
+        return NotBuiltIn(str(self.refuse(name, problem)))
 
     def present(self, name: str) -> bool:
         """Whether the attribute is there and not null."""

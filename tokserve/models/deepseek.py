@@ -44,10 +44,10 @@ def deepseek2(hf: Mapping[str, Any]) -> DecoderSpec:
     fields = ConfigReader(SIZES | dict(hf))
     method = fields.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
-        raise fields.refuse("topk_method", f"{method!r} is not supported")
+        raise fields.unsupported("topk_method", f"{method!r} is not supported")
     for name, only in (("norm_topk_prob", False), ("scoring_func", "softmax"), ("moe_layer_freq", 1)):
         if fields.values.get(name, only) not in (only, None):
-            raise fields.refuse(name, f"must be {only}")
+            raise fields.unsupported(name, f"must be {only}")
     limited = method == "group_limited_greedy"
     router = RouterSpec(
         fields.integer("num_experts_per_tok"),
@@ -95,7 +95,7 @@ def _noaux(
 ) -> MixtureSpec:
     """Experts chosen by sigmoid scores plus a correction bias; the arguments say what is assumed where absent."""
     if fields.text("scoring_func", "sigmoid") != "sigmoid":
-        raise fields.refuse("scoring_func", "must be sigmoid")
+        raise fields.unsupported("scoring_func", "must be sigmoid")
     router = RouterSpec(
         fields.integer("num_experts_per_tok", chosen),
         sigmoid=True,

@@ -35,8 +35,8 @@ MAX_POSITION = 131072
 
 
 def gemma(hf: Mapping[str, Any]) -> DecoderSpec:
-    """Gemma 1."""
-    fields = ConfigReader(hf)
+    """Gemma 1.  Its older configs say gelu and mean the approximation."""
+    fields = ConfigReader(dict(hf) | ({"hidden_act": "gelu_pytorch_tanh"} if hf.get("hidden_act") == "gelu" else {}))
     dim = head_size(fields, 256)
     table = rope(fields, dim, fields.integer("max_position_embeddings", 8192))
     layers = fields.integer("num_hidden_layers")
@@ -56,7 +56,7 @@ def gemma2(hf: Mapping[str, Any]) -> DecoderSpec:
 
 def gemma3(hf: Mapping[str, Any]) -> DecoderSpec:
     """Gemma 3 without its vision tower: norms of query and key heads, windows in five layers of six."""
-    fields = ConfigReader(hf)
+    fields = ConfigReader(dict(hf) | {"attn_logit_softcapping": None})  # its attention does not read it
     windows = every_but(fields, window_size(fields, 4096), fields.integer("sliding_window_pattern", 6))
     full, local = _ropes(fields, head_size(fields, 256))
     ropes = tuple(local if window else full for window in windows)

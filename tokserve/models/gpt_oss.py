@@ -32,7 +32,7 @@ def gpt_oss(hf: Mapping[str, Any]) -> DecoderSpec:
     fields = ConfigReader(DEFAULTS | dict(hf) | rope)
     for name, value in (("swiglu_limit", CLAMPED_LIMIT), ("swiglu_alpha", CLAMPED_SLOPE)):
         if fields.number(name, value) != value:
-            raise fields.refuse(name, f"must be {value}")
+            raise fields.unsupported(name, f"must be {value}")
     bias = fields.flag("attention_bias", True)
     spec = dense(
         fields, windows=_windows(fields), max_position=131072, kv_heads=8, head_dim=64, qkv_bias=bias, out_bias=bias,

@@ -154,7 +154,7 @@ def _gated_delta(fields: ConfigReader, grouped: bool) -> GatedDeltaSpec:
     if heads % key_heads:
         raise fields.refuse("linear_num_value_heads", f"{heads} is not a multiple of linear_num_key_heads {key_heads}")
     if (activation := fields.text("hidden_act", "silu")) not in ("silu", "swish"):
-        raise fields.refuse("hidden_act", f"{activation!r} is not supported by linear attention")
+        raise fields.unsupported("hidden_act", f"{activation!r} is not supported by linear attention")
     keys, values = key_heads * key_dim, heads * dim
     names = {"in_proj_qkvz": 2 * keys + 2 * values} if grouped else {
         "in_proj_qkv": 2 * keys + values, "in_proj_z": values,

@@ -23,6 +23,14 @@ from tokserve.models.spec import (
 # Checkpoints saved from the model without its head lack the prefix.
 HEADLESS = (("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."), ("norm.", "model.norm."))
 
+EXAONE = (
+    ("transformer.wte.", "model.embed_tokens."), ("transformer.h.", "model.layers."),
+    ("transformer.ln_f.", "model.norm."), (".attn.attention.", ".self_attn."),
+    (".self_attn.out_proj.", ".self_attn.o_proj."), (".ln_1.", ".input_layernorm."),
+    (".ln_2.", ".post_attention_layernorm."), (".mlp.c_fc_0.", ".mlp.gate_proj."),
+    (".mlp.c_fc_1.", ".mlp.up_proj."), (".mlp.c_proj.", ".mlp.down_proj."),
+)  # fmt: skip
+
 
 def llama(hf: Mapping[str, Any]) -> DecoderSpec:
     """Llama 1 to 3: optional biases."""
@@ -37,6 +45,36 @@ def llama(hf: Mapping[str, Any]) -> DecoderSpec:
         mlp_bias=fields.flag("mlp_bias"),
         renames=HEADLESS,
     )
+
+
+def exaone(hf: Mapping[str, Any]) -> DecoderSpec:
+    """EXAONE 3 and 3.5: Llama with other names."""
+    older = {
+        "num_layers": "num_hidden_layers",
+        "layer_norm_epsilon": "rms_norm_eps",
+        "activation_function": "hidden_act",
+    }
+    fields = ConfigReader({"rms_norm_eps": 1e-5} | {older.get(name, name): value for name, value in hf.items()})
+    bias, dim = fields.flag("attention_bias"), head_size(fields)
+    positions = fields.integer("max_position_embeddings", 4096)
+    return dense(
+        fields,
+        windows=no_windows(fields),
+        max_position=4096,
+        kv_heads=8,
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=fields.flag("mlp_bias"),
+        ropes=(rope(fields, dim, positions, theta=5e5),) * fields.integer("num_hidden_layers"),
+        renames=EXAONE + HEADLESS,
+    )
+
+
+def internlm3(hf: Mapping[str, Any]) -> DecoderSpec:
+    """InternLM 3: Llama, whose biases its config calls otherwise."""
+    older = {"qkv_bias": "attention_bias", "bias": "mlp_bias"}
+    given = {older[name]: hf[name] for name in older if name in hf} | dict(hf)
+    return llama({"rms_norm_eps": 1e-5, "num_key_value_heads": 2, "head_dim": 128} | given)
 
 
 def mistral(hf: Mapping[str, Any]) -> DecoderSpec:

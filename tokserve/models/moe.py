@@ -55,7 +55,7 @@ def mixture(
     name = fields.text("hidden_act", "silu")
     activation = ACTIVATIONS.get(name)
     if activation not in ("silu", "gelu_tanh"):
-        raise fields.refuse("hidden_act", f"{name!r} is not supported for experts")
+        raise fields.unsupported("hidden_act", f"{name!r} is not supported for experts")
     return MixtureSpec(experts, fields.integer(*inner), router, activation, **options)
 
 

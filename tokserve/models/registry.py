@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "Dots1ForCausalLM": "tokserve.models.small_moe:dots1",
     "Ernie4_5ForCausalLM": "tokserve.models.llama:ernie4_5",
     "Ernie4_5_MoeForCausalLM": "tokserve.models.small_moe:ernie4_5_moe",
+    "ExaoneForCausalLM": "tokserve.models.llama:exaone",
     "FlexOlmoForCausalLM": "tokserve.models.small_moe:flex_olmo",
     "Gemma2ForCausalLM": "tokserve.models.gemma:gemma2",
     "Gemma3ForCausalLM": "tokserve.models.gemma:gemma3",
@@ -41,6 +42,7 @@ ARCHITECTURES = {
     "HunYuanMoEV1ForCausalLM": "tokserve.models.small_moe:hunyuan_moe",
     "Lfm2ForCausalLM": "tokserve.models.hybrid:lfm2",
     "Lfm2MoeForCausalLM": "tokserve.models.hybrid:lfm2_moe",
+    "InternLM3ForCausalLM": "tokserve.models.llama:internlm3",
     "LlamaForCausalLM": "tokserve.models.llama:llama",
     "MiniCPM3ForCausalLM": "tokserve.models.deepseek:minicpm3",
     "MiniMaxM2ForCausalLM": "tokserve.models.small_moe:minimax_m2",
@@ -68,6 +70,13 @@ ARCHITECTURES = {
     "Starcoder2ForCausalLM": "tokserve.models.starcoder:starcoder2",
     "YoutuForCausalLM": "tokserve.models.deepseek:youtu",
 }
+# Families that transformers saves under another's architecture, whose configs and tensors have names of their own.
+# None: no spec function reads their tensors.
+BY_MODEL_TYPE = {
+    "exaone": "ExaoneForCausalLM",
+    "internlm3": "InternLM3ForCausalLM",
+    "sarvam_moe": None,
+}
 # Architectures with layers that are neither attention nor one of the recurrent kinds built in.
 RECURRENT = {
     "BambaForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM",
@@ -94,7 +103,11 @@ def is_known(hf: Mapping[str, Any]) -> bool:
 
 
 def _names(hf: Mapping[str, Any]) -> list[str]:
-    return ConfigReader(hf).texts("architectures")
+    names, model_type = ConfigReader(hf).texts("architectures"), hf.get("model_type")
+    if model_type not in BY_MODEL_TYPE:
+        return names
+    architecture = BY_MODEL_TYPE[model_type]
+    return [architecture] if architecture else [f"{name} of {model_type}" for name in names]
 
 
 def decoder_spec(hf: Mapping[str, Any]) -> DecoderSpec:

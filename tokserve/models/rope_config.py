@@ -30,7 +30,7 @@ def rope(
         given = fields.inner("rope_parameters")
     nested = [name for name, value in given.values.items() if isinstance(value, Mapping)]
     if nested:
-        raise given.refuse(nested[0], "(rope parameters by layer type) is not supported by this architecture")
+        raise given.unsupported(nested[0], "(rope parameters by layer type) is not supported by this architecture")
     theta = given.number("rope_theta", fields.number("rope_theta", theta))
     spec = rope_spec(fields, given, dim, max_position, theta, rotary=rotary)
     return replace(spec, interleaved=True) if interleaved else spec
@@ -51,13 +51,13 @@ def rope_spec(
     """
     part = given.number("partial_rotary_factor", fields.number("partial_rotary_factor", rotary or 1.0))
     if rotary is None and part != 1.0:
-        raise given.refuse("partial_rotary_factor", "is not 1; this architecture rotates whole heads")
+        raise given.unsupported("partial_rotary_factor", "is not 1; this architecture rotates whole heads")
     if not 2 <= int(dim * part) <= dim or int(dim * part) % 2:
         raise given.refuse("partial_rotary_factor", f"must rotate an even part of a head of {dim}, found {part}")
     dim = int(dim * part)
     kind = given.text("rope_type", given.text("type", "default"))
     if kind not in ROPE_KINDS:
-        raise given.refuse("rope_type", f"{kind!r} is not supported; supported are: {', '.join(ROPE_KINDS)}")
+        raise given.unsupported("rope_type", f"{kind!r} is not supported; supported are: {', '.join(ROPE_KINDS)}")
     if kind == "default":
         return RopeSpec(dim, theta)
     if kind == "linear":

@@ -21,7 +21,7 @@ def olmoe(hf: Mapping[str, Any]) -> DecoderSpec:
     """OLMoE: norms over all heads, experts in every layer."""
     fields = ConfigReader({"rms_norm_eps": 1e-5} | dict(hf))
     if fields.present("clip_qkv"):
-        raise fields.refuse("clip_qkv", "is not supported")
+        raise fields.unsupported("clip_qkv", "is not supported")
     bias = fields.flag("attention_bias")
     spec = dense(
         fields, windows=no_windows(fields), max_position=4096, qkv_bias=bias, out_bias=bias, qk_norm=True,
@@ -45,9 +45,9 @@ def ernie4_5_moe(hf: Mapping[str, Any]) -> DecoderSpec:
     """ERNIE 4.5: softmax scores with a correction bias, shared experts, dense layers by number."""
     fields = ConfigReader({"num_key_value_heads": 4} | dict(hf))
     if fields.flag("use_bias"):
-        raise fields.refuse("use_bias", "is not supported with experts")
+        raise fields.unsupported("use_bias", "is not supported with experts")
     if fields.number("moe_norm_min", 1e-12) > 1e-12:
-        raise fields.refuse("moe_norm_min", "must not be above 1e-12")
+        raise fields.unsupported("moe_norm_min", "must not be above 1e-12")
     heads = fields.integer("hidden_size") // fields.integer("num_attention_heads")
     spec = ernie4_5({"head_dim": heads} | dict(fields.values))
     router = RouterSpec(
@@ -124,7 +124,7 @@ def hunyuan_moe(hf: Mapping[str, Any]) -> DecoderSpec:
     """HunYuan with experts in every layer, and a shared one as wide as they are."""
     fields = ConfigReader(hf)
     if fields.flag("use_cla"):
-        raise fields.refuse("use_cla", "(layers that share keys and values) is not supported")
+        raise fields.unsupported("use_cla", "(layers that share keys and values) is not supported")
     spec, top = hunyuan(hf), fields.values.get("moe_topk", fields.values.get("num_experts_per_tok"))
     counts = top if isinstance(top, list) else [1 if top is None else top] * len(spec.blocks)
     if len(counts) != len(spec.blocks):

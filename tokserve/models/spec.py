@@ -196,7 +196,7 @@ def head_size(fields: ConfigReader, absent: int | None = None) -> int:
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     dim = fields.integer("head_dim", absent or max(1, hidden // heads))
     if dim % 2:
-        raise fields.refuse("head_dim", f"must be even, found {dim}")
+        raise fields.unsupported("head_dim", f"must be even, found {dim}")
     return dim
 
 
@@ -239,7 +239,7 @@ def mlp(fields: ConfigReader, attribute: str, absent: str, *, bias: bool = False
     """`attribute` names the activation; `absent`: where the config does not."""
     name = fields.text(attribute, absent)
     if name not in ACTIVATIONS:
-        raise fields.refuse(attribute, f"{name!r} is not supported; supported are: {', '.join(ACTIVATIONS)}")
+        raise fields.unsupported(attribute, f"{name!r} is not supported; supported are: {', '.join(ACTIVATIONS)}")
     return MLPSpec(fields.integer("intermediate_size"), ACTIVATIONS[name], bias)
 
 
@@ -278,7 +278,7 @@ def windows_by_type(fields: ConfigReader, window: int) -> tuple[int, ...]:
         raise fields.refuse("layer_types", f"has {len(types)} entries for {layers} layers")
     unknown = sorted(set(types) - {"full_attention", "attention", "sliding_attention"})
     if unknown:
-        raise fields.refuse("layer_types", f"names unsupported kinds: {', '.join(unknown)}")
+        raise fields.unsupported("layer_types", f"names unsupported kinds: {', '.join(unknown)}")
     if "sliding_attention" in types and not window:
         raise fields.refuse("layer_types", "names sliding_attention, but no sliding_window is set and used")
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)

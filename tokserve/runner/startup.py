@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tokserve import checkpoint, device, ops
 from tokserve.classifier import is_classifier, with_token_ids
 from tokserve.config import Config, RuntimeConfig
 from tokserve.device import Accelerator, Device
-from tokserve.errors import StartError
+from tokserve.errors import NotBuiltIn, StartError
 from tokserve.kv_spec import StateSpec
 from tokserve.models import load as models
 from tokserve.models.decoder import Decoder
@@ -114,9 +115,10 @@ def _model(config: Config, target: Device | Accelerator) -> Decoder:
     name, types = (options.model, "") if file is None else (file[0], f"{file[1]}; ")
     logger.info("loading %s (%s%s)", name, types, options.dtype)
     directory = checkpoint.locate(options.model, weights=options.load_format != "dummy")
-    hf = with_token_ids(
-        Path(options.tokenizer or directory), checkpoint.hf_config(directory) | (options.hf_overrides or {})
-    )
+    hf = checkpoint.hf_config(directory) | (options.hf_overrides or {})
+    if not hf.get("architectures"):
+        hf = import_module("tokserve.hf.config").with_architecture(hf)
+    hf = with_token_ids(Path(options.tokenizer or directory), hf)
     common: dict[str, Any] = {
         "dtype": options.dtype, "head_dtype": options.head_dtype, "load_format": options.load_format,
         "seed": options.seed, "quantization": options.quantization, "quantize_lm_head": options.quantize_lm_head,
@@ -128,10 +130,28 @@ def _model(config: Config, target: Device | Accelerator) -> Decoder:
         raise StartError("option model_impl: a classifier is not served by transformers' module")
     if options.model_impl == "transformers" or (options.model_impl == "auto" and not is_known(hf)):
         return import_module("tokserve.hf.load").load(directory, hf, **common)  # type: ignore[no-any-return]
+    try:
+        decoder_spec(hf)
+    except NotBuiltIn as refusal:
+        if options.model_impl == "auto" and not is_classifier(hf):
+            return _through_transformers(directory, hf, refusal, common)
+        raise
     return models.load(
         directory, hf,
         has_float8=target.has_float8, has_wna16=not isinstance(target, Accelerator), **common,
     )  # fmt: skip
+
+
+def _through_transformers(
+    directory: Path, hf: Mapping[str, Any], refusal: NotBuiltIn, options: dict[str, Any]
+) -> Decoder:
+    """The model that no spec function reads, for the reason given, if transformers' module can be served."""
+    try:
+        model: Decoder = import_module("tokserve.hf.load").load(directory, hf, **options)
+    except StartError as error:
+        raise StartError(f"{refusal}; nor is it served by --model-impl transformers: {error}") from None
+    logger.warning("the reason: %s", refusal)
+    return model
 
 
 def _draft(config: Config, target: Device | Accelerator, model: Decoder) -> Draft | None:

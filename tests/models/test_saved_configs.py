@@ -1,0 +1,86 @@
+"""Checkpoints and config.json as transformers saves them, and older and odd forms of them, against its forward."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.models.driver import prefill, random_ids
+from tokserve import checkpoint, ops
+from tokserve.hf.config import with_architecture
+from tokserve.models.load import load
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 33, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0,
+}  # fmt: skip
+Edit = Callable[[dict[str, Any]], object]
+
+
+def _older(config: dict[str, Any]) -> None:
+    """The spelling of transformers 4."""
+    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    config["torch_dtype"] = config.pop("dtype")
+
+
+def _minimal(config: dict[str, Any]) -> None:
+    kept = {"model_type", "architectures", *SIZES} - {"num_key_value_heads", "max_position_embeddings", "pad_token_id"}
+    for name in config.keys() - kept:
+        del config[name]
+
+
+CASES: dict[str, tuple[str, dict[str, Any], Edit]] = {
+    "exaone": ("exaone", {"head_dim": 20, "mlp_bias": True}, dict),
+    "exaone-hub": ("exaone", {}, lambda config: config.update(architectures=["ExaoneForCausalLM"])),
+    "internlm3": ("internlm3", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}, dict),
+    "cohere2-head-dim": ("cohere2", {"head_dim": 20}, dict),
+    "gemma-gelu": ("gemma", {"head_dim": 16}, lambda config: config.update(hidden_act="gelu", hidden_activation=None)),
+    "gemma3-capped-scores": ("gemma3_text", {"head_dim": 16, "attn_logit_softcapping": 2.0}, dict),
+    "no-architectures": ("llama", {}, lambda config: config.pop("architectures")),
+    "no-model-type": ("qwen2", {}, lambda config: config.pop("model_type")),
+    "older": ("mistral", {"head_dim": 16}, _older),
+    "minimal": ("llama", {"num_key_value_heads": 4}, _minimal),
+    "another-architecture-first": (
+        "llama", {}, lambda config: config.update(architectures=["StarForCausalLM", "LlamaForCausalLM"]),
+    ),
+    "infinity": ("llama", {}, lambda config: config.update(limits=[0.0, {"__float__": "Infinity"}])),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> Iterator[None]:
+    ops.bind("cpu", {})
+    yield
+    ops.bind("cpu", {"*": "torch"})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    model_type, changes, edit = CASES[name]
+    config = AutoConfig.for_model(model_type, **SIZES | changes)
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    for parameter in theirs.parameters():
+        parameter.data += torch.randn(parameter.shape) * 0.12
+    theirs.save_pretrained(tmp_path)
+    hf = json.loads((tmp_path / "config.json").read_text())
+    edit(hf)
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    decoder = load(
+        tmp_path, with_architecture(checkpoint.hf_config(tmp_path)), dtype="float32", head_dtype="auto",
+        load_format="auto", seed=0,
+    )  # fmt: skip
+    ids = random_ids(60, SIZES["vocab_size"])
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0].log_softmax(-1)
+    assert (prefill(decoder, ids).log_softmax(-1) - expected).abs().max() < 1e-4
