@@ -29,7 +29,9 @@ test: install check
 
 test-all: install check
 	@$(BIN)/python -m tests.needs
-	$(BIN)/python -m pytest -q -m 'not gpu and not multi_gpu and not network'
+	rm -rf build/coverage && mkdir -p build/coverage
+	$(BIN)/python -m coverage run -m pytest -q -m 'not gpu and not multi_gpu and not network'; passed=$$?; \
+	  $(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report --skip-covered --skip-empty; exit $$passed
 
 # The fast tests, files and the tests in each in a random order: the same one for the same SEED.
 test-random: install
