@@ -197,7 +197,9 @@ def test_without_file_descriptors_it_hangs_up_and_serves_again_when_there_are_so
 
 
 @pytest.mark.slow
-@pytest.mark.second_try("it measures processor time of two seconds, into which a metrics scrape or a late garbage collection may fall")
+@pytest.mark.second_try(
+    "it measures processor time of two seconds, into which a metrics scrape or a late garbage collection may fall"
+)
 def test_idle_costs_no_cpu(demo: Server) -> None:
     demo.generate([5, 6, 7], max_tokens=4)
     time.sleep(1.0)

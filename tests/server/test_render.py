@@ -214,6 +214,16 @@ def test_logprobs_without_the_request_are_what_the_reply_has() -> None:
     assert [(top["token"], top["logprob"]) for top in content[0]["top_logprobs"]] == [("b", -0.5), ("a", -1.0)]
 
 
+@pytest.mark.parametrize(("rank", "order"), [(1, "abc"), (3, "acb")])
+def test_a_token_is_among_equal_alternatives_by_its_id_or_its_rank(rank: int, order: str) -> None:
+    a, b, c = ids("abc")
+    entry = {"token_id": b, "logprob": -1.0, "rank": rank, "top_logprobs": [
+        {"token_id": other, "logprob": -1.0, "rank": 1} for other in (a, c)]}  # fmt: skip
+    asked = {"logprobs": True, "top_logprobs": 3}
+    shown = derendered(reply([b], logprobs={"content": [entry]}), chat_request=asked)["choices"][0]["logprobs"]
+    assert "".join(top["token"] for top in shown["content"][0]["top_logprobs"]) == order
+
+
 WHOLE = {"token_id": 5, "logprob": -1.0, "rank": 1}
 WANTED = {"logprobs": True}
 SCORE = {"logprob": -1.0}
