@@ -143,8 +143,8 @@ def calls(sizes: list[int]) -> None:
         queries = torch.empty(512, count, latent, dtype=BF16), torch.empty(512, count, rotated, dtype=BF16)
         call["latent_attention"](*queries, lines, tables, starts, lens, 0.1)
     down, up = torch.empty(8, 2, 32, hidden, dtype=BF16), torch.empty(8, 32, hidden, dtype=BF16)
-    ranks, sizes = torch.zeros(8, 2, dtype=INT), (hidden - 64, 64)
-    call["add_lora"](x.clone(), x, lens, down, up, ranks, torch.empty(8, 2), sizes)
+    ranks, shards = torch.zeros(8, 2, dtype=INT), (hidden - 64, 64)
+    call["add_lora"](x.clone(), x, lens, down, up, ranks, torch.empty(8, 2), shards)
     logits, ones = torch.empty(rows, vocab), torch.ones(rows)
     call["sample_fused"](logits, index, index, index == 0, ones, True, 5)
     call["logprobs"](logits, index, 0, index[:, None], ones)
@@ -154,6 +154,15 @@ def calls(sizes: list[int]) -> None:
     call["edit_rows"](tables, torch.zeros(2, 4, dtype=INT), lens)
     call["prepare_step"](tables, tables, lens, lens, starts, page, index, index, index, lens, tables)
     recurrent_calls(call)
+    for entry in launch.table()["launch"]:
+        entry["dependent"] = True
+    launch.is_dependent.cache_clear()
+    call["add_rms_norm"](x, x, weight, 1e-6)
+    call["silu_mul"](x)
+    call["norm_rope_store"](qkv, norm, norm, 1e-6, table, index, *caches, index)
+    call["paged_attention"](many, *caches, tables, starts, lens, 0.1, 0)
+    call["linear"](x, ops.PackedWeight(1024, hidden, BF16, torch.empty(1024, hidden, dtype=BF16)), None)
+    call["linear_float8"](x, ops.PackedFloat8(hidden, hidden, values, scales[:1], hidden), None)
 
 
 def recurrent_calls(call: dict[str, Any]) -> None:
@@ -193,6 +202,7 @@ def figures(kernel: Any) -> dict[str, Any]:
     return {
         "registers": registers, "stack": stack, "shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps,
         "chains": chains(ptx), "loop": loop(kernel.asm["ttgir"]) if "wgmma" in ptx else [],
+        "waits": "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx,
         "fma": bool(re.search(r"\bfma\.", ptx)), "atomics": bool(re.search(r"\b(atom|red)\.", ptx)),
     }  # fmt: skip
 
@@ -243,6 +253,7 @@ def loop(ttgir: str) -> list[str]:
         if operation := FLOATING.search(line):
             types = re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), line.rpartition(" : ")[2])
             types = types.replace(f"tensor<{rows}x", "tensor<64x")
+            types = re.sub(rf"^( *!ttg\.memdesc<){rows}x", r"\g<1>64x", types)  # of the left operand
             operations.append(
                 f"{operation[1]} {types}".replace(f"warpsPerCTA = [{rows // 16}, 1]", "warpsPerCTA = [4, 1]")
             )

@@ -32,7 +32,7 @@ from tokserve.ops import float8, registry  # noqa: E402
 from tokserve.ops.registry import OPS, Op  # noqa: E402
 from tokserve.ops.samples import samples  # noqa: E402
 from tokserve.ops.samples.wna16 import weights  # noqa: E402
-from tokserve.ops.triton import attention  # noqa: E402
+from tokserve.ops.triton import attention, dense  # noqa: E402
 
 INTERPRETED = triton.knobs.runtime.interpret
 if not INTERPRETED and not torch.cuda.is_available():
@@ -204,8 +204,15 @@ def test_prepared_tokens_are_batch_invariant(dtype: torch.dtype) -> None:
     rows_are_batch_invariant(prepared, 7)
 
 
-LINEARS = [(100, 70, torch.float32), (128, 40, torch.float16), (256, 200, DTYPES[-1])]  # inputs, outputs
-WIDE = [(256, 2500, torch.bfloat16), (256, 5000, torch.bfloat16), (256, 8200, torch.bfloat16)]  # the other tiles
+LINEARS = [  # inputs, outputs; the last has four chains
+    (100, 70, torch.float32), (128, 40, torch.float16), (256, 200, DTYPES[-1]), (1024, 24, DTYPES[-1]),
+]  # fmt: skip
+WIDE = [
+    (1024, 2500, torch.bfloat16),
+    (256, 2500, torch.bfloat16),
+    (256, 5000, torch.bfloat16),
+    (256, 8200, torch.bfloat16),
+]  # the other tiles
 
 
 @pytest.mark.parametrize(("columns", "outputs_", "dtype"), LINEARS if INTERPRETED else LINEARS + WIDE)
@@ -218,6 +225,44 @@ def test_linear_rows_have_the_same_bits_in_any_tile(columns: int, outputs_: int,
     for size in (1, 17, 64, 65, 129):
         assert torch.equal(call(x[:size], packed, None, torch.float32), whole[:size])
         assert torch.equal(call(x[num_rows - size :], packed, None, torch.float32), whole[num_rows - size :])
+
+
+def test_narrow_products_are_sums_of_chains_over_equal_parts() -> None:
+    x, weight = randn(DTYPES[-1], 1, 3, 1024), randn(DTYPES[-1], 2, 24, 1024)
+    pack, call = OPS["pack_linear"].implementations["triton"].call, on_device("linear")
+    assert [dense.chains(*shape) for shape in ((24, 1024), (2049, 1024), (4096, 100), (4097, 4096))] == [4, 2, 1, 1]
+    parts = zip(x.split(256, 1), weight.split(256, 1), strict=True)
+    first, *others = (call(part, pack(of_weight.contiguous()), None, torch.float32) for part, of_weight in parts)
+    for part in others:
+        first = first + part
+    assert torch.equal(call(x, pack(weight), None, torch.float32), first)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_library_serves_many_rows_only_if_it_was_seen_to_give_the_same_bits(
+    equal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def played(x: Tensor, weight: Tensor, out: Tensor) -> None:
+        calls.append(len(x))
+        dense.product(x, weight, None, out, None)
+        out[-1, -1] += 0.0 if equal or len(x) == 20 else 1.0  # for one number of rows alone it is another sum
+
+    monkeypatch.setattr(dense, "LIBRARY_ROWS", (20, 8))
+    monkeypatch.setattr(dense, "CHAINS", ())
+    monkeypatch.setattr(dense, "_accepted", set())
+    monkeypatch.setattr(dense, "by_library", played)
+    x, weight = randn(torch.float16, 1, 51, 40), randn(torch.float16, 2, 24, 40)
+    packed = OPS["pack_linear"].implementations["triton"].call(weight)
+    call, bias = on_device("linear"), randn(torch.float16, 3, 24)
+    expected = call(x, packed, None), call(x, packed, bias), call(x, packed, None, torch.float32)
+    assert OPS["accept_library"].implementations["triton"].call(packed) is equal
+    assert calls == ([20, 20, 8, 8] if equal else [20, 20, 8])
+    calls.clear()
+    results = call(x, packed, None), call(x, packed, bias), call(x, packed, None, torch.float32)
+    assert calls == ([20, 20, 8] if equal else [])  # three rows are left over
+    assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
@@ -415,7 +460,7 @@ def test_rows_may_begin_past_2_to_the_31() -> None:
     near = to_device(near)
     call = {name: op.implementations["triton"].call for name, op in OPS.items() if "triton" in op.implementations}
     weight, ones = randn(torch.float16, 2, 8, 256), torch.ones(2, device=DEVICE)
-    dense, float8_weight = call["pack_linear"](weight), call["pack_linear_float8"](weight)
+    packed, float8_weight = call["pack_linear"](weight), call["pack_linear_float8"](weight)
     adapters, ranks = (torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in ([1, -1, 0], [[4], [4]]))
     down, up = to_device(randn(torch.float16, 3, 2, 1, 4, 256)), to_device(randn(torch.float16, 4, 2, 4, 8))
     table, index = to_device(randn(torch.float32, 5, 9, 32)), torch.arange(3, device=DEVICE)
@@ -428,7 +473,7 @@ def test_rows_may_begin_past_2_to_the_31() -> None:
         stored = caches.clone()
         call["store_kv"](heads[:, :2], heads[:, 2:4], *caches, index + 8)
         return [
-            call["linear"](x, dense, None), call["linear_float8"](x, float8_weight, None), call["silu_mul"](x), added,
+            call["linear"](x, packed, None), call["linear_float8"](x, float8_weight, None), call["silu_mul"](x), added,
             *call["rope"](heads[:, :4], heads[:, 4:], table, index), q, stored, caches,
         ]  # fmt: skip
 
@@ -518,7 +563,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     program = Path(__file__).with_name("compile_sm90.py")
     done = subprocess.run(
-        [sys.executable, str(program), *request.param], capture_output=True, text=True, check=False, timeout=280,
+        [sys.executable, str(program), *request.param], capture_output=True, text=True, check=False, timeout=1500,
         env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -537,8 +582,10 @@ def test_every_kernel_compiles_for_sm_90(compiled: dict[str, Any]) -> None:
         most = 192 if name.startswith("latent_prefill") else 64  # there, sums wait while those of a split are computed
         assert figures["stack"] <= most, f"{name} spills: {figures}"
         assert figures["shared"] <= 227 << 10, f"{name} does not fit: {figures}"
-        counts = name.partition("#")[0] in ("count", "search", "ties", "decode")  # integers
+        counts = name.partition("#")[0] in ("count", "search", "ties", "decode", "linear")  # integers
         assert not figures["atomics"] or counts, f"{name} adds in any order"
+    waiting = {name.partition("#")[0] for name, figures in compiled.items() if figures["waits"]}
+    assert waiting == {"linear", "norm", "activate", "norm_rope_store", "float8_rows", "work", "decode", "prefill"}
     source = Path(registry.__file__).parent / "triton"
     kernels = {name for file in source.glob("*.py") for name in re.findall(r"def (\w+)_kernel\(", file.read_text())}
     assert kernels == {name.partition("#")[0] for name in compiled}
@@ -573,7 +620,7 @@ def test_tiles_of_any_shape_add_up_in_one_order_on_sm_90(
         assert figures["chains"], f"{name} does without the matrix unit of Hopper"
         for chain in figures["chains"]:
             assert chain["adds"] and chain["ascending"], f"{name}: {chain}"
-            by_float8 = {"inputs": [32], "length": float8.STEP // 32, "fresh": True}  # the rest is added in float32
+            by_float8 = {"inputs": [32], "length": dense.FLOAT8_STEP // 32, "fresh": True}  # the rest is in float32
             in_place = chain["inputs"] == [16] and not chain["fresh"]
             assert in_place or chain | by_float8 == chain, f"{name}: {chain}"
 

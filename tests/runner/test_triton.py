@@ -149,7 +149,7 @@ def test_the_start_compiles_all_that_serving_needs(options: dict[str, object]) -
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert found["serving"] == []
-    assert 30 < len(found["start"]) <= 70  # of all kernels, in about a minute
+    assert 30 < len(found["start"]) <= 80  # of all kernels, in about a minute
 
 
 def bind_references(*_: object, **__: object) -> dict[str, str]:

@@ -37,10 +37,10 @@ from tokserve.ops.registry import FAST, OPS, choose, set_threads
 from tokserve.ops.wna16 import PackedWna16, QuantizedRows
 
 __all__ = [
-    "FLOAT8_STEP", "PackedFloat8", "PackedInt8", "PackedWeight", "PackedWna16", "QuantizedRows", "activate",
-    "activation_gradients", "add_layer_norm", "add_lora", "add_residual", "add_rms_norm", "attention_gradients",
-    "attention_work", "bind", "cap", "edit_rows", "embedding", "embedding_wna16", "experts", "experts_int8",
-    "experts_wna16", "filter_logits", "gate_heads", "gated_delta", "gated_linear", "gated_linear_int8",
+    "FLOAT8_STEP", "PackedFloat8", "PackedInt8", "PackedWeight", "PackedWna16", "QuantizedRows", "accept_library",
+    "activate", "activation_gradients", "add_layer_norm", "add_lora", "add_residual", "add_rms_norm",
+    "attention_gradients", "attention_work", "bind", "cap", "edit_rows", "embedding", "embedding_wna16", "experts",
+    "experts_int8", "experts_wna16", "filter_logits", "gate_heads", "gated_delta", "gated_linear", "gated_linear_int8",
     "gated_linear_wna16", "gelu_mul", "latent_attention", "latent_rope_store", "layer_norm", "linear", "linear_float8",
     "linear_heads", "linear_int8", "linear_wna16", "logprobs", "norm_gradients", "norm_rope_store", "pack_gated",
     "pack_gated_int8", "pack_gated_wna16", "pack_linear", "pack_linear_float8", "pack_linear_int8",
@@ -64,6 +64,7 @@ silu_mul = elementwise.silu_mul.reference
 gelu_mul = elementwise.gelu_mul.reference
 pack_linear = dense.pack_linear.reference
 linear = dense.linear.reference
+accept_library = dense.accept_library.reference
 pack_gated = dense.pack_gated.reference
 gated_linear = dense.gated_linear.reference
 embedding = dense.embedding.reference

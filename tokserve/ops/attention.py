@@ -107,7 +107,7 @@ def norm_rope_store(
     return q
 
 
-@op(tolerance={}, follows="paged_attention")
+@op(tolerance={})
 def attention_work(
     q: Tensor, k_cache: Tensor, block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, window: int
 ) -> Tensor | None:

@@ -152,6 +152,8 @@ class CudaBackend:
     def is_batch_invariant(self, model: Decoder) -> bool:
         if not self._exact:
             return False
+        accepted = exactness.accept_libraries(model)
+        logger.info("products of many rows that a library computes, with the same bits: %s", accepted or "none")
         unequal = exactness.unequal_products(model) + exactness.unequal_attention(model, self.kv)
         if unequal:
             logger.error("rows of these depend on the batch, so answers do too: %s", ", ".join(unequal))

@@ -43,6 +43,15 @@ def unequal_products(model: Decoder) -> list[str]:
     return unequal
 
 
+def accept_libraries(model: Decoder) -> list[tuple[int, int]]:
+    """Outputs and inputs of the projections whose products of many rows a library may compute: it gives the same bits.
+    The head has few rows."""
+    kinds = {(linear.outputs, linear.inputs): linear.packed for linear in model.named_linears().values()}
+    return [
+        kind for kind, packed in kinds.items() if isinstance(packed, ops.PackedWeight) and ops.accept_library(packed)
+    ]
+
+
 def is_batch_invariant(product: Product, inputs: int, dtype: torch.dtype) -> bool:
     """Whether a row has the same bits for all these numbers of rows, first or last among them."""
     rows = _random(0, MOST, inputs).to(ops.torch_device, dtype)

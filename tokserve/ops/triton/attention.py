@@ -27,7 +27,15 @@ from torch import Tensor
 
 from tokserve.ops import attention
 from tokserve.ops.triton.elementwise import tanh
-from tokserve.ops.triton.launch import EXACT, is_last_of, multiprocessors, tuned
+from tokserve.ops.triton.launch import (
+    is_dependent,
+    is_last_of,
+    launched,
+    let_next_begin,
+    multiprocessors,
+    tuned,
+    wait_for_inputs,
+)
 
 SPLIT = 256  # keys of one partial softmax; part of the arithmetic
 KEYS = 64  # keys of one tile; part of the arithmetic
@@ -130,13 +138,16 @@ def finished(acc, row_max, row_sum, sinks_ptr, head, valid, v_scale, SINKS: tl.c
 def work_kernel(
     start_ptr, len_ptr, work_ptr, rows, packed, counters,
     WINDOW: tl.constexpr, SPLIT: tl.constexpr, QUERIES: tl.constexpr, ROWS_BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The step's work: splits of decode before each row [R+1], tiles of prefill before each [R+1], counters of zero."""
+    wait_for_inputs(DEPENDENT)
     index = tl.arange(0, ROWS_BLOCK)
     inside = index < rows
     start = tl.load(start_ptr + index, mask=inside, other=0)
     queries = tl.load(start_ptr + index + 1, mask=inside, other=0) - start
     length = tl.load(len_ptr + index, mask=inside, other=0)
+    let_next_begin(DEPENDENT)
     first = tl.maximum(length - queries + 1 - WINDOW, 0) // SPLIT if WINDOW > 0 else tl.zeros_like(length)
     splits = tl.where((queries > 0) & (queries <= packed), (length + SPLIT - 1) // SPLIT - first, 0)
     tiles = tl.where(queries > packed, (queries + QUERIES - 1) // QUERIES, 0)
@@ -162,12 +173,13 @@ def decode_kernel(
     rows, scale, softcap, v_scale, q_stride, table_stride, capacity, lines, page_stride,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SPLIT: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr, CAPPED: tl.constexpr, TILE: tl.constexpr,
-    SINKS: tl.constexpr, ROWS_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    SINKS: tl.constexpr, ROWS_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A run of the rows with few queries: their outputs, or parts [programs,capacity,lines,D] until a row is whole.
 
     A program's part 0 is the merged beginning of the last row in its run, the others are splits of the first row.
     """
+    wait_for_inputs(DEPENDENT)
     total = tl.load(work_ptr + rows) * KV_HEADS
     run = tl.maximum((total + tl.num_programs(0) - 1) // tl.num_programs(0), 1)
     item = tl.program_id(0) * run
@@ -223,6 +235,7 @@ def decode_kernel(
                 row += (kv_head + 1) // KV_HEADS
         else:
             row += 1
+    let_next_begin(DEPENDENT)
 
 
 @triton.jit
@@ -264,10 +277,11 @@ def prefill_kernel(
     rows, scale, softcap, v_scale, q_stride, table_stride, page_stride,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SPLIT: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr, CAPPED: tl.constexpr, TILE: tl.constexpr,
-    SINKS: tl.constexpr, ROWS_BLOCK: tl.constexpr,
+    SINKS: tl.constexpr, ROWS_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Tiles of queries (of rows with many) that share a KV head, each over all its splits."""
     QUERIES: tl.constexpr = TILE // GROUP
+    wait_for_inputs(DEPENDENT)
     work_ptr += rows + 1
     tiles = tl.load(work_ptr + rows)
     slot = tl.arange(0, TILE)
@@ -296,6 +310,7 @@ def prefill_kernel(
         out = finished(acc, row_max, row_sum, sinks_ptr, head, valid, v_scale, SINKS)
         offset = (token * (GROUP * KV_HEADS) + head)[:, None] * DIM + column
         tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=inside)
+    let_next_begin(DEPENDENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +356,8 @@ def attention_work(
     if rows:
         work_kernel[(1,)](
             query_start, seq_lens, work, rows, launch.packed, rows * kv_heads, window, SPLIT,
-            launch.prompt_tile // (q.shape[1] // kv_heads), triton.next_power_of_2(rows), num_warps=4, **EXACT,
+            launch.prompt_tile // (q.shape[1] // kv_heads), triton.next_power_of_2(rows),
+            is_dependent(q.device.index), num_warps=4, **launched(q.device.index),
         )  # fmt: skip
     return work
 
@@ -382,8 +398,8 @@ def paged_attention(
         tiles = tokens // (launch.prompt_tile // group) + rows
         prefill_kernel[(min(multiprocessors(q.device.index), tiles * kv_heads),)](
             *inputs, *outputs, rows, scale, softcap, v_scale, *strides, page * dim, *shape, launch.prompt_tile,
-            sinks is not None, rows_block, num_warps=launch.prompt_warps,
-            num_stages=launch.config["prefill_stages"], **EXACT,
+            sinks is not None, rows_block, is_dependent(q.device.index), num_warps=launch.prompt_warps,
+            num_stages=launch.config["prefill_stages"], **launched(q.device.index),
         )  # fmt: skip
     lines = launch.packed * group
     parts = q.new_empty((launch.programs * launch.capacity * lines, dim), dtype=torch.float32)
@@ -391,6 +407,7 @@ def paged_attention(
     decode_kernel[(launch.programs,)](
         *inputs, parts, maxima, row_sums, *outputs, rows, scale, softcap, v_scale, *strides, launch.capacity, lines,
         page * dim, *shape, launch.tile, sinks is not None, rows_block, triton.next_power_of_2(group),
-        num_warps=WARPS, num_stages=launch.config["decode_stages"], **EXACT,
+        is_dependent(q.device.index), num_warps=WARPS, num_stages=launch.config["decode_stages"],
+        **launched(q.device.index),
     )  # fmt: skip
     return out

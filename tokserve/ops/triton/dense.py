@@ -1,12 +1,17 @@
 """Matrix products on the GPU: a batch-invariant one for exact serving, cuBLAS for fast serving.
 
-The batch-invariant product accumulates each output over K in ascending order in one chain of the matrix unit, never
-split over programs; tiles over M and N, and the size of a step of K, are chosen by M and N, which changes no output's
-chain.  cuBLAS picks its order of summation by the shape of the call, so a row's bits depend on the size of
-the batch.  Weights keep the checkpoint's layout, so an embedding tied to the head shares its memory.
+The batch-invariant product accumulates each output over K in ascending order in one chain of the matrix unit, or, where
+the weight has few outputs, in two or four chains over equal parts of K, which are added in ascending order.  How many
+follows from the weight's shape alone; tiles over M and N, the size of a step of K, and whether one program computes all
+chains of an output are chosen by M and N, which changes no bit.  cuBLAS picks its order of summation by the shape of
+the call, so a row's bits depend on the size of the batch; it serves exact products only in pieces of sizes for which it
+was seen to give the same bits (`accept_library`).  Weights keep the checkpoint's layout, so an embedding tied to the
+head shares its memory.
 """
 
 from __future__ import annotations
+
+import os
 
 import torch
 import triton
@@ -18,34 +23,39 @@ from tokserve.ops import dense
 from tokserve.ops.dense import PackedWeight
 from tokserve.ops.float8 import STEP
 from tokserve.ops.triton import elementwise
-from tokserve.ops.triton.launch import EXACT, torch_device, tuned
+from tokserve.ops.triton.launch import (
+    COUNTERS,
+    counters,
+    is_dependent,
+    is_last_of,
+    launched,
+    let_next_begin,
+    prefetch,
+    torch_device,
+    tuned,
+    wait_for_inputs,
+)
 
-BLOCK_K = STEP  # inputs of one step; part of the arithmetic where both are float8, else what the table says
+BLOCK_K = 64  # inputs of one step, unless the table says otherwise
+FLOAT8_STEP = 128  # the same where both are float8, and part of the arithmetic; 64 where scales change in between
+CHAINS = ((2048, 4), (4096, 2))  # outputs up to which a weight has so many; part of the arithmetic
+LEAST_CHAIN = 256  # inputs of a chain are multiples of this, or there is one chain
+MOST_APART = 64  # rows up to which chains have programs of their own
+LIBRARY_ROWS = (2048, 1024)  # numbers of rows that a library is given; no captured step has as many
+_accepted: set[tuple[int, int, torch.dtype]] = set()  # outputs, inputs and dtype of weights that it may multiply
+PREFETCHED = tl.constexpr(8)  # lines of 64 inputs, for each output
 BAND = 8  # tiles of rows computed before the next outputs: their inputs stay in the L2 cache
 
 
-@triton.jit(do_not_specialize=["rows"])
-def linear_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, x_scale_ptr, weight_scale_ptr, rows, outputs, inputs, x_stride,
-    SCALED: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, BAND: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+@triton.jit
+def chain_sums(
+    x_ptrs, weight_ptrs, weight_scale_ptr, x_valid, weight_valid, output, outputs, inputs, first, length,
+    SCALED: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of x W^T + bias; EVEN: BLOCK_K divides the inputs; SCALED: both are float8, with a scale a row.
-
-    GROUP > 0: the weight's scales are [inputs / GROUP, outputs]; BLOCK_K divides it.
-    """
-    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(outputs, BLOCK_N)
-    band = tl.program_id(0) // (BAND * tiles_n)
-    height = tl.minimum(tiles_m - band * BAND, BAND)
-    within = tl.program_id(0) % (BAND * tiles_n)
-    row = (band * BAND + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    output = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Products of inputs first .. first + length - 1, summed in ascending order: [M,N] float32."""
     step = tl.arange(0, BLOCK_K)
-    x_ptrs = x_ptr + row.to(tl.int64)[:, None] * x_stride + step[None, :]
-    weight_ptrs = weight_ptr + output.to(tl.int64)[:, None] * inputs + step[None, :]
-    x_valid, weight_valid = (row < rows)[:, None], (output < outputs)[:, None]
-    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, inputs, BLOCK_K):
+    sums = tl.zeros([x_ptrs.shape[0], weight_ptrs.shape[0]], tl.float32)
+    for start in range(first, first + length, BLOCK_K):
         if EVEN:
             x = tl.load(x_ptrs + start, mask=x_valid, other=0.0)
             weight = tl.load(weight_ptrs + start, mask=weight_valid, other=0.0)
@@ -61,14 +71,85 @@ def linear_kernel(
             sums = tl.dot(x, tl.trans(weight), sums, max_num_imprecise_acc=BLOCK_K)
         else:
             sums = tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit(do_not_specialize=["rows"])
+def linear_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, x_scale_ptr, weight_scale_ptr, part_ptr, count_ptr,
+    rows, outputs, inputs, x_stride,
+    SCALED: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, BAND: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHAINS: tl.constexpr, APART: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A tile of x W^T + bias; EVEN: BLOCK_K divides a chain's inputs; SCALED: both are float8, with a scale a row.
+
+    GROUP > 0: the weight's scales are [inputs / GROUP, outputs]; BLOCK_K divides it.  CHAINS parts of the inputs are
+    summed by themselves, and their sums added in ascending order.  APART: each by a program of its own, which leaves
+    it in part_ptr [CHAINS,rows,outputs] float32; the last one of a tile adds them.
+    """
+    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(outputs, BLOCK_N)
+    band = tl.program_id(0) // (BAND * tiles_n)
+    height = tl.minimum(tiles_m - band * BAND, BAND)
+    within = tl.program_id(0) % (BAND * tiles_n)
+    row = (band * BAND + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    output = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    step = tl.arange(0, BLOCK_K)
+    length = inputs // CHAINS
+    first = tl.program_id(1) * length if APART else 0
+    if DEPENDENT:
+        line = first + tl.arange(0, PREFETCHED) * 64
+        line = tl.minimum(line, inputs - 1)
+        prefetch(weight_ptr + tl.minimum(output, outputs - 1).to(tl.int64)[:, None] * inputs + line[None, :])
+        wait_for_inputs(DEPENDENT)
+    x_ptrs = x_ptr + row.to(tl.int64)[:, None] * x_stride + step[None, :]
+    weight_ptrs = weight_ptr + output.to(tl.int64)[:, None] * inputs + step[None, :]
+    x_valid, weight_valid = (row < rows)[:, None], (output < outputs)[:, None]
+    if APART or CHAINS == 1:
+        total = chain_sums(
+            x_ptrs, weight_ptrs, weight_scale_ptr, x_valid, weight_valid, output, outputs, inputs, first, length,
+            SCALED, GROUP, EVEN, BLOCK_K,
+        )  # fmt: skip
+    else:
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for chain in range(CHAINS):
+            total += chain_sums(
+                x_ptrs, weight_ptrs, weight_scale_ptr, x_valid, weight_valid, output, outputs, inputs, chain * length,
+                length, SCALED, GROUP, EVEN, BLOCK_K,
+            )  # fmt: skip
+    let_next_begin(DEPENDENT)
+    offset = row.to(tl.int64)[:, None] * outputs + output[None, :]
+    valid = (row < rows)[:, None] & (output < outputs)[None, :]
+    if APART:
+        size = rows.to(tl.int64) * outputs
+        tl.store(part_ptr + tl.program_id(1) * size + offset, total, mask=valid)
+        if is_last_of(count_ptr + tl.program_id(0), 1, CHAINS):
+            total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for chain in tl.static_range(CHAINS):
+                total += tl.load(part_ptr + chain * size + offset, mask=valid, other=0.0, cache_modifier=".cg")
+            store_product(
+                total, out_ptr, bias_ptr, x_scale_ptr, weight_scale_ptr, row, output, offset, valid, rows, outputs,
+                SCALED, GROUP, BIAS,
+            )  # fmt: skip
+    else:
+        store_product(
+            total, out_ptr, bias_ptr, x_scale_ptr, weight_scale_ptr, row, output, offset, valid, rows, outputs,
+            SCALED, GROUP, BIAS,
+        )  # fmt: skip
+
+
+@triton.jit
+def store_product(
+    sums, out_ptr, bias_ptr, x_scale_ptr, weight_scale_ptr, row, output, offset, valid, rows, outputs,
+    SCALED: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """A tile's sums times their scales, plus the bias."""
     if SCALED:
         sums = sums * tl.load(x_scale_ptr + row, mask=row < rows, other=0.0)[:, None]
         if GROUP == 0:
             sums = sums * tl.load(weight_scale_ptr + output, mask=output < outputs, other=0.0)[None, :]
     if BIAS:
         sums += tl.load(bias_ptr + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
-    offset = row.to(tl.int64)[:, None] * outputs + output[None, :]
-    valid = (row < rows)[:, None] & (output < outputs)[None, :]
     tl.store(out_ptr + offset, sums.to(out_ptr.dtype.element_ty), mask=valid)
 
 
@@ -94,7 +175,54 @@ def embedding(ids: Tensor, packed: PackedWeight, multiplier: float = 1.0) -> Ten
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
     """Rows of x need not be adjacent."""
     out = x.new_empty((x.shape[0], packed.rows), dtype=out_dtype or x.dtype)
-    return product(x, packed.packed, bias, out, None)
+    first = 0
+    if bias is None and out.dtype == x.dtype and _kind(packed) in _accepted:
+        for size in LIBRARY_ROWS:
+            while len(x) - first >= size:
+                by_library(x[first : first + size], packed.packed, out[first : first + size])
+                first += size
+    product(x[first:], packed.packed, bias, out[first:], None)
+    return out
+
+
+def by_library(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out [T,N] = x [T,K] times the weight's [N,K] transpose, summed as the library does for these sizes."""
+    torch.mm(x, weight.t(), out=out)
+
+
+def _kind(packed: PackedWeight) -> tuple[int, int, torch.dtype]:
+    return packed.rows, packed.columns, packed.packed.dtype
+
+
+@dense.accept_library.implement("triton", device="cuda")
+def accept_library(packed: PackedWeight) -> bool:
+    """cuBLASLt without room to split K, asked with each number of rows that it will be given, twice: what it computes
+    depends on sizes, not on values, so these bits speak for all."""
+    kind = _kind(packed)
+    _accepted.discard(kind)
+    if chains(packed.rows, packed.columns) > 1 or kind[2] == torch.float32:
+        return False
+    _unsplit_library()
+    for size in LIBRARY_ROWS:
+        for _ in range(2):
+            x = torch.randn(size, packed.columns, device=packed.packed.device).to(kind[2])
+            both = x.new_empty(2, size, packed.rows)
+            by_library(x, packed.packed, both[0])
+            product(x, packed.packed, None, both[1], None)
+            if not torch.equal(both[0], both[1]):
+                return False
+    _accepted.add(kind)
+    return True
+
+
+def _unsplit_library() -> None:
+    """torch reads the variables when it first calls the library, which exact serving does only here."""
+    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    if torch.cuda.is_available():
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def product(
@@ -106,16 +234,34 @@ def product(
     """
     (rows, inputs), outputs = x.shape, out.shape[1]
     if rows:
-        config = tuned("linear", x.device.index, rows=rows, outputs=outputs, bytes=x.element_size())
+        device = x.device.index
+        config = tuned("linear", device, rows=rows, outputs=outputs, bytes=x.element_size())
         block_m, block_n = config["tile"]
-        block_k = config.get("step", BLOCK_K) if scales is None else BLOCK_K
-        grid = (triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n),)
-        linear_kernel[grid](
-            x, weight, out if bias is None else bias, out, *(scales or (out, out)), rows, outputs, inputs, x.stride(0),
-            scales is not None, group, bias is not None, inputs % block_k == 0, BAND, block_m, block_n, block_k,
-            num_warps=config["warps"], num_stages=config["stages"], **EXACT,
+        block_k = config.get("step", BLOCK_K) if scales is None else float8_step(group)
+        parts = chains(outputs, inputs) if scales is None else 1
+        grid = (triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n), parts)
+        apart = parts > 1 and rows <= MOST_APART and grid[0] <= COUNTERS
+        memory = x.new_empty((parts, rows, outputs), dtype=torch.float32) if apart else out
+        linear_kernel[grid if apart else grid[:1]](
+            x, weight, out if bias is None else bias, out, *(scales or (out, out)), memory,
+            counters(x.device) if apart else out, rows, outputs, inputs, x.stride(0), scales is not None, group,
+            bias is not None, inputs // parts % block_k == 0, BAND, block_m, block_n, block_k, parts, apart,
+            is_dependent(device), num_warps=config["warps"], num_stages=config["stages"], **launched(device),
         )  # fmt: skip
     return out
+
+
+def chains(outputs: int, inputs: int) -> int:
+    """Parts of the inputs that are summed by themselves: by the weight's shape alone, as they are part of the
+    arithmetic.  Narrow weights have too few tiles for a GPU when there are few rows.  (Of float8 there is one: it adds
+    up in other registers than those that a step fills, and a third set does not fit.)"""
+    count = next((count for most, count in CHAINS if outputs <= most), 1)
+    return count if inputs % (count * LEAST_CHAIN) == 0 else 1
+
+
+def float8_step(group: int) -> int:
+    """Inputs that the matrix unit sums up in float8; part of the arithmetic."""
+    return FLOAT8_STEP if group % FLOAT8_STEP == 0 else STEP
 
 
 @dense.gated_linear.implement("triton", device="cuda")

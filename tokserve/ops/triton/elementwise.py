@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokserve.ops import elementwise
-from tokserve.ops.triton.launch import EXACT, warps
+from tokserve.ops.triton.launch import EXACT, is_dependent, launched, let_next_begin, wait_for_inputs, warps
 
 GATED_BLOCK = 1024  # outputs of one program
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")  # by number
@@ -41,8 +41,10 @@ def norm_kernel(
     ADD: tl.constexpr,
     CENTERED: tl.constexpr,
     BIAS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One row of WIDTH elements; ADD: the row is x * multiplier + residual, which is written to total too."""
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * WIDTH
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -52,6 +54,7 @@ def norm_kernel(
         total = (x * multiplier + residual).to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row + column, total, mask=inside)
         x = total.to(tl.float32)
+    let_next_begin(DEPENDENT)
     if CENTERED:
         x = tl.where(inside, x - tl.sum(x, 0) / WIDTH, 0.0)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
@@ -81,7 +84,8 @@ def _norm(
         other = x if residual is None else residual.contiguous()
         norm_kernel[(rows,)](
             x, other, weight, weight if bias is None else bias, out, total, eps, multiplier, width, block,
-            residual is not None, centered, bias is not None, num_warps=warps(block), **EXACT,
+            residual is not None, centered, bias is not None, is_dependent(x.device.index), num_warps=warps(block),
+            **launched(x.device.index),
         )  # fmt: skip
     return out, total
 
@@ -254,14 +258,25 @@ def active(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def activate_kernel(x_ptr, out_ptr, inner, x_stride, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+def activate_kernel(
+    x_ptr,
+    out_ptr,
+    inner,
+    x_stride,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """BLOCK outputs of one row: act(x[:inner]), GATED: times x[inner:]."""
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
     x = active(tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32), KIND)
     if GATED:
         x = x * tl.load(x_ptr + row * x_stride + inner + column, mask=inside, other=0.0).to(tl.float32)
+    let_next_begin(DEPENDENT)
     tl.store(out_ptr + row * inner + column, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -273,7 +288,10 @@ def activate(x: Tensor, activation: str, gated: bool = False) -> Tensor:
     if rows:
         block = min(GATED_BLOCK, triton.next_power_of_2(inner))
         grid = (rows, triton.cdiv(inner, block))
-        activate_kernel[grid](x, out, inner, x.stride(0), kind, gated, block, num_warps=warps(block), **EXACT)
+        activate_kernel[grid](
+            x, out, inner, x.stride(0), kind, gated, block, is_dependent(x.device.index), num_warps=warps(block),
+            **launched(x.device.index),
+        )  # fmt: skip
     return out
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from tokserve.ops import float8
 from tokserve.ops.float8 import PackedFloat8
 from tokserve.ops.triton.dense import product
-from tokserve.ops.triton.launch import EXACT, torch_device, warps
+from tokserve.ops.triton.launch import is_dependent, launched, let_next_begin, torch_device, wait_for_inputs, warps
 
 MAX = tl.constexpr(float8.MAX)
 MIN_MAGNITUDE = tl.constexpr(float8.MIN_MAGNITUDE)
@@ -33,12 +33,16 @@ def nearest(x):
 
 
 @triton.jit
-def float8_rows_kernel(x_ptr, out_ptr, scale_ptr, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def float8_rows_kernel(
+    x_ptr, out_ptr, scale_ptr, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):
     """One row of WIDTH elements: its values and its scale."""
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    let_next_begin(DEPENDENT)
     largest = tl.max(tl.abs(x), 0)
     has_nan = tl.sum((x != x).to(tl.int32), 0) > 0
     finite = (largest < float("inf")) & (has_nan == 0)
@@ -54,7 +58,10 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     scales = x.new_empty(rows, dtype=torch.float32)
     if rows:
         block = triton.next_power_of_2(width)
-        float8_rows_kernel[(rows,)](x, values, scales, x.stride(0), width, block, num_warps=warps(block), **EXACT)
+        float8_rows_kernel[(rows,)](
+            x, values, scales, x.stride(0), width, block, is_dependent(x.device.index), num_warps=warps(block),
+            **launched(x.device.index),
+        )  # fmt: skip
     return values, scales
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tokserve.ops import attention
 from tokserve.ops.triton.elementwise import pairing, rotate
 from tokserve.ops.triton.float8 import nearest
-from tokserve.ops.triton.launch import EXACT, warps
+from tokserve.ops.triton.launch import EXACT, is_dependent, launched, let_next_begin, wait_for_inputs, warps
 
 
 @triton.jit
@@ -102,9 +102,10 @@ def norm_rope_store_kernel(
     k_scale, v_scale,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, ROT: tl.constexpr, PAGE: tl.constexpr,
     NORM: tl.constexpr, INTERLEAVED: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
-    DIM_BLOCK: tl.constexpr, Q_STRIDE: tl.constexpr,
+    DIM_BLOCK: tl.constexpr, Q_STRIDE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One token: its queries out, its keys and values into their slot."""
+    wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     qkv = qkv_ptr + token * qkv_stride
     column = tl.arange(0, DIM_BLOCK)[None, :]
@@ -128,6 +129,7 @@ def norm_rope_store_kernel(
     )  # fmt: skip
     v = tl.load(qkv + Q_HEADS * Q_STRIDE + (K_HEADS + head) * DIM + column, mask=inside)
     offset = ((slot // PAGE * K_HEADS + head) * PAGE + slot % PAGE) * DIM + column
+    let_next_begin(DEPENDENT)
     # rounded to the dtype of the projection first, as a key that is stored by itself
     tl.store(k_cache + offset, to_cache(k.to(qkv_ptr.dtype.element_ty), k_cache, k_scale), mask=inside)
     tl.store(v_cache + offset, to_cache(v, v_cache, v_scale), mask=inside)
@@ -164,6 +166,6 @@ def norm_rope_store(
             k_cache, v_cache, slot_mapping, q, qkv.stride(0), k_scale, v_scale,
             heads, kv_heads, dim, table.shape[1], page, 3 if norm and norm_last else norm, interleaved,
             q_block, triton.next_power_of_2(kv_heads), dim_block, 2 * dim if gated else dim,
-            num_warps=warps(q_block * dim_block), **EXACT,
+            is_dependent(qkv.device.index), num_warps=warps(q_block * dim_block), **launched(qkv.device.index),
         )  # fmt: skip
     return q

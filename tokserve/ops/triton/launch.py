@@ -17,8 +17,32 @@ import triton.language as tl
 from torch import Tensor
 
 EXACT = {"enable_fp_fusion": False}
+COUNTERS = 1 << 14
 PER_WARP = 256  # elements of a block that a warp of 32 threads takes
 TABLE = Path(__file__).with_name("tuning.json")
+
+
+@triton.jit
+def wait_for_inputs(DEPENDENT: tl.constexpr):
+    """First in a kernel of `launched`: the kernel before may still run, and nothing it writes may be read before, nor
+    anything written that it reads."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch(pointers):
+    """Bring the lines of these addresses into the L2 cache; before `wait_for_inputs`, if no kernel writes them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def let_next_begin(DEPENDENT: tl.constexpr):
+    """The next kernel may take the places that this one's programs leave free, up to its `wait_for_inputs`."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -59,6 +83,17 @@ def _fits(entry: dict[str, Any], architecture: str, sizes: dict[str, int]) -> bo
 
 
 @cache
+def is_dependent(device: int | None) -> bool:
+    """Whether kernels begin while the ones before end (programmatic dependent launch): as the table says."""
+    return bool(tuned("launch", device)["dependent"])
+
+
+def launched(device: int | None) -> dict[str, Any]:
+    """Options of a kernel that begins with `wait_for_inputs`."""
+    return EXACT | {"launch_pdl": True} if is_dependent(device) else EXACT
+
+
+@cache
 def _architecture(device: int | None) -> str:
     return "" if device is None else "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
@@ -67,6 +102,12 @@ def _architecture(device: int | None) -> str:
 def multiprocessors(device: int | None) -> int:
     """The number that the GPU has; 1 on a CPU, where the interpreter runs programs one by one."""
     return 1 if device is None else int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def counters(device: torch.device) -> Tensor:
+    """COUNTERS zeros for `is_last_of`, which leaves them zero: one set for all kernels of the stream that serves."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 @lru_cache(maxsize=4096)

@@ -350,7 +350,7 @@ def sampling_mask(
 def _joined(ids: Tensor, counts: Tensor) -> Tensor:
     """The first counts[i] entries of each row of ids [R,L] one after the other, and then anything: [R * L]."""
     rows, limit = ids.shape
-    held = counts.clamp(min=0)
+    held = counts.clamp(0, limit)
     first, column = held.cumsum(0) - held, torch.arange(limit, device=ids.device)
     place = torch.where(column < held[:, None], first[:, None] + column, rows * limit)
     return ids.new_empty(rows * limit + 1).scatter_(0, place.view(-1), ids.view(-1))[:-1]
