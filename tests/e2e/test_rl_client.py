@@ -150,3 +150,13 @@ def test_rl_loop_reaches_its_goal() -> None:
     found = re.search(r"reward ([\d.]+) -> ([\d.]+) in \d+ s; mean .* ([\d.e-]+)$", shown.strip())
     assert found, shown
     assert float(found[1]) < 0.8 and float(found[2]) > 0.85 and float(found[3]) < 1e-4
+
+
+@pytest.mark.slow
+def test_rl_loop_is_the_same_with_drafts_and_takes_fewer_steps() -> None:
+    with Server("demo", "--dtype", "float32", "--max-num-seqs", "16") as server:
+        shown = run(str(EXAMPLES / "rl_loop.py"), server.url, "--speculate", "--steps", "4", "--epoch", "2")
+    assert shown.endswith("rewards and losses are equal, without drafts and with them\n")
+    steps = [int(count) for count in re.findall(r"(\d+) engine steps", shown)]
+    plain, drafting = steps[:4], steps[4:]
+    assert sum(drafting[2:]) < 0.9 * sum(plain[2:]), steps
