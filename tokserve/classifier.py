@@ -10,6 +10,7 @@ from tokserve import checkpoint
 from tokserve.errors import StartError
 
 SUFFIX = "ForSequenceClassification"
+TOKEN_SUFFIX = "ForTokenClassification"
 FROM_TOKENS = "classifier_from_token"
 TWO_WAY = "from_2_way_softmax"
 MAX_LABELS = 1 << 16
@@ -25,29 +26,42 @@ class HeadSpec(NamedTuple):
 
     `tokens`: the ids whose logits, in the language model's head, are those of the labels; empty: it has a weight of its
     own, `score.weight`.  `difference`: of two tokens, the one label's logit is the second's minus the first's.
+    `per_token`: it labels the tokens of a prompt, each by itself.
     """
 
     labels: int
     tokens: tuple[int, ...] = ()
     difference: bool = False
+    per_token: bool = False
 
 
 def is_classifier(hf: Mapping[str, Any]) -> bool:
     """Whether config.json names an architecture that classifies."""
+    return _has_suffix(hf, (SUFFIX, TOKEN_SUFFIX))
+
+
+def labels_tokens(hf: Mapping[str, Any]) -> bool:
+    """Whether config.json names an architecture that classifies each token of a prompt."""
+    return _has_suffix(hf, TOKEN_SUFFIX)
+
+
+def _has_suffix(hf: Mapping[str, Any], suffix: str | tuple[str, ...]) -> bool:
     names = hf.get("architectures")
-    return isinstance(names, list) and any(isinstance(name, str) and name.endswith(SUFFIX) for name in names)
+    return isinstance(names, list) and any(isinstance(name, str) and name.endswith(suffix) for name in names)
 
 
 def causal_name(name: str) -> str:
     """The architecture without the head of a classifier, as `LlamaForCausalLM`; "" if it is none."""
-    return name.removesuffix(SUFFIX).removesuffix("Text") + "ForCausalLM" if name.endswith(SUFFIX) else ""
+    if not name.endswith((SUFFIX, TOKEN_SUFFIX)):
+        return ""
+    return name.removesuffix(SUFFIX).removesuffix(TOKEN_SUFFIX).removesuffix("Text") + "ForCausalLM"
 
 
 def head_spec(hf: Mapping[str, Any]) -> HeadSpec:
     """The head.  `classifier_from_token` holds ids, as `with_token_ids` writes them.  Raises StartError."""
     tokens = _tokens(hf)
     if not tokens:
-        return HeadSpec(len(labels(hf)))
+        return HeadSpec(len(labels(hf)), per_token=labels_tokens(hf))
     if not all(type(token) is int and token >= 0 for token in tokens):
         raise StartError(f"config.json: {FROM_TOKENS} must be a list of tokens, found {tokens!r}")
     difference = _is_difference(hf, len(tokens))

@@ -258,13 +258,13 @@ def wrap_seed(seed: int) -> int:
 
 
 class PoolingParams(NamedTuple):  # not a Struct: a union of these would have to be tagged
-    """What a request returns that generates no tokens: one vector.
+    """What a request returns that generates no tokens: one vector, or with `pooling` "all" one for each token.
 
-    `pooling`: the hidden state of the last token, or the mean of all.  `normalize`: to length 1.  `classify`: the
-    logits of the classifier's labels for that state, instead of it.
+    `pooling`: the hidden state of the last token, of the first, or the mean of all.  `normalize`: to length 1.
+    `classify`: the logits of the classifier's labels for that state, instead of it.
     """
 
-    pooling: Literal["last", "mean"] = "last"
+    pooling: Literal["last", "first", "mean", "all"] = "last"
     normalize: bool = True
     classify: bool = False
 

@@ -31,7 +31,7 @@ class DeviceFacts(msgspec.Struct, frozen=True):
     """What the executor knows once the model is loaded.
 
     `feature_bytes`: kinds of features that it takes, and the bytes of data for each placeholder id, 0 for any number.
-    `images`: of a model that reads images.
+    `images`: of a model that reads images.  `whole_prompts`: a step computes all tokens of a prompt or none.
     """
 
     layout: KVLayout
@@ -40,6 +40,7 @@ class DeviceFacts(msgspec.Struct, frozen=True):
     facts: dict[str, Any]
     feature_bytes: dict[str, int] = {}
     images: ImageFormat | None = None
+    whole_prompts: bool = False
 
 
 class NewRow(msgspec.Struct, frozen=True):
@@ -48,7 +49,7 @@ class NewRow(msgspec.Struct, frozen=True):
     `tokens`: int32[n], the prompt and the output so far; `prompt_len` tells them apart, for penalties.  `stop_ids`: ids
     that `min_tokens` keeps from being sampled (EOS, ignored or not, and stop_token_ids).  `adapter`: the slot of its
     adapter, -1 for none.  `snapshot`, `num_state`: the recurrent state that it begins with, -1 for none, and the
-    position of that, which may be one more than it has computed.
+    position of that, which may be one more than it has computed.  `second`: as in `TokenPrompt`.
     """
 
     slot: int
@@ -62,6 +63,7 @@ class NewRow(msgspec.Struct, frozen=True):
     features: tuple[Feature, ...] = ()
     snapshot: int = -1
     num_state: int = 0
+    second: int = -1
 
 
 class StepPlan(msgspec.Struct, frozen=True):

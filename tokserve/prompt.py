@@ -35,17 +35,22 @@ class Feature(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TokenPrompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`ids`: packed little-endian int32.  `features` are in order and do not overlap."""
+    """`ids`: packed little-endian int32.  `features` are in order and do not overlap.
+
+    `second`: of a pair, the position from which on ids are of the second text; -1: there is one text.
+    """
 
     ids: bytes
     features: tuple[Feature, ...] = ()
+    second: int = -1
 
 
 def without_content(prompt: TokenPrompt) -> TokenPrompt:
     """The prompt for a second choice of it: its features are named, and have no data."""
     if not prompt.features:
         return prompt
-    return TokenPrompt(prompt.ids, tuple(msgspec.structs.replace(feature, data=b"") for feature in prompt.features))
+    features = tuple(msgspec.structs.replace(feature, data=b"") for feature in prompt.features)
+    return msgspec.structs.replace(prompt, features=features)
 
 
 def check_features(features: Sequence[Feature], num_tokens: int, bytes_per_id: Mapping[str, int]) -> None:

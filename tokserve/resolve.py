@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from tokserve import checkpoint
+from tokserve import checkpoint, encoders
 from tokserve.classifier import is_classifier
 from tokserve.config import (
     BACKENDS,
@@ -55,7 +55,13 @@ def resolve(config: Config) -> Config:
     for name, given in (("api_key", keys), ("admin_api_key", config.server.admin_api_key or [])):
         if any(not key for key in given):
             raise StartError(f"option {name}: must not be empty")
-    replace = msgspec.structs.replace
+    replace, both_ways = msgspec.structs.replace, encoders.family(hf) is not None
+    max_model_len = _max_model_len(model.max_model_len, hf)
+    if model.max_model_len is None:
+        max_model_len = min(max_model_len, _sentence_length(directory) or max_model_len)
+    scheduler = config.scheduler.on_a_gpu() if device == "cuda" else config.scheduler.resolved()
+    if both_ways and config.scheduler.max_num_batched_tokens is None:  # a prompt is computed in one step
+        scheduler = replace(scheduler, max_num_batched_tokens=max(scheduler.token_budget, max_model_len))
     resolved = replace(
         config,
         model=replace(
@@ -63,13 +69,17 @@ def resolve(config: Config) -> Config:
             model=str(directory),
             tokenizer=_tokenizer(config),
             dtype=_dtype(model.dtype, hf),
-            max_model_len=_max_model_len(model.max_model_len, hf),
+            max_model_len=max_model_len,
             eos_token_ids=_eos(model.eos_token_ids, hf, generation),
             runner=_runner(model.runner, directory, hf),
             logprobs_mode=VLLM_LOGPROBS_MODES.get(model.logprobs_mode, model.logprobs_mode),
         ),
-        scheduler=config.scheduler.on_a_gpu() if device == "cuda" else config.scheduler.resolved(),
-        cache=replace(config.cache, block_size=config.cache.block_size or _block_size(device)),
+        scheduler=scheduler,
+        cache=replace(
+            config.cache,
+            block_size=config.cache.block_size or _block_size(device),
+            enable_prefix_caching=config.cache.enable_prefix_caching and not both_ways,
+        ),
         kv=replace(config.kv, kv_events_config=_kv_events(config)),
         runtime=replace(
             config.runtime, device=device, cpu_threads=_cpu_threads(config.runtime, config.parallel.data_parallel_size)
@@ -83,6 +93,8 @@ def resolve(config: Config) -> Config:
         ),
     )
     _check(resolved)
+    if both_ways:
+        _check_encoder(resolved)
     return resolved
 
 
@@ -103,9 +115,36 @@ def _runner(runner: str, directory: Path, hf: dict[str, Any]) -> Any:
     classifies = is_classifier(hf)
     if runner == "generate" and classifies:
         raise StartError("option runner: the model is a classifier (config.json: architectures), it makes no tokens")
+    if runner == "generate" and encoders.family(hf) is not None:
+        raise StartError("option runner: the model reads both ways (config.json: architectures), it makes no tokens")
     if runner != "auto":
         return runner
-    return "pooling" if classifies or (directory / "modules.json").is_file() else "generate"
+    pools = classifies or encoders.family(hf) is not None or (directory / "modules.json").is_file()
+    return "pooling" if pools else "generate"
+
+
+def _sentence_length(directory: Path) -> int | None:
+    """How many tokens sentence-transformers gives this model at most, if the checkpoint says."""
+    if not (directory / "modules.json").is_file():
+        return None
+    length = (checkpoint.read_json(directory, "sentence_bert_config.json") or {}).get("max_seq_length")
+    return length if isinstance(length, int) and length > 1 else None
+
+
+def _check_encoder(config: Config) -> None:
+    """Raise StartError for an option that is of no use to a model that reads both ways."""
+    if config.runtime.device != "cpu":
+        raise StartError("models that read both ways (config.json: architectures) run on a CPU; give --device cpu")
+    if config.lora.enable_lora:
+        raise StartError("option enable_lora: a model that reads both ways takes no adapters")
+    if config.model.model_impl == "transformers":
+        raise StartError("option model_impl: a model that reads both ways is not served by transformers' module")
+    budget, length = config.scheduler.token_budget, config.model.max_model_len or 0
+    if budget < length:
+        raise StartError(
+            f"option max_num_batched_tokens: {budget} is less than max_model_len {length}: this model computes a "
+            "prompt in one step"
+        )
 
 
 def _tokenizer(config: Config) -> str | None:
@@ -289,6 +328,8 @@ def _dtype(dtype: str, hf: dict[str, Any]) -> Any:
 
 def _max_model_len(max_model_len: int | None, hf: dict[str, Any]) -> int:
     limit = hf.get("max_position_embeddings")
+    if isinstance(limit, int):
+        limit -= encoders.first_position(hf)
     if max_model_len is not None and max_model_len > LONGEST_CONTEXT:
         raise StartError(f"option max_model_len: must be at most {LONGEST_CONTEXT}, got {max_model_len}")
     if max_model_len is None and isinstance(limit, int) and limit > LONGEST_CONTEXT:

@@ -198,7 +198,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/classify", {"messages": [5]}, "messages"), ("/classify", {"messages": [[], 5]}, "messages"),
     ("/classify", {"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ("/classify", {"input": "a", "truncation_side": "top"}, "truncation_side"),
-    ("/pooling", {"input": "a", "task": "encode"}, "task"), ("/pooling", {"input": "a", "task": "embed"}, "model"),
+    ("/pooling", {"input": "a", "task": "encode"}, "task"), ("/pooling", {"input": "a", "task": "embed"}, "task"),
     ("/pooling", {"input": "a", "dimensions": 8}, "dimensions"),
     ("/pooling", {"input": "a", "encoding_format": "hex"}, "encoding_format"),
     ("/pooling", {"input": "a", "embed_dtype": "float16"}, "embed_dtype"),

@@ -136,6 +136,6 @@ def test_modules_of_sentence_transformers_choose_the_pooling(checkpoint: Path, t
     with LLM(str(tmp_path), **OPTIONS | {"runner": "auto"}) as llm:
         (vector,) = vectors(llm, PROMPTS[1:2])
     assert np.allclose(vector, states(checkpoint, PROMPTS[1]).mean(0), atol=1e-4), "there is no module Normalize"
-    pooling.write_text(json.dumps({"pooling_mode_cls_token": True}))
-    with pytest.raises(StartError, match="cls_token"):
+    pooling.write_text(json.dumps({"pooling_mode_max_tokens": True}))
+    with pytest.raises(StartError, match="max_tokens"):
         LLM(str(tmp_path), **OPTIONS | {"runner": "auto"})

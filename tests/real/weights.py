@@ -1,4 +1,4 @@
-"""Where `make test-real` has put two small released models: the GGUF files, and safetensors made of them.
+"""Where `make test-real` has put two of the small released models: the GGUF files, and safetensors made of them.
 
 SmolLM2-135M-Instruct (Q4_1) lies in its package as one file, Gemma 3 270M (Q4_K_M) in parts.  Everything is below
 build/real, which git ignores: weights are never part of this repository.

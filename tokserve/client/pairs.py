@@ -25,6 +25,8 @@ def counterparts(first: int, second: int) -> list[tuple[int, int]]:
 
 def check_scores_pairs(rules: LabelRules) -> None:
     """Raise RequestError for a classifier that does not score: one of several labels."""
+    if rules.only_tokens:
+        raise RequestError("the model labels tokens, and scores no pairs", field="model", code="unsupported")
     if len(rules.labels) != 1:
         raise RequestError(
             f"the model has {len(rules.labels)} labels, and scores are of one with a single label", field="model",
@@ -50,14 +52,20 @@ class PairPrompts:
         self._tokenizer = tokenizer
         self._override = override
 
+    @property
+    def has_template(self) -> bool:
+        """Whether the operator's template makes the prompts."""
+        return self._override is not None
+
     @cached_property
     def _template(self) -> ChatTemplate | None:
         if self._override is None or self._tokenizer is None:
             return None
         return ChatTemplate(self._tokenizer, self._override)
 
-    def ids(self, query: Side, document: Side, instruction: str | None = None) -> list[int]:
-        """The pair's token ids; ids are joined as they are.  Raises RequestError."""
+    def pair(self, query: Side, document: Side, instruction: str | None = None) -> tuple[list[int], int]:
+        """The pair's token ids, and from which on they are the document's, as in `TokenPrompt`; ids are joined as they
+        are.  Raises RequestError."""
         if instruction is not None and self._template is None:
             raise RequestError(
                 "instruction needs a template that shows it to the model (--chat-template)", field="instruction",
@@ -68,8 +76,9 @@ class PairPrompts:
                 return self._tokenizer.encode_pair(query, document)
             messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
             system = [] if instruction is None else [{"role": "system", "content": instruction}]
-            return self._template.render(system + messages, add_generation_prompt=False)
-        return [*self.side(query, True), *self.side(document, False)]
+            return self._template.render(system + messages, add_generation_prompt=False), -1
+        first = self.side(query, True)
+        return [*first, *self.side(document, False)], len(first)
 
     def side(self, given: Side, first: bool = True) -> list[int]:
         """The ids of one side alone; `first`: with the tokenizer's special tokens."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.client.pairs import PairPrompts, Side, check_scores_pairs, counterparts, similarity
-from tokserve.client.pooling import LabelRules, PoolingRules, VectorRules
+from tokserve.client.pooling import TASKS, LabelRules, PoolingRules, VectorRules, rules_for
 from tokserve.client.prompts import ParsedPrompt, Prompt, as_list, read
 from tokserve.client.results import (
     ClassificationOutput,
@@ -90,7 +90,7 @@ class PoolingMethods(ABC):
 
         Raises RequestError.
         """
-        rules = self._rules(LabelRules)
+        rules: Any = rules_for(self._rules(LabelRules), "classify", "model")
         return [
             ClassificationRequestOutput(
                 stream.request_id, prompt.text, list(stream.prompt_ids),
@@ -104,14 +104,16 @@ class PoolingMethods(ABC):
         use_activation: bool | None = None, use_tqdm: bool = True,
         lora_request: Any = None,
     ) -> list[PoolingRequestOutput]:  # fmt: skip
-        """`pooling_task` "embed" or "classify": what `embed` or `classify` return, as arrays.  Raises RequestError."""
-        if pooling_task not in ("embed", "classify"):
-            raise invalid("pooling_task", f'must be "embed" or "classify", got {pooling_task!r}')
-        rules: PoolingRules = self._rules(VectorRules if pooling_task == "embed" else LabelRules)
+        """`pooling_task` "embed" or "classify": what `embed` or `classify` return, as arrays; "token_embed" or
+        "token_classify": the same for each token, [tokens, values].  Raises RequestError."""
+        if pooling_task not in TASKS:
+            raise invalid("pooling_task", f"must be one of {', '.join(TASKS)}, got {pooling_task!r}")
+        kind = VectorRules if pooling_task.endswith("embed") else LabelRules
+        rules, hidden = rules_for(self._rules(kind), pooling_task, "pooling_task"), self.ready.facts["hidden_size"]
         return [
             PoolingRequestOutput(
                 stream.request_id, prompt.text, list(stream.prompt_ids),
-                PoolingOutput(_finished(rules, delta.pooled, use_activation)), delta.cached_tokens,
+                PoolingOutput(_finished(rules, delta.pooled, use_activation, hidden)), delta.cached_tokens,
             )
             for prompt, stream, delta in self._pool(self._read(prompts), rules.params, lora_request, use_tqdm)
         ]  # fmt: skip
@@ -135,7 +137,8 @@ class PoolingMethods(ABC):
                 for a, b in pairs
             ]
         check_scores_pairs(rules)
-        joined = [ParsedPrompt(prompts.ids(_side(first[a]), _side(second[b]), instruction)) for a, b in pairs]
+        made = [prompts.pair(_side(first[a]), _side(second[b]), instruction) for a, b in pairs]
+        joined = [ParsedPrompt(ids, second=start) for ids, start in made]
         ended = self._pool(joined, rules.params, lora_request, use_tqdm)
         return [_score(float(rules.finish(one[2].pooled, use_activation)[0]), one) for one in ended]
 
@@ -151,9 +154,9 @@ class PoolingMethods(ABC):
         return self._pooler
 
 
-def _finished(rules: PoolingRules, vector: bytes, use_activation: bool | None) -> NDArray[np.float32]:
+def _finished(rules: PoolingRules, vector: bytes, use_activation: bool | None, hidden: int) -> NDArray[np.float32]:
     if isinstance(rules, VectorRules):
-        return rules.finish(vector, normalize=use_activation)
+        return rules.finish(vector, normalize=use_activation, hidden=hidden)
     return rules.finish(vector, use_activation)
 
 

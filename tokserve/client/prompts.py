@@ -22,14 +22,15 @@ NOT_BYTES = "bytes are no prompt: decode them to a text, or give a list of token
 
 
 class ParsedPrompt(NamedTuple):
-    """A prompt as ids, the text if it was given as text, its cache_salt ("": none), what its output may be, and its
-    images, for each of which the ids have one placeholder."""
+    """A prompt as ids, the text if it was given as text, its cache_salt ("": none), what its output may be, its
+    images, for each of which the ids have one placeholder, and `second` as in `TokenPrompt`."""
 
     ids: Sequence[int]
     text: str | None = None
     cache_salt: str = ""
     draft_token_ids: list[int] | None = None
     images: tuple[ImageUrl, ...] = ()
+    second: int = -1
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -73,12 +73,15 @@ class EngineCore:
         context = min(config.model.max_model_len or capacity, capacity)
         eos = tuple(config.model.eos_token_ids or ())
         mode = config.model.logprobs_mode
-        self.limits = Limits(context, facts.vocab_size, eos, mode, facts.feature_bytes, facts.images)
+        self.limits = Limits(
+            context, facts.vocab_size, eos, mode, facts.feature_bytes, facts.images, facts.whole_prompts
+        )
         self._events = None if (plan := config.kv.events()) is None else EventPublisher(plan)
         self.cache = _make_cache(config, layout, events=self._events is not None)
         self.scheduler = Scheduler(
             config.scheduler, self.cache, facts.weight_version, drafter,
             image_tokens=0 if facts.images is None else facts.images.step_tokens,
+            prompt_tokens=context if facts.whole_prompts else 0,
         )  # fmt: skip
         self.control = Control(
             self, self.scheduler, self.cache, executor, facts.weight_version,

@@ -30,7 +30,7 @@ from tokserve.messages import DraftCounts, EngineRequest, Finish
 from tokserve.params import PoolingParams, SamplingParams
 from tokserve.plan import NO_LEGAL_TOKEN, NOT_FINITE, Float32, NewRow
 from tokserve.prompt import Feature, check_features
-from tokserve.vision import KIND, ImageFormat
+from tokserve.vision import KIND
 
 
 class State(enum.Enum):
@@ -66,10 +66,10 @@ class Request:
         self.number = number
         self.received = received
         self.adapter = adapter
-        self.features = spec.prompt.features
-        self.joint = _joint_images(spec.prompt.features, limits.images)
+        self.features, self.second = spec.prompt.features, spec.prompt.second
         self.tokens = _prompt(spec.prompt.ids, limits, new_tokens=int(isinstance(task, SamplingParams)))
         self.prompt_len = len(self.tokens)
+        self.joint = _joint(spec.prompt.features, limits, self.prompt_len)
         check_features(spec.prompt.features, self.prompt_len, limits.feature_bytes)
         self.table = BlockTable(spec.options.cache_salt or "", adapter, spec.prompt.features)
         self.output = OutputBuffer(task, self.prompt_len, limits)
@@ -124,8 +124,8 @@ class Request:
     @property
     def reusable(self) -> int:
         """Leading tokens whose KV may come from the cache: the last token must be computed to go on, and so must every
-        position that a prompt logprob, or the mean of all, still needs."""
-        if isinstance(self.task, PoolingParams) and self.task.pooling == "mean":
+        position that a prompt logprob, or the pooling, still needs."""
+        if isinstance(self.task, PoolingParams) and self.task.pooling != "last":
             return 0
         reusable = len(self.tokens) - 1
         if self.output.next_prompt_row < self.prompt_len:
@@ -184,6 +184,7 @@ class Request:
             features=self.features,
             snapshot=self.snapshot,
             num_state=self.num_state,
+            second=self.second,
         )
 
     def append(
@@ -295,9 +296,12 @@ class Request:
         self.output.emit(columns, self.request_id, self.tokens, self.finish, self.cached_tokens or 0)
 
 
-def _joint_images(features: Sequence[Feature], kind: ImageFormat | None) -> tuple[tuple[int, int], ...]:
-    """First position, and the one after the last, of each image whose tokens one step computes together."""
-    if kind is None or not kind.bidirectional:
+def _joint(features: Sequence[Feature], limits: Limits, prompt_len: int) -> tuple[tuple[int, int], ...]:
+    """First position, and the one after the last, of the whole prompt, or of each image, whose tokens one step computes
+    together."""
+    if limits.whole_prompts:
+        return ((0, prompt_len),)
+    if limits.images is None or not limits.images.bidirectional:
         return ()
     return tuple((one.start, one.start + one.length) for one in features if one.kind == KIND)
 

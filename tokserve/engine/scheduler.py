@@ -45,17 +45,18 @@ class Scheduler:
 
     def __init__(
         self, config: SchedulerConfig, cache: PrefixCache, weight_version: str, drafter: Drafter | None = None,
-        *, image_tokens: int = 0,
+        *, image_tokens: int = 0, prompt_tokens: int = 0,
     ) -> None:  # fmt: skip
         """`image_tokens`: the most that a step has to compute together, of one image; a step holds them beside a token
-        of every running request.  Raises StartError if it does not."""
+        of every running request.  Raises StartError if it does not.  `prompt_tokens`: likewise of a prompt that cannot
+        be divided; the budget of a step holds them."""
         if image_tokens and config.token_budget < config.rows + image_tokens:
             raise StartError(
                 f"option max_num_batched_tokens: {config.token_budget} is less than {config.rows + image_tokens}: this "
                 f"model computes an image's {image_tokens} tokens in one step, beside those of max_num_seqs "
                 f"{config.rows} requests"
             )
-        self._image_tokens = image_tokens
+        self._joint_tokens = prompt_tokens or image_tokens
         self.weights = WeightEpochs(weight_version)
         self.barrier: int | None = None  # requests with this number and above are not admitted
         self.counters = Counters()
@@ -199,7 +200,7 @@ class Scheduler:
         if len(present) > 1:
             self._contended = now
         if now - self._contended < LINGER:
-            least = len(self._running) + self._image_tokens if self._image_tokens else 0
+            least = min(limit, len(self._running) + self._joint_tokens) if self._joint_tokens else 0
             budget = min(limit, max(len(present), self._pace.max_tokens(limit), least))
         builder = PlanBuilder.of(budget, present, self._num_active() if len(present) > 1 else 1)
         self._deferred = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +32,7 @@ class AttentionSpec:
     `softcap` > 0: a score s becomes softcap * tanh(s / softcap).  `qk_norm`: of each query and key head, or with
     `norm_scope` "all" of all heads of a token together, before the rotation, or with `norm_last` after it.
     `qkv_names`: the checkpoint's names of the tensors that form the first projection; the others are names, too.
+    `ahead`: in a model that reads both ways, how many keys after itself a query of window attention sees.
     `gated`: the tensor of queries has a gate behind each head, whose sigmoid multiplies what the head brings.
     `sinks`: each head has a score beside those of its keys, whose value is zero.
     """
@@ -53,6 +55,7 @@ class AttentionSpec:
     norm_names: tuple[str, str] = ("q_norm", "k_norm")
     sinks: bool = False
     gated: bool = False
+    ahead: int = 0
 
 
 class Attention:
@@ -135,23 +138,65 @@ class Attention:
         if logits_rows is not None:
             q, rows = q.index_select(0, logits_rows.tokens), logits_rows
             projected = projected.index_select(0, logits_rows.tokens) if self.gated else projected
+        mixed = self.mix(q, keys, values, batch, rows)  # [T or n, heads, dim]
+        mixed = ops.gate_heads(mixed, projected) if self.gated else mixed.view(q.shape[0], self.heads * self.dim)
+        return self.out(mixed, adapters=rows.adapters)
+
+    def mix(
+        self, q: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch, rows: LogitsRows | ForwardBatch
+    ) -> Tensor:  # [n, heads, dim] -> same
+        """The values that the queries of the batch, or of some of its `rows`, see, weighted."""
         kind, work = (self.heads, self.kv_heads, self.window), None
-        if logits_rows is None:
+        if rows is batch:
             if kind not in batch.work:
                 batch.work[kind] = ops.attention_work(
                     q, keys, batch.block_tables, batch.query_start, batch.seq_lens, self.window
                 )
             work = batch.work[kind]
-        mixed = ops.paged_attention(
+        return ops.paged_attention(
             q, keys, values, rows.block_tables, rows.query_start, rows.seq_lens, self.scale * self.k_scale,
             self.window, self.v_scale, self.softcap, self.sinks, rows.bidirectional, work,
-        )  # [T or n, heads, dim]  # fmt: skip
-        mixed = ops.gate_heads(mixed, projected) if self.gated else mixed.view(q.shape[0], self.heads * self.dim)
-        return self.out(mixed, adapters=rows.adapters)
+        )  # fmt: skip
 
     @staticmethod
     def _weight(norm: RMSNorm | None) -> Tensor | None:
         return None if norm is None else norm.weight
+
+
+class WindowBothWays(Attention):
+    """Attention in a model that reads both ways, to a window of as many keys before a query as after it.
+
+    A query that is taken to be `ahead` positions later sees them in a causal window of twice the width.  Those at the
+    end of a prompt, with fewer keys after them, see all that there are.
+    """
+
+    def __init__(self, hidden: int, spec: AttentionSpec, options: LayerOptions) -> None:
+        super().__init__(hidden, spec, options)
+        self.ahead = spec.ahead
+
+    def mix(
+        self, q: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch, rows: LogitsRows | ForwardBatch
+    ) -> Tensor:  # [n, heads, dim] -> same
+        starts, lens = rows.query_start.numpy(), rows.seq_lens.numpy()
+        counts = np.diff(starts)
+        at_end = np.minimum(counts, self.ahead)
+        later = np.arange(len(q)) - np.repeat(starts[1:] - at_end, counts) >= 0  # [n]
+        mixed = torch.empty(q.shape, dtype=q.dtype)
+        for is_end, some, window in ((False, counts - at_end, 2 * self.ahead + 1), (True, at_end, self.ahead + 1)):
+            (chosen,) = np.nonzero(later == is_end)
+            if not len(chosen):
+                continue
+            kept = np.flatnonzero(some)
+            query_start = np.zeros(len(kept) + 1, np.int32)
+            np.add.accumulate(some[kept], out=query_start[1:])
+            index = torch.from_numpy(chosen)
+            part = ops.paged_attention(
+                q.index_select(0, index), keys, values, rows.block_tables.index_select(0, torch.from_numpy(kept)),
+                torch.from_numpy(query_start), torch.from_numpy(lens[kept]), self.scale, window, 1.0, self.softcap,
+                None, torch.ones(len(kept), dtype=torch.bool) if is_end else None,
+            )  # fmt: skip
+            mixed.index_copy_(0, index, part)
+        return mixed
 
 
 def _shards(spec: AttentionSpec, group: Group) -> dict[str, int]:

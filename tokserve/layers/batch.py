@@ -56,6 +56,7 @@ class ForwardBatch:
     `embeds`: tokens whose embeddings are given, not looked up: inputs of the first layer, any multiplier applied.
     `added`: tokens, and what is added to the outputs of the first layers at them.
     `axes`: the tokens' positions in the rope tables by coordinate; None: `positions`, for all.
+    `token_types`: of tokens of pairs, 0 for the first text and 1 for the second; None: all are 0.
     `bidirectional`: rows whose tokens see each other, later ones too; None: no row.  A request's tokens may be several
     rows then, one after the other.
     `work`: what `attention_work` made of these rows in this pass, by the kind of layer.
@@ -76,4 +77,5 @@ class ForwardBatch:
     added: tuple[Tensor, Tensor] | None = None  # indices in the batch [m] int64, [layers, m, hidden]
     axes: Tensor | None = None  # [3, T] int64
     bidirectional: Tensor | None = None  # [R] bool
+    token_types: Tensor | None = None  # [T] int64
     work: dict[tuple[int, ...], Tensor | None] = field(default_factory=dict)

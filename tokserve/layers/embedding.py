@@ -12,8 +12,8 @@ from torch import Tensor
 from tokserve import ops
 from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
-from tokserve.layers.parameter import Parameter, StoredWeight
-from tokserve.layers.places import MatrixPlace
+from tokserve.layers.parameter import Parameter, StoredWeight, owned_copy
+from tokserve.layers.places import MatrixPlace, VectorPlace
 from tokserve.layers.quant import UNQUANTIZED, WNA16
 from tokserve.layers.quantized import QuantizedWeight
 
@@ -82,6 +82,29 @@ class Embedding:
             rows = ops.embedding_wna16(ids, self.packed, self.dtype)
             return rows if self.multiplier == 1.0 else rows * self.multiplier
         return ops.embedding(ids, self.packed, self.multiplier)
+
+
+class Table:
+    """A few rows that are looked up and added to embeddings: learned positions, types of tokens."""
+
+    def __init__(self, rows: int, hidden: int, dtype: torch.dtype) -> None:
+        self.shape, self.dtype = (rows, hidden), dtype
+        self.weight = torch.zeros(self.shape, dtype=dtype, device=ops.torch_device)
+
+    def parameters(self) -> dict[str, Parameter]:
+        """`weight`."""
+        return {"weight": Parameter(self.shape, self.load, self.dtype, places=self.places)}
+
+    def places(self) -> list[VectorPlace]:
+        """The weight."""
+        return [VectorPlace(self.weight.view(-1))]
+
+    def load(self, tensor: Tensor) -> None:
+        """Take the weight [rows, hidden]."""
+        self.weight = owned_copy(tensor, self.shape, self.dtype)
+
+    def __call__(self, index: Tensor) -> Tensor:  # [T] int64 -> [T, hidden]
+        return self.weight.index_select(0, index)
 
 
 class Head:

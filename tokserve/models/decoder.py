@@ -14,9 +14,9 @@ from torch import Tensor
 from tokserve import ops
 from tokserve.errors import RequestError
 from tokserve.kv_spec import LayerSpec
-from tokserve.layers.attention import Attention, AttentionSpec
+from tokserve.layers.attention import Attention, AttentionSpec, WindowBothWays
 from tokserve.layers.batch import ForwardBatch
-from tokserve.layers.classifier import Classifier
+from tokserve.layers.classifier import Classifier, EncoderHead
 from tokserve.layers.embedding import Embedding, Head
 from tokserve.layers.experts import Mixture, MixtureSpec, StackedParameter
 from tokserve.layers.latent import LatentAttention, LatentAttentionSpec
@@ -44,7 +44,7 @@ def token_mixer(
 ) -> Attention | LatentAttention | GatedDelta | ShortConv:
     """The part of a block in which tokens meet."""
     if isinstance(spec.attention, AttentionSpec):
-        return Attention(hidden, spec.attention, options)
+        return (WindowBothWays if spec.attention.ahead else Attention)(hidden, spec.attention, options)
     if isinstance(spec.attention, LatentAttentionSpec):
         return LatentAttention(hidden, spec.attention, options)
     if isinstance(spec.attention, GatedDeltaSpec):
@@ -124,9 +124,11 @@ class Decoder:
             head=self.head if spec.tied else None,
             keeps_stored=options.quant.name in ("wna16", "int4"),
         )
-        self.classifier = None if spec.classifier is None else Classifier(spec.classifier, spec.hidden, self.head)
+        self.classifier: Classifier | EncoderHead | None = None
+        if spec.classifier is not None:
+            self.classifier = Classifier(spec.classifier, spec.hidden, self.head)
         self.blocks = [DecoderBlock(spec.hidden, block, options) for block in spec.blocks]
-        self.norm = make_norm(spec.hidden, spec.norm, self.dtype)
+        self.norm: NoNorm = make_norm(spec.hidden, spec.norm, self.dtype)
         if spec.vision is not None and has_tower:
             self.tower = (
                 SiglipTower(spec.vision, options)
@@ -228,14 +230,19 @@ class Decoder:
         )
         return 4 * (self.spec.vocab + 8 * (self.spec.hidden + widest))
 
+    def embed(self, batch: ForwardBatch) -> Tensor:  # [T, hidden]
+        """The inputs of the first layer."""
+        rows = self.embedding(batch.input_ids)
+        if batch.embeds is not None:
+            given, embeddings = batch.embeds
+            rows.index_copy_(0, given, embeddings.to(rows.dtype))
+        return rows
+
     def forward(self, batch: ForwardBatch) -> Tensor:  # [T, hidden], or [n, hidden] of `batch.logits_rows`
         """Compute the batch's tokens, up to the final norm, and store their keys and values."""
-        residual, last = self.embedding(batch.input_ids), len(self.blocks) - 1
+        residual, last = self.embed(batch), len(self.blocks) - 1
         batch.work = {}  # a batch that is filled again has other lengths
         needed = batch.logits_rows if batch.routed is None else None  # all tokens are routed in the last layer too
-        if batch.embeds is not None:
-            rows, embeddings = batch.embeds
-            residual.index_copy_(0, rows, embeddings.to(residual.dtype))
         x = self.blocks[0].attention_norm(residual)
         added = () if batch.added is None else batch.added[1]
         tables = self.rope_tables

@@ -21,7 +21,8 @@ from tokserve.checkpoint import flat
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter
 from tokserve.layers.siglip import SiglipSpec
-from tokserve.models.decoder import Decoder, rope_tables
+from tokserve.models.decoder import rope_tables
+from tokserve.models.encoder import make_model
 from tokserve.models.registry import decoder_spec
 from tokserve.models.spec import DecoderSpec
 from tokserve.models.weights import INDEX, SINGLE
@@ -496,7 +497,7 @@ def write_checkpoint(directory: Path, hf: Mapping[str, Any], *, seed: int = 0, s
     (directory / "config.json").write_text(json.dumps(dict(hf), indent=2) + "\n")
     dtype = getattr(torch, hf.get("dtype") or "float32")
     spec, options = decoder_spec(flat(dict(hf))), LayerOptions(dtype)
-    parameters = Decoder(spec, options, options, rope_tables(spec, 1)).parameters_by_name()
+    parameters = make_model(spec, options, options, rope_tables(spec, 1)).parameters_by_name()
     named = {name: tensor.to(dtype) for name, tensor in tensors(parameters, seed)}
     if spec.vision is not None:
         named = _as_released(named, spec)

@@ -19,6 +19,7 @@ from tokserve.layers.quant import METHODS, UNQUANTIZED, WNA16, QuantMethod
 from tokserve.layers.quantized import GROUP, Int4
 from tokserve.models import dummy, kv_scales, weights
 from tokserve.models.decoder import Decoder, rope_tables
+from tokserve.models.encoder import make_model
 from tokserve.models.formats.pick import quantization_of
 from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.models.registry import decoder_spec
@@ -127,7 +128,7 @@ def build(
     head_type = model_type if head_dtype == "auto" else _dtype(head_dtype)
     options, head = LayerOptions(model_type, quant), LayerOptions(head_type, head_quant)
     tables = rope_tables(spec, max_model_len or spec.max_position)
-    return Decoder(spec, options, head, tables, float8_cache=float8_cache)
+    return make_model(spec, options, head, tables, float8_cache=float8_cache)
 
 
 def quant_methods(

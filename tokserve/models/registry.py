@@ -10,7 +10,8 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from tokserve.classifier import SUFFIX, causal_name, head_spec
+from tokserve import encoders
+from tokserve.classifier import SUFFIX, TOKEN_SUFFIX, causal_name, head_spec
 from tokserve.errors import StartError
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.spec import DecoderSpec
@@ -77,6 +78,12 @@ BY_MODEL_TYPE = {
     "internlm3": "InternLM3ForCausalLM",
     "sarvam_moe": None,
 }
+ENCODERS = {  # by the family of `encoders`
+    "Bert": "tokserve.models.bert:bert",
+    "ModernBert": "tokserve.models.bert:modern_bert",
+    "Roberta": "tokserve.models.bert:roberta",
+    "XLMRoberta": "tokserve.models.bert:roberta",
+}
 # Architectures with layers that are neither attention nor one of the recurrent kinds built in.
 RECURRENT = {
     "BambaForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM",
@@ -99,7 +106,8 @@ def refuse_recurrent(hf: Mapping[str, Any]) -> None:
 
 def is_known(hf: Mapping[str, Any]) -> bool:
     """Whether a function of the table reads this config.json."""
-    return any(name in ARCHITECTURES or causal_name(name) in ARCHITECTURES for name in _names(hf))
+    known = any(name in ARCHITECTURES or causal_name(name) in ARCHITECTURES for name in _names(hf))
+    return known or encoders.family(hf) is not None
 
 
 def _names(hf: Mapping[str, Any]) -> list[str]:
@@ -112,17 +120,25 @@ def _names(hf: Mapping[str, Any]) -> list[str]:
 
 def decoder_spec(hf: Mapping[str, Any]) -> DecoderSpec:
     """The spec for this config.json; StartError if no architecture it names is known."""
-    names = _names(hf)
+    names, family = _names(hf), encoders.family(hf)
+    if family is not None:
+        return _read(ENCODERS[family], hf)
     for name in names:
         known = name if name in ARCHITECTURES else causal_name(name)
         if known in ARCHITECTURES:
-            module, function = ARCHITECTURES[known].split(":")
-            spec: DecoderSpec = getattr(import_module(module), function)(hf)
+            spec = _read(ARCHITECTURES[known], hf)
             return spec if known == name else _classifier(spec, hf)
     problem = f"architecture {', '.join(names)} is not supported" if names else "config.json names no architecture"
     raise StartError(
-        f"{problem}; supported are: {', '.join(ARCHITECTURES)}, and of the same families those with {SUFFIX}"
+        f"{problem}; supported are: {', '.join(ARCHITECTURES)}, of the same families those with {SUFFIX} or "
+        f"{TOKEN_SUFFIX}, and the encoders {', '.join(ENCODERS)} with {', '.join(encoders.ENDINGS)}"
     )
+
+
+def _read(place: str, hf: Mapping[str, Any]) -> DecoderSpec:
+    module, function = place.split(":")
+    spec: DecoderSpec = getattr(import_module(module), function)(hf)
+    return spec
 
 
 def _classifier(spec: DecoderSpec, hf: Mapping[str, Any]) -> DecoderSpec:

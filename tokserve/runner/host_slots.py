@@ -47,6 +47,7 @@ class HostSlots(Slots):
         # of slots with images: positions along three axes [3, n] up to the last image's end, and the shift after it
         self._axes: dict[int, tuple[Int64, int]] = {}
         self._both_ways: dict[int, list[Span]] = {}  # of slots with images whose tokens see each other
+        self._seconds: dict[int, int] = {}  # of slots with pairs: where the second text begins
 
     def assign(self, row: NewRow) -> None:
         """A request takes the slot."""
@@ -56,6 +57,9 @@ class HostSlots(Slots):
             self.states.assign(row)
         self._axes.pop(row.slot, None)
         self._both_ways.pop(row.slot, None)
+        self._seconds.pop(row.slot, None)
+        if row.second >= 0:
+            self._seconds[row.slot] = row.second
         images, kind = [feature for feature in row.features if feature.kind == KIND], self.images
         if images and kind is not None and kind.axes:
             grids = [(feature.start, image_grid(feature.data)) for feature in images]
@@ -125,7 +129,14 @@ class HostSlots(Slots):
             states=None if self.states is None else self.states.rows(),
             axes=None if axes is None else torch.from_numpy(axes),
             bidirectional=None if divided is None else torch.from_numpy(divided.bidirectional),
+            token_types=self._types(slots, counts, positions) if self._seconds else None,  # [T]
         )
+
+    def _types(self, slots: Int32, counts: Int32, positions: Int64) -> Tensor:
+        """Of the tokens [T] of a plan's rows: 1 in the second text of a pair, else 0."""
+        none = self.tokens.shape[1]
+        starts = np.array([self._seconds.get(slot, none) for slot in slots.tolist()], np.int64)
+        return torch.from_numpy((positions >= starts.repeat(counts)).astype(np.int64))
 
     def decode_batch(self, num_tokens: int, kv: Pages, *, adapters: bool = False) -> DecodeBatch:
         """A batch of so many tokens of decode rows, with or without adapters, for `fill`."""

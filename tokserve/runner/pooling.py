@@ -1,6 +1,9 @@
-"""Pooling: one vector for a request that generates no tokens, from the hidden states of its prompt."""
+"""Pooling: one vector for a request that generates no tokens, or one for each token, from the hidden states of its
+prompt."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,62 +19,92 @@ PIECE = 256  # rows of hidden states that are added up at a time
 Float64 = NDArray[np.float64]
 
 
+@dataclass(slots=True)
+class PooledPrompt:
+    """A request: how it is pooled, its length, and what its hidden states so far have come to.
+
+    `total`: the sum of them, or the one that is wanted; `rows`: those of all tokens, by step.
+    """
+
+    params: PoolingParams
+    length: int
+    total: Float64
+    rows: list[Float32] = field(default_factory=list)
+
+
 class Pooler:
-    """By slot, how its request is pooled and the sum of its hidden states so far."""
+    """The pooled requests by slot."""
 
     def __init__(self, hidden: int) -> None:
         self._hidden = hidden
-        self._params: dict[int, tuple[PoolingParams, int]] = {}  # and the prompt's length
-        self._sums: dict[int, Float64] = {}
+        self._prompts: dict[int, PooledPrompt] = {}
 
     def assign(self, row: NewRow) -> None:
         """A request takes a slot."""
         self.release(row.slot)
         if isinstance(row.task, PoolingParams):
-            self._params[row.slot] = (row.task, row.prompt_len)
-            self._sums[row.slot] = np.zeros(self._hidden, np.float64)
+            self._prompts[row.slot] = PooledPrompt(row.task, row.prompt_len, np.zeros(self._hidden, np.float64))
 
     def release(self, slot: int) -> None:
         """The slot is free."""
-        self._params.pop(slot, None)
-        self._sums.pop(slot, None)
+        self._prompts.pop(slot, None)
 
     def needed(self, plan: StepPlan) -> dict[int, int]:
         """Plan row -> of how many of its last positions the hidden states are needed."""
-        if not self._params:
+        if not self._prompts:
             return {}
         counts = {}
         for row, slot in enumerate(plan.slots.tolist()):
-            if slot in self._params:
-                params, prompt_len = self._params[slot]
-                count = int(plan.num_tokens[row])
-                if params.pooling == "mean":
-                    counts[row] = count
-                elif plan.num_computed[row] + count == prompt_len:
-                    counts[row] = 1
+            prompt = self._prompts.get(slot)
+            if prompt is None:
+                continue
+            count, computed = int(plan.num_tokens[row]), int(plan.num_computed[row])
+            ends = computed + count == prompt.length
+            if prompt.params.pooling in ("mean", "all") or (prompt.params.pooling == "first" and not computed):
+                counts[row] = count
+            elif ends:
+                counts[row] = 1
         return counts
 
     def pool(self, model: Decoder, plan: StepPlan, row: int, states: Tensor) -> Float32 | None:
-        """The vector of a plan row once its prompt is computed.  `states` [count, hidden]: as `needed` has said, by
-        `model`, which also classifies."""
-        slot = int(plan.slots[row])
-        params, prompt_len = self._params[slot]
-        vector = self._add(slot, states.float().cpu().numpy())
-        if plan.num_computed[row] + plan.num_tokens[row] < prompt_len:
-            return None
+        """The vector of a plan row once its prompt is computed, or the vectors of all tokens one after the other.
+        `states` [count, hidden]: as `needed` has said, by `model`, which also classifies."""
+        prompt = self._prompts[int(plan.slots[row])]
+        params, ends = prompt.params, plan.num_computed[row] + plan.num_tokens[row] == prompt.length
+        if params.pooling == "all":
+            made = model.classify(states) if params.classify else states.float()
+            prompt.rows.append(made.cpu().numpy())
+            if not ends:
+                return None
+            rows: Float32 = np.concatenate([_scaled(part, params) for part in prompt.rows]).reshape(-1)
+            return rows
         if params.pooling == "mean":
-            vector = vector / prompt_len
+            prompt.total = added(prompt.total, states.float().cpu().numpy())
+        elif params.pooling == "last" or not plan.num_computed[row]:
+            state = states[0 if params.pooling == "first" else -1]
+            prompt.total = state.double().cpu().numpy()
+        if not ends:
+            return None
+        vector = prompt.total / prompt.length if params.pooling == "mean" else prompt.total
         if params.classify:
             pooled = torch.from_numpy(vector.astype(np.float32)[None]).to(states.device)
             logits: Float32 = model.classify(pooled)[0].cpu().numpy()
             return logits
-        norm = np.sqrt(np.dot(vector, vector))
-        return (vector / norm if params.normalize and norm > 0 else vector).astype(np.float32)
+        scaled: Float32 = _scaled(vector[None], params)[0]
+        return scaled
 
-    def _add(self, slot: int, states: Float32) -> Float64:
-        """Add row after row, so that the sum does not depend on the chunks that a prompt is computed in."""
-        total = self._sums[slot]
-        for first in range(0, len(states), PIECE):
-            total = np.add.accumulate(np.vstack([total, states[first : first + PIECE]]), axis=0)[-1]
-        self._sums[slot] = total
-        return total
+
+def added(total: Float64, states: Float32) -> Float64:  # [hidden], [n, hidden] -> [hidden]
+    """The sum, row after row, so that it does not depend on the chunks that a prompt is computed in."""
+    for first in range(0, len(states), PIECE):
+        total = np.add.accumulate(np.vstack([total, states[first : first + PIECE]]), axis=0)[-1]
+    return total
+
+
+def _scaled(vectors: NDArray[np.floating], params: PoolingParams) -> Float32:  # [n, hidden] -> same
+    """To length 1, if the request wants that."""
+    if params.normalize and not params.classify:
+        exact = vectors.astype(np.float64)
+        lengths = np.sqrt(np.array([np.dot(vector, vector) for vector in exact]))[:, None]
+        vectors = np.divide(exact, lengths, out=exact, where=lengths > 0)
+    return vectors.astype(np.float32)

@@ -21,6 +21,7 @@ from tokserve.errors import NotBuiltIn, StartError
 from tokserve.kv_spec import StateSpec
 from tokserve.models import load as models
 from tokserve.models.decoder import Decoder
+from tokserve.models.encoder import Encoder
 from tokserve.models.quantized_copy import QuantizedCopy
 from tokserve.models.registry import decoder_spec, is_known
 from tokserve.ops.arithmetic import CpuKernels, choose_kernels
@@ -98,7 +99,8 @@ def _load(config: Config) -> tuple[Runner, DeviceFacts]:
         **runner.call("memory", {}),
     }
     kinds = {"embeddings": 4 * model.spec.hidden} | ({} if images is None else {KIND: 0})
-    return runner, DeviceFacts(backend.layout, model.spec.vocab, "0", facts, kinds, images)
+    whole = isinstance(model, Encoder)
+    return runner, DeviceFacts(backend.layout, model.spec.vocab, "0", facts, kinds, images, whole)
 
 
 def _images(config: Config, model: Decoder) -> ImageFormat | None:

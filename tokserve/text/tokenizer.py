@@ -144,14 +144,23 @@ class Tokenizer:
         ids: list[int] = encoded[0].ids
         return ids
 
-    def encode_pair(self, first: str, second: str) -> list[int]:
-        """Token ids of two texts, joined with special tokens as the tokenizer joins a pair.  Raises RequestError."""
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Token ids of two texts, joined with special tokens as the tokenizer joins a pair, and the first position of
+        the second type, -1 for none.  Raises RequestError."""
         try:
             encoded = self._backend.encode_batch_fast([(first, second)])
         except TypeError:
             raise RequestError("text must be valid Unicode, but it holds half of a surrogate pair") from None
         ids: list[int] = encoded[0].ids
-        return ids
+        kinds: list[int] = encoded[0].type_ids
+        return ids, kinds.index(1) if 1 in kinds else -1
+
+    @cached_property
+    def frame(self) -> tuple[int, int]:
+        """How many special tokens stand before a text, and how many after it."""
+        mask: list[int] = self._backend.encode("a").special_tokens_mask
+        text = [index for index, special in enumerate(mask) if not special]
+        return (text[0], len(mask) - text[-1] - 1) if text else (0, 0)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; ids outside the vocabulary add nothing.  Raises RequestError for negative ids."""

@@ -30,7 +30,7 @@ from tokserve.vision import ImageFormat
 class Limits:
     """What the model and the cache set for all requests.  `context`: maximum tokens of prompt plus output.
 
-    `feature_bytes`: as in `DeviceFacts`.  `images`: of a model that reads images.
+    `feature_bytes`, `whole_prompts`: as in `DeviceFacts`.  `images`: of a model that reads images.
     """
 
     context: int
@@ -39,6 +39,7 @@ class Limits:
     logprobs_mode: str
     feature_bytes: Mapping[str, int] = field(default_factory=dict)
     images: ImageFormat | None = None
+    whole_prompts: bool = False
 
 
 class OutputBuffer:

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.client.pooling import LabelRules
+from tokserve.errors import RequestError
 from tokserve.server.http import body as bodies
 from tokserve.server.http.workers import off_loop
 from tokserve.server.openai import schemas
@@ -45,6 +46,8 @@ async def classify(serving: Serving, request: Request) -> Response:
     """POST /classify: probabilities of a classifier's labels for each input, or logits"""
     body, ignored, size = await schemas.read(serving, request, ClassifyBody)
     rules = inputs.label_rules(serving)
+    if rules.tokens:
+        raise RequestError("the model labels tokens here (/pooling)", field="model", code=inputs.UNSUPPORTED)
     prompts = await off_loop(request, size, lambda: inputs.prompts_of(serving, body))
     made = await inputs.pool(serving, request, body, rules.params, prompts, inputs.fields_of(body), ignored)
     name = serving.answers_as(body.model)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokserve.client.pooling import Side
 from tokserve.errors import RequestError, invalid
 from tokserve.server.http import body as bodies
 from tokserve.server.http.workers import off_loop
@@ -142,7 +143,8 @@ def _prompts(serving: Serving, body: CohereBody, texts: list[str]) -> list[list[
                 f"{field} has {len(ids)} tokens, and at most {limit} are embedded (truncate is NONE)", field=field,
                 code="context_length_exceeded",
             )  # fmt: skip
-        prompts.append(ids[len(ids) - min(limit, len(ids)) :] if body.truncate == "START" else ids[:limit])
+        side: Side = "left" if body.truncate == "START" else "right"
+        prompts.append(inputs.cut(ids, limit, side, serving.tokenizer.frame)[0])
     return prompts
 
 

@@ -1,4 +1,4 @@
-"""Vectors as JSON, base64 or bytes, and /v1/embeddings and /pooling, which return them.
+"""Vectors as JSON, base64 or bytes, and /v1/embeddings and /pooling, which return them, or one for each token.
 
 A vector does not depend on the others of its request, on chunks or on the prefix cache: bit for bit.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import time
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.client.pooling import LabelRules, PoolingRules, VectorRules
+from tokserve.client.pooling import LabelRules, PoolingRules, VectorRules, rules_for
 from tokserve.errors import RequestError
 from tokserve.server.http import body as bodies
 from tokserve.server.http.workers import off_loop
@@ -37,9 +37,10 @@ class EmbeddingBody(inputs.InputBody):
 
 
 class VectorsBody(EmbeddingBody):
-    """The body of /pooling.  `task`: embed or classify, as the model does; default: what it does."""
+    """The body of /pooling.  `task`: embed or classify, as the model does, or the same for each token; default: what
+    the model does."""
 
-    task: Literal["embed", "classify"] | None = None
+    task: Literal["embed", "classify", "token_embed", "token_classify"] | None = None
 
 
 class EmbeddingItem(msgspec.Struct):
@@ -62,10 +63,10 @@ class EmbeddingReply(msgspec.Struct):
 
 
 class VectorItem(msgspec.Struct):
-    """A vector, as numbers or as base64 of little-endian float32."""
+    """A vector, or one for each token, as numbers or as base64 of little-endian float32."""
 
     index: int
-    data: list[float] | str
+    data: list[float] | list[list[float]] | str
     object: str = "pooling"
 
 
@@ -97,11 +98,9 @@ async def embeddings(serving: Serving, request: Request) -> Response:
 
 
 async def vectors(serving: Serving, request: Request) -> Response:
-    """POST /pooling: what the model makes of each input, embeddings or probabilities of labels"""
+    """POST /pooling: what the model makes of each input or of each token, embeddings or probabilities of labels"""
     body, ignored, size = await schemas.read(serving, request, VectorsBody)
-    rules = inputs.any_rules(serving)
-    if body.task is not None:
-        rules = inputs.vector_rules(serving) if body.task == "embed" else inputs.label_rules(serving)
+    rules = rules_for(inputs.any_rules(serving), body.task)
     if isinstance(rules, VectorRules):
         rules.check_dimensions(body.dimensions, serving.llm.ready.facts["hidden_size"])
     elif body.dimensions is not None:
@@ -123,7 +122,8 @@ def _check_size(serving: Serving, call: _Call) -> None:
     values = call.body.dimensions or serving.llm.ready.facts["hidden_size"]
     if isinstance(call.rules, LabelRules):
         values = len(call.rules.labels)
-    size = len(call.prompts) * values * width
+    count = sum(map(len, call.prompts)) if call.rules.tokens else len(call.prompts)
+    size = count * values * width
     limit = serving.config.limits.max_reply_bytes
     if size > limit:
         raise RequestError(
@@ -133,9 +133,10 @@ def _check_size(serving: Serving, call: _Call) -> None:
 
 
 def _reply(serving: Serving, request: Request, call: _Call, made: PooledPrompts) -> Response:
-    body, rules = call.body, call.rules
+    body, rules, hidden = call.body, call.rules, serving.llm.ready.facts["hidden_size"]
+    rows: list[NDArray[np.float32]]
     if isinstance(rules, VectorRules):
-        rows = [rules.finish(vector, body.dimensions, body.use_activation) for vector in made.vectors]
+        rows = [rules.finish(vector, body.dimensions, body.use_activation, hidden) for vector in made.vectors]
     else:
         rows = [rules.finish(vector, body.use_activation) for vector in made.vectors]
     is_pooling = isinstance(body, VectorsBody)
@@ -152,11 +153,11 @@ def _reply(serving: Serving, request: Request, call: _Call, made: PooledPrompts)
     return bodies.reply(request, reply, made.headers)
 
 
-def _encoded(vector: NDArray[np.float32], encoding: str) -> list[float] | str:
+def _encoded(vector: NDArray[np.float32], encoding: str) -> Any:
+    """Numbers, of several vectors in lists of their own, or a text."""
     if encoding == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    values: list[float] = vector.tolist()
-    return values
+    return vector.tolist()
 
 
 def _packed(
@@ -165,11 +166,11 @@ def _packed(
     """All vectors as little-endian float32; the header `metadata` has the rest of the reply."""
     headers = made.headers
     if encoding == "bytes":
-        width, (name, created, model_name) = 4 * len(rows[0]), about
+        (name, created, model_name), ends = about, np.cumsum([row.nbytes for row in rows]).tolist()
         places = [
-            {"index": i, "embed_dtype": "float32", "endianness": "little", "start": i * width,
-             "end": (i + 1) * width, "shape": [len(row)]}
-            for i, row in enumerate(rows)
+            {"index": i, "embed_dtype": "float32", "endianness": "little", "start": end - row.nbytes, "end": end,
+             "shape": list(row.shape)}
+            for i, (row, end) in enumerate(zip(rows, ends, strict=True))
         ]  # fmt: skip
         rest = {"id": name, "created": created, "model": model_name, "data": places, "usage": made.usage}
         headers = headers | {"metadata": msgspec.json.encode(rest).decode()}

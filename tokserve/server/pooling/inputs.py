@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 from starlette.requests import Request
 
-from tokserve.client.pooling import LabelRules, PoolingRules, VectorRules
+from tokserve.client.pooling import LabelRules, PoolingRules, Side, VectorRules
 from tokserve.errors import RequestError, invalid
 from tokserve.params import PoolingParams
 from tokserve.server import compat
@@ -16,7 +15,7 @@ from tokserve.server.http.declared import OPTIONS, model
 from tokserve.server.openai import schemas
 from tokserve.server.openai.completions import parse_prompts, tokenized
 from tokserve.server.replies import sse
-from tokserve.server.serving import FieldPaths, Serving
+from tokserve.server.serving import FieldPaths, Prompts, Serving
 
 USED = ("priority", "cache_salt", "group_id", "deadline_ms", "queue_timeout_ms", "data_parallel_rank")
 UNSUPPORTED = "unsupported"  # code of what this model cannot do: a 400, not a 501, which SDKs repeat
@@ -98,7 +97,14 @@ def prompts_of(serving: Serving, body: InputBody) -> list[list[int]]:
     else:
         parsed = parse_prompts(body.input, "input")
         prompts = tokenized(serving, parsed, body.add_special_tokens is not False, is_listed(body.input), "input")
-    return [truncated(ids, body, serving.llm.ready.max_model_len) for ids in prompts]
+    rules, context = any_rules(serving), serving.llm.ready.max_model_len
+    framed = serving.text and body.messages is None and body.add_special_tokens is not False
+    frame = serving.tokenizer.frame if framed else (0, 0)
+    given = body.input if is_listed(body.input) else [body.input]
+    return [
+        truncated(ids, body, context, rules.side, frame if isinstance(one, str) else (0, 0))[0]
+        for ids, one in zip(prompts, given if body.messages is None else prompts, strict=True)
+    ]
 
 
 def fields_of(body: InputBody) -> FieldPaths:
@@ -137,17 +143,35 @@ def check_truncation(body: PoolingBody) -> None:
         raise invalid("truncate_prompt_tokens", f"must be at least -1, got {body.truncate_prompt_tokens}")
 
 
-def truncated(ids: list[int], body: PoolingBody, context: int) -> list[int]:
-    """The ids, cut as the body says."""
+def truncated(
+    ids: list[int], body: PoolingBody, context: int, side: Side, frame: tuple[int, int] = (0, 0), second: int = -1
+) -> tuple[list[int], int]:
+    """The ids, cut as the body says, or else at this `side`, but not of the special tokens before and after the text;
+    and `second`, as in `TokenPrompt`, of what is left."""
     limit = body.truncate_prompt_tokens
     if limit is None:
-        return ids
+        return ids, second
     limit = context if limit == -1 else min(limit, context)
-    return ids[:limit] if body.truncation_side == "right" else ids[len(ids) - min(limit, len(ids)) :]
+    return cut(ids, limit, body.truncation_side or side, frame, second)
+
+
+def cut(
+    ids: list[int], limit: int, side: Side, frame: tuple[int, int] = (0, 0), second: int = -1
+) -> tuple[list[int], int]:
+    """At most `limit` of the ids, without those at this side of the text; `frame`: special tokens before and after it,
+    which stay; and `second`, as in `TokenPrompt`, of what is left."""
+    excess = len(ids) - limit
+    if excess <= 0:
+        return ids, second
+    before, after = frame if sum(frame) < limit else (0, 0)
+    if side == "right":
+        last = len(ids) - after
+        return ids[: last - excess] + ids[last:], min(second, last - excess)
+    return ids[:before] + ids[before + excess :], second if second < 0 else max(before, second - excess)
 
 
 async def pool(
-    serving: Serving, request: Request, body: PoolingBody, params: PoolingParams, prompts: Sequence[list[int]],
+    serving: Serving, request: Request, body: PoolingBody, params: PoolingParams, prompts: Prompts,
     fields: FieldPaths, ignored: list[str],
 ) -> PooledPrompts:  # fmt: skip
     """A vector for each prompt; all of them, or RequestError.  `ignored`: names of fields, for the reply's header."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 from starlette.requests import Request
 
+from tokserve.client.inputs import token_prompt
 from tokserve.client.pairs import PairPrompts, Side, check_scores_pairs, counterparts, similarity
 from tokserve.client.pooling import VectorRules
 from tokserve.errors import RequestError, invalid
+from tokserve.prompt import TokenPrompt
 from tokserve.server.http.workers import off_loop
 from tokserve.server.openai.completions import MAX_PROMPTS, parse_prompts
 from tokserve.server.pooling import inputs
@@ -120,8 +123,10 @@ class _Prompts:
             if limit is not None and limit < 0:
                 raise invalid(name, f"must be at least 0, got {limit}")
         self._limits = limits[0] or 0, limits[1] or 0
+        self._side = inputs.any_rules(serving).side
+        self._frame = (0, 0) if tokenizer is None or self._prompts.has_template else tokenizer.frame
 
-    def alone(self) -> tuple[list[list[int]], list[str]]:
+    def alone(self) -> tuple[list[TokenPrompt], list[str]]:
         """Every entry of both sides by itself."""
         if self._body.instruction is not None:
             raise RequestError(
@@ -136,7 +141,7 @@ class _Prompts:
                 paths.append(path)
         return made, paths
 
-    def joined(self, pairs: Sequence[tuple[int, int]]) -> tuple[list[list[int]], list[str]]:
+    def joined(self, pairs: Sequence[tuple[int, int]]) -> tuple[list[TokenPrompt], list[str]]:
         """A prompt of each pair."""
         queries: dict[int, Side] = {}
         made, paths, total = [], [], 0
@@ -144,10 +149,10 @@ class _Prompts:
             if first not in queries:
                 queries[first] = self._entry(0, first)
             path = self._sides.path(1, second)
-            ids = self._prompts.ids(queries[first], self._entry(1, second), self._body.instruction)
-            made.append(self._checked(ids, path))
+            ids, start = self._prompts.pair(queries[first], self._entry(1, second), self._body.instruction)
+            made.append(self._checked(ids, path, start))
             paths.append(path)
-            total += len(made[-1])
+            total += len(made[-1].ids) // 4
             if total > MAX_PAIR_TOKENS:
                 raise invalid(self._sides.fields[1], f"the pairs must have at most {MAX_PAIR_TOKENS} tokens together")
         return made, paths
@@ -159,13 +164,14 @@ class _Prompts:
             self._serving.check_text(given, path, 0 if not limit else 1 << 20)
         return self._prompts.cut(given, limit)
 
-    def _checked(self, ids: list[int], path: str) -> list[int]:
+    def _checked(self, ids: list[int], path: str, start: int = -1) -> TokenPrompt:
         if not ids:
             raise invalid(path, "must not be empty")
-        ids = inputs.truncated(ids, self._body, self._context)
+        ids, start = inputs.truncated(ids, self._body, self._context, self._side, self._frame, start)
         if len(ids) > self._context:
             raise RequestError(
                 f"This model's maximum context length is {self._context} tokens (max_model_len), and {path} makes a "
                 f"prompt of {len(ids)}", field=path, code="context_length_exceeded",
             )  # fmt: skip
-        return ids
+        prompt = token_prompt(ids, self._serving.llm.ready.vocab_size)
+        return prompt if start < 0 else msgspec.structs.replace(prompt, second=start)
