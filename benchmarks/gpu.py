@@ -40,7 +40,8 @@ SHAPES = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8},
 }
 LAYERS = {"8B": 36, "0.6B": 28}  # of the models with these shapes
-VOCAB, HEAD_DIM, CONTEXT, PROMPT = 151936, 128, 1024, 128
+VOCAB, HEAD_DIM, CONTEXT, PROMPT, LONG = 151936, 128, 1024, 128, 8192
+CHAT = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}  # what Qwen3's chat asks for by default
 STEPS, WARM = 60, 10
 
 
@@ -92,8 +93,8 @@ def make(shape: str, layers: int, rows: int, **options: Any) -> Runner:
     directory = Path(tempfile.mkdtemp())
     (directory / "config.json").write_text(json.dumps(hf))
     config = Config.make(
-        model=str(directory), load_format="dummy", dtype="bfloat16", device="cuda", max_model_len=length, depth=2,
-        max_num_seqs=rows, max_num_batched_tokens=8192, block_size=64, **options,
+        model=str(directory), load_format="dummy", dtype="bfloat16", device="cuda", depth=2,
+        max_model_len=max(length, LONG + 64), max_num_seqs=rows, max_num_batched_tokens=8192, block_size=64, **options,
     )  # fmt: skip
     dummy.values = lambda name, shape, seed, tied: few_values(tuple(shape), shape[-1] ** -0.5)
     runner, _ = load(config)
@@ -101,11 +102,11 @@ def make(shape: str, layers: int, rows: int, **options: Any) -> Runner:
     return runner
 
 
-def prefill(runner: Runner, rows: int) -> float:
+def prefill(runner: Runner, rows: int, **sampling: Any) -> float:
     """Fill the slots with random prompts of CONTEXT tokens; tokens per second.  The first call may compile."""
     generator = np.random.default_rng(0)
     width = -(-(CONTEXT + 4 * (STEPS + WARM)) // 64)
-    params = SamplingParams(temperature=1.0, max_tokens=1)
+    params = SamplingParams(**{"temperature": 1.0, "max_tokens": 1} | sampling)
     per_step = max(1, 8192 // CONTEXT)
     began = time.perf_counter()
     for first in range(0, rows, per_step):
@@ -118,6 +119,20 @@ def prefill(runner: Runner, rows: int) -> float:
         full = np.full(len(slots), CONTEXT, np.int32)
         runner.execute(step_plan(0, slots, full, 0 * full, new=new, blocks=blocks))
     return rows * CONTEXT / (time.perf_counter() - began)
+
+
+def long_prompt(runner: Runner) -> float:
+    """Tokens per second of one prompt of LONG tokens, the second time; 0 if the cache has no room for it."""
+    pages = LONG // 64
+    if runner.backend.layout.num_blocks < pages:
+        return 0.0
+    tokens, slot, began = np.arange(LONG, dtype=np.int32) % VOCAB, np.zeros(1, np.int32), 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        new = [NewRow(0, "", tokens, LONG, SamplingParams(temperature=1.0, max_tokens=1), 0, ())]
+        plan = step_plan(0, slot, slot + LONG, slot, new=new, blocks=[(0, 0, list(range(pages)))])
+        runner.execute(plan)
+    return LONG / (time.perf_counter() - began)
 
 
 def step_plan(step: int, slots: Int32, num_tokens: Int32, num_computed: Int32, **more: Any) -> StepPlan:
@@ -199,6 +214,10 @@ def measure(shape: str, layers: int, rows: int, card: Card, **options: Any) -> d
     prefill(runner, rows)
     prompt_rate = prefill(runner, rows)
     exact = decode(runner, rows, CONTEXT)
+    prefill(runner, rows, **CHAT)
+    chat = decode(runner, rows, CONTEXT)
+    long_rate = long_prompt(runner)
+    prefill(runner, rows)
     backend = runner.backend
     assert isinstance(backend, CudaBackend) and backend.decode_graphs is not None and backend.prompt_graphs is not None
     graph = backend.decode_graphs.captured[rows, rows, False]
@@ -220,6 +239,7 @@ def measure(shape: str, layers: int, rows: int, card: Card, **options: Any) -> d
         "prefill_tok_s": round(prompt_rate), "prefill_share": prompt_rate * prompt_flops(runner) / card.flops,
         "decode_tok_s": round(rows / exact), "step_ms": exact * 1e3, "roofline_share": roofline / exact,
         "fast_step_ms": fast * 1e3, "exact_costs": exact / fast - 1, "graph_ms": replay * 1e3,
+        "chat_step_ms": chat * 1e3, "long_prompt_tok_s": round(long_rate),
         "sampling_share": sampling / whole, "top_p_ms": filtering * 1e3,
         "exposed_host_us": (exact - replay - sampling) * 1e6,
         "with_a_prompt_ms": mixed * 1e3, "with_a_prompt_launched_ms": launched * 1e3,
@@ -237,7 +257,7 @@ def main() -> None:
     float8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
     wanted: list[tuple[str, str, int, int, dict[str, Any]]] = [
         ("G2", "0.6B", 28, 1, {}), ("G1", "8B", 6, 1, {}), ("G3", "8B", 6, 256, {}),
-        ("G3 in float8", "8B", 6, 256, float8),
+        ("G3 in float8", "8B", 6, 256, float8), ("G3 with 64 rows", "8B", 6, 64, {}),
     ]  # fmt: skip
     failed = 0
     for target, shape, layers, rows, options in wanted:
@@ -259,7 +279,8 @@ def main() -> None:
             f" prefill {row['prefill_tok_s']} tok/s, {row['prefill_share']:.0%} of the card;"
             f" {PROMPT} tokens of a prompt in a step {row['with_a_prompt_ms']:.2f} ms,"
             f" {row['with_a_prompt_launched_ms']:.2f} without a graph;"
-            f" top-k and top-p {row['top_p_ms']:.2f} ms",
+            f" top-k and top-p {row['top_p_ms']:.2f} ms, a step with them {row['chat_step_ms']:.2f} ms;"
+            f" a prompt of {LONG}: {row['long_prompt_tok_s']} tok/s",
             flush=True,
         )
     sys.exit(failed)

@@ -130,6 +130,10 @@ def calls(sizes: list[int]) -> None:
         shared = torch.empty(tokens, hidden, dtype=BF16)
         ids = torch.zeros(tokens, 8, dtype=INT)
         call["experts"](shared, ids, torch.empty(tokens, 8), gate_up, None, downs, None, "silu", shared)
+    for up, back in zip(integer_weights(256, 256), integer_weights(256, 128), strict=True):
+        ids = torch.zeros(rows, 8, dtype=INT)
+        packed_up, packed_down = [call["pack_wna16"]([up])] * count, [call["pack_wna16"]([back])] * count
+        call["experts_wna16"](x[:, :256], ids, torch.empty(rows, 8), packed_up, None, packed_down, None, "silu")
     latent, rotated, deep = 512, 64, 128  # DeepSeek V3
     wide = torch.empty(rows, deep, 128 + rotated, dtype=BF16)
     own = [ops.PackedWeight(latent, 128, BF16, torch.empty(latent, 128, dtype=BF16))] * deep

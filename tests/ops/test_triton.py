@@ -83,7 +83,7 @@ CASES = [
         name,
         dtype,
         id=f"{op.name}-{name}-{str(dtype)[6:]}",
-        marks=[pytest.mark.slow] if op.name.endswith("linear_wna16") and INTERPRETED else [],
+        marks=[pytest.mark.slow] if op.name.endswith(("linear_wna16", "experts_wna16")) and INTERPRETED else [],
     )
     for op in OPS.values()
     for name in op.available("cuda")
@@ -138,7 +138,7 @@ def test_kernel_is_close_to_the_reference(op: Op[Any, Any], name: str, dtype: to
 
 def test_every_op_has_a_kernel() -> None:
     gradients = {"activation_gradients", "attention_gradients", "norm_gradients"}
-    for_cpus = {"quantize_rows", *gradients, *(name for name in OPS if name.endswith(("_int8", "_wna16")))}
+    for_cpus = {"quantize_rows", *gradients, *(name for name in OPS if name.endswith("_int8"))}
     assert {name for name, op in OPS.items() if "triton" not in op.available("cuda")} <= for_cpus
 
 
@@ -152,6 +152,35 @@ def test_products_of_integers(dtype: torch.dtype) -> None:
         result = to_cpu(call(to_device(x), packed, None, torch.float32))
         close(result, x.float() @ kind.dense().t(), OPS["linear_wna16"].tolerance[dtype])
     same((to_cpu(call(to_device(x[1:2]), packed, None, torch.float32)),), (result[1:2],))
+
+
+def test_experts_of_integers() -> None:
+    """Experts of two kinds, one of floats, and one that no token chose; a token alone."""
+    pack, call = OPS["pack_wna16"].implementations["triton"].call, OPS["experts_wna16"].implementations["triton"].call
+    pack_floats, dtype = OPS["pack_linear"].implementations["triton"].call, torch.float32
+    up, down = weights(16, 24), weights(24, 8)
+    floats = randn(dtype, 1, 16, 24), randn(dtype, 2, 24, 8)
+    gate_up = [*(pack([kind]) for kind in (up[0], up[1], up[0])), pack_floats(floats[0])]
+    downs = [*(pack([kind]) for kind in (down[0], down[1], down[0])), pack_floats(floats[1])]
+    x, ids = randn(dtype, 3, 3, 24), torch.tensor([[0, 3], [1, 0], [3, 1]], dtype=torch.int32)
+    chosen = torch.tensor([[0.5, 2.0], [1.0, 0.25], [1.5, 1.0]])
+
+    def outputs_of(rows: slice) -> Tensor:
+        found: Tensor = to_cpu(
+            call(*map(to_device, (x[rows], ids[rows], chosen[rows])), gate_up, None, downs, None, "silu")
+        )
+        return found
+
+    dense_up = torch.stack([up[0].dense(), up[1].dense(), up[0].dense(), floats[0]])
+    dense_down = torch.stack([down[0].dense(), down[1].dense(), down[0].dense(), floats[1]])
+    expected = torch.zeros(3, 24)
+    for token, slot in ((token, slot) for token in range(3) for slot in range(2)):
+        gate, value = (dense_up[ids[token, slot]] @ x[token]).chunk(2)
+        inner = torch.nn.functional.silu(gate) * value
+        expected[token] += chosen[token, slot] * (dense_down[ids[token, slot]] @ inner)
+    whole = outputs_of(slice(None))
+    close(whole, expected, (1e-3, 1e-4))
+    assert torch.equal(outputs_of(slice(1, 2)), whole[1:2])
 
 
 def rows_are_batch_invariant(call: Callable[[Tensor], Tensor | Outputs], count: int) -> None:

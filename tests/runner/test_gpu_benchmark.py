@@ -30,8 +30,8 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Any:
     spec.loader.exec_module(module)
     small = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     for name, value in (
-        ("SHAPES", {"8B": small}), ("VOCAB", 96), ("HEAD_DIM", 16), ("CONTEXT", 20), ("PROMPT", 5), ("STEPS", 3),
-        ("WARM", 1), ("median_seconds", lambda run: run() is None or 1e-3),
+        ("SHAPES", {"8B": small}), ("VOCAB", 96), ("HEAD_DIM", 16), ("CONTEXT", 20), ("PROMPT", 5), ("LONG", 64),
+        ("STEPS", 3), ("WARM", 1), ("median_seconds", lambda run: run() is None or 1e-3),
         ("sampling_seconds", lambda rows: (1e-3, 1e-3)), ("few_values", Values()),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
@@ -60,4 +60,5 @@ def test_a_row_of_the_table_is_made(program: Any) -> None:
     row = program.measure("8B", 1, 3, program.Card("played", 1e12, 1e15), **options)
     assert row["rows"] == 3 and row["graph_ms"] == 1.0
     assert all(row[name] > 0 for name in ("decode_tok_s", "prefill_tok_s", "roofline_share", "fast_step_ms"))
+    assert row["chat_step_ms"] > 0 and row["long_prompt_tok_s"] > 0
     assert row["with_a_prompt_ms"] > 0 and row["with_a_prompt_launched_ms"] > 0

@@ -7,7 +7,7 @@ came to the expert.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -21,6 +21,7 @@ from tokserve.ops.triton.dense import BLOCK_K
 from tokserve.ops.triton.launch import EXACT, addresses, tuned, warps
 
 COLUMNS = 1024  # of a row that one program adds up
+Sorting = tuple[Tensor, Tensor]  # choices by expert [T * k] int32, and where each expert's begin [E + 1] int32
 NO_INDEX = tl.constexpr(1 << 30)
 
 
@@ -108,6 +109,19 @@ def route(
     return ids, weights
 
 
+@triton.jit
+def rows_of_tile(starts_ptr, tiles_ptr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The expert of this program's tile (EXPERTS: there is no such tile), the tile's first row, and the end of the
+    expert's rows."""
+    tile, index = tl.program_id(0), tl.arange(0, E_BLOCK)
+    ends = tl.load(tiles_ptr + index, mask=index < EXPERTS, other=1 << 30)
+    expert = tl.sum((ends <= tile).to(tl.int32), 0)
+    first_tile = tl.max(tl.where(index < expert, ends, 0), 0)
+    is_there = expert < EXPERTS
+    start = tl.load(starts_ptr + expert, mask=is_there, other=0) + (tile - first_tile) * BLOCK_M
+    return expert, start, tl.load(starts_ptr + expert + 1, mask=is_there, other=0)
+
+
 @triton.jit(do_not_specialize=["choices"])
 def experts_kernel(
     x_ptr, weights_ptr, bias_ptr, out_ptr, order_ptr, starts_ptr, tiles_ptr, choices, outputs, inputs, x_stride,
@@ -116,20 +130,19 @@ def experts_kernel(
 ):  # fmt: skip
     """A tile of the rows of one expert times its weight's transpose.  GATHER > 0: row r of the sorted rows is token
     order[r] // GATHER of x."""
-    tile, index = tl.program_id(0), tl.arange(0, E_BLOCK)
-    ends = tl.load(tiles_ptr + index, mask=index < EXPERTS, other=1 << 30)
-    expert = tl.sum((ends <= tile).to(tl.int32), 0)
+    expert, start, end = rows_of_tile(starts_ptr, tiles_ptr, EXPERTS, E_BLOCK, BLOCK_M)
     if expert >= EXPERTS:
         return
-    first_tile = tl.max(tl.where(index < expert, ends, 0), 0)
-    start, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
-    row = start + (tile - first_tile) * BLOCK_M + tl.arange(0, BLOCK_M)
+    address = tl.load(weights_ptr + expert)
+    if address == 0:
+        return
+    row = start + tl.arange(0, BLOCK_M)
     output, step = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     x_valid, weight_valid = (row < end)[:, None], (output < outputs)[:, None]
     source = row
     if GATHER > 0:
         source = tl.load(order_ptr + row, mask=row < end, other=0) // GATHER
-    weight_ptr = tl.load(weights_ptr + expert).to(tl.pointer_type(x_ptr.dtype.element_ty))
+    weight_ptr = address.to(tl.pointer_type(x_ptr.dtype.element_ty))
     x_ptrs = x_ptr + source.to(tl.int64)[:, None] * x_stride + step[None, :]
     weight_ptrs = weight_ptr + output.to(tl.int64)[:, None] * inputs + step[None, :]
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -171,18 +184,28 @@ def combine_kernel(
     tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=valid)
 
 
-def _product(
-    x: Tensor, weights: Sequence[PackedWeight], bias: Tensor | None, out: Tensor, sorting: tuple[Tensor, Tensor], k: int
+def tiles_of(sorting: Sorting, rows: int) -> tuple[Tensor, int]:
+    """Tiles of so many rows up to each expert's last [E] int32, and the most that there may be."""
+    order, starts = sorting
+    tiles = ((starts.diff() + rows - 1) // rows).cumsum(0, dtype=torch.int32)
+    return tiles, min(len(order), len(tiles) + len(order) // rows)
+
+
+def product(
+    x: Tensor, weights: Sequence[PackedWeight | None], bias: Tensor | None, out: Tensor, sorting: Sorting, k: int
 ) -> Tensor:
-    """out [T * k, N] = the sorted rows of x times their experts' weights; k > 0: x is [T, K], its rows unsorted."""
+    """out [T * k, N] = the sorted rows of x times their experts' weights; k > 0: x is [T, K], its rows unsorted.
+
+    Rows of experts without a weight are left as they are.
+    """
     order, starts = sorting
     choices, outputs, inputs, count = len(order), out.shape[1], x.shape[1], len(weights)
     config = tuned("linear", x.device.index, rows=-(-choices // count), outputs=outputs, bytes=x.element_size())
     block_m, block_n = config["tile"]
     block_k = config.get("step", BLOCK_K)
-    tiles = ((starts.diff() + block_m - 1) // block_m).cumsum(0, dtype=torch.int32)
-    grid = (min(choices, count + choices // block_m), triton.cdiv(outputs, block_n))
-    table = addresses(tuple(weight.packed.data_ptr() for weight in weights), x.device)
+    tiles, grid_tiles = tiles_of(sorting, block_m)
+    grid = (grid_tiles, triton.cdiv(outputs, block_n))
+    table = addresses(tuple(0 if weight is None else weight.packed.data_ptr() for weight in weights), x.device)
     experts_kernel[grid](
         x, table, out if bias is None else bias, out, order, starts, tiles, choices, outputs, inputs, x.stride(0), k,
         count, bias is not None, inputs % block_k == 0, triton.next_power_of_2(count), block_m, block_n, block_k,
@@ -206,20 +229,43 @@ def experts(
     shared_gate: Tensor | None = None,
 ) -> Tensor:
     """Rows of x need not be adjacent."""
+
+    def up(sorting: Sorting) -> Tensor:
+        return product(x, gate_up, gate_up_bias, x.new_empty(ids.numel(), gate_up[0].rows), sorting, ids.shape[1])
+
+    def back(inner: Tensor, out: Tensor, sorting: Sorting) -> None:
+        product(inner, down, down_bias, out, sorting, 0)
+
+    return mixed(x, ids, weights, len(gate_up), up, back, activation, shared, shared_gate)
+
+
+def mixed(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    count: int,
+    up: Callable[[Sorting], Tensor],
+    back: Callable[[Tensor, Tensor, Sorting], None],
+    activation: str,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
+) -> Tensor:
+    """`experts` of `count` experts by these products of sorted rows: `up` returns [T * k, 2I], and `back` fills
+    [T * k, H] float32."""
     (tokens, width), k = x.shape, ids.shape[1]
     out = x.new_empty(tokens, width)
     if tokens == 0:
         return out
     flat = ids.flatten().long()
     order = torch.sort(flat, stable=True).indices.int()
-    counts = torch.zeros(len(gate_up) + 1, dtype=torch.int32, device=x.device)
+    counts = torch.zeros(count + 1, dtype=torch.int32, device=x.device)
     counts.scatter_add_(0, flat + 1, torch.ones_like(order))
     sorting = order, counts.cumsum(0, dtype=torch.int32)
-    both = _product(x, gate_up, gate_up_bias, x.new_empty(len(order), gate_up[0].rows), sorting, k)
+    both = up(sorting)
     clamped = activation == "clamped_swiglu"
     inner = mixture.gated(both, activation) if clamped else elementwise.gated(both, activation == "gelu_tanh")
-    wide = torch.empty(len(order), width, dtype=torch.float32, device=x.device)
-    outputs = _product(inner, down, down_bias, wide, sorting, 0)
+    outputs = torch.empty(len(order), width, dtype=torch.float32, device=x.device)
+    back(inner, outputs, sorting)
     places = torch.empty_like(order)
     places[order.long()] = torch.arange(len(order), dtype=torch.int32, device=x.device)
     block = min(COLUMNS, triton.next_power_of_2(width))

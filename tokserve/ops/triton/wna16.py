@@ -24,25 +24,22 @@ LINEAR = {SIGNED: 8, UNSIGNED: 0}  # factors that are the code less a number
 
 
 @triton.jit
-def wna16_kernel(
-    x_ptr, codes_ptr, factors_ptr, scales_ptr, mins_ptr, order_ptr, bias_ptr, out_ptr, rows, outputs, inputs, groups,
-    x_stride, out_stride, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, MINS: tl.constexpr,
-    ORDER: tl.constexpr, FOLDED: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+def wna16_sums(
+    x_ptr, row, in_rows, codes_ptr, factors_ptr, scales_ptr, mins_ptr, order_ptr, output, in_outputs, inputs, groups,
+    x_stride, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, MINS: tl.constexpr, ORDER: tl.constexpr,
+    FOLDED: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the output.  ZERO: what is taken from a code; below 0, codes index the table of factors."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    output = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Rows `row` [M] of x times outputs `output` [N] of a part: [M,N] float32.  ZERO: what is taken from a code; below
+    0, codes index the table of factors."""
     step = tl.arange(0, BLOCK_K)
-    in_rows, in_outputs = row < rows, output < outputs
     codes_per_row = inputs if BITS == 8 else (inputs + 1) // 2
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    total = tl.zeros([row.shape[0], output.shape[0]], tl.float32)
     for group in range(0, groups):
         scale = tl.load(scales_ptr + output * groups + group, mask=in_outputs, other=0.0)
         sums = total
         if not FOLDED:
-            sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        shift = tl.zeros([BLOCK_M], tl.float32)
+            sums = tl.zeros([row.shape[0], output.shape[0]], tl.float32)
+        shift = tl.zeros([row.shape[0]], tl.float32)
         for at in range(0, GROUP, BLOCK_K):
             k = group * GROUP + at + step
             inside = (at + step < GROUP) & (k < inputs)
@@ -79,6 +76,24 @@ def wna16_kernel(
             if MINS:
                 low = tl.load(mins_ptr + output * groups + group, mask=in_outputs, other=0.0)
                 total += shift[:, None] * low[None, :]
+    return total
+
+
+@triton.jit
+def wna16_kernel(
+    x_ptr, codes_ptr, factors_ptr, scales_ptr, mins_ptr, order_ptr, bias_ptr, out_ptr, rows, outputs, inputs, groups,
+    x_stride, out_stride, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, MINS: tl.constexpr,
+    ORDER: tl.constexpr, FOLDED: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A tile of the output."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    output = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_rows, in_outputs = row < rows, output < outputs
+    total = wna16_sums(
+        x_ptr, row, in_rows, codes_ptr, factors_ptr, scales_ptr, mins_ptr, order_ptr, output, in_outputs, inputs,
+        groups, x_stride, BITS, ZERO, GROUP, MINS, ORDER, FOLDED, BLOCK_K,
+    )  # fmt: skip
     if BIAS:
         total += tl.load(bias_ptr + output, mask=in_outputs, other=0.0).to(tl.float32)[None, :]
     offset = row[:, None] * out_stride + output[None, :]
@@ -113,13 +128,18 @@ def _pack(part: QuantizedRows) -> PackedPart:
     )  # fmt: skip
 
 
+def step_of(group: int) -> int:
+    """Inputs that are multiplied at once."""
+    return next((step for step in STEPS if step <= group), STEPS[-1])
+
+
 def _multiply(x: Tensor, part: PackedPart, zero: int, bias: Tensor | None, out: Tensor) -> None:
     """out [T,N], whose rows need not be adjacent.  `zero`: as the kernel's ZERO."""
     rows, groups = x.shape[0], part.scales.shape[1]
     config = tuned("linear", x.device.index, rows=rows, outputs=part.rows, bytes=x.element_size())
     block_m, block_n = config["tile"]
     group = min(part.group, part.columns)
-    block_k = next((step for step in STEPS if step <= group), STEPS[-1])
+    block_k = step_of(group)
     wna16_kernel[triton.cdiv(rows, block_m), triton.cdiv(part.rows, block_n)](
         x, part.packed, part.factors, part.scales, part.scales if part.mins is None else part.mins,
         part.factors if part.order is None else part.order, out if bias is None else bias, out, rows, part.rows,
