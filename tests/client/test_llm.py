@@ -96,6 +96,17 @@ def test_enqueued_requests_are_waited_for_together_and_once(fake: LLM) -> None:
     assert fake.wait_for_completion(use_tqdm=False) == []
 
 
+def test_conversations_are_enqueued_as_they_are_chatted(fake: LLM) -> None:
+    talk = [{"role": "user", "content": "one"}]
+    want = fake.chat([talk, talk], SamplingParams(max_tokens=4), use_tqdm=False)
+    ids = fake.enqueue_chat([talk, talk], SamplingParams(max_tokens=4), add_generation_prompt=None)
+    outputs = fake.wait_for_completion(use_tqdm=False)
+    assert [output.request_id for output in outputs] == ids
+    assert [output.outputs for output in outputs] == [output.outputs for output in want]
+    assert fake.get_tokenizer() is fake.tokenizer
+    assert fake.get_default_sampling_params() == SamplingParams()
+
+
 def test_control_verbs_block_for_their_result(fake: LLM) -> None:
     assert fake.is_paused() is False and fake.list_loras() == {} and fake.get_weight_version() == "0"
     assert fake.get_metrics()["running"] == fake.stats.running

@@ -198,6 +198,18 @@ def test_return_token_ids() -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_weight_versions_come_without_ids_if_they_are_asked_for(path: str) -> None:
+    sent = {"messages": MESSAGES} if path == CHAT else {"prompt": "hi"}
+    made = [{"version": "0", "start": 0, "end": 3}]
+    [whole] = site(says("ab")).post(path, sent | {"return_weight_versions": True}).json()["choices"]
+    assert whole["weight_versions"] == made and not whole.get("token_ids")
+    events = site(says("ab")).events(path, sent | {"return_weight_versions": True})
+    assert [c["weight_versions"] for event in events for c in event["choices"] if "weight_versions" in c] == [made]
+    [plain] = site(says("ab")).post(path, sent | {"return_weight_versions": False}).json()["choices"]
+    assert "weight_versions" not in plain
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 def test_with_token_ids_come_the_weights_that_made_them(path: str) -> None:
     sent = {"messages": MESSAGES} if path == CHAT else {"prompt": "hi"}
     made = [{"version": "0", "start": 0, "end": 3}]

@@ -103,7 +103,18 @@ class LLM(PoolingMethods):
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, lora_request: Adapters = None
     ) -> list[str]:
         """Start requests and return their ids at once; `wait_for_completion` returns their outputs."""
-        parsed = [read(prompt, self.tokenizer) for prompt in as_list(prompts)]
+        return self._enqueue(
+            [read(prompt, self.tokenizer) for prompt in as_list(prompts)], sampling_params, lora_request
+        )
+
+    def enqueue_chat(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None,
+        lora_request: Adapters = None, **options: Any,
+    ) -> list[str]:  # fmt: skip
+        """Like `enqueue`, for what `chat` takes; `options`: those of `chat` that are about the template."""
+        return self._enqueue(self._talks(messages, **options), sampling_params, lora_request)
+
+    def _enqueue(self, parsed: Sequence[ParsedPrompt], sampling_params: Params, lora_request: Adapters) -> list[str]:
         chosen, adapters = self._params(sampling_params, len(parsed)), self._adapters(lora_request, len(parsed))
         streams = self._wait(self._open(parsed, chosen, adapters))
         self._queued += zip(streams, [prompt.text for prompt in parsed], chosen, strict=True)
@@ -166,13 +177,24 @@ class LLM(PoolingMethods):
 
         Parts of a content may be images: {"type": "image", "image": one as in `generate`}, or the forms of HTTP.
         """
+        parsed = self._talks(
+            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+            tools=tools, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs,
+        )  # fmt: skip
+        return self._generate(parsed, sampling_params, use_tqdm, lora_request)
+
+    def _talks(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], *, add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False, tools: Sequence[dict[str, Any]] | None = None,
+        chat_template: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[ParsedPrompt]:  # fmt: skip
+        """A conversation, or several, as prompts."""
         talks: list[Any] = list(messages) if messages and not isinstance(messages[0], Mapping) else [messages]
         options = {
             "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
             "tools": tools, "template": chat_template, "kwargs": chat_template_kwargs,
         }  # fmt: skip
-        parsed = [self._rendered(talk, options) for talk in talks]
-        return self._generate(parsed, sampling_params, use_tqdm, lora_request)
+        return [self._rendered(talk, options) for talk in talks]
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams,
@@ -282,6 +304,14 @@ class LLM(PoolingMethods):
             yield
         finally:
             self._wait(pause.__aexit__(None, None, None))
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None with tokens_only."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used where none are given: what the model recommends."""
+        return self._defaults
 
     def get_metrics(self) -> dict[str, int | list[int]]:
         """The engine's gauges and counters by name."""

@@ -22,6 +22,7 @@ FIELDS: dict[str, str] = {
     "deadline_ms": "The request ends after so many milliseconds, with what it has.",
     "queue_timeout_ms": "The request ends if it has not begun after so many milliseconds.",
     "return_token_ids": "Reply with ids besides text, or with the prompt's ids.",
+    "return_weight_versions": "Reply with the versions of the weights that made the tokens.",
     "return_tokens_as_token_ids": 'Show tokens in logprobs as "token_id:7".',
     "return_sampling_mask": "Return, for each token, the ids that it was drawn from.",
     "sampling_params": "Sampling parameters.",

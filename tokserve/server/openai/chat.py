@@ -309,6 +309,7 @@ class ChatRenderer:
         self._spelling = logprobs.Spelling(serving.tokenizer, bool(body.return_tokens_as_token_ids))
         self._names = serving.tokenizer.token
         self._ids = bool(body.return_token_ids)
+        self._versions = self._ids or bool(body.return_weight_versions)
         self._params = params
         self._usage, self._continuous = schemas.usage_options(body)
         self._begun: set[int] = set()
@@ -326,7 +327,7 @@ class ChatRenderer:
             ChatChoice(
                 c.index, self._message(c), self._logprobs(c, parts), self._finish_reason(c), c.stop_reason,
                 StopDetail(c.stop_detail, c.message), c.token_ids if self._ids else None,
-                versions(c) if self._ids else UNSET, routed_experts(c),
+                versions(c) if self._versions else UNSET, routed_experts(c),
             )
             for c in completions
         ]  # fmt: skip
@@ -384,7 +385,7 @@ class ChatRenderer:
             detail = StopDetail(delta.stop_detail, delta.message)
             reason = self._finish_reason(delta)
             choice = ChunkChoice(delta.index, Delta(), None, reason, delta.stop_reason, detail)
-            if self._ids:
+            if self._versions:
                 choice.weight_versions = versions(delta)
             choice.routed_experts = routed_experts(delta)
             if self._has_masks:

@@ -227,6 +227,7 @@ class CompletionRenderer:
         self._skip_special = params.skip_special_tokens
         self._spelling = logprobs.Spelling(serving.tokenizer, bool(body.return_tokens_as_token_ids))
         self._ids = bool(body.return_token_ids)
+        self._versions = self._ids or bool(body.return_weight_versions)
         self._echo = bool(body.echo)
         self._start = params.prompt_logprobs_start
         self._top = params.logprobs
@@ -267,7 +268,7 @@ class CompletionRenderer:
             choice.token_ids = c.token_ids
         if c.finish_reason is not None:
             choice.stop_detail = StopDetail(c.stop_detail, c.message)
-            if self._ids:
+            if self._versions:
                 choice.weight_versions = versions(c)
             choice.routed_experts = routed_experts(c)
         return choice

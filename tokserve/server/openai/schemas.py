@@ -128,6 +128,7 @@ class TextBody(_TextFields):  # type: ignore[misc]
     prediction: Prediction | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
+    return_weight_versions: bool | None = None
 
 
 class TemplateFields(BaseModel):

@@ -66,7 +66,7 @@ class VectorItem(msgspec.Struct):
     """A vector, or one for each token, as numbers or as base64 of little-endian float32."""
 
     index: int
-    data: list[float] | list[list[float]] | str
+    data: list[Any] | str  # numbers, or lists of numbers
     object: str = "pooling"
 
 
