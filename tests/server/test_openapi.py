@@ -102,6 +102,9 @@ def test_the_document_is_of_the_routes_that_are_served(options: dict[str, Any]) 
     served = {e.path.replace(":path", "") for e in endpoints(made.llm.config) if e.is_served(made.llm.config)}
     assert served == set(described["paths"])
     assert ("/v1/chat/completions" in served) is not ({"tokens_only", "runner"} & options.keys() != set())
+    if "tokens_only" in options:
+        rooms = {operation["tags"][0] for path in described["paths"].values() for operation in path.values()}
+        assert not rooms & {"openai", "anthropic"}
     assert ("/v1/embeddings" in served) is ("runner" in options) and ("/docs" in served) is ("ui" in options)
 
 
