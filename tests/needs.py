@@ -171,6 +171,12 @@ GPU = Need(
     _has_gpu,
     "not for make test-all; scripts/gpu_check.sh runs what needs one",
 )
+RAY = Need(
+    "Ray",
+    ("ray/test_engines.py",),
+    lambda: _has_module("ray.serve"),
+    "pip install -e '.[ray]'",
+)
 NEEDS = (
     EXTENSION,
     TRITON,
@@ -188,6 +194,7 @@ NEEDS = (
     ARM,
     BF16,
     GPU,
+    RAY,
 )
 
 

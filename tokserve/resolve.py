@@ -22,6 +22,7 @@ from tokserve.config import (
     Config,
     MediaConfig,
     ModelConfig,
+    ParallelConfig,
     RuntimeConfig,
     ServerConfig,
 )
@@ -82,7 +83,7 @@ def resolve(config: Config) -> Config:
         ),
         kv=replace(config.kv, kv_events_config=_kv_events(config)),
         runtime=replace(
-            config.runtime, device=device, cpu_threads=_cpu_threads(config.runtime, config.parallel.data_parallel_size)
+            config.runtime, device=device, cpu_threads=_cpu_threads(config.runtime, config.parallel, device)
         ),
         server=replace(
             config.server,
@@ -155,10 +156,16 @@ def _tokenizer(config: Config) -> str | None:
     return str(checkpoint.locate(name, weights=False, what="tokenizer"))
 
 
-def _cpu_threads(runtime: RuntimeConfig, num_engines: int = 1) -> int:
+def _cpu_threads(runtime: RuntimeConfig, parallel: ParallelConfig, device: str) -> int:
     """The number of an engine's threads: as given, or one for each CPU that they are bound to or that this process may
-    use; CPUs are divided equally among the engines."""
-    allowed = os.sched_getaffinity(0)
+    use; CPUs are divided equally among the engines.  On the nodes of a Ray cluster they must be given."""
+    num_engines, allowed = parallel.data_parallel_size, os.sched_getaffinity(0)
+    if parallel.data_parallel_backend == "ray":
+        if runtime.cpu_bind not in ("auto", "none"):
+            raise StartError("option cpu_bind: CPUs of another node cannot be named (data_parallel_backend ray)")
+        if device == "cpu" and runtime.cpu_threads is None:
+            raise StartError("data_parallel_backend ray needs cpu_threads: the CPUs that each engine gets of its node")
+        return runtime.cpu_threads or 1
     if runtime.cpu_bind in ("auto", "none"):
         return runtime.cpu_threads or max(1, len(allowed) // num_engines)
     cpus = cpu_list(runtime.cpu_bind)
@@ -180,7 +187,7 @@ def replica_config(config: Config, rank: int) -> Config:
     replace = msgspec.structs.replace
     if runtime.device == "cpu" and cache.kv_cache_memory_bytes is None:  # all of them look at the same memory
         cache = replace(cache, gpu_memory_utilization=cache.gpu_memory_utilization / size)
-    cpus = _replica_cpus(runtime, size)
+    cpus = [] if config.parallel.data_parallel_backend == "ray" else _replica_cpus(runtime, size)
     if cpus:
         count = len(cpus) // size
         mine = ",".join(map(str, cpus[rank * count : (rank + 1) * count]))
@@ -210,7 +217,7 @@ def replica_environment(config: Config, rank: int) -> dict[str, str] | None:
 
     Raises StartError if there are fewer GPUs than engines.
     """
-    if config.runtime.device != "cuda":
+    if config.runtime.device != "cuda" or config.parallel.data_parallel_backend == "ray":
         return None
     size, given = config.parallel.data_parallel_size, os.environ.get(VISIBLE)
     if given is None:
@@ -302,6 +309,8 @@ def _check(config: Config) -> None:
         raise StartError(f"option otlp_traces_endpoint: expected an http URL, got {server.otlp_traces_endpoint!r}")
     if config.parallel.data_parallel_size > 1 and server.api_server_count > 1:
         raise StartError("data_parallel_size above 1 goes with api_server_count 1")
+    if config.parallel.data_parallel_backend == "ray" and server.api_server_count > 1:
+        raise StartError("data_parallel_backend ray goes with api_server_count 1")
     text = ("chat_template", server.chat_template), ("reasoning_parser", server.reasoning_parser)
     for name, given in (*text, ("enable_auto_tool_choice", server.enable_auto_tool_choice)):
         if server.tokens_only and given:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from tokserve.cli import api_server
 from tokserve.client import engine_client, launch
 from tokserve.client.async_llm import AsyncLLM, collect
 from tokserve.client.launch import EngineProcess, describe_exit
+from tokserve.curve import make_keys
 from tokserve.errors import EngineDead, StartError
 from tokserve.params import SamplingParams
 
@@ -295,3 +297,25 @@ def test_a_module_of_the_current_directory_is_not_imported(command: tuple[str, .
         command, stdin=subprocess.DEVNULL, cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert process.returncode == 1 and "started by" in process.stderr
+
+
+def test_an_engine_for_another_node_says_where_it_listens(tmp_path: Path) -> None:
+    async def scene() -> None:
+        keys, _ = make_keys()
+        engine = EngineProcess(config(tmp_path), host="127.0.0.1", keys=keys)
+        assert re.fullmatch(r"tcp://127\.0\.0\.1:\d+", await engine.located())
+        await engine.stop(0.0)
+
+    asyncio.run(scene())
+
+
+def test_one_that_ends_before_it_listens_fails_the_start(mode: Any) -> None:
+    mode("exit")
+
+    async def scene() -> None:
+        engine = EngineProcess(config(), host="127.0.0.1", keys=make_keys()[0])
+        with pytest.raises(StartError, match="ended with exit code 3"):
+            await engine.located()
+        await engine.stop(0.0)
+
+    asyncio.run(scene())

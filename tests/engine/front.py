@@ -6,6 +6,7 @@ from types import TracebackType
 
 import zmq
 
+from tokserve.curve import ClientKeys, secure_client
 from tokserve.messages import Call, FromEngine, ToEngine, decode_from_engine, encode
 
 PATIENCE_MS = 60_000
@@ -14,10 +15,12 @@ PATIENCE_MS = 60_000
 class Front:
     """Use as a context manager."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, keys: ClientKeys | None = None) -> None:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
+        if keys is not None:
+            secure_client(self.socket, keys)
         self.socket.connect(address)
 
     def __enter__(self) -> Front:

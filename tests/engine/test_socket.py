@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.engine.front import Front
+from tokserve.curve import make_keys
 from tokserve.engine.socket import EngineSocket, Received
 from tokserve.errors import StartError
 from tokserve.messages import Abort, Call, Dead, Reply
@@ -140,3 +142,21 @@ def test_a_failed_thread_is_noticed_by_the_loop(address: str, monkeypatch: pytes
             wire.take(60)
     wire.send(b"x", Reply(1))
     wire.close()
+
+
+def test_with_keys_only_the_client_that_has_them_is_heard() -> None:
+    engine_keys, keys = make_keys()
+    _, strange = make_keys()
+    stranger = msgspec.structs.replace(strange, engine=keys.engine)  # it knows the engine's public key
+    wire = EngineSocket("tcp://127.0.0.1:*", keys=engine_keys)
+    try:
+        with Front(wire.address) as plain, Front(wire.address, stranger) as other, Front(wire.address, keys) as client:
+            for number, front in enumerate((plain, other, client)):
+                front.send(Call(number, "ping"))
+            ((identity, message, _),) = take(wire, 1)
+            assert message == Call(2, "ping")
+            wire.send(identity, Reply(2))
+            assert client.receive() == Reply(2)
+            assert not wire.take(0.2) and not other.socket.poll(0) and not plain.socket.poll(0)
+    finally:
+        wire.close()

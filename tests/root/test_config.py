@@ -1,6 +1,7 @@
 """Configuration: names, ranges and what "auto" becomes."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from huggingface_hub import errors as hub
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.config import Config, RuntimeConfig
 from tokserve.errors import StartError
-from tokserve.resolve import resolve
+from tokserve.resolve import replica_config, resolve
 
 
 @pytest.fixture
@@ -368,3 +369,23 @@ def test_speculation(options: dict[str, Any], resolved: tuple[Any, ...]) -> None
 def test_speculation_that_is_not_served(checkpoint: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(StartError, match=f"option speculative_config: .*{message}"):
         resolve(Config.make(model=str(checkpoint), **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "data_parallel_backend ray needs cpu_threads: the CPUs that each engine gets of its node"),
+        ({"cpu_bind": "0"}, "option cpu_bind: CPUs of another node cannot be named (data_parallel_backend ray)"),
+        ({"cpu_threads": 99, "api_server_count": 2}, "data_parallel_backend ray goes with api_server_count 1"),
+    ],
+)
+def test_what_engines_on_other_nodes_refuse(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(StartError, match=re.escape(message)):
+        resolve(Config.make(model="demo", device="cpu", data_parallel_backend="ray", **options))
+
+
+def test_engines_on_other_nodes_are_bound_to_no_cpu_of_this_one() -> None:
+    given = {"data_parallel_backend": "ray", "data_parallel_size": 2, "cpu_threads": 99}
+    config = resolve(Config.make(model="demo", device="cpu", **given))
+    assert [replica_config(config, rank).runtime.cpu_bind for rank in range(2)] == ["auto", "auto"]
+    assert replica_config(config, 1).runtime.cpu_threads == 99

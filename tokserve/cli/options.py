@@ -15,7 +15,8 @@ import msgspec
 
 from tokserve import config as options
 
-SHORT = {"data_parallel_size": "-dp", "speculative_config": "-sc"}  # vLLM's short names of options
+# vLLM's short names of options
+SHORT = {"data_parallel_size": "-dp", "data_parallel_backend": "-dpb", "speculative_config": "-sc"}
 _SUFFIX = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import zmq
 
+from tokserve.curve import ClientKeys, secure_client
 from tokserve.errors import StartError
 from tokserve.messages import FromEngine, ToEngine, decode_from_engine, encode
 
@@ -23,12 +24,14 @@ class ClientSocket:
     """Connects at once.  `deliver` is called in the loop's thread with every message, and `drained` when none is left
     for now, or after a burst.  Raises StartError.
 
-    `name`: a unique name under which the engine knows this client; without one, ZeroMQ makes one up.
+    `name`: a unique name under which the engine knows this client; without one, ZeroMQ makes one up.  `keys`: for an
+    engine on another node.
     """
 
     def __init__(
-        self, address: str, deliver: Callable[[FromEngine], None], drained: Callable[[], None], name: str | None = None
-    ) -> None:
+        self, address: str, deliver: Callable[[FromEngine], None], drained: Callable[[], None],
+        name: str | None = None, keys: ClientKeys | None = None,
+    ) -> None:  # fmt: skip
         self._deliver = deliver
         self._drained = drained
         self._loop = asyncio.get_running_loop()
@@ -41,6 +44,8 @@ class ClientSocket:
             self._socket.setsockopt(option, value)
         if name is not None:
             self._socket.setsockopt(zmq.IDENTITY, name.encode())
+        if keys is not None:
+            secure_client(self._socket, keys)
         self._socket.connect(address)
         self._descriptor = self._socket.fileno()
         self._loop.add_reader(self._descriptor, self.read)

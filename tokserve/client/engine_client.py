@@ -15,8 +15,9 @@ from typing import Any
 
 from tokserve.client.client_socket import ClientSocket
 from tokserve.client.heartbeat import Heartbeat
-from tokserve.client.launch import EngineProcess, describe_exit, watch
+from tokserve.client.launch import Engine, watch
 from tokserve.client.outputs import Ready, Status, StepStats
+from tokserve.client.placement import start_engine
 from tokserve.client.request_state import RequestState
 from tokserve.client.requests import Requests
 from tokserve.config import Config
@@ -56,7 +57,7 @@ class EngineClient:
         self._environment = environment
         self._process_name = "engine" if config.parallel.data_parallel_size == 1 else f"engine-{rank}"
         self._on_replaced: Callable[[], object] = lambda: None
-        self._engine: EngineProcess | None = None
+        self._engine: Engine | None = None
         self._socket: ClientSocket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: asyncio.Future[Ready] | None = None
@@ -80,7 +81,7 @@ class EngineClient:
 
     async def joined(self) -> Ready:
         """Join the engine that `launch` has started, and wait until it is ready.  Raises StartError."""
-        return await self._join(self.engine.address)
+        return await self._join(await self._located(self.engine))
 
     async def relaunch(self, config: Config) -> Ready:
         """Start another engine, with this configuration, in the place of one that does not serve yet."""
@@ -89,15 +90,22 @@ class EngineClient:
         self._engine = self._process()
         return await self.joined()
 
-    def _process(self) -> EngineProcess:
+    def _process(self) -> Engine:
         try:
-            return EngineProcess(self._config, name=self._process_name, environment=self._environment)
+            return start_engine(self._config, self._process_name, self._environment)
         except OSError as error:
             raise StartError(f"the engine process could not be started: {error.strerror}") from error
 
+    async def _located(self, engine: Engine) -> str:
+        timeout = self._config.runtime.start_timeout
+        try:
+            return await asyncio.wait_for(engine.located(), timeout)
+        except TimeoutError:
+            raise StartError(f"the engine had no place to run after {timeout:g} s (start_timeout)") from None
+
     @property
-    def engine(self) -> EngineProcess:
-        """The process that `launch` or a restart has started."""
+    def engine(self) -> Engine:
+        """What `launch` or a restart has started."""
         if self._engine is None:
             raise EngineDead("the engine has not started: await start() first")
         return self._engine
@@ -113,9 +121,11 @@ class EngineClient:
         self._starting = self._loop.create_future()
         if self._socket is not None:
             self._socket.close()
-        self._socket = socket = ClientSocket(address, self._on_message, self.requests.notify, self._name)
+        keys = None if self._engine is None else self._engine.keys
+        self._socket = socket = ClientSocket(address, self._on_message, self.requests.notify, self._name, keys)
         if self._engine is not None:
-            self._engine.exited.add_done_callback(lambda exited: self._on_exit(socket, exited))
+            engine = self._engine
+            engine.exited.add_done_callback(lambda exited: self._on_exit(socket, exited, engine))
         elif pid is not None:
             try:
                 watch(pid, lambda: self._on_end(socket, "the engine process ended"))
@@ -317,9 +327,9 @@ class EngineClient:
                 call.set_exception(error.again())
         self._calls.clear()
 
-    def _on_exit(self, socket: ClientSocket, exited: asyncio.Future[int]) -> None:
+    def _on_exit(self, socket: ClientSocket, exited: asyncio.Future[int], engine: Engine) -> None:
         if not exited.cancelled():
-            self._on_end(socket, describe_exit(exited.result()))
+            self._on_end(socket, engine.describe_end())
 
     def _on_end(self, socket: ClientSocket, reason: str) -> None:
         if not self._closing and self._loop is not None:
@@ -355,7 +365,7 @@ class EngineClient:
         recent = [when for when in self._restarts if self._loop.time() - when < RESTART_WINDOW]
         return len(recent) < self._config.runtime.restart_engine
 
-    async def _restart(self, engine: EngineProcess) -> None:
+    async def _restart(self, engine: Engine) -> None:
         """Replace an engine that is gone, and its replacement, as often as `restart_engine` allows."""
         assert self._loop is not None and self.down is not None
         last = self.status
@@ -366,7 +376,7 @@ class EngineClient:
             await engine.stop(0.0)
             try:
                 self._engine = engine = self._process()
-                ready = await self._join(engine.address)
+                ready = await self._join(await self._located(engine))
                 await self._transfer_state(last)
                 self._serve(ready)
                 self._log_replacement()

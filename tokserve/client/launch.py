@@ -17,10 +17,12 @@ import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import msgspec
 
 from tokserve.config import Config
+from tokserve.curve import ClientKeys, EngineKeys
 from tokserve.errors import StartError
 
 COMMAND = (sys.executable, "-P", "-m", "tokserve.engine.process")  # -P: not a folder `tokserve` of where we are
@@ -74,24 +76,78 @@ class ChildProcess:
         return bool(done)
 
 
+class Engine(Protocol):
+    """An engine that was started here, wherever it runs.  `address` and `pid` hold when `located` has returned; `keys`
+    are for an engine on another node.  `exited` has a result when it has ended."""
+
+    address: str
+    exited: asyncio.Future[int]
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def keys(self) -> ClientKeys | None: ...
+
+    async def located(self) -> str:
+        """The address, as soon as there is one.  Raises StartError."""
+
+    def describe_end(self) -> str:
+        """In words, how it has ended."""
+
+    def signal(self, number: int) -> None:
+        """Send a signal, if it still runs."""
+
+    async def stop(self, patience: float) -> int:
+        """Wait `patience` seconds for an end that was asked for, then end it; returns the exit code."""
+
+
 class EngineProcess(ChildProcess):
-    """The engine (or `command`), and the private directory of its socket.  `name`: in its log."""
+    """The engine (or `command`), and the private directory of its socket.  `name`: in its log.
+
+    With `host`, an address of this machine, it listens there at a free port, for the client that has the keys' other
+    half.
+    """
+
+    keys: ClientKeys | None = None  # it is on this machine
 
     def __init__(
         self, config: Config, command: Sequence[str] | None = None, *, name: str = "engine",
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] | None = None, host: str | None = None, keys: EngineKeys | None = None,
     ) -> None:  # fmt: skip
-        directory = _private_directory()
-        self.address = f"ipc://{directory}/{SOCKET}"
+        directory = None if host else _private_directory()
+        self.address = f"tcp://{host}:*" if host else f"ipc://{directory}/{SOCKET}"
         receiving, sending = os.pipe()
+        self._reported: int | None = None
+        report: int | None = None
+        if host:
+            self._reported, report = os.pipe()
         self._let_go = weakref.finalize(self, _let_go, os.getpid(), sending, directory)
+        inherited = () if report is None else (report,)
         try:
-            super().__init__(command or COMMAND, receiving, environment=environment)
+            super().__init__(command or COMMAND, receiving, inherited, environment)
         finally:
-            os.close(receiving)
-        opening = msgspec.json.encode({"address": self.address, "config": config, "name": name}) + b"\n"
+            for descriptor in (receiving, *inherited):
+                os.close(descriptor)
+        values = {"address": self.address, "config": config, "name": name, "keys": keys, "report": report}
+        opening = msgspec.json.encode(values) + b"\n"
         with suppress(BrokenPipeError), open(sending, "wb", closefd=False) as stdin:
             stdin.write(opening)  # if it is dead already, `exited` will tell
+
+    async def located(self) -> str:
+        """The address; with `host`, when the engine has bound a port.  Raises StartError."""
+        if self._reported is not None:
+            with open(self._reported, encoding="ascii") as reported:
+                self._reported = None
+                self.address = await asyncio.to_thread(reported.read)
+            if not self.address:
+                await asyncio.wait([self.exited])
+                raise StartError(f"{self.describe_end()}; its log says more")
+        return self.address
+
+    def describe_end(self) -> str:
+        """In words, how it has ended."""
+        return describe_exit(self.exited.result())
 
     async def stop(self, patience: float) -> int:
         """As for any process; the directory goes as well."""
@@ -114,10 +170,10 @@ def watch(pid: int, then: Callable[[], object]) -> None:
     loop.add_reader(descriptor, ended)
 
 
-def _let_go(owner: int, stdin: int, directory: str) -> None:
+def _let_go(owner: int, stdin: int, directory: str | None) -> None:
     """The engine reads the end of its stdin and leaves; runs on `stop`, when the owner is collected, or at exit."""
     os.close(stdin)
-    if os.getpid() == owner:  # not in a fork of it
+    if directory is not None and os.getpid() == owner:  # not in a fork of it
         shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -1,6 +1,6 @@
 """The engine as a process: `python -m tokserve.engine.process`, started by the front end and dying with it.
 
-The parent writes one line of JSON to stdin, {"address", "config", "name"}, and leaves stdin open: its end means that
+The parent writes one line of JSON to stdin, an `Opening`, and leaves stdin open: its end means that
 the parent is gone.  This file has start-up, the loop around `EngineCore.step`, signals, and the report of a crash.
 """
 
@@ -22,6 +22,7 @@ import msgspec
 
 from tokserve import log
 from tokserve.config import Config
+from tokserve.curve import EngineKeys
 from tokserve.engine.core import EngineCore
 from tokserve.engine.socket import EngineSocket
 from tokserve.errors import StartError, sendable
@@ -37,11 +38,22 @@ DIRECTORY_PREFIX = "tokserve-"  # of the directory a front end makes for the soc
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """The line on stdin.  `name`: of the process, in its log."""
+    """The line on stdin.  `name`: of the process, in its log.  For clients on other nodes, `keys`, and a descriptor
+    to write the bound address to (`report`)."""
 
     address: str
     config: Config
     name: str = "engine"
+    keys: EngineKeys | None = None
+    report: int | None = None
+
+    def bind(self, address: str) -> EngineSocket:
+        """The socket at this address.  Raises StartError."""
+        socket = EngineSocket(address, keys=self.keys)
+        if self.report is not None:
+            with suppress(BrokenPipeError), open(self.report, "w") as report:
+                report.write(socket.address)
+        return socket
 
 
 def serve(core: EngineCore, socket: EngineSocket) -> None:
@@ -120,7 +132,7 @@ def main(make_executor: Callable[[Config], Executor] = make) -> NoReturn:
     server = opening.config.server
     log.setup(opening.name, server.log_level, server.log_format)
     _watch(opening.address, server.uds)
-    code = run(opening.address, opening.config, make_executor(opening.config))
+    code = run(opening.address, opening.config, make_executor(opening.config), opening.bind)
     _leave(opening.address, code)
 
 

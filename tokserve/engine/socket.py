@@ -18,6 +18,7 @@ from contextlib import suppress
 import msgspec
 import zmq
 
+from tokserve.curve import Admission, EngineKeys
 from tokserve.errors import StartError
 from tokserve.messages import FromEngine, ToEngine, decode_to_engine, encode
 
@@ -31,9 +32,14 @@ WAKE, FAILED = "wake", "failed"
 
 
 class EngineSocket:
-    """Binds `address` at once; raises StartError if it cannot."""
+    """Binds `address` at once; raises StartError if it cannot.  `keys`: for messages from another node.
 
-    def __init__(self, address: str, clock: Callable[[], float] = time.monotonic) -> None:
+    `address` is then the bound one, with the port that the system chose for `*`.
+    """
+
+    def __init__(
+        self, address: str, clock: Callable[[], float] = time.monotonic, keys: EngineKeys | None = None
+    ) -> None:
         self.peers: dict[bytes, None] = {}  # identities that have written, oldest first
         self._clock = clock
         self._inbox: queue.SimpleQueue[Received | str] = queue.SimpleQueue()  # a str: WAKE or FAILED
@@ -44,11 +50,13 @@ class EngineSocket:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._admission = None if keys is None else Admission(self._context, self._socket, keys)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise StartError(f"the engine cannot listen at {address}: {error}") from None
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="socket", daemon=True)
         self._thread.start()
@@ -97,12 +105,17 @@ class EngineSocket:
             if failed:  # the loop must hear of it; the traceback is printed by the threading module
                 self._inbox.put(FAILED)
             self._socket.close()
+            if self._admission is not None:
+                self._admission.requests.close()
             self._context.term()
 
     def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
+        admission = self._admission
+        if admission is not None:
+            poller.register(admission.requests, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
             if self._wake in ready:
@@ -113,6 +126,8 @@ class EngineSocket:
                 self._socket.send_multipart((identity, encode(message)))
             if closing:
                 return
+            if admission is not None and admission.requests in ready:
+                admission.decide()
             if self._socket in ready:
                 self._receive()
 

@@ -1,0 +1,25 @@
+"""Where an engine runs: as a child process of this one, or on a node of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from tokserve.client.launch import Engine, EngineProcess
+from tokserve.config import Config
+from tokserve.errors import StartError
+
+
+def start_engine(config: Config, name: str, environment: Mapping[str, str] | None = None) -> Engine:
+    """Start an engine at the place that `config` names.  `name`: in its log.  `environment`: of a child process.
+
+    Raises StartError, OSError.
+    """
+    if config.parallel.data_parallel_backend != "ray":
+        return EngineProcess(config, name=name, environment=environment)
+    os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")  # SIGTERM is no failure: the server drains
+    try:
+        from tokserve.client.ray_engines import RayEngine
+    except ImportError:
+        raise StartError("data_parallel_backend ray needs Ray: pip install 'tokserve[ray]'") from None
+    return RayEngine(config, name)
