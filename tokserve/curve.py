@@ -12,7 +12,7 @@ from zmq.utils import z85
 
 from tokserve.errors import StartError
 
-ADMISSION = "inproc://zeromq.zap.01"  # where ZeroMQ asks, within its context, whether a key is admitted (RFC 27)
+KEY_CHECKS = "inproc://zeromq.zap.01"  # where ZeroMQ asks, within its context, whether a key is admitted (RFC 27)
 DOMAIN = b"tokserve"
 
 
@@ -48,14 +48,14 @@ def secure_client(socket: zmq.Socket[bytes], keys: ClientKeys) -> None:
     socket.curve_serverkey = keys.engine.encode()
 
 
-class Admission:
+class KeyCheck:
     """Makes `socket` speak CURVE, and decides which clients it admits.  Call `decide` when `requests` is readable, in
     the thread that uses the socket."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], keys: EngineKeys) -> None:
         self.requests: zmq.Socket[bytes] = context.socket(zmq.REP)
         self.requests.linger = 0
-        self.requests.bind(ADMISSION)
+        self.requests.bind(KEY_CHECKS)
         self._admitted = z85.decode(keys.client)
         socket.curve_server = True
         socket.curve_secretkey = keys.secret.encode()

@@ -230,6 +230,18 @@ def replica_environment(config: Config, rank: int) -> dict[str, str] | None:
     return dict(os.environ) | {VISIBLE: visible[rank]}
 
 
+def reserved_devices(runtime: RuntimeConfig) -> dict[str, int]:
+    """What an engine with these options reserves on a node of a Ray cluster, by Ray's names."""
+    if runtime.device == "cuda":
+        return {"num_cpus": 1, "num_gpus": 1}
+    return {"num_cpus": runtime.cpu_threads or 1}
+
+
+def ray_address() -> str:
+    """Where the Ray cluster is; auto: this machine has a node of it."""
+    return os.environ.get("RAY_ADDRESS") or "auto"
+
+
 def _kv_events(config: Config) -> dict[str, Any] | None:
     """The object with what wildcards stand for: the loopback address if only this machine can reach the server."""
     given, server = config.kv.kv_events_config, config.server

@@ -15,7 +15,7 @@ from typing import Any
 
 from tokserve.client.client_socket import ClientSocket
 from tokserve.client.heartbeat import Heartbeat
-from tokserve.client.launch import Engine, watch
+from tokserve.client.launch import EngineHandle, watch
 from tokserve.client.outputs import Ready, Status, StepStats
 from tokserve.client.placement import start_engine
 from tokserve.client.request_state import RequestState
@@ -57,7 +57,7 @@ class EngineClient:
         self._environment = environment
         self._process_name = "engine" if config.parallel.data_parallel_size == 1 else f"engine-{rank}"
         self._on_replaced: Callable[[], object] = lambda: None
-        self._engine: Engine | None = None
+        self._engine: EngineHandle | None = None
         self._socket: ClientSocket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: asyncio.Future[Ready] | None = None
@@ -90,13 +90,13 @@ class EngineClient:
         self._engine = self._process()
         return await self.joined()
 
-    def _process(self) -> Engine:
+    def _process(self) -> EngineHandle:
         try:
             return start_engine(self._config, self._process_name, self._environment)
         except OSError as error:
             raise StartError(f"the engine process could not be started: {error.strerror}") from error
 
-    async def _located(self, engine: Engine) -> str:
+    async def _located(self, engine: EngineHandle) -> str:
         timeout = self._config.runtime.start_timeout
         try:
             return await asyncio.wait_for(engine.located(), timeout)
@@ -104,7 +104,7 @@ class EngineClient:
             raise StartError(f"the engine had no place to run after {timeout:g} s (start_timeout)") from None
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> EngineHandle:
         """What `launch` or a restart has started."""
         if self._engine is None:
             raise EngineDead("the engine has not started: await start() first")
@@ -327,7 +327,7 @@ class EngineClient:
                 call.set_exception(error.again())
         self._calls.clear()
 
-    def _on_exit(self, socket: ClientSocket, exited: asyncio.Future[int], engine: Engine) -> None:
+    def _on_exit(self, socket: ClientSocket, exited: asyncio.Future[int], engine: EngineHandle) -> None:
         if not exited.cancelled():
             self._on_end(socket, engine.describe_end())
 
@@ -365,7 +365,7 @@ class EngineClient:
         recent = [when for when in self._restarts if self._loop.time() - when < RESTART_WINDOW]
         return len(recent) < self._config.runtime.restart_engine
 
-    async def _restart(self, engine: Engine) -> None:
+    async def _restart(self, engine: EngineHandle) -> None:
         """Replace an engine that is gone, and its replacement, as often as `restart_engine` allows."""
         assert self._loop is not None and self.down is not None
         last = self.status

@@ -76,7 +76,7 @@ class ChildProcess:
         return bool(done)
 
 
-class Engine(Protocol):
+class EngineHandle(Protocol):
     """An engine that was started here, wherever it runs.  `address` and `pid` hold when `located` has returned; `keys`
     are for an engine on another node.  `exited` has a result when it has ended."""
 

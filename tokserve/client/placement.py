@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from tokserve.client.launch import Engine, EngineProcess
+from tokserve.client.launch import EngineHandle, EngineProcess
 from tokserve.config import Config
 from tokserve.errors import StartError
 
 
-def start_engine(config: Config, name: str, environment: Mapping[str, str] | None = None) -> Engine:
+def start_engine(config: Config, name: str, environment: Mapping[str, str] | None = None) -> EngineHandle:
     """Start an engine at the place that `config` names.  `name`: in its log.  `environment`: of a child process.
 
     Raises StartError, OSError.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import threading
@@ -25,6 +24,7 @@ from tokserve.client.launch import TERM_SECONDS, EngineProcess
 from tokserve.config import Config
 from tokserve.curve import EngineKeys, make_keys
 from tokserve.errors import StartError
+from tokserve.resolve import ray_address, reserved_devices
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class EngineActor:
 
 
 class RayEngine:
-    """Asks Ray at once for a place and starts an engine there; see `Engine`."""
+    """Asks Ray at once for a place and starts an engine there; see `EngineHandle`."""
 
     def __init__(self, config: Config, name: str) -> None:
         self.address, self.pid = "", 0
@@ -96,7 +96,7 @@ class RayEngine:
 
     async def _place(self, assignment: Assignment) -> str:
         await _joined_cluster(show_logs=assignment.config.server.log_format == "text")
-        resources = _resources(assignment.config)
+        resources = reserved_devices(assignment.config.runtime)
         actor_class = ray.remote(EngineActor)
         # engines go to different nodes where there are enough
         self._actor = actor_class.options(scheduling_strategy="SPREAD", max_restarts=0, **resources).remote()
@@ -191,7 +191,7 @@ def connect(show_logs: bool = True) -> None:
     with _connecting:
         if ray.is_initialized():
             return
-        address = os.environ.get("RAY_ADDRESS", "auto")
+        address = ray_address()
         hint = "start one with `ray start --head`, or set RAY_ADDRESS"
         _check_listening(address, hint)
         try:
@@ -209,13 +209,6 @@ def _check_listening(address: str, hint: str) -> None:
         socket.create_connection((host, int(port)), REACHABLE).close()
     except OSError as error:
         raise StartError(f"no Ray cluster answers at {address} ({error.strerror or error}); {hint}") from None
-
-
-def _resources(config: Config) -> dict[str, float]:
-    """What an engine reserves on its node."""
-    if config.runtime.device == "cuda":
-        return {"num_cpus": 1, "num_gpus": 1}
-    return {"num_cpus": config.runtime.cpu_threads or 1}
 
 
 def _first_line(error: Exception) -> str:

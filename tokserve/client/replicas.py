@@ -15,7 +15,7 @@ import msgspec
 
 from tokserve.client.coordinator import Coordinator
 from tokserve.client.engine_client import EngineClient
-from tokserve.client.launch import Engine
+from tokserve.client.launch import EngineHandle
 from tokserve.client.outputs import Ready, Status, StepStats
 from tokserve.client.request_state import RequestState
 from tokserve.client.router import PrefixRouter
@@ -78,7 +78,7 @@ class Replicas:
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> EngineHandle:
         """There is more than one."""
         raise StartError("there are several engines")
 

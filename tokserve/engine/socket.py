@@ -18,7 +18,7 @@ from contextlib import suppress
 import msgspec
 import zmq
 
-from tokserve.curve import Admission, EngineKeys
+from tokserve.curve import EngineKeys, KeyCheck
 from tokserve.errors import StartError
 from tokserve.messages import FromEngine, ToEngine, decode_to_engine, encode
 
@@ -50,7 +50,7 @@ class EngineSocket:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
-        self._admission = None if keys is None else Admission(self._context, self._socket, keys)
+        self._key_check = None if keys is None else KeyCheck(self._context, self._socket, keys)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -105,17 +105,17 @@ class EngineSocket:
             if failed:  # the loop must hear of it; the traceback is printed by the threading module
                 self._inbox.put(FAILED)
             self._socket.close()
-            if self._admission is not None:
-                self._admission.requests.close()
+            if self._key_check is not None:
+                self._key_check.requests.close()
             self._context.term()
 
     def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
-        admission = self._admission
-        if admission is not None:
-            poller.register(admission.requests, zmq.POLLIN)
+        key_check = self._key_check
+        if key_check is not None:
+            poller.register(key_check.requests, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
             if self._wake in ready:
@@ -126,8 +126,8 @@ class EngineSocket:
                 self._socket.send_multipart((identity, encode(message)))
             if closing:
                 return
-            if admission is not None and admission.requests in ready:
-                admission.decide()
+            if key_check is not None and key_check.requests in ready:
+                key_check.decide()
             if self._socket in ready:
                 self._receive()
 
