@@ -173,7 +173,7 @@ GPU = Need(
 )
 RAY = Need(
     "Ray",
-    ("ray/test_engines.py",),
+    ("ray/test_engines.py", "ray/test_data.py", "ray/test_examples.py", "ray/test_serve.py"),
     lambda: _has_module("ray.serve"),
     "pip install -e '.[ray]'",
 )

@@ -137,6 +137,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         },
         TORCH,
     ),
+    "ray": ({"client", "server", "config", "resolve", "errors", "params"}, TORCH),
     "cli": ({"bench", "client", "server", "config", "resolve", "errors", "log", "sockets"}, TORCH),
     "bench": ({"client", "params", "errors"}, TORCH),
     "testing": (

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Seque
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tokserve import checkpoint
 from tokserve.client.admin import AdminMethods
@@ -53,7 +53,7 @@ class AsyncLLM(AdminMethods):
         self._set_up(resolve(Config.make(model=model, **options)))
 
     @classmethod
-    def from_config(cls, config: Config, *, text: bool = True) -> AsyncLLM:
+    def from_config(cls, config: Config, *, text: bool = True) -> Self:
         """From a configuration, resolved or not.  `text` False: no tokenizer is loaded in this process."""
         llm = cls.__new__(cls)
         llm._set_up(resolve(config) if config.cache.block_size is None else config, text)

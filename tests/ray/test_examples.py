@@ -1,0 +1,31 @@
+"""The examples for Ray run as their files say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import needs
+from tests.ray.cluster import RayCluster
+
+pytestmark = [needs.RAY.skips(), pytest.mark.slow, pytest.mark.timeout(600)]
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_ray_data_batch(tmp_path: Path) -> None:
+    source = tmp_path / "prompts.jsonl"
+    source.write_text("".join(json.dumps({"name": i, "prompt": f"What is {i} + 1?"}) + "\n" for i in range(20)))
+    with RayCluster(2) as cluster:  # reading and writing need a CPU, too
+        command = [sys.executable, str(EXAMPLES / "ray_data_batch.py"), str(source), str(tmp_path / "out")]
+        done = subprocess.run([*command, "--max-tokens", "4"], env=os.environ | cluster.env, check=False)
+    assert done.returncode == 0
+    rows = [json.loads(line) for path in (tmp_path / "out").glob("*.json") for line in path.read_text().splitlines()]
+    assert sorted(row["name"] for row in rows) == list(range(20))
+    assert all(
+        row["text"] and not row["error"] and len(row["logprobs"]) == len(row["output_token_ids"]) for row in rows
+    )
