@@ -11,7 +11,7 @@ import argparse
 
 import ray
 
-from tokserve.ray.data import generate
+from tokserve.ray.batch import generate
 
 
 def main() -> None:

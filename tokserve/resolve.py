@@ -231,10 +231,13 @@ def replica_environment(config: Config, rank: int) -> dict[str, str] | None:
 
 
 def reserved_devices(runtime: RuntimeConfig) -> dict[str, int]:
-    """What an engine with these options reserves on a node of a Ray cluster, by Ray's names."""
+    """What an engine with these options reserves on a node of a Ray cluster, by Ray's names.  Raises
+    StartError."""
     if runtime.device == "cuda":
         return {"num_cpus": 1, "num_gpus": 1}
-    return {"num_cpus": runtime.cpu_threads or 1}
+    if runtime.cpu_threads is None:
+        raise StartError("give cpu_threads, the CPUs that Ray reserves for each engine, or device cuda")
+    return {"num_cpus": runtime.cpu_threads}
 
 
 def ray_address() -> str:

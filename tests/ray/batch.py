@@ -30,7 +30,7 @@ def main() -> None:
     os.dup2(2, 1)  # what Ray prints is not an answer
     import ray
 
-    from tokserve.ray.data import generate
+    from tokserve.ray.batch import generate
 
     ray.init(address=os.environ["RAY_ADDRESS"])
     prompts = [{"number": number, "token_ids": prompt(number)} for number in range(rows)]

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.config import Config, fields
 from tokserve.errors import RequestError, StartError
-from tokserve.resolve import resolve
+from tokserve.resolve import reserved_devices, resolve
 from tokserve.server.app import build_app, endpoints
 from tokserve.server.http import errors, workers
 from tokserve.server.http.auth import route_path
@@ -51,14 +51,12 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 def _check(config: Config) -> None:
     if config.parallel.data_parallel_size > 1 or config.server.api_server_count > 1:
         raise StartError("a replica has one engine and one process: give num_replicas or autoscaling_config instead")
-    if config.runtime.device != "cuda" and config.runtime.cpu_threads is None:
-        raise StartError("give cpu_threads, the CPUs that Ray reserves for each replica, or device cuda")
 
 
 def _defaults(config: Config, fixed: bool) -> dict[str, Any]:
-    """Options of the deployment that follow from those of the engine."""
-    running = config.scheduler.on_a_gpu().rows if config.runtime.device == "cuda" else config.scheduler.rows
-    actor = {"num_gpus": 1} if config.runtime.device == "cuda" else {"num_cpus": config.runtime.cpu_threads}
+    """Options of the deployment that follow from those of the engine.  Raises StartError."""
+    actor = reserved_devices(config.runtime)
+    running = config.scheduler.on_a_gpu().rows if "num_gpus" in actor else config.scheduler.rows
     scaling = {"min_replicas": 1, "max_replicas": 1, "target_ongoing_requests": running}
     return {
         "name": DEPLOYMENT,
