@@ -46,3 +46,9 @@ def test_every_size_has_an_entry_that_says_all(architecture: str, monkeypatch: p
         entries = launch.tuned("attention", None, row_bytes=row_bytes, group=group).keys()
         assert {"decode_stages", "prefill_stages", "programs"} <= entries
     launch.tuned.cache_clear()
+
+
+def test_kernels_begin_early_only_where_the_table_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch.launched(None) == launch.EXACT  # in the interpreter, and on any card until one has shown that it pays
+    monkeypatch.setattr(launch, "is_dependent", lambda device: device == 1)
+    assert launch.launched(1) == launch.EXACT | {"launch_pdl": True} and launch.launched(0) == launch.EXACT
