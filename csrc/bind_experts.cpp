@@ -323,7 +323,7 @@ void experts(const Tensor& x, const Tensor& ids, const Tensor& weights, const Ex
 }
 
 void route(const Tensor& logits, const std::optional<Tensor>& bias, bool sigmoid, int64_t groups, int64_t kept_groups,
-           bool two_of_group, bool normalize, float scale, const Tensor& ids, const Tensor& weights) {
+           bool two_of_group, bool normalize, float added, float scale, const Tensor& ids, const Tensor& weights) {
   const char* op = "route";
   require(logits, Kind::f32, {-1, -1}, op, "logits must be float32 [T,E]");
   const int64_t tokens = logits.size(0), experts = logits.size(1);
@@ -346,6 +346,7 @@ void route(const Tensor& logits, const std::optional<Tensor>& bias, bool sigmoid
                     .sigmoid = sigmoid,
                     .two_of_group = two_of_group,
                     .normalize = normalize,
+                    .added = added,
                     .scale = scale};
   launch([a, tokens] {
     over_rows(tokens, 2.0 * a.experts * a.k, [&](int64_t begin, int64_t end) {
@@ -358,8 +359,8 @@ void route(const Tensor& logits, const std::optional<Tensor>& bias, bool sigmoid
 
 void bind_experts(nb::module_& m) {
   m.def("route", route, nb::arg("logits"), nb::arg("bias").none(), nb::arg("sigmoid"), nb::arg("groups"),
-        nb::arg("kept_groups"), nb::arg("two_of_group"), nb::arg("normalize"), nb::arg("scale"), nb::arg("ids"),
-        nb::arg("weights"));
+        nb::arg("kept_groups"), nb::arg("two_of_group"), nb::arg("normalize"), nb::arg("added"), nb::arg("scale"),
+        nb::arg("ids"), nb::arg("weights"));
   m.def(
       "experts",
       [](const Tensor& x, const Tensor& ids, const Tensor& weights, const std::vector<Tensor>& up,

@@ -85,6 +85,7 @@ Wna16Args weight_args(const Wna16Part& p, const char* op) {
   a.group = p.group;
   a.bits = p.bits;
   a.folded = p.folded;
+  a.rounded = p.rounded;
   return a;
 }
 
@@ -178,37 +179,38 @@ void bind_wna16(nb::module_& m) {
       "linear_wna16",
       [](const Tensor& x, int bits, int64_t rows, int64_t columns, int64_t group, int64_t ratio, const Tensor& packed,
          const Tensor& factors, const Tensor& scales, Optional sub_scales, Optional mins, Optional sub_mins,
-         Optional order, bool folded, Optional bias, int64_t first, const Tensor& out) {
-        const Wna16Part part{bits,   rows,       columns, group,    ratio, packed, factors,
-                             scales, sub_scales, mins,    sub_mins, order, folded, false};
+         Optional order, bool folded, bool rounded, Optional bias, int64_t first, const Tensor& out) {
+        const Wna16Part part{bits,       rows, columns,  group, ratio,  packed,  factors, scales,
+                             sub_scales, mins, sub_mins, order, folded, rounded, false};
         linear(x, part, bias, first, Gate::none, out);
       },
       nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-      nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg().none(), nb::arg(),
-      nb::arg());
+      nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none(),
+      nb::arg(), nb::arg());
   m.def(
       "gated_linear_wna16",
       [](const Tensor& x, int bits, int64_t rows, int64_t columns, int64_t group, int64_t ratio, const Tensor& packed,
          const Tensor& factors, const Tensor& scales, Optional sub_scales, Optional mins, Optional sub_mins,
-         Optional order, bool folded, Optional bias, const std::optional<std::string>& activation, const Tensor& out) {
-        const Wna16Part part{bits,   rows,       columns, group,    ratio, packed, factors,
-                             scales, sub_scales, mins,    sub_mins, order, folded, true};
+         Optional order, bool folded, bool rounded, Optional bias, const std::optional<std::string>& activation,
+         const Tensor& out) {
+        const Wna16Part part{bits,       rows, columns,  group, ratio,  packed,  factors, scales,
+                             sub_scales, mins, sub_mins, order, folded, rounded, true};
         linear(x, part, bias, 0, gate_of(activation), out);
       },
       nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-      nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg().none(),
+      nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none(),
       nb::arg().none(), nb::arg());
   m.def(
       "embedding_wna16",
       [](const Tensor& ids, int bits, int64_t rows, int64_t columns, int64_t group, int64_t ratio, const Tensor& packed,
          const Tensor& factors, const Tensor& scales, Optional sub_scales, Optional mins, Optional sub_mins,
-         Optional order, bool folded, const Tensor& out) {
-        const Wna16Part part{bits,   rows,       columns, group,    ratio, packed, factors,
-                             scales, sub_scales, mins,    sub_mins, order, folded, false};
+         Optional order, bool folded, bool rounded, const Tensor& out) {
+        const Wna16Part part{bits,       rows, columns,  group, ratio,  packed,  factors, scales,
+                             sub_scales, mins, sub_mins, order, folded, rounded, false};
         embedding(ids, part, out);
       },
       nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-      nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg());
+      nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg());
 }
 
 }  // namespace tokserve

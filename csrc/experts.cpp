@@ -108,6 +108,7 @@ void route(const RouteArgs& a, int64_t begin, int64_t end, char* scratch) {
       weights[j] = scores[ids[j]];
       sum += weights[j];
     }
+    sum += a.added;
     const float divisor = a.normalize ? (sum < kMinSum ? kMinSum : sum) : 1.0f;
     for (int64_t j = 0; j < a.k; j++) weights[j] = weights[j] / divisor * a.scale;
   }

@@ -2,6 +2,7 @@
 // Each rounding is one fixed expression per element, without fma, so all instruction sets give the same bits; only the
 // activation of a gated weight differs.
 #include "epilogue.h"
+#include "rounding.h"
 #include "table.h"
 #include "tile.h"
 
@@ -10,8 +11,6 @@ namespace TOKSERVE_ISA {
 
 namespace {
 
-constexpr float kLevels = 127.0f;        // values are -127 .. 127
-constexpr float kMinMagnitude = 1e-30f;  // lower bound of a row's largest magnitude: a row of zeros stays zero
 #if defined(TOKSERVE_NEON)
 constexpr uint32_t kOffset = 0;
 #else
@@ -108,39 +107,6 @@ Rows rows_in(const Int8Args& a) {
   float* scales = reinterpret_cast<float*>(a.rows);
   uint32_t* offsets = reinterpret_cast<uint32_t*>(scales + a.m);
   return {scales, offsets, reinterpret_cast<Quads::Row*>(offsets + a.m), padded(a.k)};
-}
-
-// The scale of n values: the largest magnitude over 127, NaN if any value is not finite.
-template <class T>
-float scale_of(const T* x, int64_t n, float& inverse) {
-  f32x16 magnitudes = zeros(), not_finite = zeros();  // x - x is zero only for finite x
-  for (int64_t i = 0; i < n; i += kLanes) {
-    const f32x16 value = load_partial(x + i, n - i);
-    magnitudes = vmax(as_f32(as_u32(value) & broadcast_u32(0x7fffffff)), magnitudes);
-    not_finite = not_finite + (value - value);
-  }
-  if (reduce_sum(not_finite) != 0.0f) {
-    inverse = 0.0f;
-    return __builtin_nanf("");
-  }
-  const float magnitude = max(reduce_max(magnitudes), kMinMagnitude);
-  inverse = kLevels / magnitude;
-  return magnitude / kLevels;
-}
-
-// Calls put(i, values) for every sixteen quantized values, from i on; returns the scale.  Without a finite scale all
-// values are zero.
-template <class T, class Put>
-TOKSERVE_INLINE float quantize(const T* x, int64_t n, Put put) {
-  float inverse;
-  const float scale = scale_of(x, n, inverse);
-  for (int64_t i = 0; i < n; i += kLanes) {
-    int32_t values[kLanes];
-    const f32x16 scaled = load_partial(x + i, n - i) * broadcast(inverse);
-    store(reinterpret_cast<uint32_t*>(values), scale == scale ? round_to_i32(scaled) : broadcast_u32(0));
-    put(i, values);
-  }
-  return scale;
 }
 
 template <class T>

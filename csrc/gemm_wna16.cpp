@@ -8,6 +8,8 @@
 #include "table.h"
 #include "tile.h"
 #include "unpack.h"
+#include "wna16_groups.h"
+#include "wna8.h"
 
 namespace tokserve {
 namespace TOKSERVE_ISA {
@@ -16,9 +18,6 @@ namespace {
 
 template <class T>
 using RowOf = typename UnpackedFor<T>::Format::Row;
-
-int64_t groups_of(const Wna16Args& a) { return (a.k + a.group - 1) / a.group; }
-int64_t padded(const Wna16Args& a) { return round_up(a.k, kCodeDepth); }
 
 // Whether products read x where it is.
 template <class T>
@@ -71,20 +70,6 @@ void wna16_rows_typed(const Wna16Args& a, int64_t begin, int64_t end) {
     convert_row(a, x, row);
     if (a.mins.values) sum_groups(row, sums);
   }
-}
-
-// A panel's scales or minima of a group, as float32.
-void expand(const GroupScales& s, int64_t panel, int64_t groups, int64_t group, float* out) {
-  const int64_t shared = (groups + s.ratio - 1) / s.ratio;
-  const int64_t at = (panel * shared + group / s.ratio) * kPanel;
-  const int8_t* parts = s.parts ? s.parts + (panel * groups + group) * kPanel : nullptr;
-  with_type(s.dtype, [&](auto type) {
-    const auto* values = static_cast<const decltype(type)*>(s.values) + at;
-    for (int64_t v = 0; v < kPanel; v += kLanes) {
-      const f32x16 value = load(values + v);
-      store(out + v, parts ? value * load_i8(parts + v) : value);
-    }
-  });
 }
 
 // What a group's sums are multiplied by, and what is added for it.
@@ -339,6 +324,7 @@ void unpack_row(const Wna16Args& a, int64_t id, T* out) {
 }  // namespace
 
 int64_t wna16_rows_size(const Wna16Args& a) {
+  if (a.rounded) return rounded_rows_size(a);
   int64_t size = a.mins.values ? a.m * groups_of(a) * static_cast<int64_t>(sizeof(float)) : 0;
   with_type(a.dtype, [&](auto x) {
     using T = decltype(x);
@@ -348,10 +334,12 @@ int64_t wna16_rows_size(const Wna16Args& a) {
 }
 
 void wna16_rows(const Wna16Args& a, int64_t begin, int64_t end) {
+  if (a.rounded) return rounded_rows(a, begin, end);
   with_type(a.dtype, [&](auto x) { wna16_rows_typed<decltype(x)>(a, begin, end); });
 }
 
 void linear_wna16(const Wna16Args& a, int64_t row0, int64_t begin, int64_t end) {
+  if (a.rounded) return linear_rounded(a, row0, begin, end);
   with_type(a.dtype, [&](auto x) { linear_wna16_typed<decltype(x)>(a, row0, begin, end); });
 }
 

@@ -178,8 +178,9 @@ struct Wna16Args {
   int64_t m, n, k, x_stride, out_stride;
   int64_t group;  // inputs that share a scale, a multiple of 8 if there are several
   int bits;
-  bool folded;  // scales are powers of two and go into the weights before they are multiplied
-  char* rows;   // what wna16_rows makes of x, wna16_rows_size(args) bytes
+  bool folded;   // scales are powers of two and go into the weights before they are multiplied
+  bool rounded;  // x is rounded to int8, by group
+  char* rows;    // what wna16_rows makes of x, wna16_rows_size(args) bytes
 };
 
 struct ActivationGradientsArgs {
@@ -214,6 +215,7 @@ struct RouteArgs {
   bool sigmoid;                 // scores are sigmoids, else the softmax
   bool two_of_group;            // a group is as good as its two best experts together, else as its best one
   bool normalize;               // weights are divided by their sum
+  float added;                  // to that sum
   float scale;                  // of the weights
 };
 

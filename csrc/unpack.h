@@ -81,15 +81,27 @@ struct Factors {
 #endif
 };
 
-template <int PARITY, int J = 0>
-TOKSERVE_INLINE void unpack_nibble(u32x16 words, const Factors& factors, float* out) {
+// Factors that are the codes plus the first of them: without a table where one is several instructions.
+struct LinearFactors {
+  f32x16 first;
+  TOKSERVE_INLINE explicit LinearFactors(const int8_t* factors) : first(broadcast(factors[0])) {}
+  TOKSERVE_INLINE f32x16 at(u32x16 codes) const { return from_i32(codes & broadcast_u32(15)) + first; }
+  static bool fit(const int8_t* factors) {
+    for (int i = 1; i < 16; i++) {
+      if (factors[i] != factors[0] + i) return false;
+    }
+    return true;
+  }
+};
+
+template <int PARITY, int J = 0, class Table>
+TOKSERVE_INLINE void unpack_nibble(u32x16 words, const Table& factors, float* out) {
   store(out + (2 * J + PARITY) * kPanel, factors.at(shr<16 * PARITY + 4 * J>(words)));
   if constexpr (J < 3) unpack_nibble<PARITY, J + 1>(words, factors, out);
 }
 
-// `depth` elements of K of a panel of 4-bit codes, a multiple of kCodeDepth, as [depth][64].
-[[maybe_unused]] inline void unpack_codes(const uint8_t* codes, int64_t depth, const int8_t* factors, float* out) {
-  const Factors table(factors);
+template <class Table>
+TOKSERVE_INLINE void unpack_codes_by(const Table& table, const uint8_t* codes, int64_t depth, float* out) {
   for (int64_t k = 0; k < depth; k += kCodeDepth) {
     for (int64_t v = 0; v < kPanel; v += kLanes) {
       __builtin_prefetch(codes + kCodesAhead + v * 4, 0, 2);
@@ -100,6 +112,14 @@ TOKSERVE_INLINE void unpack_nibble(u32x16 words, const Factors& factors, float* 
     codes += kPanel * kCodeDepth / 2;
     out += kPanel * kCodeDepth;
   }
+}
+
+// `depth` elements of K of a panel of 4-bit codes, a multiple of kCodeDepth, as [depth][64].
+[[maybe_unused]] inline void unpack_codes(const uint8_t* codes, int64_t depth, const int8_t* factors, float* out) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if (LinearFactors::fit(factors)) return unpack_codes_by(LinearFactors(factors), codes, depth, out);
+#endif
+  unpack_codes_by(Factors(factors), codes, depth, out);
 }
 
 // The same of 8-bit values.

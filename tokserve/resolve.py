@@ -293,6 +293,8 @@ def _check(config: Config) -> None:
         raise StartError(
             f"quantization {model.quantization} runs on a CPU only; give --device cpu, or --quantization fp8"
         )
+    if model.quantization_activations and (model.quantization in ("fp8", "none") or config.runtime.device != "cpu"):
+        raise StartError("quantization_activations is for integer weights on a CPU")
     runtime = config.runtime
     for name, given in (("cpu_arithmetic", runtime.cpu_arithmetic != "auto"), ("cpu_kernels", runtime.cpu_kernels)):
         if given and runtime.device != "cpu":

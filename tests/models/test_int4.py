@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.driver import prefill
+from tests.models.driver import Driver, prefill
 from tests.models.test_load import IDS, opened, rewrite, stored
+from tokserve.errors import StartError
 from tokserve.layers.quantized import quantize_int4
 from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.models.staging import Staging
@@ -37,6 +38,22 @@ def test_the_head_is_quantized_where_that_is_chosen(tmp_path: Path, quantization
     decoder = opened(directory, quantization=quantization, quantize_lm_head=True)
     assert isinstance(decoder.head.linear.packed, head)
     assert not isinstance(opened(directory, quantization=quantization).head.linear.packed, head)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_activations_are_rounded_where_that_is_chosen(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "m", HF, seed=1)
+    options: dict[str, Any] = {"dtype": "float32", "quantization": "int4", "group_size": 32}
+    plain = prefill(opened(directory, **options), IDS).log_softmax(-1)
+    decoder = opened(directory, **options, quantization_activations="int8")
+    rounded = prefill(decoder, IDS)
+    assert 0 < (rounded.log_softmax(-1) - plain).abs().mean() < 0.2
+    driver = Driver(decoder, rows=2, length=len(IDS))
+    driver.step({1: IDS[:3]})
+    parts = [driver.step({0: IDS[:5]})[0], *(driver.step({0: [token], 1: [1]})[0] for token in IDS[5:])]
+    assert torch.equal(torch.cat(parts), rounded)
+    with pytest.raises(StartError, match="quantization_activations: the weights are no integers"):
+        opened(directory, quantization_activations="int8")
 
 
 @pytest.mark.parametrize("quantize_lm_head", [False, True])

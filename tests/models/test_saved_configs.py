@@ -46,6 +46,12 @@ CASES: dict[str, tuple[str, dict[str, Any], Edit]] = {
     "cohere2-head-dim": ("cohere2", {"head_dim": 20}, dict),
     "gemma-gelu": ("gemma", {"head_dim": 16}, lambda config: config.update(hidden_act="gelu", hidden_activation=None)),
     "gemma3-capped-scores": ("gemma3_text", {"head_dim": 16, "attn_logit_softcapping": 2.0}, dict),
+    "lfm2-moe-small-scores": (
+        "lfm2_moe",
+        {"layer_types": ["conv", "full_attention"], "num_experts": 1, "num_experts_per_tok": 1, "num_dense_layers": 0,
+         "moe_intermediate_size": 24, "use_expert_bias": False, "block_auto_adjust_ff_dim": False},
+        dict,
+    ),
     "no-architectures": ("llama", {}, lambda config: config.pop("architectures")),
     "no-model-type": ("qwen2", {}, lambda config: config.pop("model_type")),
     "older": ("mistral", {"head_dim": 16}, _older),

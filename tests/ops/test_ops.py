@@ -294,8 +294,8 @@ def test_attention_survives_large_scores() -> None:
 
 
 def test_route_is_the_formula() -> None:
-    for logits, bias, k, sigmoid, groups, kept, two, normalize, scale in samples("route", torch.float32):
-        ids, weights = OPS["route"].reference(logits, bias, k, sigmoid, groups, kept, two, normalize, scale)
+    for logits, bias, k, sigmoid, groups, kept, two, normalize, added, scale in samples("route", torch.float32):
+        ids, weights = OPS["route"].reference(logits, bias, k, sigmoid, groups, kept, two, normalize, added, scale)
         assert ids.dtype == torch.int32 and ids.shape == weights.shape == (len(logits), k)
         for row, chosen, found in zip(logits.double(), ids.tolist(), weights.double(), strict=True):
             scores = torch.sigmoid(row) if sigmoid else torch.softmax(row, -1)
@@ -306,7 +306,7 @@ def test_route_is_the_formula() -> None:
             allowed = [e for e in range(len(choice)) if e // size in best]
             assert sorted(allowed, key=lambda e: (-round(choice[e], 12), e))[:k] == chosen
             exact = scores[chosen]
-            exact = exact / exact.sum() * scale if normalize else exact * scale
+            exact = exact / (exact.sum() + added) * scale if normalize else exact * scale
             torch.testing.assert_close(found, exact, rtol=3e-6, atol=0)
 
 

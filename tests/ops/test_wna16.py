@@ -12,6 +12,7 @@ from torch import Tensor
 from tokserve import ops  # noqa: F401  (declares the ops)
 from tokserve.layers.quantized import QuantizedWeight, quantize_int4
 from tokserve.ops import registry
+from tokserve.ops.quant import quantize_rows
 from tokserve.ops.registry import OPS
 from tokserve.ops.samples.common import normal
 from tokserve.ops.samples.wna16 import E2M1, weights
@@ -49,6 +50,39 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str, dtype: torch.dtype) -> 
             whole = call(name, op, x, packed, None, None)
             for size in (1, 2, 5, 6, 7, 13, 64):
                 assert torch.equal(call(name, op, x[70 - size :], packed, None, None), whole[70 - size :])
+
+
+def rounding(x: Tensor, weight: QuantizedRows) -> Tensor:
+    """x [T,K] with every group rounded to 127 steps of its largest magnitude, in the order of the weight's columns."""
+    ordered = x.float() if weight.order is None else x.float()[:, weight.order.long()]
+    rows = (quantize_rows.reference(part) for part in ordered.split(weight.group, 1))
+    groups = [values.double() * scales.double()[:, None] for values, scales in rows]
+    return torch.cat(groups, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [name for name in IMPLEMENTATIONS if name != "triton"])
+def test_rounded_activations(name: str, dtype: torch.dtype) -> None:
+    """They are rounded by group, and the sums have the reference's bits, whatever the batch."""
+    for columns, rows in ((512, 70), (264, 9), (20, 130)):
+        for weight in weights(rows, columns):
+            x = normal(dtype, 1, 37, columns)
+            packed = call(name, "pack_wna16", [weight], True)
+            result = call(name, "linear_wna16", x, packed, None, torch.float32)
+            dense = replace(weight, order=None).dense().double()
+            expected = rounding(x, weight) @ dense.t()
+            assert ((result.double() - expected).abs() <= (x.double().abs() @ dense.abs().t()) * 2e-5 + 1e-5).all()
+            plain = call("torch", "pack_wna16", [weight], True)
+            assert torch.equal(result, call("torch", "linear_wna16", x, plain, None, torch.float32))
+            for size in (1, 2, 3, 5, 8):
+                assert torch.equal(call(name, "linear_wna16", x[-size:], packed, None, torch.float32), result[-size:])
+            assert rows % 2 or torch.equal(
+                call(name, "gated_linear_wna16", x, call(name, "pack_gated_wna16", [weight], True), None, None),
+                call(name, "linear_wna16", x, packed, None, None),
+            )
+    x[3, 5] = torch.inf
+    result = call(name, "linear_wna16", x, packed, None, None)
+    assert result[3].isnan().all() and result[:3].isfinite().all() and result[4:].isfinite().all()
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)

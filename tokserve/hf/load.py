@@ -30,13 +30,18 @@ def load(
     quantization: str | None = None,
     group_size: int = GROUP,
     quantize_lm_head: bool = False,
+    quantization_activations: str | None = None,
     float8_cache: bool = False,
 ) -> TransformersModel:
     """As `models.load.load`.  Raises StartError, for what such a model cannot do as well."""
     refuse_recurrent(hf)
     if float8_cache:
         raise StartError("kv_cache_dtype fp8 is not supported by --model-impl transformers")
-    quant, head_quant = quant_methods(quantization, group_size, quantize_lm_head=quantize_lm_head)
+    if quantization_activations is not None and quantization not in ("int4", "int8"):
+        raise StartError("option quantization_activations: the weights are no integers; give --quantization int4, too")
+    quant, head_quant = quant_methods(
+        quantization, group_size, quantize_lm_head=quantize_lm_head, rounded=quantization_activations is not None
+    )
     head_type = DTYPES[dtype if head_dtype == "auto" else head_dtype]
     model = TransformersModel(
         hf, LayerOptions(DTYPES[dtype], quant), LayerOptions(head_type, head_quant), max_model_len=max_model_len

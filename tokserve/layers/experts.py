@@ -37,6 +37,7 @@ class RouterSpec:
     chosen: int
     sigmoid: bool = False
     normalize: bool = True
+    added: float = 0.0
     scale: float = 1.0
     groups: int = 1
     kept_groups: int = 1
@@ -301,7 +302,7 @@ class Router:
         bias = None if spec.correction_bias is None else self.correction_bias
         return ops.route(
             logits, bias, spec.chosen, spec.sigmoid, spec.groups, spec.kept_groups, spec.two_of_group, spec.normalize,
-            spec.scale,
+            spec.added, spec.scale,
         )  # fmt: skip
 
 

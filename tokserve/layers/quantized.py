@@ -149,10 +149,16 @@ def _rounded(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 class Wna16:
-    """Weights as their checkpoint stores them, or floats where it stores floats; activations are not rounded."""
+    """Weights as their checkpoint stores them, or floats where it stores floats.
+
+    `rounded`: activations are rounded to int8 before they are multiplied by integers.
+    """
 
     name: str | None = "wna16"
     covers_experts = True
+
+    def __init__(self, *, rounded: bool = False) -> None:
+        self.rounded = rounded
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """A byte, which is at least what most formats take."""
@@ -164,7 +170,7 @@ class Wna16:
 
     def pack(self, weight: Tensor | QuantizedWeight) -> Any:
         """In the layout of `ops.linear_wna16`; floats in that of `ops.linear`."""
-        return ops.pack_linear(weight) if isinstance(weight, Tensor) else ops.pack_wna16(weight.parts)
+        return ops.pack_linear(weight) if isinstance(weight, Tensor) else ops.pack_wna16(weight.parts, self.rounded)
 
     def linear(self, x: Tensor, packed: Any, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
         """Summed in float32."""
@@ -174,7 +180,9 @@ class Wna16:
 
     def pack_gated(self, weight: Tensor | QuantizedWeight) -> Any:
         """In the layout of `ops.gated_linear_wna16`; floats in that of `ops.gated_linear`."""
-        return ops.pack_gated(weight) if isinstance(weight, Tensor) else ops.pack_gated_wna16(weight.parts)
+        if isinstance(weight, Tensor):
+            return ops.pack_gated(weight)
+        return ops.pack_gated_wna16(weight.parts, self.rounded)
 
     def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
         """One op."""
@@ -195,16 +203,17 @@ class Int4(Wna16):
 
     name: str | None = "int4"
 
-    def __init__(self, group: int = GROUP) -> None:
+    def __init__(self, group: int = GROUP, *, rounded: bool = False) -> None:
+        super().__init__(rounded=rounded)
         self.group = group
 
     def pack(self, weight: Tensor | QuantizedWeight) -> Any:
         """Quantize floats, in the layout of `ops.linear_wna16`."""
-        return ops.pack_wna16(self._quantized(weight).parts)
+        return ops.pack_wna16(self._quantized(weight).parts, self.rounded)
 
     def pack_gated(self, weight: Tensor | QuantizedWeight) -> Any:
         """Quantize floats, in the layout of `ops.gated_linear_wna16`."""
-        return ops.pack_gated_wna16(self._quantized(weight).parts)
+        return ops.pack_gated_wna16(self._quantized(weight).parts, self.rounded)
 
     def _quantized(self, weight: Tensor | QuantizedWeight) -> QuantizedWeight:
         return quantize_int4(weight, self.group) if isinstance(weight, Tensor) else weight

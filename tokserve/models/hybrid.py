@@ -69,6 +69,7 @@ def lfm2_moe(hf: Mapping[str, Any]) -> DecoderSpec:
         fields.integer("num_experts_per_tok", 4),
         sigmoid=True,
         normalize=fields.flag("norm_topk_prob", True),
+        added=1e-6,
         scale=fields.number("routed_scaling_factor", 1.0),
         correction_bias="expert_bias" if fields.flag("use_expert_bias", True) else None,
     )

@@ -16,7 +16,7 @@ import torch
 from tokserve.errors import StartError
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.quant import METHODS, UNQUANTIZED, WNA16, QuantMethod
-from tokserve.layers.quantized import GROUP, Int4
+from tokserve.layers.quantized import GROUP, Int4, Wna16
 from tokserve.models import dummy, kv_scales, weights
 from tokserve.models.decoder import Decoder, rope_tables
 from tokserve.models.encoder import make_model
@@ -42,6 +42,7 @@ def load(
     quantization: str | None = None,
     group_size: int = GROUP,
     quantize_lm_head: bool = False,
+    quantization_activations: str | None = None,
     has_float8: bool = False,
     has_wna16: bool = True,
     float8_cache: bool = False,
@@ -53,12 +54,14 @@ def load(
     the projections as they are loaded, with `quantize_lm_head` the head too ("int4": with a scale per `group_size`
     inputs).  With None, projections that are stored as float8 where the device `has_float8` products, or in 4 or 8 bits
     where it `has_wna16` ones, stay so, with their own scales; "none": they become `dtype` there too.
+    `quantization_activations` "int8": rows that are multiplied by integers are rounded, by group.
     `float8_cache`: keys and values will be kept as float8, by the scales that come with the weights.
     """
     spec = decoder_spec(hf)
     options: dict[str, Any] = {
         "dtype": dtype, "head_dtype": head_dtype, "max_model_len": max_model_len, "quantization": quantization,
         "group_size": group_size, "quantize_lm_head": quantize_lm_head, "float8_cache": float8_cache,
+        "rounded": quantization_activations is not None,
     }  # fmt: skip
     if load_format == "dummy":
         return _with_dummy_weights(build(spec, **options), seed)
@@ -72,11 +75,10 @@ def load(
     keeps = stored is not None and (quantization == stored or (quantization is None and has_products[stored]))
     if keeps:
         options["quantization"] = stored
+    if options["rounded"] and options["quantization"] not in ("int4", "int8", WNA16.name):
+        raise StartError("option quantization_activations: the weights are no integers; give --quantization int4, too")
     if any(entry.is_stored for entry in entries.values()):
-        becomes = METHODS[quantization].name or dtype if quantization else dtype
-        stays = keeps or (quantization, stored) == ("int4", WNA16.name)
-        result = f"stay {spec.format.name}, with their scales," if stays else f"become {becomes}"
-        logger.info("the checkpoint's %s weights %s as they are loaded", spec.format.name, result)
+        _tell_what_becomes(spec.format.name, quantization, stored, dtype, keeps=keeps)
     if spec.tied and HEAD in entries:
         spec, entries = _resolve_tie(spec, entries)
     decoder = build(spec, **options)
@@ -88,6 +90,16 @@ def load(
     decoder.provenance.add_files(catalogue, stamp)
     _scale_cache(decoder, scales, quantization_of(hf))
     return decoder
+
+
+def _tell_what_becomes(
+    form: str | None, quantization: str | None, stored: str | None, dtype: str, *, keeps: bool
+) -> None:
+    """Log what the weights of a checkpoint that stores them in some form become."""
+    becomes = METHODS[quantization].name or dtype if quantization else dtype
+    stays = keeps or (quantization, stored) == ("int4", WNA16.name)
+    result = f"stay {form}, with their scales," if stays else f"become {becomes}"
+    logger.info("the checkpoint's %s weights %s as they are loaded", form, result)
 
 
 def _with_dummy_weights(decoder: Decoder, seed: int) -> Decoder:
@@ -121,9 +133,10 @@ def build(
     quantize_lm_head: bool = False,
     max_model_len: int | None = None,
     float8_cache: bool = False,
+    rounded: bool = False,
 ) -> Decoder:
-    """A decoder without weights; arguments as `load`'s."""
-    quant, head_quant = quant_methods(quantization, group_size, quantize_lm_head=quantize_lm_head)
+    """A decoder without weights; arguments as `load`'s.  `rounded`: activations are."""
+    quant, head_quant = quant_methods(quantization, group_size, quantize_lm_head=quantize_lm_head, rounded=rounded)
     model_type = _dtype(dtype)
     head_type = model_type if head_dtype == "auto" else _dtype(head_dtype)
     options, head = LayerOptions(model_type, quant), LayerOptions(head_type, head_quant)
@@ -132,11 +145,13 @@ def build(
 
 
 def quant_methods(
-    quantization: str | None, group_size: int, *, quantize_lm_head: bool
+    quantization: str | None, group_size: int, *, quantize_lm_head: bool, rounded: bool = False
 ) -> tuple[QuantMethod, QuantMethod]:
-    """How the projections are quantized, and how the head is."""
+    """How the projections are quantized, and how the head is, whose activations are `rounded` by int8 alone."""
     if quantization == "int4":
-        quant: QuantMethod = Int4(group_size)
+        quant: QuantMethod = Int4(group_size, rounded=rounded)
+    elif quantization == WNA16.name and rounded:
+        quant = Wna16(rounded=True)
     else:
         quant = UNQUANTIZED if quantization is None else METHODS[quantization]
     return quant, _head_method(quant, quantize=quantize_lm_head)

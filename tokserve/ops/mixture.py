@@ -34,6 +34,7 @@ def route(
     kept_groups: int,
     two_of_group: bool,
     normalize: bool,
+    added: float,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The k experts of each token: ids [T,k] int32, best first, and their weights [T,k] float32.
@@ -41,7 +42,7 @@ def route(
     Scores are the softmax of logits [T,E] float32, or the sigmoid of each.  Experts are chosen by score + bias [E]
     float32, the lowest id among equals; with `groups` > 1, of that many groups of adjacent experts only from the best
     `kept_groups`, a group being as good as its best expert, or (`two_of_group`) its two best together.  A weight is the
-    score, without bias, over the sum of the chosen (`normalize`), times `scale`.
+    score, without bias, over the sum of the chosen and `added` (if `normalize`), times `scale`.
     """
     scores = _scores(logits, sigmoid)
     choice = logits if bias is None and groups == 1 else scores if bias is None else scores + bias
@@ -51,7 +52,7 @@ def route(
     weights = scores.gather(1, ids)
     if normalize:
         with one_thread():
-            weights = weights / weights.sum(-1, keepdim=True).clamp(min=MIN_SUM)
+            weights = weights / (weights.sum(-1, keepdim=True) + added).clamp(min=MIN_SUM)
     return ids.int().contiguous(), (weights * scale).contiguous()
 
 

@@ -1,9 +1,13 @@
-"""References of the ops on integer weights of 4 or 8 bits with a scale per group of inputs; activations stay floats.
+"""References of the ops on integer weights of 4 or 8 bits with a scale per group of inputs.
 
 A `QuantizedRows` is what every such format comes to: a weight is factor * scale + minimum, with an integer factor of at
 most eight bits, which bfloat16 holds exactly.  Products of factors are summed in float32 within a group, in the order
 of `linear`; the sum times the group's scale is added to the output's chain, then the minimum times the sum of the
 group's activations.  No weight is rounded, and the formula is the same for every number of rows.
+
+Activations stay floats, unless the weight was packed as `rounded`: then a row is rounded to int8, each group with a
+scale of its own (`quant.quantize_rows`), products are summed as integers, and a group's sum is multiplied by the row's
+scale first.  That has the same bits in every implementation.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokserve.ops import dense, elementwise
+from tokserve.ops import dense, elementwise, quant
 from tokserve.ops.registry import op
 from tokserve.ops.serial import one_thread
 
@@ -88,7 +92,7 @@ def _by_group(values: Tensor, parts: Tensor | None, ratio: int, groups: int) -> 
 @dataclass(frozen=True, slots=True)
 class PackedPart:
     """Rows of a weight in the layout of the `linear_wna16` that they were packed for; the fields are those of
-    `QuantizedRows`."""
+    `QuantizedRows`; `rounded`: activations are."""
 
     bits: int
     rows: int
@@ -103,6 +107,7 @@ class PackedPart:
     sub_mins: Tensor | None
     order: Tensor | None
     folded: bool
+    rounded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +126,17 @@ class PackedWna16:
 
 
 @op(tolerance=TOLERANCE, follows="linear_wna16")
-def pack_wna16(parts: Sequence[QuantizedRows]) -> PackedWna16:
-    """The parts of a weight, one below the other, in the layout of `linear_wna16`."""
-    packed = tuple(_packed_rows(part) for part in parts)
+def pack_wna16(parts: Sequence[QuantizedRows], rounded: bool = False) -> PackedWna16:
+    """The parts of a weight, one below the other, in the layout of `linear_wna16`; `rounded`: activations are."""
+    packed = tuple(_packed_rows(part, rounded) for part in parts)
     return PackedWna16(sum(part.rows for part in packed), packed[0].columns, packed)
 
 
-def _packed_rows(part: QuantizedRows) -> PackedPart:
+def _packed_rows(part: QuantizedRows, rounded: bool) -> PackedPart:
     scales, mins = part.by_group()
     return PackedPart(
         8, *part.shape, part.group, 1, part.integers(), torch.zeros(16, dtype=torch.int8), scales, None, mins, None,
-        part.order, part.folded,
+        part.order, part.folded, rounded,
     )  # fmt: skip
 
 
@@ -150,6 +155,8 @@ def linear_wna16(x: Tensor, packed: PackedWna16, bias: Tensor | None, out_dtype:
 
 def _product(x: Tensor, part: PackedPart) -> Tensor:
     """[T,N] float32.  Every product has one shape, as in `dense.linear`."""
+    if part.rounded:
+        return _rounded_product(x, part)
     wide = x.float() if part.order is None else x.float()[:, part.order.long()]
     if part.folded:
         weight = part.packed.float() * part.scales.repeat_interleave(part.group, 1)[:, : part.columns]
@@ -173,10 +180,26 @@ def _product(x: Tensor, part: PackedPart) -> Tensor:
     return result[:tokens]
 
 
+def _rounded_product(x: Tensor, part: PackedPart) -> Tensor:
+    """[T,N] float32 of x rounded by group.  In float64, sums of the integers are exact, and so is a product of floats,
+    so that what is added is rounded once, as by a fused multiply-add."""
+    wide = x.float() if part.order is None else x.float()[:, part.order.long()]
+    result = torch.zeros(len(x), part.rows, dtype=torch.float64)
+    for group in range(part.scales.shape[1]):
+        columns = slice(group * part.group, (group + 1) * part.group)
+        values, scales = quant.quantize_rows.reference(wide[:, columns])
+        sums = torch.mm(values.double(), part.packed[:, columns].double().t()).float() * scales[:, None]
+        result = (result + sums.double() * part.scales[:, group].double()).float().double()
+        if part.mins is not None:
+            totals = values.double().sum(1).float() * scales
+            result = (result + totals.double()[:, None] * part.mins[:, group].double()).float().double()
+    return result.float()
+
+
 @op(tolerance=TOLERANCE, follows="gated_linear_wna16")
-def pack_gated_wna16(parts: Sequence[QuantizedRows]) -> PackedWna16:
+def pack_gated_wna16(parts: Sequence[QuantizedRows], rounded: bool = False) -> PackedWna16:
     """As `pack_wna16`, of a gate and, below it, what is gated [2I,K], in the layout of `gated_linear_wna16`."""
-    return pack_wna16.reference(parts)
+    return pack_wna16.reference(parts, rounded)
 
 
 @op(tolerance=TOLERANCE)

@@ -91,6 +91,7 @@ def _load(config: Config) -> tuple[Runner, DeviceFacts]:
         "dtype": config.model.dtype,
         "hidden_size": model.spec.hidden,
         "quantization": model.quantization,
+        "quantization_activations": config.model.quantization_activations,
         "exact": exact,
         "routed_bytes": 0 if backend.routed is None else backend.routed.position_bytes,
         "model_impl": model.implementation,
@@ -124,7 +125,7 @@ def _model(config: Config, target: Device | Accelerator) -> Decoder:
     common: dict[str, Any] = {
         "dtype": options.dtype, "head_dtype": options.head_dtype, "load_format": options.load_format,
         "seed": options.seed, "quantization": options.quantization, "quantize_lm_head": options.quantize_lm_head,
-        "group_size": options.quantization_group_size,
+        "group_size": options.quantization_group_size, "quantization_activations": options.quantization_activations,
         "float8_cache": config.cache.kv_cache_dtype != "auto", "max_model_len": options.max_model_len,
     }  # fmt: skip
     if is_classifier(hf) and (options.model_impl == "transformers" or not is_known(hf)):

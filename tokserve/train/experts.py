@@ -101,7 +101,7 @@ class _Choose(torch.autograd.Function):
             scores = torch.sigmoid(leaf) if ctx.spec.sigmoid else torch.softmax(leaf, -1)
             weights = scores.gather(1, ids.long())
             if ctx.spec.normalize:
-                weights = weights / weights.sum(-1, keepdim=True).clamp(min=MIN_SUM)
+                weights = weights / (weights.sum(-1, keepdim=True) + ctx.spec.added).clamp(min=MIN_SUM)
             (grad_logits,) = torch.autograd.grad(weights * ctx.spec.scale, leaf, grad)
         return grad_logits, None
 

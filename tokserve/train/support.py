@@ -36,8 +36,8 @@ KNOWN: dict[type, set[str]] = {
         "router_name", "experts_name", "names",
     },
     RouterSpec: {
-        "chosen", "sigmoid", "normalize", "scale", "groups", "kept_groups", "two_of_group", "bias", "correction_bias",
-        "correction_row",
+        "chosen", "sigmoid", "normalize", "added", "scale", "groups", "kept_groups", "two_of_group", "bias",
+        "correction_bias", "correction_row",
     },
     NormSpec: {"eps", "offset", "kind", "bias"},
 }  # fmt: skip

@@ -189,6 +189,7 @@ void run_route(const Kernels& kernels, Results& results, int64_t experts, int64_
                       sigmoid,
                       sigmoid,
                       sigmoid,
+                      sigmoid ? 0.25f : 0.0f,
                       1.5f};
     const Array memory = scratch(kernels.route_scratch(a));
     kernels.route(a, 0, tokens, memory.as<char>());

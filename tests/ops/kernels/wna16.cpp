@@ -60,6 +60,13 @@ void run_linear(const Kernels& kernels, Results& results, const Case& c, DType d
                                 name_of(dtype), c.bits, (long long)c.m, (long long)c.n, (long long)c.k,
                                 (long long)c.group, c.mins, c.parts, c.folded, static_cast<int>(c.gate));
   results.add("linear_wna16 " + name, out);
+  a.rounded = true;
+  const Array rounded = scratch(kernels.wna16_rows_size(a) + 64);
+  a.rows = rounded.as<char>();
+  kernels.wna16_rows(a, 0, c.m);
+  for (int64_t row = 0; row < c.m; row += kRowBlock) kernels.linear_wna16(a, row, 0, panels);
+  results.add("linear_wna16 rounded " + name, out);
+  a.rounded = false;
   if (gated || c.ordered) return;
   const Array ids = integers(Kind::i64, 5, from, 0, c.n - 1);
   Array found(kind_of(dtype), 5 * c.k);

@@ -23,24 +23,24 @@ _weights = Arena()
 
 
 @wna16.pack_wna16.implement("cpp", device="cpu")
-def pack_wna16(parts: Sequence[QuantizedRows]) -> PackedWna16:
-    return _packed(parts, gated=False)
+def pack_wna16(parts: Sequence[QuantizedRows], rounded: bool = False) -> PackedWna16:
+    return _packed(parts, gated=False, rounded=rounded)
 
 
 @wna16.pack_gated_wna16.implement("cpp", device="cpu")
-def pack_gated_wna16(parts: Sequence[QuantizedRows]) -> PackedWna16:
+def pack_gated_wna16(parts: Sequence[QuantizedRows], rounded: bool = False) -> PackedWna16:
     """Of several parts, as `pack_wna16`."""
-    return _packed(parts, gated=len(parts) == 1)
+    return _packed(parts, gated=len(parts) == 1, rounded=rounded)
 
 
-def _packed(parts: Sequence[QuantizedRows], *, gated: bool) -> PackedWna16:
-    packed, handle = tuple(_pack(part, gated) for part in parts), _C.Wna16Weight()
+def _packed(parts: Sequence[QuantizedRows], *, gated: bool, rounded: bool) -> PackedWna16:
+    packed, handle = tuple(_pack(part, gated, rounded) for part in parts), _C.Wna16Weight()
     for part in packed:
         handle.add(*_arguments(part), gated)
     return PackedWna16(sum(part.rows for part in packed), packed[0].columns, packed, gated, handle)
 
 
-def _pack(part: QuantizedRows, gated: bool) -> PackedPart:
+def _pack(part: QuantizedRows, gated: bool, rounded: bool) -> PackedPart:
     rows, columns = part.shape
     bits = 8 if part.factors is None else 4
     packed = _weights.empty(_C.packed_wna16_size(rows, columns, bits, gated), torch.uint8)
@@ -52,7 +52,7 @@ def _pack(part: QuantizedRows, gated: bool) -> PackedPart:
     order = None if part.order is None else part.order.contiguous()
     return PackedPart(
         bits, rows, columns, part.group, part.ratio, packed, factors, _panels(part.scales, gated), sub_scales, mins,
-        sub_mins, order, part.folded,
+        sub_mins, order, part.folded, rounded,
     )  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def _panels(values: Tensor, gated: bool) -> Tensor:
 def _arguments(part: PackedPart) -> tuple[object, ...]:
     return (
         part.bits, part.rows, part.columns, part.group, part.ratio, part.packed, part.factors, part.scales,
-        part.sub_scales, part.mins, part.sub_mins, part.order, part.folded,
+        part.sub_scales, part.mins, part.sub_mins, part.order, part.folded, part.rounded,
     )  # fmt: skip
 
 

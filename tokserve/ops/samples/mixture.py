@@ -15,13 +15,14 @@ def route(dtype: torch.dtype) -> Samples:
     """Logits on a grid, so that there are ties, and no sum of scores decides."""
     for tokens, count, k in ((1, 8, 2), (5, 64, 8), (17, 60, 4), (70, 32, 1), (0, 4, 2), (3, 3, 3)):
         logits = (normal(dtype, tokens, tokens, count) * 4).round() / 2
-        yield logits, None, k, False, 1, 1, False, True, 1.0
-        yield logits, None, k, False, 1, 1, False, False, 2.5
+        yield logits, None, k, False, 1, 1, False, True, 0.0, 1.0
+        yield logits, None, k, False, 1, 1, False, False, 0.0, 2.5
         bias = (torch.arange(count) * 5 % 7) / 8.0
-        yield logits, bias, k, True, 1, 1, False, True, 1.0
+        yield logits, bias, k, True, 1, 1, False, True, 0.0, 1.0
+        yield logits - 9, None, k, True, 1, 1, False, True, 1e-3, 1.0
         if count % 8 == 0 and k <= count // 2:
-            yield logits, bias, k, True, 4, 2, True, True, 2.5
-            yield logits, None, k, False, 4, 2, False, False, 16.0
+            yield logits, bias, k, True, 4, 2, True, True, 0.0, 2.5
+            yield logits, None, k, False, 4, 2, False, False, 0.0, 16.0
 
 
 def _mixtures(dtype: torch.dtype) -> Samples:

@@ -34,7 +34,7 @@ def best_of(values, available, index):
 
 @triton.jit
 def route_kernel(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, scale,
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, added, scale,
     EXPERTS: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr,
     KEPT: tl.constexpr, TWO: tl.constexpr, NORMALIZE: tl.constexpr, MIN_SUM: tl.constexpr, BLOCK: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
@@ -80,7 +80,7 @@ def route_kernel(
         total += weight
         chosen, weights = tl.where(slot == j, best, chosen), tl.where(slot == j, weight, weights)
     if NORMALIZE:
-        weights = weights / tl.maximum(total, MIN_SUM)
+        weights = weights / tl.maximum(total + added, MIN_SUM)
     tl.store(ids_ptr + token * K + slot, chosen, mask=slot < K)
     tl.store(weights_ptr + token * K + slot, weights * scale, mask=slot < K)
 
@@ -95,6 +95,7 @@ def route(
     kept_groups: int,
     two_of_group: bool,
     normalize: bool,
+    added: float,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     tokens, experts = logits.shape
@@ -102,8 +103,8 @@ def route(
     if tokens:
         block = triton.next_power_of_2(experts)
         route_kernel[(tokens,)](
-            logits.contiguous(), logits if bias is None else bias, ids, weights, float(scale), experts, k, sigmoid,
-            bias is not None, groups, kept_groups, two_of_group, normalize, mixture.MIN_SUM, block,
+            logits.contiguous(), logits if bias is None else bias, ids, weights, float(added), float(scale), experts, k,
+            sigmoid, bias is not None, groups, kept_groups, two_of_group, normalize, mixture.MIN_SUM, block,
             triton.next_power_of_2(groups), triton.next_power_of_2(k), num_warps=warps(block), **EXACT,
         )  # fmt: skip
     return ids, weights

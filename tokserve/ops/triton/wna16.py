@@ -102,8 +102,10 @@ def wna16_kernel(
 
 @wna16.pack_wna16.implement("triton", device="cuda")
 @wna16.pack_gated_wna16.implement("triton", device="cuda")
-def pack(parts: Sequence[QuantizedRows]) -> PackedWna16:
+def pack(parts: Sequence[QuantizedRows], rounded: bool = False) -> PackedWna16:
     """Codes of 4 bits in pairs, the first in the low half; scales and minima of every group as float32."""
+    if rounded:
+        raise ValueError("pack_wna16: activations are rounded on a CPU only")
     packed = tuple(_pack(part) for part in parts)
     zeros = tuple(0 if part.factors is None else LINEAR.get(part.factors, -1) for part in parts)
     return PackedWna16(sum(part.rows for part in packed), packed[0].columns, packed, handle=zeros)
