@@ -84,7 +84,7 @@ class TransformersModel(Decoder):
         self.module.to(ops.torch_device)
         self._body.to(ops.torch_device)
         self.spec = self._spec(prefix)
-        self.blocks = []
+        self.blocks, self.numbers = [], range(0)
         self.provenance = Provenance()
 
     def _is_tied(self) -> bool:

@@ -19,7 +19,7 @@ from tokserve.layers.batch import ForwardBatch, LogitsRows
 from tokserve.layers.linear import Linear
 from tokserve.layers.norm import NormSpec, RMSNorm
 from tokserve.layers.options import LayerOptions
-from tokserve.layers.parallel import Group
+from tokserve.layers.parallel import OPTION, Group, Span
 from tokserve.layers.parameter import Parameter, owned_copy, under
 from tokserve.layers.rope import RopeSpec
 
@@ -63,7 +63,7 @@ class Attention:
 
     def __init__(self, hidden: int, spec: AttentionSpec, options: LayerOptions) -> None:
         group = options.group
-        self.heads, self.kv_heads = group.share(spec.heads, "heads"), group.share(spec.kv_heads, "kv heads")
+        self.heads, self.kv_heads = group.share(spec.heads, "heads"), group.heads(spec.kv_heads, "kv heads").length
         self.dim = spec.dim
         self.window = spec.window if spec.kind == "window" else 0
         self.scale = spec.scale
@@ -71,7 +71,8 @@ class Attention:
         self.cache_scales: Tensor | None = None  # the same [2], for readers of a layer's tensors; None: both are 1
         self.dtype, width = options.dtype, spec.heads * spec.dim
         self.softcap, self.interleaved, self.norm_last = spec.softcap, spec.rope.interleaved, spec.norm_last
-        self.qkv = Linear(hidden, _shards(spec, group), options, bias=spec.qkv_bias, split="column")
+        shards, rows = _shards(spec, group)
+        self.qkv = Linear(hidden, shards, options, bias=spec.qkv_bias, split="column", rows=rows)
         self.out = Linear(width, {spec.out_name: hidden}, options, bias=spec.out_bias, split="row")
         self.gated = spec.gated
         self.sinks = torch.zeros(self.heads, device=ops.torch_device) if spec.sinks else None  # [heads] float32
@@ -80,7 +81,7 @@ class Attention:
         self.norm_eps = norm.eps if norm else 0.0
         widths = (spec.heads * spec.dim, spec.kv_heads * spec.dim) if spec.norm_scope == "all" else (spec.dim, spec.dim)
         if norm and spec.norm_scope == "all" and group.size > 1:
-            raise StartError("norms over all heads cannot be divided among ranks")
+            raise StartError(f"{OPTION}: norms over all heads cannot be divided among ranks")
         self.q_norm = RMSNorm(widths[0], norm, options.dtype) if norm else None
         self.k_norm = RMSNorm(widths[1], norm, options.dtype) if norm else None
 
@@ -199,11 +200,19 @@ class WindowBothWays(Attention):
         return mixed
 
 
-def _shards(spec: AttentionSpec, group: Group) -> dict[str, int]:
-    """Outputs of each tensor that forms the first projection: those of queries, keys and values, or of all."""
-    queries, keys = spec.heads * spec.dim * (2 if spec.gated else 1), spec.kv_heads * spec.dim
-    if len(spec.qkv_names) == 1:
-        if group.size > 1:
-            raise StartError(f"{spec.qkv_names[0]} cannot be divided among ranks")
-        return {spec.qkv_names[0]: queries + 2 * keys}
-    return dict(zip(spec.qkv_names, (queries, keys, keys), strict=True))
+def _shards(spec: AttentionSpec, group: Group) -> tuple[dict[str, int], dict[str, list[Span]]]:
+    """Outputs of each tensor that forms the first projection, those of queries, keys and values, or of all; and which
+    rows of it this rank has."""
+    width = spec.dim * (2 if spec.gated else 1)
+    queries, keys = spec.heads * width, spec.kv_heads * spec.dim
+    first, number = group.span(spec.heads, "heads")
+    mine = [Span(first * width, number * width)]
+    first, number = group.heads(spec.kv_heads, "kv heads")
+    mine += [Span(first * spec.dim, number * spec.dim)] * 2
+    if len(spec.qkv_names) > 1:
+        names = spec.qkv_names
+        rows = {name: [span] for name, span in zip(names, mine, strict=True)}
+        return dict(zip(names, (queries, keys, keys), strict=True)), rows
+    (name,), starts = spec.qkv_names, (0, queries, queries + keys)
+    spans = [Span(start + span.start, span.length) for start, span in zip(starts, mine, strict=True)]
+    return {name: queries + 2 * keys}, {name: spans}

@@ -12,6 +12,7 @@ from torch import Tensor
 from tokserve import ops
 from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
+from tokserve.layers.parallel import ALONE, Group
 from tokserve.layers.parameter import Parameter, StoredWeight, owned_copy
 from tokserve.layers.places import MatrixPlace, VectorPlace
 from tokserve.layers.quant import UNQUANTIZED, WNA16
@@ -21,7 +22,8 @@ from tokserve.layers.quantized import QuantizedWeight
 class Embedding:
     """Row lookup.  `multiplier`: of the rows, rounded to their dtype.  `head`: tied to this weight, loaded with it.
 
-    `keeps_stored`: rows that are stored as integers stay so until they are looked up.
+    `keeps_stored`: rows that are stored as integers stay so until they are looked up.  A rank of several has its part
+    of the rows.
     """
 
     packed: ops.PackedWeight | ops.PackedWna16  # [vocab, hidden]
@@ -35,7 +37,9 @@ class Embedding:
         multiplier: float = 1.0,
         head: Head | None = None,
         keeps_stored: bool = False,
+        group: Group = ALONE,
     ) -> None:
+        self.group, self.rows = group, group.rows(vocab)
         self.keeps_stored = keeps_stored
         self.vocab = vocab
         self.hidden = hidden
@@ -46,12 +50,15 @@ class Embedding:
     def parameters(self) -> dict[str, Parameter]:
         """`weight`."""
         return {
-            "weight": Parameter((self.vocab, self.hidden), self.load, self.dtype, self.load_stored, places=self.places)
-        }
+            "weight": Parameter(
+                (self.vocab, self.hidden), self.load, self.dtype, self.load_stored, places=self.places,
+                share=self.rows.length / self.vocab,
+            )
+        }  # fmt: skip
 
     def places(self) -> list[MatrixPlace]:
         """The weight, and the tied head's if it has one of its own; none if one of them is quantized."""
-        if isinstance(self.packed, ops.PackedWna16):
+        if isinstance(self.packed, ops.PackedWna16) or self.group.size > 1:
             return []
         places = [MatrixPlace(self.packed)]
         if self.head is not None and self.head.linear.packed is not self.packed:
@@ -63,7 +70,7 @@ class Embedding:
         """Take the weight [vocab, hidden], for the tied head too."""
         if tensor.shape != (self.vocab, self.hidden):
             raise ValueError(f"expected a tensor of shape {[self.vocab, self.hidden]}, found {list(tensor.shape)}")
-        weight = tensor.to(self.dtype)
+        weight = tensor.narrow(0, *self.rows).to(self.dtype)
         self.packed = ops.pack_linear(weight)
         if self.head is not None:
             self.head.tie(weight, self.packed)
@@ -73,11 +80,22 @@ class Embedding:
         if not self.keeps_stored or not isinstance(weight, QuantizedWeight):
             self.load(weight.dense())
             return
-        self.packed = ops.pack_wna16(weight.parts)
+        part = weight.narrow(0, *self.rows)
+        assert isinstance(part, QuantizedWeight)
+        self.packed = ops.pack_wna16(part.parts)
         if self.head is not None:
-            self.head.tie_stored(weight, self.packed)
+            self.head.tie_stored(part, self.packed)
 
     def __call__(self, ids: Tensor) -> Tensor:  # [T] int64 -> [T, hidden]
+        if self.group.size == 1:
+            return self._look_up(ids)
+        rows = ids - self.rows.start
+        others = (rows < 0) | (rows >= self.rows.length)
+        part = self._look_up(rows.masked_fill(others, 0)).float()
+        return self.group.add(part.masked_fill_(others[:, None], 0.0), self.dtype)
+
+    def _look_up(self, ids: Tensor) -> Tensor:
+        """Rows of this rank's part."""
         if isinstance(self.packed, ops.PackedWna16):
             rows = ops.embedding_wna16(ids, self.packed, self.dtype)
             return rows if self.multiplier == 1.0 else rows * self.multiplier
@@ -119,14 +137,16 @@ class Head:
         self.options = options
         self.multiplier, self.softcap = multiplier, softcap
         self.dtype = options.dtype
-        self.linear = Linear(hidden, {"lm_head": vocab}, options)
+        self.vocab, self._group = vocab, options.group
+        rows = {"lm_head": [self._group.rows(vocab)]}
+        self.linear = Linear(hidden, {"lm_head": vocab}, options, split="column", rows=rows)
 
     def parameters(self) -> dict[str, Parameter]:
         """`lm_head.weight`."""
         return self.linear.parameters()
 
     def tie(self, weight: Tensor, packed: ops.PackedWeight) -> None:
-        """Use an embedding's weight [vocab, hidden]: what it packed, if that is what the head would pack."""
+        """Use an embedding's weight, this rank's rows: what it packed, if that is what the head would pack."""
         same = weight.dtype == self.dtype and self.linear.quant in (UNQUANTIZED, WNA16)
         self.linear.packed = packed if same else self.linear.pack(weight.to(self.dtype))
 
@@ -135,8 +155,8 @@ class Head:
         same = self.linear.quant is WNA16
         self.linear.packed = packed if same else self.linear.pack(weight.dense().to(self.dtype))
 
-    def __call__(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab] float32
+    def __call__(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab] float32; of ranks but the first [n, 0]
         products = self.linear(hidden.to(self.dtype), out_dtype=torch.float32)
-        if self.multiplier == 1.0 and self.softcap == 0.0:
-            return products
-        return ops.cap(products, self.multiplier, self.softcap)
+        if self.multiplier != 1.0 or self.softcap != 0.0:
+            products = ops.cap(products, self.multiplier, self.softcap)
+        return products if self._group.size == 1 else self._group.gather(products, self.vocab)

@@ -19,7 +19,8 @@ from tokserve.errors import StartError
 from tokserve.layers.linear import Linear
 from tokserve.layers.mlp import GatedMLP, MLPSpec
 from tokserve.layers.options import LayerOptions
-from tokserve.layers.parameter import Parameter, StoredWeight, owned_copy, under
+from tokserve.layers.parallel import Span
+from tokserve.layers.parameter import Parameter, StoredWeight, owned_copy, part_of, under
 from tokserve.layers.quant import Packed
 from tokserve.layers.quantized import QuantizedWeight
 
@@ -96,20 +97,21 @@ class StackedParameter:
 
 
 class Experts:
-    """The weights of all experts, packed for `ops.experts`."""
+    """The weights of all experts, packed for `ops.experts`.  A rank of several has a part of each expert's width."""
 
     def __init__(self, hidden: int, spec: MixtureSpec, options: LayerOptions) -> None:
         self.spec, self.hidden, self.dtype, self.quant = spec, hidden, options.dtype, options.quant
         if not self.quant.covers_experts:
             raise StartError(f"quantization {self.quant.name} does not cover the experts of a mixture")
-        if options.group.size > 1:
-            raise StartError("a mixture of experts runs on one rank")
+        self._group = group = options.group
+        self._mine = group.span(spec.inner, "the width of an expert")
+        self.inner = self._mine.length
         self.gate_up: list[Packed | None] = [None] * spec.experts
         self.down: list[Packed | None] = [None] * spec.experts
         device = ops.torch_device
         self.gate_up_bias = self.down_bias = None
         if spec.bias:
-            self.gate_up_bias = torch.zeros(spec.experts, 2 * spec.inner, dtype=self.dtype, device=device)
+            self.gate_up_bias = torch.zeros(spec.experts, 2 * self.inner, dtype=self.dtype, device=device)
             self.down_bias = torch.zeros(spec.experts, hidden, dtype=self.dtype, device=device)
         self._halves: dict[int, Tensor] = {}  # by expert, gate above up while one of them is missing
         self._stored: dict[tuple[int, str], StoredWeight] = {}  # gate or up as stored, while the other is missing
@@ -123,7 +125,9 @@ class Experts:
         for expert in range(self.spec.experts):
             for shard, name in zip(("gate", "up", "down"), self.spec.names, strict=True):
                 load, load_stored = partial(self.load, expert, shard), partial(self.load_stored, expert, shard)
-                parameters[f"{expert}.{name}.weight"] = Parameter(self._shape(shard), load, kept, load_stored)
+                parameters[f"{expert}.{name}.weight"] = Parameter(
+                    self._shape(shard), load, kept, load_stored, share=1 / self._group.size
+                )
         return parameters
 
     def stacked_parameters(self) -> dict[str, StackedParameter]:
@@ -142,10 +146,11 @@ class Experts:
             names = [] if self.spec.stacked else [f"{e}.{s}.weight" for e in range(self.spec.experts) for s in shards]
             if self.spec.transposed:
                 parameter = Parameter(
-                    (self.spec.experts, *shape), lambda tensor: load(tensor.transpose(1, 2).contiguous()), kept
-                )
+                    (self.spec.experts, *shape), lambda tensor: load(tensor.transpose(1, 2).contiguous()), kept,
+                    share=1 / self._group.size,
+                )  # fmt: skip
             else:
-                parameter = Parameter((self.spec.experts, *shape), load, kept, load_stored)
+                parameter = Parameter((self.spec.experts, *shape), load, kept, load_stored, share=1 / self._group.size)
             return StackedParameter(parameter, tuple(names))
 
         inner, hidden, names = self.spec.inner, self.hidden, self.spec.names
@@ -158,25 +163,41 @@ class Experts:
         if self.gate_up_bias is None or self.down_bias is None:
             return {}
         return {
-            "gate_up_proj_bias": Parameter(tuple(self.gate_up_bias.shape), self.load_gate_up_bias, self.dtype),
+            "gate_up_proj_bias": Parameter(
+                (self.spec.experts, 2 * self.spec.inner), self.load_gate_up_bias, self.dtype, share=1 / self._group.size
+            ),
             "down_proj_bias": Parameter(tuple(self.down_bias.shape), self.load_down_bias, self.dtype),
         }
 
     def _shape(self, shard: str) -> tuple[int, int]:
         return (self.hidden, self.spec.inner) if shard == "down" else (self.spec.inner, self.hidden)
 
+    def _part(self, shard: str, weight: Tensor | StoredWeight) -> Tensor | StoredWeight:
+        """What this rank has of one expert's projection; `shard` "both": a gate's rows above those of up."""
+        if self._group.size == 1:
+            return weight
+        first, length = self._mine
+        spans = [self._mine, Span(self.spec.inner + first, length)] if shard == "both" else [self._mine]
+        return part_of(weight, 1 if shard == "down" else 0, spans)
+
     def load(self, expert: int, shard: str, tensor: Tensor) -> None:
         """Take one projection of one expert; gate and up are packed together."""
         if tuple(tensor.shape) != self._shape(shard):
             raise ValueError(f"{shard}: expected {list(self._shape(shard))}, found {list(tensor.shape)}")
+        part = self._part(shard, tensor)
+        assert isinstance(part, Tensor)
+        self._load(expert, shard, part)
+
+    def _load(self, expert: int, shard: str, tensor: Tensor) -> None:
+        """Take this rank's part of it."""
         if shard == "down":
             self.down[expert] = self.quant.pack(tensor.to(self.dtype))
             return
         if (other := self._stored.pop((expert, _other(shard)), None)) is not None:
-            self.load(expert, _other(shard), other.dense())
+            self._load(expert, _other(shard), other.dense())
         complete = expert in self._halves
         weight = self._halves.pop(expert) if complete else self._buffer()
-        weight[self.spec.inner * (shard == "up") :][: self.spec.inner].copy_(tensor)
+        weight[self.inner * (shard == "up") :][: self.inner].copy_(tensor)
         if complete:
             self.gate_up[expert] = self.quant.pack_gated(weight)
             self._spare = None if all(one is not None for one in self.gate_up) else weight
@@ -190,12 +211,15 @@ class Experts:
         """
         if tuple(weight.shape) != self._shape(shard):
             raise ValueError(f"{shard}: expected {list(self._shape(shard))}, found {list(weight.shape)}")
-        if not self.quant.accepts(weight):
-            self.load(expert, shard, weight.dense())
-        elif shard == "down":
+        part = self._part(shard, weight)
+        if isinstance(part, Tensor) or not self.quant.accepts(part):
+            self._load(expert, shard, part if isinstance(part, Tensor) else part.dense())
+            return
+        weight = part
+        if shard == "down":
             self.down[expert] = self.quant.pack(weight)
         elif expert in self._halves:
-            self.load(expert, shard, weight.dense())
+            self._load(expert, shard, weight.dense())
         elif (other := self._stored.pop((expert, _other(shard)), None)) is None:
             self._stored[expert, shard] = weight.clone()
         else:
@@ -217,16 +241,18 @@ class Experts:
             if isinstance(weight, QuantizedWeight) and self.quant.accepts(weight):
                 halves = (weight.every_other(0), weight.every_other(1)) if weights.interleaved else (weight,)
                 whole = halves[0].joined(halves[1:])
-                self._pack_gated(expert, whole, weight.dense)
-            else:
-                rows = weight if isinstance(weight, Tensor) else weight.dense()
-                rows = _deinterleaved(rows) if weights.interleaved else rows
-                self.gate_up[expert] = self.quant.pack_gated(rows.to(self.dtype))
+                part = None if whole is None else self._part("both", whole)
+                if isinstance(part, QuantizedWeight) and self.quant.accepts(part):
+                    self._pack_gated(expert, part, part.dense)
+                    continue
+            rows = weight if isinstance(weight, Tensor) else weight.dense()
+            rows = self._gate_up_rows(_deinterleaved(rows) if weights.interleaved else rows)
+            self.gate_up[expert] = self.quant.pack_gated(rows.to(self.dtype))
 
     def load_stored_down(self, weights: StoredExperts) -> None:
         """Take the down projections of all experts as they are stored, expert by expert."""
         for expert in range(self.spec.experts):
-            weight = weights.expert(expert)
+            weight = self._part("down", weights.expert(expert))
             if isinstance(weight, Tensor) or not self.quant.accepts(weight):
                 rows = weight if isinstance(weight, Tensor) else weight.dense()
                 weight = rows.to(self.dtype)
@@ -235,39 +261,49 @@ class Experts:
     def _buffer(self) -> Tensor:
         """Memory for the gate and up projections of an expert."""
         buffer, self._spare = self._spare, None
-        return torch.empty(2 * self.spec.inner, self.hidden, dtype=self.dtype) if buffer is None else buffer
+        return torch.empty(2 * self.inner, self.hidden, dtype=self.dtype) if buffer is None else buffer
+
+    def _gate_up_rows(self, rows: Tensor) -> Tensor:
+        """This rank's rows of a gate above up [2I, ...]."""
+        part = self._part("both", rows)
+        assert isinstance(part, Tensor)
+        return part
 
     def load_gate_up(self, tensor: Tensor) -> None:
         """Take the gate and up projections of all experts."""
         for expert, weight in enumerate(tensor):
-            rows = _deinterleaved(weight.t()) if self.spec.interleaved else weight
+            rows = self._gate_up_rows(_deinterleaved(weight.t()) if self.spec.interleaved else weight)
             self.gate_up[expert] = self.quant.pack_gated(rows.to(self.dtype))
 
     def load_down(self, tensor: Tensor) -> None:
         """Take the down projections of all experts."""
         for expert, weight in enumerate(tensor):
-            self.down[expert] = self.quant.pack(
-                (weight.t() if self.spec.interleaved else weight).to(self.dtype).contiguous()
-            )
+            part = self._part("down", weight.t() if self.spec.interleaved else weight)
+            assert isinstance(part, Tensor)
+            self.down[expert] = self.quant.pack(part.to(self.dtype).contiguous())
 
     def load_gate_up_bias(self, tensor: Tensor) -> None:
         """Take the biases [E,2I] of the gate and up projections."""
         assert self.gate_up_bias is not None
-        self.gate_up_bias.copy_(_deinterleaved(tensor.t()).t() if self.spec.interleaved else tensor)
+        rows = _deinterleaved(tensor.t()) if self.spec.interleaved else tensor.t()
+        self.gate_up_bias.copy_(self._gate_up_rows(rows).t())
 
     def load_down_bias(self, tensor: Tensor) -> None:
         """Take the biases [E,H] of the down projections."""
         assert self.down_bias is not None
-        self.down_bias.copy_(tensor)
+        if self._group.rank == 0:
+            self.down_bias.copy_(tensor)
 
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, shared_gate: Tensor | None
     ) -> Tensor:  # [T, hidden] -> [T, hidden]
-        """`ids`, `weights` [T,k]: of the router.  `shared`, `shared_gate`: what is added, as in `ops.experts`."""
-        return self.quant.experts(
+        """`ids`, `weights` [T,k]: of the router.  `shared`, `shared_gate`: what is added, as in `ops.experts`; of
+        several ranks, this one's part."""
+        out = self.quant.experts(
             x, ids, weights, self.gate_up, self.gate_up_bias, self.down, self.down_bias, self.spec.activation, shared,
             shared_gate,
         )  # fmt: skip
+        return out if self._group.size == 1 else self._group.add(out.float(), out.dtype)
 
 
 class Router:
@@ -313,7 +349,7 @@ class Mixture:
         self.spec = spec
         self.router = Router(hidden, spec, options)
         self.experts = Experts(hidden, spec, options)
-        self.shared = None if spec.shared is None else GatedMLP(hidden, spec.shared, options)
+        self.shared = None if spec.shared is None else GatedMLP(hidden, spec.shared, options, adds=False)
         plain = LayerOptions(options.dtype)
         self.shared_gate = Linear(hidden, {f"{spec.shared_name}_gate": 1}, plain) if spec.shared_gate else None
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.errors import StartError
 from tokserve.kv_spec import KVSpec
 from tokserve.layers.batch import ForwardBatch, LogitsRows
 from tokserve.layers.linear import Linear
@@ -46,21 +45,21 @@ class LatentAttention:
     """`hidden` is the width of inputs and outputs.  It has the interface of `Attention`."""
 
     def __init__(self, hidden: int, spec: LatentAttentionSpec, options: LayerOptions) -> None:
-        if options.group.size > 1:
-            raise StartError("latent attention runs on one rank")
         self.spec, self.dtype = spec, options.dtype
+        first, self.heads = options.group.span(spec.heads, "heads")  # of this rank; it keeps the whole rows
+        self._mine = slice(first, first + self.heads)
         self.k_scale = self.v_scale = 1.0
         rotated, queries = spec.rope.dim, spec.heads * (spec.plain + spec.rope.dim)
         self.q_a: Linear | None = None
         if spec.query_latent:
             self.q_a = Linear(hidden, {"q_a_proj": spec.query_latent}, options, bias=spec.bias)
             self.q_norm = RMSNorm(spec.query_latent, spec.norm, options.dtype)
-            self.q = Linear(spec.query_latent, {"q_b_proj": queries}, options)
+            self.q = Linear(spec.query_latent, {"q_b_proj": queries}, options, split="column")
         else:
-            self.q = Linear(hidden, {"q_proj": queries}, options)
+            self.q = Linear(hidden, {"q_proj": queries}, options, split="column")
         self.kv_a = Linear(hidden, {"kv_a_proj_with_mqa": spec.latent + rotated}, options, bias=spec.bias)
         self.kv_norm = RMSNorm(spec.latent, spec.norm, options.dtype)
-        self.out = Linear(spec.heads * spec.value_dim, {"o_proj": hidden}, options, bias=spec.bias)
+        self.out = Linear(spec.heads * spec.value_dim, {"o_proj": hidden}, options, bias=spec.bias, split="row")
         self.key_weights: list[ops.PackedWeight] = []  # by head, [latent, plain]
         self.value_weights: list[ops.PackedWeight] = []  # by head, [value_dim, latent]
 
@@ -78,12 +77,13 @@ class LatentAttention:
             parameters |= under("q_a_layernorm", self.q_norm.parameters())
         parameters |= under("kv_a_layernorm", self.kv_norm.parameters())
         shape = (spec.heads * (spec.plain + spec.value_dim), spec.latent)
-        return parameters | {"kv_b_proj.weight": Parameter(shape, self.load_kv_b, self.dtype)}
+        share = self.heads / spec.heads
+        return parameters | {"kv_b_proj.weight": Parameter(shape, self.load_kv_b, self.dtype, share=share)}
 
     def load_kv_b(self, tensor: Tensor) -> None:
         """Take the weight [heads * (plain + value_dim), latent] that keys and values of all heads are made with."""
         spec = self.spec
-        heads = tensor.to(self.dtype).view(spec.heads, spec.plain + spec.value_dim, spec.latent)
+        heads = tensor.to(self.dtype).view(spec.heads, spec.plain + spec.value_dim, spec.latent)[self._mine]
         self.key_weights = [ops.pack_linear(weight[: spec.plain].t().contiguous()) for weight in heads]
         self.value_weights = [ops.pack_linear(weight[spec.plain :].contiguous()) for weight in heads]
 
@@ -101,7 +101,7 @@ class LatentAttention:
 
     def row_elements(self) -> int:
         """Elements of a token's queries and outputs that are no linear layer's."""
-        return self.spec.heads * (2 * self.spec.latent + self.spec.rope.dim + self.spec.value_dim)
+        return self.heads * (2 * self.spec.latent + self.spec.rope.dim + self.spec.value_dim)
 
     def scale_cache(self, k_scale: float, v_scale: float) -> None:
         """A latent cache is never float8, so there are no scales."""
@@ -111,7 +111,7 @@ class LatentAttention:
     ) -> Tensor:  # [T, hidden] -> same, or [n, hidden] of the n tokens of `logits_rows`
         spec, (cache,) = self.spec, batch.kv[layer]
         queries = x if self.q_a is None else self.q_norm(self.q_a(x, adapters=batch.adapters))
-        q = self.q(queries, adapters=batch.adapters).view(x.shape[0], spec.heads, spec.plain + spec.rope.dim)
+        q = self.q(queries, adapters=batch.adapters).view(x.shape[0], self.heads, spec.plain + spec.rope.dim)
         q_rope = ops.latent_rope_store(
             q, self.kv_a(x, adapters=batch.adapters), self.kv_norm.weight, spec.norm.eps, table, batch.positions, cache,
             batch.slot_mapping, spec.rope.interleaved,
@@ -125,4 +125,4 @@ class LatentAttention:
             spec.scale,
         )  # [T or n, heads, latent]  # fmt: skip
         values = ops.linear_heads(mixed, self.value_weights)  # [T or n, heads, value_dim]
-        return self.out(values.view(q.shape[0], spec.heads * spec.value_dim), adapters=rows.adapters)
+        return self.out(values.view(q.shape[0], self.heads * spec.value_dim), adapters=rows.adapters)

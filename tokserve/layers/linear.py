@@ -8,7 +8,7 @@ can be joined.  Adapters add to the output of shards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.layers.lora import LoraSlots
+from tokserve.layers.lora import LoraSlots, LowRank
 from tokserve.layers.options import LayerOptions
-from tokserve.layers.parallel import Split
-from tokserve.layers.parameter import Parameter, StoredWeight
+from tokserve.layers.parallel import Span, Split
+from tokserve.layers.parameter import Parameter, StoredWeight, part_of
 from tokserve.layers.places import MatrixPlace, VectorPlace
 from tokserve.layers.quant import Packed, gated
 
@@ -31,8 +31,9 @@ class Linear:
     """y = x W^T + b; `shards` maps names to numbers of output features, in the order of the output.
 
     `split`: how the ranks of the options' group divide the weight.  By "column", each computes a part of every shard's
-    outputs; by "row", each takes a part of the inputs, and y is the sum of the ranks' results in rank order, of which
-    the first has the bias.  `inputs` and `shards` are the checkpoint's; the attributes of these names are the rank's.
+    outputs, equal ones unless `rows` says which of a shard; by "row", each takes a part of the inputs, and y is the sum
+    of the ranks' results in rank order, of which the first has the bias; with `adds` False a rank's own result.
+    `inputs` and `shards` are the checkpoint's; the attributes of these names are the rank's.
     `packed`: the weight as the method packs it; a tied layer is given its owner's.
     """
 
@@ -46,14 +47,19 @@ class Linear:
         *,
         bias: bool = False,
         split: Split | None = None,
+        rows: Mapping[str, Sequence[Span]] | None = None,
+        adds: bool = True,
     ) -> None:
         self._whole = {shard: (outputs, inputs) for shard, outputs in shards.items()}
         self._group, self._split = options.group, split if options.group.size > 1 else None
+        self._adds = adds and self._split == "row"
         self.inputs = self._group.share(inputs, "the input width") if split == "row" else inputs
-        self.shards = {
-            shard: self._group.share(outputs, shard) if split == "column" else outputs
-            for shard, outputs in shards.items()
+        given = rows or {}
+        self._spans = {
+            shard: tuple(given[shard] if shard in given else (self._group.span(outputs, shard),))
+            for shard, outputs in (shards.items() if self._split == "column" else ())
         }
+        self.shards = dict(shards) | {shard: sum(span.length for span in spans) for shard, spans in self._spans.items()}
         self.outputs = sum(self.shards.values())
         self.dtype = options.dtype
         self.quant = options.quant
@@ -71,7 +77,7 @@ class Linear:
             load_stored = partial(self.load_stored, shard)
             parameters[f"{shard}.weight"] = Parameter(
                 shape, partial(self.load, shard), kept, load_stored, rounded=self.dtype,
-                places=partial(self.places, shard),
+                places=partial(self.places, shard), share=self.shards[shard] * self.inputs / (shape[0] * shape[1]),
             )  # fmt: skip
             if self.bias is not None:
                 places = partial(self.bias_places, shard)
@@ -92,7 +98,9 @@ class Linear:
     def load(self, shard: str, tensor: Tensor) -> None:
         """Take a shard's weight, of the checkpoint's shape; the last one packs the layer."""
         _check_shape(shard, tensor, self._shape(shard))
-        self._load(shard, tensor if self._split is None else tensor.narrow(*self._part(shard)))
+        part = self.part(shard, tensor)
+        assert isinstance(part, Tensor)
+        self._load(shard, part)
 
     def _load(self, shard: str, tensor: Tensor) -> None:
         """Take this rank's part of a shard's weight [size, inputs]."""
@@ -116,7 +124,7 @@ class Linear:
         Shards that the method does not accept, or that cannot be joined with the others, become tensors of floats.
         """
         _check_shape(shard, weight, self._shape(shard))
-        part = weight if self._split is None else weight.narrow(*self._part(shard))
+        part = self.part(shard, weight)
         if isinstance(part, Tensor) or not self.quant.accepts(part):
             self._load(shard, part if isinstance(part, Tensor) else part.dense())
             return
@@ -143,7 +151,7 @@ class Linear:
             raise ValueError(f"{shard} has no bias")
         _check_shape(shard, tensor, self._shape(shard)[:1])
         if self._split == "column":
-            tensor = tensor.narrow(*self._part(shard))
+            tensor = torch.cat([tensor.narrow(0, *span) for span in self._spans[shard]])
         if self._split != "row" or self._group.rank == 0:
             self._rows(self.bias, shard).copy_(tensor)
 
@@ -153,10 +161,33 @@ class Linear:
             raise ValueError(f"no shard {shard!r}; there are: {', '.join(self._whole)}")
         return self._whole[shard]
 
-    def _part(self, shard: str) -> tuple[int, int, int]:
-        """The dimension of a shard's weight that is divided, and where this rank's part starts and how long it is."""
-        dim, size = (0, self.shards[shard]) if self._split == "column" else (1, self.inputs)
-        return dim, self._group.rank * size, size
+    def part(self, shard: str, weight: Tensor | StoredWeight) -> Tensor | StoredWeight:
+        """What this rank has of a shard's weight."""
+        if self._split is None:
+            return weight
+        return part_of(weight, *self.region(shard))
+
+    def whole(self, shard: str) -> tuple[int, int]:
+        """Inputs and outputs of a shard, of all ranks together."""
+        outputs, inputs = self._shape(shard)
+        return inputs, outputs
+
+    def adapter_part(self, shard: str, weights: LowRank) -> LowRank:
+        """What this rank adds for an adapter of a shard: of divided outputs its own, of divided inputs its share of the
+        inner products, which `up` takes as they are."""
+        if self._split is None:
+            return weights
+        dim, spans = self.region(shard)
+        if dim == 0:
+            up = torch.cat([weights.up.narrow(0, *span) for span in spans])
+            return LowRank(weights.down, up, weights.scale)
+        return LowRank(weights.down.narrow(1, *spans[0]), weights.up, weights.scale)
+
+    def region(self, shard: str) -> tuple[int, Sequence[Span]]:
+        """The dimension in which a shard's weight is divided, and what this rank has of it."""
+        if self._split == "column":
+            return 0, self._spans[shard]
+        return 1, (Span(self._group.rank * self.inputs, self.inputs),)
 
     def pack(self, weight: Tensor | StoredWeight) -> Packed:
         """The whole weight for the product of this layer; a copy."""
@@ -166,10 +197,10 @@ class Linear:
         self, x: Tensor, out_dtype: torch.dtype | None = None, *, adapters: Tensor | None = None
     ) -> Tensor:  # [T, inputs] -> [T, outputs]
         """`adapters` [T] int32: the slot of each row's adapter, negative for none; None: no row has one."""
-        out = self.quant.linear(x, self.packed, self.bias, out_dtype)
+        out = self.quant.linear(x, self.packed, self.bias, torch.float32 if self._adds else out_dtype)
         if adapters is not None and self.lora is not None:
             self.lora.add(out, x, adapters)
-        return out
+        return self._group.add(out, out_dtype or x.dtype) if self._adds else out
 
     def _rows(self, tensor: Tensor, shard: str) -> Tensor:
         start = self._first_row(shard)
@@ -193,8 +224,9 @@ class GatedLinear(Linear):
         *,
         bias: bool = False,
         split: Split | None = None,
+        rows: Mapping[str, Sequence[Span]] | None = None,
     ) -> None:
-        super().__init__(inputs, shards, options, bias=bias, split=split)
+        super().__init__(inputs, shards, options, bias=bias, split=split, rows=rows)
         self.activation = activation
 
     def pack(self, weight: Tensor | StoredWeight) -> Packed:

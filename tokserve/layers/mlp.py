@@ -9,6 +9,7 @@ from torch import Tensor
 from tokserve import ops
 from tokserve.layers.linear import Activation, GatedLinear, Linear
 from tokserve.layers.options import LayerOptions
+from tokserve.layers.parallel import Span
 from tokserve.layers.parameter import Parameter
 
 
@@ -29,17 +30,22 @@ class MLPSpec:
 
 
 class GatedMLP:
-    """`hidden` is the width of inputs and outputs."""
+    """`hidden` is the width of inputs and outputs.  `adds` False: of several ranks, each returns its own part."""
 
     gate_up: Linear
 
-    def __init__(self, hidden: int, spec: MLPSpec, options: LayerOptions) -> None:
+    def __init__(self, hidden: int, spec: MLPSpec, options: LayerOptions, *, adds: bool = True) -> None:
         self.activation = spec.activation
         width = 2 * spec.inner // len(spec.up_names)
+        rows = None
+        if len(spec.up_names) == 1:  # the gate's, then as many that it gates
+            mine = options.group.span(spec.inner, spec.up_names[0])
+            rows = {spec.up_names[0]: (mine, Span(spec.inner + mine.start, mine.length))}
         self.gate_up = GatedLinear(
-            hidden, dict.fromkeys(spec.up_names, width), spec.activation, options, bias=spec.bias, split="column"
-        )
-        self.down = Linear(spec.inner, {spec.down_name: hidden}, options, bias=spec.bias, split="row")
+            hidden, dict.fromkeys(spec.up_names, width), spec.activation, options, bias=spec.bias, split="column",
+            rows=rows,
+        )  # fmt: skip
+        self.down = Linear(spec.inner, {spec.down_name: hidden}, options, bias=spec.bias, split="row", adds=adds)
 
     def linears(self) -> dict[str, Linear]:
         """The projections by name."""

@@ -8,13 +8,14 @@ dtype; loading again replaces.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from tokserve import ops
+from tokserve.layers.parallel import Span
 from tokserve.layers.places import Place
 
 T = TypeVar("T")
@@ -55,7 +56,7 @@ class Parameter:
     `load_stored` takes a weight as it is stored; None: `load` is given what it means.
     `rounded`: the dtype to which `load` rounds a tensor before anything else, if it is not `dtype`.
     `places`: where the elements are once they are loaded; the first can be read, and each has to be written.  Empty:
-    they are not kept as `rounded`.
+    they are not kept as `rounded`.  `share`: of the elements, how many this rank keeps.
     """
 
     shape: tuple[int, ...]
@@ -65,6 +66,7 @@ class Parameter:
     offset: float = 0.0
     rounded: torch.dtype | None = None
     places: Callable[[], Sequence[Place]] = tuple
+    share: float = 1.0
 
     @property
     def source_dtype(self) -> torch.dtype:
@@ -79,6 +81,29 @@ class Parameter:
             self.load(weight.dense())
         else:
             self.load_stored(weight)
+
+
+def part_of(weight: Tensor | StoredWeight, dim: int, spans: Sequence[Span]) -> Tensor | StoredWeight:
+    """Some rows (`dim` 0) or columns (1) of a weight, as it is stored if that can be divided so."""
+    parts = [weight.narrow(dim, *span) for span in spans]
+    if len(parts) == 1:
+        return parts[0]
+    first, *others = parts
+    if not isinstance(first, Tensor):
+        stored = [one for one in others if not isinstance(one, Tensor)]
+        joined = first.joined(stored) if dim == 0 and len(stored) == len(others) else None
+        if joined is not None:
+            return joined
+    return torch.cat([one if isinstance(one, Tensor) else one.dense() for one in parts], dim)
+
+
+def elsewhere(named: dict[str, Parameter]) -> dict[str, Parameter]:
+    """The same of which nothing is kept: another rank has these tensors."""
+    return {name: replace(one, load=_drop, load_stored=_drop, places=tuple, share=0.0) for name, one in named.items()}
+
+
+def _drop(weight: object) -> None:
+    """Another rank keeps it."""
 
 
 def under(prefix: str, named: dict[str, T]) -> dict[str, T]:

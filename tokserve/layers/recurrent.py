@@ -95,10 +95,6 @@ class Recurrent:
         """A draft model has the states of its layers nowhere."""
         raise StartError("speculative_config: a draft model is not supported with recurrent states")
 
-    def _alone(self, options: LayerOptions) -> None:
-        if options.group.size > 1:
-            raise StartError("layers with a recurrent state run on one rank")
-
 
 class GatedDelta(Recurrent):
     """`hidden` is the width of inputs and outputs."""
@@ -108,7 +104,6 @@ class GatedDelta(Recurrent):
     norm_weight: Tensor  # [dim] float32
 
     def __init__(self, hidden: int, spec: GatedDeltaSpec, options: LayerOptions) -> None:
-        self._alone(options)
         self.spec, self.dtype = spec, options.dtype
         self.project = Linear(hidden, dict(spec.names), options)
         self.rates = Linear(hidden, dict(spec.rate_names), LayerOptions(options.dtype))
@@ -164,7 +159,6 @@ class ShortConv(Recurrent):
     """`hidden` is the width of inputs, outputs and the convolution."""
 
     def __init__(self, hidden: int, spec: ShortConvSpec, options: LayerOptions) -> None:
-        self._alone(options)
         self.hidden, self.taps, self.dtype = hidden, spec.taps, options.dtype
         self.project = Linear(hidden, {"in_proj": 3 * hidden}, options, bias=spec.bias)
         self.conv = Convolution(hidden, spec.taps, options.dtype, bias=spec.bias)

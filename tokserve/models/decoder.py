@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.errors import RequestError
+from tokserve.errors import RequestError, StartError
 from tokserve.kv_spec import LayerSpec
 from tokserve.layers.attention import Attention, AttentionSpec, WindowBothWays
 from tokserve.layers.batch import ForwardBatch
@@ -24,7 +24,8 @@ from tokserve.layers.linear import Linear
 from tokserve.layers.mlp import GatedMLP, MLPSpec, make_mlp
 from tokserve.layers.norm import NoNorm, make_norm
 from tokserve.layers.options import LayerOptions
-from tokserve.layers.parameter import Parameter, under
+from tokserve.layers.parallel import ALONE, OPTION, WHOLE, Stage
+from tokserve.layers.parameter import Parameter, elsewhere, under
 from tokserve.layers.recurrent import GatedDelta, GatedDeltaSpec, ShortConv
 from tokserve.layers.rope import rope_table, rows_of_axes
 from tokserve.layers.siglip import SiglipSpec
@@ -42,11 +43,12 @@ def feed_forward(hidden: int, spec: MLPSpec | MixtureSpec, options: LayerOptions
 def token_mixer(
     hidden: int, spec: BlockSpec, options: LayerOptions
 ) -> Attention | LatentAttention | GatedDelta | ShortConv:
-    """The part of a block in which tokens meet."""
+    """The part of a block in which tokens meet.  Recurrent layers are not divided: every rank has them whole."""
     if isinstance(spec.attention, AttentionSpec):
         return (WindowBothWays if spec.attention.ahead else Attention)(hidden, spec.attention, options)
     if isinstance(spec.attention, LatentAttentionSpec):
         return LatentAttention(hidden, spec.attention, options)
+    options = replace(options, group=ALONE)
     if isinstance(spec.attention, GatedDeltaSpec):
         return GatedDelta(hidden, spec.attention, options)
     return ShortConv(hidden, spec.attention, options)
@@ -94,7 +96,8 @@ class Decoder:
 
     `float8_cache`: the KV cache has a narrow dtype, so scales that come with weights are used.
     `exact`: all that is computed is batch invariant if the ops are.  `implementation`: as the option model_impl.
-    `has_tower` False: of a model that reads images, without what reads them.
+    `has_tower` False: of a model that reads images, without what reads them.  `stage`: of several, each has some of the
+    layers, `numbers`; `blocks` are its own.
     """
 
     exact = True
@@ -110,7 +113,9 @@ class Decoder:
         *,
         float8_cache: bool = False,
         has_tower: bool = True,
+        stage: Stage = WHOLE,
     ) -> None:
+        self.stage, self.numbers = stage, stage.layers(len(spec.blocks))
         self.spec = spec
         self.options = options
         self.float8_cache = float8_cache
@@ -121,28 +126,31 @@ class Decoder:
             spec.hidden,
             self.dtype,
             multiplier=spec.embedding_multiplier,
-            head=self.head if spec.tied else None,
+            head=self.head if spec.tied and stage.is_last else None,
             keeps_stored=options.quant.name in ("wna16", "int4"),
+            group=options.group,
         )
         self.classifier: Classifier | EncoderHead | None = None
         if spec.classifier is not None:
+            if spec.classifier.tokens and options.group.size > 1:
+                raise StartError(f"{OPTION}: a classifier whose labels are rows of the head runs on one rank")
             self.classifier = Classifier(spec.classifier, spec.hidden, self.head)
-        self.blocks = [DecoderBlock(spec.hidden, block, options) for block in spec.blocks]
+        self.blocks = [DecoderBlock(spec.hidden, spec.blocks[number], options) for number in self.numbers]
         self.norm: NoNorm = make_norm(spec.hidden, spec.norm, self.dtype)
         if spec.vision is not None and has_tower:
+            whole = replace(options, group=ALONE)  # each rank looks at each image
             self.tower = (
-                SiglipTower(spec.vision, options)
-                if isinstance(spec.vision, SiglipSpec)
-                else Tower(spec.vision, options)
+                SiglipTower(spec.vision, whole) if isinstance(spec.vision, SiglipSpec) else Tower(spec.vision, whole)
             )
         self.rope_tables = tables
         self._layers = self._chain()
         self.provenance = Provenance()
 
     def _chain(self) -> list[tuple[DecoderBlock, NoNorm, int]]:
-        """Each block with the norm that follows it and the number of its rope."""
+        """Each block with the norm that follows it, the last one's unless that is the next stage's, and the number of
+        its rope."""
         following = [*(block.attention_norm for block in self.blocks[1:]), self.norm]
-        ropes = [self.spec.ropes.index(block.attention.rope) for block in self.spec.blocks]
+        ropes = [self.spec.ropes.index(self.spec.blocks[number].attention.rope) for number in self.numbers]
         return list(zip(self.blocks, following, ropes, strict=True))
 
     @property
@@ -159,6 +167,7 @@ class Decoder:
             self.rope_tables,
             float8_cache=self.float8_cache,
             has_tower=self.tower is not None,
+            stage=self.stage,
         )
         for block, scales in zip(blank.blocks, self.kv_scales(), strict=True):
             block.attention.scale_cache(*scales)
@@ -188,29 +197,43 @@ class Decoder:
 
     def parameters_by_name(self) -> dict[str, Parameter]:
         """Every tensor a checkpoint must have, under its Hugging Face name."""
-        parameters = under("model.embed_tokens", self.embedding.parameters())
-        for number, block in enumerate(self.blocks):
-            parameters |= under(f"model.layers.{number}", block.parameters())
-        parameters |= under(f"model.{self.spec.norm_name}", self.norm.parameters())
-        parameters |= {} if self.classifier is None else self.classifier.parameters()
-        parameters |= {} if self.tower is None else self.tower.parameters()
-        return parameters if self.spec.tied else parameters | self.head.parameters()
+        stage = self.stage
+        embedding = under("model.embed_tokens", self.embedding.parameters())
+        is_needed = stage.is_first or (self.spec.tied and stage.is_last)
+        parameters = embedding if is_needed else elsewhere(embedding)
+        for number in range(len(self.spec.blocks)):
+            parameters |= under(f"model.layers.{number}", self._block_parameters(number))
+        last = under(f"model.{self.spec.norm_name}", self.norm.parameters())
+        last |= {} if self.classifier is None else self.classifier.parameters()
+        last |= {} if self.spec.tied else self.head.parameters()
+        parameters |= last if stage.is_last else elsewhere(last)
+        return parameters | ({} if self.tower is None else self.tower.parameters())
+
+    def _block_parameters(self, number: int) -> dict[str, Parameter]:
+        if number in self.numbers:
+            return self.blocks[number - self.numbers.start].parameters()
+        return elsewhere(DecoderBlock(self.spec.hidden, self.spec.blocks[number], self.options).parameters())
 
     def stacked_parameters(self) -> dict[str, StackedParameter]:
         """Tensors that a checkpoint may have in place of some of `parameters_by_name`, under their names."""
         stacked: dict[str, StackedParameter] = {}
-        for number, block in enumerate(self.blocks):
-            if isinstance(block.mlp, Mixture):
-                prefix = f"model.layers.{number}.{block.mlp_name}."
-                for name, one in block.mlp.stacked_parameters().items():
-                    covers = tuple(prefix + covered for covered in one.covers)
-                    stacked[prefix + name] = StackedParameter(one.parameter, covers)
+        for number, spec in enumerate(self.spec.blocks):
+            if not isinstance(spec.mlp, MixtureSpec):
+                continue
+            is_mine = number in self.numbers
+            mlp = self.blocks[number - self.numbers.start].mlp if is_mine else None
+            mixture = mlp if isinstance(mlp, Mixture) else Mixture(self.spec.hidden, spec.mlp, self.options)
+            prefix = f"model.layers.{number}.{spec.mlp_name}."
+            for name, one in mixture.stacked_parameters().items():
+                covers = tuple(prefix + covered for covered in one.covers)
+                parameter = one.parameter if is_mine else elsewhere({name: one.parameter})[name]
+                stacked[prefix + name] = StackedParameter(parameter, covers)
         return stacked
 
     def named_linears(self) -> dict[str, Linear]:
         """The projections of the blocks, as `model.layers.0.self_attn.qkv`."""
         linears: dict[str, Linear] = {}
-        for number, block in enumerate(self.blocks):
+        for number, block in zip(self.numbers, self.blocks, strict=True):
             linears |= under(f"model.layers.{number}", block.linears())
         return linears
 
@@ -221,6 +244,17 @@ class Decoder:
             for name, linear in self.named_linears().items()
             for shard in linear.shards
         }
+
+    def adapter_sizes(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of all projections that adapters can change, by name, whichever rank has them."""
+        linears = self.named_linears()
+        sizes = {target: linears[name].whole(shard) for target, (name, shard) in self.adapter_targets().items()}
+        for number, spec in enumerate(self.spec.blocks):
+            if number not in self.numbers:
+                block = DecoderBlock(self.spec.hidden, spec, self.options)
+                for name, linear in under(f"model.layers.{number}", block.linears()).items():
+                    sizes |= {f"{name.rpartition('.')[0]}.{shard}": linear.whole(shard) for shard in linear.shards}
+        return sizes
 
     def row_bytes(self) -> int:
         """Memory of one row from its token to its logits, at most."""
@@ -240,17 +274,17 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch) -> Tensor:  # [T, hidden], or [n, hidden] of `batch.logits_rows`
         """Compute the batch's tokens, up to the final norm, and store their keys and values."""
-        residual, last = self.embed(batch), len(self.blocks) - 1
+        last = len(self.spec.blocks) - 1
         batch.work = {}  # a batch that is filled again has other lengths
         needed = batch.logits_rows if batch.routed is None else None  # all tokens are routed in the last layer too
-        x = self.blocks[0].attention_norm(residual)
+        x, residual = self._enter(batch)
         added = () if batch.added is None else batch.added[1]
         tables = self.rope_tables
         if batch.axes is not None:
             batch, tables = self._along_axes(batch, batch.axes)
-        for layer, (block, following, rope) in enumerate(self._layers):
+        for layer, (block, following, rope) in zip(self.numbers, self._layers, strict=True):
             logits_rows = needed if layer == last else None
-            mixed = block.attention(x, batch, layer, tables[rope], logits_rows)
+            mixed = block.attention(x, batch, layer - self.numbers.start, tables[rope], logits_rows)
             if logits_rows is not None:
                 residual = residual.index_select(0, logits_rows.tokens)
                 x = x.index_select(0, logits_rows.tokens) if block.parallel else x
@@ -262,10 +296,30 @@ class Decoder:
             x = block.mlp(x, batch.adapters if logits_rows is None else logits_rows.adapters, batch.routed)
             if batch.added is not None and layer < len(added):
                 x.index_add_(0, batch.added[0], added[layer].to(x.dtype))
-            x, residual = following.add(block.mlp_post_norm(x), residual, block.residual_multiplier)
+            x = block.mlp_post_norm(x)
+            if layer != self.numbers[-1] or self.stage.is_last:
+                x, residual = following.add(x, residual, block.residual_multiplier)
+        if not self.stage.is_last:
+            return self._pass_on(x, residual)
         if batch.logits_rows is None or needed is not None:
             return x
         return x.index_select(0, batch.logits_rows.tokens)
+
+    def _enter(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """What enters this stage's first layer, and the residual stream beside it, [T, hidden] each."""
+        norm = self.blocks[0].attention_norm
+        if self.stage.link is None or self.stage.is_first:
+            residual = self.embed(batch)
+            return norm(residual), residual
+        both = torch.empty(2, len(batch.input_ids), self.spec.hidden, dtype=self.dtype, device=batch.input_ids.device)
+        x, residual = self.stage.link.receive(both)
+        return norm.add(x, residual, self.spec.blocks[self.numbers.start - 1].residual_multiplier)
+
+    def _pass_on(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Send what the next stage begins with: what this one's last layer adds, and what it is added to."""
+        if self.stage.link is not None:
+            self.stage.link.send(torch.stack((x, residual)))
+        return x
 
     def _along_axes(self, batch: ForwardBatch, axes: Tensor) -> tuple[ForwardBatch, list[Tensor]]:
         """The batch with a rope table for each rope that has a row per token."""
@@ -275,8 +329,8 @@ class Decoder:
         return replace(batch, positions=torch.arange(axes.shape[1], device=axes.device)), tables
 
     def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab] float32
-        """Logits of some of the rows that `forward` returned."""
-        return self.head(hidden)
+        """Logits of some of the rows that `forward` returned; [n, 0] where another stage has them."""
+        return self.head(hidden) if self.stage.is_last else hidden.new_empty(len(hidden), 0, dtype=torch.float32)
 
     def classify(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, labels] float32
         """Logits of the labels, of a model that classifies."""

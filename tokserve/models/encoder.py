@@ -20,6 +20,7 @@ from tokserve.layers.classifier import EncoderHead, EncoderHeadSpec
 from tokserve.layers.embedding import Table
 from tokserve.layers.norm import NoNorm, NormSpec, make_norm
 from tokserve.layers.options import LayerOptions
+from tokserve.layers.parallel import WHOLE, Stage
 from tokserve.layers.parameter import Parameter, under
 from tokserve.models.decoder import Decoder
 from tokserve.models.spec import DecoderSpec
@@ -125,9 +126,14 @@ def _all(seq_lens: Tensor) -> Tensor:  # [R] bool
 
 
 def make_model(
-    spec: DecoderSpec, options: LayerOptions, head: LayerOptions, tables: list[Tensor], *, float8_cache: bool = False
-) -> Decoder:
-    """The model that the spec describes, without weights."""
+    spec: DecoderSpec, options: LayerOptions, head: LayerOptions, tables: list[Tensor], *, float8_cache: bool = False,
+    stage: Stage = WHOLE,
+) -> Decoder:  # fmt: skip
+    """The model that the spec describes, without weights.  Raises StartError."""
     if isinstance(spec, EncoderSpec):
+        if options.group.size > 1 or stage.count > 1:
+            raise StartError(
+                "option tensor_parallel_size or pipeline_parallel_size: a model that reads both ways is not divided"
+            )
         return Encoder(spec, options, head, tables, float8_cache=float8_cache)
-    return Decoder(spec, options, head, tables, float8_cache=float8_cache)
+    return Decoder(spec, options, head, tables, float8_cache=float8_cache, stage=stage)

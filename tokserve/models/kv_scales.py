@@ -40,7 +40,7 @@ def refusal(quantization: Mapping[str, Any] | None) -> str | None:
 
 def apply(decoder: Decoder, scales: Mapping[str, Tensor]) -> None:
     """Set the layers' scales; a layer without one gets 1.  Raises StartError for scales that cannot be used."""
-    known = names(len(decoder.blocks))
+    known = names(len(decoder.spec.blocks))
     values: dict[int, dict[str, float]] = defaultdict(dict)
     problems = []
     for name, tensor in scales.items():
@@ -60,5 +60,5 @@ def apply(decoder: Decoder, scales: Mapping[str, Tensor]) -> None:
             f"these scales of a float8 KV cache cannot be used (kv_cache_dtype auto needs none): "
             f"{'; '.join(problems[:3])}{more}"
         )
-    for layer, block in enumerate(decoder.blocks):
+    for layer, block in zip(decoder.numbers, decoder.blocks, strict=True):
         block.attention.scale_cache(values[layer].get("k", 1.0), values[layer].get("v", 1.0))

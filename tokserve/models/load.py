@@ -15,6 +15,7 @@ import torch
 
 from tokserve.errors import StartError
 from tokserve.layers.options import LayerOptions
+from tokserve.layers.parallel import ALONE, WHOLE, Group, Stage
 from tokserve.layers.quant import METHODS, UNQUANTIZED, WNA16, QuantMethod
 from tokserve.layers.quantized import GROUP, Int4, Wna16
 from tokserve.models import dummy, kv_scales, weights
@@ -46,6 +47,8 @@ def load(
     has_float8: bool = False,
     has_wna16: bool = True,
     float8_cache: bool = False,
+    group: Group = ALONE,
+    stage: Stage = WHOLE,
 ) -> Decoder:
     """Build the model of `hf` (config.json, overrides applied) and load its weights.  Raises StartError.
 
@@ -55,13 +58,14 @@ def load(
     inputs).  With None, projections that are stored as float8 where the device `has_float8` products, or in 4 or 8 bits
     where it `has_wna16` ones, stay so, with their own scales; "none": they become `dtype` there too.
     `quantization_activations` "int8": rows that are multiplied by integers are rounded, by group.
-    `float8_cache`: keys and values will be kept as float8, by the scales that come with the weights.
+    `float8_cache`: keys and values will be kept as float8, by the scales that come with the weights.  `group`: the
+    ranks that divide each layer among them, of which this is one; `stage`: which of the layers it has.
     """
     spec = decoder_spec(hf)
     options: dict[str, Any] = {
         "dtype": dtype, "head_dtype": head_dtype, "max_model_len": max_model_len, "quantization": quantization,
         "group_size": group_size, "quantize_lm_head": quantize_lm_head, "float8_cache": float8_cache,
-        "rounded": quantization_activations is not None,
+        "rounded": quantization_activations is not None, "group": group, "stage": stage,
     }  # fmt: skip
     if load_format == "dummy":
         return _with_dummy_weights(build(spec, **options), seed)
@@ -82,14 +86,20 @@ def load(
     if spec.tied and HEAD in entries:
         spec, entries = _resolve_tie(spec, entries)
     decoder = build(spec, **options)
+    _fill(decoder, entries, directory)
+    decoder.provenance.add_files(catalogue, stamp)
+    _scale_cache(decoder, scales, quantization_of(hf))
+    return decoder
+
+
+def _fill(decoder: Decoder, entries: dict[str, weights.Entry], directory: Path) -> None:
+    """Load a catalogue that must fit the decoder; of what other ranks keep nothing is read."""
     by_name = decoder.parameters_by_name()
     entries = weights.without_zero_biases(entries, by_name)
     parameters = weights.layout(entries, by_name, decoder.stacked_parameters())
     weights.check(entries, parameters, str(directory))
-    weights.load_into(parameters, weights.stream(entries))
-    decoder.provenance.add_files(catalogue, stamp)
-    _scale_cache(decoder, scales, quantization_of(hf))
-    return decoder
+    kept = {name: entry for name, entry in entries.items() if parameters[name].share}
+    weights.load_into(parameters, weights.stream(kept))
 
 
 def _tell_what_becomes(
@@ -134,14 +144,16 @@ def build(
     max_model_len: int | None = None,
     float8_cache: bool = False,
     rounded: bool = False,
+    group: Group = ALONE,
+    stage: Stage = WHOLE,
 ) -> Decoder:
     """A decoder without weights; arguments as `load`'s.  `rounded`: activations are."""
     quant, head_quant = quant_methods(quantization, group_size, quantize_lm_head=quantize_lm_head, rounded=rounded)
     model_type = _dtype(dtype)
     head_type = model_type if head_dtype == "auto" else _dtype(head_dtype)
-    options, head = LayerOptions(model_type, quant), LayerOptions(head_type, head_quant)
+    options, head = LayerOptions(model_type, quant, group), LayerOptions(head_type, head_quant, group)
     tables = rope_tables(spec, max_model_len or spec.max_position)
-    return make_model(spec, options, head, tables, float8_cache=float8_cache)
+    return make_model(spec, options, head, tables, float8_cache=float8_cache, stage=stage)
 
 
 def quant_methods(

@@ -48,7 +48,7 @@ class Staging:
         self._parts: dict[str, dict[str, Tensor]] = {}  # of incomplete weights, by role
         self._shared: dict[str, bytes] = {}  # digests of what came for a tied model's one tensor
         self._cache_scales: dict[str, Tensor] = {}  # of a float8 KV cache; they may be missing
-        self._cache_scale_names = kv_scales.names(len(decoder.blocks))
+        self._cache_scale_names = kv_scales.names(len(decoder.spec.blocks))
 
     def announce(
         self, tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype | str]], *, whole: bool = False
