@@ -180,11 +180,12 @@ def _encode_array(value: Any) -> Any:
     raise NotImplementedError(f"cannot encode {type(value).__name__}")
 
 
-def _decode_array(kind: Any, value: Any) -> Any:
+def decode_hook(kind: Any, value: Any) -> Any:
+    """Arrays as `encode` packs them."""
     dtype, shape, packed = value
-    return np.frombuffer(packed, dtype).reshape(shape)
+    return np.frombuffer(bytearray(packed), dtype).reshape(shape)  # one that may be written to
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
-decode_plan = msgspec.msgpack.Decoder(StepPlan, dec_hook=_decode_array).decode
-decode_result = msgspec.msgpack.Decoder(StepResult, dec_hook=_decode_array).decode
+decode_plan = msgspec.msgpack.Decoder(StepPlan, dec_hook=decode_hook).decode
+decode_result = msgspec.msgpack.Decoder(StepResult, dec_hook=decode_hook).decode

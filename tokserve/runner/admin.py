@@ -89,7 +89,7 @@ class Admin:
     def memory(self) -> dict[str, int]:
         """Bytes by use."""
         parameters = self._runner.model.parameters_by_name().values()
-        weights = sum(math.prod(parameter.shape) * parameter.dtype.itemsize for parameter in parameters)
+        weights = sum(int(math.prod(one.shape) * one.share) * one.dtype.itemsize for one in parameters)
         sizes = {"weight_bytes": weights, "kv_bytes": self._backend.layout.bytes()}
         if self._backend.layout.states is not None:
             sizes["state_bytes"] = self._backend.layout.state_bytes()

@@ -23,6 +23,7 @@ from tokserve.runner.cuda_graphs import DecodeGraphs, PromptGraphs, decode_sizes
 from tokserve.runner.device_slots import DeviceSlots
 from tokserve.runner.features import FeatureRows
 from tokserve.runner.logits import LogitRows
+from tokserve.runner.ranks import ONE, Ranks
 from tokserve.runner.routed import RoutedTable
 from tokserve.runner.slots import Int64, SamplingColumns
 from tokserve.runner.states import StateTable
@@ -44,14 +45,14 @@ class CudaBackend:
 
     def __init__(
         self, device: Accelerator, specs: tuple[LayerSpec, ...], config: Config, max_model_len: int, model: Decoder,
-        draft: Draft | None = None,
+        draft: Draft | None = None, ranks: Ranks = ONE,
     ) -> None:  # fmt: skip
         self.device: Accelerator = device
         self.draft = draft
         self._max_rows = config.scheduler.rows
         self._max_model_len = max_model_len
         self._max_tokens = min(config.scheduler.token_budget, max_model_len)  # of one prompt in a step
-        self._eager, self._exact = config.runtime.enforce_eager, config.runtime.exact
+        self._eager, self._exact = config.runtime.enforce_eager or ranks.size > 1, config.runtime.exact
         self._adapters = config.lora.enable_lora
         block_size = config.cache.block_size or DEFAULT_BLOCK_SIZE
         activations = self.activation_bytes(model, specs, block_size)
@@ -60,6 +61,7 @@ class CudaBackend:
         self.layout = kvcache.layout(
             specs, config.cache, max_num_seqs=self._max_rows, max_model_len=max_model_len,
             free_bytes=max(0, device.free_memory() - activations), bounded=False,
+            agree=ranks.least,
         )  # fmt: skip
         self.slots = DeviceSlots(
             device, self._max_rows, max_model_len, self.layout.block_size, padding_block=self.layout.num_blocks

@@ -21,6 +21,7 @@ from tokserve.runner.cpu_graphs import CpuGraphs
 from tokserve.runner.features import FeatureRows
 from tokserve.runner.host_slots import HostSlots
 from tokserve.runner.logits import LogitRows
+from tokserve.runner.ranks import ONE, Ranks
 from tokserve.runner.replay import Replay
 from tokserve.runner.routed import RoutedTable
 from tokserve.runner.slots import SamplingColumns, last_indices
@@ -37,13 +38,14 @@ class HostBackend:
 
     def __init__(
         self, device: Device, specs: tuple[LayerSpec, ...], config: Config, max_model_len: int, spec: DecoderSpec,
-        draft: Draft | None = None,
+        draft: Draft | None = None, ranks: Ranks = ONE,
     ) -> None:  # fmt: skip
         max_num_seqs = config.scheduler.rows
         self.device = device
         self.layout = kvcache.layout(
             specs, config.cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
             free_bytes=max(0, device.free_memory()), most_drafts=config.speculation.resolved().num_drafts,
+            agree=ranks.least,
         )  # fmt: skip
         self.slots = HostSlots(max_num_seqs, max_model_len, self.layout.block_size)
         self.kv: Pages = kvcache.allocate(self.layout)
@@ -51,7 +53,7 @@ class HostBackend:
         self.states = None if layout.states is None else StateTable(layout, layout.states, self.kv)
         self.slots.states = self.states
         self.routed = RoutedTable(spec, self.layout) if config.model.enable_return_routed_experts else None
-        self._eager = config.runtime.enforce_eager
+        self._eager = config.runtime.enforce_eager or ranks.size > 1  # what ranks do together is not captured
         self._graphs: Replay | None = None
         if draft is not None and self.states is not None:
             raise StartError(

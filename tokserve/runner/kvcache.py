@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import mmap
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -49,8 +50,10 @@ def layout(
     free_bytes: int,
     bounded: bool = True,
     most_drafts: int = 0,
+    agree: Callable[[int], int] = int,
 ) -> KVLayout:
     """How many blocks to have.  `free_bytes` of the device's memory are free.  `most_drafts`: of a request in a step.
+    `agree`: of several ranks' numbers of blocks the least, which all can have.
 
     `kv_cache_memory_bytes` if given; else what `max_num_seqs` contexts of `max_model_len` need, at most the
     configured share of the free memory and, if `bounded`, 4 GiB (or one such context, where that is more).
@@ -58,7 +61,7 @@ def layout(
     Raises StartError if one request of `max_model_len` would not fit.
     """
     block_size = cache.block_size or DEFAULT_BLOCK_SIZE
-    states = _states(specs, cache, max_num_seqs, most_drafts, free_bytes)
+    states = _states(specs, cache, max_num_seqs, most_drafts, free_bytes, agree)
     if states is not None:
         free_bytes -= KVLayout(specs, 0, block_size, states).state_bytes()
     block_bytes = sum(spec.block_bytes(block_size) for spec in specs)
@@ -78,15 +81,20 @@ def layout(
             + (f" or lower --max-model-len to at most {fits}" if fits > 1 else "")
         )
     if not block_bytes:  # no layer attends: blocks count the prefixes that are cached
-        return KVLayout(specs, max_num_seqs * context_blocks, block_size, states)
+        return KVLayout(specs, agree(max_num_seqs * context_blocks), block_size, states)
     blocks = limit // block_bytes
     if cache.kv_cache_memory_bytes is None:
         blocks = min(blocks, max_num_seqs * context_blocks)
-    return KVLayout(specs, blocks, block_size, states)
+    return KVLayout(specs, agree(blocks), block_size, states)
 
 
 def _states(
-    specs: tuple[LayerSpec, ...], cache: CacheConfig, slots: int, most_drafts: int, free_bytes: int
+    specs: tuple[LayerSpec, ...],
+    cache: CacheConfig,
+    slots: int,
+    most_drafts: int,
+    free_bytes: int,
+    agree: Callable[[int], int],
 ) -> StateLayout | None:
     spare = most_drafts + 1
     size = one_state(specs, spare)
@@ -103,6 +111,7 @@ def _states(
     interval = -(-cache.state_snapshot_interval // block_size) * block_size
     enabled = cache.enable_prefix_caching and interval
     snapshots = min(cache.state_snapshot_memory_bytes, room - slots * size) // size if enabled else 0
+    snapshots = agree(snapshots)
     if enabled and not snapshots and cache.state_snapshot_memory_bytes:
         logger.warning(
             "a recurrent state takes %d bytes, and there is room for no snapshot: prefixes are not reused; raise "

@@ -6,6 +6,7 @@ The memory of all slots is allocated at the start and never moves.  The engine a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from tokserve.config import LoraConfig
 from tokserve.errors import NotFound
@@ -26,7 +27,10 @@ class LoraTables:
             name: LoraSlots(linear.inputs, linear.shards, config.max_loras, config.max_lora_rank, linear.dtype)
             for name, linear in model.named_linears().items()
         }
-        self._slots = {target: (self._layers[name], shard) for target, (name, shard) in model.adapter_targets().items()}
+        targets, linears = model.adapter_targets(), model.named_linears()
+        self._slots = {target: (self._layers[name], shard) for target, (name, shard) in targets.items()}
+        self._parts = {target: partial(linears[name].adapter_part, shard) for target, (name, shard) in targets.items()}
+        self._sizes = model.adapter_sizes()
         self._read: dict[str, LowRank] | None = None  # not in a slot yet
 
     def attach(self, model: Decoder) -> None:
@@ -46,8 +50,8 @@ class LoraTables:
         except sources.NoDirectory as error:
             raise NotFound(error.message, field=adapters.FIELD) from None  # trainers try again: file systems lag
         sources.check_files(directory, (adapters.CONFIG, adapters.TENSORS), allowed, adapters.FIELD)
-        sizes = {name: (slots.inputs, slots.shards[shard]) for name, (slots, shard) in self._slots.items()}
-        self._read = adapters.read(directory, sizes, self._renames, self._max_rank)
+        weights = adapters.read(directory, self._sizes, self._renames, self._max_rank)
+        self._read = {name: part(weights[name]) for name, part in self._parts.items() if name in weights}
 
     def place(self, slot: int) -> None:
         """Put the adapter that was read last into a slot, in place of what is there; once."""

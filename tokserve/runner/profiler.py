@@ -88,6 +88,7 @@ class RunnerProfiler:
         `engine`, `requests`: spans, recorded elsewhere, that the trace has as well.  Raises RequestFailed.
         """
         recorded, file = self.spans.take(), Path(path)
+        engine, requests = ([TraceSpan(*span) for span in spans] for spans in (engine, requests))  # or lists, from afar
         part = file.with_name(file.name + ".torch")
         kineto, self._torch = self._torch, None
         try:

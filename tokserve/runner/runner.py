@@ -22,8 +22,9 @@ from tokserve.runner.features import FeatureTable
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.lora import LoraTables
 from tokserve.runner.pooling import Pooler
-from tokserve.runner.sampler import Sampler, join
-from tokserve.runner.slots import logit_lengths
+from tokserve.runner.ranks import ONE, Ranks, ReceivedSample
+from tokserve.runner.sampler import PendingSample, Sampler, join
+from tokserve.runner.slots import SamplingColumns, logit_lengths
 from tokserve.runner.steps import PendingResult, PendingStep
 from tokserve.trace import Spans
 
@@ -41,7 +42,9 @@ class Runner:
         config: Config,
         lora: LoraTables | None,
         encoder: ImageEncoder | None = None,
+        ranks: Ranks = ONE,
     ) -> None:
+        self.ranks = ranks
         self.model = model  # with the weights that serve
         self.backend = backend
         self._slots = backend.slots
@@ -88,10 +91,20 @@ class Runner:
                 step.withhold(bitmask.withheld)
             if step.logits is None or step.columns is None:
                 return PendingResult(step, None)
-            sample = self._sampler.sample(step.logits, step.rows, step.columns, bitmask)
+            sample = self._sampled(step.logits, step.rows, step.columns, bitmask)
             result = PendingResult(step, sample)
             self.backend.finish(result, step.columns, sample.token_ids)
             return result
+
+    def _sampled(
+        self, logits: Tensor, rows: LogitRows, columns: SamplingColumns, bitmask: GrammarBitmask | None
+    ) -> PendingSample | ReceivedSample:
+        """New tokens, by the rank that has the logits."""
+        if not self.ranks.answers:
+            return self.ranks.hear(len(rows.slots))
+        sample = self._sampler.sample(logits, rows, columns, bitmask)
+        self.ranks.tell(sample)
+        return sample
 
     def _update_tables(self, plan: StepPlan) -> None:
         """What a request leaves in its slot, the next one overwrites."""
@@ -129,9 +142,12 @@ class Runner:
                 for row, count in pooled.items():
                     needed[row] = count
             hidden = self.backend.forward(self.model, plan, needed, features)
-            step.prompt_logprobs = {span[0]: self._score(plan, hidden, span) for span in spans}
+            scores = {span[0]: self._score(plan, hidden, span) for span in spans}
+            step.prompt_logprobs = {row: score for row, score in scores.items() if score is not None}
             for row, count in pooled.items():
                 end = int(hidden.ends[row])
+                if not self.ranks.answers:
+                    continue
                 vector = self._pooler.pool(self.model, plan, row, hidden.states[end - count : end])
                 if vector is not None:
                     step.pooled[row] = vector
@@ -148,16 +164,17 @@ class Runner:
             return self.model.logits(hidden.states)
         return self.model.logits(hidden.states.index_select(0, hidden.logits_indices))
 
-    def _score(self, plan: StepPlan, hidden: HiddenStates, span: Span) -> LogprobRows:
-        """Logprobs of the prompt tokens first .. last - 1 of a plan row."""
+    def _score(self, plan: StepPlan, hidden: HiddenStates, span: Span) -> LogprobRows | None:
+        """Logprobs of the prompt tokens first .. last - 1 of a plan row; None on a rank that has no logits."""
         row, first, last = span
         slot, end = int(plan.slots[row]), int(plan.num_computed[row] + plan.num_tokens[row])
         shift = int(hidden.ends[row]) - end - 1  # prompt token j is predicted by state j + shift
         parts = []
         for j in range(first, last, self._score_chunk):
             logits = self.model.logits(hidden.states[j + shift : min(j + self._score_chunk, last) + shift])
-            parts.append(self._sampler.score(logits, slot, j))
-        return join(parts)
+            if self.ranks.answers:
+                parts.append(self._sampler.score(logits, slot, j))
+        return join(parts) if parts else None
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
         """An admin method by name, between two steps."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from tokserve.config import Config, RuntimeConfig
 from tokserve.device import Accelerator, Device
 from tokserve.errors import NotBuiltIn, StartError
 from tokserve.kv_spec import StateSpec
+from tokserve.layers.recurrent import GatedDeltaSpec, ShortConvSpec
 from tokserve.models import load as models
 from tokserve.models.decoder import Decoder
 from tokserve.models.encoder import Encoder
@@ -29,25 +30,27 @@ from tokserve.params import SamplingParams
 from tokserve.plan import DRAWN, DeviceFacts, NewRow, StepPlan
 from tokserve.runner import kvcache
 from tokserve.runner.backend import Backend, Draft
+from tokserve.runner.collectives import EngineStore
 from tokserve.runner.cuda import CudaBackend
 from tokserve.runner.encoder import ImageEncoder
 from tokserve.runner.host import HostBackend
 from tokserve.runner.lora import LoraTables
+from tokserve.runner.ranks import ONE, Ranks, join
 from tokserve.runner.runner import Runner
 from tokserve.vision import KIND, ImageFormat, image_format
 
 logger = logging.getLogger(__name__)
 
 
-def load(config: Config) -> tuple[Runner, DeviceFacts]:
-    """A runner that is ready to serve.  Raises StartError."""
+def load(config: Config, ranks: Ranks = ONE) -> tuple[Runner, DeviceFacts]:
+    """A runner that is ready to serve, one of several with `ranks`.  Raises StartError."""
     try:
-        return _load(config)
+        return _load(config, ranks)
     except torch.OutOfMemoryError as error:
         raise StartError(f"the model is too large for the device: {str(error).partition('. ')[0]}") from error
 
 
-def _load(config: Config) -> tuple[Runner, DeviceFacts]:
+def _load(config: Config, ranks: Ranks) -> tuple[Runner, DeviceFacts]:
     runtime = config.runtime
     began = time.perf_counter()
     threads = device.set_threads(runtime.cpu_threads)
@@ -56,10 +59,12 @@ def _load(config: Config) -> tuple[Runner, DeviceFacts]:
         target.require_float8("quantization")
     cpus = device.bound_cpus(runtime.cpu_bind, threads)
     bound = ops.bind(runtime.device, runtime.ops, threads, cpus=cpus, exact=runtime.exact)
-    kernels = cpu_kernels(bound, runtime, config.model.dtype)
+    kernels = cpu_kernels(bound, _with_arithmetic(config, ranks), config.model.dtype)
+    if ranks.answers:
+        ranks.text("" if kernels is None else kernels.arithmetic)
     if bound["linear"] != "torch":
         device.set_threads(1)  # the compiled ops have their own threads; torch's would fight them for the cores
-    model = _model(config, target)
+    model = _model(config, target, ranks)
     lora = LoraTables(config.lora, model, config.weights.allowed_weight_dirs) if config.lora.enable_lora else None
     if lora is not None:
         lora.attach(model)
@@ -67,13 +72,13 @@ def _load(config: Config) -> tuple[Runner, DeviceFacts]:
     if draft is not None and draft.copy is not None and lora is not None:
         lora.attach(draft.model)
     loaded = time.perf_counter()
-    backend = make_backend(target, model, config, draft)
+    backend = make_backend(target, model, config, draft, ranks)
     images = _images(config, model)
     encoder = None
     if images is not None:
         encoder = ImageEncoder(images, config.media.mm_encoder_cache_bytes, threads)
         backend.slots.images = images
-    runner = Runner(model, backend, config, lora, encoder)
+    runner = Runner(model, backend, config, lora, encoder, ranks)
     with torch.inference_mode():
         for adapter in (-1,) if lora is None else (-1, 0):
             _warm_up(runner, adapter)
@@ -112,7 +117,7 @@ def _images(config: Config, model: Decoder) -> ImageFormat | None:
     return image_format(directory, checkpoint.hf_config(directory) | (config.model.hf_overrides or {}))
 
 
-def _model(config: Config, target: Device | Accelerator) -> Decoder:
+def _model(config: Config, target: Device | Accelerator, ranks: Ranks) -> Decoder:
     options = config.model
     file = checkpoint.gguf_file(options.model)
     name, types = (options.model, "") if file is None else (file[0], f"{file[1]}; ")
@@ -132,16 +137,21 @@ def _model(config: Config, target: Device | Accelerator) -> Decoder:
         decoder_spec(hf)  # raises StartError
         raise StartError("option model_impl: a classifier is not served by transformers' module")
     if options.model_impl == "transformers" or (options.model_impl == "auto" and not is_known(hf)):
+        if ranks.size > 1:
+            raise StartError(
+                "option tensor_parallel_size or pipeline_parallel_size: a transformers module is not divided"
+            )
         return import_module("tokserve.hf.load").load(directory, hf, **common)  # type: ignore[no-any-return]
     try:
         decoder_spec(hf)
     except NotBuiltIn as refusal:
-        if options.model_impl == "auto" and not is_classifier(hf):
+        if options.model_impl == "auto" and not is_classifier(hf) and ranks.size == 1:
             return _through_transformers(directory, hf, refusal, common)
         raise
     return models.load(
         directory, hf,
-        has_float8=target.has_float8, has_wna16=not isinstance(target, Accelerator), **common,
+        has_float8=target.has_float8, has_wna16=not isinstance(target, Accelerator),
+        group=ranks.group, stage=ranks.stage, **common,
     )  # fmt: skip
 
 
@@ -169,7 +179,7 @@ def _draft(config: Config, target: Device | Accelerator, model: Decoder) -> Draf
         config.model, model=plan.model, quantization=plan.quantization, quantize_lm_head=plan.quantization is not None,
         head_dtype="auto", hf_overrides=None, model_impl="auto",
     )  # fmt: skip
-    second = _model(msgspec.structs.replace(config, model=options), target)
+    second = _model(msgspec.structs.replace(config, model=options), target, ONE)
     if second.spec.vocab != model.spec.vocab:
         raise StartError(
             f"option speculative_config: the draft model's vocabulary has {second.spec.vocab} tokens, and the model's "
@@ -178,7 +188,9 @@ def _draft(config: Config, target: Device | Accelerator, model: Decoder) -> Draf
     return Draft(second, len(model.kv_specs()))
 
 
-def make_backend(target: Device | Accelerator, model: Decoder, config: Config, draft: Draft | None = None) -> Backend:
+def make_backend(
+    target: Device | Accelerator, model: Decoder, config: Config, draft: Draft | None = None, ranks: Ranks = ONE
+) -> Backend:
     """The backend of a device."""
     max_model_len = config.model.max_model_len
     assert max_model_len is not None, "the configuration is not resolved"
@@ -187,13 +199,35 @@ def make_backend(target: Device | Accelerator, model: Decoder, config: Config, d
         specs += kvcache.kept(draft.model.kv_specs(), config.cache)
     if any(spec.dtype == kvcache.FLOAT8 for spec in specs):
         target.require_float8("kv_cache_dtype")
+    if ranks.stage.count > 1:
+        if any(isinstance(block.attention, GatedDeltaSpec | ShortConvSpec) for block in model.spec.blocks):
+            raise StartError("option pipeline_parallel_size: models with recurrent states have one stage")
+        if config.model.enable_return_routed_experts:
+            raise StartError("option enable_return_routed_experts: needs all layers in one stage")
     if isinstance(target, Accelerator):
         if any(isinstance(spec, StateSpec) for spec in specs):
             raise StartError("models with recurrent states run on a CPU; this device does not have them yet")
         if config.model.enable_return_routed_experts:
             raise StartError("option enable_return_routed_experts is for the CPU; this device does not have it yet")
-        return CudaBackend(target, specs, config, max_model_len, model, draft)
-    return HostBackend(target, specs, config, max_model_len, model.spec, draft)
+        return CudaBackend(target, specs, config, max_model_len, model, draft, ranks)
+    return HostBackend(target, specs, config, max_model_len, model.spec, draft, ranks)
+
+
+def join_ranks(
+    rank: int, tensor: int, stages: int, put: Callable[[str, bytes], None], get: Callable[[str], bytes], kind: str,
+    address: str,
+) -> Ranks:  # fmt: skip
+    """Meet the other ranks, which put values under keys that this one can get, and the other way round."""
+    target = device.use(kind)
+    store, nccl = EngineStore(put, get), isinstance(target, Accelerator)
+    return join(rank, tensor, stages, store, target.torch_device, address, nccl=nccl)
+
+
+def _with_arithmetic(config: Config, ranks: Ranks) -> RuntimeConfig:
+    """What the answering rank has measured to be the fastest holds for all: norms and routers are computed by each."""
+    if ranks.answers or not (arithmetic := ranks.text("")):
+        return config.runtime
+    return msgspec.structs.replace(config.runtime, cpu_arithmetic=arithmetic)
 
 
 def _warm_up(runner: Runner, adapter: int) -> None:

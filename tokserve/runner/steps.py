@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,10 +23,17 @@ from tokserve.plan import (
     UInt8,
 )
 from tokserve.runner.logits import LogitRows
-from tokserve.runner.sampler import PendingSample, SampledTokens
+from tokserve.runner.sampler import SampledTokens
 from tokserve.runner.slots import Int64, SamplingColumns
 
 NO_TOKENS = SampledTokens(np.zeros(0, np.int32), None, None)
+
+
+class AwaitedSample(Protocol):
+    """New tokens that may still be on their way to the host."""
+
+    def result(self) -> SampledTokens:
+        """Wait for them."""
 
 
 @dataclass(slots=True)
@@ -62,7 +69,7 @@ class PendingStep:
 class PendingResult:
     """A step whose tokens were sampled.  `sample` None: no row sampled."""
 
-    def __init__(self, step: PendingStep, sample: PendingSample | None) -> None:
+    def __init__(self, step: PendingStep, sample: AwaitedSample | None) -> None:
         self.plan, self.rows = step.plan, step.rows
         self._sample = sample
         self._prompt_logprobs, self._pooled = step.prompt_logprobs, step.pooled
