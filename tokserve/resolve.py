@@ -198,6 +198,27 @@ def replica_config(config: Config, rank: int) -> Config:
     return replace(config, cache=cache, runtime=runtime, kv=kv)
 
 
+def rank_config(config: Config, rank: int) -> Config:
+    """The engine's resolved configuration for one rank, whose machine it shares with `ranks_here` - 1 others.
+
+    Options that only the server needs, its keys above all, are left out.
+    """
+    replace, parallel, runtime, cache = msgspec.structs.replace, config.parallel, config.runtime, config.cache
+    here = parallel.ranks_here
+    if runtime.device == "cpu":
+        if cache.kv_cache_memory_bytes is None:  # all ranks look at the same memory
+            cache = replace(cache, gpu_memory_utilization=cache.gpu_memory_utilization / here)
+        runtime = replace(runtime, cpu_threads=max(1, (runtime.cpu_threads or here) // here))
+        if runtime.cpu_bind not in ("auto", "none"):
+            cpus, count = cpu_list(runtime.cpu_bind), runtime.cpu_threads or 1
+            first = rank % here * count
+            runtime = replace(runtime, cpu_bind=",".join(map(str, cpus[first : first + count])))
+        else:
+            runtime = replace(runtime, cpu_bind="none")
+    server = replace(config.server, api_key=None, admin_api_key=None)
+    return replace(config, runtime=runtime, cache=cache, server=server)
+
+
 def _replica_cpus(runtime: RuntimeConfig, size: int) -> list[int]:
     """The CPUs to bind the threads of all engines to, one after the other; empty: they are not bound.
 
@@ -213,21 +234,23 @@ def _replica_cpus(runtime: RuntimeConfig, size: int) -> list[int]:
 
 
 def replica_environment(config: Config, rank: int) -> dict[str, str] | None:
-    """The environment of one of several engines, in which it sees a GPU that no other has; None: that of this process.
+    """The environment of one of several engines, in which it sees GPUs that no other has; None: that of this process.
 
     Raises StartError if there are fewer GPUs than engines.
     """
     if config.runtime.device != "cuda" or config.parallel.data_parallel_backend == "ray":
         return None
     size, given = config.parallel.data_parallel_size, os.environ.get(VISIBLE)
+    num_ranks = config.parallel.ranks_here
     if given is None:
         num_files = len([path for path in GPU_FILE.parent.glob("nvidia*") if path.name[6:].isdigit()])
         visible = [str(index) for index in range(num_files)]
     else:
         visible = [name for name in given.split(",") if name]
-    if len(visible) < size:
-        raise StartError(f"option data_parallel_size: {size} engines need a GPU each, and there are {len(visible)}")
-    return dict(os.environ) | {VISIBLE: visible[rank]}
+    if len(visible) < size * num_ranks:
+        number = "a GPU" if num_ranks == 1 else f"{num_ranks} GPUs"
+        raise StartError(f"option data_parallel_size: {size} engines need {number} each, and there are {len(visible)}")
+    return dict(os.environ) | {VISIBLE: ",".join(visible[rank * num_ranks : (rank + 1) * num_ranks])}
 
 
 def reserved_devices(runtime: RuntimeConfig) -> dict[str, int]:
@@ -279,7 +302,34 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
+def _check_ranks(config: Config) -> None:
+    """The options of an engine's ranks, with each other and with what is not divided."""
+    parallel, runtime = config.parallel, config.runtime
+    if parallel.node_rank >= parallel.nnodes:
+        raise StartError(f"option node_rank: must be below nnodes {parallel.nnodes}, got {parallel.node_rank}")
+    if parallel.headless != (parallel.node_rank > 0):
+        raise StartError("option headless: is for the machines with a node_rank above 0, and for all of them")
+    if parallel.num_ranks % parallel.nnodes:
+        raise StartError(
+            f"option nnodes: {parallel.num_ranks} ranks cannot be divided among {parallel.nnodes} machines"
+        )
+    if parallel.nnodes > 1 and parallel.data_parallel_size > 1:
+        raise StartError("option nnodes: several engines (data_parallel_size) run on one machine")
+    is_local = parallel.master_addr == "localhost" or _is_loopback(parallel.master_addr)
+    if parallel.nnodes > 1 and parallel.master_key_file is None and not is_local:
+        raise StartError("option master_key_file: is needed, as other machines can reach master_addr")
+    if parallel.num_ranks == 1:
+        return
+    if parallel.data_parallel_backend == "ray":
+        raise StartError("option data_parallel_backend: engines on a Ray cluster have one rank each")
+    if (method := config.speculation.resolved().method) in ("self", "draft_model"):
+        raise StartError(f"option speculative_config: the method {method} is for a model of one rank")
+    if runtime.cpu_bind not in ("auto", "none") and (runtime.cpu_threads or 0) % parallel.ranks_here:
+        raise StartError(f"option cpu_bind: names {runtime.cpu_threads} CPUs for {parallel.ranks_here} ranks")
+
+
 def _check(config: Config) -> None:
+    _check_ranks(config)
     model = config.model
     config.profiler.resolved()
     config.kv.events()

@@ -15,8 +15,13 @@ import msgspec
 
 from tokserve import config as options
 
-# vLLM's short names of options
-SHORT = {"data_parallel_size": "-dp", "data_parallel_backend": "-dpb", "speculative_config": "-sc"}
+SHORT = {  # vLLM's short names of options
+    "data_parallel_size": "-dp",
+    "data_parallel_backend": "-dpb",
+    "speculative_config": "-sc",
+    "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
+}
 _SUFFIX = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 

@@ -17,7 +17,7 @@ import uvloop
 
 import tokserve
 from tokserve import log
-from tokserve.cli import listen
+from tokserve.cli import headless, listen
 from tokserve.cli.http import ApiServer, Signals, banner, report
 from tokserve.cli.supervisor import Supervisor
 from tokserve.config import SECRET, Config, fields
@@ -38,6 +38,9 @@ def serve_config(given: Config, make_server: Callable[[Config], ApiServer] = Api
     log.setup("server", given.server.log_level, given.server.log_format)
     try:
         config = resolve(given)
+        if config.parallel.headless:
+            logger.info("tokserve %s: %s", tokserve.__version__, chosen(config))
+            return headless.hold(config)
         with listen.bind(config) as sock:
             logger.info("tokserve %s: %s", tokserve.__version__, chosen(config))
             return uvloop.run(_run(config, sock, started, make_server))

@@ -36,10 +36,10 @@ TAKEN_BACK = object()  # the result of a command that another engine refused
 
 
 class Coordinator:
-    """The commands of these engines."""
+    """The commands of these engines.  `num_ranks`: of each."""
 
-    def __init__(self, engines: Sequence[EngineClient]) -> None:
-        self._engines = engines
+    def __init__(self, engines: Sequence[EngineClient], num_ranks: int = 1) -> None:
+        self._engines, self._num_ranks = engines, num_ranks
         self._changing_weights = asyncio.Lock()  # a new epoch, or a worker call: never both at once
         self._waking = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -69,7 +69,7 @@ class Coordinator:
                 await stack.enter_async_context(self._changing_weights)
             size = len(self._engines)
             ranks = [engine.rank for engine in self._engines if engine.down is None]
-            sent = {rank: fan_out.args_for(method, args, rank, size) for rank in ranks}
+            sent = {rank: fan_out.args_for(method, args, rank, size, self._num_ranks) for rank in ranks}
             answers = await (self._in_phases(method, sent) if method in PHASES else self._send(method, sent))
         if method == "load_lora_adapter":
             self._unload_evicted(answers)

@@ -30,9 +30,9 @@ class Answer(NamedTuple):
     error: RequestError | None = None
 
 
-def args_for(method: str, args: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """The arguments of a command for one engine of `size`: its part of an update's id, its rank in a process group, its
-    entry of a list with one per engine.  Raises RequestError."""
+def args_for(method: str, args: Mapping[str, Any], rank: int, size: int, num_ranks: int = 1) -> dict[str, Any]:
+    """The arguments of a command for one engine of `size`: its part of an update's id, the first of its `num_ranks` in
+    a process group, its entry of a list with one per engine.  Raises RequestError."""
     mine = dict(args)
     if isinstance(update_id := mine.get("update_id"), str):
         parts = update_id.split(PART)
@@ -40,7 +40,7 @@ def args_for(method: str, args: Mapping[str, Any], rank: int, size: int) -> dict
     if method == "init_weight_transfer_engine":
         given = mine.get("init_info")
         if isinstance(given, Mapping) and type(given.get("rank_offset")) is int:
-            mine["init_info"] = {**given, "rank_offset": given["rank_offset"] + rank}
+            mine["init_info"] = {**given, "rank_offset": given["rank_offset"] + rank * num_ranks}
     if method == "update_weights" and isinstance(mine.get("update"), list):
         updates = mine["update"]
         if len(updates) != size:

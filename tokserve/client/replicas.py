@@ -38,7 +38,7 @@ class Replicas:
             EngineClient(replica_config(config, rank), rank, replica_environment(config, rank)) for rank in range(size)
         ]
         self.ready: Ready | None = None
-        self._coordinator = Coordinator(self.engines)
+        self._coordinator = Coordinator(self.engines, config.parallel.num_ranks)
         self._config = config
         assert config.cache.block_size is not None  # it is resolved
         self._router = PrefixRouter(size, config.cache.block_size, SLACK_STEPS * config.scheduler.token_budget)

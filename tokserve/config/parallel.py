@@ -1,4 +1,4 @@
-"""Options of several engines."""
+"""Options of several engines, and of the ranks of one."""
 
 from __future__ import annotations
 
@@ -23,3 +23,46 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
               "in RAY_ADDRESS or which has a node here. Needs tokserve[ray], and on CPUs --cpu-threads, which Ray "
               "reserves for each engine."),
     ] = "mp"  # fmt: skip
+    tensor_parallel_size: Annotated[
+        int,
+        about("Ranks that divide each layer of the model among them, a process each. Bits depend on how many there "
+              "are, and on nothing else.", ge=1, le=64),
+    ] = 1  # fmt: skip
+    pipeline_parallel_size: Annotated[
+        int,
+        about("Stages that divide the layers of the model among them, with tensor_parallel_size ranks each.",
+              ge=1, le=64),
+    ] = 1  # fmt: skip
+    distributed_executor_backend: Annotated[
+        Literal["mp"] | None,
+        about("What starts the processes of an engine's ranks. mp: the engine itself, and on other nodes the command "
+              "with --headless. Default: mp."),
+    ] = None  # fmt: skip
+    nnodes: Annotated[
+        int, about("Machines that an engine's ranks are on, with equally many each.", ge=1, le=64)
+    ] = 1  # fmt: skip
+    node_rank: Annotated[
+        int, about("The number of this machine; 0 serves, the others only compute (headless).", ge=0, le=63)
+    ] = 0  # fmt: skip
+    master_addr: Annotated[str, about("Address of the machine with node_rank 0, under which the others reach it.")] = (
+        "127.0.0.1"
+    )
+    master_port: Annotated[
+        int, about("Port there at which the engine awaits the ranks of other machines.", ge=1, le=65535)
+    ] = 29501  # fmt: skip
+    master_key_file: Annotated[
+        str | None,
+        about("A file with a secret that is the same on all machines: ranks of other machines prove that they know it. "
+              "Needed unless master_addr is a loopback address."),
+    ] = None  # fmt: skip
+    headless: Annotated[bool, about("Serve no HTTP: hold ranks of the engine of node_rank 0.")] = False
+
+    @property
+    def num_ranks(self) -> int:
+        """Of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ranks_here(self) -> int:
+        """Of one engine, on this machine."""
+        return self.num_ranks // self.nnodes

@@ -56,10 +56,12 @@ class Opening(msgspec.Struct, frozen=True):
         return socket
 
 
-def serve(core: EngineCore, socket: EngineSocket) -> None:
+def serve(core: EngineCore, socket: EngineSocket, executor: Executor) -> None:
     """Turn until a front end asks for the end; asleep when there is nothing to do."""
+    executor.watch(socket.wake)
     busy = True
     while not core.stopped:
+        executor.check()
         for identity, message, received in socket.take(0 if busy else core.seconds_to_deadline()):
             core.receive(identity, message, received)
         busy = core.step()
@@ -75,7 +77,7 @@ def run(address: str, config: Config, executor: Executor, bind: Callable[[str], 
     core = None
     try:
         core = _start(config, executor, socket)
-        serve(core, socket)
+        serve(core, socket, executor)
         core.close()
         executor.close()
         logger.info("stopped")

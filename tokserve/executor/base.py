@@ -6,11 +6,13 @@ this file does not import torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from tokserve.config import Config
 from tokserve.executor.inline import InlineExecutor
+from tokserve.executor.workers import WorkersExecutor
 from tokserve.plan import DeviceFacts, GrammarBitmask, Int32, StepPlan, StepResult
 
 
@@ -40,10 +42,16 @@ class Executor(Protocol):
     def interrupt(self) -> None:
         """Make what `background` is waiting for fail soon."""
 
+    def watch(self, wake: Callable[[], object]) -> None:
+        """Call `wake`, from any thread, if the device is lost; `check` raises then."""
+
+    def check(self) -> None:
+        """Raise RuntimeError, which says why, if the device is lost."""
+
     def close(self) -> None:
         """Free the device; nothing is called afterwards."""
 
 
 def make(config: Config) -> Executor:
     """The executor for this configuration; it loads nothing before `start`."""
-    return InlineExecutor(config)
+    return InlineExecutor(config) if config.parallel.num_ranks == 1 else WorkersExecutor(config)

@@ -120,6 +120,12 @@ class InlineExecutor:
         """Make what the background thread waits for fail."""
         self._loaded().interrupt()
 
+    def watch(self, wake: Callable[[], object]) -> None:
+        """The device is this process's own."""
+
+    def check(self) -> None:
+        """It is there as long as this process is."""
+
     def close(self) -> None:
         """Wait for what runs, then drop the model."""
         if self._runner is not None:

@@ -212,6 +212,8 @@ class Serving:
     def _options(self) -> str:
         facts = self.llm.ready.facts
         options = [self.config.model, self.config.cache.kv_cache_dtype, facts.get("ops"), facts.get("arithmetic")]
+        if self.config.parallel.num_ranks > 1:  # ranks add what each has computed
+            options += [facts["tensor_parallel_size"], facts["pipeline_parallel_size"]]
         return encode_json(options).decode()
 
     async def probe(self, command: str, seconds: float) -> None:

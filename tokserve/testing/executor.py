@@ -177,6 +177,12 @@ class ScriptedModel:
         done.set_result(empty.get(method))
         return done
 
+    def watch(self, wake: Callable[[], object]) -> None:
+        """It is never lost."""
+
+    def check(self) -> None:
+        """It is never lost."""
+
     def interrupt(self) -> None:
         """Nothing waits."""
 

@@ -27,6 +27,9 @@ async def state(serving: Serving, request: Request) -> Response:
     state = await serving.llm.call("state")
     arithmetic = serving.llm.ready.facts.get("arithmetic")
     reply = {name: state[name] for name in NAMES} | {"arithmetic": arithmetic}
+    parallel = serving.config.parallel
+    if parallel.num_ranks > 1:
+        reply |= {name: getattr(parallel, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
     if ENGINES in state:
         reply[ENGINES] = [{name: one[name] for name in ("engine", *NAMES)} for one in state[ENGINES]]
     return body.reply(request, reply)
@@ -46,4 +49,5 @@ async def kv_event_sources(serving: Serving, request: Request) -> Response:
 async def get_world_size(serving: Serving, request: Request) -> Response:
     """GET /get_world_size: the server's ranks in a weight transfer; `?include_dp=false`: those of one engine"""
     all_engines = request.query_params.get("include_dp", "true").lower() not in ("0", "false")
-    return body.reply(request, {"world_size": serving.llm.num_engines if all_engines else 1})
+    ranks = serving.config.parallel.num_ranks
+    return body.reply(request, {"world_size": ranks * (serving.llm.num_engines if all_engines else 1)})

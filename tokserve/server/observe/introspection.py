@@ -162,7 +162,7 @@ def description(serving: Serving, request: Request) -> dict[str, Any]:
 
 def _as_vllm(serving: Serving, config: dict[str, Any], config_format: str) -> Any:
     """The configuration under the names of vLLM's `VllmConfig`, which its clients read."""
-    ranks = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "world_size": 1}
+    ranks = {"world_size": serving.config.parallel.num_ranks}
     mode, lora = config["model"]["logprobs_mode"], serving.config.lora
     adapters = {"max_loras": lora.max_loras, "max_lora_rank": lora.max_lora_rank} if lora.enable_lora else None
     named = {

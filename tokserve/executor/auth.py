@@ -1,0 +1,46 @@
+"""Two ends of a connection prove to each other that they know the same key, and never send it.
+
+Each sends 32 random bytes and answers the other's with HMAC-SHA256 over both and its own role, so an answer is of no
+use to anyone else.  What follows is not encrypted: it belongs on a network that only the cluster's machines can reach.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+
+NONCE = 32  # bytes
+SECONDS = 10.0  # for the other end to answer
+
+
+def prove(connection: socket.socket, key: bytes, *, listens: bool) -> None:
+    """Exchange proofs; with an empty key nothing is sent.  Raises ConnectionError if the other end does not know it."""
+    if not key:
+        return
+    connection.settimeout(SECONDS)
+    try:
+        mine = secrets.token_bytes(NONCE)
+        connection.sendall(mine)
+        theirs = _read(connection)
+        nonces = (mine, theirs) if listens else (theirs, mine)
+        connection.sendall(_proof(key, nonces, b"engine" if listens else b"rank"))
+        if not hmac.compare_digest(_read(connection), _proof(key, nonces, b"rank" if listens else b"engine")):
+            raise ConnectionError("the other end does not know the key (master_key_file)")
+    except TimeoutError:
+        raise ConnectionError("the other end has not proved that it knows the key (master_key_file)") from None
+    connection.settimeout(None)
+
+
+def _proof(key: bytes, nonces: tuple[bytes, bytes], role: bytes) -> bytes:
+    return hmac.digest(key, role + nonces[0] + nonces[1], "sha256")
+
+
+def _read(connection: socket.socket) -> bytes:
+    data = b""
+    while len(data) < NONCE:
+        part = connection.recv(NONCE - len(data))
+        if not part:
+            raise ConnectionError("the other end does not know the key (master_key_file)")
+        data += part
+    return data

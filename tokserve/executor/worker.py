@@ -1,0 +1,266 @@
+"""One rank of an engine: a runner that does what the engine's messages say, in a process of its own.
+
+`serve` needs only a connected socket to the engine, and the rank's number; what starts the process, and how it got the
+address, it does not know (`spawn` starts `python -m tokserve.executor.worker`).  The process ends with the connection.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
+
+from tokserve import __version__, log
+from tokserve.config import Config
+from tokserve.errors import RequestError, StartError, sendable
+from tokserve.executor import auth
+from tokserve.executor.channel import (
+    Begin,
+    Broken,
+    Channel,
+    End,
+    Forward,
+    Interrupt,
+    Invoke,
+    Joined,
+    Loaded,
+    Returned,
+    SampleStep,
+    StartRefused,
+    Stepped,
+    StoreGet,
+    StoreSet,
+    StoreValue,
+)
+from tokserve.plan import DeviceFacts
+
+if TYPE_CHECKING:
+    from tokserve.runner.ranks import Ranks
+    from tokserve.runner.runner import Runner
+
+logger = logging.getLogger("tokserve.executor.worker")  # not __name__: that is __main__ here
+
+PR_SET_PDEATHSIG = 1
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+LOST = 3  # the exit code if the engine is gone and has not said that it ends
+PAUSE = 0.2  # seconds between two attempts to connect
+
+
+class RankOpening(msgspec.Struct, frozen=True):
+    """The line on stdin: this rank's number, where the engine listens (unix:PATH or HOST:PORT), and the log's options.
+
+    `parent`: the process that has started this one.  `key`: what ranks and engine prove to each other that they know,
+    as hex; empty: nothing.  `device`: the number of its GPU among those that the engine may use.  `patience`: seconds
+    to wait for the engine to listen.  On another machine than the engine's `model`, `tokenizer`, `cpu_threads` and
+    `cpu_bind` take the place of its options.
+    """
+
+    rank: int
+    address: str
+    parent: int
+    name: str = "engine"
+    log_level: str = "info"
+    log_format: str = "text"
+    key: str = ""
+    device: int = 0
+    patience: float = 0.0
+    model: str | None = None
+    tokenizer: str | None = None
+    cpu_threads: int | None = None
+    cpu_bind: str | None = None
+
+    def local(self, config: Config) -> Config:
+        """The engine's configuration on this machine."""
+        if self.model is None:
+            return config
+        replace = msgspec.structs.replace
+        runtime = replace(config.runtime, cpu_threads=self.cpu_threads, cpu_bind=self.cpu_bind or "none")
+        model = replace(config.model, model=self.model, tokenizer=self.tokenizer)
+        return replace(config, model=model, runtime=runtime)
+
+
+class RankWorker:
+    """One rank; `serve` returns the exit code.  `leave`: ends the process at once."""
+
+    def __init__(self, opening: RankOpening, channel: Channel, leave: Callable[[int], NoReturn]) -> None:
+        self._opening, self._rank = opening, opening.rank
+        self._channel, self._leave = channel, leave
+        self._steps: queue.SimpleQueue[Begin | Forward | SampleStep | Invoke | End] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Invoke] = queue.SimpleQueue()  # of the background thread
+        self._values: dict[str, queue.SimpleQueue[bytes]] = {}  # requested from the engine's store
+        self._runner: Runner | None = None
+
+    def serve(self) -> int:
+        """Load the model and compute, until the engine says that it is enough."""
+        threading.Thread(target=self._receive, name="receive", daemon=True).start()
+        try:
+            begin = self._steps.get()
+            if not isinstance(begin, Begin):
+                return 0
+            self._channel.send(Loaded.of(self._load(begin)))
+            threading.Thread(target=self._run_calls, name="weights", daemon=True).start()
+            self._run_steps()
+            return 0
+        except StartError as error:
+            self._channel.send(StartRefused(str(error)))
+            return 1
+        except ConnectionError:
+            return LOST
+        except Exception as error:  # process entry: the engine and the log must hear of it, whatever it is
+            logger.exception("rank %d died", self._rank)
+            self._channel.send(Broken(sendable(f"{type(error).__name__}: {error}")))
+            return 1
+
+    def _load(self, begin: Begin) -> DeviceFacts:
+        from tokserve.runner.startup import join_ranks, load  # brings torch
+
+        ranks: Ranks = join_ranks(
+            self._rank, begin.tensor, begin.stages, self._set, self._get, begin.config.runtime.device, begin.address
+        )
+        self._runner, facts = load(self._opening.local(begin.config), ranks)
+        return facts
+
+    # --- messages ---
+
+    def _receive(self) -> None:
+        """Sort messages, until the engine is gone; then the process ends, even while it computes."""
+        try:
+            while True:
+                message = self._channel.to_rank()
+                if isinstance(message, StoreValue):
+                    self._values[message.key].put(message.value)
+                elif isinstance(message, Interrupt):
+                    if self._runner is not None:
+                        self._runner.interrupt()
+                elif isinstance(message, Invoke) and message.background:
+                    self._calls.put(message)
+                else:
+                    self._steps.put(message)
+        except (OSError, msgspec.MsgspecError) as error:
+            logger.info("the engine is gone (%s): leaving", error)
+        self._leave(LOST)
+
+    def _run_steps(self) -> None:
+        runner = self._runner
+        assert runner is not None
+        step: Any = None
+        while not isinstance(message := self._steps.get(), End):
+            if isinstance(message, Forward):
+                step = runner.forward(message.plan)
+            elif isinstance(message, SampleStep):
+                result = runner.sample(step, message.bitmask).result()
+                if runner.ranks.answers:
+                    self._channel.send(Stepped(result))
+            elif isinstance(message, Invoke):
+                self._return(message, runner.call)
+
+    def _run_calls(self) -> None:
+        runner = self._runner
+        assert runner is not None
+        while True:
+            self._return(self._calls.get(), runner.background)
+
+    def _return(self, call: Invoke, method: Callable[[str, dict[str, Any]], Any]) -> None:
+        """Call, and send what it returns or raises."""
+        try:
+            reply = Returned(call.call_id, method(call.method, call.args))
+        except Exception as error:  # it belongs to the caller, as it does where the runner is in the engine's process
+            if not isinstance(error, RequestError):
+                logger.error("%s failed on rank %d:\n%s", call.method, self._rank, traceback.format_exc())
+            reply = Returned.failed(call.call_id, error)
+        try:
+            self._channel.send(reply)
+        except (TypeError, NotImplementedError, OverflowError) as error:
+            self._channel.send(Returned(call.call_id, None, f"{call.method}: its result cannot be sent: {error}"))
+
+    # --- what ranks find each other by ---
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._channel.send(StoreSet(key, value))
+
+    def _get(self, key: str) -> bytes:
+        waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._values[key] = waiting
+        self._channel.send(StoreGet(key))
+        return waiting.get()
+
+
+def connect(address: str, key: str, patience: float = 0.0) -> Channel:
+    """A channel to the engine, which may begin to listen within `patience` seconds.  Raises OSError, and
+    ConnectionError if one end does not know the key."""
+    end = time.monotonic() + patience
+    while True:
+        try:
+            connection = _connected(address)
+            break
+        except OSError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(PAUSE)
+    try:
+        auth.prove(connection, bytes.fromhex(key), listens=False)
+    except OSError:
+        connection.close()
+        raise
+    return Channel(connection)
+
+
+def _connected(address: str) -> socket.socket:
+    if address.startswith("unix:"):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(address.removeprefix("unix:"))
+    else:
+        host, _, port = address.rpartition(":")
+        connection = socket.create_connection((host, int(port)))
+    return connection
+
+
+def _leave(code: int) -> NoReturn:
+    logging.shutdown()
+    os._exit(code)
+
+
+def _die_with_parent(parent: int) -> None:
+    """Let the kernel end this process when its parent ends, however it does, and even if this one is stopped."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        _leave(0)
+
+
+def main() -> NoReturn:
+    """Read the opening line, connect, and serve."""
+    line = sys.stdin.buffer.readline()
+    if not line:
+        sys.exit("a rank is started by the engine")
+    opening = msgspec.json.decode(line, type=RankOpening)
+    _die_with_parent(opening.parent)
+    visible = [name for name in os.environ.get(VISIBLE, "").split(",") if name]
+    os.environ[VISIBLE] = visible[opening.device] if opening.device < len(visible) else str(opening.device)
+    sys.path.append(os.getcwd())  # last: a worker extension may be a module there
+    for number in (signal.SIGINT, signal.SIGHUP):  # they go to a whole group, and are the server's to judge
+        signal.signal(number, signal.SIG_IGN)
+    log.setup(f"{opening.name}-rank{opening.rank}", opening.log_level, opening.log_format)  # type: ignore[arg-type]
+    try:
+        channel = connect(opening.address, opening.key, opening.patience)
+        channel.send(Joined(opening.rank, __version__))
+    except OSError as error:
+        logger.error("rank %d cannot join the engine at %s: %s", opening.rank, opening.address, error)
+        _leave(1)
+    _leave(RankWorker(opening, channel, _leave).serve())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""An executor whose runners live in processes of their own, one for each rank of the model (docs/scale.md).
+
+Every rank is sent every plan and every call, in the same order; the first rank of the last stage answers for all.  What
+starts the processes is `spawn`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tokserve import __version__
+from tokserve.config import Config
+from tokserve.errors import RequestError, StartError
+from tokserve.executor import merge
+from tokserve.executor.channel import Begin, Channel, End, Forward, Interrupt, Loaded, SampleStep
+from tokserve.executor.hub import Hub, Listener
+from tokserve.executor.spawn import RankProcess, Spawn, spawn_local
+from tokserve.executor.worker import RankOpening
+from tokserve.plan import DeviceFacts, GrammarBitmask, Int32, StepPlan, StepResult
+from tokserve.resolve import rank_config
+
+logger = logging.getLogger(__name__)
+
+EQUAL = ("ops", "kernels", "arithmetic")  # facts that ranks must have in common
+CONNECT = 120.0  # seconds within which a rank of this machine connects
+TURN = 1.0  # seconds between two looks at processes that have not connected
+
+
+class WorkersExecutor:
+    """Executor protocol, see `base`.  An exception of a rank's runner ends the engine, as one of its own would."""
+
+    def __init__(self, config: Config, spawn: Spawn = spawn_local) -> None:
+        self._config = config
+        self._spawn = spawn
+        self._processes: dict[int, RankProcess] = {}
+        self._hub: Hub | None = None
+        self._ended = False
+        self._drafts: Int32 = np.zeros(0, np.int32)
+        self._wake: Callable[[], object] = lambda: None
+
+    # --- start ---
+
+    def start(self) -> DeviceFacts:
+        """Start the ranks of this machine, wait for all, and let them load the model."""
+        parallel = self._config.parallel
+        listener = Listener(_address(self._config), cluster_key(self._config))
+        try:
+            ranks = range(parallel.ranks_here)
+            self._processes = dict(zip(ranks, self._started(listener, ranks), strict=True))
+            channels = self._joined(listener)
+        except StartError:
+            self.close()
+            raise
+        finally:
+            listener.close()
+        self._hub = Hub(channels, self._describe_end)
+        self._hub.watch(self._wake)
+        for rank, channel in channels.items():
+            begin = Begin(
+                rank_config(self._config, rank), parallel.tensor_parallel_size, parallel.pipeline_parallel_size,
+                channel.remote_address if parallel.nnodes > 1 else "127.0.0.1",
+            )  # fmt: skip
+            self._hub.send(begin, [rank])
+        try:
+            loaded = [self._hub.loaded[rank].result() for rank in sorted(channels)]
+            return self._facts(loaded)
+        except (StartError, RuntimeError):
+            self.close()
+            raise
+
+    def _started(self, listener: Listener, ranks: Sequence[int]) -> list[RankProcess]:
+        server = self._config.server
+        openings = [
+            RankOpening(rank, listener.address, os.getpid(), "engine", server.log_level, server.log_format,
+                    listener.key.hex())
+            for rank in ranks
+        ]  # fmt: skip
+        try:
+            return self._spawn(openings)
+        except OSError as error:
+            raise StartError(f"the processes of ranks could not be started: {error.strerror or error}") from error
+
+    def _joined(self, listener: Listener) -> dict[int, Channel]:
+        """The connections of all ranks.  Raises StartError."""
+        parallel, channels = self._config.parallel, dict[int, Channel]()
+        patience = CONNECT if parallel.nnodes == 1 else self._config.runtime.start_timeout
+        end = time.monotonic() + patience
+        while len(channels) < parallel.num_ranks:
+            if (came := listener.accept(TURN)) is not None:
+                channel, joined = came
+                if joined.version != __version__:
+                    raise StartError(f"rank {joined.rank} runs tokserve {joined.version}, and the engine {__version__}")
+                if joined.rank in channels or not 0 <= joined.rank < parallel.num_ranks:
+                    logger.warning("a rank %d was turned away: there is no room for it", joined.rank)
+                    channel.close()
+                    continue
+                channels[joined.rank] = channel
+                continue
+            for rank, process in self._processes.items():
+                if rank not in channels and not (how := process.describe_end(0.0)).startswith("has"):
+                    raise StartError(f"rank {rank} {how} before it joined; its log says more")
+            if time.monotonic() > end:
+                missing = ", ".join(str(rank) for rank in range(parallel.num_ranks) if rank not in channels)
+                raise StartError(f"ranks {missing} did not join within {patience:g} s")
+        return channels
+
+    def _facts(self, loaded: Sequence[Loaded]) -> DeviceFacts:
+        """What the answering rank says, with the memory of all."""
+        parallel = self._config.parallel
+        answering = (parallel.pipeline_parallel_size - 1) * parallel.tensor_parallel_size
+        first = loaded[answering]
+        for rank, other in enumerate(loaded):
+            for name in EQUAL:
+                if other.facts.get(name) != first.facts.get(name):
+                    raise StartError(
+                        f"rank {rank} has {name} {other.facts.get(name)}, and rank {answering} {first.facts.get(name)}"
+                    )
+        facts = dict(first.facts)
+        for name in {name for one in loaded for name in one.facts if name.endswith("_bytes")} - {"routed_bytes"}:
+            facts[name] = sum(one.facts.get(name, 0) for one in loaded)
+        facts["threads"] = sum(one.facts["threads"] for one in loaded)
+        facts["tensor_parallel_size"] = parallel.tensor_parallel_size
+        facts["pipeline_parallel_size"] = parallel.pipeline_parallel_size
+        return msgspec.structs.replace(first.device_facts(), facts=facts)
+
+    def _describe_end(self, rank: int) -> str:
+        process = self._processes.get(rank)
+        return "has closed its connection" if process is None else process.describe_end(TURN)
+
+    # --- steps ---
+
+    def forward(self, plan: StepPlan) -> None:
+        """Send the plan to all ranks."""
+        self._drafts = plan.draft_token_ids
+        self._connected().send(Forward(plan))
+
+    def sample(self, bitmask: GrammarBitmask | None) -> Future[StepResult]:
+        """Let the answering rank sample; the others need to know only which rows are withheld."""
+        hub = self._connected()
+        future = hub.result()
+        hub.send(SampleStep(bitmask))
+        return future
+
+    def drafts(self) -> Int32:
+        """Those of the plan: ranks draw none."""
+        return self._drafts
+
+    # --- calls ---
+
+    def call(self, method: str, args: dict[str, Any]) -> Any:
+        """Call on all ranks, after the steps begun so far, and wait."""
+        size = self._config.parallel.num_ranks
+        results = self._connected().invoke(method, [args] * size, background=False).result()
+        return merge.results(method, results)
+
+    def background(self, method: str, args: dict[str, Any]) -> Future[Any]:
+        """Call on all ranks beside the steps."""
+        size = self._config.parallel.num_ranks
+        results = self._connected().invoke(method, merge.args_of(method, args, size), background=True)
+        merged: Future[Any] = Future()
+        results.add_done_callback(partial(_forward_merged, method, merged))
+        return merged
+
+    def interrupt(self) -> None:
+        """Make what the ranks wait for fail."""
+        self._connected().send(Interrupt())
+
+    def watch(self, wake: Callable[[], object]) -> None:
+        """Call `wake` when a rank is lost."""
+        self._wake = wake
+        if self._hub is not None:
+            self._hub.watch(wake)
+
+    def check(self) -> None:
+        """Raise RuntimeError when a rank is lost."""
+        if self._hub is not None:
+            self._hub.check()
+
+    def close(self) -> None:
+        """Let all ranks leave, and end those that do not."""
+        if self._hub is not None:
+            self._hub.closing = True
+            self._hub.send(End())
+        for process in self._processes.values():
+            process.end()
+        if self._hub is not None:
+            self._hub.close()
+        self._processes = {}
+        self._hub = None
+
+    def _connected(self) -> Hub:
+        if self._hub is None:
+            raise RuntimeError("the executor was not started, or is closed")
+        self._hub.check()
+        return self._hub
+
+
+def _forward_merged(method: str, merged: Future[Any], results: Future[list[Any]]) -> None:
+    error = results.exception()
+    if error is None:
+        try:
+            merged.set_result(merge.results(method, results.result()))
+            return
+        except RequestError as problem:
+            error = problem
+    merged.set_exception(error)
+
+
+def _address(config: Config) -> tuple[str, int] | None:
+    """Where ranks of other machines connect; None: there are none."""
+    parallel = config.parallel
+    return None if parallel.nnodes == 1 else (parallel.master_addr, parallel.master_port)
+
+
+def cluster_key(config: Config) -> bytes:
+    """What ranks of other machines must know.  Raises StartError."""
+    file = config.parallel.master_key_file
+    if config.parallel.nnodes == 1 or file is None:
+        return b""
+    try:
+        key = Path(file).read_bytes().strip()
+    except OSError as error:
+        raise StartError(f"option master_key_file: {file} cannot be read: {error.strerror}") from None
+    if len(key) < 16:
+        raise StartError(f"option master_key_file: {file} must hold at least 16 bytes")
+    return key
