@@ -76,7 +76,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         },
         set(),
     ),
-    "executor": ({"plan", "config", "runner"}, TORCH),
+    "executor": ({"plan", "config", "resolve", "runner", "errors", "log", "kv_spec", "vision"}, TORCH),
     "engine": (
         {
             "admin",
@@ -138,7 +138,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         TORCH,
     ),
     "ray": ({"client", "server", "config", "resolve", "errors", "params"}, TORCH),
-    "cli": ({"bench", "client", "server", "config", "resolve", "errors", "log", "sockets"}, TORCH),
+    "cli": ({"bench", "client", "server", "executor", "config", "resolve", "errors", "log", "sockets"}, TORCH),
     "bench": ({"client", "params", "errors"}, TORCH),
     "testing": (
         {
@@ -199,6 +199,7 @@ LAZY_IMPORTS = {
     "media/sources.py",
     "media/worker.py",
     "executor/inline.py",
+    "executor/worker.py",
     "engine/structured_output/grammar.py",
     "cli/bench.py",
     "cli/main.py",

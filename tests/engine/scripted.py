@@ -386,6 +386,12 @@ class ScriptedExecutor:
             return {"checkpoint": {"all": str(self.weights)}, "tied": {}}
         return None
 
+    def watch(self, wake: Callable[[], object]) -> None:
+        """It is never lost."""
+
+    def check(self) -> None:
+        """It is never lost."""
+
     def interrupt(self) -> None:
         self.interrupted += 1
         self.settle()

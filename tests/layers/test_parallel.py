@@ -138,11 +138,31 @@ def test_the_attention_of_two_ranks_adds_up() -> None:
     torch.testing.assert_close(results[1] + results[2], results[0], atol=1e-5, rtol=1e-5)
 
 
+def test_ranks_have_the_same_head_where_there_are_fewer_heads_than_ranks() -> None:
+    spec = AttentionSpec(HEADS, 1, DIM, DIM**-0.5, ROPE)
+    x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
+    results = []
+    for group in (ALONE, *RANKS):
+        layer = Attention(HIDDEN, spec, options(group))
+        assert layer.kv_spec().heads == 1
+        fill(layer.parameters())
+        results.append(layer(x, one_row(layer.kv_spec()), 0, TABLE))
+    torch.testing.assert_close(results[1] + results[2], results[0], atol=1e-5, rtol=1e-5)
+
+
+def test_one_tensor_of_gate_and_up_is_divided_in_both_halves() -> None:
+    spec = MLPSpec(64, "silu", up_names=("gate_up_proj",))
+    whole, *parts = (GatedMLP(96, spec, options(group)) for group in (ALONE, *RANKS))
+    for layer in (whole, *parts):
+        fill(layer.parameters())
+    torch.testing.assert_close(sum(part(X) for part in parts), whole(X), atol=1e-5, rtol=1e-5)
+
+
 def test_what_cannot_be_divided_is_refused_by_name() -> None:
     with pytest.raises(StartError, match="k_proj 3 cannot be divided among 2 ranks"):
         Linear(8, {"q_proj": 4, "k_proj": 3}, options(RANKS[0]), split="column")
-    with pytest.raises(StartError, match="kv heads 1 cannot be divided among 2 ranks"):
-        Attention(HIDDEN, AttentionSpec(4, 1, DIM, 1.0, ROPE), options(RANKS[0]))
+    with pytest.raises(StartError, match="kv heads 3 cannot be divided among 2 ranks"):
+        Attention(HIDDEN, AttentionSpec(6, 3, DIM, 1.0, ROPE), options(RANKS[0]))
     layer = Linear(8, {"o_proj": 4}, options(RANKS[1]), split="row")
     with pytest.raises(ValueError, match=r"expected a tensor of shape \[4, 8\], found \[4, 4\]"):
         layer.load("o_proj", torch.zeros(4, 4))

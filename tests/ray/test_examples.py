@@ -27,5 +27,6 @@ def test_ray_data_batch(tmp_path: Path) -> None:
     rows = [json.loads(line) for path in (tmp_path / "out").glob("*.json") for line in path.read_text().splitlines()]
     assert sorted(row["name"] for row in rows) == list(range(20))
     assert all(
-        row["finish_reason"] and not row["error"] and len(row["logprobs"]) == len(row["output_token_ids"]) for row in rows
+        row["finish_reason"] and not row["error"] and len(row["logprobs"]) == len(row["output_token_ids"])
+        for row in rows
     )

@@ -1,0 +1,213 @@
+"""The engine's side of its ranks: messages, keys, what replies amount to, and ranks that are lost; without a model."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tokserve.config import Config
+from tokserve.errors import Conflict, RequestFailed, StartError
+from tokserve.executor import auth, merge
+from tokserve.executor.channel import (
+    Begin,
+    Broken,
+    Channel,
+    Forward,
+    Interrupt,
+    Invoke,
+    Joined,
+    Loaded,
+    Returned,
+    StartRefused,
+    Stepped,
+    StoreGet,
+    StoreSet,
+    StoreValue,
+)
+from tokserve.executor.hub import Hub, Listener
+from tokserve.executor.worker import connect
+from tokserve.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
+from tokserve.plan import DeviceFacts, StepPlan, StepResult
+from tokserve.resolve import rank_config
+
+WAIT = 10.0
+
+
+def pair() -> tuple[Channel, Channel]:
+    one, other = socket.socketpair()
+    return Channel(one), Channel(other)
+
+
+@pytest.fixture
+def ranks() -> Iterator[tuple[Hub, list[Channel]]]:
+    pairs = [pair() for _ in range(2)]
+    hub = Hub({rank: ours for rank, (ours, _) in enumerate(pairs)}, lambda rank: "was killed by SIGKILL")
+    yield hub, [theirs for _, theirs in pairs]
+    hub.close()
+    for _, theirs in pairs:
+        theirs.close()
+
+
+def test_messages_arrive_as_they_were() -> None:
+    ours, theirs = pair()
+    zero = np.zeros(1, np.int32)
+    plan = StepPlan(3, zero, zero + 2, zero, zero, zero + 1, np.zeros(0, np.int32), freed=[4])
+    ours.send(Forward(plan))
+    came = theirs.to_rank()
+    assert isinstance(came, Forward) and came.plan.step == 3 and came.plan.freed == [4]
+    came.plan.num_tokens[0] += 1  # it may be written to
+    big = bytes(range(256)) * 4096
+    sender = threading.Thread(target=ours.send, args=(Invoke(1, "feed_update", {"chunk": big}, True),))
+    sender.start()
+    call = theirs.to_rank()
+    sender.join()
+    assert isinstance(call, Invoke) and call.args == {"chunk": big}
+    layout = KVLayout((KVSpec(2, 16, "float32"), StateSpec(4, 8, "float32", (2, 3))), 7, 16, StateLayout(1, 2, 16, 1))
+    facts = DeviceFacts(layout, 10, "0", {"ops": {"linear": "cpp"}}, {"embeddings": 8})
+    theirs.send(Loaded.of(facts))
+    loaded = ours.from_rank()
+    assert isinstance(loaded, Loaded) and loaded.device_facts() == facts
+    theirs.close()
+    with pytest.raises(ConnectionError):
+        ours.from_rank()
+    ours.close()
+
+
+def test_results_come_in_order_and_calls_return_what_all_ranks_say(ranks: tuple[Hub, list[Channel]]) -> None:
+    hub, (first, second) = ranks
+    futures = [hub.result(), hub.result()]
+    for step in range(2):
+        none = np.zeros(0, np.int32)
+        first.send(Stepped(StepResult(step, none, none, np.zeros(0, np.uint8))))
+    assert [future.result(WAIT).step for future in futures] == [0, 1]
+    reply = hub.invoke("memory", [{}, {}], background=False)
+    for rank, channel in enumerate((first, second)):
+        call = channel.to_rank()
+        assert isinstance(call, Invoke) and call.method == "memory"
+        channel.send(Returned(call.call_id, {"kv_bytes": rank + 1}))
+    assert merge.results("memory", reply.result(WAIT)) == {"kv_bytes": 3}
+
+
+def test_an_error_of_one_rank_interrupts_the_others(ranks: tuple[Hub, list[Channel]]) -> None:
+    hub, (first, second) = ranks
+    reply = hub.invoke("receive_update", [{}, {}], background=True)
+    call = first.to_rank()
+    assert isinstance(call, Invoke) and isinstance(second.to_rank(), Invoke)
+    first.send(Returned.failed(call.call_id, Conflict("not now", field="update_id", code="update_open")))
+    assert isinstance(second.to_rank(), Interrupt)
+    second.send(Returned.failed(call.call_id, RuntimeError("it was interrupted")))
+    with pytest.raises(Conflict, match="not now") as error:
+        reply.result(WAIT)
+    assert (error.value.field, error.value.code) == ("update_id", "update_open")
+
+
+def test_ranks_find_each_other(ranks: tuple[Hub, list[Channel]]) -> None:
+    _, (first, second) = ranks
+    first.send(StoreGet("address"))
+    second.send(StoreSet("address", b"here"))
+    assert first.to_rank() == StoreValue("address", b"here")
+    second.send(StoreGet("address"))
+    assert second.to_rank() == StoreValue("address", b"here")
+
+
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [(None, "rank 1 was killed by SIGKILL"), (Broken("ZeroDivisionError: /"), "rank 1 died: ZeroDivisionError: /")],
+)
+def test_a_lost_rank_ends_all_waiting(ranks: tuple[Hub, list[Channel]], last: Any, reason: str) -> None:
+    hub, (_, second) = ranks
+    woken = threading.Event()
+    hub.watch(woken.set)
+    waiting = [hub.result(), hub.invoke("memory", [{}, {}], background=False), hub.loaded[0]]
+    if last is not None:
+        second.send(last)
+    else:
+        second.close()
+    for future in waiting:
+        with pytest.raises(RuntimeError, match=reason):
+            future.result(WAIT)
+    assert woken.wait(WAIT)
+    with pytest.raises(RuntimeError, match=reason):
+        hub.check()
+    with pytest.raises(RuntimeError, match=reason):
+        hub.result().result(WAIT)
+
+
+def test_a_rank_that_cannot_start_says_why(ranks: tuple[Hub, list[Channel]]) -> None:
+    hub, (first, _) = ranks
+    first.send(StartRefused("option tensor_parallel_size: heads 3 cannot be divided"))
+    with pytest.raises(StartError, match="heads 3"):
+        hub.loaded[1].result(WAIT)
+
+
+@pytest.mark.parametrize("keys", [("ab" * 16, "ab" * 16), ("ab" * 16, "cd" * 16), ("ab" * 16, "")])
+def test_only_ranks_that_know_the_key_join(keys: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "SECONDS", 0.5)
+    listener = Listener(("127.0.0.1", 0), bytes.fromhex(keys[0]))
+
+    channels: list[Channel] = []
+
+    def join() -> str:
+        try:
+            channel = connect(listener.address, keys[1])
+        except ConnectionError as error:
+            return str(error)
+        channel.send(Joined(1, "0"))
+        channels.append(channel)
+        return ""
+
+    with ThreadPoolExecutor() as pool:
+        said = pool.submit(join)
+        came = listener.accept(WAIT)
+        assert (came is not None) == (keys[0] == keys[1])
+        assert ("does not know the key" in said.result(WAIT)) == (keys[0] != keys[1] != "")
+    for channel in [*channels, *([came[0]] if came else [])]:
+        channel.close()
+    listener.close()
+
+
+def test_what_comes_to_the_listener_may_be_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "SECONDS", 0.5)
+    listener = Listener()
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"", b"\x01" + bytes(7) + b"\xc1"):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(listener.address.removeprefix("unix:"))
+            connection.sendall(garbage)
+            if not garbage:
+                connection.close()
+            assert listener.accept(WAIT) is None
+    listener.close()
+
+
+def test_what_replies_amount_to() -> None:
+    assert merge.results("begin_update", [True, False]) is False
+    assert merge.results("checksums", [{"a": "1"}, {"a": "2"}]) == {"rank0.a": "1", "rank1.a": "2"}
+    assert merge.results("collective_rpc", [1, 2]) == [1, 2]
+    assert merge.results("place_adapter", [None, None]) is None
+    with pytest.raises(Conflict, match="disagree"):
+        merge.results("receive_update", ["one", "two"])
+    options = {"rank_offset": 3, "world_size": 5}
+    sent = merge.args_of("init_weight_transfer", {"options": options}, 2)
+    assert [one["options"]["rank_offset"] for one in sent] == [3, 4]
+    profiles = merge.args_of("write_profile", {"path": "/tmp/a.json", "compress": False}, 2)
+    assert [one["path"] for one in profiles] == ["/tmp/a.json", "/tmp/rank1-a.json"]
+    assert merge.args_of("receive_update", {"source": {}}, 2) == [{"source": {}}] * 2
+    assert isinstance(Returned(1, None, "odd", 599).exception(), RequestFailed)
+
+
+def test_a_rank_has_its_part_of_cpus_and_memory_and_no_keys() -> None:
+    config = Config.make(
+        tensor_parallel_size=2, cpu_threads=4, cpu_bind="4-7", device="cpu", api_key=["secret"], admin_api_key=["more"]
+    )
+    first, second = (rank_config(config, rank) for rank in range(2))
+    assert (first.runtime.cpu_bind, second.runtime.cpu_bind) == ("4,5", "6,7")
+    assert first.runtime.cpu_threads == 2
+    assert first.cache.gpu_memory_utilization == config.cache.gpu_memory_utilization / 2
+    assert b"secret" not in msgspec.json.encode(Begin(first, 2, 1, "127.0.0.1"))
