@@ -53,7 +53,7 @@ class WakeUp(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResetPrefixCache(msgspec.Struct, forbid_unknown_fields=True):
-    """`reset_external`: drop the earlier outputs that are kept as drafts as well."""
+    """`reset_external`: drop the earlier outputs that are kept as drafts, and what the KV store keeps, as well."""
 
     reset_external: bool = False
 

@@ -260,6 +260,31 @@ class RareFields(msgspec.Struct, frozen=True, array_like=True, gc=False):
 OutputRow = tuple[str, list[int], Logprobs | None, RareFields | None, SamplingMasks | None]
 
 
+class StoreStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Of the KV store: gauges of what it keeps, then counters since the engine's start; blocks unless said otherwise.
+
+    `queries`, `hits`: prompt tokens that the prefix cache had not, and those that were loaded.  `saved`, `written`: to
+    memory, to files; `loaded`: to the KV cache; `read`: from files.  `dropped`, `failed_writes`: not kept in memory, in
+    files.  `damaged`: files.  `declined`: computing them was faster; `given_up`: loads that took too long.
+    """
+
+    memory_blocks: int = 0
+    file_blocks: int = 0
+    queries: int = 0
+    hits: int = 0
+    saved: int = 0
+    written: int = 0
+    loaded: int = 0
+    read: int = 0
+    dropped: int = 0
+    failed_writes: int = 0
+    damaged: int = 0
+    declined: int = 0
+    given_up: int = 0
+    save_seconds: float = 0.0
+    load_seconds: float = 0.0
+
+
 class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Gauges, then counters since the engine's start (tokens unless said otherwise).
 
@@ -273,7 +298,7 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     made room for another client.
     `draft_steps`: steps of requests that had drafts; `draft_tokens`: their drafts; `accepted_by_position`: those that
     were accepted, by their position in the row; `drafts_by_source`: drafts and accepted ones.  `snapshots`: a gauge of
-    the recurrent states that are kept.
+    the recurrent states that are kept.  `store`: of the KV store.
     """
 
     running: int = 0
@@ -301,6 +326,7 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     accepted_by_position: list[int] = []
     drafts_by_source: dict[str, tuple[int, int]] = {}
     snapshots: int = 0
+    store: StoreStats = StoreStats()
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):

@@ -333,6 +333,8 @@ def _check(config: Config) -> None:
     model = config.model
     config.profiler.resolved()
     config.kv.events()
+    if config.kv.store() is not None and config.parallel.num_ranks > 1:
+        raise StartError("option kv_offloading_size: a model that is divided among ranks is not supported")
     if config.speculation.resolved().quantization is not None and config.runtime.device != "cpu":
         raise StartError("option speculative_config: the quantizations of draft models run on a CPU only")
     if model.quantize_lm_head and model.quantization in (None, "none") and config.runtime.device != "cpu":

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tests.engine.scripted_copies import ScriptedCopies
 from tests.engine.scripted_states import States, demand
 from tests.outputs import Output, unpack
 from tokserve.config import Config, SpeculationPlan
@@ -261,7 +262,12 @@ class ScriptedExecutor:
         self.max_loras = config.lora.max_loras
         specs = (KVSpec(1, 1, "float32"), *((StateSpec(2, 1, "float32"),) if states else ()))
         self.facts = DeviceFacts(
-            KVLayout(specs, num_blocks, block_size, states), VOCAB, "v1", {"scripted": True}, {"image": 0}, images
+            KVLayout(specs, num_blocks, block_size, states),
+            VOCAB,
+            "v1",
+            {"scripted": True} | ({} if config.kv.store() is None else {"kv_store_slots": 64}),
+            {"image": 0},
+            images,
         )
         self.states = States(states)
         self.slots: dict[int, Slot] = {}
@@ -291,6 +297,8 @@ class ScriptedExecutor:
         self.adapter_read: str | None = None
         self.adapter_from_anywhere: bool | None = None
         self.directories: dict[str, tuple[str, str]] = {}  # path -> the weights there, and the stamp of the files
+        self.copies = ScriptedCopies(self)
+        self.copy = self.copies.copy
         self.beside = True  # whether there is room for two sets of weights
         self.commit_error: Exception | None = None  # raised when the swap has happened
         self.interrupted = 0
@@ -378,6 +386,9 @@ class ScriptedExecutor:
                 raise RequestError("no adapter", field="lora_path")
             self.adapter_read = args["lora_path"]
             self.adapter_from_anywhere = args["anywhere"]
+            return self.adapter_read
+        elif method == "kv_identity":
+            return {"weights": str(self.weights)}
         elif method == "is_same_update":
             return self.staged == self.weights
         elif method == "checksums":

@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.grammars import Machine, compiled
 from tests.engine.scripted import VOCAB, Engine, OneByOne, RandomDrafter
-from tokserve.engine.kv_cache.prefix_cache import BlockTable
+from tokserve.engine.kv_cache.block_table import BlockTable
 from tokserve.engine.request import Request
 from tokserve.engine.structured_output.grammar import Grammar
 from tokserve.messages import Submit

@@ -8,7 +8,8 @@ import pytest
 
 from tokserve.engine.adapter import Adapter
 from tokserve.engine.kv_cache.block_pool import CacheBroken
-from tokserve.engine.kv_cache.prefix_cache import BlockTable, PrefixCache
+from tokserve.engine.kv_cache.block_table import BlockTable
+from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.prompt import Feature
 
 

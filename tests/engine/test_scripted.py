@@ -13,7 +13,8 @@ import pytest
 from tests.engine.scripted import Engine
 from tests.engine.scripted_states import IllegalPlan
 from tokserve.engine.kv_cache.block_pool import BlockPool
-from tokserve.engine.kv_cache.prefix_cache import BlockTable, PrefixCache
+from tokserve.engine.kv_cache.block_table import BlockTable
+from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.request import Request
 from tokserve.engine.scheduler import Scheduler
 from tokserve.plan import StepPlan

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 from numpy.typing import NDArray
 
-from tokserve.messages import DraftCounts, Logprobs, Ready, SamplingMasks, Status, StepStats
+from tokserve.messages import DraftCounts, Logprobs, Ready, SamplingMasks, Status, StepStats, StoreStats
 
 __all__ = [
-    "ChoiceOutput", "DraftCounts", "Logprobs", "Ready", "SamplingMasks", "Status", "StepStats", "join_logprobs",
-    "join_masks", "merge",
+    "ChoiceOutput", "DraftCounts", "Logprobs", "Ready", "SamplingMasks", "Status", "StepStats", "StoreStats",
+    "join_logprobs", "join_masks", "merge",
 ]  # fmt: skip
 
 TERMINATORS = ("eos", "stop_token")  # stop details whose last token is not part of the text

@@ -21,6 +21,7 @@ from tokserve.client.request_state import RequestState
 from tokserve.client.router import PrefixRouter
 from tokserve.config import Config
 from tokserve.errors import EngineDead, StartError
+from tokserve.messages import StoreStats
 from tokserve.resolve import replica_config, replica_environment
 
 logger = logging.getLogger(__name__)
@@ -235,6 +236,9 @@ def total(stats: Sequence[StepStats]) -> StepStats:
         if isinstance(values[0], list):
             longest = max(map(len, values))
             sums[name] = [sum(value[i] for value in values if i < len(value)) for i in range(longest)]
+        elif isinstance(values[0], StoreStats):
+            columns = zip(*map(msgspec.structs.astuple, values), strict=True)
+            sums[name] = StoreStats(*map(sum, columns))
         elif isinstance(values[0], dict):
             keys = {key: None for value in values for key in value}
             rows = {key: [value[key] for value in values if key in value] for key in keys}

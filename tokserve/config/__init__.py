@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from tokserve.config.kv import KVConfig, KVEventsPlan
+from tokserve.config.kv import KVConfig, KVEventsPlan, KVStorePlan
 from tokserve.config.media import MediaConfig
 from tokserve.config.model import (
     BACKENDS,
@@ -44,6 +44,7 @@ __all__ = [
     "Config",
     "KVConfig",
     "KVEventsPlan",
+    "KVStorePlan",
     "LimitsConfig",
     "LoraConfig",
     "MediaConfig",

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Adapter:
     """`generation` is another one each time weights are put into the slot; no two loads of a server share one.
 
-    `last_use`: rises with every load and request of any adapter; the lowest is unused for longest.
+    `digest`: of its weights, "" if it is not known.  `last_use`: rises with every load and request of any adapter; the
+    lowest is unused for longest.
     """
 
     name: str
@@ -17,6 +18,7 @@ class Adapter:
     slot: int
     generation: int
     last_use: int = 0
+    digest: str = ""
 
     @property
     def label(self) -> str:

@@ -28,8 +28,10 @@ from tokserve.engine.admission import Admission
 from tokserve.engine.deadlines import Deadlines
 from tokserve.engine.kv_cache.event_publisher import EventPublisher
 from tokserve.engine.kv_cache.events import EventLog
+from tokserve.engine.kv_cache.identity import IdentityWatch
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.kv_cache.snapshots import Snapshots
+from tokserve.engine.kv_cache.store import KVStore
 from tokserve.engine.output.front_ends import Emit, FrontEnds
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.plan_builder import InFlightStep
@@ -66,6 +68,7 @@ class EngineCore:
         wake: Callable[[], None] = lambda: None,
         drafter: Drafter | None = None,
     ) -> None:
+        self._config, self._facts, self._clock = config, facts, clock
         self._text_drafter = make_drafter(config.speculation.resolved(), facts.vocab_size) if drafter is None else None
         drafter = self._text_drafter if drafter is None else drafter
         layout = facts.layout
@@ -87,10 +90,11 @@ class EngineCore:
             self, self.scheduler, self.cache, executor, facts.weight_version,
             clock=clock, update_lease=config.weights.control_lease,
         )  # fmt: skip
+        self._store = self._make_store(executor, wake)
         self.adapters = Adapters(config.lora, self, self.cache, executor, config.server.served_model_name or [])
         self.grammars = Grammars(config, facts.vocab_size, eos)
         self.stopped = False
-        self._facts, self._executor, self._clock = facts, executor, clock
+        self._executor = executor
         self._depth = config.scheduler.steps_in_flight
         self._last_step: InFlightStep | None = None  # since the engine was last idle
         self._registry = Registry()
@@ -110,12 +114,24 @@ class EngineCore:
             (self, self.control, self.control.weights, self.adapters, drafts, self._profiler), emit=emit,
             at_boundary=lambda: not self.scheduler.in_flight, on_progress=self._send_status, wake=wake,
         )  # fmt: skip
-        if context < (config.model.max_model_len or 0):
-            logger.warning(
-                "the KV cache holds %d tokens, less than max_model_len %d: prompt and output together are limited "
-                "to that; raise kv_cache_memory_bytes or lower max_model_len",
-                context, config.model.max_model_len,
-            )  # fmt: skip
+        _warn_of_context(context, config.model.max_model_len)
+
+    def _make_store(self, executor: Executor, wake: Callable[[], None]) -> tuple[KVStore, IdentityWatch] | None:
+        """What keeps KV blocks besides the KV cache, if something does, and what tells it which weights serve.  Raises
+        StartError."""
+        plan, facts = self._config.kv.store(), self._facts.facts
+        if plan is None:
+            return None
+        layout = self._facts.layout
+        block_bytes = sum(spec.block_bytes(layout.block_size) for spec in layout.specs)
+        store = KVStore(
+            self.cache, executor.copy, num_slots=facts["kv_store_slots"], block_bytes=block_bytes,
+            has_files=plan.directory is not None, tokens_per_second=self.scheduler.tokens_per_second,
+            clock=self._clock, wake=wake,
+        )  # fmt: skip
+        watch = IdentityWatch(store, self.control.weights, executor.background, executor.copy, wake)
+        watch.start()
+        return store, watch
 
     # --- the loop ---
 
@@ -132,6 +148,9 @@ class EngineCore:
         if self.control.expire():
             self._send_status()
         self._poll_grammars()
+        if self._store is not None:
+            for part in self._store:
+                part.poll()
         if self._admission.busy:
             self._admit_more()
         self._commands.resume()
@@ -157,6 +176,8 @@ class EngineCore:
     def _may_wait(self) -> bool:
         """Requests may wait although nothing runs: for a command, a grammar, a late mask, or their client."""
         if self.control.idle_is_fine or self._admission.pending or self._mask_worker:
+            return True
+        if self._store is not None and self._store[0].busy:
             return True
         return self.scheduler.num_stalled > 0
 
@@ -244,7 +265,7 @@ class EngineCore:
         """Nothing to do: check for lost blocks, and send the last gauges to front ends that were sent others."""
         if len(self._registry):  # frozen, and more may come in
             self._front_ends.refresh_stats(self._clock())
-        elif self._last_step is not None:
+        elif self._last_step is not None and (self._store is None or not self._store[0].loading):
             self._last_step = None
             self.cache.check_idle()
             self._front_ends.refresh_stats(self._clock())
@@ -347,7 +368,7 @@ class EngineCore:
         """How long the loop may sleep when idle; None: until a message comes."""
         ends = (
             self._deadlines.seconds_to_next(self._clock()), self.control.seconds_to_expiry,
-            self._profiler.seconds_to_end,
+            self._profiler.seconds_to_end, None if self._store is None else self._store[0].seconds_left(),
         )  # fmt: skip
         return min((seconds for seconds in ends if seconds is not None), default=None)
 
@@ -420,8 +441,10 @@ class EngineCore:
 
     @command("reset_prefix_cache")
     def _reset_prefix_cache(self, reset_external: bool = False) -> bool:
-        """`reset_external`: drop the earlier outputs that are kept as drafts as well."""
+        """`reset_external`: drop the earlier outputs that are kept as drafts, and what the KV store keeps, as well."""
         self.cache.reset()
+        if reset_external and self._store is not None:
+            self._store[0].clear()
         if reset_external and self._text_drafter is not None:
             self._text_drafter.history.clear()
         return True
@@ -484,3 +507,12 @@ def _make_cache(config: Config, layout: KVLayout, *, events: bool) -> PrefixCach
         snapshots=None if states is None else Snapshots(states.snapshots, states.interval // size),
         events=EventLog(size) if events else None,
     )  # fmt: skip
+
+
+def _warn_of_context(context: int, max_model_len: int | None) -> None:
+    if context < (max_model_len or 0):
+        logger.warning(
+            "the KV cache holds %d tokens, less than max_model_len %d: prompt and output together are limited "
+            "to that; raise kv_cache_memory_bytes or lower max_model_len",
+            context, max_model_len,
+        )  # fmt: skip

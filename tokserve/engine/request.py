@@ -17,7 +17,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from tokserve.engine.adapter import Adapter
-from tokserve.engine.kv_cache.prefix_cache import BlockTable
+from tokserve.engine.kv_cache.block_table import BlockTable
 from tokserve.engine.output.columns import PackedMasks, PackedRows, StepColumns
 from tokserve.engine.output.output_buffer import Limits, OutputBuffer
 from tokserve.engine.speculation.draft_log import DraftLog

@@ -24,7 +24,7 @@ from tokserve.engine.queue import POLICIES, Queue, QueueLimits
 from tokserve.engine.request import Request, State
 from tokserve.engine.speculation.drafter import Drafter
 from tokserve.errors import StartError
-from tokserve.messages import StepStats
+from tokserve.messages import StepStats, StoreStats
 from tokserve.plan import NOT_FINITE, OK, StepPlan, StepResult
 
 MAX_DISPLACED = 8  # preemptions per step in favour of other clients
@@ -91,6 +91,10 @@ class Scheduler:
         """Requests whose client does not read."""
         return len(self._stalled)
 
+    def tokens_per_second(self) -> float:
+        """How fast prompts are computed, as measured; 0.0 while it is not known."""
+        return self._pace.tokens_per_second()
+
     def num_live(self, client: str) -> int:
         """Requests of a client that have not ended."""
         return self.shares.live[client]
@@ -116,6 +120,7 @@ class Scheduler:
             running=len(self._running), waiting=self.num_waiting, blocks_held=pool.num_in_use,
             blocks_cached=pool.num_cached, blocks_total=pool.total, clients=len(self.shares.live),
             snapshots=0 if self._cache.snapshots is None else self._cache.snapshots.num_kept,
+            store=StoreStats() if self._cache.store is None else self._cache.store.stats(),
             deferred=min(self._deferred, len(self._waiting)) + len(self._parked), stalled=len(self._stalled),
             **self.counters.values(),
         )  # fmt: skip

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from tokserve.config import Config
 from tokserve.executor.inline import InlineExecutor
 from tokserve.executor.workers import WorkersExecutor
 from tokserve.plan import DeviceFacts, GrammarBitmask, Int32, StepPlan, StepResult
+
+Lane = Literal["pages", "read", "write"]  # between pages and memory, from files, to files
 
 
 class Executor(Protocol):
@@ -38,6 +40,9 @@ class Executor(Protocol):
 
     def background(self, method: str, args: dict[str, Any]) -> Future[Any]:
         """A method of the runner beside the steps, after all earlier ones of this kind; it may take long."""
+
+    def copy(self, lane: Lane, method: str, args: dict[str, Any]) -> Future[Any]:
+        """A method of the copies of KV blocks beside the steps, after all earlier ones of its lane."""
 
     def interrupt(self) -> None:
         """Make what `background` is waiting for fail soon."""

@@ -58,6 +58,7 @@ class InlineExecutor:
         if config.scheduler.steps_in_flight > 1:
             self._thread = ThreadPoolExecutor(1, "runner", _use_device, (_current_device(),))
         self._background = ThreadPoolExecutor(1, "weights")  # its thread starts with the first call
+        self._lanes: dict[str, ThreadPoolExecutor] = {}  # of copies of KV blocks
         self._runner: Runner | None = None
         self._drafts: Callable[[], Int32] = lambda: np.zeros(0, np.int32)
         self._finish: Callable[[GrammarBitmask | None], Callable[[], StepResult]] | None = None  # of a forward pass
@@ -116,6 +117,12 @@ class InlineExecutor:
         """Call in the background thread."""
         return self._background.submit(self._loaded().background, method, args)
 
+    def copy(self, lane: str, method: str, args: dict[str, Any]) -> Future[Any]:
+        """Call in the thread of the lane."""
+        if lane not in self._lanes:
+            self._lanes[lane] = ThreadPoolExecutor(1, f"kv-{lane}", _use_device, (_current_device(),))
+        return self._lanes[lane].submit(self._loaded().copy, method, args)
+
     def interrupt(self) -> None:
         """Make what the background thread waits for fail."""
         self._loaded().interrupt()
@@ -131,6 +138,8 @@ class InlineExecutor:
         if self._runner is not None:
             self._runner.interrupt()
         self._background.shutdown(wait=False, cancel_futures=True)
+        for lane in self._lanes.values():
+            lane.shutdown(wait=False, cancel_futures=True)
         if self._thread is not None:
             if self._finish is not None:
                 self._finish(None)  # the worker thread waits for it

@@ -171,6 +171,10 @@ class WorkersExecutor:
         results.add_done_callback(partial(_forward_merged, method, merged))
         return merged
 
+    def copy(self, lane: str, method: str, args: dict[str, Any]) -> Future[Any]:
+        """Not here: the configuration refuses a KV store with ranks."""
+        raise NotImplementedError(f"{method}: ranks keep no copies of KV blocks")
+
     def interrupt(self) -> None:
         """Make what the ranks wait for fail."""
         self._connected().send(Interrupt())

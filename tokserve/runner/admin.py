@@ -77,6 +77,7 @@ class Admin:
             "checkpoint_checksums": self._checkpoint_checksums,
             "write_profile": self._profiler.write,
             "read_adapter": lambda **args: self._adapters.read(**args),
+            "kv_identity": self._kv_identity,
         }
         device = self._backend.device
         with device.beside() if isinstance(device, Accelerator) else nullcontext():
@@ -109,6 +110,12 @@ class Admin:
             lambda: model.provenance.checksums(model.spec.renames, tied=model.spec.tied)
         )
         return {"checkpoint": digests, "tied": aliases}
+
+    def _kv_identity(self) -> dict[str, str]:
+        copies = self._runner.copies
+        if copies is None:
+            raise NotFound("the runner keeps no copies of KV blocks")
+        return self._sync.sums.consistent(copies.identity_parts)
 
     def _coordinates(self) -> dict[str, Any]:
         """The tensors in which deltas count elements, plainly, and why there can be none."""

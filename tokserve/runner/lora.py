@@ -5,7 +5,8 @@ The memory of all slots is allocated at the start and never moves.  The engine a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from tokserve.config import LoraConfig
@@ -13,6 +14,7 @@ from tokserve.errors import NotFound
 from tokserve.layers.lora import LoraSlots, LowRank
 from tokserve.models import adapters
 from tokserve.models.decoder import Decoder
+from tokserve.rl.digests import checksum
 from tokserve.runner import weight_sources as sources
 
 
@@ -38,8 +40,9 @@ class LoraTables:
         for name, linear in model.named_linears().items():
             linear.lora = self._layers[name]
 
-    def read(self, lora_path: str, *, anywhere: bool = False) -> None:
-        """Read an adapter into host memory, in place of one that was not placed.  Raises RequestError.
+    def read(self, lora_path: str, *, anywhere: bool = False) -> str:
+        """Read an adapter into host memory, in place of one that was not placed; the digest of its weights.  Raises
+        RequestError.
 
         `anywhere`: from a directory that need not be among the allowed ones.
         """
@@ -52,6 +55,7 @@ class LoraTables:
         sources.check_files(directory, (adapters.CONFIG, adapters.TENSORS), allowed, adapters.FIELD)
         weights = adapters.read(directory, self._sizes, self._renames, self._max_rank)
         self._read = {name: part(weights[name]) for name, part in self._parts.items() if name in weights}
+        return _digest(self._read)
 
     def place(self, slot: int) -> None:
         """Put the adapter that was read last into a slot, in place of what is there; once."""
@@ -64,3 +68,12 @@ class LoraTables:
     def num_bytes(self) -> int:
         """Memory of all slots."""
         return sum(slots.num_bytes() for slots in self._layers.values())
+
+
+def _digest(adapter: Mapping[str, LowRank]) -> str:
+    """SHA-256 over the weights of an adapter, as hex."""
+    digest = hashlib.sha256()
+    for name in sorted(adapter):
+        low_rank = adapter[name]
+        digest.update(f"{name} {checksum(low_rank.down)} {checksum(low_rank.up)} {low_rank.scale!r}\n".encode())
+    return digest.hexdigest()

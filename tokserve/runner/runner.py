@@ -19,6 +19,7 @@ from tokserve.runner.backend import Backend, HiddenStates
 from tokserve.runner.draft_model import DraftModel, has_drawn
 from tokserve.runner.encoder import ImageEncoder
 from tokserve.runner.features import FeatureTable
+from tokserve.runner.kv_copies import KVCopies
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.lora import LoraTables
 from tokserve.runner.pooling import Pooler
@@ -60,6 +61,7 @@ class Runner:
         self._score_chunk = max(16, min(1024, backend.prompt_logits_bytes // (4 * model.spec.vocab)))  # tokens
         self.spans = Spans()  # of a profile
         self._admin = Admin(self, config.weights, lora)
+        self.copies: KVCopies | None = None  # of KV blocks
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step without grammars."""
@@ -183,6 +185,11 @@ class Runner:
     def background(self, method: str, args: dict[str, Any]) -> Any:
         """An admin method that may take long, in the background thread."""
         return self._admin.background(method, args)
+
+    def copy(self, method: str, args: dict[str, Any]) -> Any:
+        """A method of `KVCopies`, in the thread of its lane."""
+        assert self.copies is not None
+        return self.copies.call(method, args)
 
     def interrupt(self) -> None:
         """From any thread: make what waits for a trainer fail, a meeting or a transfer."""

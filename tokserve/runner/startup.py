@@ -34,6 +34,8 @@ from tokserve.runner.collectives import EngineStore
 from tokserve.runner.cuda import CudaBackend
 from tokserve.runner.encoder import ImageEncoder
 from tokserve.runner.host import HostBackend
+from tokserve.runner.kv_copies import KVCopies
+from tokserve.runner.kv_identity import identity_parts
 from tokserve.runner.lora import LoraTables
 from tokserve.runner.ranks import ONE, Ranks, join
 from tokserve.runner.runner import Runner
@@ -104,9 +106,29 @@ def _load(config: Config, ranks: Ranks) -> tuple[Runner, DeviceFacts]:
         "warm_up_seconds": round(time.perf_counter() - loaded, 3),
         **runner.call("memory", {}),
     }
+    runner.copies = _copies(runner, config, facts)
     kinds = {"embeddings": 4 * model.spec.hidden} | ({} if images is None else {KIND: 0})
     whole = isinstance(model, Encoder)
     return runner, DeviceFacts(backend.layout, model.spec.vocab, "0", facts, kinds, images, whole)
+
+
+def _copies(runner: Runner, config: Config, facts: dict[str, Any]) -> KVCopies | None:
+    """What keeps KV blocks besides the KV cache, if something does; its size is added to `facts`."""
+    plan = config.kv.store()
+    if plan is None:
+        return None
+    if not isinstance(runner.model, Decoder) or runner.model.implementation != "tokserve":
+        raise StartError("option kv_offloading_size: not with --model-impl transformers")
+    if not config.cache.enable_prefix_caching:
+        raise StartError("option kv_offloading_size: needs enable_prefix_caching")
+    if runner.backend.routed is not None:
+        raise StartError("options kv_offloading_size and enable_return_routed_experts exclude each other")
+    layout = runner.backend.layout
+    if any(spec.dtype == kvcache.FLOAT8 for spec in layout.specs):
+        raise StartError("option kv_offloading_size: a KV cache of float8 is not supported")
+    copies = KVCopies(plan, runner.backend, lambda: identity_parts(runner.model, layout, config, facts))
+    facts |= {"kv_store_slots": copies.num_slots, "kv_block_bytes": copies.slot_bytes}
+    return copies
 
 
 def _images(config: Config, model: Decoder) -> ImageFormat | None:

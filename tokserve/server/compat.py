@@ -220,6 +220,7 @@ VLLM_METRICS = frozenset({
     "request_prompt_tokens", "request_generation_tokens", "request_params_n", "request_params_max_tokens",
     "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
     "spec_decode_num_accepted_tokens_per_pos", "mm_cache_queries", "mm_cache_hits",
+    "external_prefix_cache_queries", "external_prefix_cache_hits", "kv_offload_total_bytes", "kv_offload_total_time",
 })  # fmt: skip
 
 

@@ -107,7 +107,7 @@ class Adapters:
             raise Conflict(f"the adapter {name!r} is loaded already; load_inplace replaces it", field="lora_name")
         read = self._executor.background("read_adapter", {"lora_path": path, "anywhere": anywhere})
         yield read
-        read.result()
+        digest = read.result() or ""
         yield STEP_BOUNDARY
         evicted = self._check_room(name, evict=not anywhere)
         if evicted is not None:
@@ -135,6 +135,7 @@ class Adapters:
         else:
             adapter.path, adapter.generation = path, self.num_loads
             self._cache.on_adapter_replaced(adapter)
+        adapter.digest = digest
         self._uses += 1
         adapter.last_use = self._uses
         logger.info("adapter %s is loaded from %s, generation %d", name, path, adapter.generation)

@@ -44,6 +44,8 @@ class Weights:
         self.origin = Origin()  # of the weights that have the version
         self.modified_by_rpc = False  # a worker call may have changed the weights since
         self.checksum: str | None = None  # of all weights, if it is known
+        self.num_changes = 0  # of the weights, for certain or perhaps
+        self._foreign_generation = -1  # of the prefix cache, when a worker call came last
         self._history = VersionHistory()
         self._meeting = 0  # commands that wait for a trainer
 
@@ -51,6 +53,12 @@ class Weights:
     def can_compute(self) -> bool:
         """A step can be computed with them."""
         return self._memory.state == "loaded"
+
+    @property
+    def are_clean(self) -> bool:
+        """There are weights, and all KV that the prefix cache may find is theirs: no worker call has changed them
+        since."""
+        return self.can_compute and self._cache.generation > self._foreign_generation
 
     @property
     def loaded(self) -> bool:
@@ -416,6 +424,8 @@ class Weights:
         """A worker call may change the weights."""
         self.modified_by_rpc = True
         self.checksum = None
+        self.num_changes += 1
+        self._foreign_generation = self._cache.generation
         if self.update is not None:
             self.update.spoiled = self.update.is_delta
 
@@ -424,6 +434,7 @@ class Weights:
         self.epoch = self.epoch + 1 if epoch is None else epoch
         self.origin = origin
         self.version = str(self.epoch) if weight_version is None else weight_version
+        self.num_changes += 1
         self._cache.set_epoch(self.epoch)
         self._scheduler.weights.use(self.version, self.epoch)
 

@@ -54,7 +54,7 @@ class EventLog:
     """What has happened since the last `take`.  `block_size`: tokens."""
 
     def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+        self.block_size = block_size
         self._events: list[Event] = []
 
     def stored(
@@ -62,27 +62,42 @@ class EventLog:
         adapter: Adapter | None = None, cache_salt: str = "", features: Sequence[Feature] = (),
     ) -> None:  # fmt: skip
         """Blocks of the tokens from position `start` on can be found."""
-        size = self._block_size
+        self.add(
+            self.described(parent, hashes, tokens, start, adapter=adapter, cache_salt=cache_salt, features=features)
+        )
+
+    def add(self, event: Event) -> None:
+        """An event that was made elsewhere."""
+        self._events.append(event)
+
+    def described(
+        self, parent: bytes | None, hashes: Sequence[bytes], tokens: array[int], start: int, *,
+        adapter: Adapter | None = None, cache_salt: str = "", features: Sequence[Feature] = (),
+    ) -> BlockStored:  # fmt: skip
+        """The event that tells of blocks of the tokens from position `start` on, in the memory that steps read."""
+        size = self.block_size
         extra = [
             _extra_keys(position, position + size, adapter, cache_salt, features)
             for position in range(start, start + len(hashes) * size, size)
         ]
-        self._events.append(
-            BlockStored(
-                [external(block_hash) for block_hash in hashes], None if parent is None else external(parent),
-                tokens[start : start + len(hashes) * size].tolist(), size,
-                None if adapter is None else adapter.generation, MEDIUM, None if adapter is None else adapter.name,
-                extra if any(extra) else None,
-            )
+        return BlockStored(
+            [external(block_hash) for block_hash in hashes], None if parent is None else external(parent),
+            tokens[start : start + len(hashes) * size].tolist(), size,
+            None if adapter is None else adapter.generation, MEDIUM, None if adapter is None else adapter.name,
+            extra if any(extra) else None,
         )  # fmt: skip
 
     def removed(self, block_hash: bytes) -> None:
         """A block cannot be found any more."""
+        self.removed_hash(external(block_hash), MEDIUM)
+
+    def removed_hash(self, block_hash: int, medium: str) -> None:
+        """As `removed`, of a medium."""
         last = self._events[-1] if self._events else None
-        if isinstance(last, BlockRemoved):
-            last.block_hashes.append(external(block_hash))
+        if isinstance(last, BlockRemoved) and last.medium == medium:
+            last.block_hashes.append(block_hash)
         else:
-            self._events.append(BlockRemoved([external(block_hash)], MEDIUM))
+            self._events.append(BlockRemoved([block_hash], medium))
 
     def cleared(self) -> None:
         """No block can be found any more."""

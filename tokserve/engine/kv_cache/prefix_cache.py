@@ -10,46 +10,41 @@ from __future__ import annotations
 import hashlib
 import secrets
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
+from typing import Protocol
 
 import msgspec
 
 from tokserve.engine.adapter import Adapter
 from tokserve.engine.kv_cache.block_pool import BlockPool, CacheBroken
+from tokserve.engine.kv_cache.block_table import BlockTable, features_key
 from tokserve.engine.kv_cache.events import EventLog
 from tokserve.engine.kv_cache.snapshots import Snapshots
-from tokserve.prompt import Feature
+from tokserve.messages import StoreStats
 
 
-class BlockTable:
-    """The blocks of one request in order of position, and the chain of hashes of its full blocks.
+class Store(Protocol):
+    """What keeps blocks outside of the KV cache."""
 
-    `blocks` is empty while the request does not run.  The first `num_full` of them are computed and indexed.
-    `awaited`: the hash of a block that another request was computing at the last lookup.  `prompt_blocks`: full blocks
-    of what was known when the request began to run.
-    """
+    def save(self, table: BlockTable, tokens: array[int], indices: Sequence[int]) -> None:
+        """These blocks of the table can be found from now on."""
 
-    __slots__ = (
-        "adapter", "awaited", "blocks", "cache_salt", "features", "hash_seed", "hashes", "num_full", "prompt_blocks",
-    )  # fmt: skip
+    def on_reset(self) -> None:
+        """The prefix cache is empty."""
 
-    def __init__(self, cache_salt: str, adapter: Adapter | None = None, features: tuple[Feature, ...] = ()) -> None:
-        self.cache_salt = cache_salt
-        self.adapter = adapter
-        self.features = features
-        self.blocks: list[int] = []
-        self.hashes: list[bytes] = []
-        self.num_full = self.prompt_blocks = 0
-        self.hash_seed = (-1, 0)  # generations of the cache and of the adapter that the hashes belong to
-        self.awaited: bytes | None = None
+    def stats(self) -> StoreStats:
+        """Gauges and counters of this moment."""
+
+    def load(self, table: BlockTable, tokens: array[int], hits: int, usable: int) -> bool:
+        """Begin to load blocks that follow the first `hits`, if that is of use; whether the table's request waits."""
 
 
 class PrefixCache:
     """Block tables over a `BlockPool`; with `enabled` False no block is found again.
 
     `snapshots`: of a model with recurrent states, whose prefixes are of use as far as there is a snapshot of them.
-    `events`: told of every block that can be found from then on, or no longer.
+    `events`: told of every block that can be found from then on, or no longer.  `store`: keeps blocks elsewhere.
     """
 
     def __init__(
@@ -58,7 +53,9 @@ class PrefixCache:
     ) -> None:  # fmt: skip
         self.block_size = block_size
         self.events = events
-        self.pool = BlockPool(num_blocks) if events is None else BlockPool(num_blocks, events.removed)
+        self.store: Store | None = None
+        self.before_reuse: Callable[[bytes], object] = lambda block_hash: None
+        self.pool = BlockPool(num_blocks, self._on_evicted)
         self.snapshots = snapshots
         self.enabled = enabled
         self._model, self._epoch = model, epoch
@@ -66,6 +63,16 @@ class PrefixCache:
         self._generation = 0
         self._tables: set[BlockTable] = set()
         self._pending: dict[bytes, BlockTable] = {}  # hashes of blocks being computed, and for which table
+
+    def _on_evicted(self, block_hash: bytes) -> None:
+        self.before_reuse(block_hash)
+        if self.events is not None:
+            self.events.removed(block_hash)
+
+    @property
+    def generation(self) -> int:
+        """Rises with each reset: blocks of earlier generations are never found."""
+        return self._generation
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold this many tokens."""
@@ -86,6 +93,9 @@ class PrefixCache:
         if self.snapshots is not None:
             return self._lookup_state(table, self.snapshots, hits, usable)
         if hits < usable and table.hashes[hits] in self._pending:
+            table.awaited = table.hashes[hits]
+            return None
+        if hits < usable and self.store is not None and table.may_load and self.store.load(table, tokens, hits, usable):
             table.awaited = table.hashes[hits]
             return None
         return hits
@@ -153,6 +163,7 @@ class PrefixCache:
         assert new is not None
         table.blocks = cached + new
         table.num_full = hits
+        table.may_load = True
         table.prompt_blocks = full = len(tokens) // self.block_size
         self._tables.add(table)
         if self.enabled:
@@ -194,6 +205,8 @@ class PrefixCache:
                     new.append(index)
                 self._drop_pending(table, table.hashes[index])
             self._tell_stored(table, tokens, new)
+            if self.store is not None and new:
+                self.store.save(table, tokens, new)
         table.num_full = full
 
     def _tell_stored(self, table: BlockTable, tokens: array[int], indices: Sequence[int]) -> None:
@@ -207,6 +220,68 @@ class PrefixCache:
                 table.hashes[first - 1] if first else None, table.hashes[first:end], tokens, first * self.block_size,
                 adapter=table.adapter, cache_salt=table.cache_salt, features=table.features,
             )  # fmt: skip
+
+    # --- blocks that are loaded ---
+
+    def num_unclaimed(self, table: BlockTable, hits: int, most: int) -> int:
+        """Of the blocks of the table after the first `hits`, how many, at most `most`, are neither cached nor being
+        computed."""
+        count = 0
+        while count < most:
+            block_hash = table.hashes[hits + count]
+            if block_hash in self._pending or self.pool.lookup(block_hash) is not None:
+                break
+            count += 1
+        return count
+
+    def begin_load(self, table: BlockTable, hits: int, count: int) -> BlockTable:
+        """The `count` blocks after the first `hits` of a request that waits are pending from here on, for the table
+        that is returned; it has no blocks yet."""
+        loading = BlockTable(table.cache_salt, table.adapter, table.features)
+        loading.hashes, loading.hash_seed = table.hashes[: hits + count], table.hash_seed
+        loading.num_full = hits
+        self._tables.add(loading)
+        for block_hash in loading.hashes[hits:]:
+            self._pending.setdefault(block_hash, loading)
+        return loading
+
+    def is_current(self, table: BlockTable) -> bool:
+        """Whether neither the cache was reset nor the adapter replaced since the table's hashes were made."""
+        return table.hash_seed == self._hash_seed(table)
+
+    def place_load(self, loading: BlockTable) -> list[int] | None:
+        """Blocks for what is loaded, and a hold on those before them; None: there is no room, or they are gone.  One
+        block for every running request stays available."""
+        if not self.is_current(loading):
+            return None
+        before = [self.pool.lookup(block_hash) for block_hash in loading.hashes[: loading.num_full]]
+        known = [block for block in before if block is not None]
+        count = len(loading.hashes) - loading.num_full
+        unused = sum(not self.pool.is_in_use(block) for block in known)
+        if len(known) < len(before) or count + unused + len(self._tables) > self.pool.num_available:
+            return None
+        for block in known:
+            self.pool.ref(block)
+        new = self.pool.allocate(count)
+        assert new is not None
+        loading.blocks = known + new
+        return new
+
+    def shorten_load(self, loading: BlockTable, count: int) -> None:
+        """Only the first `count` blocks come."""
+        end = loading.num_full + count
+        for block_hash in loading.hashes[end:]:
+            self._drop_pending(loading, block_hash)
+        del loading.hashes[end:]
+
+    def end_load(self, loading: BlockTable, tokens: array[int], count: int) -> None:
+        """The first `count` of its blocks are loaded: let them be found, and nothing be held any more."""
+        if count and self.is_current(loading):
+            first = loading.num_full
+            indices = range(first, first + count)
+            new = [index for index in indices if self.pool.cache_block(loading.blocks[index], loading.hashes[index])]
+            self._tell_stored(loading, tokens, new)
+        self.free(loading)
 
     def free(self, table: BlockTable) -> None:
         """The request stopped running: release its blocks, tail first, and what others waited for."""
@@ -223,6 +298,8 @@ class PrefixCache:
         self.pool.clear()
         if self.events is not None:
             self.events.cleared()
+        if self.store is not None:
+            self.store.on_reset()
         if self.snapshots is not None:
             self.snapshots.clear()
 
@@ -268,7 +345,7 @@ class PrefixCache:
             start, end = index * size, (index + 1) * size
             content = tokens[start:end].tobytes()
             if table.features:
-                content += _features_key(table.features, start, end)
+                content += features_key(table.features, start, end)
             last = hashlib.blake2b(last + content, digest_size=32, key=self._key).digest()
             hashes.append(last)
 
@@ -280,13 +357,3 @@ class PrefixCache:
         names = ("", 0) if adapter is None else (adapter.name, adapter.generation)
         root = msgspec.msgpack.encode((self._model, self._epoch, *names, table.cache_salt, self._generation))
         return hashlib.blake2b(root, digest_size=32, key=self._key).digest()
-
-
-def _features_key(features: tuple[Feature, ...], start: int, end: int) -> bytes:
-    """What the features that overlap positions `start` to `end` - 1 add to a block's hash."""
-    overlapping = [
-        (feature.kind, feature.hash, start - feature.start)
-        for feature in features
-        if feature.start < end and start < feature.start + feature.length
-    ]
-    return msgspec.msgpack.encode(overlapping) if overlapping else b""

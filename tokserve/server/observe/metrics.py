@@ -23,6 +23,7 @@ from tokserve.errors import REFUSALS, RequestError
 from tokserve.params import SamplingParams
 from tokserve.server.compat import VLLM_METRICS
 from tokserve.server.generation import Generation, Render
+from tokserve.server.observe import store_metrics
 from tokserve.server.observe.counters import SharedCounters
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -220,6 +221,8 @@ class Metrics(Collector):
     def _families(self) -> Iterator[Metric]:
         yield from self._gauges(self._llm.stats)
         yield from self._counts(self._llm.stats)
+        block_bytes = self._llm.ready.facts.get("kv_block_bytes", 0)
+        yield from store_metrics.families(self._llm.stats.store, block_bytes, PREFIX, LABELS, [self._model, ENGINE])
         yield self._labelled("request_success", "Choices ended, by reason.", "finished_reason", self._finished)
         yield self._labelled("request_aborts", "Choices aborted, by cause.", "cause", self._aborts)
         yield self._labelled("request_refusals", "Requests not accepted, by reason.", "reason", self._refusals)

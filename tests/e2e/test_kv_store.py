@@ -1,0 +1,124 @@
+"""`--kv-offloading-size` with real processes: prefixes outlive pressure and restarts, and results are those without."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.server import Server
+from tests.e2e.test_rl import variant
+
+pytestmark = pytest.mark.slow
+SMALL = ("--max-model-len", "512", "--kv-cache-memory-bytes", "800K", "--tokens-only")  # 50 blocks of 16 tokens
+STORE = ("--kv-offloading-size", "0.05")
+FIXED = {"temperature": 1.0, "seed": 3, "max_tokens": 12, "ignore_eos": True, "logprobs": 2}
+
+
+def prompt(number: int, length: int = 330) -> list[int]:
+    return [40 + (index * 7 + number * 31) % 240 for index in range(length)]
+
+
+def outcome(server: Server, number: int, **params: Any) -> tuple[Any, int]:
+    """Tokens and logprobs, and how many tokens of the prompt were cached."""
+    reply = server.generate(prompt(number), **(FIXED | params))
+    choice = reply["choices"][0]
+    details = choice["token_ids"], choice["logprobs"], reply["prompt_logprobs"]
+    return details, reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def operations(server: Server, operation: str) -> float:
+    lines = [line for line in server.get("/metrics").text.splitlines() if "kv_store_operations_total" in line]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if f'operation="{operation}"' in line)
+
+
+def wait_for(server: Server, operation: str, count: int) -> None:
+    end = time.monotonic() + 30
+    while operations(server, operation) < count:
+        assert time.monotonic() < end, f"{operation} is {operations(server, operation)}"
+        time.sleep(0.05)
+
+
+def test_prefixes_outlive_pressure_a_kill_and_damage(tmp_path: Path) -> None:
+    with Server("demo", *SMALL, "--no-enable-prefix-caching") as plain:
+        wants = [outcome(plain, number)[0] for number in range(4)]
+        scored = outcome(plain, 0, prompt_logprobs=1)[0]
+    flags = (*SMALL, *STORE, "--kv-offloading-dir", str(tmp_path), "--vllm-metric-names")
+    with Server("demo", *flags) as server:
+        assert [outcome(server, number) for number in range(4)] == [(want, 0) for want in wants]
+        # the cache holds two of them: the others come from memory
+        assert [outcome(server, number) for number in range(4)] == [(want, 320) for want in wants]
+        assert operations(server, "loaded") >= 40 and operations(server, "read") == 0
+        assert server.metric("vllm:external_prefix_cache_hits_total") >= 640
+        assert outcome(server, 0, prompt_logprobs=1) == (scored, 0)
+        wait_for(server, "written", 80)
+        server.stop(signal.SIGKILL)
+    files = sorted(tmp_path.glob("*/*/*.kv"), key=lambda path: path.stat().st_mtime_ns)
+    assert len(files) >= 80
+    for place, path in enumerate(files):
+        if place % 20 == 5:
+            path.write_bytes(path.read_bytes()[:-100])
+        elif place % 20 == 10:
+            changed = bytearray(path.read_bytes())
+            changed[-1] ^= 1
+            path.write_bytes(changed)
+    (files[0].parent / "notes.txt").write_text("not ours")
+    with Server("demo", *flags) as server:
+        again = [outcome(server, number) for number in range(4)]
+        assert [want for want, _ in again] == wants
+        assert any(0 < cached <= 320 for _, cached in again)
+        assert operations(server, "damaged") >= 1 and operations(server, "read") >= 5
+        assert (files[0].parent / "notes.txt").read_text() == "not ours"
+        server.wait_idle()
+
+
+def test_a_disk_that_takes_nothing_costs_only_hits(tmp_path: Path) -> None:
+    with Server("demo", *SMALL, *STORE, "--kv-offloading-dir", str(tmp_path)) as server:
+        resource.prlimit(server.engine().pid, resource.RLIMIT_FSIZE, (500, 500))
+        first = [outcome(server, number) for number in range(4)]
+        assert [outcome(server, number) for number in range(4)] == [(want, 320) for want, _ in first]
+        wait_for(server, "failed_writes", 1)
+        assert operations(server, "written") == 0 and not list(tmp_path.glob("*/*/*.kv"))
+    assert any("cannot be written" in line for line in server.log)
+
+
+def test_a_weight_update_leaves_no_stale_kv(tmp_path: Path) -> None:
+    weights = [variant(tmp_path, seed) for seed in (1, 2)]
+    wants = []
+    for directory in weights:
+        with Server(directory, *SMALL) as plain:
+            wants.append(outcome(plain, 0)[0])
+    store = (*STORE, "--kv-offloading-dir", str(tmp_path / "kv"), "--allowed-weight-dirs", str(tmp_path))
+    with Server(weights[0], *SMALL, *store) as server:
+        assert outcome(server, 0) == (wants[0], 0)
+        for number in (1, 0, 1):
+            reply = server.post("/update_weights", {"weight_dir": str(weights[number])})
+            assert reply.status_code == 200, reply.text
+            time.sleep(0.5)  # until the digest of the new weights is computed
+            result, cached = outcome(server, 0)
+            assert result == wants[number]
+        assert cached == 320  # the weights of before the last update: what was kept then is good again
+        assert server.post("/sleep?level=1", {}).status_code == 200
+        assert server.post("/wake_up", {}).status_code == 200
+        assert outcome(server, 0) == (wants[1], 320)
+        assert server.post("/reset_prefix_cache?reset_external=true", {}).status_code == 200
+        assert outcome(server, 0) == (wants[1], 0)
+
+
+def test_engines_share_a_directory(tmp_path: Path) -> None:
+    flags = (*SMALL, *STORE, "--kv-offloading-dir", str(tmp_path), "-dp", "2")
+    body = {"token_ids": prompt(0), "sampling_params": FIXED}
+    with Server("demo", *flags) as server:
+        replies = [server.post("/inference/v1/generate", body, headers={"X-data-parallel-rank": r}) for r in "01"]
+        wants = [reply.json()["choices"][0]["token_ids"] for reply in replies]
+        assert wants[0] == wants[1]
+        wait_for(server, "written", 20)
+    with Server("demo", *flags) as server:
+        for rank in "01":
+            reply = server.post("/inference/v1/generate", body, headers={"X-data-parallel-rank": rank}).json()
+            assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 320
+            assert reply["choices"][0]["token_ids"] == wants[0]
