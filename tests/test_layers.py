@@ -20,6 +20,7 @@ ROOT_ORDER = [
     "curve",
     "regex",
     "jsonschema",
+    "kv_transfer",
     "params",
     "prompt",
     "image_parts",
@@ -94,6 +95,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "executor",
             "vision",
             "checkpoint",
+            "kv_transfer",
         },
         TORCH,
     ),
@@ -116,6 +118,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "encoders",
             "curve",
             "engine",
+            "kv_transfer",
         },
         TORCH | {"fastapi"},
     ),
@@ -123,6 +126,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {
             "admin",
             "client",
+            "kv_transfer",
             "text",
             "media",
             "vision",
@@ -176,6 +180,7 @@ ONLY_IN = {
 # rooms of the engine and the server: which packages a module of a package may import, besides modules beside them
 ROOMS: dict[str, set[str]] = {
     "engine/kv_cache": set(),
+    "engine/kv_transfer": {"kv_cache"},
     "engine/output": set(),
     "engine/structured_output": set(),
     "engine/admin": {"kv_cache", "output"},

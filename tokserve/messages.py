@@ -244,7 +244,8 @@ class RareFields(msgspec.Struct, frozen=True, array_like=True, gc=False):
     With a request's first output: `prompt_logprobs` (rows for prompt tokens start, start + 1, ...; the very first token
     of a prompt has none) and `cached_tokens`, its prompt tokens found in the cache.  With its last: `finish`, and
     `weight_versions`, (weight version, start, end) of output positions, the version with the adapter's label.
-    `pooled`: float32, the vector of a pooling request.  `routed_experts`: if the server returns them.
+    `pooled`: float32, the vector of a pooling request.  `routed_experts`: if the server returns them.  `kv_transfer`:
+    what another server needs to go on with the request, in vLLM's words.
     """
 
     row: int
@@ -254,6 +255,7 @@ class RareFields(msgspec.Struct, frozen=True, array_like=True, gc=False):
     weight_versions: list[tuple[str, int, int]] = []
     pooled: bytes = b""
     routed_experts: RoutedExperts | None = None
+    kv_transfer: dict[str, Any] | None = None
 
 
 # request id, new tokens, and the rest
@@ -265,7 +267,8 @@ class StoreStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     `queries`, `hits`: prompt tokens that the prefix cache had not, and those that were loaded.  `saved`, `written`: to
     memory, to files; `loaded`: to the KV cache; `read`: from files.  `dropped`, `failed_writes`: not kept in memory, in
-    files.  `damaged`: files.  `declined`: computing them was faster; `given_up`: loads that took too long.
+    files.  `damaged`: files.  `declined`: computing them was faster; `given_up`: loads that took too long.  `leased`: a
+    gauge of blocks held for other servers; `sent`, `received`: to and from them; `failed_transfers`: requests.
     """
 
     memory_blocks: int = 0
@@ -281,6 +284,10 @@ class StoreStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     damaged: int = 0
     declined: int = 0
     given_up: int = 0
+    leased: int = 0
+    sent: int = 0
+    received: int = 0
+    failed_transfers: int = 0
     save_seconds: float = 0.0
     load_seconds: float = 0.0
 

@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from tokserve import jsonschema
 from tokserve.errors import RequestError
+from tokserve.kv_transfer import KVTransferParams
 from tokserve.regex import explicit_classes
 
 DraftReport = Literal["none", "summary", "detailed"]  # vLLM's levels of metrics.speculative_decoding
@@ -280,7 +281,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     come, never which.  `draft_group`: earlier outputs of requests with the same name are drafts as well; default:
     those of the same client with the same prompt.  `spec_decode_metrics`: what the reply says about its drafts; None is
     the server's default.  `data_parallel_rank`: the engine that serves it, of several; default: chosen by prefix and
-    load.
+    load.  `kv_transfer_params`: what another server does with the request's KV, or has.
     """
 
     stream: bool = False
@@ -295,6 +296,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     deadline_ms: PositiveCount | None = None
     queue_timeout_ms: PositiveCount | None = None
     data_parallel_rank: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
+    kv_transfer_params: KVTransferParams | None = None
 
     @property
     def reports_drafts(self) -> bool:

@@ -195,6 +195,8 @@ def replica_config(config: Config, rank: int) -> Config:
     kv = config.kv
     if kv.events() is not None:
         kv = replace(kv, kv_events_config=(kv.kv_events_config or {}) | {"data_parallel_rank": rank})
+    if kv.kv_transfer_config is not None:
+        kv = replace(kv, kv_transfer_config=kv.kv_transfer_config | {"data_parallel_rank": rank})
     return replace(config, cache=cache, runtime=runtime, kv=kv)
 
 
@@ -335,6 +337,9 @@ def _check(config: Config) -> None:
     config.kv.events()
     if config.kv.store() is not None and config.parallel.num_ranks > 1:
         raise StartError("option kv_offloading_size: a model that is divided among ranks is not supported")
+    transfer = config.kv.transfer()
+    if transfer is not None:
+        transfer.key()
     if config.speculation.resolved().quantization is not None and config.runtime.device != "cpu":
         raise StartError("option speculative_config: the quantizations of draft models run on a CPU only")
     if model.quantize_lm_head and model.quantization in (None, "none") and config.runtime.device != "cpu":
@@ -368,8 +373,8 @@ def _check(config: Config) -> None:
         path = getattr(server, name)
         if path is not None and not Path(path).is_file():
             raise StartError(f"option {name}: no file {path!r}")
-    transfer = config.weights.weight_transfer_config or {}
-    if transfer.keys() - {"backend", *PACKING} or transfer.get("backend", "disk") not in BACKENDS:
+    weights = config.weights.weight_transfer_config or {}
+    if weights.keys() - {"backend", *PACKING} or weights.get("backend", "disk") not in BACKENDS:
         raise StartError(f'option weight_transfer_config: expected {{"backend": one of {", ".join(BACKENDS)}}}')
     for directory in config.weights.allowed_weight_dirs or []:
         if not Path(directory).is_dir():

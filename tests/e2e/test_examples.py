@@ -41,6 +41,12 @@ def test_curl(demo: Server) -> None:
     assert '"content":"85"' in shown and "data: [DONE]" in shown and '"nobody":"not_found"' in shown
 
 
+@pytest.mark.slow
+def test_disaggregated() -> None:
+    shown = run(sys.executable, str(EXAMPLES / "disaggregated.py"), "demo")
+    assert "the same as one server's: True" in shown and "computed elsewhere: 0" not in shown
+
+
 def test_openai_chat(demo: Server) -> None:
     assert run(sys.executable, str(EXAMPLES / "openai_chat.py"), demo.url) == "85\n"
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from tokserve import checkpoint
 from tokserve.client.request_state import ChoiceState, DeliveryRules, RequestState
+from tokserve.client.transfer_check import check_transfer
 from tokserve.config import Config, LimitsConfig, ModelConfig
 from tokserve.errors import RequestError, StartError
 from tokserve.messages import EngineRequest, Ready
@@ -82,6 +83,7 @@ class Inputs:
         self._max_logprobs = config.model.max_logprobs
         self._return_sampling_mask = config.model.return_sampling_mask
         self._num_engines = config.parallel.data_parallel_size
+        self._transfer = config.kv.transfer()
         self._limits = config.limits
 
     def prepare(self, request: GenerateRequest) -> RequestState:
@@ -247,6 +249,8 @@ class Inputs:
         request.options.validate()
         if request.options.priority and not self._has_priority:
             _refuse("priority", "is not served with --scheduling-policy fcfs")
+        if request.options.kv_transfer_params is not None:
+            check_transfer(request.options.kv_transfer_params, self._transfer, self.ready.num_blocks)
         rank = request.options.data_parallel_rank
         if rank is not None and rank >= self._num_engines:
             _refuse("data_parallel_rank", f"must be below {self._num_engines} (--data-parallel-size), got {rank}")

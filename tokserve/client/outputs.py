@@ -28,7 +28,8 @@ class ChoiceOutput(msgspec.Struct):
     vector of a pooling request, float32, with the last delta, as are the counts of `drafts`.  `routed_experts`: uint8
     or uint16 [n, layers, chosen] of all positions but the last, with the last delta, if the server returns them.
     `sampling_masks`: None where none were requested or there are no tokens; `sampling_mask_truncated`, with the last
-    delta: how many of the choice's tokens had more ids than a mask may have.
+    delta: how many of the choice's tokens had more ids than a mask may have.  `kv_transfer`: with the last delta, for
+    the server that goes on with the request.
     """
 
     index: int
@@ -48,6 +49,7 @@ class ChoiceOutput(msgspec.Struct):
     drafts: DraftCounts = DraftCounts()
     sampling_masks: SamplingMasks | None = None
     sampling_mask_truncated: int = 0
+    kv_transfer: dict[str, Any] | None = None
 
 
 def join_masks(parts: Sequence[SamplingMasks]) -> SamplingMasks | None:
@@ -99,4 +101,5 @@ def _merge_one(parts: list[ChoiceOutput]) -> ChoiceOutput:
         drafts=last.drafts,
         sampling_masks=join_masks([part.sampling_masks for part in parts if part.sampling_masks is not None]),
         sampling_mask_truncated=last.sampling_mask_truncated,
+        kv_transfer=last.kv_transfer,
     )

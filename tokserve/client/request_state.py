@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -41,7 +42,8 @@ class ChoiceState:
     """
 
     __slots__ = (
-        "_cached_tokens", "_detokenizer", "_finish", "_logprobs", "_masks", "_masks_too_long", "_num_tokens", "_pooled",
+        "_cached_tokens", "_detokenizer", "_finish", "_kv_transfer",
+        "_logprobs", "_masks", "_masks_too_long", "_num_tokens", "_pooled",
         "_prompt_logprobs", "_routed_experts", "_rules", "_stop_hit", "_texts", "_token_ids", "_weight_versions",
         "awaits_scores",
         "finished", "index", "queued", "request", "request_id", "scored",
@@ -62,6 +64,7 @@ class ChoiceState:
         self._detokenizer = detokenizer
         self._stop_hit: StopHit | None = None
         self._finish: Finish | None = None
+        self._kv_transfer: dict[str, Any] | None = None
         self._weight_versions: list[tuple[str, int, int]] = []
         self._pooled = b""
         self._routed_experts: RoutedExperts | None = None
@@ -131,6 +134,7 @@ class ChoiceState:
         if rare.pooled:
             self._pooled = rare.pooled
         self._routed_experts = rare.routed_experts
+        self._kv_transfer = rare.kv_transfer
         if rare.finish is not None:
             self._finish = rare.finish
             self._weight_versions = rare.weight_versions
@@ -178,6 +182,7 @@ class ChoiceState:
         if self._routed_experts is not None:
             delta.routed_experts = self._routed_experts.array(self.request.prompt_len + self._num_tokens - 1)
         delta.drafts = finish.drafts
+        delta.kv_transfer = self._kv_transfer
         delta.sampling_mask_truncated = self._masks_too_long
         count = self._num_tokens
         delta.weight_versions = [

@@ -15,7 +15,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from tokserve.config.kv import KVConfig, KVEventsPlan, KVStorePlan
+from tokserve.config.kv import KVConfig, KVEventsPlan
+from tokserve.config.kv_connector import KVStorePlan, KVTransferPlan
 from tokserve.config.media import MediaConfig
 from tokserve.config.model import (
     BACKENDS,
@@ -45,6 +46,7 @@ __all__ = [
     "KVConfig",
     "KVEventsPlan",
     "KVStorePlan",
+    "KVTransferPlan",
     "LimitsConfig",
     "LoraConfig",
     "MediaConfig",

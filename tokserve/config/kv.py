@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from tokserve.config.common import GIB, NotNegative, Positive, about
+from tokserve.config.kv_connector import KVStorePlan, KVTransferPlan, transfer_plan, transfer_store
 from tokserve.errors import StartError
 
 BUFFERED, QUEUED = 10_000, 100_000  # batches of KV events
@@ -32,33 +33,6 @@ class KVEventsPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     format: Literal["map", "array"] = "map"
     interface: str = "*"
     data_parallel_rank: NotNegative = 0
-
-
-class KVStorePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Where KV blocks are kept besides the KV cache.  `memory_bytes`: of the tier in memory, which the files of
-    `directory` pass through; None: no files.  `disk_bytes`: of all files in it."""
-
-    memory_bytes: int
-    directory: str | None = None
-    disk_bytes: int = 0
-
-
-class OffloadingTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One of vLLM's `secondary_tiers`; only files are served."""
-
-    type: Literal["fs"]
-    path: str
-    max_bytes: Positive = 10 * GIB
-
-
-class OffloadingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's `kv_connector_extra_config` of the OffloadingConnector, with the values that this store can have."""
-
-    cpu_bytes_to_use: Positive
-    eviction_policy: Literal["lru"] = "lru"
-    store_threshold: Annotated[int, Meta(ge=0, le=1)] = 0
-    offload_prompt_only: bool = False
-    secondary_tiers: Annotated[list[OffloadingTier], Meta(max_length=1)] = []
 
 
 class KVConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,49 +63,35 @@ class KVConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = 10.0
     kv_transfer_config: Annotated[
         dict[str, Any] | None,
-        about('vLLM\'s JSON object {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", '
-              '"kv_connector_extra_config": {"cpu_bytes_to_use": N}}: the same as kv_offloading_size.'),
+        about('vLLM\'s JSON object {"kv_connector": NAME, "kv_role": "kv_producer", "kv_consumer" or "kv_both"}, with '
+              "engine_id, kv_ip, kv_port, kv_load_failure_policy and kv_connector_extra_config: how one server goes on "
+              "with prompts that another has computed (shared-storage, tcp), or where blocks are kept "
+              "(OffloadingConnector)."),
     ] = None  # fmt: skip
 
     def store(self) -> KVStorePlan | None:
         """Where KV blocks are kept besides the KV cache; None: nowhere.  Raises StartError."""
-        plan = self._offloading_connector()
+        plan = transfer_store(self.kv_transfer_config)
         if self.kv_offloading_size is None:
             if self.kv_offloading_dir is not None:
                 raise StartError("option kv_offloading_dir: needs kv_offloading_size, as files pass through memory")
             return plan
-        if plan is not None:
-            raise StartError("options kv_offloading_size and kv_transfer_config both ask for KV offloading: give one")
         if self.kv_offloading_backend != "native":
             raise StartError(f"option kv_offloading_backend: {self.kv_offloading_backend} is not supported; use native")
+        directory = self.kv_offloading_dir
+        if plan is not None and plan.directory is not None:
+            if directory is not None:
+                raise StartError("options kv_offloading_dir and kv_transfer_config both name a directory: give one")
+            directory = plan.directory
         return KVStorePlan(
             memory_bytes=int(self.kv_offloading_size * GIB),
-            directory=self.kv_offloading_dir,
+            directory=directory,
             disk_bytes=int(self.kv_offloading_disk_size * GIB),
         )
 
-    def _offloading_connector(self) -> KVStorePlan | None:
-        """The plan that `kv_transfer_config` amounts to, where it names vLLM's OffloadingConnector."""
-        given = self.kv_transfer_config
-        if given is None:
-            return None
-        name = given.get("kv_connector")
-        if name != "OffloadingConnector":
-            raise StartError(f"option kv_transfer_config: kv_connector {name!r} is not supported")
-        try:
-            options = msgspec.convert(given.get("kv_connector_extra_config"), OffloadingOptions)
-        except msgspec.ValidationError as error:
-            raise StartError(f"option kv_transfer_config: kv_connector_extra_config: {error}") from None
-        if options.offload_prompt_only:
-            raise StartError(
-                "option kv_transfer_config: offload_prompt_only true is not supported: blocks of outputs are kept too"
-            )
-        tier = options.secondary_tiers[0] if options.secondary_tiers else None
-        return KVStorePlan(
-            memory_bytes=options.cpu_bytes_to_use,
-            directory=None if tier is None else tier.path,
-            disk_bytes=0 if tier is None else tier.max_bytes,
-        )
+    def transfer(self) -> KVTransferPlan | None:
+        """How KV comes from and goes to other servers; None: it does not.  Raises StartError."""
+        return transfer_plan(self.kv_transfer_config)
 
     def events(self) -> KVEventsPlan | None:
         """How KV events are published; None: they are not.  Raises StartError."""

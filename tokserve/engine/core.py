@@ -32,6 +32,7 @@ from tokserve.engine.kv_cache.identity import IdentityWatch
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.kv_cache.snapshots import Snapshots
 from tokserve.engine.kv_cache.store import KVStore
+from tokserve.engine.kv_transfer.transfers import Transfers
 from tokserve.engine.output.front_ends import Emit, FrontEnds
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.plan_builder import InFlightStep
@@ -90,6 +91,7 @@ class EngineCore:
             self, self.scheduler, self.cache, executor, facts.weight_version,
             clock=clock, update_lease=config.weights.control_lease,
         )  # fmt: skip
+        self._transfers: Transfers | None = None
         self._store = self._make_store(executor, wake)
         self.adapters = Adapters(config.lora, self, self.cache, executor, config.server.served_model_name or [])
         self.grammars = Grammars(config, facts.vocab_size, eos)
@@ -104,6 +106,7 @@ class EngineCore:
         self._admission = Admission(
             config, limits=self.limits, registry=self._registry, scheduler=self.scheduler, adapters=self.adapters,
             grammars=self.grammars, deadlines=self._deadlines, emit=emit, fail=self._fail, wake=wake,
+            transfers=self._transfers,
         )  # fmt: skip
         self._held: list[tuple[bytes, Call | Abort | Stall]] = []  # until no submission is being admitted
         self._status = self._state_now()
@@ -131,6 +134,12 @@ class EngineCore:
         )  # fmt: skip
         watch = IdentityWatch(store, self.control.weights, executor.background, executor.copy, wake)
         watch.start()
+        transfer = self._config.kv.transfer()
+        if transfer is not None:
+            self._transfers = Transfers(
+                transfer, self.cache, store, watch, executor.copy, block_bytes=block_bytes, clock=self._clock,
+                wake=wake,
+            )  # fmt: skip
         return store, watch
 
     # --- the loop ---
@@ -151,6 +160,8 @@ class EngineCore:
         if self._store is not None:
             for part in self._store:
                 part.poll()
+        if self._transfers is not None:
+            self._poll_transfers(self._transfers)
         if self._admission.busy:
             self._admit_more()
         self._commands.resume()
@@ -178,6 +189,8 @@ class EngineCore:
         if self.control.idle_is_fine or self._admission.pending or self._mask_worker:
             return True
         if self._store is not None and self._store[0].busy:
+            return True
+        if self._transfers is not None and self._transfers.busy:
             return True
         return self.scheduler.num_stalled > 0
 
@@ -219,12 +232,22 @@ class EngineCore:
         if step.grammar_rows:
             self._mask_worker.submit(row.request for row in step.grammar_rows if row.request.finish is None)
             requests += [request for request in self._end_by_masks() if request not in requests]
+        if self._transfers is not None:
+            requests = self._transfers.offer(requests)
         if self.scheduler.in_flight:
             self._sample()
         with self._span("send"):
             self._front_ends.send(requests)
             self._front_ends.refresh_stats(now - STATS_INTERVAL)
         self._commands.resume()
+
+    def _poll_transfers(self, transfers: Transfers) -> None:
+        """Send outputs that waited for KV to be kept, and end requests whose KV did not come."""
+        self._front_ends.send(transfers.poll())
+        failed, transfers.failed = transfers.failed, []
+        for request, reason in failed:
+            if request.finish is None:
+                self._fail(request, reason)
 
     def _admit_more(self) -> None:
         """The next part of a large submission; then the messages that had to wait for its end."""
@@ -261,11 +284,18 @@ class EngineCore:
                     ended.append(request)
         return ended
 
+    @property
+    def _holds_blocks(self) -> bool:
+        """Blocks are in use, although no request is: they are being loaded, or held for another server."""
+        if self._store is not None and self._store[0].loading:
+            return True
+        return self._transfers is not None and self._transfers.holds_blocks
+
     def _on_idle(self) -> None:
         """Nothing to do: check for lost blocks, and send the last gauges to front ends that were sent others."""
         if len(self._registry):  # frozen, and more may come in
             self._front_ends.refresh_stats(self._clock())
-        elif self._last_step is not None and (self._store is None or not self._store[0].loading):
+        elif self._last_step is not None and not self._holds_blocks:
             self._last_step = None
             self.cache.check_idle()
             self._front_ends.refresh_stats(self._clock())
@@ -275,6 +305,8 @@ class EngineCore:
         if self._events is not None:
             self._publish_events()
             self._events.close()
+        if self._transfers is not None:
+            self._transfers.close()
         self.grammars.close()
         self._mask_worker.close()
 
@@ -348,6 +380,8 @@ class EngineCore:
 
     def _remove(self, request: Request) -> None:
         self._registry.remove(request)
+        if self._transfers is not None:
+            self._transfers.on_end(request)
         if self._profiler.active:
             self._profiler.on_end(request)
 
@@ -369,6 +403,7 @@ class EngineCore:
         ends = (
             self._deadlines.seconds_to_next(self._clock()), self.control.seconds_to_expiry,
             self._profiler.seconds_to_end, None if self._store is None else self._store[0].seconds_left(),
+            None if self._transfers is None else self._transfers.seconds_left(),
         )  # fmt: skip
         return min((seconds for seconds in ends if seconds is not None), default=None)
 
@@ -471,6 +506,8 @@ class EngineCore:
             ended = "finished" if self._registry.has_ended(request_id) else "not_found"
             result[request_id] = "aborted" if requests else ended
         self._abort(aborted, reason)
+        if self._transfers is not None:
+            self._transfers.drop(f"{request_id}#0" for request_id in result)
         unreleased = self.scheduler.unreleased()
         yield lambda: all(request.released for request in unreleased)
         return result

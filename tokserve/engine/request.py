@@ -13,6 +13,7 @@ import enum
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 
@@ -110,6 +111,13 @@ class Request:
         self._eos_allowed = False
         self.finish: Finish | None = None
         self.first_token: float | None = None
+
+    kv_transfer_reply: dict[str, Any] | None = None  # for the server that goes on with it
+
+    @property
+    def is_first_choice(self) -> bool:
+        """Of the choices of a prompt, the one with index 0."""
+        return self.request_id.endswith("#0")
 
     @property
     def num_tokens(self) -> int:
@@ -293,7 +301,8 @@ class Request:
 
     def emit(self, columns: StepColumns) -> None:
         """Add what is new since the last call to a step's columns."""
-        self.output.emit(columns, self.request_id, self.tokens, self.finish, self.cached_tokens or 0)
+        cached = self.cached_tokens or 0
+        self.output.emit(columns, self.request_id, self.tokens, self.finish, cached, self.kv_transfer_reply)
 
 
 def _joint(features: Sequence[Feature], limits: Limits, prompt_len: int) -> tuple[tuple[int, int], ...]:

@@ -55,6 +55,7 @@ class KVCopies:
         self._methods: dict[str, Callable[..., Any]] = {
             "save_blocks": self._save, "load_blocks": self._load, "write_files": self._write,
             "read_files": self._read, "use_identity": self._use, "clear_files": self._clear,
+            "read_blocks": self._read_blocks, "write_blocks": self._write_blocks,
         }  # fmt: skip
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
@@ -92,6 +93,22 @@ class KVCopies:
             for block, slot in zip(blocks, slots, strict=True):
                 copyto(pages[block], self._slots[slot, place])
         return time.monotonic() - began
+
+    # --- between pages and other servers ---
+
+    def _read_blocks(self, blocks: list[int]) -> list[bytes]:
+        """The content of pages, as a slot would hold it."""
+        contents = [bytearray(self.slot_bytes) for _ in blocks]
+        for pages, place in self._tensors():
+            for block, content in zip(blocks, contents, strict=True):
+                content[place] = pages[block].data
+        return [bytes(content) for content in contents]
+
+    def _write_blocks(self, blocks: list[int], contents: list[bytearray]) -> None:
+        """Pages with these contents."""
+        for pages, place in self._tensors():
+            for block, content in zip(blocks, contents, strict=True):
+                copyto(pages[block], frombuffer(content, uint8)[place])
 
     # --- between slots and files ---
 

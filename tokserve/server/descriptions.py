@@ -32,7 +32,7 @@ FIELDS: dict[str, str] = {
     "token_ids": "Token ids: the prompt, or outputs of a draft corpus.",
     "token_ids_b64": "The prompt as base64 of little-endian int32.",
     "routed_experts_prompt_start": "The first prompt position whose routed experts are returned.",
-    "kv_transfer_params": "Only null: KV is not transferred.",
+    "kv_transfer_params": "What another server does with the request's KV, or has; needs --kv-transfer-config.",
     "ec_transfer_params": "Only null.",
     "features": "Images as patches, with their places in the prompt and their hashes, as vLLM writes them.",
     "content_parts": "Images by URL; each stands where the prompt has the model's image token.",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -73,6 +73,7 @@ class ReplyContext(Protocol):
     key: str
     n: int
     fingerprint: str | None  # of the server that generates; None: elsewhere
+    kv_transfer_params: dict[str, Any] | None  # for a server that goes on with it
 
     def usage(self) -> Usage:
         """Tokens read and written."""
@@ -92,6 +93,7 @@ class Generation:
         self.key = bare_id(request_id)
         self.n = n
         self.fingerprint: str | None = None
+        self.kv_transfer_params: dict[str, Any] | None = None
         self.streams: Sequence[Stream | BeamStream] = ()
         self.adjust: Callable[[ChoiceOutput], ChoiceOutput] | None = None
         self.timed: Callable[[Render], Render] = _as_it_is
@@ -166,6 +168,7 @@ class Generation:
         if delta.finish_reason is not None:
             self._ended += 1
             self._drafts.append(delta.drafts)
+            self.kv_transfer_params = self.kv_transfer_params or delta.kv_transfer
             for observer in self._observers:
                 observer.finished(delta, self.streams[index // self.n].prompt_len, length)
         return delta

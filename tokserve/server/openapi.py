@@ -53,7 +53,7 @@ TURNS: JsonSchema = {"type": "array", "minItems": 1, "items": {
             "type": "array", "items": {"type": "object", "required": ["type"], "properties": {
                 "type": {"type": "string"}}}}]}}}}  # fmt: skip
 TAGS = [{"name": name, "description": text} for name, text in descriptions.TAGS]
-ONLY_NULL = ("kv_transfer_params",)
+OBJECTS = ("kv_transfer_params",)
 EVENT: JsonSchema = {"type": "object", "description": "Each event: its data is JSON, or [DONE] at the end.",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}}, "required": ["data"]}  # fmt: skip
 JSON_ONLY = "tokserve.server.sglang"  # whose replies are never msgpack
@@ -184,8 +184,8 @@ def _narrow(component: JsonSchema, models: Sequence[str] | None) -> None:
     for name, field in component["properties"].items():
         if name == "model" and models is not None:
             component["properties"][name] = {"enum": [*models, None], "default": None}
-        elif name in ONLY_NULL:
-            component["properties"][name] = {"type": "null", "default": None}
+        elif name in OBJECTS:
+            component["properties"][name] = {"anyOf": [{"type": "object"}, {"type": "null"}], "default": None}
         elif name in NUMBERS:
             for kind in ("integer", "number"):
                 _branch(field, kind).update(NUMBERS[name])

@@ -30,12 +30,13 @@ from tokserve.client.request_state import RequestState
 from tokserve.client.stream import Stream
 from tokserve.config import Config
 from tokserve.errors import EngineDead, NotFound, Overloaded, RequestError, StartError
+from tokserve.kv_transfer import transfer_params
 from tokserve.media.feature_cache import FeatureCache
 from tokserve.media.sources import ByteCount
 from tokserve.params import PoolingParams, SamplingParams
 from tokserve.prompt import TokenPrompt
 from tokserve.server.generation import Generation, Observer
-from tokserve.server.http import declared
+from tokserve.server.http import declared, errors
 from tokserve.server.http.body import encode_json, given_rank, given_request_id
 from tokserve.server.http.body_reader import BodyReader
 from tokserve.server.http.client_names import ClientNames
@@ -280,6 +281,11 @@ class Serving:
             options = msgspec.structs.replace(options, data_parallel_rank=rank)
         if options.spec_decode_metrics is None and self.draft_report != "none":
             options = msgspec.structs.replace(options, spec_decode_metrics=self.draft_report)
+        if hasattr(body, "kv_transfer_params") and body.kv_transfer_params is not None:
+            if self.config.kv.kv_transfer_config is None:
+                errors.refuse_unsupported("kv_transfer_params", body.kv_transfer_params)
+            transfer = transfer_params(body.kv_transfer_params)
+            options = msgspec.structs.replace(options, kv_transfer_params=transfer)
         return GenerateRequest(
             request_id=request_id, prompt=TokenPrompt(b""), task=params, options=options, text=text,
             score_each=score_each,

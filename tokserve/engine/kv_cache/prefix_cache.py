@@ -24,7 +24,7 @@ from tokserve.engine.kv_cache.snapshots import Snapshots
 from tokserve.messages import StoreStats
 
 
-class Store(Protocol):
+class BlockStore(Protocol):
     """What keeps blocks outside of the KV cache."""
 
     def save(self, table: BlockTable, tokens: array[int], indices: Sequence[int]) -> None:
@@ -40,6 +40,16 @@ class Store(Protocol):
         """Begin to load blocks that follow the first `hits`, if that is of use; whether the table's request waits."""
 
 
+class RemoteBlocks(Protocol):
+    """Where blocks of some requests come from that another server has computed."""
+
+    def on_reset(self) -> None:
+        """The prefix cache is empty."""
+
+    def load(self, table: BlockTable, tokens: array[int], hits: int, usable: int) -> bool:
+        """Begin to load blocks that follow the first `hits`, or go on with that; whether the table's request waits."""
+
+
 class PrefixCache:
     """Block tables over a `BlockPool`; with `enabled` False no block is found again.
 
@@ -53,7 +63,8 @@ class PrefixCache:
     ) -> None:  # fmt: skip
         self.block_size = block_size
         self.events = events
-        self.store: Store | None = None
+        self.store: BlockStore | None = None
+        self.transfers: RemoteBlocks | None = None
         self.before_reuse: Callable[[bytes], object] = lambda block_hash: None
         self.pool = BlockPool(num_blocks, self._on_evicted)
         self.snapshots = snapshots
@@ -74,6 +85,11 @@ class PrefixCache:
         """Rises with each reset: blocks of earlier generations are never found."""
         return self._generation
 
+    @property
+    def num_tables(self) -> int:
+        """Tables that hold blocks, or wait for some that are loaded."""
+        return len(self._tables)
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
@@ -90,6 +106,10 @@ class PrefixCache:
         while hits < usable and self.pool.lookup(table.hashes[hits]) is not None:
             hits += 1
         table.awaited = None
+        if self.transfers is not None and self.transfers.load(table, tokens, hits, usable):
+            if hits < usable and table.hashes[hits] in self._pending:
+                table.awaited = table.hashes[hits]
+            return None
         if self.snapshots is not None:
             return self._lookup_state(table, self.snapshots, hits, usable)
         if hits < usable and table.hashes[hits] in self._pending:
@@ -221,6 +241,18 @@ class PrefixCache:
                 adapter=table.adapter, cache_salt=table.cache_salt, features=table.features,
             )  # fmt: skip
 
+    def hold(self, table: BlockTable, count: int) -> BlockTable:
+        """A table that holds the first `count` blocks of one that may be free again, as far as they are cached."""
+        held = BlockTable(table.cache_salt, table.adapter)
+        for block_hash in table.hashes[:count]:
+            block = self.pool.lookup(block_hash)
+            if block is None:
+                break
+            self.pool.ref(block)
+            held.blocks.append(block)
+        self._tables.add(held)
+        return held
+
     # --- blocks that are loaded ---
 
     def num_unclaimed(self, table: BlockTable, hits: int, most: int) -> int:
@@ -298,8 +330,9 @@ class PrefixCache:
         self.pool.clear()
         if self.events is not None:
             self.events.cleared()
-        if self.store is not None:
-            self.store.on_reset()
+        for part in (self.store, self.transfers):
+            if part is not None:
+                part.on_reset()
         if self.snapshots is not None:
             self.snapshots.clear()
 

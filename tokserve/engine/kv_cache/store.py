@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tokserve.engine.kv_cache.block_table import BlockTable
@@ -83,8 +83,12 @@ class StoreCounters:
     damaged: int = 0
     declined: int = 0
     given_up: int = 0
-    save_seconds: float = field(default=0.0)
-    load_seconds: float = field(default=0.0)
+    save_seconds: float = 0.0
+    load_seconds: float = 0.0
+    leased: int = 0
+    sent: int = 0
+    received: int = 0
+    failed_transfers: int = 0  # requests
 
 
 class KVStore:
@@ -167,14 +171,7 @@ class KVStore:
 
     def stats(self) -> StoreStats:
         """Gauges and counters of this moment."""
-        counters = self.counters
-        return StoreStats(
-            memory_blocks=len(self._slots), file_blocks=len(self._files),
-            queries=counters.queries, hits=counters.hits, saved=counters.saved, written=counters.written,
-            loaded=counters.loaded, read=counters.read, dropped=counters.dropped,
-            failed_writes=counters.failed_writes, damaged=counters.damaged, declined=counters.declined,
-            given_up=counters.given_up, save_seconds=counters.save_seconds, load_seconds=counters.load_seconds,
-        )  # fmt: skip
+        return StoreStats(memory_blocks=len(self._slots), file_blocks=len(self._files), **asdict(self.counters))
 
     def _copy(self, lane: str, method: str, args: dict[str, Any]) -> Future[Any]:
         future = self._copy_in_lane(lane, method, args)
@@ -263,11 +260,26 @@ class KVStore:
             self._events.left_files(key)
         return True
 
+    def expect_files(self, keys: Sequence[bytes]) -> None:
+        """Another process says that it has written these."""
+        if self._has_files:
+            self._files.update(keys)
+
+    def num_in_files(self, keys: Sequence[bytes]) -> int:
+        """How many of these blocks, from the first on, are files."""
+        return next((index for index, key in enumerate(keys) if key not in self._files), len(keys))
+
+    def is_writing(self, key: bytes) -> bool:
+        """Whether a block is on its way to memory or to a file."""
+        return key in self._new_keys or any(key in write.keys for write in self._writes)
+
     # --- blocks that come back ---
 
-    def load(self, table: BlockTable, tokens: array[int], hits: int, usable: int) -> bool:
-        """Begin to load what is kept of the blocks after the first `hits`, if that is faster than computing them;
-        whether the table's request waits for it."""
+    def load(
+        self, table: BlockTable, tokens: array[int], hits: int, usable: int, *, must: bool = False
+    ) -> bool:  # fmt: skip
+        """Begin to load what is kept of the blocks after the first `hits`, if that is faster than computing them, or
+        `must` be done; whether the table's request waits for it."""
         if self._identity is None:
             return False
         table.may_load = False
@@ -277,13 +289,13 @@ class KVStore:
             return False
         self.counters.queries += (usable - hits) * size
         missing = keys[hits : hits + self._cache.num_unclaimed(table, hits, usable - hits)]
-        count = self._num_to_load(missing)
+        count = self._num_to_load(missing, must=must)
         if not count:
             return False
         self._begin_load(table, tokens, hits, missing[:count])
         return True
 
-    def _num_to_load(self, keys: Sequence[bytes]) -> int:
+    def _num_to_load(self, keys: Sequence[bytes], *, must: bool) -> int:
         """How many of these blocks, from the first on, are kept and worth loading."""
         count = in_memory = from_files = 0
         most_read = 0 if self._is_late() else self._slots.total // 2
@@ -298,7 +310,7 @@ class KVStore:
         now = self._clock()
         queued = sum(len(load.read) for load in self._loads if not load.is_placed)
         for blocks, files in ((count, from_files), (in_memory, 0)):
-            if blocks and self._rates.is_worthwhile(blocks, files, queued, now):
+            if blocks and (must or self._rates.is_worthwhile(blocks, files, queued, now)):
                 self.counters.declined += count - blocks
                 return blocks
         self.counters.declined += count

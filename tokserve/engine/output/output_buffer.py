@@ -124,8 +124,9 @@ class OutputBuffer:
         return [(version, label, *bound) for (version, label, _), bound in zip(self._versions, bounds, strict=True)]
 
     def emit(
-        self, columns: StepColumns, request_id: str, tokens: array[int], finish: Finish | None, cached: int
-    ) -> None:
+        self, columns: StepColumns, request_id: str, tokens: array[int], finish: Finish | None, cached: int,
+        kv_transfer: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         """Add what is unsent to a step's columns."""
         columns.add(request_id, tokens, self._logprobs, self._next_to_send, self._masks)
         self._next_to_send = len(tokens)
@@ -143,7 +144,9 @@ class OutputBuffer:
         routed = None
         if finish is not None and self._routed is not None:
             routed = self._routed.packed(self._routed_start, len(tokens) - 1)
-        columns.set_rare(finish, prompt_logprobs, 0 if self._sent else cached, versions, self._pooled, routed)
+        columns.set_rare(
+            finish, prompt_logprobs, 0 if self._sent else cached, versions, self._pooled, routed, kv_transfer
+        )
         self._sent = True
 
 

@@ -14,7 +14,8 @@ from pydantic import BaseModel, create_model
 
 from tokserve.params import Field, RequestOptions, SamplingParams, declared
 
-OPTIONS = tuple(field for field in declared(RequestOptions) if field.name != "adapter")  # a body names it by `model`
+# a body names the adapter by `model`; what is in kv_transfer_params is checked by itself
+OPTIONS = tuple(field for field in declared(RequestOptions) if field.name not in ("adapter", "kv_transfer_params"))
 _JSON_SCHEMA = {
     "ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "min_length": "min{}", "max_length": "max{}",
 }  # fmt: skip

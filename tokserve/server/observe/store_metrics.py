@@ -11,6 +11,7 @@ from tokserve.client.outputs import StoreStats
 
 OPERATIONS = (
     "saved", "written", "loaded", "read", "dropped", "failed_writes", "damaged", "declined", "given_up",
+    "sent", "received",
 )  # fmt: skip
 
 
@@ -22,9 +23,13 @@ def families(
     blocks.add_metric([*values, "CPU"], stats.memory_blocks)
     blocks.add_metric([*values, "STORAGE"], stats.file_blocks)
     yield blocks
+    leased = GaugeMetricFamily(prefix + "kv_blocks_leased", "KV blocks held for other servers.", labels=names)
+    leased.add_metric(values, stats.leased)
+    yield leased
     for name, text, value in (
         ("external_prefix_cache_queries", "Prompt tokens looked up in the KV store.", stats.queries),
         ("external_prefix_cache_hits", "Prompt tokens loaded from the KV store.", stats.hits),
+        ("kv_transfer_failures", "Requests whose KV did not come from the other server.", stats.failed_transfers),
     ):
         counter = CounterMetricFamily(prefix + name, text, labels=names)
         counter.add_metric(values, value)

@@ -78,6 +78,7 @@ class ChatReply(msgspec.Struct):
     weight_version: str | UnsetType | None = UNSET
     system_fingerprint: str | None = None
     metrics: ReplyMetrics | UnsetType = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
     object: str = "chat.completion"
 
 
@@ -117,6 +118,7 @@ class ChatChunk(msgspec.Struct):
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: Any = UNSET
     metrics: ReplyMetrics | UnsetType = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET  # in the last one
 
 
 async def chat(serving: Serving, request: Request) -> Response:
@@ -337,6 +339,8 @@ class ChatRenderer:
         generation = self._generation
         reply = ChatReply(self._id, self._created, self._model, choices, generation.usage(), prompt_logprobs=scores)
         reply.system_fingerprint, reply.metrics = generation.fingerprint, generation.metrics()
+        if generation.kv_transfer_params is not None:
+            reply.kv_transfer_params = generation.kv_transfer_params
         if self._ids:
             reply.prompt_token_ids, reply.weight_version = generation.prompt_ids(), last_version(completions)
         return reply
@@ -392,6 +396,8 @@ class ChatRenderer:
                 choice.sampling_mask_truncated = delta.sampling_mask_truncated
             chunk = self._chunk(choice)
             chunk.system_fingerprint = self._generation.fingerprint
+            if delta.kv_transfer is not None:
+                chunk.kv_transfer_params = delta.kv_transfer
             events += sse.event(encode_json(chunk))
         return events
 

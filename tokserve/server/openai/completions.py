@@ -72,6 +72,7 @@ class CompletionReply(msgspec.Struct):
     system_fingerprint: str | UnsetType | None = UNSET
     weight_version: str | UnsetType | None = UNSET
     metrics: ReplyMetrics | UnsetType = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET  # of a stream, in the last event
     object: str = "text_completion"
 
 
@@ -248,6 +249,8 @@ class CompletionRenderer:
             self._id, self._created, self._model, choices, generation.usage(), generation.fingerprint,
             metrics=generation.metrics(),
         )  # fmt: skip
+        if generation.kv_transfer_params is not None:
+            reply.kv_transfer_params = generation.kv_transfer_params
         if self._ids:
             reply.weight_version = last_version(ends)
         return reply
@@ -323,6 +326,8 @@ class CompletionRenderer:
             reply.usage = self._generation.usage() if self._continuous else None
         if delta.finish_reason is not None:
             reply.system_fingerprint = self._generation.fingerprint
+        if delta.kv_transfer is not None:
+            reply.kv_transfer_params = delta.kv_transfer
         return sse.event(encode_json(reply))
 
     def tail(self) -> bytes:

@@ -117,6 +117,7 @@ class ExternalReply:
         self.key = bare_id(request_id) if request_id else secrets.token_hex(16)
         self.n = n
         self.fingerprint: str | None = None
+        self.kv_transfer_params: dict[str, Any] | None = None
         self.prompts: list[list[int]] = []
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
 

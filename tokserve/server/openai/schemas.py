@@ -122,6 +122,7 @@ class TextBody(_TextFields):  # type: ignore[misc]
     """What chat and completions share."""
 
     max_completion_tokens: int | None = None
+    kv_transfer_params: Any = None
     response_format: dict[str, Any] | None = None
     prompt_logprobs: bool | int | None = None
     add_special_tokens: bool | None = None

@@ -135,7 +135,7 @@ class GenerateReply(msgspec.Struct):
     seed: int
     prompt_token_ids: list[int] | bytes | UnsetType = UNSET
     mm_placeholders: dict[str, list[PlaceholderRange]] | UnsetType = UNSET
-    kv_transfer_params: None = None
+    kv_transfer_params: dict[str, Any] | None = None
     exact: bool = True
     metrics: ReplyMetrics | UnsetType = UNSET
     object: str = "inference.generate"
@@ -154,6 +154,7 @@ class GenerateChunk(msgspec.Struct):
     mm_placeholders: dict[str, list[PlaceholderRange]] | UnsetType = UNSET
     prompt_logprobs: Any = UNSET
     metrics: ReplyMetrics | UnsetType = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET  # in the last one
 
 
 _KNOWN = (  # names to suggest; dotted ones are where a field belongs that was given at the top
@@ -175,8 +176,7 @@ def decode_body(raw: bytes | bytearray | memoryview, packed: bool) -> AnyBody:
         raise errors.from_msgspec(error, _KNOWN) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise errors.malformed(error, "msgpack" if packed else "JSON") from None
-    for name in ("kv_transfer_params", "ec_transfer_params"):
-        errors.refuse_unsupported(name, getattr(body, name))
+    errors.refuse_unsupported("ec_transfer_params", body.ec_transfer_params)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", field="stream_options")
     return body
@@ -376,7 +376,8 @@ class _Render:
             request_id=self._id, id=self._id, created=int(time.time()), model=self._model,
             choices=[self._choice(c, deferred) for c in completions], usage=generation.usage(), prompt_logprobs=scores,
             seed=generation.seed, prompt_token_ids=self._ids(generation.prompt_ids()) if self._echo else UNSET,
-            mm_placeholders=self._places, exact=bool(self._serving.llm.ready.facts.get("exact", True)),
+            mm_placeholders=self._places, kv_transfer_params=generation.kv_transfer_params,
+            exact=bool(self._serving.llm.ready.facts.get("exact", True)),
             metrics=generation.metrics(sources=True),
         )  # fmt: skip
 
@@ -424,6 +425,8 @@ class _Render:
             if self._echo:
                 chunk.prompt_token_ids = self._generation.prompt_ids()
             chunk.mm_placeholders = self._places
+        if delta.kv_transfer is not None:
+            chunk.kv_transfer_params = delta.kv_transfer
         if self._scores_due and (delta.prompt_logprobs or self._generation.ended):
             self._scores_due = False
             chunk.prompt_logprobs = self._prompt_logprobs(delta.prompt_logprobs)
