@@ -104,7 +104,7 @@ def test_conversations_are_enqueued_as_they_are_chatted(fake: LLM) -> None:
     assert [output.request_id for output in outputs] == ids
     assert [output.outputs for output in outputs] == [output.outputs for output in want]
     assert fake.get_tokenizer() is fake.tokenizer
-    assert fake.get_default_sampling_params() == SamplingParams()
+    assert fake.get_default_sampling_params().temperature == 0.5  # of the generation_config.json
 
 
 def test_control_verbs_block_for_their_result(fake: LLM) -> None:

@@ -4,6 +4,7 @@ checkpoint of sentence-transformers, vectors and labels of tokens, and what is r
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,50 @@ def test_labels_of_tokens_and_what_the_model_does_not_do(server: Server) -> None
     ):  # fmt: skip
         assert refusal(server, path, **body)["code"] == "unsupported"
     assert refusal(server, "/v1/chat/completions", messages=[{"role": "user", "content": "a"}])["message"]
+
+
+VALID: dict[str, dict[str, Any]] = {
+    "/classify": {"input": "a cat"}, "/pooling": {"input": ["a", "cat"], "task": "token_classify"},
+    "/score": {"queries": "a cat", "documents": ["a", "stone"]},
+    "/v2/rerank": {"query": "a cat", "documents": ["a", "stone"], "top_n": 1},
+    "/v1/embeddings": {"input": "a"}, "/v2/embed": {"texts": ["a"], "model": "x", "embedding_types": ["float"]},
+}  # fmt: skip
+ODD: list[Any] = [
+    None, True, -1, 2**70, 1.5, "", "\u0000", "blue " * 99, [], {}, [None], [[]], [[5], "a"], [2**40], [-1],
+    {"text": 5}, [{"text": "a", "x": 1}], [["a"]], ["a"] * 5000,
+]  # fmt: skip
+FIELDS = [
+    "truncate_prompt_tokens",
+    "dimensions",
+    "encoding_format",
+    "priority",
+    "cache_salt",
+    "messages",
+    "use_activation",
+]
+
+
+@pytest.mark.slow
+def test_generated_bodies_are_answered_or_refused_with_the_field(server: Server) -> None:
+    rng, wrong, refused = random.Random(5), [], 0
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        for _ in range(300):
+            path = rng.choice(list(VALID))
+            body = dict(VALID[path])
+            for name in rng.sample([*body, *FIELDS], rng.randrange(1, 3)):
+                body[name] = rng.choice(ODD)
+            answer = client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+            if answer.status_code != 200:
+                error = answer.json()["error"]
+                refused += 1
+                if not 400 <= answer.status_code < 500 or not error["message"] or error["param"] is None:
+                    wrong.append((path, str(body)[:200], answer.text[:200]))
+        for path in VALID:
+            for raw in (b"", b"{", b"[]", b"5", b'{"input": "\xff"}'):
+                answer = client.post(path, content=raw, headers={"content-type": "application/json"})
+                assert answer.status_code == 400, (path, raw, answer.text)
+    assert not wrong and refused > 200
+    assert post(server, "/classify", input="a cat")["data"][0]["num_classes"] == 1
 
 
 def test_a_checkpoint_of_sentence_transformers(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tests.runner.drive import plan_of
 from tokserve.config import Config
 from tokserve.encoders import ENDINGS, FAMILIES
 from tokserve.errors import StartError
+from tokserve.models.dummy import write_checkpoint
 from tokserve.params import PoolingParams
 from tokserve.plan import NewRow
 from tokserve.resolve import resolve
@@ -129,6 +130,17 @@ def test_bfloat16_is_near_and_does_not_depend_on_company(tmp_path: Path, family:
         assert pooled(runner, [number], params)[number].tobytes() == together[number].tobytes()
         want = theirs(model, ids, SECONDS[number]).mean(0)
         assert np.linalg.norm(together[number] - want) < 0.05 * np.linalg.norm(want)
+
+
+def test_random_checkpoints_have_the_names_that_transformers_reads(tmp_path: Path) -> None:
+    for family in FAMILIES:
+        config = {**SIZES, "max_position_embeddings": 300, "architectures": [f"{family}Model"], **CHANGES[family]}
+        model_type = {"XLMRoberta": "xlm-roberta"}.get(family, family.lower())
+        write_checkpoint(tmp_path / family, config | {"model_type": model_type, "dtype": "float32"})
+        model = transformers.AutoModel.from_pretrained(tmp_path / family).eval()
+        result = pooled(runner_of(tmp_path / family), [1], PoolingParams("all", normalize=False))[1]
+        want = theirs(model, PROMPTS[1], -1)
+        assert np.allclose(result.reshape(want.shape), want, atol=1e-4), family
 
 
 def test_checkpoints_with_unused_heads_and_older_names(tmp_path: Path) -> None:

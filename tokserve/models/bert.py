@@ -32,25 +32,25 @@ def bert(hf: Mapping[str, Any]) -> EncoderSpec:
     """BERT."""
     of_sequences = _ending(hf) == classifier.SUFFIX
     head = EncoderHeadSpec(_labels(hf), "pooler.dense", "tanh") if of_sequences else None
-    return _bert(hf, "bert", head, eps=1e-12, types=2)
+    return _bert(hf, "bert", head)
 
 
 def roberta(hf: Mapping[str, Any]) -> EncoderSpec:
     """RoBERTa and XLM-RoBERTa."""
     of_sequences = _ending(hf) == classifier.SUFFIX
     head = EncoderHeadSpec(_labels(hf), "classifier.dense", "tanh", out="classifier.out_proj") if of_sequences else None
-    return _bert(hf, "roberta", head, eps=1e-12, types=1)
+    return _bert(hf, "roberta", head)
 
 
-def _bert(hf: Mapping[str, Any], base: str, head: EncoderHeadSpec | None, *, eps: float, types: int) -> EncoderSpec:
-    """`base`: the prefix of a checkpoint with a head; `eps`, `types`: where the config does not say."""
+def _bert(hf: Mapping[str, Any], base: str, head: EncoderHeadSpec | None) -> EncoderSpec:
+    """`base`: the prefix of a checkpoint with a head."""
     fields = ConfigReader(hf)
     _refuse_decoders(fields)
     if fields.text("position_embedding_type", "absolute") != "absolute":
         raise fields.refuse("position_embedding_type", "is not absolute, which alone is supported")
     if head is None and _ending(hf) == classifier.TOKEN_SUFFIX:
         head = EncoderHeadSpec(_labels(hf))
-    norm = NormSpec(fields.number("layer_norm_eps", eps), kind="layer", bias=True)
+    norm = NormSpec(fields.number("layer_norm_eps", 1e-12), kind="layer", bias=True)
     attention = AttentionSpec(
         **_heads(fields), rope=NO_ROPE, qkv_bias=True, out_bias=True,
         qkv_names=("self.query", "self.key", "self.value"), out_name="output.dense",
@@ -69,7 +69,7 @@ def _bert(hf: Mapping[str, Any], base: str, head: EncoderHeadSpec | None, *, eps
         blocks=(block,) * fields.integer("num_hidden_layers"), norm=norm, tied=True, norm_name="",
         renames=_renames(base, PARTS, unused) + OLDER,
         post_norm=True, embedding_norm=norm, embedding_norm_name="LayerNorm", positions=positions,
-        first_position=first, types=fields.integer("type_vocab_size", types, minimum=0), classifier_head=head,
+        first_position=first, types=fields.integer("type_vocab_size", 2, minimum=0), classifier_head=head,
         classifier=None if head is None else classifier.head_spec(hf),
     )  # fmt: skip
 

@@ -22,7 +22,7 @@ from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter
 from tokserve.layers.siglip import SiglipSpec
 from tokserve.models.decoder import rope_tables
-from tokserve.models.encoder import make_model
+from tokserve.models.encoder import EncoderSpec, make_model
 from tokserve.models.registry import decoder_spec
 from tokserve.models.spec import DecoderSpec
 from tokserve.models.weights import INDEX, SINGLE
@@ -501,6 +501,8 @@ def write_checkpoint(directory: Path, hf: Mapping[str, Any], *, seed: int = 0, s
     named = {name: tensor.to(dtype) for name, tensor in tensors(parameters, seed)}
     if spec.vision is not None:
         named = _as_released(named, spec)
+    if isinstance(spec, EncoderSpec):
+        named = {_stored_name(name, spec): tensor for name, tensor in named.items()}
     if shards == 1:
         save_file(named, directory / SINGLE, metadata={"format": "pt"})
         return directory
@@ -514,6 +516,12 @@ def write_checkpoint(directory: Path, hf: Mapping[str, Any], *, seed: int = 0, s
     index = {"metadata": {"total_size": size}, "weight_map": places}
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return directory
+
+
+def _stored_name(name: str, spec: EncoderSpec) -> str:
+    """What an encoder's checkpoints call a tensor of this name."""
+    pairs = [(old, new) for old, new in spec.renames if new and not old.startswith(".")]
+    return next((old + name.removeprefix(new) for old, new in pairs if name.startswith(new)), name)
 
 
 def _as_released(named: dict[str, Tensor], spec: DecoderSpec) -> dict[str, Tensor]:
