@@ -24,8 +24,9 @@ from tokserve.ops.samples.wna16 import weights
 
 _C = pytest.importorskip("tokserve._C")
 registry.load_extension("cpu")
-# for devices with their own memory, and for those that compute in float8
-NOT_ON_CPU = {"edit_rows", "prepare_step", "pack_linear_float8", "pack_scaled_float8", "linear_float8"}
+# for devices with their own memory or a library of products, and for those that compute in float8
+NOT_ON_CPU = {"edit_rows", "prepare_step", "attention_work", "accept_library"}
+NOT_ON_CPU |= {"pack_linear_float8", "pack_scaled_float8", "linear_float8"}
 NAMES = [name for name in OPS if name not in PACKING.values() and name not in NOT_ON_CPU]
 CALLS: dict[str, Callable[..., Any]] = {
     name: op.implementations["cpp"].call for name, op in OPS.items() if name not in NOT_ON_CPU
@@ -248,7 +249,7 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
             torch.tensor([[16, 7], [5, 16], [0, 0]], dtype=torch.int32), torch.tensor([[0.5, 2.0], [1.0, 0.7], [1, 1]]),
             (600, 100),
         ),
-        "route": (randn(300, 64), randn(64, seed=1), 6, True, 8, 4, True, True, 2.5),
+        "route": (randn(300, 64), randn(64, seed=1), 6, True, 8, 4, True, True, 1e-6, 2.5),
         "experts": mixture(bf16),
         "experts_int8": mixture(torch.float32),
         "experts_wna16": integer_mixture(bf16),
@@ -534,13 +535,13 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
         "lora: shards": ("add_lora", (x[:, :9].clone(), x, slots, *lora[:4], (9,))),
         "lora: int64": ("add_lora", (x[:, :9].clone(), x, slots.long(), *lora)),
         "lora: scales": ("add_lora", (x[:, :9].clone(), x, slots, *lora[:3], lora[3].half(), (4, 5))),
-        "route: too many": ("route", (logits, None, 51, False, 1, 1, False, True, 1.0)),
-        "route: none": ("route", (logits, None, 0, False, 1, 1, False, True, 1.0)),
-        "route: groups": ("route", (logits, None, 2, False, 3, 1, False, True, 1.0)),
-        "route: groups kept": ("route", (logits, None, 2, False, 5, 6, False, True, 1.0)),
-        "route: groups of one": ("route", (logits, None, 2, True, 50, 20, True, True, 1.0)),
-        "route: bias": ("route", (logits, torch.zeros(49), 2, True, 1, 1, False, True, 1.0)),
-        "route: float64": ("route", (logits.double(), None, 2, True, 1, 1, False, True, 1.0)),
+        "route: too many": ("route", (logits, None, 51, False, 1, 1, False, True, 0.0, 1.0)),
+        "route: none": ("route", (logits, None, 0, False, 1, 1, False, True, 0.0, 1.0)),
+        "route: groups": ("route", (logits, None, 2, False, 3, 1, False, True, 0.0, 1.0)),
+        "route: groups kept": ("route", (logits, None, 2, False, 5, 6, False, True, 0.0, 1.0)),
+        "route: groups of one": ("route", (logits, None, 2, True, 50, 20, True, True, 0.0, 1.0)),
+        "route: bias": ("route", (logits, torch.zeros(49), 2, True, 1, 1, False, True, 0.0, 1.0)),
+        "route: float64": ("route", (logits.double(), None, 2, True, 1, 1, False, True, 0.0, 1.0)),
         **{
             f"experts: {what}": ("experts", (*mixed[:at], wrong, *mixed[at + 1 :]))
             for what, at, wrong in (

@@ -217,17 +217,17 @@ def test_rows_of_experts_of_integers_are_batch_invariant(name: str, call: Any, d
 @every("route")
 def test_routes_are_batch_invariant(name: str, call: Any) -> None:
     logits, bias = randn(torch.float32, 1, MOST, 60), randn(torch.float32, 2, 60)
-    rows_are_batch_invariant(lambda r: call(logits[r], bias, 7, True, 6, 3, True, True, 2.5), trials=4)
-    rows_are_batch_invariant(lambda r: call(logits[r], None, 7, False, 1, 1, False, False, 1.0), trials=4)
+    rows_are_batch_invariant(lambda r: call(logits[r], bias, 7, True, 6, 3, True, True, 1e-6, 2.5), trials=4)
+    rows_are_batch_invariant(lambda r: call(logits[r], None, 7, False, 1, 1, False, False, 0.0, 1.0), trials=4)
 
 
 @every("route")
 def test_equal_scores_go_to_the_lowest_expert(name: str, call: Any) -> None:
     logits = torch.tensor([[0.0] * 8, [1.0, 2.0, 1.0, 2.0, 2.0, 0.0, 1.0, 2.0], [-0.0, 0.0] * 4])
-    ids, weights = call(logits, None, 3, False, 1, 1, False, True, 1.0)
+    ids, weights = call(logits, None, 3, False, 1, 1, False, True, 0.0, 1.0)
     assert ids.tolist() == [[0, 1, 2], [1, 3, 4], [0, 1, 2]]
     torch.testing.assert_close(weights, torch.full((3, 3), 1 / 3))
-    grouped, _ = call(logits, torch.zeros(8), 3, True, 4, 2, True, True, 1.0)
+    grouped, _ = call(logits, torch.zeros(8), 3, True, 4, 2, True, True, 0.0, 1.0)
     assert grouped.tolist() == [[0, 1, 2], [1, 3, 0], [0, 1, 2]]
 
 
@@ -236,7 +236,7 @@ def test_a_row_that_is_not_a_number_has_experts_all_the_same(name: str, call: An
     logits = torch.zeros(4, 12)
     logits[0, 3], logits[1], logits[2, 0] = torch.nan, torch.nan, torch.inf
     for arguments in ((None, 5, False, 1, 1, False), (torch.zeros(12), 5, True, 3, 2, True)):
-        ids, _ = call(logits, *arguments, True, 1.0)
+        ids, _ = call(logits, *arguments, True, 0.0, 1.0)
         assert all(len(set(row)) == 5 and min(row) >= 0 and max(row) < 12 for row in ids.tolist())
 
 

@@ -151,7 +151,7 @@ def _rounded(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 class Wna16:
     """Weights as their checkpoint stores them, or floats where it stores floats.
 
-    `rounded`: activations are rounded to int8 before they are multiplied by integers.
+    `rounded`: activations are rounded to 8 bits before they are multiplied by integers.
     """
 
     name: str | None = "wna16"
