@@ -132,12 +132,13 @@ def test_a_recorded_step_has_the_bits_of_one_that_is_launched(
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        pytest.param({"enforce_eager": True, "kv_cache_dtype": "fp8", "quantization": "fp8"}, marks=pytest.mark.slow),
-        pytest.param({"enable_lora": True, "max_loras": 2}, marks=pytest.mark.slow),
+        {"enforce_eager": True, "kv_cache_dtype": "fp8", "quantization": "fp8"},
+        {"enable_lora": True, "max_loras": 2},
     ],
 )
 def test_the_start_compiles_all_that_serving_needs(options: dict[str, object]) -> None:
