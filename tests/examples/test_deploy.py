@@ -16,6 +16,7 @@ import yaml
 from tests import needs
 from tests.server.fake_llm import site
 from tokserve.cli.main import parser
+from tokserve.config.kv_connector import transfer_plan
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "deploy"
@@ -123,6 +124,86 @@ def test_kubernetes_manifests() -> None:
     assert made["Service"]["spec"]["ports"][0]["targetPort"] == port["name"]
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["spec"]["volumes"]}
+
+
+def documents(folder: str) -> dict[tuple[str, str], Any]:
+    """The objects of a kustomization, by kind and name."""
+    names = yaml.safe_load((FOLDER / folder / "kustomization.yaml").read_text())["resources"]
+    assert {path.name for path in (FOLDER / folder).iterdir()} == {*names, "kustomization.yaml"}
+    made = [one for name in names for one in yaml.safe_load_all((FOLDER / folder / name).read_text())]
+    return {(one["kind"], one["metadata"]["name"]): one for one in made}
+
+
+def pods_of(made: dict[tuple[str, str], Any], name: str) -> list[str]:
+    """The names by which the pods of a StatefulSet are reached."""
+    spec = made["StatefulSet", name]["spec"]
+    service = made["Service", spec["serviceName"]]["spec"]
+    assert service["clusterIP"] == "None"
+    assert service["selector"] == spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
+    return [f"{name}-{number}.{spec['serviceName']}" for number in range(spec["replicas"])]
+
+
+def server_values(made: dict[tuple[str, str], Any], name: str) -> dict[str, Any]:
+    """The options of the servers of a StatefulSet, whose probes, ports, secrets and mounts exist."""
+    pod = made["StatefulSet", name]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    values = check_command(["serve", *container["args"]])
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports["http"] == values["port"]
+    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+        probe = container[kind]["httpGet"]
+        assert probe["path"].partition("?")[0] in routes() and probe["port"] == "http"
+    for port in made["Service", name]["spec"]["ports"]:
+        assert port["port"] == ports[port["targetPort"]]
+    secret = made["Secret", "tokserve"]["stringData"]
+    for variable in container["env"]:
+        if "secretKeyRef" in variable["valueFrom"]:
+            assert variable["valueFrom"]["secretKeyRef"]["key"] in secret
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes.keys()
+    if "secret" in volumes:
+        assert {item["key"] for item in volumes["secret"]["secret"]["items"]} <= secret.keys()
+    return values
+
+
+def router_arguments(made: dict[tuple[str, str], Any]) -> list[str]:
+    (container,) = made["Deployment", "tokserve-router"]["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["vllm-router"]
+    return list(container["args"])
+
+
+def test_manifests_of_a_router() -> None:
+    made = documents("kubernetes-router")
+    pods, values = pods_of(made, "tokserve"), server_values(made, "tokserve")
+    config = values["kv_events_config"]
+    sources = {config["endpoint"].rpartition(":")[2], config["replay_endpoint"].rpartition(":")[2]}
+    policy = made["NetworkPolicy", "tokserve"]["spec"]["ingress"][1]
+    assert {str(port["port"]) for port in policy["ports"]} == sources
+    arguments = router_arguments(made)
+    for pod in pods:
+        address = f"http://{pod}:{values['port']}"
+        assert address in arguments
+        assert {f"{address}=tcp://{pod}:{port}" for port in sources} <= set(arguments)
+    assert f"--kv-event-model={values['model']}" in arguments
+
+
+def test_manifests_of_prefill_and_decode() -> None:
+    made = documents("kubernetes-disaggregated")
+    key = {"key_file": "/etc/tokserve/transfer-key"}
+    pods = {name: pods_of(made, f"tokserve-{name}") for name in ("prefill", "decode")}
+    producer = server_values(made, "tokserve-prefill")
+    plan = transfer_plan(producer["kv_transfer_config"])
+    assert plan is not None and plan.role == "kv_producer" and plan.key_file == key["key_file"]
+    assert [plan.advertised.replace("$(POD_NAME)", pod.partition(".")[0]) for pod in pods["prefill"]] == pods["prefill"]
+    policy = made["NetworkPolicy", "tokserve-prefill"]["spec"]["ingress"][1]
+    assert policy["ports"] == [{"port": plan.port}]
+    other = transfer_plan(server_values(made, "tokserve-decode")["kv_transfer_config"])
+    assert other is not None and other.role == "kv_consumer" and other.key_file == key["key_file"]
+    assert [*other.peers] == pods["prefill"]
+    arguments = router_arguments(made)
+    for kind, names in pods.items():
+        given = [arguments[i + 1] for i, argument in enumerate(arguments) if argument == f"--{kind}"]
+        assert given == [f"http://{pod}:{producer['port']}" for pod in names]
 
 
 @pytest.mark.parametrize("folder", ["deploy", "monitoring"])
