@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tokserve"
 ROOT_ORDER = [
     "errors",
+    "structs",
     "log",
     "trace",
     "sockets",
@@ -77,9 +78,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         },
         set(),
     ),
-    "executor": ({"plan", "config", "resolve", "runner", "errors", "log", "kv_spec", "vision"}, TORCH),
+    "executor": ({"structs", "plan", "config", "resolve", "runner", "errors", "log", "kv_spec", "vision"}, TORCH),
     "engine": (
         {
+            "structs",
             "admin",
             "messages",
             "plan",
@@ -101,6 +103,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "client": (
         {
+            "structs",
             "admin",
             "messages",
             "prompt",
@@ -124,6 +127,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "server": (
         {
+            "structs",
             "admin",
             "client",
             "kv_transfer",

@@ -18,7 +18,7 @@ from tokserve.errors import RequestError
 
 PAD, START, END = 288, 290, 291
 PARAMS = SamplingParams(max_tokens=12, temperature=0.6, seed=3, logprobs=1, ignore_eos=True)
-FAMILIES = ("qwen3_vl", "qwen2_5_vl")
+FAMILIES = ("qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow))
 
 
 def prompt(seed: int = 0, tail: int = 7) -> dict[str, Any]:

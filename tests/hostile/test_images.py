@@ -169,7 +169,7 @@ def storm(server: Server, count: int, seed: int) -> None:
 
 
 def test_hostile_images(server: Server) -> None:
-    storm(server, 40, seed=0)
+    storm(server, 20, seed=0)
 
 
 def test_the_memory_of_images_in_flight_has_a_limit(server: Server) -> None:

@@ -34,6 +34,7 @@ from tokserve.media.images import ImageReader, refuse_images, with_images
 from tokserve.params import PoolingParams, RequestOptions, SamplingParams
 from tokserve.prompt import TokenPrompt, unpack_ids
 from tokserve.resolve import resolve
+from tokserve.structs import prepare_structs
 from tokserve.text.tokenizer import Tokenizer
 from tokserve.vision import image_format
 
@@ -60,6 +61,7 @@ class AsyncLLM(AdminMethods):
         return llm
 
     def _set_up(self, config: Config, text: bool = True) -> None:
+        prepare_structs()
         self.config = config
         self._text = text and not config.server.tokens_only
         several = config.parallel.data_parallel_size > 1

@@ -29,6 +29,7 @@ from tokserve.errors import StartError, sendable
 from tokserve.executor.base import Executor, make
 from tokserve.messages import Dead
 from tokserve.sockets import remove_stale
+from tokserve.structs import prepare_structs
 
 logger = logging.getLogger("tokserve.engine.process")  # not __name__: that is __main__ here
 
@@ -108,6 +109,7 @@ def _start(config: Config, executor: Executor, socket: EngineSocket) -> EngineCo
             layout.states.slots, layout.states.snapshots, layout.state_bytes() / (1 << 20),
         )  # fmt: skip
     core = EngineCore(config, executor, facts, socket.send, wake=socket.wake)
+    prepare_structs()
     gc.freeze()  # what start-up made lives as long as the process; later collections need not look at it
     return core
 

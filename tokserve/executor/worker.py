@@ -44,6 +44,7 @@ from tokserve.executor.channel import (
     StoreValue,
 )
 from tokserve.plan import DeviceFacts
+from tokserve.structs import prepare_structs
 
 if TYPE_CHECKING:
     from tokserve.runner.ranks import Ranks
@@ -108,7 +109,9 @@ class RankWorker:
             begin = self._steps.get()
             if not isinstance(begin, Begin):
                 return 0
-            self._channel.send(Loaded.of(self._load(begin)))
+            loaded = Loaded.of(self._load(begin))
+            prepare_structs()
+            self._channel.send(loaded)
             threading.Thread(target=self._run_calls, name="weights", daemon=True).start()
             self._run_steps()
             return 0

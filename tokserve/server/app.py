@@ -56,6 +56,7 @@ from tokserve.server.sglang import routes as sglang
 from tokserve.server.tokens import aborts, generate
 from tokserve.server.trainers import routes as trainers
 from tokserve.server.trainers import skyrl
+from tokserve.structs import prepare_structs
 
 logger = logging.getLogger(__name__)
 
@@ -217,6 +218,7 @@ def build_app(
     )  # fmt: skip
     app.add_middleware(Guard, keys=keys, endpoints=table)
     app.add_exception_handler(HTTPException, _http_error)
+    prepare_structs()
     return app
 
 

@@ -1,0 +1,39 @@
+"""tokserve.structs: after it threads may decode into any class at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import sys, threading
+import msgspec
+import tokserve.server.app
+from tokserve.structs import prepare_structs, struct_classes
+
+prepare_structs()
+sys.setswitchinterval(1e-6)
+for kind in struct_classes():
+    together = threading.Barrier(4)
+
+    def decode():
+        together.wait()
+        for value in ({name: {} for name in kind.__struct_encode_fields__}, {}):
+            try:
+                msgspec.convert(value, kind)
+            except (msgspec.ValidationError, TypeError):
+                pass
+
+    threads = [threading.Thread(target=decode) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+print("decoded")
+"""
+
+
+def test_threads_decode_into_any_class_at_once() -> None:
+    """Without `prepare_structs` the script ends with a segmentation fault."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout == "decoded\n", done.stderr[-2000:]
