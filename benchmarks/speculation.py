@@ -19,9 +19,9 @@ from transformers import AutoTokenizer
 from tokserve.config import Config, SpeculativeConfig
 from tokserve.engine.core import EngineCore
 from tokserve.executor.inline import InlineExecutor
-from tokserve.messages import EngineRequest, FromEngine, StepOutput, StepStats, Submit, pack_ids
+from tokserve.messages import EngineRequest, FromEngine, StepOutput, StepStats, Submit
 from tokserve.params import RequestOptions, SamplingParams
-from tokserve.prompt import TokenPrompt
+from tokserve.prompt import TokenPrompt, pack_ids
 from tokserve.resolve import resolve
 
 PROMPT = 24  # tokens
@@ -76,7 +76,7 @@ class Bench:
         """Outputs, seconds and counters, with speculation or without."""
         outputs: dict[str, list[int]] = {}
 
-        def emit(_: bytes, message: FromEngine) -> None:
+        def emit(client: bytes, message: FromEngine) -> None:
             if isinstance(message, StepOutput):
                 for request_id, ids, *_ in message.rows():
                     outputs.setdefault(request_id, []).extend(ids)
