@@ -17,7 +17,8 @@ from tests.engine.scripted import solo
 from tokserve.client import engine_client, launch
 from tokserve.client.async_llm import AsyncLLM, collect
 from tokserve.client.engine_client import EngineClient
-from tokserve.client.replicas import Replicas, total
+from tokserve.client.outputs import total
+from tokserve.client.replicas import Replicas
 from tokserve.config import LoraConfig
 from tokserve.errors import Conflict, EngineDead, RequestError, StartError
 from tokserve.messages import StepStats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,6 +72,18 @@ def test_ranks_of_other_dialects(server: Server) -> None:
     assert texts[0] == texts[1]
     answer = server.post("/generate", sglang | {"routed_dp_rank": 2})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "routed_dp_rank", answer.text
+
+
+def test_metrics_of_each_engine(server: Server) -> None:
+    def generated() -> dict[str, float]:
+        sample = r'^tokserve:generation_tokens_total{engine="(\d)",model_name="demo"} (.*)$'
+        return {rank: float(count) for rank, count in re.findall(sample, server.get("/metrics").text, re.MULTILINE)}
+
+    before = generated()
+    for rank, times in enumerate((1, 3)):
+        for seed in range(times):
+            reply(server, seed, {RANK: str(rank)})
+    assert {rank: count - before[rank] for rank, count in generated().items()} == {"0": 20, "1": 60}
 
 
 def test_control_and_introspection_speak_for_both(server: Server) -> None:

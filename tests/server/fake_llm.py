@@ -24,7 +24,7 @@ from tests.outputs import Output, pack
 from tokserve.admin import COMMANDS
 from tokserve.client.admin import AdminMethods
 from tokserve.client.inputs import GenerateRequest, Inputs, bare_id
-from tokserve.client.outputs import ChoiceOutput, Logprobs, StepStats
+from tokserve.client.outputs import ChoiceOutput, EngineReport, Logprobs, StepStats
 from tokserve.client.request_state import RequestState
 from tokserve.client.requests import Requests
 from tokserve.client.stream import Stream
@@ -265,6 +265,7 @@ class FakeLLM(AdminMethods):
         self.inputs = Inputs(self.config, self.ready, lambda: self.tokenizer)
         self.refreshed = 0
         self.news: list[Status] = []  # what a refresh brings
+        self.other_engines: list[EngineReport] = []
         self.requests = Requests()
         self._calls: dict[RequestState, Call] = {}  # prepared, and perhaps never sent
         self._last_call = 0
@@ -272,6 +273,11 @@ class FakeLLM(AdminMethods):
     @property
     def down(self) -> EngineDead | None:
         return self.dead or self.restarting
+
+    @property
+    def reports(self) -> list[EngineReport]:
+        first = EngineReport(0, self.stats, self.status, self.ready, self.down is not None)
+        return [first, *self.other_engines]
 
     @property
     def num_inflight(self) -> int:

@@ -4,8 +4,10 @@ import asyncio
 import re
 import time
 
+import msgspec
+
 from tests.server.fake_llm import Site, says, site
-from tokserve.client.outputs import StepStats
+from tokserve.client.outputs import EngineReport, Status, StepStats, StoreStats
 from tokserve.server.compat import VLLM_METRICS
 from tokserve.server.http.loop_monitor import LoopMonitor
 from tokserve.server.observe.metrics import SAMPLED
@@ -65,6 +67,42 @@ def test_the_engines_statistics() -> None:
     assert found["tokserve:displaced_requests_total"] == 21
     assert found['tokserve:num_requests_waiting_by_reason{reason="capacity"}'] == 2
     assert found['tokserve:num_requests_waiting_by_reason{reason="deferred"}'] == 1
+
+
+def test_each_engine_has_its_own_samples_and_the_front_end_sums() -> None:
+    s = site(vllm_metric_names=True)
+    s.llm.stats = StepStats(running=2, blocks_held=16, blocks_total=64, output_tokens=50, accepted_by_position=[4])
+    store = StoreStats(saved=7, hits=5)
+    second = StepStats(running=1, blocks_held=48, blocks_total=64, output_tokens=20, preemptions=3, store=store,
+                       drafts_by_source={"prompt": (6, 2)})  # fmt: skip
+    ready = msgspec.structs.replace(s.llm.ready, num_blocks=32)
+    s.llm.other_engines = [
+        EngineReport(1, second, Status(state="paused", epoch=9), ready),
+        EngineReport(2, StepStats(), Status(), None, down=True),
+    ]
+    s.post("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 2}})
+    samples: dict[str, dict[str, float]] = {}
+    for line in s.get("/metrics").text.splitlines():
+        if sample := re.match(r"(vllm|tokserve):(\w+)\{(.*)\} (.*)$", line):
+            labels = dict(re.findall(r'(\w+)="([^"]*)"', sample[3]))
+            assert labels.pop("model_name") == "tiny"
+            rank = labels.pop("engine")
+            name = ",".join([sample[2], *(value for label, value in labels.items() if label != "num_gpu_blocks")])
+            samples.setdefault(name, {})[rank] = float(sample[4])
+    for name, of_engines in (
+        ("num_requests_running", [2, 1, 0]), ("kv_cache_usage_perc", [0.25, 0.75, 0]),
+        ("generation_tokens_total", [50, 20, 0]), ("num_preemptions_total", [0, 3, 0]), ("weight_epoch", [0, 9, 0]),
+        ("engine_state,running", [1, 0, 0]), ("engine_state,paused", [0, 1, 0]),
+        ("external_prefix_cache_hits_total", [0, 5, 0]), ("kv_store_operations_total,saved", [0, 7, 0]),
+    ):  # fmt: skip
+        assert samples[name] == {str(rank): value for rank, value in enumerate(of_engines)}, name
+    assert samples["spec_decode_num_accepted_tokens_per_pos_total,0"] == {"0": 4}
+    assert samples["spec_decode_num_draft_tokens_by_source_total,prompt"] == {"1": 6}
+    assert samples["request_success_total,length"] == samples["e2e_request_latency_seconds_count"] == {"0": 1}
+    shown = s.get("/metrics").text
+    assert dict(re.findall(r'^vllm:cache_config_info\{.*engine="(\d)".*num_gpu_blocks="(\d+)"', shown, re.M)) == {
+        "0": "64", "1": "32",
+    }  # fmt: skip
 
 
 def test_a_finished_request_is_observed_once_per_choice() -> None:

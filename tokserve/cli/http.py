@@ -18,7 +18,8 @@ from functools import partial
 from typing import Any
 
 from tokserve.cli.listen import BACKLOG
-from tokserve.client.async_llm import AsyncLLM, StepStats
+from tokserve.client.async_llm import AsyncLLM
+from tokserve.client.outputs import StepStats, total
 from tokserve.config import Config
 from tokserve.errors import RequestError, StartError
 from tokserve.server.observe.counters import ApiProcess
@@ -178,20 +179,24 @@ def banner(llm: AsyncLLM, url: str, seconds: float) -> None:
 async def report(llm: AsyncLLM, config: Config) -> None:
     """Log a line of statistics for every interval in which the engine ran steps."""
     interval = config.server.log_stats_interval
-    last = llm.stats
+    last = llm.reports
     while True:
         await asyncio.sleep(interval)
-        now = llm.stats
-        if now.steps < last.steps:  # a new engine counts from zero
-            last = StepStats()
-        if now.steps != last.steps:
-            hits = now.prefix_hits - last.prefix_hits
-            queries = max(1, now.prefix_queries - last.prefix_queries)
+        now, before = llm.reports, last
+        last = now
+        # an engine that was replaced counts from zero
+        since = total([
+            old.stats if old.stats.steps <= new.stats.steps else StepStats()
+            for old, new in zip(before, now, strict=True)
+        ])  # fmt: skip
+        stats = total([report.stats for report in now])
+        if stats.steps != since.steps:
+            hits = stats.prefix_hits - since.prefix_hits
+            queries = max(1, stats.prefix_queries - since.prefix_queries)
             logger.info(
                 "running %d, waiting %d, prompt %.0f tok/s, output %.0f tok/s, kv %.0f %%, prefix hits %.0f %%, "
                 "preemptions %d",
-                now.running, now.waiting, (now.prompt_tokens - last.prompt_tokens) / interval,
-                (now.output_tokens - last.output_tokens) / interval, 100 * now.blocks_held / max(1, now.blocks_total),
-                100 * hits / queries, now.preemptions,
+                stats.running, stats.waiting, (stats.prompt_tokens - since.prompt_tokens) / interval,
+                (stats.output_tokens - since.output_tokens) / interval,
+                100 * stats.blocks_held / max(1, stats.blocks_total), 100 * hits / queries, stats.preemptions,
             )  # fmt: skip
-        last = now

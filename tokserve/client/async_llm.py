@@ -20,7 +20,7 @@ from tokserve import checkpoint
 from tokserve.client.admin import AdminMethods
 from tokserve.client.engine_client import EngineClient
 from tokserve.client.inputs import GenerateRequest, Inputs, LoRARequest, adapter_name, bare_id, token_prompt, typed
-from tokserve.client.outputs import ChoiceOutput, Ready, Status, StepStats
+from tokserve.client.outputs import ChoiceOutput, EngineReport, Ready, Status, StepStats
 from tokserve.client.prompts import Prompt, read
 from tokserve.client.replicas import Replicas
 from tokserve.client.request_state import RequestState
@@ -164,8 +164,13 @@ class AsyncLLM(AdminMethods):
         return self._engine.ready
 
     @property
+    def reports(self) -> list[EngineReport]:
+        """What each engine reported last, by rank."""
+        return self._engine.reports
+
+    @property
     def stats(self) -> StepStats:
-        """The engine's gauges and counters, as last reported."""
+        """The gauges and counters of all engines together, as last reported."""
         return self._engine.stats
 
     @property

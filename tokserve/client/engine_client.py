@@ -10,13 +10,13 @@ import logging
 import math
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import Any
 
 from tokserve.client.client_socket import ClientSocket
 from tokserve.client.heartbeat import Heartbeat
 from tokserve.client.launch import EngineHandle, watch
-from tokserve.client.outputs import Ready, Status, StepStats
+from tokserve.client.outputs import EngineReport, Ready, Status, StepStats
 from tokserve.client.placement import start_engine
 from tokserve.client.request_state import RequestState
 from tokserve.client.requests import Requests
@@ -42,7 +42,8 @@ class EngineClient:
     """`down` is set while there is no engine: for good when `dead` is set too, else until another serves.
 
     `stats` and `status` are what the engine last reported; `requests` are those in flight.  `rank`: of the engine among
-    several (`Replicas`), which the log names.
+    several (`Replicas`), which the log names.  `successor_status`: a context within which an engine that replaces one
+    takes over the state that it yields, given the last status of the one that was lost, and begins to serve.
     """
 
     def __init__(self, config: Config, rank: int = 0, environment: Mapping[str, str] | None = None) -> None:
@@ -56,6 +57,8 @@ class EngineClient:
         self._config = config
         self._environment = environment
         self._process_name = "engine" if config.parallel.data_parallel_size == 1 else f"engine-{rank}"
+        self.successor_status: Callable[[Status], AbstractAsyncContextManager[Status]] = nullcontext
+        self._lost_status: Status | None = None  # of an engine that was lost, until another serves
         self._on_replaced: Callable[[], object] = lambda: None
         self._engine: EngineHandle | None = None
         self._socket: ClientSocket | None = None
@@ -153,8 +156,18 @@ class EngineClient:
 
     def _serve(self, ready: Ready) -> None:
         self.ready = ready
-        self.down = self._restarting = None
+        self.down = self._restarting = self._lost_status = None
         self._heartbeat.start()
+
+    @property
+    def served_status(self) -> Status:
+        """Of the engine that serves, or that served last."""
+        return self._lost_status or self.status
+
+    @property
+    def reports(self) -> list[EngineReport]:
+        """Of this one engine."""
+        return [EngineReport(self.rank, self.stats, self.status, self.ready, self.down is not None)]
 
     @property
     def num_inflight(self) -> int:
@@ -343,6 +356,7 @@ class EngineClient:
             self._starting.set_exception(
                 EngineGone(reason if expected else f"the engine failed to start: {reason}; its log says more")
             )
+        self.stats = StepStats()
         serving = self.ready is not None
         if serving and self._may_restart():
             seconds = math.ceil(self._start_seconds)
@@ -368,7 +382,7 @@ class EngineClient:
     async def _restart(self, engine: EngineHandle) -> None:
         """Replace an engine that is gone, and its replacement, as often as `restart_engine` allows."""
         assert self._loop is not None and self.down is not None
-        last = self.status
+        last = self._lost_status = self.status
         pause, longest = RETRY
         while self.dead is None:
             logger.error("the %s died: %s; starting another", self._process_name, self.down.private)
@@ -377,8 +391,9 @@ class EngineClient:
             try:
                 self._engine = engine = self._process()
                 ready = await self._join(await self._located(engine))
-                await self._transfer_state(last)
-                self._serve(ready)
+                async with self.successor_status(last) as state:
+                    await self._transfer_state(state)
+                    self._serve(ready)
                 self._log_replacement()
                 break
             except (StartError, RequestError) as error:

@@ -1,4 +1,4 @@
-"""`ChoiceOutput`: the new output of one choice; how several are merged into one."""
+"""What engines give: the new output of one choice, their state and statistics; how several of a kind become one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,24 @@ from numpy.typing import NDArray
 from tokserve.messages import DraftCounts, Logprobs, Ready, SamplingMasks, Status, StepStats, StoreStats
 
 __all__ = [
-    "ChoiceOutput", "DraftCounts", "Logprobs", "Ready", "SamplingMasks", "Status", "StepStats", "StoreStats",
-    "join_logprobs", "join_masks", "merge",
+    "ChoiceOutput", "DraftCounts", "EngineReport", "Logprobs", "Ready", "SamplingMasks", "Status", "StepStats",
+    "StoreStats", "join_logprobs", "join_masks", "merge", "total",
 ]  # fmt: skip
 
 TERMINATORS = ("eos", "stop_token")  # stop details whose last token is not part of the text
+
+
+class EngineReport(msgspec.Struct, frozen=True):
+    """What an engine reported last.  `rank`: of several engines; `down`: there is none now.
+
+    An engine that has died leaves statistics of zero, as the one in its place begins with.
+    """
+
+    rank: int
+    stats: StepStats
+    status: Status
+    ready: Ready | None
+    down: bool = False
 
 
 class ChoiceOutput(msgspec.Struct):
@@ -103,3 +116,23 @@ def _merge_one(parts: list[ChoiceOutput]) -> ChoiceOutput:
         sampling_mask_truncated=last.sampling_mask_truncated,
         kv_transfer=last.kv_transfer,
     )
+
+
+def total(stats: Sequence[StepStats]) -> StepStats:
+    """The sums of all gauges and counters."""
+    sums: dict[str, Any] = {}
+    for name in StepStats.__struct_fields__:
+        values = [getattr(one, name) for one in stats]
+        if isinstance(values[0], list):
+            longest = max(map(len, values))
+            sums[name] = [sum(value[i] for value in values if i < len(value)) for i in range(longest)]
+        elif isinstance(values[0], StoreStats):
+            columns = zip(*map(msgspec.structs.astuple, values), strict=True)
+            sums[name] = StoreStats(*map(sum, columns))
+        elif isinstance(values[0], dict):
+            keys = {key: None for value in values for key in value}
+            rows = {key: [value[key] for value in values if key in value] for key in keys}
+            sums[name] = {key: tuple(map(sum, zip(*row, strict=True))) for key, row in rows.items()}
+        else:
+            sums[name] = sum(values)
+    return StepStats(**sums)

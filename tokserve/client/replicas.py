@@ -16,12 +16,11 @@ import msgspec
 from tokserve.client.coordinator import Coordinator
 from tokserve.client.engine_client import EngineClient
 from tokserve.client.launch import EngineHandle
-from tokserve.client.outputs import Ready, Status, StepStats
+from tokserve.client.outputs import EngineReport, Ready, Status, StepStats, total
 from tokserve.client.request_state import RequestState
 from tokserve.client.router import PrefixRouter
 from tokserve.config import Config
 from tokserve.errors import EngineDead, StartError
-from tokserve.messages import StoreStats
 from tokserve.resolve import replica_config, replica_environment
 
 logger = logging.getLogger(__name__)
@@ -105,6 +104,11 @@ class Replicas:
     def dead(self) -> EngineDead | None:
         """Why there is no engine and will be none."""
         return next((engine.dead for engine in self.engines), None) if all(e.dead for e in self.engines) else None
+    @property
+    def reports(self) -> list[EngineReport]:
+        """What each engine reported last, by rank."""
+        return [report for engine in self.engines for report in engine.reports]
+
 
     @property
     def down(self) -> EngineDead | None:
@@ -226,23 +230,3 @@ def _common(ready: Sequence[Ready]) -> Ready:
 
 def _has(status: Status, adapter: str) -> bool:
     return any(loaded.name == adapter for loaded in status.adapters)
-
-
-def total(stats: Sequence[StepStats]) -> StepStats:
-    """The sums of all gauges and counters."""
-    sums: dict[str, Any] = {}
-    for name in StepStats.__struct_fields__:
-        values = [getattr(one, name) for one in stats]
-        if isinstance(values[0], list):
-            longest = max(map(len, values))
-            sums[name] = [sum(value[i] for value in values if i < len(value)) for i in range(longest)]
-        elif isinstance(values[0], StoreStats):
-            columns = zip(*map(msgspec.structs.astuple, values), strict=True)
-            sums[name] = StoreStats(*map(sum, columns))
-        elif isinstance(values[0], dict):
-            keys = {key: None for value in values for key in value}
-            rows = {key: [value[key] for value in values if key in value] for key in keys}
-            sums[name] = {key: tuple(map(sum, zip(*row, strict=True))) for key, row in rows.items()}
-        else:
-            sums[name] = sum(values)
-    return StepStats(**sums)

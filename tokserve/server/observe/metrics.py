@@ -1,8 +1,8 @@
-"""Prometheus metrics: the engine's counters, read at scrape time, and the API processes' counters of requests.
+"""Prometheus metrics: the engines' counters, read at scrape time, and the API processes' counters of requests.
 
-The only importer of prometheus_client.  Nothing is counted per token: a choice is observed once, when it ends, with the
-times that the engine measured.  Names and labels are vLLM's under the prefix `tokserve:`; those that vLLM has can be
-exported under vLLM's prefix as well.
+This folder alone imports prometheus_client.  Nothing is counted per token: a choice is observed once, when it ends,
+with the times that the engine measured.  Names and labels are vLLM's under the prefix `tokserve:`; those that vLLM has
+can be exported under vLLM's prefix as well.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from tokserve.client.async_llm import AsyncLLM
-from tokserve.client.outputs import ChoiceOutput, StepStats
+from tokserve.client.outputs import ChoiceOutput
 from tokserve.config import Config
 from tokserve.errors import REFUSALS, RequestError
 from tokserve.params import SamplingParams
 from tokserve.server.compat import VLLM_METRICS
 from tokserve.server.generation import Generation, Render
-from tokserve.server.observe import store_metrics
+from tokserve.server.observe import engine_metrics
 from tokserve.server.observe.counters import SharedCounters
+from tokserve.server.observe.engine_metrics import LABELS, PREFIX
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-PREFIX, VLLM_PREFIX = "tokserve:", "vllm:"
-LABELS = ["model_name", "engine"]
-ENGINE = "0"  # value of vLLM's label: this server has one engine
+VLLM_PREFIX = "vllm:"
+ENGINE = "0"  # value of vLLM's label for what the API processes count: sums over all engines
 TINY = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 SHORT = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
@@ -40,10 +40,8 @@ TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 STALLS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 SHORTEST_STALL = 0.01
 CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
-STATES = ("running", "pausing", "paused", "updating", "sleeping", "quarantined")
 REASONS = ("stop", "length", "repetition", "abort", "deadline", "error")
 CAUSES = ("abort_user", "abort_disconnect", "abort_stalled", "abort_pause", "abort_quarantine", "shutdown", "error")
-AGES = ("0", "1", "2", "3", "4+")
 SAMPLED = 16  # the serialization of one stream in so many is timed
 
 
@@ -219,110 +217,26 @@ class Metrics(Collector):
                 yield _renamed(family)
 
     def _families(self) -> Iterator[Metric]:
-        yield from self._gauges(self._llm.stats)
-        yield from self._counts(self._llm.stats)
-        block_bytes = self._llm.ready.facts.get("kv_block_bytes", 0)
-        yield from store_metrics.families(self._llm.stats.store, block_bytes, PREFIX, LABELS, [self._model, ENGINE])
+        yield from engine_metrics.families(self._llm.reports, self._model, self._config)
+        text = "HTTP requests for tokens that are being served."
+        inflight = GaugeMetricFamily(PREFIX + "http_requests_in_flight", text, labels=LABELS)
+        inflight.add_metric([self._model, ENGINE], self.inflight)
+        yield inflight
+        masks = "Tokens without a sampling mask, as it would have had too many ids."
+        for name, text, value in (
+            ("mm_cache_queries", "Images looked up among those that were processed before.", self._images.total(0)),
+            ("mm_cache_hits", "Images found there.", self._images.total(1)),
+            ("sampling_masks_truncated", masks, self._truncated_masks.total(0)),
+        ):
+            counter = CounterMetricFamily(PREFIX + name, text, labels=LABELS)
+            counter.add_metric([self._model, ENGINE], value)
+            yield counter
         yield self._labelled("request_success", "Choices ended, by reason.", "finished_reason", self._finished)
         yield self._labelled("request_aborts", "Choices aborted, by cause.", "cause", self._aborts)
         yield self._labelled("request_refusals", "Requests not accepted, by reason.", "reason", self._refusals)
         for histogram in self._histograms:
             family = HistogramMetricFamily(PREFIX + histogram.name, histogram.text, labels=LABELS)
             family.add_metric([self._model, ENGINE], histogram.buckets(), histogram.total)
-            yield family
-
-    def _gauges(self, s: StepStats) -> Iterator[Metric]:
-        used = s.blocks_held / s.blocks_total if s.blocks_total else 0.0
-        state_bytes = self._llm.ready.facts.get("state_bytes", 0)
-        for name, text, value in (
-            ("num_requests_running", "Requests being computed.", s.running),
-            ("num_requests_waiting", "Requests waiting for a slot.", s.waiting),
-            ("kv_cache_usage_perc", "Share of KV pages held by running requests, 0 to 1.", used),
-            ("kv_cache_blocks_cached", "KV pages kept for requests with the same prefix.", s.blocks_cached),
-            ("recurrent_state_bytes", "Memory reserved for recurrent states and snapshots of them.", state_bytes),
-            ("recurrent_state_snapshots", "Snapshots of recurrent states that are kept.", s.snapshots),
-            ("clients", "Clients that have requests.", s.clients),
-            ("num_requests_stalled", "Requests that wait for their client to read.", s.stalled),
-            ("grammar_cache_bytes", "Memory of the compiled grammars that are kept, estimated.", s.grammar_bytes),
-            ("grammars_compiling", "Grammars that requests wait for.", s.grammars_compiling),
-            ("weight_epoch", "How often the weights have changed.", self._llm.status.epoch),
-            ("http_requests_in_flight", "HTTP requests for tokens that are being served.", self.inflight),
-        ):
-            family = GaugeMetricFamily(PREFIX + name, text, labels=LABELS)
-            family.add_metric([self._model, ENGINE], value)
-            yield family
-        text = "Requests waiting; deferred: for a prefix that another computes, a grammar, or their client to read."
-        waiting = GaugeMetricFamily(PREFIX + "num_requests_waiting_by_reason", text, labels=[*LABELS, "reason"])
-        waiting.add_metric([self._model, ENGINE, "capacity"], s.waiting - s.deferred)
-        waiting.add_metric([self._model, ENGINE, "deferred"], s.deferred)
-        yield waiting
-        state = GaugeMetricFamily(PREFIX + "engine_state", "1 for the engine's state.", labels=[*LABELS, "state"])
-        for name in STATES:
-            state.add_metric([self._model, ENGINE, name], float(name == self._llm.status.state))
-        yield state
-        labels = {"model_name": self._model, "engine": ENGINE} | self._cache_labels()
-        config = GaugeMetricFamily(PREFIX + "cache_config_info", "The KV cache, in labels.", labels=list(labels))
-        config.add_metric(list(labels.values()), 1.0)
-        yield config
-
-    def _cache_labels(self) -> dict[str, str]:
-        cache, ready = self._config.cache, self._llm.ready
-        dtype = self._config.model.dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype
-        return {
-            "block_size": str(ready.block_size), "num_gpu_blocks": str(ready.num_blocks),
-            "kv_cache_size_tokens": str(ready.num_blocks * ready.block_size), "cache_dtype": dtype,
-            "enable_prefix_caching": str(cache.enable_prefix_caching),
-            "gpu_memory_utilization": str(cache.gpu_memory_utilization),
-            "kv_cache_memory_bytes": str(cache.kv_cache_memory_bytes),
-        }  # fmt: skip
-
-    def _counts(self, s: StepStats) -> Iterator[Metric]:
-        for name, text, value in (
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", s.prefix_queries),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", s.prefix_hits),
-            ("mm_cache_queries", "Images looked up among those that were processed before.", self._images.total(0)),
-            ("mm_cache_hits", "Images found there.", self._images.total(1)),
-            ("num_preemptions", "Times a request was put back into the queue.", s.preemptions),
-            ("prompt_tokens", "Prompt tokens computed or found in the cache.", s.prompt_tokens),
-            ("generation_tokens", "Tokens generated.", s.output_tokens),
-            ("engine_steps", "Steps of the engine.", s.steps),
-            ("displaced_requests", "Preemptions that made room for another client.", s.displaced),
-            ("grammar_refusals", "Grammars refused after a trial.", s.grammar_refusals),
-            ("nan_requests", "Requests ended because their logits were not finite.", s.nan_requests),
-            ("spec_decode_num_drafts", "Steps of requests that had drafts.", s.draft_steps),
-            ("spec_decode_num_draft_tokens", "Drafts.", s.draft_tokens),
-            ("spec_decode_num_accepted_tokens", "Drafts that were accepted.", sum(s.accepted_by_position)),
-            (
-                "sampling_masks_truncated",
-                "Tokens without a sampling mask, as it would have had too many ids.",
-                self._truncated_masks.total(0),
-            ),
-        ):
-            family = CounterMetricFamily(PREFIX + name, text, labels=LABELS)
-            family.add_metric([self._model, ENGINE], value)
-            yield family
-        text = "Tokens of ended choices, by weight updates since they were made."
-        ages = CounterMetricFamily(PREFIX + "generation_tokens_by_age", text, labels=[*LABELS, "age"])
-        for age, count in zip(AGES, s.tokens_by_age or [0] * len(AGES), strict=True):
-            ages.add_metric([self._model, ENGINE, age], count)
-        yield ages
-        yield from self._drafts_by_source(s)
-        text = "Drafts that were accepted, by their position."
-        accepted = CounterMetricFamily(
-            PREFIX + "spec_decode_num_accepted_tokens_per_pos", text, labels=[*LABELS, "position"]
-        )
-        for position, count in enumerate(s.accepted_by_position):
-            accepted.add_metric([self._model, ENGINE, str(position)], count)
-        yield accepted
-
-    def _drafts_by_source(self, s: StepStats) -> Iterator[Metric]:
-        for index, name, text in (
-            (0, "spec_decode_num_draft_tokens_by_source", "Drafts, by where they came from."),
-            (1, "spec_decode_num_accepted_tokens_by_source", "Drafts that were accepted, by where they came from."),
-        ):
-            family = CounterMetricFamily(PREFIX + name, text, labels=[*LABELS, "source"])
-            for source, counts in s.drafts_by_source.items():
-                family.add_metric([self._model, ENGINE, source], counts[index])
             yield family
 
     def _labelled(self, name: str, text: str, label: str, tally: LabelledCounter) -> Metric:

@@ -15,38 +15,42 @@ OPERATIONS = (
 )  # fmt: skip
 
 
-def families(
-    stats: StoreStats, block_bytes: int, prefix: str, names: Sequence[str], values: Sequence[str]
-) -> Iterator[Metric]:
-    """The metrics, under names with this prefix; `names` and `values` of the labels that every sample has."""
+Labelled = Sequence[tuple[Sequence[str], StoreStats, float]]
+
+
+def families(stores: Labelled, prefix: str, names: Sequence[str]) -> Iterator[Metric]:
+    """The metrics, under names with this prefix.  `stores`, for each engine: the values of the labels `names`, the
+    statistics, and the bytes of a block."""
     blocks = GaugeMetricFamily(prefix + "kv_store_blocks", "KV blocks that the store keeps.", labels=[*names, "medium"])
-    blocks.add_metric([*values, "CPU"], stats.memory_blocks)
-    blocks.add_metric([*values, "STORAGE"], stats.file_blocks)
-    yield blocks
     leased = GaugeMetricFamily(prefix + "kv_blocks_leased", "KV blocks held for other servers.", labels=names)
-    leased.add_metric(values, stats.leased)
-    yield leased
-    for name, text, value in (
-        ("external_prefix_cache_queries", "Prompt tokens looked up in the KV store.", stats.queries),
-        ("external_prefix_cache_hits", "Prompt tokens loaded from the KV store.", stats.hits),
-        ("kv_transfer_failures", "Requests whose KV did not come from the other server.", stats.failed_transfers),
-    ):
-        counter = CounterMetricFamily(prefix + name, text, labels=names)
-        counter.add_metric(values, value)
-        yield counter
     text = "KV blocks by what became of them in the KV store."
     operations = CounterMetricFamily(prefix + "kv_store_operations", text, labels=[*names, "operation"])
-    for operation in OPERATIONS:
-        operations.add_metric([*values, operation], getattr(stats, operation))
-    yield operations
-    for name, text, saves, loads in (
-        (
-            "kv_offload_total_bytes", "Bytes copied from the KV cache and to it.", stats.saved * block_bytes,
-            stats.loaded * block_bytes,
-        ),
-        ("kv_offload_total_time", "Seconds that these copies took.", stats.save_seconds, stats.load_seconds),
-    ):  # fmt: skip
-        copies = CounterMetricFamily(prefix + name, text, labels=[*names, "transfer_type"])
-        copies.add_metric([*values, "GPU_to_CPU"], saves)
-        copies.add_metric([*values, "CPU_to_GPU"], loads)
-        yield copies
+    for values, stats, _ in stores:
+        blocks.add_metric([*values, "CPU"], stats.memory_blocks)
+        blocks.add_metric([*values, "STORAGE"], stats.file_blocks)
+        leased.add_metric(values, stats.leased)
+        for operation in OPERATIONS:
+            operations.add_metric([*values, operation], getattr(stats, operation))
+    yield from (blocks, leased, operations)
+    for field, name, text in (
+        ("queries", "external_prefix_cache_queries", "Prompt tokens looked up in the KV store."),
+        ("hits", "external_prefix_cache_hits", "Prompt tokens loaded from the KV store."),
+        ("failed_transfers", "kv_transfer_failures", "Requests whose KV did not come from the other server."),
+    ):
+        counter = CounterMetricFamily(prefix + name, text, labels=names)
+        for values, stats, _ in stores:
+            counter.add_metric(values, getattr(stats, field))
+        yield counter
+    yield from _copies(stores, prefix, [*names, "transfer_type"])
+
+
+def _copies(stores: Labelled, prefix: str, names: Sequence[str]) -> Iterator[Metric]:
+    text = "Bytes copied from the KV cache and to it."
+    size = CounterMetricFamily(prefix + "kv_offload_total_bytes", text, labels=names)
+    time = CounterMetricFamily(prefix + "kv_offload_total_time", "Seconds that these copies took.", labels=names)
+    for values, stats, block_bytes in stores:
+        size.add_metric([*values, "GPU_to_CPU"], stats.saved * block_bytes)
+        size.add_metric([*values, "CPU_to_GPU"], stats.loaded * block_bytes)
+        time.add_metric([*values, "GPU_to_CPU"], stats.save_seconds)
+        time.add_metric([*values, "CPU_to_GPU"], stats.load_seconds)
+    yield from (size, time)
