@@ -286,6 +286,44 @@ def test_an_engine_that_dies_costs_its_own_requests() -> None:
     asyncio.run(scene())
 
 
+def test_a_replaced_engine_has_the_state_of_the_others() -> None:
+    """Whatever has changed while it was lost, and while it joined."""
+
+    async def scene() -> None:
+        async with make(runtime={"restart_engine": 5}) as llm:
+            first, second = replicas(llm).engines
+
+            async def lose(engine: EngineClient) -> None:
+                os.kill(engine.engine.pid, signal.SIGKILL)
+                while engine.down is None:
+                    await asyncio.sleep(0.01)
+
+            async with asyncio.timeout(PATIENCE):
+                await llm.pause_generation(mode="keep")
+                await lose(second)
+                await llm.update_weight_version("two")
+                await llm.resume_generation()
+                await second.restored()
+                assert (second.status.weight_version, second.status.epoch, second.status.paused) == ("two", 1, False)
+                await lose(first)
+                await llm.pause_generation(mode="keep")
+                await llm.sleep(1, mode="keep")
+                commands = 0
+                while first.down is not None:  # commands go on while it joins
+                    await llm.update_weight_version(f"v{commands}")
+                    commands += 1
+                    await asyncio.sleep(0.02)
+                states = [(engine.status.weight_version, engine.status.epoch, engine.status.state, engine.status.paused)
+                          for engine in (first, second)]  # fmt: skip
+                assert states == [(f"v{commands - 1}", 1 + commands, "sleeping", True)] * 2
+                await llm.wake_up()
+                await llm.resume_generation()
+                for rank in range(2):
+                    assert await ask(llm, [1, 2], 5, data_parallel_rank=rank) == tokens_of([1, 2], 5, 4)
+
+    asyncio.run(scene())
+
+
 def test_an_engine_that_cannot_start_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
         llm = make()

@@ -3,6 +3,7 @@
 A command goes to all engines in one turn of the event loop, so all engines receive all commands in the same order.
 Commands that can fail on one engine alone and change something (`PHASES`) are prepared on all engines, and take effect
 when all have prepared them (`engine/admin/command`).  Others are taken back where they can be (`fan_out.UNDONE_BY`).
+An engine that replaces one that was lost joins the others between two commands, with their state (`settled`).
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from tokserve.client import fan_out
@@ -30,6 +31,11 @@ PHASES = {
     "load_lora_adapter": 0,
     "wake_up": 0,
 }
+# the commands that change what an engine takes over from another
+STATE_COMMANDS = frozenset({
+    "pause", "resume", "sleep", "wake_up", "release_kv_cache_memory", "update_weights_from_dir",
+    "finish_weight_update", "update_weight_version", "load_lora_adapter", "unload_lora_adapter",
+})  # fmt: skip
 WORKER_CALLS = ("collective_rpc", "apply_model")  # they may change weights
 ONE_AT_A_TIME = "wake_up"  # memory is there once
 TAKEN_BACK = object()  # the result of a command that another engine refused
@@ -42,7 +48,34 @@ class Coordinator:
         self._engines, self._num_ranks = engines, num_ranks
         self._changing_weights = asyncio.Lock()  # a new epoch, or a worker call: never both at once
         self._waking = asyncio.Lock()
+        self._num_changing = 0  # commands of STATE_COMMANDS that are under way
+        self._unchanged = asyncio.Event()  # set while there are none
+        self._unchanged.set()
+        self._joining = asyncio.Lock()  # held while an engine takes the state of the others over
         self._tasks: set[asyncio.Task[Any]] = set()
+
+    @asynccontextmanager
+    async def settled(self) -> AsyncIterator[None]:
+        """Waits until no command that changes the state of engines is under way; within, those that come wait."""
+        while True:
+            await self._unchanged.wait()
+            async with self._joining:
+                if self._unchanged.is_set():  # none has begun meanwhile
+                    yield
+                    return
+
+    @asynccontextmanager
+    async def _change(self) -> AsyncIterator[None]:
+        """Within, a command changes the state of engines."""
+        async with self._joining:
+            self._num_changing += 1
+            self._unchanged.clear()
+        try:
+            yield
+        finally:
+            self._num_changing -= 1
+            if not self._num_changing:
+                self._unchanged.set()
 
     async def call(self, method: str, args: Mapping[str, Any]) -> Any:
         """Call a command of all engines that are there; what their answers amount to."""
@@ -63,6 +96,8 @@ class Coordinator:
 
     async def _call(self, method: str, args: Mapping[str, Any]) -> Any:
         async with AsyncExitStack() as stack:
+            if method in STATE_COMMANDS:
+                await stack.enter_async_context(self._change())
             if method == ONE_AT_A_TIME:
                 await stack.enter_async_context(self._waking)
             if method in WORKER_CALLS:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -39,6 +41,8 @@ class Replicas:
         ]
         self.ready: Ready | None = None
         self._coordinator = Coordinator(self.engines, config.parallel.num_ranks)
+        for engine in self.engines:
+            engine.successor_status = partial(self._successor_status, engine)
         self._config = config
         assert config.cache.block_size is not None  # it is resolved
         self._router = PrefixRouter(size, config.cache.block_size, SLACK_STEPS * config.scheduler.token_budget)
@@ -101,14 +105,14 @@ class Replicas:
         return total([engine.stats for engine in self.engines])
 
     @property
-    def dead(self) -> EngineDead | None:
-        """Why there is no engine and will be none."""
-        return next((engine.dead for engine in self.engines), None) if all(e.dead for e in self.engines) else None
-    @property
     def reports(self) -> list[EngineReport]:
         """What each engine reported last, by rank."""
         return [report for engine in self.engines for report in engine.reports]
 
+    @property
+    def dead(self) -> EngineDead | None:
+        """Why there is no engine and will be none."""
+        return next((engine.dead for engine in self.engines), None) if all(e.dead for e in self.engines) else None
 
     @property
     def down(self) -> EngineDead | None:
@@ -184,6 +188,16 @@ class Replicas:
         return result
 
     # --- engines that are replaced ---
+
+    @asynccontextmanager
+    async def _successor_status(self, engine: EngineClient, last: Status) -> AsyncIterator[Status]:
+        """The state of the engines that serve: it may have changed since `engine` sent its last status.  If there is
+        none, the newest that an engine had.  Within, it does not change."""
+        async with self._coordinator.settled():
+            others = [other for other in self.engines if other is not engine]
+            serving = [other.status for other in others if other.down is None and other.status.quarantine is None]
+            served = [last, *(other.served_status for other in others)]
+            yield serving[0] if serving else max(served, key=lambda status: status.epoch)
 
     def rejoin(self, address: str, pid: int) -> None:
         """Not possible with several engines."""
