@@ -33,7 +33,8 @@ int64_t packed_size(int64_t panels, int64_t k, bool pairs) { return panels * kPa
 
 namespace {
 
-// Rows of one panel: element (row r, column c of K) goes to [c / depth][r][c % depth].
+// Rows of one panel: element (row r, column c of K) goes to [c / depth][r][c % depth]; the last pair is filled with
+// zero.
 template <class T>
 void pack_rows(const T* weight, int64_t stride, int64_t rows, int64_t k, int64_t depth, T* panel) {
   constexpr int64_t block = 64 / sizeof(T);  // of K at a time: a cache line of each row; the output stays in the cache
@@ -48,46 +49,97 @@ void pack_rows(const T* weight, int64_t stride, int64_t rows, int64_t k, int64_t
       }
     }
   }
+  if (k % depth != 0) {
+    for (int64_t r = 0; r < rows; r++) panel[(k / 2 * kPanel + r) * 2 + 1] = T(0);
+  }
 }
 
-using Pair __attribute__((may_alias)) = uint32_t;
+using Word __attribute__((may_alias)) = uint32_t;
 
-// pack_rows, moving each pair as one word where pairs are aligned.
+#if __has_builtin(__builtin_shufflevector)
+using Words __attribute__((vector_size(16))) = uint32_t;
+
+Words words_at(const Word* from) {
+  Words words;
+  std::memcpy(&words, from, sizeof words);
+  return words;
+}
+
+// Four rows of four words to where column c of row r is to[c * kPanel + r].
+void transpose(const Word* from, int64_t stride, Word* to) {
+  const Words a = words_at(from), b = words_at(from + stride);
+  const Words c = words_at(from + 2 * stride), d = words_at(from + 3 * stride);
+  const Words ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
+  const Words ef = __builtin_shufflevector(a, b, 2, 6, 3, 7), gh = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+  const Words columns[] = {__builtin_shufflevector(ab, cd, 0, 1, 4, 5), __builtin_shufflevector(ab, cd, 2, 3, 6, 7),
+                           __builtin_shufflevector(ef, gh, 0, 1, 4, 5), __builtin_shufflevector(ef, gh, 2, 3, 6, 7)};
+  for (int64_t i = 0; i < 4; i++) std::memcpy(to + i * kPanel, &columns[i], sizeof(Words));
+}
+
+// pack_rows for words.  Sixteen rows at a time are as many streams as a processor fetches ahead, and fill cache lines.
+void transpose_rows(const Word* weight, int64_t stride, int64_t rows, int64_t k, Word* panel) {
+  const int64_t whole = rows / 4 * 4, columns = k / 4 * 4;
+  for (int64_t block = 0; block < whole; block += 16) {
+    for (int64_t c = 0; c < columns; c += 4) {
+      for (int64_t r = block; r < std::min(block + 16, whole); r += 4) {
+        transpose(weight + r * stride + c, stride, panel + c * kPanel + r);
+      }
+    }
+  }
+  if (columns < k) pack_rows(weight + columns, stride, whole, k - columns, 1, panel + columns * kPanel);
+  if (whole < rows) pack_rows(weight + whole * stride, stride, rows - whole, k, 1, panel + whole);
+}
+#else
+void transpose_rows(const Word* weight, int64_t stride, int64_t rows, int64_t k, Word* panel) {
+  pack_rows(weight, stride, rows, k, 1, panel);
+}
+#endif
+
+// pack_rows, moving elements of 32 bits, and pairs that are aligned, as words.
 template <class T>
 void pack_words(const T* weight, int64_t stride, int64_t rows, int64_t k, int64_t depth, T* panel) {
-  if (depth == 2 && k % 2 == 0 && stride % 2 == 0 && reinterpret_cast<uintptr_t>(weight) % 4 == 0) {
-    const auto* words = reinterpret_cast<const Pair*>(weight);
-    return pack_rows(words, stride / 2, rows, k / 2, 1, reinterpret_cast<Pair*>(panel));
+  const int64_t ratio = sizeof(Word) / sizeof(T);  // elements of a word
+  const bool aligned = k % ratio == 0 && stride % ratio == 0 && reinterpret_cast<uintptr_t>(weight) % sizeof(Word) == 0;
+  if (depth == ratio && aligned) {
+    const auto* words = reinterpret_cast<const Word*>(weight);
+    transpose_rows(words, stride / ratio, rows, k / ratio, reinterpret_cast<Word*>(panel));
+  } else {
+    pack_rows(weight, stride, rows, k, depth, panel);
   }
-  pack_rows(weight, stride, rows, k, depth, panel);
 }
 
+// Puts a weight's rows into the panels of one with n outputs, `first` before them; of a gated one there are 2 * n rows,
+// those of the gate above those that they gate.
 template <class T>
-void pack_panels(const Tensor& weight, const Tensor& packed, bool gated, int64_t depth) {
-  const int64_t k = weight.size(1), n = weight.size(0) / (gated ? 2 : 1), size = packed_size(1, k, depth == 2);
-  const int64_t width = gated ? kGatedPanel : kPanel, stride = weight.stride(0);
-  parallel(panels_of(n, gated), [&](int64_t i) {
-    const int64_t rows = std::min(width, n - i * width);
-    T* panel = packed.data<T>() + i * size;
-    if (rows < width || k % depth != 0) std::memset(static_cast<void*>(panel), 0, size * sizeof(T));
-    const T* from = weight.data<T>() + i * width * stride;
-    pack_words(from, stride, rows, k, depth, panel);
-    if (gated) pack_words(from + n * stride, stride, rows, k, depth, panel + width * depth);
+void put_panels(const Tensor& weight, const Tensor& packed, int64_t n, int64_t first, bool gated, int64_t depth) {
+  const int64_t k = weight.size(1), size = packed_size(1, k, depth == 2), last = first + weight.size(0);
+  const int64_t width = gated ? kGatedPanel : kPanel, stride = weight.stride(0), panels = panels_of(n, gated);
+  const int64_t begin = gated ? 0 : first / kPanel, end = gated ? panels : panels_of(last, false);
+  parallel(end - begin, [&](int64_t i) {
+    const int64_t index = begin + i, lanes = std::min(width, n - index * width);
+    for (int64_t half = 0; half <= (gated ? 1 : 0); half++) {
+      const int64_t top = half * n + index * width, from = std::max(top, first), to = std::min(top + lanes, last);
+      if (from >= to) continue;
+      T* lane = packed.data<T>() + index * size + (half * width + from - top) * depth;
+      pack_words(weight.data<T>() + (from - first) * stride, stride, to - from, k, depth, lane);
+    }
   });
 }
 
-void pack(const Tensor& weight, const Tensor& packed, bool gated) {
-  const char* op = gated ? "pack_gated" : "pack_linear";
+void put_rows(const Tensor& weight, const Tensor& packed, int64_t rows, int64_t first, bool gated) {
+  const char* op = "put_rows";
   float_type(weight, op);
   require(weight.ndim() == 2 && weight.dense(1), op, "weight must be [N,K] with dense rows");
-  require(!gated || weight.size(0) % 2 == 0, op, "a gated weight has an even number of rows");
+  require(!gated || rows % 2 == 0, op, "a gated weight has an even number of rows");
+  require(first >= 0 && first + weight.size(0) <= rows, op, "the rows are not all within the packed weight");
   const bool pairs = weight.kind() == Kind::bf16;
-  const int64_t panels = panels_of(weight.size(0) / (gated ? 2 : 1), gated);
-  require(packed, weight.kind(), {packed_size(panels, weight.size(1), pairs)}, op,
+  const int64_t n = rows / (gated ? 2 : 1);
+  require(packed, weight.kind(), {packed_size(panels_of(n, gated), weight.size(1), pairs)}, op,
           "packed has the wrong size or dtype");
+  if (weight.size(0) == 0 || weight.size(1) == 0) return;
   nb::gil_scoped_release unlocked;
-  if (weight.item() == 2) pack_panels<uint16_t>(weight, packed, gated, pairs ? 2 : 1);
-  else pack_panels<uint32_t>(weight, packed, gated, 1);
+  if (weight.item() == 2) put_panels<uint16_t>(weight, packed, n, first, gated, pairs ? 2 : 1);
+  else put_panels<uint32_t>(weight, packed, n, first, gated, 1);
 }
 
 // Gathers a row of a panel, whose groups of `depth` elements are 64 * depth elements apart.
@@ -177,7 +229,8 @@ void bind_linear(nb::module_& m) {
         return packed_size(panels_of(outputs, gated), k, pairs);
       },
       nb::arg("outputs"), nb::arg("columns"), nb::arg("pairs"), nb::arg("gated"));
-  m.def("pack_linear", pack, nb::arg("weight"), nb::arg("packed"), nb::arg("gated"));
+  m.def("put_rows", put_rows, nb::arg("weight"), nb::arg("packed"), nb::arg("rows"), nb::arg("first"),
+        nb::arg("gated"));
   m.def("embedding", embedding, nb::arg("ids"), nb::arg("packed"), nb::arg("rows"), nb::arg("multiplier"),
         nb::arg("out"));
   m.def(

@@ -52,27 +52,29 @@ void pack_rows(const int8_t* values, int64_t rows, int64_t k, uint8_t* panel) {
   }
 }
 
-void pack(const Tensor& weight, const Tensor& packed, const Tensor& scales, bool gated) {
-  const char* op = gated ? "pack_gated_int8" : "pack_linear_int8";
+// As put_rows of bind_linear.cpp, with the rows quantized.
+void put_rows(const Tensor& weight, const Tensor& packed, const Tensor& scales, int64_t first, bool gated) {
+  const char* op = "put_rows_int8";
   const DType dtype = float_type(weight, op);
   require(weight.ndim() == 2 && weight.dense(1), op, "weight must be [N,K] with dense rows");
-  require(!gated || weight.size(0) % 2 == 0, op, "a gated weight has an even number of rows");
-  const int64_t n = weight.size(0) / (gated ? 2 : 1), k = weight.size(1), size = packed_int8_size(1, k);
+  require(scales, Kind::f32, {-1}, op, "scales must be float32 [N]");
+  const int64_t rows = scales.size(0), last = first + weight.size(0), n = rows / (gated ? 2 : 1), k = weight.size(1);
+  require(!gated || rows % 2 == 0, op, "a gated weight has an even number of rows");
+  require(first >= 0 && last <= rows, op, "the rows are not all within the packed weight");
   require(k <= kMaxColumns, op, "takes at most 131072 columns");
   require(packed, Kind::u8, {packed_int8_size(panels_of(n, gated), k)}, op, "packed has the wrong size or dtype");
-  require(scales, Kind::f32, {weight.size(0)}, op, "scales must be float32 [N]");
+  const int64_t width = gated ? kGatedPanel : kPanel, size = packed_int8_size(1, k);
   nb::gil_scoped_release unlocked;
-  const int64_t width = gated ? kGatedPanel : kPanel;
   parallel(panels_of(n, gated), [&](int64_t i) {
-    uint8_t* panel = packed.data<uint8_t>() + i * size;
-    const int64_t rows = std::min(width, n - i * width);
-    int8_t* values = reinterpret_cast<int8_t*>(thread_scratch(rows * k));
-    std::memset(panel, 128, size);
-    for (int64_t column = 0; column < kPanel; column += width) {
-      const int64_t first = (column > 0 ? n : 0) + i * width;
-      const char* from = weight.data<char>() + first * weight.stride(0) * weight.item();
-      kernels().quantize_rows({dtype, from, values, scales.data<float>() + first, k, weight.stride(0)}, 0, rows);
-      pack_rows(values, rows, k, panel + column * kQuad);
+    for (int64_t half = 0; half <= (gated ? 1 : 0); half++) {
+      const int64_t top = half * n + i * width, lanes = std::min(width, n - i * width);
+      const int64_t begin = std::max(top, first), end = std::min(top + lanes, last);
+      if (begin >= end) continue;
+      int8_t* values = reinterpret_cast<int8_t*>(thread_scratch((end - begin) * k));
+      const char* from = weight.data<char>() + (begin - first) * weight.stride(0) * weight.item();
+      const QuantizeArgs a{dtype, from, values, scales.data<float>() + begin, k, weight.stride(0)};
+      kernels().quantize_rows(a, 0, end - begin);
+      pack_rows(values, end - begin, k, packed.data<uint8_t>() + i * size + (half * width + begin - top) * kQuad);
     }
   });
 }
@@ -132,7 +134,8 @@ void bind_quant(nb::module_& m) {
       [](int64_t outputs, int64_t k, bool gated) { return packed_int8_size(panels_of(outputs, gated), k); },
       nb::arg("outputs"), nb::arg("columns"), nb::arg("gated"));
   m.def("quantize_rows", quantize_rows);
-  m.def("pack_linear_int8", pack, nb::arg("weight"), nb::arg("packed"), nb::arg("scales"), nb::arg("gated"));
+  m.def("put_rows_int8", put_rows, nb::arg("weight"), nb::arg("packed"), nb::arg("scales"), nb::arg("first"),
+        nb::arg("gated"));
   m.def(
       "linear_int8",
       [](const Tensor& x, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& bias,

@@ -54,6 +54,20 @@ void pack(const Tensor& codes, int bits, const Tensor& packed, bool gated) {
   });
 }
 
+void quantize(const Tensor& weight, int64_t group, const Tensor& codes, const Tensor& scales) {
+  const char* op = "quantize_int4";
+  const DType dtype = float_type(weight, op);
+  require(weight.ndim() == 2 && weight.dense(1), op, "weight must be [N,K] with dense rows");
+  require(group > 0, op, "a group has at least one input");
+  const int64_t rows = weight.size(0), k = weight.size(1);
+  require(codes, Kind::u8, {rows, k}, op, "codes must be uint8 [N,K]");
+  require(scales, Kind::bf16, {rows, (k + group - 1) / group}, op, "scales must be bfloat16 [N, ceil(K / group)]");
+  const Int4Args a{dtype, weight.data<void>(), codes.data<uint8_t>(), scales.data<uint16_t>(), k, weight.stride(0),
+                   group};
+  over_rows(rows, 0.5 * static_cast<double>(k),
+            [&](int64_t begin, int64_t end) { kernels().quantize_int4(a, begin, end); });
+}
+
 GroupScales scales_of(const Tensor& values, const std::optional<Tensor>& parts, int64_t panels, int64_t groups,
                       int64_t ratio, const char* op) {
   const DType dtype = float_type(values, op);
@@ -174,6 +188,7 @@ void bind_wna16(nb::module_& m) {
         return panels_of(gated ? rows / 2 : rows, gated) * panel_size(k, bits);
       },
       nb::arg("rows"), nb::arg("columns"), nb::arg("bits"), nb::arg("gated"));
+  m.def("quantize_int4", quantize, nb::arg("weight"), nb::arg("group"), nb::arg("codes"), nb::arg("scales"));
   m.def("pack_wna16", pack, nb::arg("codes"), nb::arg("bits"), nb::arg("packed"), nb::arg("gated"));
   m.def(
       "linear_wna16",

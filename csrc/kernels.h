@@ -143,6 +143,15 @@ struct QuantizeArgs {
   int64_t k, x_stride;
 };
 
+// Rows rounded to sixteen integers, -8 .. 7, with a scale per group: codes are the integers plus 8.
+struct Int4Args {
+  DType dtype;
+  const void* x;     // [M, K], rows x_stride elements apart
+  uint8_t* codes;    // [M, K]
+  uint16_t* scales;  // [M, ceil(K / group)] bfloat16
+  int64_t k, x_stride, group;
+};
+
 struct Int8Args {
   DType dtype, out_dtype;
   Gate gate;              // as in LinearArgs; scales are [2 * N] then, as bias is
@@ -258,6 +267,7 @@ struct Kernels {
   void (*lora_down)(const LoraArgs&, const LoraGroup&, int64_t begin, int64_t end, float* inner, char* scratch);
   void (*lora_up)(const LoraArgs&, const LoraGroup&, int64_t begin, int64_t end, const float* inner);
   void (*quantize_rows)(const QuantizeArgs&, int64_t begin, int64_t end);
+  void (*quantize_int4)(const Int4Args&, int64_t begin, int64_t end);
   // First int8_rows for all rows of x, into args.rows; then panels as in linear.
   int64_t (*int8_rows_size)(const Int8Args&);
   void (*int8_rows)(const Int8Args&, int64_t begin, int64_t end);

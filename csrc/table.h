@@ -11,7 +11,7 @@
   EACH(rms_norm) EACH(layer_norm) EACH(add_residual) EACH(cap) EACH(activate)                                        \
   EACH(silu_mul) EACH(gelu_mul) EACH(rope) EACH(store_kv) EACH(norm_rope_store) EACH(latent_rope_store)              \
   EACH(linear_scratch) EACH(linear_panels) EACH(linear) EACH(lora_scratch) EACH(lora_down) EACH(lora_up)             \
-  EACH(quantize_rows) EACH(int8_rows_size) EACH(int8_rows) EACH(linear_int8)                                         \
+  EACH(quantize_rows) EACH(quantize_int4) EACH(int8_rows_size) EACH(int8_rows) EACH(linear_int8)                     \
   EACH(wna16_rows_size) EACH(wna16_rows) EACH(linear_wna16) EACH(embedding_wna16)                                    \
   EACH(route_scratch) EACH(route) EACH(combine)                                                                      \
   EACH(delta_scratch) EACH(gated_delta) EACH(short_conv) EACH(gate_heads)                                            \

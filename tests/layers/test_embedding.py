@@ -31,6 +31,19 @@ def test_a_tied_head_uses_the_embedding_and_returns_float32(dtype: torch.dtype, 
         assert logits.dtype == torch.float32
         expected = hidden.to(head_dtype).float() @ weight.to(dtype).to(head_dtype).float().T
         torch.testing.assert_close(logits, expected)
+    assert (embedding.packed is head.linear.packed) == (head_dtype in (dtype, torch.float32)), "one copy where one does"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_of_a_wider_head_have_the_bits_of_an_embedding_of_its_own(dtype: torch.dtype) -> None:
+    head = Head(VOCAB, HIDDEN, LayerOptions(torch.float32))
+    tied = Embedding(VOCAB, HIDDEN, dtype, head=head, multiplier=11.3)
+    alone = Embedding(VOCAB, HIDDEN, dtype, multiplier=11.3)
+    weight, ids = torch.randn(VOCAB, HIDDEN), torch.arange(VOCAB)
+    tied.load(weight)
+    alone.load(weight)
+    assert tied(ids).dtype == dtype and torch.equal(tied(ids), alone(ids))
+    assert [place.memory.dtype for place in tied.places()] == [torch.float32]
 
 
 def test_an_untied_float32_head_keeps_the_checkpoints_precision() -> None:

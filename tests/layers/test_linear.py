@@ -5,9 +5,9 @@ import weakref
 import pytest
 import torch
 
-from tokserve import ops
 from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
+from tokserve.layers.quant import METHODS
 
 SHARDS = {"q_proj": 6, "k_proj": 2, "v_proj": 4}
 
@@ -70,19 +70,16 @@ def test_unknown_shards_are_refused_by_name() -> None:
         layer.load_bias("k_proj", torch.zeros(2))
 
 
-def test_the_unpacked_weight_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8"])
+def test_the_unpacked_shards_are_dropped(quantization: str) -> None:
+    layer = Linear(8, SHARDS, LayerOptions(torch.float32, METHODS[quantization]))
     unpacked = []
-    pack = ops.pack_linear
-
-    def watched(weight: torch.Tensor) -> ops.PackedWeight:
+    for shard, outputs in SHARDS.items():
+        weight = torch.randn(outputs, 8)
+        layer.load(shard, weight)
         unpacked.append(weakref.ref(weight))
-        return pack(weight.clone())
-
-    monkeypatch.setattr(ops, "pack_linear", watched)
-    layer = Linear(8, SHARDS, LayerOptions(torch.float32))
-    filled(layer)
-    assert len(unpacked) == 1
-    assert unpacked[0]() is None
+    del weight
+    assert [one() for one in unpacked] == [None] * len(SHARDS)
 
 
 def test_loading_again_replaces() -> None:

@@ -82,20 +82,22 @@ def test_rows_add_up_in_rank_order() -> None:
     torch.testing.assert_close(total, whole(X), atol=1e-5, rtol=1e-5)
 
 
-def test_a_rank_keeps_the_weights_of_its_own_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed: list[Tensor] = []
-    monkeypatch.setattr(ops, "pack_linear", lambda weight: packed.append(weight.clone()))
+def test_a_rank_keeps_the_weights_of_its_own_part() -> None:
+    def kept(layer: Linear) -> Tensor:
+        assert isinstance(layer.packed, ops.PackedWeight)
+        return layer.packed.unpacked(0, layer.outputs)
+
     weights = {name: torch.randn(size, 96) for name, size in SHARDS.items()}
     for rank in RANKS:
         layer = Linear(96, SHARDS, options(rank), split="column")
         for name, weight in weights.items():
             layer.load(name, weight)
         expected = [weight.chunk(2)[rank.rank] for weight in weights.values()]
-        assert torch.equal(packed.pop(), torch.cat(expected))
+        assert torch.equal(kept(layer), torch.cat(expected))
         layer = Linear(96, {"o_proj": 40}, options(rank), split="row")
         weight = torch.randn(40, 96)
         layer.load("o_proj", weight)
-        assert torch.equal(packed.pop(), weight.chunk(2, 1)[rank.rank])
+        assert torch.equal(kept(layer), weight.chunk(2, 1)[rank.rank])
 
 
 def test_stored_weights_are_divided_with_their_scales() -> None:

@@ -158,13 +158,13 @@ class SumMethod(Unquantized):
     def accepts(self, stored: StoredWeight) -> bool:
         return isinstance(stored, Sum)
 
-    def pack(self, weight: Tensor | Sum) -> Any:
+    def pack(self, weight: Tensor | Sum, *rest: Any) -> Any:
         self.packed += isinstance(weight, Sum)
-        return super().pack(weight.dense() if isinstance(weight, Sum) else weight)
+        return super().pack(weight.dense() if isinstance(weight, Sum) else weight, *rest)
 
-    def pack_gated(self, weight: Tensor | Sum) -> Any:
+    def pack_gated(self, weight: Tensor | Sum, *rest: Any) -> Any:
         self.packed += isinstance(weight, Sum)
-        return super().pack_gated(weight.dense() if isinstance(weight, Sum) else weight)
+        return super().pack_gated(weight.dense() if isinstance(weight, Sum) else weight, *rest)
 
 
 def split(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

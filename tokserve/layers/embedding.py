@@ -15,7 +15,7 @@ from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import ALONE, Group
 from tokserve.layers.parameter import Parameter, StoredWeight, owned_copy
 from tokserve.layers.places import MatrixPlace, VectorPlace
-from tokserve.layers.quant import UNQUANTIZED, WNA16
+from tokserve.layers.quant import UNQUANTIZED, WNA16, pack_rows
 from tokserve.layers.quantized import QuantizedWeight
 
 
@@ -70,10 +70,16 @@ class Embedding:
         """Take the weight [vocab, hidden], for the tied head too."""
         if tensor.shape != (self.vocab, self.hidden):
             raise ValueError(f"expected a tensor of shape {[self.vocab, self.hidden]}, found {list(tensor.shape)}")
-        weight = tensor.narrow(0, *self.rows).to(self.dtype)
-        self.packed = ops.pack_linear(weight)
+        part = tensor.narrow(0, *self.rows)
+        if self.head is not None and self.head.widens(self.dtype):
+            self.head.tie_copy(part.to(self.dtype))
+            packed = self.head.linear.packed
+            assert isinstance(packed, ops.PackedWeight)
+            self.packed = packed
+            return
+        self.packed = pack_rows(ops.pack_linear, part, self.dtype, len(part))
         if self.head is not None:
-            self.head.tie(weight, self.packed)
+            self.head.tie(part, self.packed)
 
     def load_stored(self, weight: StoredWeight) -> None:
         """Take the weight as it is stored, for the tied head too."""
@@ -99,7 +105,8 @@ class Embedding:
         if isinstance(self.packed, ops.PackedWna16):
             rows = ops.embedding_wna16(ids, self.packed, self.dtype)
             return rows if self.multiplier == 1.0 else rows * self.multiplier
-        return ops.embedding(ids, self.packed, self.multiplier)
+        rows = ops.embedding(ids, self.packed, self.multiplier)
+        return rows.to(self.dtype)  # they are wider in a head that is tied: a product of two has the same bits then
 
 
 class Table:
@@ -146,9 +153,27 @@ class Head:
         return self.linear.parameters()
 
     def tie(self, weight: Tensor, packed: ops.PackedWeight) -> None:
-        """Use an embedding's weight, this rank's rows: what it packed, if that is what the head would pack."""
-        same = weight.dtype == self.dtype and self.linear.quant in (UNQUANTIZED, WNA16)
-        self.linear.packed = packed if same else self.linear.pack(weight.to(self.dtype))
+        """Use an embedding's weight, this rank's rows: what it packed, if that is what the head would pack, else the
+        same numbers as the head has them."""
+        if packed.dtype == self.dtype and self._is_plain:
+            self.linear.packed = packed
+        elif self.linear.quant.packs_rows:
+            self.tie_copy(weight.to(packed.dtype))
+        else:
+            self.linear.packed = self.linear.pack(weight.to(packed.dtype).to(self.dtype))
+
+    @property
+    def _is_plain(self) -> bool:
+        """Floats stay floats."""
+        return self.linear.quant in (UNQUANTIZED, WNA16)
+
+    def widens(self, dtype: torch.dtype) -> bool:
+        """Whether it keeps a tied embedding of that dtype in a wider one, exactly: then one copy serves both."""
+        return self._is_plain and self.dtype == torch.float32 != dtype
+
+    def tie_copy(self, weight: Tensor) -> None:
+        """Pack a tied embedding's weight, this rank's rows, in the head's dtype."""
+        self.linear.packed = pack_rows(self.linear.pack, weight, self.dtype, len(weight))
 
     def tie_stored(self, weight: QuantizedWeight, packed: ops.PackedWna16) -> None:
         """The same for a weight in the form in which it is stored."""

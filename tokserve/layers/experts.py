@@ -113,9 +113,8 @@ class Experts:
         if spec.bias:
             self.gate_up_bias = torch.zeros(spec.experts, 2 * self.inner, dtype=self.dtype, device=device)
             self.down_bias = torch.zeros(spec.experts, hidden, dtype=self.dtype, device=device)
-        self._halves: dict[int, Tensor] = {}  # by expert, gate above up while one of them is missing
+        self._halves: dict[int, Packed] = {}  # by expert, gate and up while one of them is missing
         self._stored: dict[tuple[int, str], StoredWeight] = {}  # gate or up as stored, while the other is missing
-        self._spare: Tensor | None = None  # that has been used: new memory costs more than the copy into it
 
     def parameters(self) -> dict[str, Parameter]:
         """`<expert>.gate_proj.weight` and so on; `gate_up_proj` and `down_proj` where checkpoints have only these."""
@@ -146,7 +145,7 @@ class Experts:
             names = [] if self.spec.stacked else [f"{e}.{s}.weight" for e in range(self.spec.experts) for s in shards]
             if self.spec.transposed:
                 parameter = Parameter(
-                    (self.spec.experts, *shape), lambda tensor: load(tensor.transpose(1, 2).contiguous()), kept,
+                    (self.spec.experts, *shape), lambda tensor: load(tensor.transpose(1, 2)), kept,
                     share=1 / self._group.size,
                 )  # fmt: skip
             else:
@@ -190,17 +189,19 @@ class Experts:
 
     def _load(self, expert: int, shard: str, tensor: Tensor) -> None:
         """Take this rank's part of it."""
+        if self.quant.stores:
+            self._keep(expert, shard, self.quant.stored(_rows(tensor, self.dtype)))
+            return
         if shard == "down":
-            self.down[expert] = self.quant.pack(tensor.to(self.dtype))
+            self.down[expert] = self.quant.pack(_rows(tensor, self.dtype))
             return
         if (other := self._stored.pop((expert, _other(shard)), None)) is not None:
             self._load(expert, _other(shard), other.dense())
         complete = expert in self._halves
-        weight = self._halves.pop(expert) if complete else self._buffer()
-        weight[self.inner * (shard == "up") :][: self.inner].copy_(tensor)
+        rows, first = _rows(tensor, self.dtype), self.inner * (shard == "up")
+        weight = self.quant.pack_gated(rows, 2 * self.inner, first, self._halves.pop(expert, None))
         if complete:
-            self.gate_up[expert] = self.quant.pack_gated(weight)
-            self._spare = None if all(one is not None for one in self.gate_up) else weight
+            self.gate_up[expert] = weight
         else:
             self._halves[expert] = weight
 
@@ -215,13 +216,15 @@ class Experts:
         if isinstance(part, Tensor) or not self.quant.accepts(part):
             self._load(expert, shard, part if isinstance(part, Tensor) else part.dense())
             return
-        weight = part
+        self._keep(expert, shard, part if shard == "down" else part.clone())
+
+    def _keep(self, expert: int, shard: str, weight: StoredWeight) -> None:
         if shard == "down":
             self.down[expert] = self.quant.pack(weight)
         elif expert in self._halves:
             self._load(expert, shard, weight.dense())
         elif (other := self._stored.pop((expert, _other(shard)), None)) is None:
-            self._stored[expert, shard] = weight.clone()
+            self._stored[expert, shard] = weight
         else:
             gate, up = (weight, other) if shard == "gate" else (other, weight)
             self._pack_gated(expert, gate.joined([up]), lambda: torch.cat((gate.dense(), up.dense())))
@@ -258,11 +261,6 @@ class Experts:
                 weight = rows.to(self.dtype)
             self.down[expert] = self.quant.pack(weight)
 
-    def _buffer(self) -> Tensor:
-        """Memory for the gate and up projections of an expert."""
-        buffer, self._spare = self._spare, None
-        return torch.empty(2 * self.inner, self.hidden, dtype=self.dtype) if buffer is None else buffer
-
     def _gate_up_rows(self, rows: Tensor) -> Tensor:
         """This rank's rows of a gate above up [2I, ...]."""
         part = self._part("both", rows)
@@ -273,14 +271,14 @@ class Experts:
         """Take the gate and up projections of all experts."""
         for expert, weight in enumerate(tensor):
             rows = self._gate_up_rows(_deinterleaved(weight.t()) if self.spec.interleaved else weight)
-            self.gate_up[expert] = self.quant.pack_gated(rows.to(self.dtype))
+            self.gate_up[expert] = self.quant.pack_gated(_rows(rows, self.dtype))
 
     def load_down(self, tensor: Tensor) -> None:
         """Take the down projections of all experts."""
         for expert, weight in enumerate(tensor):
             part = self._part("down", weight.t() if self.spec.interleaved else weight)
             assert isinstance(part, Tensor)
-            self.down[expert] = self.quant.pack(part.to(self.dtype).contiguous())
+            self.down[expert] = self.quant.pack(_rows(part, self.dtype))
 
     def load_gate_up_bias(self, tensor: Tensor) -> None:
         """Take the biases [E,2I] of the gate and up projections."""
@@ -386,6 +384,11 @@ class Mixture:
         shared = None if self.shared is None else self.shared(x, adapters)
         gate = None if self.shared_gate is None else self.shared_gate(x, torch.float32)
         return self.experts(x, ids, weights, shared, gate)
+
+
+def _rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor as `dtype`, its rows without gaps."""
+    return tensor.to(dtype).contiguous()
 
 
 def _other(shard: str) -> str:

@@ -1,16 +1,16 @@
 """A linear layer whose rows come from one or several checkpoint tensors.
 
 q, k and v are *shards* of one weight, so that a layer is one matrix product; so are gate and up, whose product ends in
-the activation.  The layer fills an unpacked weight shard by shard, has its quantization method pack it when the last
-one is there, and keeps only the packed form.  Shards that the method accepts as they are stored are packed so, if they
-can be joined.  Adapters add to the output of shards.
+the activation.  The layer packs shards one by one as they come; a quantization method that needs the whole weight gets
+it when the last one is there, and only the packed form is kept.  Shards that the method accepts as they are stored are
+packed so, if they can be joined.  Adapters add to the output of shards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import Span, Split
 from tokserve.layers.parameter import Parameter, StoredWeight, part_of
 from tokserve.layers.places import MatrixPlace, VectorPlace
-from tokserve.layers.quant import Packed, gated
+from tokserve.layers.quant import Packed, gated, pack_rows
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
 FUSED = ("silu", "gelu_tanh")  # activations that the gated product takes
@@ -65,7 +65,7 @@ class Linear:
         self.quant = options.quant
         self.bias = torch.zeros(self.outputs, dtype=self.dtype, device=ops.torch_device) if bias else None  # [outputs]
         self.lora: LoraSlots | None = None  # where adapters are served
-        self._weight: Tensor | None = None  # [outputs, inputs], while loading
+        self._weight: Any = None  # while loading: some rows of it, packed, or the tensor [outputs, inputs]
         self._awaited: set[str] = set()
         self._stored: dict[str, StoredWeight] = {}  # shards as they are stored, while loading
 
@@ -104,16 +104,23 @@ class Linear:
 
     def _load(self, shard: str, tensor: Tensor) -> None:
         """Take this rank's part of a shard's weight [size, inputs]."""
-        if self.shards.keys() == {shard}:
+        if self.quant.stores:
+            self._keep(shard, self.quant.stored(tensor.to(self.dtype)))
+            return
+        if self.shards.keys() == {shard} and not self.quant.packs_rows:
             self.packed = self.pack(tensor.to(self.dtype))
             return
-        if self._weight is None:
-            self._weight = torch.empty(self.outputs, self.inputs, dtype=self.dtype, device=tensor.device)
-            self._awaited = set(self.shards)
-        self._rows(self._weight, shard).copy_(tensor)
+        self._awaited = self._awaited or set(self.shards)
+        if self.quant.packs_rows:
+            first = self._first_row(shard)
+            self._weight = pack_rows(self.pack, tensor, self.dtype, self.outputs, first, self._weight)
+        else:
+            if self._weight is None:
+                self._weight = torch.empty(self.outputs, self.inputs, dtype=self.dtype, device=tensor.device)
+            self._rows(self._weight, shard).copy_(tensor)
         self._awaited.discard(shard)
         if not self._awaited:
-            self.packed = self.pack(self._weight)
+            self.packed = self.pack(self._weight) if isinstance(self._weight, Tensor) else self._weight
             self._weight = None
         elif self._awaited == self._stored.keys():
             self._load_dense()
@@ -128,7 +135,10 @@ class Linear:
         if isinstance(part, Tensor) or not self.quant.accepts(part):
             self._load(shard, part if isinstance(part, Tensor) else part.dense())
             return
-        self._stored[shard] = part.clone()
+        self._keep(shard, part.clone())
+
+    def _keep(self, shard: str, weight: StoredWeight) -> None:
+        self._stored[shard] = weight
         if self._stored.keys() == self.shards.keys():
             first, *others = (self._stored[name] for name in self.shards)
             whole = first.joined(others) if others else first
@@ -189,9 +199,9 @@ class Linear:
             return 0, self._spans[shard]
         return 1, (Span(self._group.rank * self.inputs, self.inputs),)
 
-    def pack(self, weight: Tensor | StoredWeight) -> Packed:
-        """The whole weight for the product of this layer; a copy."""
-        return self.quant.pack(weight)
+    def pack(self, weight: Tensor | StoredWeight, *rest: Any) -> Packed:
+        """The whole weight for the product of this layer, or rows of it where the method `packs_rows`; a copy."""
+        return self.quant.pack(weight, *rest)
 
     def __call__(
         self, x: Tensor, out_dtype: torch.dtype | None = None, *, adapters: Tensor | None = None
@@ -229,9 +239,9 @@ class GatedLinear(Linear):
         super().__init__(inputs, shards, options, bias=bias, split=split, rows=rows)
         self.activation = activation
 
-    def pack(self, weight: Tensor | StoredWeight) -> Packed:
-        """The whole weight for the product of this layer; a copy."""
-        return self.quant.pack_gated(weight)
+    def pack(self, weight: Tensor | StoredWeight, *rest: Any) -> Packed:
+        """As any other, in the layout of the gated product."""
+        return self.quant.pack_gated(weight, *rest)
 
     def __call__(  # type: ignore[override]
         self, x: Tensor, *, adapters: Tensor | None = None

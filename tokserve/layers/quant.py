@@ -5,7 +5,7 @@ A method packs a weight and multiplies rows with what it packed; it holds no sta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from tokserve import ops
 from tokserve.layers.parameter import StoredWeight
 from tokserve.layers.quantized import Int4, Wna16
 
+PIECE = 1 << 20  # elements that are converted at once
 Packed = ops.PackedWeight | ops.PackedInt8 | ops.PackedFloat8 | ops.PackedWna16
 
 
@@ -28,6 +29,8 @@ class QuantMethod(Protocol):
 
     name: str | None  # the value of the option `quantization`; None: none
     covers_experts: bool  # there are products for a mixture of experts
+    packs_rows: bool  # `pack` and `pack_gated` take tensors of floats in several parts, with the `rest` of the op
+    stores: bool  # parts of tensors of floats become what `stored` returns, until the weight is whole
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What an element of a weight of `dtype` is kept as."""
@@ -35,13 +38,16 @@ class QuantMethod(Protocol):
     def accepts(self, stored: StoredWeight) -> bool:
         """Whether `pack` takes a weight in the form in which it is stored; others it takes as tensors of floats."""
 
-    def pack(self, weight: Any) -> Packed:
+    def stored(self, weight: Tensor) -> StoredWeight:
+        """The weight in a form that `accepts` accepts; only if the method `stores`."""
+
+    def pack(self, weight: Any, *rest: Any) -> Packed:
         """Pack a tensor of floats, or a StoredWeight that `accepts` accepted; nothing of it is kept."""
 
     def linear(self, x: Tensor, packed: Any, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
         """[T, outputs] in `out_dtype`; None: x's dtype."""
 
-    def pack_gated(self, weight: Any) -> Packed:
+    def pack_gated(self, weight: Any, *rest: Any) -> Packed:
         """As `pack`, of a gate projection's rows and the up projection's."""
 
     def experts(self, *arguments: Any) -> Tensor:
@@ -56,6 +62,8 @@ class Unquantized:
 
     name: str | None = None
     covers_experts = True
+    packs_rows = True
+    stores = False
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The same."""
@@ -65,17 +73,21 @@ class Unquantized:
         """None."""
         return False
 
-    def pack(self, weight: Tensor) -> Packed:
+    def stored(self, weight: Tensor) -> StoredWeight:
+        """There is none."""
+        raise NotImplementedError
+
+    def pack(self, weight: Tensor, *rest: Any) -> Packed:
         """In the layout of `ops.linear`."""
-        return ops.pack_linear(weight)
+        return ops.pack_linear(weight, *rest)
 
     def linear(self, x: Tensor, packed: Any, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
         """Summed in float32."""
         return ops.linear(x, packed, bias, out_dtype)
 
-    def pack_gated(self, weight: Tensor) -> Packed:
+    def pack_gated(self, weight: Tensor, *rest: Any) -> Packed:
         """In the layout of `ops.gated_linear`."""
-        return ops.pack_gated(weight)
+        return ops.pack_gated(weight, *rest)
 
     def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
         """One op."""
@@ -91,6 +103,8 @@ class Int8:
 
     name: str | None = "int8"
     covers_experts = True
+    packs_rows = True
+    stores = False
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """int8; the scales are not worth counting."""
@@ -100,17 +114,21 @@ class Int8:
         """None."""
         return False
 
-    def pack(self, weight: Tensor) -> Packed:
+    def stored(self, weight: Tensor) -> StoredWeight:
+        """There is none."""
+        raise NotImplementedError
+
+    def pack(self, weight: Tensor, *rest: Any) -> Packed:
         """Quantize, in the layout of `ops.linear_int8`."""
-        return ops.pack_linear_int8(weight)
+        return ops.pack_linear_int8(weight, *rest)
 
     def linear(self, x: Tensor, packed: Any, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
         """Summed as integers."""
         return ops.linear_int8(x, packed, bias, out_dtype)
 
-    def pack_gated(self, weight: Tensor) -> Packed:
+    def pack_gated(self, weight: Tensor, *rest: Any) -> Packed:
         """Likewise, in the layout of `ops.gated_linear_int8`."""
-        return ops.pack_gated_int8(weight)
+        return ops.pack_gated_int8(weight, *rest)
 
     def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
         """One op."""
@@ -181,6 +199,8 @@ class Float8:
 
     name: str | None = "fp8"
     covers_experts = False
+    packs_rows = False
+    stores = False
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """float8; the scales are not worth counting."""
@@ -190,7 +210,11 @@ class Float8:
         """Float8 with one group, or groups of whole steps of the product."""
         return isinstance(stored, Float8Weight) and (len(stored.scales) == 1 or stored.group % ops.FLOAT8_STEP == 0)
 
-    def pack(self, weight: Tensor | Float8Weight) -> Packed:
+    def stored(self, weight: Tensor) -> StoredWeight:
+        """There is none."""
+        raise NotImplementedError
+
+    def pack(self, weight: Tensor | Float8Weight, *rest: Any) -> Packed:
         """In the layout of `ops.linear_float8`; quantize what is not float8 yet."""
         if isinstance(weight, Float8Weight):
             return ops.pack_scaled_float8(weight.values, weight.scales, weight.group)
@@ -200,7 +224,7 @@ class Float8:
         """Summed in float32."""
         return ops.linear_float8(x, packed, bias, out_dtype)
 
-    def pack_gated(self, weight: Tensor | Float8Weight) -> Packed:
+    def pack_gated(self, weight: Tensor | Float8Weight, *rest: Any) -> Packed:
         """As any other."""
         return self.pack(weight)
 
@@ -211,6 +235,20 @@ class Float8:
     def experts(self, *arguments: Any) -> Tensor:
         """There are no such products."""
         raise NotImplementedError
+
+
+def pack_rows(
+    pack: Callable[..., Packed], tensor: Tensor, dtype: torch.dtype, rows: int, first: int = 0, into: Any = None
+) -> Any:
+    """Pack the tensor [N,K] as `dtype`: rows `first` .. of a weight [rows,K], as `ops.pack_linear` takes them.
+
+    What has another dtype is converted a few rows at a time, so that there is no second tensor.
+    """
+    step = len(tensor) if tensor.dtype == dtype else max(1, PIECE // tensor.shape[1])
+    for start in range(0, len(tensor), step):
+        piece = tensor[start : start + step].to(dtype)
+        into = pack(piece if piece.stride(1) == 1 else piece.contiguous(), rows, first + start, into)
+    return into
 
 
 def gated(both: Tensor, activation: str | None) -> Tensor:

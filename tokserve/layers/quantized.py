@@ -17,7 +17,6 @@ from tokserve import ops
 from tokserve.layers.parameter import StoredWeight
 from tokserve.ops.wna16 import SIGNED, QuantizedRows
 
-ROWS = 128  # that are rounded at once: they fit a cache
 GROUP = 128  # inputs that share a scale where nothing else is asked for
 TENSORS = ("codes", "scales", "sub_scales", "mins", "sub_mins")  # of QuantizedRows, with a row per output
 
@@ -122,30 +121,9 @@ def _concatenated(one: QuantizedRows, other: QuantizedRows) -> QuantizedRows:
 
 
 def quantize_int4(weight: Tensor, group: int) -> QuantizedWeight:
-    """The floating weight [N,K] rounded to the nearest of 16 integers by group: factors of -8 .. 7, bfloat16 scales.
-
-    The element of the largest magnitude becomes -8: scale = that element / -8.  A group that holds an infinity or
-    not-a-number has the scale not-a-number.
-    """
-    rows, columns = weight.shape
-    codes = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(rows, -(-columns // group), dtype=torch.bfloat16, device=weight.device)
-    for start in range(0, rows, ROWS):
-        part = slice(start, start + ROWS)
-        codes[part], scales[part] = _rounded(weight[part], group)
+    """The floating weight [N,K] rounded by `ops.quantize_int4`."""
+    codes, scales = ops.quantize_int4(weight if weight.stride(1) == 1 else weight.contiguous(), group)
     return QuantizedWeight((QuantizedRows(codes, SIGNED, group, scales),))
-
-
-def _rounded(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Codes [N,K] and scales [N,G] of some rows."""
-    rows, columns = weight.shape
-    groups = -(-columns // group)
-    wide = torch.nn.functional.pad(weight.float(), (0, groups * group - columns)).view(rows, groups, group)
-    low, high = torch.aminmax(wide, dim=-1, keepdim=True)  # [N,G,1]
-    scales = (torch.where(high >= -low, high, low) / -8).to(torch.bfloat16)
-    inverse = torch.where(scales == 0, 0.0, 1 / scales.float())
-    codes = (wide * inverse).round_().clamp_(-8, 7).nan_to_num_().add_(8).to(torch.uint8)
-    return codes.view(rows, -1)[:, :columns].contiguous(), scales.squeeze(-1)
 
 
 class Wna16:
@@ -156,6 +134,8 @@ class Wna16:
 
     name: str | None = "wna16"
     covers_experts = True
+    packs_rows = True
+    stores = False
 
     def __init__(self, *, rounded: bool = False) -> None:
         self.rounded = rounded
@@ -168,9 +148,15 @@ class Wna16:
         """All that are quantized in groups."""
         return isinstance(stored, QuantizedWeight)
 
-    def pack(self, weight: Tensor | QuantizedWeight) -> Any:
+    def stored(self, weight: Tensor) -> StoredWeight:
+        """There is none."""
+        raise NotImplementedError
+
+    def pack(self, weight: Tensor | QuantizedWeight, *rest: Any) -> Any:
         """In the layout of `ops.linear_wna16`; floats in that of `ops.linear`."""
-        return ops.pack_linear(weight) if isinstance(weight, Tensor) else ops.pack_wna16(weight.parts, self.rounded)
+        if isinstance(weight, Tensor):
+            return ops.pack_linear(weight, *rest)
+        return ops.pack_wna16(weight.parts, self.rounded)
 
     def linear(self, x: Tensor, packed: Any, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
         """Summed in float32."""
@@ -178,10 +164,10 @@ class Wna16:
             return ops.linear_wna16(x, packed, bias, out_dtype)
         return ops.linear(x, packed, bias, out_dtype)
 
-    def pack_gated(self, weight: Tensor | QuantizedWeight) -> Any:
+    def pack_gated(self, weight: Tensor | QuantizedWeight, *rest: Any) -> Any:
         """In the layout of `ops.gated_linear_wna16`; floats in that of `ops.gated_linear`."""
         if isinstance(weight, Tensor):
-            return ops.pack_gated(weight)
+            return ops.pack_gated(weight, *rest)
         return ops.pack_gated_wna16(weight.parts, self.rounded)
 
     def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
@@ -202,16 +188,22 @@ class Int4(Wna16):
     """Floats become 4-bit integers with a scale per `group` inputs; what is quantized already stays as it is stored."""
 
     name: str | None = "int4"
+    packs_rows = False
+    stores = True
 
     def __init__(self, group: int = GROUP, *, rounded: bool = False) -> None:
         super().__init__(rounded=rounded)
         self.group = group
 
-    def pack(self, weight: Tensor | QuantizedWeight) -> Any:
+    def stored(self, weight: Tensor) -> QuantizedWeight:
+        """Rounded."""
+        return quantize_int4(weight, self.group)
+
+    def pack(self, weight: Tensor | QuantizedWeight, *rest: Any) -> Any:
         """Quantize floats, in the layout of `ops.linear_wna16`."""
         return ops.pack_wna16(self._quantized(weight).parts, self.rounded)
 
-    def pack_gated(self, weight: Tensor | QuantizedWeight) -> Any:
+    def pack_gated(self, weight: Tensor | QuantizedWeight, *rest: Any) -> Any:
         """Quantize floats, in the layout of `ops.gated_linear_wna16`."""
         return ops.pack_gated_wna16(self._quantized(weight).parts, self.rounded)
 

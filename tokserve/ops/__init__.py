@@ -44,8 +44,9 @@ __all__ = [
     "gated_linear_wna16", "gelu_mul", "latent_attention", "latent_rope_store", "layer_norm", "linear", "linear_float8",
     "linear_heads", "linear_int8", "linear_wna16", "logprobs", "norm_gradients", "norm_rope_store", "pack_gated",
     "pack_gated_int8", "pack_gated_wna16", "pack_linear", "pack_linear_float8", "pack_linear_int8",
-    "pack_scaled_float8", "pack_wna16", "paged_attention", "penalize", "prepare_step", "quantize_rows", "rms_norm",
-    "rope", "route", "sample", "sample_fused", "sampling_mask", "short_conv", "silu_mul", "store_kv", "wrap",
+    "pack_scaled_float8", "pack_wna16", "paged_attention", "penalize", "prepare_step", "quantize_int4", "quantize_rows",
+    "rms_norm", "rope", "route", "sample", "sample_fused", "sampling_mask", "short_conv", "silu_mul", "store_kv",
+    "wrap",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ gated_linear_int8 = quant.gated_linear_int8.reference
 pack_linear_float8 = float8.pack_linear_float8.reference
 pack_scaled_float8 = float8.pack_scaled_float8.reference
 linear_float8 = float8.linear_float8.reference
+quantize_int4 = wna16.quantize_int4.reference
 pack_wna16 = wna16.pack_wna16.reference
 linear_wna16 = wna16.linear_wna16.reference
 pack_gated_wna16 = wna16.pack_gated_wna16.reference

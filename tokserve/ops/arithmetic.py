@@ -93,7 +93,7 @@ def measured(extension: ModuleType, kernels: Mapping[str, str]) -> dict[str, flo
     rows, columns, outputs = SHAPE
     x, weight = (torch.ones(n, columns, dtype=torch.bfloat16) for n in (rows, outputs))
     packed = torch.empty(extension.packed_size(outputs, columns, True, False), dtype=torch.bfloat16)
-    extension.pack_linear(weight, packed, False)
+    extension.put_rows(weight, packed, outputs, 0, False)
     out = torch.empty(rows, outputs, dtype=torch.bfloat16)
     seconds: dict[str, Any] = dict.fromkeys(kernels, float("inf"))
     for _ in range(ROUNDS):

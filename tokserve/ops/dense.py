@@ -74,12 +74,21 @@ class PackedWeight:
 
 
 @op(tolerance=TOLERANCE, follows="linear")
-def pack_linear(weight: Tensor) -> PackedWeight:
-    """The weight [N,K] in the layout of `linear`: here its transpose in float32, padded with zeros."""
-    rows, columns = weight.shape
-    packed = torch.zeros(_aligned(columns), _aligned(rows))
-    packed[:columns, :rows] = weight.t()
-    return PackedWeight(rows, columns, weight.dtype, packed, panel=packed.shape[1])
+def pack_linear(
+    weight: Tensor, rows: int | None = None, first: int = 0, into: PackedWeight | None = None
+) -> PackedWeight:
+    """The weight [N,K] in the layout of `linear`: here its transpose in float32, padded with zeros.
+
+    With `rows`, it is the rows `first` .. `first` + N - 1 of a weight [rows,K]: `into` is that weight as an earlier
+    call returned it, None in the first one.  It is whole when every row has been packed.
+    """
+    columns = weight.shape[1]
+    if into is None:
+        rows = len(weight) if rows is None else rows
+        packed = torch.zeros(_aligned(columns), _aligned(rows))
+        into = PackedWeight(rows, columns, weight.dtype, packed, panel=packed.shape[1])
+    into.packed[:columns, first : first + len(weight)] = weight.t()
+    return into
 
 
 def _aligned(size: int) -> int:
@@ -125,9 +134,12 @@ def embedding(ids: Tensor, packed: PackedWeight, multiplier: float = 1.0) -> Ten
 
 
 @op(tolerance=TOLERANCE, follows="gated_linear")
-def pack_gated(weight: Tensor) -> PackedWeight:
-    """The weight [2I,K] of a gate and, below it, the up projection, in the layout of `gated_linear`."""
-    return pack_linear.reference(weight)
+def pack_gated(
+    weight: Tensor, rows: int | None = None, first: int = 0, into: PackedWeight | None = None
+) -> PackedWeight:
+    """The weight [2I,K] of a gate and, below it, the up projection, in the layout of `gated_linear`; or some of its
+    rows, as `pack_linear` takes them."""
+    return pack_linear.reference(weight, rows, first, into)
 
 
 @op(tolerance=TOLERANCE)

@@ -49,10 +49,17 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @op(tolerance=EXACT, follows="linear_int8")
-def pack_linear_int8(weight: Tensor) -> PackedInt8:
-    """The floating weight [N,K], K at most 131072, quantized by rows, in the layout of `linear_int8`."""
-    values, scales = quantize_rows.reference(weight)
-    return PackedInt8(weight.shape[0], weight.shape[1], values, scales)
+def pack_linear_int8(
+    weight: Tensor, rows: int | None = None, first: int = 0, into: PackedInt8 | None = None
+) -> PackedInt8:
+    """The floating weight [N,K], K at most 131072, quantized by rows, in the layout of `linear_int8`; or some rows of a
+    weight, as `pack_linear` takes them."""
+    if into is None:
+        rows, columns = len(weight) if rows is None else rows, weight.shape[1]
+        into = PackedInt8(rows, columns, torch.zeros(rows, columns, dtype=torch.int8), torch.zeros(rows))
+    part = slice(first, first + len(weight))
+    into.packed[part], into.scales[part] = quantize_rows.reference(weight)
+    return into
 
 
 @op(tolerance=EXACT)
@@ -74,9 +81,11 @@ def linear_int8(x: Tensor, packed: PackedInt8, bias: Tensor | None, out_dtype: t
 
 
 @op(tolerance=EXACT, follows="gated_linear_int8")
-def pack_gated_int8(weight: Tensor) -> PackedInt8:
+def pack_gated_int8(
+    weight: Tensor, rows: int | None = None, first: int = 0, into: PackedInt8 | None = None
+) -> PackedInt8:
     """As `pack_linear_int8`, of a gate and, below it, what is gated [2I,K], in the layout of `gated_linear_int8`."""
-    return pack_linear_int8.reference(weight)
+    return pack_linear_int8.reference(weight, rows, first, into)
 
 
 @op(tolerance=elementwise.TOLERANCE)

@@ -23,6 +23,7 @@ from tokserve.ops import dense, elementwise, quant
 from tokserve.ops.registry import op
 from tokserve.ops.serial import one_thread
 
+ROWS = 128  # that are rounded at once: they fit a cache
 STEP = 8  # groups are multiples of this, or there is one
 Factors = tuple[int, ...]
 SIGNED: Factors = tuple(range(-8, 8))  # what the codes 0 .. 15 mean: the code - 8
@@ -87,6 +88,36 @@ class QuantizedRows:
 def _by_group(values: Tensor, parts: Tensor | None, ratio: int, groups: int) -> Tensor:
     spread = values.float() if ratio == 1 else values.float().repeat_interleave(ratio, 1)[:, :groups]
     return spread if parts is None else spread * parts.float()
+
+
+@op(tolerance={dtype: (0.0, 0.0) for dtype in TOLERANCE})
+def quantize_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """The floating weight [N,K] rounded to the nearest of 16 integers by group of inputs: codes [N,K] uint8, which are
+    the integers -8 .. 7 plus 8, and scales [N,G] bfloat16.
+
+    The element of the largest magnitude becomes -8: scale = that element / -8.  A group that is not finite has the
+    scale not-a-number.
+    """
+    rows, columns = weight.shape
+    codes = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(rows, -(-columns // group), dtype=torch.bfloat16, device=weight.device)
+    for start in range(0, rows, ROWS):
+        part = slice(start, start + ROWS)
+        codes[part], scales[part] = _rounded_weight(weight[part], group)
+    return codes, scales
+
+
+def _rounded_weight(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Codes [N,K] and scales [N,G] of some rows."""
+    rows, columns = weight.shape
+    groups = -(-columns // group)
+    wide = torch.nn.functional.pad(weight.float(), (0, groups * group - columns)).view(rows, groups, group)
+    low, high = torch.aminmax(wide, dim=-1, keepdim=True)  # [N,G,1]
+    extreme = torch.where(high >= -low, high, low)
+    scales = torch.where(extreme.isfinite() & low.isfinite(), extreme / -8, torch.nan).to(torch.bfloat16)
+    inverse = torch.where(scales == 0, 0.0, 1 / scales.float())
+    codes = (wide * inverse).round_().clamp_(-8, 7).nan_to_num_().add_(8).to(torch.uint8)
+    return codes.view(rows, -1)[:, :columns].contiguous(), scales.squeeze(-1)
 
 
 @dataclass(frozen=True, slots=True)

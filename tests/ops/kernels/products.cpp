@@ -1,4 +1,5 @@
-// linear and linear_int8 with every dtype, gate, tile height and edge of a panel; quantize_rows; route and combine.
+// linear and linear_int8 with every dtype, gate, tile height and edge of a panel; quantize_rows and quantize_int4; route and
+// combine.
 #include "cases.h"
 
 namespace tokserve::cases {
@@ -171,6 +172,18 @@ void run_quantize(const Kernels& kernels, Results& results, DType dtype) {
   }
 }
 
+void run_int4(const Kernels& kernels, Results& results, DType dtype) {
+  Random from(950);
+  for (const int64_t group : {8, 32, 128}) {
+    constexpr int64_t m = 5, k = 200;
+    const Array x = uneven_rows(dtype, m, k + 2, from);
+    Array codes(Kind::u8, m * k), scales(Kind::bf16, m * ((k + group - 1) / group));
+    kernels.quantize_int4({dtype, x.as<void>(), codes.as<uint8_t>(), scales.as<uint16_t>(), k, k + 2, group}, 0, m);
+    results.add(text("quantize_int4 %s group=%lld codes", name_of(dtype), (long long)group), codes);
+    results.add(text("quantize_int4 %s group=%lld scales", name_of(dtype), (long long)group), scales);
+  }
+}
+
 void run_route(const Kernels& kernels, Results& results, int64_t experts, int64_t k, int64_t groups, bool sigmoid) {
   Random from(800 + experts);
   constexpr int64_t tokens = 9;
@@ -230,6 +243,7 @@ void run_products(const Kernels& kernels, Results& results) {
     run_linears(kernels, results, dtype);
     run_int8s(kernels, results, dtype);
     run_quantize(kernels, results, dtype);
+    run_int4(kernels, results, dtype);
     for (const int64_t width : {1, 31, 64, 100}) run_combine(kernels, results, dtype, width, 3);
   }
   for (const bool sigmoid : {false, true}) {

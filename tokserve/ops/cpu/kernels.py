@@ -117,24 +117,37 @@ def rope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor, interleaved: bo
 
 
 @dense.pack_linear.implement("cpp", device="cpu")
-def pack_linear(weight: Tensor) -> PackedWeight:
+def pack_linear(
+    weight: Tensor, rows: int | None = None, first: int = 0, into: PackedWeight | None = None
+) -> PackedWeight:
     """The weight in panels of 64 outputs: [N/64][K][64], or [N/64][K/2][64][2] in bfloat16, padded with zeros."""
-    return _packed(weight, gated=False)
+    return _packed(weight, False, rows, first, into)
 
 
 @dense.pack_gated.implement("cpp", device="cpu")
-def pack_gated(weight: Tensor) -> PackedWeight:
+def pack_gated(
+    weight: Tensor, rows: int | None = None, first: int = 0, into: PackedWeight | None = None
+) -> PackedWeight:
     """As `pack_linear`, a panel holding 32 outputs of the gate and below them the 32 that they gate."""
-    return _packed(weight, gated=True)
+    return _packed(weight, True, rows, first, into)
 
 
-def _packed(weight: Tensor, gated: bool) -> PackedWeight:
-    rows, columns = weight.shape
-    outputs = rows // 2 if gated else rows
-    pairs = weight.dtype == torch.bfloat16
-    packed = _weights.empty(_C.packed_size(outputs, columns, pairs, gated), weight.dtype)
-    _C.pack_linear(weight, packed, gated)
-    return PackedWeight(rows, columns, weight.dtype, packed, panel=PANEL, depth=2 if pairs else 1, gated=gated)
+def _packed(weight: Tensor, gated: bool, rows: int | None, first: int, into: PackedWeight | None) -> PackedWeight:
+    if into is None:
+        into = _unfilled(len(weight) if rows is None else rows, weight.shape[1], weight.dtype, gated)
+    _C.put_rows(weight, into.packed, into.rows, first, gated)
+    return into
+
+
+def _unfilled(rows: int, columns: int, dtype: torch.dtype, gated: bool) -> PackedWeight:
+    """A weight without its rows; what pads the last panel is there."""
+    if gated and rows % 2:
+        raise ValueError("pack_gated: a gated weight has an even number of rows")
+    pairs, outputs = dtype == torch.bfloat16, rows // 2 if gated else rows
+    packed = _weights.empty(_C.packed_size(outputs, columns, pairs, gated), dtype)
+    if outputs % (PANEL // 2 if gated else PANEL):
+        packed[-_C.packed_size(1, columns, pairs, False) :].zero_()
+    return PackedWeight(rows, columns, dtype, packed, panel=PANEL, depth=2 if pairs else 1, gated=gated)
 
 
 @dense.linear.implement("cpp", device="cpu")
@@ -205,23 +218,30 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @quant.pack_linear_int8.implement("cpp", device="cpu")
-def pack_linear_int8(weight: Tensor) -> PackedInt8:
+def pack_linear_int8(
+    weight: Tensor, rows: int | None = None, first: int = 0, into: PackedInt8 | None = None
+) -> PackedInt8:
     """In panels of 64 outputs, [N/64][K/4][64][4], each value plus 128: the product's unsigned operand."""
-    return _packed_int8(weight, gated=False)
+    return _packed_int8(weight, False, rows, first, into)
 
 
 @quant.pack_gated_int8.implement("cpp", device="cpu")
-def pack_gated_int8(weight: Tensor) -> PackedInt8:
+def pack_gated_int8(
+    weight: Tensor, rows: int | None = None, first: int = 0, into: PackedInt8 | None = None
+) -> PackedInt8:
     """As `pack_linear_int8`, a panel holding 32 outputs of the gate and below them the 32 that they gate."""
-    return _packed_int8(weight, gated=True)
+    return _packed_int8(weight, True, rows, first, into)
 
 
-def _packed_int8(weight: Tensor, gated: bool) -> PackedInt8:
-    rows, columns = weight.shape
-    outputs = rows // 2 if gated else rows
-    packed, scales = _weights.empty(_C.packed_int8_size(outputs, columns, gated), torch.uint8), torch.empty(rows)
-    _C.pack_linear_int8(weight, packed, scales, gated)
-    return PackedInt8(rows, columns, packed, scales)
+def _packed_int8(weight: Tensor, gated: bool, rows: int | None, first: int, into: PackedInt8 | None) -> PackedInt8:
+    if into is None:
+        rows, columns = len(weight) if rows is None else rows, weight.shape[1]
+        outputs = rows // 2 if gated else rows
+        packed = _weights.empty(_C.packed_int8_size(outputs, columns, gated), torch.uint8)
+        packed[-_C.packed_int8_size(1, columns, False) :].fill_(128)  # the last panel may not be full
+        into = PackedInt8(rows, columns, packed, torch.empty(rows))
+    _C.put_rows_int8(weight, into.packed, into.scales, first, gated)
+    return into
 
 
 @quant.linear_int8.implement("cpp", device="cpu")

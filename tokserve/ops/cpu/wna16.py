@@ -22,6 +22,15 @@ PANEL = 64
 _weights = Arena()
 
 
+@wna16.quantize_int4.implement("cpp", device="cpu")
+def quantize_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    rows, columns = weight.shape
+    codes = torch.empty(rows, columns, dtype=torch.uint8)
+    scales = torch.empty(rows, -(-columns // group), dtype=torch.bfloat16)
+    _C.quantize_int4(weight, group, codes, scales)
+    return codes, scales
+
+
 @wna16.pack_wna16.implement("cpp", device="cpu")
 def pack_wna16(parts: Sequence[QuantizedRows], rounded: bool = False) -> PackedWna16:
     return _packed(parts, gated=False, rounded=rounded)

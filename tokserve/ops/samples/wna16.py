@@ -47,6 +47,21 @@ def weights(rows: int, columns: int) -> list[QuantizedRows]:
     ]  # fmt: skip
 
 
+def quantize_int4(dtype: torch.dtype) -> Samples:
+    """Groups that are whole and cut off, of zeros, of halves, and ones that are not finite."""
+    for rows, columns, group in ((1, 1, 32), (3, 130, 64), (70, 256, 128), (5, 33, 32), (2, 40, 8)):
+        weight = normal(dtype, rows, rows, columns)
+        yield weight, group
+        yield weight[:, : columns // 2 + 1], group
+        for value in (0.0, -0.0, float("inf"), float("-inf"), float("nan")):
+            special = weight.clone()
+            special[0, :group] = value if value == 0 else special[0, :group]
+            special[-1, -1] = value
+            yield special, group
+    yield torch.arange(-64, 64).to(dtype).view(2, 64) / 2, 32
+    yield -torch.rand(4, 64, generator=torch.Generator().manual_seed(1)).to(dtype), 32
+
+
 def linear_wna16(dtype: torch.dtype) -> Samples:
     """Weights come unpacked: the test packs them with the `pack_wna16` of the implementation."""
     for number, (tokens, columns, rows) in enumerate(PRODUCTS):

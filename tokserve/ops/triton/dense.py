@@ -157,11 +157,14 @@ def store_product(
 @dense.pack_linear.implement("triton", device="cuda")
 @dense.pack_gated.implement("cublas", device="cuda")
 @dense.pack_gated.implement("triton", device="cuda")
-def pack(weight: Tensor) -> PackedWeight:
+def pack(weight: Tensor, rows: int | None = None, first: int = 0, into: PackedWeight | None = None) -> PackedWeight:
     """A copy of the weight on the GPU."""
-    rows, columns = weight.shape
-    copy = weight.to(torch_device(), copy=True, memory_format=torch.contiguous_format)
-    return PackedWeight(rows, columns, weight.dtype, copy)
+    if into is None:
+        rows, columns = len(weight) if rows is None else rows, weight.shape[1]
+        copy = torch.empty(rows, columns, dtype=weight.dtype, device=torch_device())
+        into = PackedWeight(rows, columns, weight.dtype, copy)
+    into.packed[first : first + len(weight)].copy_(weight)
+    return into
 
 
 @dense.embedding.implement("cublas", device="cuda")

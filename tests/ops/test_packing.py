@@ -1,0 +1,67 @@
+"""Weights that are packed in parts are those that are packed at once, whatever the parts are."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokserve import ops  # noqa: F401  (declares the ops)
+from tokserve.ops import registry
+from tokserve.ops.dense import PackedWeight
+from tokserve.ops.registry import OPS
+
+registry.load_extension("cpu")
+SHAPES = [(1, 1), (64, 64), (70, 33), (200, 64), (131, 7), (320, 130), (96, 18)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EACH = [(name, op) for op in ("pack_linear", "pack_gated") for name in OPS[op].available("cpu")]
+
+
+def normal(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).to(dtype)
+
+
+def packed_in_parts(pack: Any, weight: Tensor, cuts: list[int], order: list[int]) -> PackedWeight:
+    made = None
+    for part in order:
+        rows = weight[cuts[part] : cuts[part + 1]]
+        made = pack(rows, len(weight), cuts[part], made)
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "op"), EACH)
+def test_parts_in_any_order_make_the_whole(name: str, op: str, dtype: torch.dtype) -> None:
+    pack, rng = OPS[op].implementations[name].call, random.Random(1)
+    for outputs, columns in SHAPES:
+        rows = 2 * outputs if op == "pack_gated" else outputs
+        wide = normal(rows, columns + 3, dtype)
+        for weight in (wide[:, :columns].contiguous(), wide[:, 3:], wide[:, 2 : columns + 2]):
+            whole = pack(weight)
+            assert torch.equal(whole.unpacked(0, rows), weight)
+            for count in (1, 2, 5):
+                inner = sorted(rng.sample(range(1, rows), min(count - 1, rows - 1)))
+                cuts = [0, *inner, rows]
+                order = rng.sample(range(len(cuts) - 1), len(cuts) - 1)
+                made = packed_in_parts(pack, weight, cuts, order)
+                assert torch.equal(made.packed.view(torch.uint8), whole.packed.view(torch.uint8))
+                assert (made.rows, made.columns, made.dtype) == (whole.rows, whole.columns, whole.dtype)
+
+
+@pytest.mark.parametrize(("name", "op"), [one for one in EACH if one[0] != registry.REFERENCE])
+def test_rows_outside_the_weight_are_refused(name: str, op: str) -> None:
+    pack = OPS[op].implementations[name].call
+    made = pack(normal(4, 8, torch.float32), 10, 0)
+    for weight, first in ((normal(4, 8, torch.float32), 7), (normal(4, 8, torch.float32), -1)):
+        with pytest.raises(ValueError, match="not all within"):
+            pack(weight, 10, first, made)
+    for weight in (normal(4, 7, torch.float32), normal(4, 8, torch.bfloat16)):
+        with pytest.raises(ValueError, match="wrong size or dtype"):
+            pack(weight, 10, 0, made)
+    if op == "pack_gated":
+        with pytest.raises(ValueError, match="even number"):
+            pack(normal(3, 8, torch.float32))
