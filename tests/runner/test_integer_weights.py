@@ -1,10 +1,7 @@
-"""Servers whose weights are integers: updates and their checksums, adapters, memory while loading."""
+"""Servers whose weights are integers: updates and their checksums, adapters."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,46 +75,3 @@ def test_adapters_over_int4_are_those_merged_into_the_rounded_weights(tmp_path: 
         exact = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1], -1)
     assert (scores(runner, facts, ids, 0) - exact).abs().max() <= 2e-4
     assert (scores(runner, facts, ids, -1) - exact).abs().max() > 0.1
-
-
-LOADING = """
-import json, sys
-from pathlib import Path
-import torch
-from tokserve import ops
-from tokserve.models.load import load
-
-def resident(what):
-    return int(next(line for line in open("/proc/self/status") if line.startswith(what)).split()[1]) / 1024
-
-torch.set_num_threads(1)
-ops.bind("cpu")
-directory = Path(sys.argv[1])
-hf = json.loads((directory / "config.json").read_text())
-before = resident("VmRSS")
-options = {"dtype": "bfloat16", "head_dtype": "auto", "load_format": "auto", "seed": 0} | json.loads(sys.argv[2])
-decoder = load(directory, hf, **options)
-print(json.dumps([resident("VmHWM") - before, resident("VmRSS") - before]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["int4", "mxfp4"])
-def test_loading_takes_the_packed_weights_and_about_one_tensor(tmp_path: Path, form: str) -> None:
-    """One tensor, and of a layer that joins two their floats and a byte per weight, while it is packed."""
-    sizes = {"vocab_size": 320, "num_hidden_layers": 5}
-    if form == "mxfp4":
-        hf = tiny_config("gpt_oss", hidden_size=512, intermediate_size=1024, dtype="bfloat16", **sizes)
-    else:
-        hf = tiny_config("qwen3", hidden_size=1024, intermediate_size=4096, dtype="bfloat16", **sizes)
-    directory = write_checkpoint(tmp_path / "m", hf)
-    if form == "mxfp4":
-        mxfp4.quantized(directory)
-    options = {} if form == "mxfp4" else {"quantization": "int4"}
-    done = subprocess.run(
-        [sys.executable, "-c", LOADING, str(directory), json.dumps(options)], capture_output=True, text=True, check=True
-    )
-    peak, kept = json.loads(done.stdout)
-    entries = load_file(directory / "model.safetensors").values()
-    largest = max(tensor.nbytes for tensor in entries) / (1 << 20)
-    assert peak - kept <= 4 * largest + 12, (peak, kept, largest)

@@ -61,7 +61,7 @@ def load(
             if name in entries:
                 buffer.copy_(weights.read(entries.pop(name)))
         weights.check(entries, parameters, str(directory))
-        weights.load_into(parameters, weights.stream(entries))
+        weights.load_into(parameters, weights.stream(entries, mapped=True))
         model.provenance.add_files({entry.key: entry for entry in entries.values()}, stamp)
     model.probe()
     logger.warning(

@@ -99,7 +99,7 @@ def _fill(decoder: Decoder, entries: dict[str, weights.Entry], directory: Path) 
     parameters = weights.layout(entries, by_name, decoder.stacked_parameters())
     weights.check(entries, parameters, str(directory))
     kept = {name: entry for name, entry in entries.items() if parameters[name].share}
-    weights.load_into(parameters, weights.stream(kept))
+    weights.load_into(parameters, weights.stream(kept, mapped=True))
 
 
 def _tell_what_becomes(

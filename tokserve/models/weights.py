@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import mmap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,7 @@ INDEX = "model.safetensors.index.json"
 IGNORED = "rotary_emb.inv_freq"  # older checkpoints store what the rope table holds
 LISTED = 10
 MAX_NAMED = 100  # tensors that are not finite
-SMALL = 64 << 20  # bytes
+SMALL = 256 << 10  # bytes: to read so many takes no longer than to map them
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,31 +194,55 @@ def equal(one: Entry, other: Entry) -> bool:
 
 
 def read(entry: Entry) -> Tensor:
-    """What the entry means as a tensor of floats; it may be a view of the mapped file."""
+    """What the entry means as a tensor of floats."""
     weight = stored(entry)
     return weight if isinstance(weight, Tensor) else weight.dense()
 
 
-def stored(entry: Entry) -> Tensor | StoredWeight:
-    """The weight as it is stored; it may be a view of the mapped file.
+def stored(entry: Entry, *, mapped: bool = False) -> Tensor | StoredWeight:
+    """The weight as it is stored, read from its file.
 
-    The file is mapped for it alone, so that no more of it than that tensor is counted as our memory.  A small one is
-    read: to map the file, and to touch its pages one by one, takes longer.
+    `mapped`: it may be a view of the file, which is mapped for it alone, so that no more of it than that tensor is
+    counted as our memory.  A file that becomes shorter while it is mapped ends the process.
     """
     if entry.gguf is not None:
         return entry.gguf.read()
     if entry.parts:
-        return entry.format.assemble({role: read(part) for role, part in entry.parts.items()})
+        return entry.format.assemble({role: _tensor(part, mapped) for role, part in entry.parts.items()})
+    return _tensor(entry, mapped)
+
+
+def _tensor(entry: Entry, mapped: bool) -> Tensor:
     if entry.offset is not None and isinstance(entry.dtype, torch.dtype):
         size = math.prod(entry.shape) * entry.dtype.itemsize
-        if 0 < size <= SMALL:
-            raw = np.fromfile(entry.file, np.uint8, size, offset=entry.offset)
-            if len(raw) < size:
-                raise StartError(f"{entry.file} ends within {entry.key}")
-            return torch.from_numpy(raw).view(entry.dtype).view(entry.shape)
+        if size > 0:
+            aligned = entry.offset % entry.dtype.itemsize == 0
+            raw = _mapped(entry, size) if mapped and aligned and size > SMALL else _read(entry, size)
+            return raw.view(entry.dtype).view(entry.shape)
     with safe_open(entry.file, framework="pt") as opened:
         tensor: Tensor = opened.get_tensor(entry.key)
     return tensor
+
+
+def _read(entry: Entry, size: int) -> Tensor:
+    raw = np.fromfile(entry.file, np.uint8, size, offset=entry.offset or 0)
+    if len(raw) < size:
+        raise StartError(f"{entry.file} ends within {entry.key}")
+    return torch.from_numpy(raw)
+
+
+def _mapped(entry: Entry, size: int) -> Tensor:
+    """The bytes as a view of the file, which the system begins to read."""
+    offset = entry.offset or 0
+    skipped = offset % mmap.ALLOCATIONGRANULARITY
+    with entry.file.open("rb") as file:
+        try:
+            view = mmap.mmap(file.fileno(), skipped + size, access=mmap.ACCESS_COPY, offset=offset - skipped)
+        except ValueError:
+            raise StartError(f"{entry.file} ends within {entry.key}") from None
+    if hasattr(view, "madvise"):
+        view.madvise(mmap.MADV_WILLNEED)
+    return torch.frombuffer(view, dtype=torch.uint8, count=size, offset=skipped)
 
 
 def source(entry: Entry) -> Tensor:
@@ -227,10 +252,11 @@ def source(entry: Entry) -> Tensor:
     return read(entry)
 
 
-def stream(entries: Mapping[str, Entry]) -> Iterator[tuple[str, Tensor | StoredWeight]]:
-    """(name, weight) of all entries, file by file.  A weight may be a view of the mapped file: copy, do not keep."""
-    for name, entry in sorted(entries.items(), key=lambda item: item[1].file):
-        yield name, stored(entry)
+def stream(entries: Mapping[str, Entry], *, mapped: bool = False) -> Iterator[tuple[str, Tensor | StoredWeight]]:
+    """(name, weight) of all entries, file by file, each from where it is in the file on.  With `mapped`, a weight may
+    be a view of the file: copy, do not keep."""
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].file, item[1].offset or 0)):
+        yield name, stored(entry, mapped=mapped)
 
 
 def check(entries: Mapping[str, Entry | Tensor], parameters: Mapping[str, Parameter], source: str) -> None:
