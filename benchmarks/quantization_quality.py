@@ -25,7 +25,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "int4, groups of 32": {"quantization": "int4", "quantization_group_size": 32},
     "int4, groups of 64": {"quantization": "int4", "quantization_group_size": 64},
     "int4, groups of 128": {"quantization": "int4", "quantization_group_size": 128},
-}
+    "int4, groups of 32, activations int8": {
+        "quantization": "int4", "quantization_group_size": 32, "quantization_activations": "int8",
+    },
+    "int4, groups of 128, activations int8": {
+        "quantization": "int4", "quantization_group_size": 128, "quantization_activations": "int8",
+    },
+}  # fmt: skip
 
 
 def text() -> str:
@@ -64,11 +70,16 @@ def main() -> None:
     parser.add_argument("checkpoint")
     parser.add_argument("--gguf")
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--only", action="append", help="an option by its name; may be given several times")
     args = parser.parse_args()
     cases = [("float32", args.checkpoint, {"dtype": "float32"})]
     cases += [(name, args.checkpoint, {"dtype": "bfloat16"} | options) for name, options in OPTIONS.items()]
     if args.gguf:
         cases.append(("GGUF in bfloat16", args.gguf, {"dtype": "bfloat16"}))
+        rounded = {"dtype": "bfloat16", "quantization_activations": "int8"}
+        cases.append(("GGUF in bfloat16, activations int8", args.gguf, rounded))
+    if args.only:
+        cases = [case for case in cases if case[0] in ("float32", *args.only)]
     reference: Scores | None = None
     prompts: list[list[int]] = []
     print("| model | perplexity | mean abs dlogprob | KL | mass outside |\n|---|---|---|---|---|", flush=True)
