@@ -30,6 +30,7 @@ STEP_DTYPES = {torch.uint8: 255, torch.uint16: 65535}  # with the largest step
 SAFETENSORS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8", torch.uint16: "U16",
+    torch.int8: "I8", torch.int32: "I32", torch.int64: "I64",  # of parts of quantized weights
 }  # fmt: skip
 DENSE_FROM = 0.25  # the share of changed elements from which a tensor is stored whole
 PIECE = 1 << 20  # bytes of a file that are made at a time
@@ -240,7 +241,7 @@ def file_pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | Non
     offset = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in SAFETENSORS:
-            raise TypeError(f"{name} has dtype {tensor.dtype}; weights must be floating-point")
+            raise TypeError(f"{name} has dtype {tensor.dtype}, which weights and their parts do not have")
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
