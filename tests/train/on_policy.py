@@ -11,8 +11,8 @@ import torch
 from tokserve.rl import TokserveClient
 
 TEMPERATURE = 0.9
-KINDS: dict[str, dict[str, Any]] = {
-    "raw": {}, "temperature": {}, "processed": {"top_p": 0.9, "return_sampling_mask": True},
+KINDS: dict[str, dict[str, Any]] = {  # top_k: masks of more than --max-sampling-mask tokens are left out
+    "raw": {}, "temperature": {}, "processed": {"top_p": 0.9, "top_k": 1000, "return_sampling_mask": True},
 }  # fmt: skip
 
 
