@@ -68,6 +68,39 @@ void quantize(const Tensor& weight, int64_t group, const Tensor& codes, const Te
             [&](int64_t begin, int64_t end) { kernels().quantize_int4(a, begin, end); });
 }
 
+// As put_rows of bind_linear.cpp, with the rows rounded; scales [panels][G][64].
+void put_rows(const Tensor& weight, int64_t group, const Tensor& packed, const Tensor& scales, int64_t rows,
+              int64_t first, bool gated) {
+  const char* op = "put_rows_int4";
+  const DType dtype = float_type(weight, op);
+  require(weight.ndim() == 2 && weight.dense(1), op, "weight must be [N,K] with dense rows");
+  require(group > 0, op, "a group has at least one input");
+  require(!gated || rows % 2 == 0, op, "a gated weight has an even number of rows");
+  const int64_t n = rows / (gated ? 2 : 1), k = weight.size(1), last = first + weight.size(0);
+  const int64_t panels = panels_of(n, gated), groups = (k + group - 1) / group, size = panel_size(k, 4);
+  require(first >= 0 && last <= rows, op, "the rows are not all within the packed weight");
+  require(packed, Kind::u8, {panels * size}, op, "packed has the wrong size or dtype");
+  require(scales, Kind::bf16, {panels, groups, kPanel}, op, "scales must be bfloat16 [panels,G,64]");
+  const int64_t width = gated ? kGatedPanel : kPanel;
+  nb::gil_scoped_release unlocked;
+  parallel(panels * (gated ? 2 : 1), [&](int64_t i) {
+    const int64_t half = i / panels, index = i % panels, top = half * n + index * width;
+    const int64_t begin = std::max(top, first), end = std::min(top + std::min(width, n - index * width), last);
+    if (begin >= end) return;
+    uint8_t* codes =
+        reinterpret_cast<uint8_t*>(thread_scratch(k + groups * static_cast<int64_t>(sizeof(uint16_t)) + 2));
+    uint16_t* rounded = reinterpret_cast<uint16_t*>(codes + (k + 1) / 2 * 2);
+    uint16_t* to = scales.data<uint16_t>() + index * groups * kPanel;
+    for (int64_t row = begin; row < end; row++) {
+      const char* from = weight.data<char>() + (row - first) * weight.stride(0) * weight.item();
+      kernels().quantize_int4({dtype, from, codes, rounded, k, weight.stride(0), group}, 0, 1);
+      const int64_t lane = half * width + row - top;
+      pack_row(codes, k, 4, packed.data<uint8_t>() + index * size + lane * 4);
+      for (int64_t g = 0; g < groups; g++) to[g * kPanel + lane] = rounded[g];
+    }
+  });
+}
+
 GroupScales scales_of(const Tensor& values, const std::optional<Tensor>& parts, int64_t panels, int64_t groups,
                       int64_t ratio, const char* op) {
   const DType dtype = float_type(values, op);
@@ -189,6 +222,8 @@ void bind_wna16(nb::module_& m) {
       },
       nb::arg("rows"), nb::arg("columns"), nb::arg("bits"), nb::arg("gated"));
   m.def("quantize_int4", quantize, nb::arg("weight"), nb::arg("group"), nb::arg("codes"), nb::arg("scales"));
+  m.def("put_rows_int4", put_rows, nb::arg("weight"), nb::arg("group"), nb::arg("packed"), nb::arg("scales"),
+        nb::arg("rows"), nb::arg("first"), nb::arg("gated"));
   m.def("pack_wna16", pack, nb::arg("codes"), nb::arg("bits"), nb::arg("packed"), nb::arg("gated"));
   m.def(
       "linear_wna16",

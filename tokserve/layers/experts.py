@@ -189,9 +189,6 @@ class Experts:
 
     def _load(self, expert: int, shard: str, tensor: Tensor) -> None:
         """Take this rank's part of it."""
-        if self.quant.stores:
-            self._keep(expert, shard, self.quant.stored(_rows(tensor, self.dtype)))
-            return
         if shard == "down":
             self.down[expert] = self.quant.pack(_rows(tensor, self.dtype))
             return
@@ -216,15 +213,13 @@ class Experts:
         if isinstance(part, Tensor) or not self.quant.accepts(part):
             self._load(expert, shard, part if isinstance(part, Tensor) else part.dense())
             return
-        self._keep(expert, shard, part if shard == "down" else part.clone())
-
-    def _keep(self, expert: int, shard: str, weight: StoredWeight) -> None:
+        weight = part
         if shard == "down":
             self.down[expert] = self.quant.pack(weight)
         elif expert in self._halves:
             self._load(expert, shard, weight.dense())
         elif (other := self._stored.pop((expert, _other(shard)), None)) is None:
-            self._stored[expert, shard] = weight
+            self._stored[expert, shard] = weight.clone()
         else:
             gate, up = (weight, other) if shard == "gate" else (other, weight)
             self._pack_gated(expert, gate.joined([up]), lambda: torch.cat((gate.dense(), up.dense())))

@@ -104,9 +104,6 @@ class Linear:
 
     def _load(self, shard: str, tensor: Tensor) -> None:
         """Take this rank's part of a shard's weight [size, inputs]."""
-        if self.quant.stores:
-            self._keep(shard, self.quant.stored(tensor.to(self.dtype)))
-            return
         if self.shards.keys() == {shard} and not self.quant.packs_rows:
             self.packed = self.pack(tensor.to(self.dtype))
             return
@@ -135,10 +132,7 @@ class Linear:
         if isinstance(part, Tensor) or not self.quant.accepts(part):
             self._load(shard, part if isinstance(part, Tensor) else part.dense())
             return
-        self._keep(shard, part.clone())
-
-    def _keep(self, shard: str, weight: StoredWeight) -> None:
-        self._stored[shard] = weight
+        self._stored[shard] = part.clone()
         if self._stored.keys() == self.shards.keys():
             first, *others = (self._stored[name] for name in self.shards)
             whole = first.joined(others) if others else first

@@ -30,16 +30,12 @@ class QuantMethod(Protocol):
     name: str | None  # the value of the option `quantization`; None: none
     covers_experts: bool  # there are products for a mixture of experts
     packs_rows: bool  # `pack` and `pack_gated` take tensors of floats in several parts, with the `rest` of the op
-    stores: bool  # parts of tensors of floats become what `stored` returns, until the weight is whole
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What an element of a weight of `dtype` is kept as."""
 
     def accepts(self, stored: StoredWeight) -> bool:
         """Whether `pack` takes a weight in the form in which it is stored; others it takes as tensors of floats."""
-
-    def stored(self, weight: Tensor) -> StoredWeight:
-        """The weight in a form that `accepts` accepts; only if the method `stores`."""
 
     def pack(self, weight: Any, *rest: Any) -> Packed:
         """Pack a tensor of floats, or a StoredWeight that `accepts` accepted; nothing of it is kept."""
@@ -63,7 +59,6 @@ class Unquantized:
     name: str | None = None
     covers_experts = True
     packs_rows = True
-    stores = False
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The same."""
@@ -72,10 +67,6 @@ class Unquantized:
     def accepts(self, stored: StoredWeight) -> bool:
         """None."""
         return False
-
-    def stored(self, weight: Tensor) -> StoredWeight:
-        """There is none."""
-        raise NotImplementedError
 
     def pack(self, weight: Tensor, *rest: Any) -> Packed:
         """In the layout of `ops.linear`."""
@@ -104,7 +95,6 @@ class Int8:
     name: str | None = "int8"
     covers_experts = True
     packs_rows = True
-    stores = False
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """int8; the scales are not worth counting."""
@@ -113,10 +103,6 @@ class Int8:
     def accepts(self, stored: StoredWeight) -> bool:
         """None."""
         return False
-
-    def stored(self, weight: Tensor) -> StoredWeight:
-        """There is none."""
-        raise NotImplementedError
 
     def pack(self, weight: Tensor, *rest: Any) -> Packed:
         """Quantize, in the layout of `ops.linear_int8`."""
@@ -200,7 +186,6 @@ class Float8:
     name: str | None = "fp8"
     covers_experts = False
     packs_rows = False
-    stores = False
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """float8; the scales are not worth counting."""
@@ -209,10 +194,6 @@ class Float8:
     def accepts(self, stored: StoredWeight) -> bool:
         """Float8 with one group, or groups of whole steps of the product."""
         return isinstance(stored, Float8Weight) and (len(stored.scales) == 1 or stored.group % ops.FLOAT8_STEP == 0)
-
-    def stored(self, weight: Tensor) -> StoredWeight:
-        """There is none."""
-        raise NotImplementedError
 
     def pack(self, weight: Tensor | Float8Weight, *rest: Any) -> Packed:
         """In the layout of `ops.linear_float8`; quantize what is not float8 yet."""

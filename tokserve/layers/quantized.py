@@ -135,7 +135,6 @@ class Wna16:
     name: str | None = "wna16"
     covers_experts = True
     packs_rows = True
-    stores = False
 
     def __init__(self, *, rounded: bool = False) -> None:
         self.rounded = rounded
@@ -147,10 +146,6 @@ class Wna16:
     def accepts(self, stored: StoredWeight) -> bool:
         """All that are quantized in groups."""
         return isinstance(stored, QuantizedWeight)
-
-    def stored(self, weight: Tensor) -> StoredWeight:
-        """There is none."""
-        raise NotImplementedError
 
     def pack(self, weight: Tensor | QuantizedWeight, *rest: Any) -> Any:
         """In the layout of `ops.linear_wna16`; floats in that of `ops.linear`."""
@@ -188,24 +183,19 @@ class Int4(Wna16):
     """Floats become 4-bit integers with a scale per `group` inputs; what is quantized already stays as it is stored."""
 
     name: str | None = "int4"
-    packs_rows = False
-    stores = True
 
     def __init__(self, group: int = GROUP, *, rounded: bool = False) -> None:
         super().__init__(rounded=rounded)
         self.group = group
 
-    def stored(self, weight: Tensor) -> QuantizedWeight:
-        """Rounded."""
-        return quantize_int4(weight, self.group)
-
     def pack(self, weight: Tensor | QuantizedWeight, *rest: Any) -> Any:
-        """Quantize floats, in the layout of `ops.linear_wna16`."""
-        return ops.pack_wna16(self._quantized(weight).parts, self.rounded)
+        """Round floats, in the layout of `ops.linear_wna16`."""
+        if isinstance(weight, Tensor):
+            return ops.pack_int4(weight, self.group, self.rounded, *rest)
+        return super().pack(weight)
 
     def pack_gated(self, weight: Tensor | QuantizedWeight, *rest: Any) -> Any:
-        """Quantize floats, in the layout of `ops.gated_linear_wna16`."""
-        return ops.pack_gated_wna16(self._quantized(weight).parts, self.rounded)
-
-    def _quantized(self, weight: Tensor | QuantizedWeight) -> QuantizedWeight:
-        return quantize_int4(weight, self.group) if isinstance(weight, Tensor) else weight
+        """Round floats, in the layout of `ops.gated_linear_wna16`."""
+        if isinstance(weight, Tensor):
+            return ops.pack_gated_int4(weight, self.group, self.rounded, *rest)
+        return super().pack_gated(weight)

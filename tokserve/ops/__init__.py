@@ -43,10 +43,10 @@ __all__ = [
     "experts_int8", "experts_wna16", "filter_logits", "gate_heads", "gated_delta", "gated_linear", "gated_linear_int8",
     "gated_linear_wna16", "gelu_mul", "latent_attention", "latent_rope_store", "layer_norm", "linear", "linear_float8",
     "linear_heads", "linear_int8", "linear_wna16", "logprobs", "norm_gradients", "norm_rope_store", "pack_gated",
-    "pack_gated_int8", "pack_gated_wna16", "pack_linear", "pack_linear_float8", "pack_linear_int8",
-    "pack_scaled_float8", "pack_wna16", "paged_attention", "penalize", "prepare_step", "quantize_int4", "quantize_rows",
-    "rms_norm", "rope", "route", "sample", "sample_fused", "sampling_mask", "short_conv", "silu_mul", "store_kv",
-    "wrap",
+    "pack_gated_int4", "pack_gated_int8", "pack_gated_wna16", "pack_int4", "pack_linear", "pack_linear_float8",
+    "pack_linear_int8", "pack_scaled_float8", "pack_wna16", "paged_attention", "penalize", "prepare_step",
+    "quantize_int4", "quantize_rows", "rms_norm", "rope", "route", "sample", "sample_fused", "sampling_mask",
+    "short_conv", "silu_mul", "store_kv", "wrap",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,8 @@ quantize_int4 = wna16.quantize_int4.reference
 pack_wna16 = wna16.pack_wna16.reference
 linear_wna16 = wna16.linear_wna16.reference
 pack_gated_wna16 = wna16.pack_gated_wna16.reference
+pack_int4 = wna16.pack_int4.reference
+pack_gated_int4 = wna16.pack_gated_int4.reference
 gated_linear_wna16 = wna16.gated_linear_wna16.reference
 embedding_wna16 = wna16.embedding_wna16.reference
 route = mixture.route.reference

@@ -171,6 +171,33 @@ def _packed_rows(part: QuantizedRows, rounded: bool) -> PackedPart:
     )  # fmt: skip
 
 
+@op(tolerance={}, follows="linear_wna16")
+def pack_int4(
+    weight: Tensor, group: int, rounded: bool = False, rows: int | None = None, first: int = 0,
+    into: PackedWna16 | None = None,
+) -> PackedWna16:  # fmt: skip
+    """`pack_wna16` of the weight [N,K] rounded by `quantize_int4`; or of some rows, as `pack_linear` takes them."""
+    columns = weight.shape[1]
+    if into is None:
+        rows = len(weight) if rows is None else rows
+        codes = torch.full((rows, columns), 8, dtype=torch.uint8)
+        unfilled = QuantizedRows(codes, SIGNED, group, torch.zeros(rows, -(-columns // group)))
+        into = pack_wna16.reference((unfilled,), rounded)
+    (part,), filled = into.parts, slice(first, first + len(weight))
+    codes, part.scales[filled] = quantize_int4.reference(weight, group)
+    part.packed[filled] = codes.view(torch.int8) - 8
+    return into
+
+
+@op(tolerance={}, follows="gated_linear_wna16")
+def pack_gated_int4(
+    weight: Tensor, group: int, rounded: bool = False, rows: int | None = None, first: int = 0,
+    into: PackedWna16 | None = None,
+) -> PackedWna16:  # fmt: skip
+    """As `pack_int4`, of a gate and, below it, what is gated [2I,K], in the layout of `gated_linear_wna16`."""
+    return pack_int4.reference(weight, group, rounded, rows, first, into)
+
+
 @op(tolerance=TOLERANCE)
 def linear_wna16(x: Tensor, packed: PackedWna16, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
     """x [T,K] times the packed weight's transpose, plus bias [N]: [T,N] in `out_dtype` (None: x's dtype).

@@ -42,6 +42,45 @@ def pack_gated_wna16(parts: Sequence[QuantizedRows], rounded: bool = False) -> P
     return _packed(parts, gated=len(parts) == 1, rounded=rounded)
 
 
+@wna16.pack_int4.implement("cpp", device="cpu")
+def pack_int4(
+    weight: Tensor, group: int, rounded: bool = False, rows: int | None = None, first: int = 0,
+    into: PackedWna16 | None = None,
+) -> PackedWna16:  # fmt: skip
+    into = into or _unfilled(len(weight) if rows is None else rows, weight.shape[1], group, rounded, gated=False)
+    _C.put_rows_int4(weight, group, into.parts[0].packed, into.parts[0].scales, into.rows, first, False)
+    return into
+
+
+@wna16.pack_gated_int4.implement("cpp", device="cpu")
+def pack_gated_int4(
+    weight: Tensor, group: int, rounded: bool = False, rows: int | None = None, first: int = 0,
+    into: PackedWna16 | None = None,
+) -> PackedWna16:  # fmt: skip
+    into = into or _unfilled(len(weight) if rows is None else rows, weight.shape[1], group, rounded, gated=True)
+    _C.put_rows_int4(weight, group, into.parts[0].packed, into.parts[0].scales, into.rows, first, True)
+    return into
+
+
+def _unfilled(rows: int, columns: int, group: int, rounded: bool, *, gated: bool) -> PackedWna16:
+    """A weight of 4 bits without its rows; what pads the last panel is there."""
+    if gated and rows % 2:
+        raise ValueError("pack_gated_int4: a gated weight has an even number of rows")
+    packed = _weights.empty(_C.packed_wna16_size(rows, columns, 4, gated), torch.uint8)
+    packed[-_C.packed_wna16_size(1, columns, 4, False) :].zero_()
+    outputs, width = (rows // 2, PANEL // 2) if gated else (rows, PANEL)
+    panels, groups = -(-outputs // width), -(-columns // group)
+    scales = _weights.empty(panels * groups * PANEL, torch.bfloat16).view(panels, groups, PANEL)
+    scales[-1].zero_()
+    factors = torch.tensor(wna16.SIGNED, dtype=torch.int8)
+    part = PackedPart(
+        4, rows, columns, group, 1, packed, factors, scales, None, None, None, None, False, rounded,
+    )  # fmt: skip
+    handle = _C.Wna16Weight()
+    handle.add(*_arguments(part), gated)
+    return PackedWna16(rows, columns, (part,), gated, handle)
+
+
 def _packed(parts: Sequence[QuantizedRows], *, gated: bool, rounded: bool) -> PackedWna16:
     packed, handle = tuple(_pack(part, gated, rounded) for part in parts), _C.Wna16Weight()
     for part in packed:

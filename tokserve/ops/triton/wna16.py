@@ -8,6 +8,7 @@ so a row's bits do not depend on the other rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import triton
@@ -109,6 +110,25 @@ def pack(parts: Sequence[QuantizedRows], rounded: bool = False) -> PackedWna16:
     packed = tuple(_pack(part) for part in parts)
     zeros = tuple(0 if part.factors is None else LINEAR.get(part.factors, -1) for part in parts)
     return PackedWna16(sum(part.rows for part in packed), packed[0].columns, packed, handle=zeros)
+
+
+@wna16.pack_int4.implement("triton", device="cuda")
+@wna16.pack_gated_int4.implement("triton", device="cuda")
+def pack_int4(
+    weight: Tensor, group: int, rounded: bool = False, rows: int | None = None, first: int = 0,
+    into: PackedWna16 | None = None,
+) -> PackedWna16:  # fmt: skip
+    codes, scales = wna16.quantize_int4.reference(weight, group)
+    made = pack((QuantizedRows(codes, SIGNED, group, scales),), rounded)
+    (part,) = made.parts
+    if into is None:
+        if rows is None or rows == len(weight):
+            return made
+        packed, spread = (tensor.new_empty(rows, tensor.shape[1]) for tensor in (part.packed, part.scales))
+        into = replace(made, rows=rows, parts=(replace(part, rows=rows, packed=packed, scales=spread),))
+    filled = slice(first, first + len(weight))
+    into.parts[0].packed[filled], into.parts[0].scales[filled] = part.packed, part.scales
+    return into
 
 
 def _pack(part: QuantizedRows) -> PackedPart:
