@@ -159,6 +159,29 @@ TOKSERVE_INLINE void multiply_up_to(int64_t rows, const typename Format::Row* x,
     multiply_up_to<Format, AHEAD, STORE, ROWS - 1>(rows, x, x_stride, w, steps, sums, begin, ahead, widened);
 }
 
+// One tile of 2 <= rows <= kTileRows where the registers hold the sums of fewer vectors than a panel has.  Vectors take
+// turns on a block of K, which stays in the L1 cache, and each turn prefetches a part of the next block: memory is read
+// while all of them are multiplied, and not during the first turn alone.
+template <class Format, int ROWS = kTileRows>
+void multiply_in_turns(int64_t rows, const typename Format::Row* x, int64_t stride,
+                       const typename Format::Weight* panel, int64_t padded, typename Format::Element* sums) {
+  if constexpr (ROWS > 2) {
+    if (rows < ROWS) return multiply_in_turns<Format, ROWS - 1>(rows, x, stride, panel, padded, sums);
+  }
+  constexpr int64_t step_lines = kPanel * Format::kDepth * sizeof(typename Format::Weight) / 64;
+  constexpr int64_t block = kDepthBlock<Format> / kPanel;
+  constexpr int lines = step_lines * kTileVectors > kPanelVectors ? step_lines * kTileVectors / kPanelVectors : 1;
+  for (int64_t k = 0; k < padded; k += block) {
+    const int64_t steps = min(block, padded - k) / Format::kDepth;
+    const auto* now = panel + k * kPanel;
+    const char* ahead = reinterpret_cast<const char*>(now) + steps * step_lines * 64;
+    for (int v = 0; v < kPanelVectors; v += kTileVectors, ahead += lines * steps * 64) {
+      multiply_tile<Format, ROWS, kTileVectors, lines, false>(x + k, stride, now + v * kLanes * Format::kDepth, steps,
+                                                              sums + v * kLanes, k == 0, ahead, nullptr);
+    }
+  }
+}
+
 // sums [rows][64] = x times one panel of `padded` (a multiple of kDepth) elements of K.  `widened`, for formats that
 // widen: scratch of kDepthBlock<Plain<float>> floats, to widen a block once where several row tiles share it, or null.
 template <class Format>
@@ -166,6 +189,9 @@ void multiply_panel(const typename Format::Row* x, int64_t stride, int64_t rows,
                     int64_t padded, typename Format::Element* sums, [[maybe_unused]] float* widened) {
   constexpr int64_t step_lines = kPanel * Format::kDepth * sizeof(typename Format::Weight) / 64;
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  if constexpr (kTileVectors < kPanelVectors && kTileRows > 1) {
+    if (tiles == 1 && rows > 1) return multiply_in_turns<Format>(rows, x, stride, panel, padded, sums);
+  }
   if (tiles == 1) {  // a stream: each weight is used once, so prefetch far ahead
     const char* ahead = reinterpret_cast<const char*>(panel) + 6144;
     return multiply_up_to<Format, step_lines>(rows, x, stride, panel, padded / Format::kDepth, sums, true, ahead);
