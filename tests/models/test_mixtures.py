@@ -18,7 +18,8 @@ from tokserve.models import weights
 from tokserve.models.coordinates import Coordinates
 from tokserve.models.decoder import Decoder
 from tokserve.models.dummy import tiny_config, write_checkpoint
-from tokserve.models.load import load
+from tokserve.models.load import build, load
+from tokserve.models.registry import decoder_spec
 from tokserve.models.staging import Staging
 from tokserve.ops import PackedWna16
 
@@ -176,3 +177,11 @@ def test_configurations_that_do_not_fit_are_refused(changes: dict[str, Any], mes
 def test_deltas_are_refused_by_name(family: str, tmp_path: Path) -> None:
     refusal = Coordinates(opened(written(tmp_path, family)[0])).refusal()
     assert refusal is not None and "mixture of experts" in refusal and "push full weights" in refusal
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_a_trainer_may_round_experts_to_the_models_dtype_first(quantization: str | None) -> None:
+    spec = decoder_spec(tiny_config("qwen3_moe"))
+    decoder = build(spec, dtype="bfloat16", head_dtype="auto", quantization=quantization)
+    parameters = decoder.parameters_by_name() | {k: v.parameter for k, v in decoder.stacked_parameters().items()}
+    assert {one.source_dtype for name, one in parameters.items() if "experts" in name} == {torch.bfloat16}

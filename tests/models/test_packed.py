@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.models.driver import Driver, prefill
 from tests.models.test_load import IDS, opened, rewrite, stored
-from tokserve.errors import StartError
+from tokserve.errors import RequestError, StartError
 from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.models.formats.base import is_finite
 from tokserve.models.formats.packed import PackedFormat
@@ -194,6 +194,19 @@ def test_parts_pushed_in_any_order_give_the_same_bits(tmp_path: Path, case: str)
     for name in sorted(tensors, key=lambda name: name[::-1]):
         staging.push(name, tensors[name])
     assert torch.equal(prefill(staging.finish(), IDS), expected)
+
+
+@pytest.mark.parametrize("case", ["gptq4-g32-sym-plain-v1", "awq", "packed4-sym"])
+def test_pushed_parts_of_another_shape_are_refused(tmp_path: Path, case: str) -> None:
+    directory = write_checkpoint(tmp_path / "q", HF, seed=1)
+    write(directory, *CASES[case])
+    tensors = stored(directory)
+    name = next(name for name in tensors if name.endswith(("down_proj.qweight", "down_proj.weight_packed")))
+    staging = Staging(opened(directory).blank())
+    with pytest.raises(RequestError, match=r"down_proj\.weight (form a weight of shape|do not fit)"):
+        for key, tensor in tensors.items():
+            staging.push(key, tensor[:-1].contiguous() if key == name else tensor)
+        staging.finish()
 
 
 def test_decoding_has_the_bits_of_a_prompt(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ class Experts:
             for shard, name in zip(("gate", "up", "down"), self.spec.names, strict=True):
                 load, load_stored = partial(self.load, expert, shard), partial(self.load_stored, expert, shard)
                 parameters[f"{expert}.{name}.weight"] = Parameter(
-                    self._shape(shard), load, kept, load_stored, share=1 / self._group.size
+                    self._shape(shard), load, kept, load_stored, rounded=self.dtype, share=1 / self._group.size
                 )
         return parameters
 
@@ -146,10 +146,12 @@ class Experts:
             if self.spec.transposed:
                 parameter = Parameter(
                     (self.spec.experts, *shape), lambda tensor: load(tensor.transpose(1, 2)), kept,
-                    share=1 / self._group.size,
+                    rounded=self.dtype, share=1 / self._group.size,
                 )  # fmt: skip
             else:
-                parameter = Parameter((self.spec.experts, *shape), load, kept, load_stored, share=1 / self._group.size)
+                parameter = Parameter(
+                    (self.spec.experts, *shape), load, kept, load_stored, rounded=self.dtype, share=1 / self._group.size
+                )
             return StackedParameter(parameter, tuple(names))
 
         inner, hidden, names = self.spec.inner, self.hidden, self.spec.names

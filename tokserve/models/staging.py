@@ -123,6 +123,9 @@ class Staging:
         parts = self._parts.pop(weight)
         if not all(self._format.fits(role, part, self._format.shape(parts)) for role, part in parts.items()):
             raise RequestError(f"the parts of {weight} do not fit each other")
+        shape, expected = tuple(self._format.shape(parts)), self._known[weight].shape
+        if shape != expected:
+            raise RequestError(f"the parts of {weight} form a weight of shape {list(shape)}, not {list(expected)}")
         self._received.add(weight)
         self._take(weight, self._format.assemble(parts))
 
