@@ -67,6 +67,11 @@ def weight_file(weights: Weights) -> Iterator[bytes]:
     return iter(file_pieces(named))
 
 
+def is_rounded(tensor: Tensor) -> bool:
+    """Whether a server rounds it, which it does with floats of 16 bits and more; others are parts of weights."""
+    return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+
+
 @dataclass(slots=True)
 class ServerTensors:
     """The tensors of a server, as `/weight_info?tensors=true` lists them.
@@ -97,7 +102,8 @@ class ServerTensors:
         others: dict[str, Tensor] = {}
         for name, tensor in weights.items():
             target = self.model_name(name)
-            if target not in self.described or tuple(tensor.shape) != self.described[target][1]:
+            fits = target in self.described and tuple(tensor.shape) == self.described[target][1]
+            if not fits or not is_rounded(tensor):
                 others[name] = tensor
             elif target not in known:
                 known[target] = tensor

@@ -23,6 +23,7 @@ from .push import (
     Weights,
     file_of,
     is_large,
+    is_rounded,
     named_tensors,
     num_changed,
     sparse_broadcast,
@@ -282,7 +283,8 @@ class RoundedTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._tensors[name]
-        dtype = self._server.described[name][0] if name in self._server.described else tensor.dtype
+        rounds = name in self._server.described and is_rounded(tensor)
+        dtype = self._server.described[name][0] if rounds else tensor.dtype
         return tensor.to("cpu", dtype)
 
     def __iter__(self) -> Iterator[str]:
