@@ -20,7 +20,9 @@ NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
 SIZES = {
     "tiny": (256, 768, 4, 8, 4, 32, 4096),
     "0.6b": (1024, 3072, 28, 16, 8, 128, 151936),
+    "1b": (2048, 6144, 14, 16, 8, 128, 151936),  # 2 GB
     "30b-a3b-4-layers": (2048, 6144, 4, 32, 4, 128, 32768),  # Qwen3-30B-A3B, cut to fit small machines
+    "30b-a3b-2-layers": (2048, 6144, 2, 32, 4, 128, 32768),
 }
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 
