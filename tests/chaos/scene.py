@@ -2,7 +2,8 @@
 
 `python -m tests.chaos.scene --seconds 600 --csv FILE` prints a table and writes the curves.  Every request must end in
 a way that the API defines, with the tokens and logprobs of its solo run as far as it came; anything else is a fault.
-With `--api-servers 2` API processes are killed too, and then a connection may be lost, but only then.
+With `--api-servers 2` API processes are killed too, and then a connection may be lost, but only then.  With
+`--data-parallel 2` there are two engines behind the server, and with `--tensor-parallel 2` two ranks in an engine.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ import asyncio
 import collections
 import json
 import random
+import re
+import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +35,8 @@ FLAGS = (
     "--max-num-seqs", "8", "--max-queued-requests", "4", "--kv-cache-memory-bytes", "2M", "--restart-engine", "10000",
     "--step-timeout", "12", "--max-body-mb", "1",
 )  # fmt: skip
-STATES = ("ready", "restarting", "hung", "pausing", "paused")  # of /ready
+STATES = ("ready", "restarting", "hung", "pausing", "paused", "updating", "sleeping")  # of /ready
+LOST_RANK = re.compile(r"rank \d+ |gloo|Connection (closed|reset) by peer|Broken pipe")  # what other ranks die of
 GENERATE = "/inference/v1/generate"
 
 
@@ -46,6 +52,7 @@ class Scene:
         self._seconds = seconds
         self._rng = random.Random(seed)
         self._number = 0
+        self._num_engines = len(server.engines())
 
     async def run(self) -> None:
         """The whole of it; raises Fault."""
@@ -88,14 +95,14 @@ class Scene:
     async def _watch(self) -> None:
         began = time.monotonic()
         while await self._trouble.wait((1.0, 1.0)):
-            engine = self._trouble.engine()
-            held = [0, 0, 0, 0]  # there is none of the engine while another starts
+            held = [0, 0, 0, 0]  # less of the engines while another starts
             with suppress(psutil.Error):
                 for process in fronts(self._server):
                     held[0] += process.memory_info().rss
                     held[1] += process.num_fds()
-                if engine is not None:
-                    held[2:] = engine.memory_info().rss, engine.num_fds()
+                for process in self._trouble.engines():
+                    held[2] += process.memory_info().rss
+                    held[3] += process.num_fds()
             self.curves.append((time.monotonic() - began, *held, self.ends.total()))
 
     async def _is_ready(self) -> bool:
@@ -125,7 +132,10 @@ class Scene:
 
     def _body(self, i: int, **fields: Any) -> dict[str, Any]:
         self._number += 1
-        return request(i) | {"request_id": f"chaos-{self._number}"} | fields
+        body = request(i) | {"request_id": f"chaos-{self._number}"} | fields
+        if self._num_engines > 1 and self._rng.random() < 0.3:
+            body["data_parallel_rank"] = self._rng.randrange(self._num_engines)
+        return body
 
     async def _whole(self, i: int, **fields: Any) -> str:
         answer = await self._client.post(GENERATE, json=self._body(i, **fields))
@@ -214,28 +224,79 @@ def fronts(server: Server) -> list[psutil.Process]:
     return [psutil.Process(server.process.pid), *server.api_processes()]
 
 
-def play(seconds: float, seed: int, api_servers: int = 1) -> Scene:
+@dataclass(frozen=True)
+class Processes:
+    """How many API processes, engines, and ranks of each engine a server has."""
+
+    api_servers: int = 1
+    data_parallel: int = 1
+    tensor_parallel: int = 1
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Options of the command."""
+        return (
+            "--api-server-count", str(self.api_servers), "-dp", str(self.data_parallel), "-tp",
+            str(self.tensor_parallel),
+        )  # fmt: skip
+
+
+def play(seconds: float, seed: int, processes: Processes = Processes()) -> Scene:
     """A scene with a server of its own, and what must hold when it is over.  Raises AssertionError."""
-    with Server("demo", *FLAGS, "--api-server-count", str(api_servers)) as server:
-        scene = Scene(server, seconds, seed)
-        for _ in range(4 * api_servers):
-            server.get("/health")
-        files = [process.num_fds() for process in fronts(server)]
-        asyncio.run(scene.run())
-        server.wait_idle(60)
-        assert not any(more_files(fronts(server), files)), "files were left open"
-        deep = server.get("/health?deep=1")  # checks the KV accounting
-        assert deep.status_code == 200, deep.text
-        children = psutil.Process(server.process.pid).children()
-        assert set(children) == {server.engine(), *server.api_processes()}, "processes were left behind"
-        assert len(server.api_processes()) == (api_servers if api_servers > 1 else 0)
-        died = [line for line in server.log if "starting another" in line]
-        assert sum("SIGKILL" in line for line in died) == scene.trouble["kill"], died
-        assert sum("had not finished a step" in line for line in died) == scene.trouble["hang"], died
-        assert len(died) == scene.trouble["kill"] + scene.trouble["hang"], died
-        assert not any("Traceback" in line for line in server.log), "\n".join(server.log[-200:])
-        assert server.stop() == 0
+    shared = set(Path("/dev/shm").iterdir())
+    with tempfile.TemporaryDirectory(prefix="chaos") as directory:
+        with Server("demo", *FLAGS, *processes.flags, env={"TMPDIR": directory}) as server:
+            scene = Scene(server, seconds, seed)
+            for _ in range(4 * processes.api_servers):
+                server.get("/health")
+            files = [process.num_fds() for process in fronts(server)]
+            asyncio.run(scene.run())
+            server.wait_idle(60)
+            assert not any(more_files(fronts(server), files)), "files were left open"
+            deep = server.get("/health?deep=1")  # checks the KV accounting
+            assert deep.status_code == 200, deep.text
+            check_processes(server, processes, directory)
+            check_log(server.log, scene.trouble)
+            assert server.stop() == 0
+        assert not ours(directory), "processes were left behind"
+        assert not list(Path(directory).iterdir()), "files were left behind"
+    assert set(Path("/dev/shm").iterdir()) <= shared, "shared memory was left behind"
     return scene
+
+
+def ours(directory: str) -> list[psutil.Process]:
+    """The processes that were started with this directory for temporary files."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("TMPDIR") == directory:
+                found.append(process)
+    return found
+
+
+def check_processes(server: Server, processes: Processes, directory: str) -> None:
+    """There are those of the start, and no others.  Raises AssertionError."""
+    several = processes.api_servers > 1
+    assert len(server.api_processes()) == (processes.api_servers if several else 0)
+    assert len(server.engines()) == processes.data_parallel
+    ranks = server.ranks()
+    expected = processes.data_parallel * processes.tensor_parallel if processes.tensor_parallel > 1 else 0
+    assert len(ranks) == expected, ranks
+    expected_here = [*fronts(server), *server.engines(), *ranks]
+    assert set(ours(directory)) == set(expected_here), "processes were left behind"
+
+
+def check_log(log: list[str], trouble: Mapping[str, int]) -> None:
+    """It names every engine that was lost, and shows no other error.  Raises AssertionError."""
+    died = [line for line in log if "starting another" in line]
+    kills, hangs = (trouble[kind] + trouble[f"rank {kind}"] for kind in ("kill", "hang"))
+    assert sum("SIGKILL" in line for line in died) == kills, died
+    assert sum("had not finished a step" in line for line in died) == hangs, died
+    assert len(died) == kills + hangs, died
+    for index, line in enumerate(log):
+        if "Traceback" in line:
+            error = next((line for line in log[index + 1 :] if re.match(r"\w", line)), "")
+            assert trouble["rank kill"] and LOST_RANK.search(error), "\n".join(log[max(0, index - 20) : index + 60])
 
 
 def main() -> None:
@@ -244,9 +305,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of trouble. Default: 60.")
     parser.add_argument("--seed", type=int, default=1, help="of requests and trouble. Default: 1.")
     parser.add_argument("--api-servers", type=int, default=1, help="API processes. Default: 1.")
+    parser.add_argument("--data-parallel", type=int, default=1, help="engines. Default: 1.")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of an engine. Default: 1.")
     parser.add_argument("--csv", type=Path, help="seconds, RSS and files of server and engine, requests so far")
     asked = parser.parse_args()
-    scene = play(asked.seconds, asked.seed, asked.api_servers)
+    processes = Processes(asked.api_servers, asked.data_parallel, asked.tensor_parallel)
+    scene = play(asked.seconds, asked.seed, processes)
     print(f"{scene.ends.total()} requests in {asked.seconds:g} s")
     for what, count in [*scene.ends.most_common(), *sorted(scene.trouble.items())]:
         print(f"{what:24} {count}")

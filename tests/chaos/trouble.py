@@ -1,27 +1,34 @@
-"""What befalls the server of a scene: its processes are killed, stopped and hung, generation is paused and resumed."""
+"""What befalls the server of a scene: its processes are killed, stopped and hung, generation is paused and resumed, and
+the server sleeps and gets weights, which are those that it has."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Coroutine
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 
+import tokserve
 from tests.chaos.pool import Fault
 from tests.e2e.server import Server
 
 KILLED, STOPPED, HUNG = (10.0, 30.0), (2.0, 6.0), (20.0, 50.0)  # seconds between two of a kind, of the engine
 API_KILLED = (20.0, 40.0)  # of an API process, if there are several
-PAUSED = (1.0, 5.0)
+CONTROLLED = (1.0, 5.0)
+WEIGHTS = str(Path(tokserve.__file__).parent / "demo_model")
 MODES = ("abort", "wait", "keep")
 LONGEST_STOP = LONGEST_PAUSE = 1.0
+AGAIN = 0.2  # seconds until a command is sent again
 LOST = 1.0  # seconds after an API process' end in which a client may still meet its connections
 
 
@@ -37,11 +44,13 @@ class Trouble:
         self._fate = asyncio.Lock()  # held by who ends an engine, until another is started
         self._stopped = asyncio.Lock()  # held by who stops it
         self._api_killed = 0.0  # when last
+        self._num_engines = len(server.engines())
+        self._epoch = 0  # of the weights, as last heard
 
     def actors(self) -> list[Coroutine[Any, Any, None]]:
         """All that may befall this server."""
         apis = [self._kill_api()] if self._server.api_processes() else []
-        return [self._kill(), self._stop(), self._hang(), self._pause(), *apis]
+        return [self._kill(), self._stop(), self._hang(), self._command(), *apis]
 
     async def wait(self, between: tuple[float, float]) -> bool:
         """Sleep; False when the time is up."""
@@ -49,65 +58,87 @@ class Trouble:
         await asyncio.sleep(max(0.0, min(left, self._rng.uniform(*between))))
         return time.monotonic() < self._until
 
-    def engine(self) -> psutil.Process | None:
-        """The engine that runs or starts; None in between."""
+    def engines(self) -> list[psutil.Process]:
+        """The engines that run or start."""
         try:
-            return self._server.engine()
-        except (StopIteration, psutil.Error):
-            return None
+            return self._server.engines()
+        except psutil.Error:
+            return []
+
+    def _victim(self) -> tuple[str, psutil.Process] | None:
+        """An engine that runs or starts, or a rank of one, with what it is; None if there is none."""
+        try:
+            ranks = self._server.ranks()
+        except psutil.Error:
+            ranks = []
+        kind, processes = ("rank ", ranks) if ranks and self._rng.random() < 0.6 else ("", self.engines())
+        return (kind, self._rng.choice(processes)) if processes else None
+
+    @property
+    def kills(self) -> int:
+        """How many engines and ranks were killed."""
+        return self.counts["kill"] + self.counts["rank kill"]
+
+    @property
+    def hangs(self) -> int:
+        """How many engines and ranks were left hanging."""
+        return self.counts["hang"] + self.counts["rank hang"]
 
     @property
     def engines_lost(self) -> int:
-        """How many engines were killed or left hanging."""
-        return self.counts["kill"] + self.counts["hang"]
+        """How many engines were lost by either."""
+        return self.kills + self.hangs
 
     def may_lose(self, since: float) -> bool:
         """Whether a connection used since then may have been lost with its process."""
         return self._api_killed > since - LOST
 
-    # --- the engine ---
+    # --- the engines ---
 
     async def _kill(self) -> None:
         while await self.wait(KILLED):
             async with self._fate:
-                engine = self.engine()
-                if engine is not None:
-                    engine.kill()
-                    self.counts["kill"] += 1
+                if (victim := self._victim()) is not None:
+                    kind, process = victim
+                    with suppress(psutil.NoSuchProcess):  # a rank whose engine has just started anew
+                        process.kill()
+                        self.counts[kind + "kill"] += 1
                     await self._another()
 
     async def _hang(self) -> None:
-        """Stop an engine that serves and leave it so: the server has to notice."""
+        """Stop an engine that serves, or a rank of it, and leave it so: the server has to notice."""
         while await self.wait(HUNG):
             async with self._stopped, self._fate:
-                while not await self._serves():
+                while not await self._all_serve():
                     await asyncio.sleep(0.1)
-                engine = self.engine()
-                assert engine is not None
-                engine.suspend()
-                self.counts["hang"] += 1
+                victim = self._victim()
+                assert victim is not None
+                kind, process = victim
+                process.suspend()
+                self.counts[kind + "hang"] += 1
                 await self._another()
 
     async def _another(self) -> None:
         while starts(self._server) < self.engines_lost:
             await asyncio.sleep(0.1)
 
-    async def _serves(self) -> bool:
+    async def _all_serve(self) -> bool:
+        """Whether every engine is there; one that starts is in no state."""
         try:
-            return (await self._client.get("/health")).status_code == 200
+            metrics = (await self._client.get("/metrics")).text
         except httpx.HTTPError:
             return False
+        return len(re.findall(r"^tokserve:engine_state{.*} 1.0$", metrics, re.MULTILINE)) == self._num_engines
 
     async def _stop(self) -> None:
         while await self.wait(STOPPED):
             async with self._stopped:
-                engine = self.engine()
-                if engine is not None:
+                if (victim := self._victim()) is not None:
                     with suppress(psutil.NoSuchProcess):  # it was killed meanwhile
-                        engine.suspend()
+                        victim[1].suspend()
                         self.counts["stop"] += 1
                         await asyncio.sleep(self._rng.random() * LONGEST_STOP)
-                        engine.resume()
+                        victim[1].resume()
 
     # --- the front ---
 
@@ -120,24 +151,47 @@ class Trouble:
                     self._api_killed = time.monotonic()
                     self.counts["API process kill"] += 1
 
-    async def _pause(self) -> None:
-        """Pause in any mode, look whether nothing moves, and resume, sometimes before the pause is there."""
-        modes = itertools.cycle(MODES)
+    async def _command(self) -> None:
+        """Pauses in all modes, a sleep and an update of the weights, in turn."""
+        commands = itertools.cycle([*(partial(self._pause, mode) for mode in MODES), self._sleep, self._update])
         try:
-            while await self.wait(PAUSED):
-                mode = next(modes)
-                how = {"mode": mode, "clear_cache": self._rng.random() < 0.5}
-                lost = self.engines_lost
-                pausing = asyncio.create_task(self._control("/pause", how))
-                if self._rng.random() < 0.7:
-                    await pausing
-                await asyncio.sleep(self._rng.random() * LONGEST_PAUSE)
-                if pausing.done() and pausing.result() == 200:
-                    await self._check_paused(mode, lost)
-                await self._control("/resume", {})
-                self.counts[f"pause {mode}: {await pausing}"] += 1
+            while await self.wait(CONTROLLED):
+                await next(commands)()
         finally:
-            await self._control("/resume", {})
+            await self._insist("/wake_up")
+            await self._insist("/resume")
+
+    async def _pause(self, mode: str) -> None:
+        """Pause, look whether nothing moves, and resume, sometimes before the pause is there."""
+        how = {"mode": mode, "clear_cache": self._rng.random() < 0.5}
+        lost = self.engines_lost
+        pausing = asyncio.create_task(self._control("/pause", how))
+        if self._rng.random() < 0.7:
+            await pausing
+        await asyncio.sleep(self._rng.random() * LONGEST_PAUSE)
+        if pausing.done() and pausing.result() == 200:
+            await self._check_paused(mode, lost)
+        await self._control("/resume", {})
+        self.counts[f"pause {mode}: {await pausing}"] += 1
+
+    async def _sleep(self) -> None:
+        """Sleep at any level; weights that were dropped are read again."""
+        level, mode = self._rng.randrange(3), self._rng.choice(MODES)
+        status = await self._control(f"/sleep?level={level}&mode={mode}", {})
+        await asyncio.sleep(self._rng.random() * LONGEST_PAUSE)
+        if level == 2:
+            await self._insist("/wake_up?tags=weights")
+            await self._update()
+        await self._insist("/wake_up")
+        self.counts[f"sleep {level}: {status}"] += 1
+
+    async def _update(self) -> None:
+        """Read the same weights again: the replies stay the same, and the epoch grows."""
+        status, reply = await self._insist("/update_weights", {"weight_dir": WEIGHTS})
+        if reply["epoch"] <= self._epoch:
+            raise Fault(f"the epoch went back from {self._epoch}: {reply}")
+        self._epoch = reply["epoch"]
+        self.counts[f"update: {status}"] += 1
 
     async def _check_paused(self, mode: str, lost: int) -> None:
         answer = await self._ask("GET", "/inference/v1/state")
@@ -149,14 +203,26 @@ class Trouble:
 
     async def _control(self, route: str, fields: dict[str, Any]) -> int:
         """The status, which is one of those that the route may have; of a lost connection, the next try's."""
+        return (await self._answer(route, fields))[0]
+
+    async def _insist(self, route: str, fields: dict[str, Any] | None = None) -> tuple[int, Any]:
+        """Until it is done: an engine that starts cannot do it yet."""
+        while (answer := await self._answer(route, fields or {}))[0] == 503:
+            await asyncio.sleep(AGAIN)
+        if answer[0] != 200:
+            raise Fault(f"{route} {fields}: {answer}")
+        return answer
+
+    async def _answer(self, route: str, fields: dict[str, Any]) -> tuple[int, Any]:
         while True:
             answer = await self._ask("POST", route, json=fields)
             if answer is None:
                 continue
-            code = answer.json()["error"]["code"] if answer.status_code >= 400 else None
+            reply = answer.json()
+            code = reply["error"]["code"] if answer.status_code >= 400 else None
             if (answer.status_code, code) not in ((200, None), (503, "engine_restarting"), (409, None)):
                 raise Fault(f"{route} {fields}: {answer.status_code} {answer.text}")
-            return answer.status_code
+            return answer.status_code, reply
 
     async def _ask(self, method: str, route: str, **body: Any) -> httpx.Response | None:
         """None: the connection was lost with the process."""

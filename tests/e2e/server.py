@@ -76,8 +76,17 @@ class Server:
 
     def engine(self) -> psutil.Process:
         """The engine's process."""
+        return next(iter(self.engines()))
+
+    def engines(self) -> list[psutil.Process]:
+        """The processes of all engines that run or start."""
         children: list[psutil.Process] = psutil.Process(self.process.pid).children()
-        return next(p for p in children if "tokserve.engine.process" in " ".join(p.cmdline()))
+        return [p for p in children if "tokserve.engine.process" in " ".join(p.cmdline())]
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes of the ranks of all engines."""
+        children = [child for engine in self.engines() for child in engine.children()]
+        return [p for p in children if "tokserve.executor.worker" in " ".join(p.cmdline())]
 
     def api_processes(self) -> list[psutil.Process]:
         """The API processes of a server that has several, oldest first."""
