@@ -36,6 +36,7 @@ ROOT_ORDER = [
     "config",  # a package
     "cpu_list",
     "resolve",
+    "ray_cluster",
     "messages",
     "plan",
     "admin",
@@ -78,7 +79,22 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         },
         set(),
     ),
-    "executor": ({"structs", "plan", "config", "resolve", "runner", "errors", "log", "kv_spec", "vision"}, TORCH),
+    "executor": (
+        {
+            "structs",
+            "plan",
+            "config",
+            "resolve",
+            "ray_cluster",
+            "runner",
+            "errors",
+            "log",
+            "kv_spec",
+            "vision",
+            "curve",
+        },
+        TORCH,
+    ),
     "engine": (
         {
             "structs",
@@ -122,6 +138,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "curve",
             "engine",
             "kv_transfer",
+            "ray_cluster",
         },
         TORCH | {"fastapi"},
     ),
@@ -207,6 +224,7 @@ LAZY_IMPORTS = {
     "client/placement.py",
     "media/sources.py",
     "media/worker.py",
+    "executor/base.py",
     "executor/inline.py",
     "executor/worker.py",
     "engine/structured_output/grammar.py",

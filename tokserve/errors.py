@@ -176,6 +176,10 @@ def refused(refusal: str, message: str, retry_after: int = 1, field: str = "") -
     return RequestFailed(message) if refusal == "internal" else RequestError(message, field=field or None)
 
 
+class DeviceLost(RuntimeError):
+    """What computes for the engine is gone: a rank has ended."""
+
+
 class StartError(Exception):
     """The server cannot start with this configuration, checkpoint or machine."""
 

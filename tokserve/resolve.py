@@ -160,11 +160,11 @@ def _cpu_threads(runtime: RuntimeConfig, parallel: ParallelConfig, device: str) 
     """The number of an engine's threads: as given, or one for each CPU that they are bound to or that this process may
     use; CPUs are divided equally among the engines.  On the nodes of a Ray cluster they must be given."""
     num_engines, allowed = parallel.data_parallel_size, os.sched_getaffinity(0)
-    if parallel.data_parallel_backend == "ray":
+    if (option := parallel.on_ray) is not None:
         if runtime.cpu_bind not in ("auto", "none"):
-            raise StartError("option cpu_bind: CPUs of another node cannot be named (data_parallel_backend ray)")
+            raise StartError(f"option cpu_bind: CPUs of another node cannot be named ({option} ray)")
         if device == "cpu" and runtime.cpu_threads is None:
-            raise StartError("data_parallel_backend ray needs cpu_threads: the CPUs that each engine gets of its node")
+            raise StartError(f"{option} ray needs cpu_threads: the CPUs that each engine gets of the cluster")
         return runtime.cpu_threads or 1
     if runtime.cpu_bind in ("auto", "none"):
         return runtime.cpu_threads or max(1, len(allowed) // num_engines)
@@ -187,7 +187,7 @@ def replica_config(config: Config, rank: int) -> Config:
     replace = msgspec.structs.replace
     if runtime.device == "cpu" and cache.kv_cache_memory_bytes is None:  # all of them look at the same memory
         cache = replace(cache, gpu_memory_utilization=cache.gpu_memory_utilization / size)
-    cpus = [] if config.parallel.data_parallel_backend == "ray" else _replica_cpus(runtime, size)
+    cpus = [] if config.parallel.on_ray else _replica_cpus(runtime, size)
     if cpus:
         count = len(cpus) // size
         mine = ",".join(map(str, cpus[rank * count : (rank + 1) * count]))
@@ -240,7 +240,7 @@ def replica_environment(config: Config, rank: int) -> dict[str, str] | None:
 
     Raises StartError if there are fewer GPUs than engines.
     """
-    if config.runtime.device != "cuda" or config.parallel.data_parallel_backend == "ray":
+    if config.runtime.device != "cuda" or config.parallel.on_ray:
         return None
     size, given = config.parallel.data_parallel_size, os.environ.get(VISIBLE)
     num_ranks = config.parallel.ranks_here
@@ -263,6 +263,13 @@ def reserved_devices(runtime: RuntimeConfig) -> dict[str, int]:
     if runtime.cpu_threads is None:
         raise StartError("give cpu_threads, the CPUs that Ray reserves for each engine, or device cuda")
     return {"num_cpus": runtime.cpu_threads}
+
+
+def reserved_for_rank(config: Config) -> dict[str, float]:
+    """What a rank of an engine with this resolved configuration reserves on a node of a Ray cluster, by Ray's names."""
+    if config.runtime.device == "cuda":
+        return {"CPU": 1, "GPU": 1}
+    return {"CPU": rank_config(config, 0).runtime.cpu_threads or 1}
 
 
 def ray_address() -> str:
@@ -320,10 +327,21 @@ def _check_ranks(config: Config) -> None:
     is_local = parallel.master_addr == "localhost" or _is_loopback(parallel.master_addr)
     if parallel.nnodes > 1 and parallel.master_key_file is None and not is_local:
         raise StartError("option master_key_file: is needed, as other machines can reach master_addr")
+    if parallel.distributed_executor_backend == "ray":
+        if parallel.num_ranks == 1:
+            raise StartError(
+                "option distributed_executor_backend: Ray places ranks, and tensor_parallel_size and "
+                "pipeline_parallel_size are 1; data_parallel_backend ray places engines"
+            )
+        if parallel.nnodes > 1:
+            raise StartError("option nnodes: with distributed_executor_backend ray, Ray knows the machines")
     if parallel.num_ranks == 1:
         return
     if parallel.data_parallel_backend == "ray":
-        raise StartError("option data_parallel_backend: engines on a Ray cluster have one rank each")
+        raise StartError(
+            "option data_parallel_backend: engines on a Ray cluster have one rank each; with "
+            "distributed_executor_backend ray the engines run here and their ranks on the cluster"
+        )
     if (method := config.speculation.resolved().method) in ("self", "draft_model"):
         raise StartError(f"option speculative_config: the method {method} is for a model of one rank")
     if runtime.cpu_bind not in ("auto", "none") and (runtime.cpu_threads or 0) % parallel.ranks_here:

@@ -142,6 +142,12 @@ def test_adapters_on_all_ranks(qwen3: Path, tmp_path: Path) -> None:
         ({"tensor_parallel_size": 2, "nnodes": 3}, "nnodes"),
         ({"tensor_parallel_size": 2, "nnodes": 2, "master_addr": "10.0.0.1"}, "master_key_file"),
         ({"tensor_parallel_size": 2, "model_impl": "transformers"}, "is not divided"),
+        ({"distributed_executor_backend": "ray", "cpu_threads": 1}, "distributed_executor_backend"),
+        ({"distributed_executor_backend": "ray", "tensor_parallel_size": 2}, "needs cpu_threads"),
+        (
+            {"distributed_executor_backend": "ray", "tensor_parallel_size": 2, "nnodes": 2, "cpu_threads": 2},
+            "option nnodes",
+        ),
     ],
 )
 def test_what_ranks_cannot_divide_is_refused_by_name(qwen3: Path, options: dict[str, Any], words: str) -> None:

@@ -31,7 +31,7 @@ from tokserve.executor.channel import (
     StoreSet,
     StoreValue,
 )
-from tokserve.executor.hub import Hub, Listener
+from tokserve.executor.hub import Hub, SocketListener
 from tokserve.executor.worker import connect
 from tokserve.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
 from tokserve.plan import DeviceFacts, StepPlan, StepResult
@@ -150,7 +150,7 @@ def test_a_rank_that_cannot_start_says_why(ranks: tuple[Hub, list[Channel]]) -> 
 @pytest.mark.parametrize("keys", [("ab" * 16, "ab" * 16), ("ab" * 16, "cd" * 16), ("ab" * 16, "")])
 def test_only_ranks_that_know_the_key_join(keys: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "SECONDS", 0.5)
-    listener = Listener(("127.0.0.1", 0), bytes.fromhex(keys[0]))
+    listener = SocketListener(("127.0.0.1", 0), bytes.fromhex(keys[0]))
 
     channels: list[Channel] = []
 
@@ -175,7 +175,7 @@ def test_only_ranks_that_know_the_key_join(keys: tuple[str, str], monkeypatch: p
 
 def test_what_comes_to_the_listener_may_be_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "SECONDS", 0.5)
-    listener = Listener()
+    listener = SocketListener()
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"", b"\x01" + bytes(7) + b"\xc1"):
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(listener.address.removeprefix("unix:"))

@@ -15,9 +15,8 @@ from contextlib import contextmanager
 
 from tokserve.config import Config
 from tokserve.errors import StartError
-from tokserve.executor.spawn import LocalProcess
+from tokserve.executor.spawn import LocalProcess, cluster_key
 from tokserve.executor.worker import RankOpening
-from tokserve.executor.workers import cluster_key
 from tokserve.resolve import rank_config
 
 logger = logging.getLogger("tokserve.headless")

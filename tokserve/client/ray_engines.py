@@ -2,7 +2,7 @@
 
 The process listens at its node's address for the one client that has its keys (`curve`), which go to the node by Ray's
 own transport.  Ray ends the actor when this process goes, and the engine then reads the end of its stdin, as it does on
-one machine.  This file and `tokserve.ray` are all that import ray.
+one machine.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import socket
 import threading
 from contextlib import suppress
 from typing import Any
@@ -24,15 +23,14 @@ from tokserve.client.launch import TERM_SECONDS, EngineProcess
 from tokserve.config import Config
 from tokserve.curve import EngineKeys, make_keys
 from tokserve.errors import StartError
-from tokserve.resolve import ray_address, reserved_devices
+from tokserve.ray_cluster import connect, first_line
+from tokserve.resolve import reserved_devices
 
 logger = logging.getLogger(__name__)
 
 LOST = 1 << 16  # in the place of an exit code: the node or the actor is gone
 REMIND = 10.0  # seconds without a place before the log says what is waited for
 ANSWER = 5.0  # seconds for a node's answer that the engine has ended
-REACHABLE = 10.0  # seconds to connect to the cluster
-_connecting = threading.Lock()
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -119,7 +117,7 @@ class RayEngine:
         try:
             code = await self._actor.ended.remote()
         except RayError as error:
-            logger.warning("the %s at %s was lost: %s", self._name, self.address, _first_line(error))
+            logger.warning("the %s at %s was lost: %s", self._name, self.address, first_line(error))
             code = LOST
         if not self.exited.done():
             self.exited.set_result(code)
@@ -181,35 +179,3 @@ async def _joined_cluster(show_logs: bool) -> None:
 
     threading.Thread(target=join, name="ray", daemon=True).start()
     await joined
-
-
-def connect(show_logs: bool = True) -> None:
-    """Join the cluster that RAY_ADDRESS names, or the one of this machine, unless this process has joined one.
-
-    `show_logs`: what actors log is printed here as well, with a prefix.  Raises StartError.
-    """
-    with _connecting:
-        if ray.is_initialized():
-            return
-        address = ray_address()
-        hint = "start one with `ray start --head`, or set RAY_ADDRESS"
-        _check_listening(address, hint)
-        try:
-            ray.init(address=address, logging_level=logging.ERROR, log_to_driver=show_logs)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise StartError(f"cannot join a Ray cluster: {_first_line(error)}; {hint}") from None
-
-
-def _check_listening(address: str, hint: str) -> None:
-    """Raises StartError if no process listens at `host:port`; Ray would try for ever."""
-    host, _, port = address.rpartition(":")
-    if not port.isdigit():
-        return
-    try:
-        socket.create_connection((host, int(port)), REACHABLE).close()
-    except OSError as error:
-        raise StartError(f"no Ray cluster answers at {address} ({error.strerror or error}); {hint}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

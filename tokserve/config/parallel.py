@@ -34,9 +34,9 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
               ge=1, le=64),
     ] = 1  # fmt: skip
     distributed_executor_backend: Annotated[
-        Literal["mp"] | None,
+        Literal["mp", "ray"] | None,
         about("What starts the processes of an engine's ranks. mp: the engine itself, and on other nodes the command "
-              "with --headless. Default: mp."),
+              "with --headless. ray: actors on the nodes of a Ray cluster, as for data_parallel_backend. Default: mp."),
     ] = None  # fmt: skip
     nnodes: Annotated[
         int, about("Machines that an engine's ranks are on, with equally many each.", ge=1, le=64)
@@ -56,6 +56,15 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
               "Needed unless master_addr is a loopback address."),
     ] = None  # fmt: skip
     headless: Annotated[bool, about("Serve no HTTP: hold ranks of the engine of node_rank 0.")] = False
+
+    @property
+    def on_ray(self) -> str | None:
+        """The option that places engines or ranks on a Ray cluster; None: they run here."""
+        backends = {
+            "data_parallel_backend": self.data_parallel_backend,
+            "distributed_executor_backend": self.distributed_executor_backend,
+        }  # fmt: skip
+        return next((option for option, backend in backends.items() if backend == "ray"), None)
 
     @property
     def num_ranks(self) -> int:

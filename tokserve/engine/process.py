@@ -25,7 +25,7 @@ from tokserve.config import Config
 from tokserve.curve import EngineKeys
 from tokserve.engine.core import EngineCore
 from tokserve.engine.socket import EngineSocket
-from tokserve.errors import StartError, sendable
+from tokserve.errors import DeviceLost, StartError, sendable
 from tokserve.executor.base import Executor, make
 from tokserve.messages import Dead
 from tokserve.sockets import remove_stale
@@ -86,6 +86,10 @@ def run(address: str, config: Config, executor: Executor, bind: Callable[[str], 
     except StartError as error:
         logger.error("cannot start: %s", error)
         _tell(socket, Dead(str(error), expected=True))
+        return 1
+    except DeviceLost as error:
+        logger.error("the engine ends: %s", error)
+        _tell(socket, Dead(str(error)))
         return 1
     except Exception as error:  # process entry: the parent and the log must hear of it, whatever it is
         logger.exception("the engine died; %s", "while starting" if core is None else core.summary())

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 from tokserve.config import Config
 from tokserve.executor.inline import InlineExecutor
+from tokserve.executor.spawn import LocalSpawn
 from tokserve.executor.workers import WorkersExecutor
 from tokserve.plan import DeviceFacts, GrammarBitmask, Int32, StepPlan, StepResult
 
@@ -51,12 +52,18 @@ class Executor(Protocol):
         """Call `wake`, from any thread, if the device is lost; `check` raises then."""
 
     def check(self) -> None:
-        """Raise RuntimeError, which says why, if the device is lost."""
+        """Raise DeviceLost, which says why, if the device is lost."""
 
     def close(self) -> None:
         """Free the device; nothing is called afterwards."""
 
 
 def make(config: Config) -> Executor:
-    """The executor for this configuration; it loads nothing before `start`."""
-    return InlineExecutor(config) if config.parallel.num_ranks == 1 else WorkersExecutor(config)
+    """The executor for this configuration; it loads no model before `start`."""
+    if config.parallel.num_ranks == 1:
+        return InlineExecutor(config)
+    if config.parallel.distributed_executor_backend != "ray":
+        return WorkersExecutor(config, LocalSpawn(config))
+    from tokserve.executor.ray_ranks import RaySpawn  # Ray is an extra
+
+    return WorkersExecutor(config, RaySpawn(config))

@@ -15,11 +15,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from tokserve.errors import RequestError, StartError
+from tokserve.curve import ClientKeys
+from tokserve.errors import DeviceLost, RequestError, StartError
 from tokserve.executor import auth
 from tokserve.executor.channel import (
     Broken,
@@ -44,8 +45,29 @@ logger = logging.getLogger(__name__)
 BLAME = 0.5  # seconds in which a rank's end may turn out to be the cause of another's error
 
 
-class Listener:
-    """Where ranks connect: a Unix socket in a private directory, or with `address` (host, port) TCP.
+class Invitation(NamedTuple):
+    """Where a rank connects (unix:PATH or HOST:PORT), and what it must know: a key as hex, or keys of its own."""
+
+    address: str
+    key: str = ""
+    keys: ClientKeys | None = None
+
+
+class Listener(Protocol):
+    """Where ranks connect."""
+
+    def invite(self, rank: int) -> Invitation:
+        """What a rank needs to connect.  Raises StartError."""
+
+    def accept(self, timeout: float) -> tuple[Channel, Joined] | None:
+        """The next rank; None: there was none within `timeout` seconds, or what came was no rank."""
+
+    def close(self) -> None:
+        """Listen no more."""
+
+
+class SocketListener:
+    """A Unix socket in a private directory, or with `address` (host, port) TCP.
 
     `key`: what ranks must prove that they know.
     """
@@ -71,8 +93,12 @@ class Listener:
             ) from None
         self.socket.listen(128)
 
+    def invite(self, rank: int) -> Invitation:
+        """Listener protocol: the same for all."""
+        return Invitation(self.address, self.key.hex())
+
     def accept(self, timeout: float) -> tuple[Channel, Joined] | None:
-        """The next rank; None: there was none within `timeout` seconds, or what came was no rank."""
+        """Listener protocol."""
         self.socket.settimeout(timeout)
         try:
             connection, _ = self.socket.accept()
@@ -93,7 +119,7 @@ class Listener:
         return None
 
     def close(self) -> None:
-        """Listen no more."""
+        """Listener protocol."""
         if hasattr(self, "socket"):
             self.socket.close()
         if self._directory is not None:
@@ -130,9 +156,9 @@ class Hub:
         self._wake = wake
 
     def check(self) -> None:
-        """Raise RuntimeError if a rank is lost."""
+        """Raise DeviceLost if a rank is lost."""
         if self._failure is not None:
-            raise RuntimeError(self._failure)
+            raise DeviceLost(self._failure)
 
     def send(self, message: ToRank, ranks: Sequence[int] | None = None) -> None:
         """Send to these ranks, or to all."""
@@ -250,7 +276,7 @@ class Hub:
             self._calls.clear()
         for future in waiting:
             if not future.done():
-                future.set_exception(RuntimeError(self._failure))
+                future.set_exception(DeviceLost(self._failure))
 
 
 class RankCall:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
+from tokserve.config import Config
+from tokserve.errors import StartError
+from tokserve.executor.hub import Listener, SocketListener
 from tokserve.executor.worker import RankOpening
 
 COMMAND = (sys.executable, "-P", "-m", "tokserve.executor.worker")  # -P: not a folder `tokserve` of where we are
@@ -20,18 +24,28 @@ PATIENCE = 3.0  # seconds between being told to leave and being killed
 class RankProcess(Protocol):
     """A rank that was started, wherever it is."""
 
+    @property
+    def address(self) -> str | None:
+        """Of its machine, for the other ranks; None: that of its connection."""
+
     def describe_end(self, patience: float) -> str:
         """How it has ended, in words; waits up to `patience` seconds for the end."""
+
+    def watch(self, ended: Callable[[], object]) -> None:
+        """Call `ended`, from any thread, when it has ended, unless the end closes its connection."""
 
     def end(self) -> None:
         """End it, if it has not ended; it was told to leave, or its engine gives up."""
 
 
 class Spawn(Protocol):
-    """Starts ranks: each connects to the `address` of its opening and sends `Joined`."""
+    """Starts ranks: each connects as its opening says, and sends `Joined`."""
 
-    def __call__(self, openings: Sequence[RankOpening]) -> list[RankProcess]:
-        """Start one process for each."""
+    def listen(self) -> Listener:
+        """Where they will connect.  Raises StartError."""
+
+    def start(self, openings: Sequence[RankOpening]) -> list[RankProcess]:
+        """Start a process for each.  Raises OSError, StartError."""
 
 
 class LocalProcess:
@@ -48,6 +62,14 @@ class LocalProcess:
     def pid(self) -> int:
         """The process id."""
         return self._process.pid
+
+    @property
+    def address(self) -> None:
+        """RankProcess protocol."""
+        return None
+
+    def watch(self, ended: Callable[[], object]) -> None:
+        """RankProcess protocol: its connection shows it."""
 
     def poll(self) -> int | None:
         """Its exit code, negative for a signal; None: it runs."""
@@ -79,14 +101,40 @@ class LocalProcess:
             self._process.wait()
 
 
-def spawn_local(openings: Sequence[RankOpening]) -> list[RankProcess]:
-    """As children of this process.  Raises OSError."""
-    started: list[RankProcess] = []
+class LocalSpawn:
+    """Spawn protocol: children of this process."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def listen(self) -> Listener:
+        """Spawn protocol; ranks of other machines connect as well."""
+        parallel = self._config.parallel
+        address = None if parallel.nnodes == 1 else (parallel.master_addr, parallel.master_port)
+        return SocketListener(address, cluster_key(self._config))
+
+    def start(self, openings: Sequence[RankOpening]) -> list[RankProcess]:
+        """Spawn protocol."""
+        started: list[RankProcess] = []
+        try:
+            for opening in openings:
+                started.append(LocalProcess(opening))
+        except OSError:
+            for process in started:
+                process.end()
+            raise
+        return started
+
+
+def cluster_key(config: Config) -> bytes:
+    """What ranks of other machines must know.  Raises StartError."""
+    file = config.parallel.master_key_file
+    if config.parallel.nnodes == 1 or file is None:
+        return b""
     try:
-        for opening in openings:
-            started.append(LocalProcess(opening))
-    except OSError:
-        for process in started:
-            process.end()
-        raise
-    return started
+        key = Path(file).read_bytes().strip()
+    except OSError as error:
+        raise StartError(f"option master_key_file: {file} cannot be read: {error.strerror}") from None
+    if len(key) < 16:
+        raise StartError(f"option master_key_file: {file} must hold at least 16 bytes")
+    return key

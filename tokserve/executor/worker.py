@@ -23,6 +23,7 @@ import msgspec
 
 from tokserve import __version__, log
 from tokserve.config import Config
+from tokserve.curve import ClientKeys
 from tokserve.errors import RequestError, StartError, sendable
 from tokserve.executor import auth
 from tokserve.executor.channel import (
@@ -43,6 +44,7 @@ from tokserve.executor.channel import (
     StoreSet,
     StoreValue,
 )
+from tokserve.executor.tunnel import Tunnel
 from tokserve.plan import DeviceFacts
 from tokserve.structs import prepare_structs
 
@@ -62,9 +64,9 @@ class RankOpening(msgspec.Struct, frozen=True):
     """The line on stdin: this rank's number, where the engine listens (unix:PATH or HOST:PORT), and the log's options.
 
     `parent`: the process that has started this one.  `key`: what ranks and engine prove to each other that they know,
-    as hex; empty: nothing.  `device`: the number of its GPU among those that the engine may use.  `patience`: seconds
-    to wait for the engine to listen.  On another machine than the engine's `model`, `tokenizer`, `cpu_threads` and
-    `cpu_bind` take the place of its options.
+    as hex; empty: nothing.  `keys`: for a tunnel to the engine.  `device`: the number of its GPU among those that the
+    engine may use.  `patience`: seconds to wait for the engine to listen.  On another machine than the engine's
+    `model`, `tokenizer`, `cpu_threads` and `cpu_bind` take the place of its options.
     """
 
     rank: int
@@ -80,6 +82,7 @@ class RankOpening(msgspec.Struct, frozen=True):
     tokenizer: str | None = None
     cpu_threads: int | None = None
     cpu_bind: str | None = None
+    keys: ClientKeys | None = None
 
     def local(self, config: Config) -> Config:
         """The engine's configuration on this machine."""
@@ -101,10 +104,16 @@ class RankWorker:
         self._calls: queue.SimpleQueue[Invoke] = queue.SimpleQueue()  # of the background thread
         self._values: dict[str, queue.SimpleQueue[bytes]] = {}  # requested from the engine's store
         self._runner: Runner | None = None
+        self._ending = False  # with an exit code of its own
 
     def serve(self) -> int:
         """Load the model and compute, until the engine says that it is enough."""
         threading.Thread(target=self._receive, name="receive", daemon=True).start()
+        code = self._serve()
+        self._ending = True
+        return code
+
+    def _serve(self) -> int:
         try:
             begin = self._steps.get()
             if not isinstance(begin, Begin):
@@ -151,6 +160,8 @@ class RankWorker:
                 else:
                     self._steps.put(message)
         except (OSError, msgspec.MsgspecError) as error:
+            if self._ending:
+                return
             logger.info("the engine is gone (%s): leaving", error)
         self._leave(LOST)
 
@@ -256,13 +267,21 @@ def main() -> NoReturn:
     for number in (signal.SIGINT, signal.SIGHUP):  # they go to a whole group, and are the server's to judge
         signal.signal(number, signal.SIG_IGN)
     log.setup(f"{opening.name}-rank{opening.rank}", opening.log_level, opening.log_format)  # type: ignore[arg-type]
+    tunnel: Tunnel | None = None
     try:
-        channel = connect(opening.address, opening.key, opening.patience)
+        if opening.keys is not None:
+            tunnel = Tunnel(opening.address, opening.keys)
+            channel = Channel(tunnel.stream)
+        else:
+            channel = connect(opening.address, opening.key, opening.patience)
         channel.send(Joined(opening.rank, __version__))
     except OSError as error:
         logger.error("rank %d cannot join the engine at %s: %s", opening.rank, opening.address, error)
         _leave(1)
-    _leave(RankWorker(opening, channel, _leave).serve())
+    code = RankWorker(opening, channel, _leave).serve()
+    if tunnel is not None:
+        tunnel.finish()
+    _leave(code)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,7 +23,7 @@ from tokserve.errors import RequestError, StartError
 from tokserve.executor import merge
 from tokserve.executor.channel import Begin, Channel, End, Forward, Interrupt, Loaded, SampleStep
 from tokserve.executor.hub import Hub, Listener
-from tokserve.executor.spawn import RankProcess, Spawn, spawn_local
+from tokserve.executor.spawn import RankProcess, Spawn
 from tokserve.executor.worker import RankOpening
 from tokserve.plan import DeviceFacts, GrammarBitmask, Int32, StepPlan, StepResult
 from tokserve.resolve import rank_config
@@ -39,7 +38,7 @@ TURN = 1.0  # seconds between two looks at processes that have not connected
 class WorkersExecutor:
     """Executor protocol, see `base`.  An exception of a rank's runner ends the engine, as one of its own would."""
 
-    def __init__(self, config: Config, spawn: Spawn = spawn_local) -> None:
+    def __init__(self, config: Config, spawn: Spawn) -> None:
         self._config = config
         self._spawn = spawn
         self._processes: dict[int, RankProcess] = {}
@@ -51,9 +50,10 @@ class WorkersExecutor:
     # --- start ---
 
     def start(self) -> DeviceFacts:
-        """Start the ranks of this machine, wait for all, and let them load the model."""
+        """Start the ranks, but those of other machines that are started there; wait for all, and let them load the
+        model."""
         parallel = self._config.parallel
-        listener = Listener(_address(self._config), cluster_key(self._config))
+        listener = self._spawn.listen()
         try:
             ranks = range(parallel.ranks_here)
             self._processes = dict(zip(ranks, self._started(listener, ranks), strict=True))
@@ -65,10 +65,12 @@ class WorkersExecutor:
             listener.close()
         self._hub = Hub(channels, self._describe_end)
         self._hub.watch(self._wake)
+        for rank, process in self._processes.items():
+            process.watch(channels[rank].close)
         for rank, channel in channels.items():
             begin = Begin(
                 rank_config(self._config, rank), parallel.tensor_parallel_size, parallel.pipeline_parallel_size,
-                channel.remote_address if parallel.nnodes > 1 else "127.0.0.1",
+                self._address_of(rank, channel),
             )  # fmt: skip
             self._hub.send(begin, [rank])
         try:
@@ -78,15 +80,22 @@ class WorkersExecutor:
             self.close()
             raise
 
+    def _address_of(self, rank: int, channel: Channel) -> str:
+        """Of a rank's machine, for the other ranks."""
+        process = self._processes.get(rank)
+        if process is not None and process.address is not None:
+            return process.address
+        return channel.remote_address if self._config.parallel.nnodes > 1 else "127.0.0.1"
+
     def _started(self, listener: Listener, ranks: Sequence[int]) -> list[RankProcess]:
-        server = self._config.server
-        openings = [
-            RankOpening(rank, listener.address, os.getpid(), "engine", server.log_level, server.log_format,
-                    listener.key.hex())
-            for rank in ranks
-        ]  # fmt: skip
+        server, openings = self._config.server, list[RankOpening]()
+        for rank in ranks:
+            address, key, keys = listener.invite(rank)
+            openings.append(RankOpening(
+                rank, address, os.getpid(), "engine", server.log_level, server.log_format, key, keys=keys
+            ))  # fmt: skip
         try:
-            return self._spawn(openings)
+            return self._spawn.start(openings)
         except OSError as error:
             raise StartError(f"the processes of ranks could not be started: {error.strerror or error}") from error
 
@@ -186,7 +195,7 @@ class WorkersExecutor:
             self._hub.watch(wake)
 
     def check(self) -> None:
-        """Raise RuntimeError when a rank is lost."""
+        """Raise DeviceLost when a rank is lost."""
         if self._hub is not None:
             self._hub.check()
 
@@ -218,23 +227,3 @@ def _forward_merged(method: str, merged: Future[Any], results: Future[list[Any]]
         except RequestError as problem:
             error = problem
     merged.set_exception(error)
-
-
-def _address(config: Config) -> tuple[str, int] | None:
-    """Where ranks of other machines connect; None: there are none."""
-    parallel = config.parallel
-    return None if parallel.nnodes == 1 else (parallel.master_addr, parallel.master_port)
-
-
-def cluster_key(config: Config) -> bytes:
-    """What ranks of other machines must know.  Raises StartError."""
-    file = config.parallel.master_key_file
-    if config.parallel.nnodes == 1 or file is None:
-        return b""
-    try:
-        key = Path(file).read_bytes().strip()
-    except OSError as error:
-        raise StartError(f"option master_key_file: {file} cannot be read: {error.strerror}") from None
-    if len(key) < 16:
-        raise StartError(f"option master_key_file: {file} must hold at least 16 bytes")
-    return key
