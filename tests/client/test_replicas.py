@@ -317,7 +317,11 @@ def test_a_replaced_engine_has_the_state_of_the_others() -> None:
                           for engine in (first, second)]  # fmt: skip
                 assert states == [(f"v{commands - 1}", 1 + commands, "sleeping", True)] * 2
                 await llm.wake_up()
+                await lose(second)
                 await llm.resume_generation()
+                await lose(first)  # what it was last holds for both
+                for engine in (first, second):
+                    await engine.restored()
                 for rank in range(2):
                     assert await ask(llm, [1, 2], 5, data_parallel_rank=rank) == tokens_of([1, 2], 5, 4)
 

@@ -11,7 +11,7 @@ import math
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokserve.client.client_socket import ClientSocket
 from tokserve.client.heartbeat import Heartbeat
@@ -38,6 +38,13 @@ class EngineGone(StartError):
     """The engine that was to be joined has ended meanwhile."""
 
 
+class LostEngine(NamedTuple):
+    """When an engine was lost (a time of the event loop), and its last status."""
+
+    at: float
+    status: Status
+
+
 class EngineClient:
     """`down` is set while there is no engine: for good when `dead` is set too, else until another serves.
 
@@ -58,7 +65,7 @@ class EngineClient:
         self._environment = environment
         self._process_name = "engine" if config.parallel.data_parallel_size == 1 else f"engine-{rank}"
         self.successor_status: Callable[[Status], AbstractAsyncContextManager[Status]] = nullcontext
-        self._lost_status: Status | None = None  # of an engine that was lost, until another serves
+        self.lost: LostEngine | None = None  # until another serves
         self._on_replaced: Callable[[], object] = lambda: None
         self._engine: EngineHandle | None = None
         self._socket: ClientSocket | None = None
@@ -156,13 +163,8 @@ class EngineClient:
 
     def _serve(self, ready: Ready) -> None:
         self.ready = ready
-        self.down = self._restarting = self._lost_status = None
+        self.down = self._restarting = self.lost = None
         self._heartbeat.start()
-
-    @property
-    def served_status(self) -> Status:
-        """Of the engine that serves, or that served last."""
-        return self._lost_status or self.status
 
     @property
     def reports(self) -> list[EngineReport]:
@@ -382,7 +384,8 @@ class EngineClient:
     async def _restart(self, engine: EngineHandle) -> None:
         """Replace an engine that is gone, and its replacement, as often as `restart_engine` allows."""
         assert self._loop is not None and self.down is not None
-        last = self._lost_status = self.status
+        last = self.status
+        self.lost = LostEngine(self._loop.time(), last)
         pause, longest = RETRY
         while self.dead is None:
             logger.error("the %s died: %s; starting another", self._process_name, self.down.private)

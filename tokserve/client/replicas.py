@@ -192,12 +192,15 @@ class Replicas:
     @asynccontextmanager
     async def _successor_status(self, engine: EngineClient, last: Status) -> AsyncIterator[Status]:
         """The state of the engines that serve: it may have changed since `engine` sent its last status.  If there is
-        none, the newest that an engine had.  Within, it does not change."""
+        none, that of the engine that was lost last.  Within, it does not change."""
         async with self._coordinator.settled():
-            others = [other for other in self.engines if other is not engine]
-            serving = [other.status for other in others if other.down is None and other.status.quarantine is None]
-            served = [last, *(other.served_status for other in others)]
-            yield serving[0] if serving else max(served, key=lambda status: status.epoch)
+            serving = [
+                other.status for other in self.engines
+                if other is not engine and other.down is None and other.status.quarantine is None
+            ]  # fmt: skip
+            lost = [other.lost for other in self.engines if other.lost is not None]
+            newest = max(lost, key=lambda one: (one.status.quarantine is None, one.at), default=None)
+            yield serving[0] if serving else last if newest is None else newest.status
 
     def rejoin(self, address: str, pid: int) -> None:
         """Not possible with several engines."""
