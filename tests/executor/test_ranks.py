@@ -31,7 +31,8 @@ from tokserve.executor.channel import (
     StoreSet,
     StoreValue,
 )
-from tokserve.executor.hub import Hub, SocketListener
+from tokserve.executor.hub import Hub
+from tokserve.executor.listeners import PairListener, SocketListener
 from tokserve.executor.worker import connect
 from tokserve.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
 from tokserve.plan import DeviceFacts, StepPlan, StepResult
@@ -175,15 +176,32 @@ def test_only_ranks_that_know_the_key_join(keys: tuple[str, str], monkeypatch: p
 
 def test_what_comes_to_the_listener_may_be_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "SECONDS", 0.5)
-    listener = SocketListener()
+    listener = SocketListener(("127.0.0.1", 0))
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"", b"\x01" + bytes(7) + b"\xc1"):
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(listener.address.removeprefix("unix:"))
+        host, port = listener.address.split(":")
+        with socket.create_connection((host, int(port))) as connection:
             connection.sendall(garbage)
             if not garbage:
                 connection.close()
             assert listener.accept(WAIT) is None
     listener.close()
+
+
+def test_a_rank_that_inherits_its_socket_joins_or_says_nonsense() -> None:
+    listener = PairListener()
+    joining, other, lost = (connect(listener.invite(rank).address, "") for rank in range(3))
+    assert listener.accept(0.0) is None
+    joining.send(Joined(0, "0"))
+    came = listener.accept(WAIT)
+    assert came is not None and came[1] == Joined(0, "0")
+    other.send(Joined(0, "0"))  # it is number 1
+    lost.close()
+    assert listener.accept(WAIT) is listener.accept(WAIT) is None
+    with pytest.raises(ConnectionError):
+        other.to_rank()
+    listener.close()
+    for channel in (joining, other, came[0]):
+        channel.close()
 
 
 def test_what_replies_amount_to() -> None:

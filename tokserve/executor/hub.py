@@ -6,29 +6,23 @@ A thread per rank receives.  The first rank that is lost ends all waiting with o
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
-from tempfile import mkdtemp
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import msgspec
 
-from tokserve.curve import ClientKeys
 from tokserve.errors import DeviceLost, RequestError, StartError
-from tokserve.executor import auth
 from tokserve.executor.channel import (
     Broken,
     Channel,
     FromRank,
     Interrupt,
     Invoke,
-    Joined,
     Loaded,
     Returned,
     StartRefused,
@@ -43,91 +37,6 @@ from tokserve.plan import StepResult, encode
 logger = logging.getLogger(__name__)
 
 BLAME = 0.5  # seconds in which a rank's end may turn out to be the cause of another's error
-
-
-class Invitation(NamedTuple):
-    """Where a rank connects (unix:PATH or HOST:PORT), and what it must know: a key as hex, or keys of its own."""
-
-    address: str
-    key: str = ""
-    keys: ClientKeys | None = None
-
-
-class Listener(Protocol):
-    """Where ranks connect."""
-
-    def invite(self, rank: int) -> Invitation:
-        """What a rank needs to connect.  Raises StartError."""
-
-    def accept(self, timeout: float) -> tuple[Channel, Joined] | None:
-        """The next rank; None: there was none within `timeout` seconds, or what came was no rank."""
-
-    def close(self) -> None:
-        """Listen no more."""
-
-
-class SocketListener:
-    """A Unix socket in a private directory, or with `address` (host, port) TCP.
-
-    `key`: what ranks must prove that they know.
-    """
-
-    def __init__(self, address: tuple[str, int] | None = None, key: bytes = b"") -> None:
-        self.key = key
-        self._directory: Path | None = None
-        try:
-            if address is None:
-                self._directory = Path(mkdtemp(prefix="tokserve-ranks-"))
-                path = self._directory / "ranks.sock"
-                self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                self.socket.bind(str(path))
-                self.address = f"unix:{path}"
-            else:
-                self.socket = socket.create_server(address, reuse_port=False)
-                host, port = self.socket.getsockname()[:2]
-                self.address = f"{host}:{port}"
-        except OSError as error:
-            self.close()
-            raise StartError(
-                f"the engine cannot listen for its ranks at {address or 'a Unix socket'}: {error}"
-            ) from None
-        self.socket.listen(128)
-
-    def invite(self, rank: int) -> Invitation:
-        """Listener protocol: the same for all."""
-        return Invitation(self.address, self.key.hex())
-
-    def accept(self, timeout: float) -> tuple[Channel, Joined] | None:
-        """Listener protocol."""
-        self.socket.settimeout(timeout)
-        try:
-            connection, _ = self.socket.accept()
-        except TimeoutError:
-            return None
-        connection.settimeout(auth.SECONDS)
-        try:
-            auth.prove(connection, self.key, listens=True)
-            channel = Channel(connection)
-            connection.settimeout(auth.SECONDS)
-            message = channel.from_rank()
-            connection.settimeout(None)
-            if isinstance(message, Joined):
-                return channel, message
-        except (OSError, msgspec.MsgspecError) as error:
-            logger.warning("a connection that is no rank's was closed: %s", error)
-        connection.close()
-        return None
-
-    def close(self) -> None:
-        """Listener protocol."""
-        if hasattr(self, "socket"):
-            self.socket.close()
-        if self._directory is not None:
-            for path in self._directory.iterdir():
-                path.unlink()
-            with suppress(OSError):
-                self._directory.rmdir()
-            self._directory = None
 
 
 class Hub:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import select
 import signal
 import threading
 import time
@@ -28,8 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tokserve.config import Config
 from tokserve.curve import make_keys
 from tokserve.errors import StartError
-from tokserve.executor.channel import Channel, Joined
-from tokserve.executor.hub import Invitation, Listener
+from tokserve.executor.listeners import Invitation, Listener, StreamListener
 from tokserve.executor.spawn import PATIENCE, LocalProcess, RankProcess
 from tokserve.executor.tunnel import Tunnel
 from tokserve.executor.worker import RankOpening
@@ -106,42 +104,22 @@ class RayRank:
             ray.kill(self._actor)
 
 
-class TunnelListener:
+class TunnelListener(StreamListener):
     """Listener protocol: a tunnel for each rank, with keys of its own, at an address of this machine."""
 
     def __init__(self, host: str) -> None:
+        super().__init__()
         self._host = host
-        self._tunnels: dict[int, Tunnel] = {}
 
     def invite(self, rank: int) -> Invitation:
         """Listener protocol."""
         engine_keys, client_keys = make_keys()
         try:
-            tunnel = self._tunnels[rank] = Tunnel(self._host, engine_keys)
+            tunnel = Tunnel(self._host, engine_keys)
         except OSError as error:
             raise StartError(f"the engine cannot listen for rank {rank}: {error.strerror}") from None
+        self.expect(rank, tunnel.stream)
         return Invitation(tunnel.address, keys=client_keys)
-
-    def accept(self, timeout: float) -> tuple[Channel, Joined] | None:
-        """Listener protocol."""
-        ready, _, _ = select.select([tunnel.stream for tunnel in self._tunnels.values()], [], [], timeout)
-        for rank, tunnel in list(self._tunnels.items()):
-            if tunnel.stream in ready:
-                del self._tunnels[rank]
-                channel = Channel(tunnel.stream)
-                with suppress(OSError, msgspec.MsgspecError):
-                    message = channel.from_rank()
-                    if isinstance(message, Joined) and message.rank == rank:
-                        return channel, message
-                channel.close()
-                return None
-        return None
-
-    def close(self) -> None:
-        """Listener protocol; tunnels of ranks that have joined stay."""
-        for tunnel in self._tunnels.values():
-            tunnel.stream.close()
-        self._tunnels = {}
 
 
 class RaySpawn:

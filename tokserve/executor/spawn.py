@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import msgspec
 
 from tokserve.config import Config
 from tokserve.errors import StartError
-from tokserve.executor.hub import Listener, SocketListener
+from tokserve.executor.listeners import INHERITED, Listener, PairListener, SocketListener
 from tokserve.executor.worker import RankOpening
 
 COMMAND = (sys.executable, "-P", "-m", "tokserve.executor.worker")  # -P: not a folder `tokserve` of where we are
@@ -53,7 +54,12 @@ class LocalProcess:
 
     def __init__(self, opening: RankOpening) -> None:
         self._rank = opening.rank
-        self._process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, process_group=0)
+        inherited = [int(opening.address.removeprefix(INHERITED))] if opening.address.startswith(INHERITED) else []
+        try:
+            self._process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, process_group=0, pass_fds=inherited)
+        finally:
+            for descriptor in inherited:
+                os.close(descriptor)
         assert self._process.stdin is not None
         with suppress(BrokenPipeError), self._process.stdin as stdin:  # if it is dead already, its end will tell
             stdin.write(msgspec.json.encode(opening) + b"\n")
@@ -110,8 +116,9 @@ class LocalSpawn:
     def listen(self) -> Listener:
         """Spawn protocol; ranks of other machines connect as well."""
         parallel = self._config.parallel
-        address = None if parallel.nnodes == 1 else (parallel.master_addr, parallel.master_port)
-        return SocketListener(address, cluster_key(self._config))
+        if parallel.nnodes == 1:
+            return PairListener()
+        return SocketListener((parallel.master_addr, parallel.master_port), cluster_key(self._config))
 
     def start(self, openings: Sequence[RankOpening]) -> list[RankProcess]:
         """Spawn protocol."""

@@ -44,6 +44,7 @@ from tokserve.executor.channel import (
     StoreSet,
     StoreValue,
 )
+from tokserve.executor.listeners import INHERITED
 from tokserve.executor.tunnel import Tunnel
 from tokserve.plan import DeviceFacts
 from tokserve.structs import prepare_structs
@@ -61,7 +62,7 @@ PAUSE = 0.2  # seconds between two attempts to connect
 
 
 class RankOpening(msgspec.Struct, frozen=True):
-    """The line on stdin: this rank's number, where the engine listens (unix:PATH or HOST:PORT), and the log's options.
+    """The line on stdin: this rank's number, how to reach the engine (fd:NUMBER or HOST:PORT), and the log's options.
 
     `parent`: the process that has started this one.  `key`: what ranks and engine prove to each other that they know,
     as hex; empty: nothing.  `keys`: for a tunnel to the engine.  `device`: the number of its GPU among those that the
@@ -179,12 +180,6 @@ class RankWorker:
             elif isinstance(message, Invoke):
                 self._return(message, runner.call)
 
-    def _run_calls(self) -> None:
-        runner = self._runner
-        assert runner is not None
-        while True:
-            self._return(self._calls.get(), runner.background)
-
     def _return(self, call: Invoke, method: Callable[[str, dict[str, Any]], Any]) -> None:
         """Call, and send what it returns or raises."""
         try:
@@ -231,13 +226,10 @@ def connect(address: str, key: str, patience: float = 0.0) -> Channel:
 
 
 def _connected(address: str) -> socket.socket:
-    if address.startswith("unix:"):
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.connect(address.removeprefix("unix:"))
-    else:
-        host, _, port = address.rpartition(":")
-        connection = socket.create_connection((host, int(port)))
-    return connection
+    if address.startswith(INHERITED):
+        return socket.socket(fileno=int(address.removeprefix(INHERITED)))
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)))
 
 
 def _leave(code: int) -> NoReturn:

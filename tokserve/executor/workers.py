@@ -22,7 +22,8 @@ from tokserve.config import Config
 from tokserve.errors import RequestError, StartError
 from tokserve.executor import merge
 from tokserve.executor.channel import Begin, Channel, End, Forward, Interrupt, Loaded, SampleStep
-from tokserve.executor.hub import Hub, Listener
+from tokserve.executor.hub import Hub
+from tokserve.executor.listeners import Listener
 from tokserve.executor.spawn import RankProcess, Spawn
 from tokserve.executor.worker import RankOpening
 from tokserve.plan import DeviceFacts, GrammarBitmask, Int32, StepPlan, StepResult
@@ -169,7 +170,7 @@ class WorkersExecutor:
     def call(self, method: str, args: dict[str, Any]) -> Any:
         """Call on all ranks, after the steps begun so far, and wait."""
         size = self._config.parallel.num_ranks
-        results = self._connected().invoke(method, [args] * size, background=False).result()
+        results = self._connected().invoke(method, [args] * size).result()
         return merge.results(method, results)
 
     def background(self, method: str, args: dict[str, Any]) -> Future[Any]:
