@@ -353,8 +353,7 @@ def _check(config: Config) -> None:
     model = config.model
     config.profiler.resolved()
     config.kv.events()
-    if config.kv.store() is not None and config.parallel.num_ranks > 1:
-        raise StartError("option kv_offloading_size: a model that is divided among ranks is not supported")
+    config.kv.store()
     transfer = config.kv.transfer()
     if transfer is not None:
         transfer.key()

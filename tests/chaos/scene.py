@@ -266,12 +266,12 @@ def play(seconds: float, seed: int, processes: Processes = Processes()) -> Scene
 
 def ours(directory: str) -> list[psutil.Process]:
     """The processes that were started with this directory for temporary files."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.environ().get("TMPDIR") == directory:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def check_processes(server: Server, processes: Processes, directory: str) -> None:
@@ -308,18 +308,18 @@ def main() -> None:
     parser.add_argument("--data-parallel", type=int, default=1, help="engines. Default: 1.")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of an engine. Default: 1.")
     parser.add_argument("--csv", type=Path, help="seconds, RSS and files of server and engine, requests so far")
-    asked = parser.parse_args()
-    processes = Processes(asked.api_servers, asked.data_parallel, asked.tensor_parallel)
-    scene = play(asked.seconds, asked.seed, processes)
-    print(f"{scene.ends.total()} requests in {asked.seconds:g} s")
+    options = parser.parse_args()
+    processes = Processes(options.api_servers, options.data_parallel, options.tensor_parallel)
+    scene = play(options.seconds, options.seed, processes)
+    print(f"{scene.ends.total()} requests in {options.seconds:g} s")
     for what, count in [*scene.ends.most_common(), *sorted(scene.trouble.items())]:
         print(f"{what:24} {count}")
     first, last = thirds(scene)
     print(f"server: RSS at most {first[0] >> 20} MiB, {first[1]} files in the first third; "
           f"{last[0] >> 20} MiB, {last[1]} files in the last")  # fmt: skip
-    if asked.csv:
+    if options.csv:
         head = "seconds,server_rss,server_files,engine_rss,engine_files,requests\n"
-        asked.csv.write_text(head + "".join(",".join(map(str, row)) + "\n" for row in scene.curves))
+        options.csv.write_text(head + "".join(",".join(map(str, row)) + "\n" for row in scene.curves))
 
 
 def thirds(scene: Scene) -> list[tuple[int, int]]:

@@ -15,7 +15,8 @@ import httpx
 import pytest
 
 from tests.adapters import write_adapter
-from tests.chaos.crossings import ADAPTERS, CONTEXT, PLAIN, Asked, answer, ask, request, way
+from tests.chaos import crossings
+from tests.chaos.crossings import ADAPTERS, CONTEXT, PLAIN, Asked, answer, ask, way
 from tests.e2e.server import Server
 from tokserve.checkpoint import DEMO_DIR
 
@@ -28,7 +29,16 @@ OPTIONS = [
     ("--kv-cache-memory-bytes", "600K", "--max-num-batched-tokens", "33", "--weight-staging", "in_place"),
     ("--no-enable-prefix-caching", "--enforce-eager", "--cpu-threads", "1", "--max-chunk", "7"),
     ("--block-size", "5", "--kv-cache-memory-bytes", "700K", "--depth", "2", "--max-num-batched-tokens", "7"),
+    ("-dp", "3", "--kv-cache-memory-bytes", "600K", "--max-num-batched-tokens", "33"),
+    ("-pp", "2", "--kv-cache-memory-bytes", "400K", "--max-num-batched-tokens", "33", "--depth", "2"),
 ]
+TWO = ("-tp", "2")  # other bits than one rank, and the same whatever else is chosen
+OPTIONS_OF_TWO = [
+    (*TWO, "--kv-cache-memory-bytes", "300K", "--max-num-batched-tokens", "33", "--weight-staging", "in_place"),
+    (*TWO, "-dp", "2", "--max-num-seqs", "2", "--block-size", "48", "--kv-offloading-size", "0.01"),
+    (*TWO, "-pp", "2", "--no-enable-prefix-caching", "--max-chunk", "7"),
+]
+SERVERS = [*(((), options) for options in OPTIONS), *((TWO, options) for options in OPTIONS_OF_TWO)]
 TROUBLE = [
     ["/pause?mode=keep&clear_cache=false", "/resume"], ["/pause?mode=keep", "/resume"], ["/reset_prefix_cache"],
     ["/sleep?level=1&mode=keep", "/wake_up"], ["/update_weights"], ["/release_kv_cache_memory", "/wake_up"],
@@ -42,8 +52,8 @@ def common(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def plain(common: list[str]) -> Iterator[Server]:
-    with Server("demo", *common) as server:
+def plain(common: list[str], request: pytest.FixtureRequest) -> Iterator[Server]:
+    with Server("demo", *common, *request.param) as server:
         yield server
 
 
@@ -103,10 +113,10 @@ async def check_one(client: httpx.AsyncClient, asked: Asked, gone: dict[str, Any
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
+@pytest.mark.parametrize(("plain", "options"), SERVERS, indirect=["plain"], ids=" ".join)
 def test_answers_alone_and_in_company(common: list[str], plain: Server, options: tuple[str, ...]) -> None:
     rng = random.Random(" ".join(options))
-    pool = [request(rng) for _ in range(POOL)]
+    pool = [crossings.request(rng) for _ in range(POOL)]
     jobs: list[tuple[Asked, dict[str, Any], list[Any]]] = []
 
     async def alone(client: httpx.AsyncClient) -> None:

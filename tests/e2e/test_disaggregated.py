@@ -57,12 +57,16 @@ def plain(reply: dict[str, Any]) -> Any:
     ], reply.get("prompt_logprobs")
 
 
-@pytest.fixture(scope="module", params=["tcp", "shared-storage"])
+@pytest.fixture(
+    scope="module",
+    params=[("tcp",), ("shared-storage",), ("tcp", "-tp", "2"), ("tcp", "-pp", "2"), ("shared-storage", "-tp", "2")],
+    ids=" ".join,
+)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
-    directory = tmp_path_factory.mktemp("pd")
+    directory, (connector, *ranks) = tmp_path_factory.mktemp("pd"), request.param
     with (
-        Server("demo", *flags(request.param, "kv_producer", directory)) as first,
-        Server("demo", *flags(request.param, "kv_consumer", directory)) as second,
+        Server("demo", *ranks, *flags(connector, "kv_producer", directory)) as first,
+        Server("demo", *ranks, *flags(connector, "kv_consumer", directory)) as second,
     ):
         yield first, second
 

@@ -16,6 +16,8 @@ from tests.e2e.test_rl import variant
 pytestmark = pytest.mark.slow
 SMALL = ("--max-model-len", "512", "--kv-cache-memory-bytes", "800K", "--tokens-only")  # 50 blocks of 16 tokens
 STORE = ("--kv-offloading-size", "0.05")
+HALF = ("--kv-cache-memory-bytes", "400K")  # of each rank: as many blocks
+RANKS: list[tuple[str, ...]] = [(), ("-tp", "2", *HALF), ("-pp", "2", *HALF)]
 FIXED = {"temperature": 1.0, "seed": 3, "max_tokens": 12, "ignore_eos": True, "logprobs": 2}
 
 
@@ -43,11 +45,12 @@ def wait_for(server: Server, operation: str, count: int) -> None:
         time.sleep(0.05)
 
 
-def test_prefixes_outlive_pressure_a_kill_and_damage(tmp_path: Path) -> None:
-    with Server("demo", *SMALL, "--no-enable-prefix-caching") as plain:
+@pytest.mark.parametrize("ranks", RANKS, ids=" ".join)
+def test_prefixes_outlive_pressure_a_kill_and_damage(ranks: tuple[str, ...], tmp_path: Path) -> None:
+    with Server("demo", *SMALL, *ranks, "--no-enable-prefix-caching") as plain:
         wants = [outcome(plain, number)[0] for number in range(4)]
         scored = outcome(plain, 0, prompt_logprobs=1)[0]
-    flags = (*SMALL, *STORE, "--kv-offloading-dir", str(tmp_path), "--vllm-metric-names")
+    flags = (*SMALL, *STORE, *ranks, "--kv-offloading-dir", str(tmp_path), "--vllm-metric-names")
     with Server("demo", *flags) as server:
         assert [outcome(server, number) for number in range(4)] == [(want, 0) for want in wants]
         # the cache holds two of them: the others come from memory
@@ -57,7 +60,7 @@ def test_prefixes_outlive_pressure_a_kill_and_damage(tmp_path: Path) -> None:
         assert outcome(server, 0, prompt_logprobs=1) == (scored, 0)
         wait_for(server, "written", 80)
         server.stop(signal.SIGKILL)
-    files = sorted(tmp_path.glob("*/*/*.kv"), key=lambda path: path.stat().st_mtime_ns)
+    files = sorted(tmp_path.rglob("*.kv"), key=lambda path: path.stat().st_mtime_ns)
     assert len(files) >= 80
     for place, path in enumerate(files):
         if place % 20 == 5:
@@ -86,14 +89,15 @@ def test_a_disk_that_takes_nothing_costs_only_hits(tmp_path: Path) -> None:
     assert any("cannot be written" in line for line in server.log)
 
 
-def test_a_weight_update_leaves_no_stale_kv(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", RANKS[:2], ids=" ".join)
+def test_a_weight_update_leaves_no_stale_kv(ranks: tuple[str, ...], tmp_path: Path) -> None:
     weights = [variant(tmp_path, seed) for seed in (1, 2)]
     wants = []
     for directory in weights:
-        with Server(directory, *SMALL) as plain:
+        with Server(directory, *SMALL, *ranks) as plain:
             wants.append(outcome(plain, 0)[0])
     store = (*STORE, "--kv-offloading-dir", str(tmp_path / "kv"), "--allowed-weight-dirs", str(tmp_path))
-    with Server(weights[0], *SMALL, *store) as server:
+    with Server(weights[0], *SMALL, *ranks, *store) as server:
         assert outcome(server, 0) == (wants[0], 0)
         for number in (1, 0, 1):
             reply = server.post("/update_weights", {"weight_dir": str(weights[number])})

@@ -261,11 +261,12 @@ class ScriptedExecutor:
         self.size = block_size
         self.max_loras = config.lora.max_loras
         specs = (KVSpec(1, 1, "float32"), *((StateSpec(2, 1, "float32"),) if states else ()))
+        store = {"kv_store_slots": 64, "kv_block_bytes": specs[0].block_bytes(block_size)}
         self.facts = DeviceFacts(
             KVLayout(specs, num_blocks, block_size, states),
             VOCAB,
             "v1",
-            {"scripted": True} | ({} if config.kv.store() is None else {"kv_store_slots": 64}),
+            {"scripted": True} | ({} if config.kv.store() is None else store),
             {"image": 0},
             images,
         )

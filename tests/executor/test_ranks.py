@@ -211,6 +211,20 @@ def test_what_replies_amount_to() -> None:
     assert merge.results("place_adapter", [None, None]) is None
     with pytest.raises(Conflict, match="disagree"):
         merge.results("receive_update", ["one", "two"])
+    a, b, c = b"a", b"b", b"c"
+    assert merge.results("use_identity", [[a, b, c], [c, a]]) == [a, c]
+    written = [{"written": w, "deleted": d, "failed": f, "seconds": t} for w, d, f, t in
+               (([a, b], [c], 0, 0.5), ([a], [], 1, 0.7))]  # fmt: skip
+    assert merge.results("write_files", written) == {"written": [a], "deleted": [c], "failed": 1, "seconds": 0.7}
+    read = [{"count": 3, "damaged": 0, "seconds": 0.1}, {"count": 1, "damaged": 1, "seconds": 0.0}]
+    assert merge.results("read_files", read) == {"count": 1, "damaged": 1, "seconds": 0.1}
+    assert merge.results("read_blocks", [[b"ab", b"ef"], [b"cd", b"gh"]]) == [b"abcd", b"efgh"]
+    parts = merge.copy_args("write_blocks", {"blocks": [1], "contents": [b"abcde"]}, [2, 3])
+    assert [part["contents"] for part in parts] == [[b"ab"], [b"cde"]]
+    same, different = ({"version": "1", "weights": weights} for weights in "xy")
+    assert merge.results("kv_identity", [same, same]) == same
+    assert merge.results("kv_identity", [same, different])["version"] == "1"
+    assert merge.results("kv_identity", [same, different]) != merge.results("kv_identity", [different, same])
     options = {"rank_offset": 3, "world_size": 5}
     sent = merge.args_of("init_weight_transfer", {"options": options}, 2)
     assert [one["options"]["rank_offset"] for one in sent] == [3, 4]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests import needs
@@ -30,3 +33,22 @@ def test_ray_data_batch(tmp_path: Path) -> None:
         row["finish_reason"] and not row["error"] and len(row["logprobs"]) == len(row["output_token_ids"])
         for row in rows
     )
+
+
+def test_ray_serve() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, str(EXAMPLES / "ray_serve.py"), "--most", "1", "--port", str(port)]
+    with (
+        RayCluster(1) as cluster,
+        subprocess.Popen(command, env=os.environ | cluster.env, stdout=subprocess.PIPE, text=True) as process,
+    ):
+        assert process.stdout
+        lines = iter(process.stdout.readline, "")
+        assert any(f"serving on http://127.0.0.1:{port}" in line for line in lines)
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+        reply = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60)
+        assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 4
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0

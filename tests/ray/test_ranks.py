@@ -45,15 +45,15 @@ def nodes(server: Server) -> list[str]:
 
 def left() -> list[psutil.Process]:
     """Engines and ranks that run."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             line = " ".join(process.cmdline())
         except psutil.Error:
             continue
         if "-m tokserve.executor.worker" in line or "-m tokserve.engine.process" in line:
-            found.append(process)
-    return found
+            processes.append(process)
+    return processes
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

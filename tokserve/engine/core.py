@@ -125,8 +125,7 @@ class EngineCore:
         plan, facts = self._config.kv.store(), self._facts.facts
         if plan is None:
             return None
-        layout = self._facts.layout
-        block_bytes = sum(spec.block_bytes(layout.block_size) for spec in layout.specs)
+        block_bytes = facts["kv_block_bytes"]
         store = KVStore(
             self.cache, executor.copy, num_slots=facts["kv_store_slots"], block_bytes=block_bytes,
             has_files=plan.directory is not None, tokens_per_second=self.scheduler.tokens_per_second,

@@ -54,12 +54,14 @@ class SampleStep(_Message, frozen=True):
 
 
 class Invoke(_Message, frozen=True):
-    """An admin method of the runner, between steps or in the background."""
+    """A method of the runner: an admin method, between steps or in the background, or a copy of KV blocks, in the
+    thread of its `lane`."""
 
     call_id: int
     method: str
     args: dict[str, Any]
-    background: bool
+    background: bool = False
+    lane: str = ""
 
 
 class Interrupt(_Message, frozen=True):

@@ -85,14 +85,17 @@ class Hub:
             self._fail_all()
         return future
 
-    def invoke(self, method: str, args: Sequence[dict[str, Any]], *, background: bool) -> Future[list[Any]]:
-        """Call a method on every rank with its arguments; the results by rank, or the first rank's error."""
+    def invoke(
+        self, method: str, args: Sequence[dict[str, Any]], *, background: bool = False, lane: str = ""
+    ) -> Future[list[Any]]:
+        """Call a method on every rank with its arguments (see `Invoke`); the results by rank, or the first rank's
+        error."""
         with self._lock:
             self._last_call += 1
             call = self._calls[self._last_call] = RankCall(len(self._channels), background)
             number = self._last_call
         for rank in sorted(self._channels):
-            self.send(Invoke(number, method, args[rank], background), [rank])
+            self.send(Invoke(number, method, args[rank], background, lane), [rank])
         if self._failure is not None:
             self._fail_all()
         return call.future

@@ -103,6 +103,7 @@ class RankWorker:
         self._channel, self._leave = channel, leave
         self._steps: queue.SimpleQueue[Begin | Forward | SampleStep | Invoke | End] = queue.SimpleQueue()
         self._calls: queue.SimpleQueue[Invoke] = queue.SimpleQueue()  # of the background thread
+        self._lanes: dict[str, queue.SimpleQueue[Invoke]] = {}  # of copies of KV blocks
         self._values: dict[str, queue.SimpleQueue[bytes]] = {}  # requested from the engine's store
         self._runner: Runner | None = None
         self._ending = False  # with an exit code of its own
@@ -122,7 +123,7 @@ class RankWorker:
             loaded = Loaded.of(self._load(begin))
             prepare_structs()
             self._channel.send(loaded)
-            threading.Thread(target=self._run_calls, name="weights", daemon=True).start()
+            self._start_calls("weights", self._calls, self._loaded().background)
             self._run_steps()
             return 0
         except StartError as error:
@@ -156,6 +157,8 @@ class RankWorker:
                 elif isinstance(message, Interrupt):
                     if self._runner is not None:
                         self._runner.interrupt()
+                elif isinstance(message, Invoke) and message.lane:
+                    self._lane(message.lane).put(message)
                 elif isinstance(message, Invoke) and message.background:
                     self._calls.put(message)
                 else:
@@ -166,9 +169,29 @@ class RankWorker:
             logger.info("the engine is gone (%s): leaving", error)
         self._leave(LOST)
 
+    def _lane(self, name: str) -> queue.SimpleQueue[Invoke]:
+        if name not in self._lanes:
+            calls = self._lanes[name] = queue.SimpleQueue()
+            self._start_calls(f"kv-{name}", calls, self._loaded().copy)
+        return self._lanes[name]
+
+    def _start_calls(
+        self, name: str, calls: queue.SimpleQueue[Invoke], method: Callable[[str, dict[str, Any]], Any]
+    ) -> None:
+        """Call `method` for each of these calls, in a thread of this name."""
+
+        def run() -> NoReturn:
+            while True:
+                self._return(calls.get(), method)
+
+        threading.Thread(target=run, name=name, daemon=True).start()
+
+    def _loaded(self) -> Runner:
+        assert self._runner is not None
+        return self._runner
+
     def _run_steps(self) -> None:
-        runner = self._runner
-        assert runner is not None
+        runner = self._loaded()
         step: Any = None
         while not isinstance(message := self._steps.get(), End):
             if isinstance(message, Forward):

@@ -46,6 +46,7 @@ class WorkersExecutor:
         self._hub: Hub | None = None
         self._ended = False
         self._drafts: Int32 = np.zeros(0, np.int32)
+        self._block_bytes: list[int] = []  # of each rank's part of a KV block, with a KV store
         self._wake: Callable[[], object] = lambda: None
 
     # --- start ---
@@ -138,6 +139,9 @@ class WorkersExecutor:
         facts = dict(first.facts)
         for name in {name for one in loaded for name in one.facts if name.endswith("_bytes")} - {"routed_bytes"}:
             facts[name] = sum(one.facts.get(name, 0) for one in loaded)
+        self._block_bytes = [one.facts.get("kv_block_bytes", 0) for one in loaded]
+        if "kv_store_slots" in facts:
+            facts["kv_store_slots"] = min(one.facts["kv_store_slots"] for one in loaded)
         facts["threads"] = sum(one.facts["threads"] for one in loaded)
         facts["tensor_parallel_size"] = parallel.tensor_parallel_size
         facts["pipeline_parallel_size"] = parallel.pipeline_parallel_size
@@ -176,14 +180,13 @@ class WorkersExecutor:
     def background(self, method: str, args: dict[str, Any]) -> Future[Any]:
         """Call on all ranks beside the steps."""
         size = self._config.parallel.num_ranks
-        results = self._connected().invoke(method, merge.args_of(method, args, size), background=True)
-        merged: Future[Any] = Future()
-        results.add_done_callback(partial(_forward_merged, method, merged))
-        return merged
+        return _merged(method, self._connected().invoke(method, merge.args_of(method, args, size), background=True))
 
     def copy(self, lane: str, method: str, args: dict[str, Any]) -> Future[Any]:
-        """Not here: the configuration refuses a KV store with ranks."""
-        raise NotImplementedError(f"{method}: ranks keep no copies of KV blocks")
+        """Call on all ranks: each copies its part of the blocks."""
+        return _merged(
+            method, self._connected().invoke(method, merge.copy_args(method, args, self._block_bytes), lane=lane)
+        )
 
     def interrupt(self) -> None:
         """Make what the ranks wait for fail."""
@@ -217,6 +220,12 @@ class WorkersExecutor:
             raise RuntimeError("the executor was not started, or is closed")
         self._hub.check()
         return self._hub
+
+
+def _merged(method: str, results: Future[list[Any]]) -> Future[Any]:
+    merged: Future[Any] = Future()
+    results.add_done_callback(partial(_forward_merged, method, merged))
+    return merged
 
 
 def _forward_merged(method: str, merged: Future[Any], results: Future[list[Any]]) -> None:

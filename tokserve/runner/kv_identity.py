@@ -37,11 +37,14 @@ def identity_parts(model: Decoder, layout: KVLayout, config: Config, facts: dict
     """The parts by name.  `facts`: of the start, with the bound ops and their arithmetic."""
     speculation = config.speculation.resolved()
     draft = speculation.model if speculation.method == "draft_model" else None
+    parallel = config.parallel
     return {
         "version": __version__,
         "model": _digest(model.spec, model.implementation, model.quantization, draft),
         "weights": weights_digest(model),
         "layout": _digest(layout.specs, layout.block_size),
         "arithmetic": _digest(facts["ops"], facts["kernels"], facts["arithmetic"], facts["exact"], config.model.dtype),
-        "parallel": "1",
+        "parallel": "1"
+        if parallel.num_ranks == 1
+        else f"{parallel.tensor_parallel_size} ranks of each of {parallel.pipeline_parallel_size} stages",
     }

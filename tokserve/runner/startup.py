@@ -15,7 +15,7 @@ import torch
 
 from tokserve import checkpoint, device, ops
 from tokserve.classifier import is_classifier, with_token_ids
-from tokserve.config import Config, RuntimeConfig
+from tokserve.config import Config, KVStorePlan, RuntimeConfig
 from tokserve.device import Accelerator, Device
 from tokserve.errors import NotBuiltIn, StartError
 from tokserve.kv_spec import StateSpec
@@ -126,6 +126,10 @@ def _copies(runner: Runner, config: Config, facts: dict[str, Any]) -> KVCopies |
     layout = runner.backend.layout
     if any(spec.dtype == kvcache.FLOAT8 for spec in layout.specs):
         raise StartError("option kv_offloading_size: a KV cache of float8 is not supported")
+    if (ranks := runner.ranks).size > 1:  # each keeps its part of the blocks
+        directory = plan.directory and str(Path(plan.directory) / f"rank{ranks.rank}")
+        memory, disk = (number // ranks.size for number in (plan.memory_bytes, plan.disk_bytes))
+        plan = KVStorePlan(memory_bytes=memory, directory=directory, disk_bytes=disk)
     copies = KVCopies(plan, runner.backend, lambda: identity_parts(runner.model, layout, config, facts))
     facts |= {"kv_store_slots": copies.num_slots, "kv_block_bytes": copies.slot_bytes}
     return copies
