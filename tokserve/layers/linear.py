@@ -203,7 +203,12 @@ class Linear:
         """`adapters` [T] int32: the slot of each row's adapter, negative for none; None: no row has one."""
         out = self.quant.linear(x, self.packed, self.bias, torch.float32 if self._adds else out_dtype)
         if adapters is not None and self.lora is not None:
-            self.lora.add(out, x, adapters)
+            if out.dtype == x.dtype:
+                self.lora.add(out, x, adapters)
+            else:  # a part of a sum, which is not rounded before it is added to the others
+                added = torch.zeros(out.shape, dtype=x.dtype, device=x.device)
+                self.lora.add(added, x, adapters)
+                out += added
         return self._group.add(out, out_dtype or x.dtype) if self._adds else out
 
     def _rows(self, tensor: Tensor, shard: str) -> Tensor:
