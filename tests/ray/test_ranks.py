@@ -34,7 +34,8 @@ def replies(server: Server) -> list[Any]:
     body = {"token_ids": [5, 6, 7, *range(40, 90)], "logprobs_format": "arrays"}
     answers = [server.post(GENERATE, body | {"sampling_params": params | {"seed": seed}}) for seed in range(3)]
     assert [answer.status_code for answer in answers] == [200] * 3, answers[0].text
-    return [(reply := answer.json())["choices"] + [reply["prompt_logprobs"]] for answer in answers]
+    pairs = [(reply["choices"][0], reply["prompt_logprobs"]) for reply in (answer.json() for answer in answers)]
+    return [(choice["token_ids"], choice["logprobs"], prompt) for choice, prompt in pairs]
 
 
 def nodes(server: Server) -> list[str]:
