@@ -37,6 +37,7 @@ from tokserve.resolve import rank_config, reserved_for_rank
 logger = logging.getLogger(__name__)
 
 REMIND = 10.0  # seconds without a place before the log says what is waited for
+SHARE = 0.6  # of `start_timeout`, for a place; the rest is for the load, and for an error to be told
 ALIVE = 60.0  # seconds for an actor to begin
 
 
@@ -158,9 +159,9 @@ class RaySpawn:
         return [RayRank(actor, node) for actor, (node, _) in zip(actors, answers, strict=True)]
 
     def _wait_for_place(self, group: Any, resources: Mapping[str, float]) -> None:
-        """Up to `start_timeout`, as a cluster may grow.  Raises StartError."""
-        count, end = self._config.parallel.num_ranks, time.monotonic() + self._config.runtime.start_timeout
-        while not group.wait(REMIND):
+        """For most of `start_timeout`, as a cluster may grow.  Raises StartError."""
+        count, end = self._config.parallel.num_ranks, time.monotonic() + SHARE * self._config.runtime.start_timeout
+        while not group.wait(max(0.1, min(REMIND, end - time.monotonic()))):
             if time.monotonic() > end:
                 raise StartError(f"the Ray cluster has had no place for {count} ranks with {dict(resources)} each")
             logger.warning("waiting for nodes of the Ray cluster: %d ranks with %s each", count, dict(resources))
