@@ -16,11 +16,12 @@ def start_engine(config: Config, name: str, environment: Mapping[str, str] | Non
 
     Raises StartError, OSError.
     """
-    if (option := config.parallel.on_ray) is not None and importlib.util.find_spec("ray") is None:
-        raise StartError(f"{option} ray needs Ray: pip install 'tokserve[ray]'")
+    if (option := config.parallel.on_ray) is not None:
+        if importlib.util.find_spec("ray") is None:
+            raise StartError(f"{option} ray needs Ray: pip install 'tokserve[ray]'")
+        os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")  # SIGTERM is no failure: the server drains
     if config.parallel.data_parallel_backend != "ray":
         return EngineProcess(config, name=name, environment=environment)
-    os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")  # SIGTERM is no failure: the server drains
     from tokserve.client.ray_engines import RayEngine
 
     return RayEngine(config, name)

@@ -131,7 +131,6 @@ class RaySpawn:
 
     def listen(self) -> Listener:
         """Spawn protocol; joins the cluster."""
-        os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
         before = signal.getsignal(signal.SIGTERM)
         connect(show_logs=self._config.server.log_format == "text")
         signal.signal(signal.SIGTERM, before)  # Ray has one of its own
