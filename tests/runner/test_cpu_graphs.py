@@ -14,7 +14,7 @@ from tests.runner.drive import Driver, make_runner
 from tests.runner.test_drafts import SomeRight
 from tests.runner.test_runner import jobs, outcomes
 from tokserve.models.decoder import Decoder
-from tokserve.models.dummy import tiny_config
+from tokserve.models.dummy import FAMILIES, tiny_config
 from tokserve.ops.registry import load_extension
 from tokserve.runner.cpu_graphs import MAX_TOKENS, CpuGraphs
 from tokserve.runner.host import HostBackend
@@ -42,6 +42,16 @@ def run(runner: Runner, facts: Any, seed: int) -> list[Any]:
     driver = Driver(runner, facts, seed=seed)
     rng = random.Random(seed)
     return outcomes(driver.run(jobs(), chunk=rng.choice([7, 16, 1000]), preempt_after={3: 2, 8: 4, 11: 1}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", [None, "int4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_family_decodes_op_by_op(family: str, quantization: str | None, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"quantization": quantization, "quantization_group_size": 32} if quantization else {}
+    runner, facts = make_runner(tmp_path / "model", tiny_config(family), dtype="bfloat16", **options)
+    run(runner, facts, 0)
+    assert captured(runner)
 
 
 @pytest.mark.parametrize(("family", "options"), OPTIONS, ids=[family for family, _ in OPTIONS])
