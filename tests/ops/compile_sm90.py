@@ -115,21 +115,32 @@ def calls(sizes: list[int]) -> None:
         for outputs in (1024, hidden, 24576):
             packed = ops.PackedWeight(outputs, hidden, BF16, torch.empty(outputs, hidden, dtype=BF16))
             call["linear"](inputs, packed, None)
+        call["gated_linear"](inputs, packed, None, "silu")
+        integers = ops.PackedInt8(24576, hidden, torch.empty(24576, hidden, dtype=torch.int8), torch.empty(24576))
+        call["gated_linear_int8"](inputs, integers, None, "silu")
+        call["linear_int8"](inputs, integers, None)
         values, scales = torch.empty(hidden, hidden, dtype=torch.float8_e4m3fn), torch.empty(hidden // 128, hidden)
         call["linear_float8"](inputs, ops.PackedFloat8(hidden, hidden, values, scales[:1], hidden), None)
         call["linear_float8"](inputs, ops.PackedFloat8(hidden, hidden, values, scales, 128), None)
     call["linear"](x, packed, torch.empty(24576, dtype=BF16), torch.float32)
-    for kind in integer_weights(hidden, hidden):
-        call["linear_wna16"](x, call["pack_wna16"]([kind]), None)
+    for number, kind in enumerate(integer_weights(hidden, hidden)):
+        integer_weight = call["pack_wna16"]([kind])
+        for tokens in sizes if number < 2 else sizes[:1]:
+            call["linear_wna16"](torch.empty(tokens, hidden, dtype=BF16), integer_weight, None)
     count, inner = 128, 768
     gate_up = [ops.PackedWeight(2 * inner, hidden, BF16, torch.empty(2 * inner, hidden, dtype=BF16))] * count
     downs = [ops.PackedWeight(hidden, inner, BF16, torch.empty(hidden, inner, dtype=BF16))] * count
-    call["route"](torch.empty(rows, count), torch.empty(count), 8, True, 8, 4, True, True, 2.5)
-    call["route"](torch.empty(rows, count), None, 8, False, 1, 1, False, True, 1.0)
+    call["route"](torch.empty(rows, count), torch.empty(count), 8, True, 8, 4, True, True, 0.0, 2.5)
+    call["route"](torch.empty(rows, count), None, 8, False, 1, 1, False, True, 0.0, 1.0)
     for tokens in sizes:
         shared = torch.empty(tokens, hidden, dtype=BF16)
         ids = torch.zeros(tokens, 8, dtype=INT)
         call["experts"](shared, ids, torch.empty(tokens, 8), gate_up, None, downs, None, "silu", shared)
+    ups, backs = (
+        [ops.PackedInt8(*size, torch.empty(size, dtype=torch.int8), torch.empty(size[0]))] * count
+        for size in ((2 * inner, hidden), (hidden, inner))
+    )
+    call["experts_int8"](x, torch.zeros(rows, 8, dtype=INT), torch.empty(rows, 8), ups, None, backs, None, "silu")
     for up, back in zip(integer_weights(256, 256), integer_weights(256, 128), strict=True):
         ids = torch.zeros(rows, 8, dtype=INT)
         packed_up, packed_down = [call["pack_wna16"]([up])] * count, [call["pack_wna16"]([back])] * count
@@ -157,6 +168,7 @@ def calls(sizes: list[int]) -> None:
     call["penalize"](logits, tables, lens, lens, ones, ones, ones)
     call["edit_rows"](tables, torch.zeros(2, 4, dtype=INT), lens)
     call["prepare_step"](tables, tables, lens, lens, starts, page, index, index, index, lens, tables)
+    call["advance_step"](tables, tables, lens, lens, page, index, index, index, index, lens, tables)
     recurrent_calls(call)
     for entry in launch.table()["launch"]:
         entry["dependent"] = True
@@ -167,6 +179,8 @@ def calls(sizes: list[int]) -> None:
     call["paged_attention"](many, *caches, tables, starts, lens, 0.1, 0)
     call["linear"](x, ops.PackedWeight(1024, hidden, BF16, torch.empty(1024, hidden, dtype=BF16)), None)
     call["linear_float8"](x, ops.PackedFloat8(hidden, hidden, values, scales[:1], hidden), None)
+    call["gated_linear"](x, packed, None, "silu")
+    call["linear_int8"](x, integers, None)
 
 
 def recurrent_calls(call: dict[str, Any]) -> None:
@@ -244,11 +258,14 @@ def loop(ttgir: str) -> list[str]:
     """Floating-point operations of the innermost loop that multiplies matrices, in order, with their layouts.
 
     Tiles of more rows and as many more warps are written as those of 64 rows and four warps: a warp has the same rows.
+    None if the inputs take one step, which is no loop.
     """
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
     lines = [line.partition(" loc(")[0] for line in ttgir.splitlines()]
     products = [i for i, line in enumerate(lines) if "ttng.warp_group_dot " in line]
-    first = max(i for i, line in enumerate(lines[: products[0]]) if "scf.for" in line)
+    first = max((i for i, line in enumerate(lines[: products[0]]) if "scf.for" in line), default=-1)
+    if first < 0:
+        return []
     last = next(i for i, line in enumerate(lines) if "scf.yield" in line and i > products[-1])
     warps = re.search(r"warpsPerCTA = \[(\d+), 1\], instrShape", ttgir)
     rows = 16 * int(warps[1]) if warps else 64

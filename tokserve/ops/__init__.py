@@ -39,14 +39,14 @@ from tokserve.ops.wna16 import PackedWna16, QuantizedRows
 __all__ = [
     "FLOAT8_STEP", "PackedFloat8", "PackedInt8", "PackedWeight", "PackedWna16", "QuantizedRows", "accept_library",
     "activate", "activation_gradients", "add_layer_norm", "add_lora", "add_residual", "add_rms_norm",
-    "attention_gradients", "attention_work", "bind", "cap", "edit_rows", "embedding", "embedding_wna16", "experts",
-    "experts_int8", "experts_wna16", "filter_logits", "gate_heads", "gated_delta", "gated_linear", "gated_linear_int8",
-    "gated_linear_wna16", "gelu_mul", "latent_attention", "latent_rope_store", "layer_norm", "linear", "linear_float8",
-    "linear_heads", "linear_int8", "linear_wna16", "logprobs", "norm_gradients", "norm_rope_store", "pack_gated",
-    "pack_gated_int4", "pack_gated_int8", "pack_gated_wna16", "pack_int4", "pack_linear", "pack_linear_float8",
-    "pack_linear_int8", "pack_scaled_float8", "pack_wna16", "paged_attention", "penalize", "prepare_step",
-    "quantize_int4", "quantize_rows", "rms_norm", "rope", "route", "sample", "sample_fused", "sampling_mask",
-    "short_conv", "silu_mul", "store_kv", "wrap",
+    "advance_step", "attention_gradients", "attention_work", "bind", "cap", "edit_rows", "embedding",
+    "embedding_wna16", "experts", "experts_int8", "experts_wna16", "filter_logits", "gate_heads", "gated_delta",
+    "gated_linear", "gated_linear_int8", "gated_linear_wna16", "gelu_mul", "latent_attention", "latent_rope_store",
+    "layer_norm", "linear", "linear_float8", "linear_heads", "linear_int8", "linear_wna16", "logprobs",
+    "norm_gradients", "norm_rope_store", "pack_gated", "pack_gated_int4", "pack_gated_int8", "pack_gated_wna16",
+    "pack_int4", "pack_linear", "pack_linear_float8", "pack_linear_int8", "pack_scaled_float8", "pack_wna16",
+    "paged_attention", "penalize", "prepare_step", "quantize_int4", "quantize_rows", "rms_norm", "rope", "route",
+    "sample", "sample_fused", "sampling_mask", "short_conv", "silu_mul", "store_kv", "wrap",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -106,6 +106,7 @@ norm_gradients = gradients.norm_gradients.reference
 sample = sampling.sample.reference
 sample_fused = sampling.sample_fused.reference
 edit_rows = step.edit_rows.reference
+advance_step = step.advance_step.reference
 prepare_step = step.prepare_step.reference
 filter_logits = sampling.filter_logits.reference
 penalize = sampling.penalize.reference

@@ -53,3 +53,30 @@ def prepare_step(
     slot_mapping.copy_(blocks[slot_of_token, position // page].long() * page + position % page)
     seq_lens.copy_(computed + counts)
     block_tables.copy_(blocks[slots, : block_tables.shape[1]])
+
+
+@op(tolerance=EXACT)
+def advance_step(
+    tokens: Tensor,
+    blocks: Tensor,
+    slots: Tensor,
+    computed: Tensor,
+    page: int,
+    input_ids: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    lengths: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+) -> None:
+    """Each row goes on by a token: adds 1 to computed [R] int32, and fills in a batch as `prepare_step` does for the
+    token of slots[r] at that position, and lengths [R] int64, the number of tokens up to it.
+
+    The last slot is nobody's and stays at 0.
+    """
+    computed.copy_(torch.where(slots == len(tokens) - 1, 0, computed + 1))
+    starts = torch.arange(len(slots) + 1, dtype=torch.int32)
+    prepare_step.reference(
+        tokens, blocks, slots, computed, starts, page, input_ids, positions, slot_mapping, seq_lens, block_tables
+    )
+    lengths.copy_(seq_lens)

@@ -38,3 +38,17 @@ def prepare_step(dtype: torch.dtype) -> Samples:
             torch.zeros_like(slots),
             torch.zeros(len(rows), width, dtype=dtype),
         )
+
+
+def advance_step(dtype: torch.dtype) -> Samples:
+    """The last row is nobody's."""
+    for page, context, rows in ((4, 50, [(3, 0)]), (16, 2500, [(1, -1), (0, 2498), (3, 15), (2, 14), (4, 7)])):
+        width = -(-context // page)
+        tokens = torch.arange(5 * context, dtype=dtype).view(5, context)
+        blocks = torch.arange(5 * width, dtype=dtype).flip(0).view(5, width)
+        slots, computed = (torch.tensor(column, dtype=torch.int32) for column in zip(*rows, strict=True))
+        longs = (torch.zeros(len(rows), dtype=torch.int64) for _ in range(4))
+        yield (
+            tokens, blocks, slots, computed, page, *longs, torch.zeros_like(slots),
+            torch.zeros(len(rows), width, dtype=dtype),
+        )  # fmt: skip

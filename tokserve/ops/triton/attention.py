@@ -36,6 +36,7 @@ from tokserve.ops.triton.launch import (
     tuned,
     wait_for_inputs,
 )
+from tokserve.ops.triton.sums import strided_sums
 
 SPLIT = 256  # keys of one partial softmax; part of the arithmetic
 KEYS = 64  # keys of one tile; part of the arithmetic
@@ -117,7 +118,7 @@ def attend(
         new_max = tl.maximum(part_max, tl.max(scores, 1))
         probs = tl.exp2(scores - finite(new_max)[:, None])
         rescale = tl.exp2(part_max - finite(new_max))
-        part_sum = part_sum * rescale + tl.sum(probs, 1)
+        part_sum = part_sum * rescale + strided_sums(probs)
         v = tl.load(v_ptr + offset, mask=valid, other=0.0).to(q.dtype)
         part = tl.dot(probs.to(v.dtype), v, part * rescale[:, None], input_precision="ieee")
         part_max = new_max

@@ -48,13 +48,35 @@ BAND = 8  # tiles of rows computed before the next outputs: their inputs stay in
 
 
 @triton.jit
+def add_step(
+    sums, x, weight, weight_scale_ptr, start, output, outputs, width,
+    SCALED: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """sums [M,N] and the products of one step's inputs, from `start` on: x [M,BLOCK_K] times weight [N,BLOCK_K].
+
+    GROUP > 0: scales are [inputs / GROUP, width]; those of `output` [N], as far as that is below `outputs`, count.
+    """
+    if GROUP > 0:
+        scale = tl.load(weight_scale_ptr + start // GROUP * width + output, mask=output < outputs, other=0.0)
+        sums += tl.dot(x, tl.trans(weight)) * scale[None, :]
+    elif x.dtype == tl.int8:
+        sums = tl.dot(x, tl.trans(weight), sums, out_dtype=tl.int32)
+    elif SCALED:
+        sums = tl.dot(x, tl.trans(weight), sums, max_num_imprecise_acc=BLOCK_K)
+    else:
+        sums = tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
 def chain_sums(
     x_ptrs, weight_ptrs, weight_scale_ptr, x_valid, weight_valid, output, outputs, inputs, first, length,
     SCALED: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Products of inputs first .. first + length - 1, summed in ascending order: [M,N] float32."""
+    """Products of inputs first .. first + length - 1, summed in ascending order: [M,N] float32; of int8, int32."""
     step = tl.arange(0, BLOCK_K)
-    sums = tl.zeros([x_ptrs.shape[0], weight_ptrs.shape[0]], tl.float32)
+    INTEGERS: tl.constexpr = x_ptrs.dtype.element_ty == tl.int8
+    sums = tl.zeros([x_ptrs.shape[0], weight_ptrs.shape[0]], tl.int32 if INTEGERS else tl.float32)
     for start in range(first, first + length, BLOCK_K):
         if EVEN:
             x = tl.load(x_ptrs + start, mask=x_valid, other=0.0)
@@ -63,15 +85,21 @@ def chain_sums(
             remaining = (step < inputs - start)[None, :]
             x = tl.load(x_ptrs + start, mask=x_valid & remaining, other=0.0)
             weight = tl.load(weight_ptrs + start, mask=weight_valid & remaining, other=0.0)
-        if GROUP > 0:
-            scale_ptrs = weight_scale_ptr + start // GROUP * outputs + output
-            scale = tl.load(scale_ptrs, mask=output < outputs, other=0.0)
-            sums += tl.dot(x, tl.trans(weight)) * scale[None, :]
-        elif SCALED:
-            sums = tl.dot(x, tl.trans(weight), sums, max_num_imprecise_acc=BLOCK_K)
-        else:
-            sums = tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
+        sums = add_step(
+            sums, x, weight, weight_scale_ptr, start, output, outputs, outputs, SCALED, GROUP, BLOCK_K
+        )  # fmt: skip
     return sums
+
+
+@triton.jit
+def tile_of(rows, outputs, BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows and outputs of a program: BAND tiles of rows with the same outputs follow one another."""
+    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(outputs, BLOCK_N)
+    band = tl.program_id(0) // (BAND * tiles_n)
+    height = tl.minimum(tiles_m - band * BAND, BAND)
+    within = tl.program_id(0) % (BAND * tiles_n)
+    row = (band * BAND + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    return row, within // height * BLOCK_N + tl.arange(0, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -82,18 +110,13 @@ def linear_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHAINS: tl.constexpr, APART: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A tile of x W^T + bias; EVEN: BLOCK_K divides a chain's inputs; SCALED: both are float8, with a scale a row.
+    """A tile of x W^T + bias; EVEN: BLOCK_K divides a chain's inputs; SCALED: of float8 or int8, a scale a row.
 
     GROUP > 0: the weight's scales are [inputs / GROUP, outputs]; BLOCK_K divides it.  CHAINS parts of the inputs are
     summed by themselves, and their sums added in ascending order.  APART: each by a program of its own, which leaves
     it in part_ptr [CHAINS,rows,outputs] float32; the last one of a tile adds them.
     """
-    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(outputs, BLOCK_N)
-    band = tl.program_id(0) // (BAND * tiles_n)
-    height = tl.minimum(tiles_m - band * BAND, BAND)
-    within = tl.program_id(0) % (BAND * tiles_n)
-    row = (band * BAND + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    output = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    row, output = tile_of(rows, outputs, BAND, BLOCK_M, BLOCK_N)
     step = tl.arange(0, BLOCK_K)
     length = inputs // CHAINS
     first = tl.program_id(1) * length if APART else 0
@@ -145,7 +168,7 @@ def store_product(
 ):  # fmt: skip
     """A tile's sums times their scales, plus the bias."""
     if SCALED:
-        sums = sums * tl.load(x_scale_ptr + row, mask=row < rows, other=0.0)[:, None]
+        sums = sums.to(tl.float32) * tl.load(x_scale_ptr + row, mask=row < rows, other=0.0)[:, None]
         if GROUP == 0:
             sums = sums * tl.load(weight_scale_ptr + output, mask=output < outputs, other=0.0)[None, :]
     if BIAS:
@@ -193,6 +216,11 @@ def by_library(x: Tensor, weight: Tensor, out: Tensor) -> None:
     torch.mm(x, weight.t(), out=out)
 
 
+def is_library_used(rows: int, packed: PackedWeight) -> bool:
+    """Whether it multiplies some of so many rows."""
+    return rows >= LIBRARY_ROWS[-1] and _kind(packed) in _accepted
+
+
 def _kind(packed: PackedWeight) -> tuple[int, int, torch.dtype]:
     return packed.rows, packed.columns, packed.packed.dtype
 
@@ -233,7 +261,8 @@ def product(
 ) -> Tensor:
     """out [T,N] = x [T,K] times the weight's [N,K] transpose, plus bias.
 
-    `scales`: of rows of float8 x and weight; with a `group` > 0 the weight's are [G,N], of that many inputs each.
+    `scales`: of rows of x and weight, of float8 or int8; with a `group` > 0 the weight's are [G,N], of that many inputs
+    each.
     """
     (rows, inputs), outputs = x.shape, out.shape[1]
     if rows:
@@ -265,12 +294,6 @@ def chains(outputs: int, inputs: int) -> int:
 def float8_step(group: int) -> int:
     """Inputs that the matrix unit sums up in float8; part of the arithmetic."""
     return FLOAT8_STEP if group % FLOAT8_STEP == 0 else STEP
-
-
-@dense.gated_linear.implement("triton", device="cuda")
-def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: str | None) -> Tensor:
-    both = linear(x, packed, bias)
-    return both if activation is None else elementwise.gated(both, activation == "gelu_tanh")
 
 
 @dense.linear.implement("cublas", device="cuda")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tokserve.ops import elementwise
 from tokserve.ops.triton.launch import EXACT, is_dependent, launched, let_next_begin, wait_for_inputs, warps
+from tokserve.ops.triton.sums import tree_sum
 
 GATED_BLOCK = 1024  # outputs of one program
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")  # by number
@@ -56,9 +57,9 @@ def norm_kernel(
         x = total.to(tl.float32)
     let_next_begin(DEPENDENT)
     if CENTERED:
-        x = tl.where(inside, x - tl.sum(x, 0) / WIDTH, 0.0)
+        x = tl.where(inside, x - tree_sum(x) / WIDTH, 0.0)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.sum(x * x, 0) / WIDTH
+    mean = tree_sum(x * x) / WIDTH
     normed = x * tl.rsqrt(mean + eps) * weight
     if BIAS:
         normed += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)

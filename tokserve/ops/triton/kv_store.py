@@ -13,6 +13,7 @@ from tokserve.ops import attention
 from tokserve.ops.triton.elementwise import pairing, rotate
 from tokserve.ops.triton.float8 import nearest
 from tokserve.ops.triton.launch import EXACT, is_dependent, launched, let_next_begin, wait_for_inputs, warps
+from tokserve.ops.triton.sums import tree_sum, tree_sums
 
 
 @triton.jit
@@ -77,9 +78,9 @@ def prepared_heads(
     x = tl.load(x_ptr + head * STRIDE + column, mask=inside, other=0.0).to(tl.float32)
     partner = tl.load(x_ptr + head * STRIDE + partner_column, mask=inside, other=0.0).to(tl.float32)
     if (NORM == 1) | (NORM == 2):
-        square = tl.sum(x * x, 1)
+        square = tree_sums(x * x)
         if NORM == 2:
-            root = tl.rsqrt(tl.sum(square, 0) / (COUNT * DIM) + eps)
+            root = tl.rsqrt(tree_sum(square) / (COUNT * DIM) + eps)
             weight_row = weight_ptr + head * DIM
         else:
             root = tl.rsqrt(square / DIM + eps)[:, None]
@@ -91,7 +92,7 @@ def prepared_heads(
     x = tl.where(column < ROT, rotate(x, partner, cos, sin, first), x)
     if NORM == 3:
         x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
-        root = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+        root = tl.rsqrt(tree_sums(x * x) / DIM + eps)[:, None]
         x = x * root * tl.load(weight_ptr + column, mask=column < DIM, other=0.0).to(tl.float32)
     return x
 

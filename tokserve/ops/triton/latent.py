@@ -19,11 +19,14 @@ from tokserve.ops.triton.attention import LOG2_E, MERGE_STAGES, NEG_INF, SPLIT, 
 from tokserve.ops.triton.dense import BLOCK_K
 from tokserve.ops.triton.elementwise import pairing, rotated_heads
 from tokserve.ops.triton.launch import EXACT, addresses, tuned, warps
+from tokserve.ops.triton.sums import strided_sums, tree_sum
 
 KEYS = 32  # rows of one tile, which lies in shared memory; part of the arithmetic
 WARPS = 8  # part of the arithmetic
 VALUES = 256  # elements of a value that one program sums up: the sums of 512, twice, would not fit the registers
 STAGES = 2
+SCRATCH = 1 << 28  # bytes of partial results of decode at a time
+ALIGN = 4  # rows at a time are a multiple of this, so that tensors of the rows from some row on are aligned
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -36,7 +39,7 @@ def linear_heads_kernel(
     row, step = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     x_valid, weight_valid = (row < tokens)[:, None], (output < outputs)[:, None]
-    weight_ptr = tl.load(weights_ptr + head).to(tl.pointer_type(x_ptr.dtype.element_ty))
+    weight_ptr = tl.multiple_of(tl.load(weights_ptr + head).to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
     x_ptrs = x_ptr + row.to(tl.int64)[:, None] * x_stride + head * x_head_stride + step[None, :]
     weight_ptrs = weight_ptr + output.to(tl.int64)[:, None] * inputs + step[None, :]
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -99,7 +102,7 @@ def latent_rope_store_kernel(
     tl.store(row + LATENT + one + turned, k.to(cache_ptr.dtype.element_ty), mask=inside)
     column = tl.arange(0, LATENT_BLOCK)
     x = tl.load(kv + column, mask=column < LATENT, other=0.0).to(tl.float32)
-    root = tl.rsqrt(tl.sum(x * x, 0) / LATENT + eps)
+    root = tl.rsqrt(tree_sum(x * x) / LATENT + eps)
     normed = x * root * tl.load(weight_ptr + column, mask=column < LATENT, other=0.0).to(tl.float32)
     tl.store(row + column, normed.to(cache_ptr.dtype.element_ty), mask=column < LATENT)
 
@@ -154,7 +157,7 @@ def attend_rows(
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         probs = tl.exp2(scores - finite(new_max)[:, None])
         rescale = tl.exp2(row_max - finite(new_max))
-        row_sum = row_sum * rescale + tl.sum(probs, 1)
+        row_sum = row_sum * rescale + strided_sums(probs)
         values = tl.load(cache_ptr + row + value, mask=valid & (value < LATENT), other=0.0)
         acc = tl.dot(probs.to(values.dtype), values, acc * rescale[:, None], input_precision="ieee")
         row_max = new_max
@@ -298,14 +301,17 @@ def latent_attention(
             q, q_rope, cache, block_tables, query_start, seq_lens, out, rows, scale, stride, *shape, group, **options
         )
     max_splits = triton.cdiv(width * page, SPLIT)
-    parts = q.new_empty((rows, max_splits, heads, size), dtype=torch.float32)
-    maxima, row_sums = q.new_empty((2, rows, max_splits, heads), dtype=torch.float32).unbind()
-    latent_decode_kernel[(rows, triton.cdiv(heads, TILE) * pieces, max_splits)](
-        q, q_rope, cache, block_tables, query_start, seq_lens, parts, maxima, row_sums, scale, stride, max_splits,
-        *shape, **options,
-    )  # fmt: skip
-    latent_merge_kernel[(rows, heads)](
-        parts, maxima, row_sums, query_start, seq_lens, out, max_splits, heads, size, SPLIT, blocks[0],
-        num_warps=1, **EXACT,
-    )  # fmt: skip
+    most = max(ALIGN, SCRATCH // (4 * max_splits * heads * size) // ALIGN * ALIGN)
+    for first in range(0, rows, most):
+        count = min(most, rows - first)
+        tables, starts, lens = block_tables[first:], query_start[first:], seq_lens[first:]
+        parts = q.new_empty((count, max_splits, heads, size), dtype=torch.float32)
+        maxima, row_sums = q.new_empty((2, count, max_splits, heads), dtype=torch.float32).unbind()
+        latent_decode_kernel[(count, triton.cdiv(heads, TILE) * pieces, max_splits)](
+            q, q_rope, cache, tables, starts, lens, parts, maxima, row_sums, scale, stride, max_splits, *shape,
+            **options,
+        )  # fmt: skip
+        latent_merge_kernel[(count, heads)](
+            parts, maxima, row_sums, starts, lens, out, max_splits, heads, size, SPLIT, blocks[0], num_warps=1, **EXACT
+        )
     return out

@@ -112,7 +112,9 @@ def counters(device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
-    """A table of addresses on the device; one that is known costs no transfer."""
+    """A table of addresses on the device, which kernels take to be multiples of 16; one that is known costs no
+    transfer."""
+    assert all(pointer % 16 == 0 for pointer in pointers), "packed weights begin at multiples of 16 bytes"
     return torch.tensor(pointers, dtype=torch.int64, device=device)
 
 

@@ -16,9 +16,12 @@ from torch import Tensor
 
 from tokserve.ops import mixture
 from tokserve.ops.dense import PackedWeight
+from tokserve.ops.quant import PackedInt8
 from tokserve.ops.triton import elementwise
 from tokserve.ops.triton.dense import BLOCK_K
+from tokserve.ops.triton.int8 import INTEGER_STEP, quantize
 from tokserve.ops.triton.launch import EXACT, addresses, tuned, warps
+from tokserve.ops.triton.sums import tree_sum
 
 COLUMNS = 1024  # of a row that one program adds up
 Sorting = tuple[Tensor, Tensor]  # choices by expert [T * k] int32, and where each expert's begin [E + 1] int32
@@ -48,7 +51,7 @@ def route_kernel(
         scores = 1.0 / (1.0 + tl.exp(-logits))
     else:
         powers = tl.exp(logits - tl.max(logits, 0))
-        scores = powers / tl.sum(powers, 0)
+        scores = powers / tree_sum(powers)
     choice = logits
     if BIAS:
         choice = scores + tl.load(bias_ptr + index, mask=available, other=0.0)
@@ -125,12 +128,14 @@ def rows_of_tile(starts_ptr, tiles_ptr, EXPERTS: tl.constexpr, E_BLOCK: tl.const
 
 @triton.jit(do_not_specialize=["choices"])
 def experts_kernel(
-    x_ptr, weights_ptr, bias_ptr, out_ptr, order_ptr, starts_ptr, tiles_ptr, choices, outputs, inputs, x_stride,
+    x_ptr, weights_ptr, bias_ptr, out_ptr, order_ptr, starts_ptr, tiles_ptr, x_scale_ptr, weight_scales_ptr, choices,
+    outputs, inputs, x_stride,
     GATHER: tl.constexpr, EXPERTS: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, E_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A tile of the rows of one expert times its weight's transpose.  GATHER > 0: row r of the sorted rows is token
-    order[r] // GATHER of x."""
+    order[r] // GATHER of x.  Of int8 there is a scale for each row of x, and for each output of an expert."""
+    INTEGERS: tl.constexpr = x_ptr.dtype.element_ty == tl.int8
     expert, start, end = rows_of_tile(starts_ptr, tiles_ptr, EXPERTS, E_BLOCK, BLOCK_M)
     if expert >= EXPERTS:
         return
@@ -143,10 +148,10 @@ def experts_kernel(
     source = row
     if GATHER > 0:
         source = tl.load(order_ptr + row, mask=row < end, other=0) // GATHER
-    weight_ptr = address.to(tl.pointer_type(x_ptr.dtype.element_ty))
+    weight_ptr = tl.multiple_of(address.to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
     x_ptrs = x_ptr + source.to(tl.int64)[:, None] * x_stride + step[None, :]
     weight_ptrs = weight_ptr + output.to(tl.int64)[:, None] * inputs + step[None, :]
-    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if INTEGERS else tl.float32)
     for at in range(0, inputs, BLOCK_K):
         if EVEN:
             x = tl.load(x_ptrs + at, mask=x_valid, other=0.0)
@@ -155,7 +160,14 @@ def experts_kernel(
             remaining = (step < inputs - at)[None, :]
             x = tl.load(x_ptrs + at, mask=x_valid & remaining, other=0.0)
             weight = tl.load(weight_ptrs + at, mask=weight_valid & remaining, other=0.0)
-        sums = tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
+        if INTEGERS:
+            sums = tl.dot(x, tl.trans(weight), sums, out_dtype=tl.int32)
+        else:
+            sums = tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
+    if INTEGERS:
+        scales_ptr = tl.load(weight_scales_ptr + expert).to(tl.pointer_type(tl.float32))
+        sums = sums.to(tl.float32) * tl.load(x_scale_ptr + source, mask=row < end, other=0.0)[:, None]
+        sums = sums * tl.load(scales_ptr + output, mask=output < outputs, other=0.0)[None, :]
     if BIAS:
         bias = tl.load(bias_ptr + expert * outputs + output, mask=output < outputs, other=0.0)
         sums += bias.to(tl.float32)[None, :]
@@ -193,22 +205,30 @@ def tiles_of(sorting: Sorting, rows: int) -> tuple[Tensor, int]:
 
 
 def product(
-    x: Tensor, weights: Sequence[PackedWeight | None], bias: Tensor | None, out: Tensor, sorting: Sorting, k: int
+    x: Tensor,
+    weights: Sequence[PackedWeight | PackedInt8 | None],
+    bias: Tensor | None,
+    out: Tensor,
+    sorting: Sorting,
+    k: int,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """out [T * k, N] = the sorted rows of x times their experts' weights; k > 0: x is [T, K], its rows unsorted.
 
-    Rows of experts without a weight are left as they are.
+    Rows of experts without a weight are left as they are.  `scales` [T]: those of rows of int8.
     """
     order, starts = sorting
     choices, outputs, inputs, count = len(order), out.shape[1], x.shape[1], len(weights)
     config = tuned("linear", x.device.index, rows=-(-choices // count), outputs=outputs, bytes=x.element_size())
     block_m, block_n = config["tile"]
-    block_k = config.get("step", BLOCK_K)
+    block_k = config.get("step", BLOCK_K) if scales is None else INTEGER_STEP
     tiles, grid_tiles = tiles_of(sorting, block_m)
     grid = (grid_tiles, triton.cdiv(outputs, block_n))
     table = addresses(tuple(0 if weight is None else weight.packed.data_ptr() for weight in weights), x.device)
+    of_weights = tuple(weight.scales.data_ptr() for weight in weights if isinstance(weight, PackedInt8))
     experts_kernel[grid](
-        x, table, out if bias is None else bias, out, order, starts, tiles, choices, outputs, inputs, x.stride(0), k,
+        x, table, out if bias is None else bias, out, order, starts, tiles, out if scales is None else scales,
+        addresses(of_weights, x.device) if of_weights else table, choices, outputs, inputs, x.stride(0), k,
         count, bias is not None, inputs % block_k == 0, triton.next_power_of_2(count), block_m, block_n, block_k,
         num_warps=config["warps"], num_stages=config["stages"], **EXACT,
     )  # fmt: skip
@@ -236,6 +256,33 @@ def experts(
 
     def back(inner: Tensor, out: Tensor, sorting: Sorting) -> None:
         product(inner, down, down_bias, out, sorting, 0)
+
+    return mixed(x, ids, weights, len(gate_up), up, back, activation, shared, shared_gate)
+
+
+@mixture.experts_int8.implement("triton", device="cuda")
+def experts_int8(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Sequence[PackedInt8],
+    gate_up_bias: Tensor | None,
+    down: Sequence[PackedInt8],
+    down_bias: Tensor | None,
+    activation: str,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
+    """Rows of x need not be adjacent."""
+
+    def up(sorting: Sorting) -> Tensor:
+        values, scales = quantize(x)
+        both = x.new_empty(ids.numel(), gate_up[0].rows)
+        return product(values, gate_up, gate_up_bias, both, sorting, ids.shape[1], scales)
+
+    def back(inner: Tensor, out: Tensor, sorting: Sorting) -> None:
+        values, scales = quantize(inner)
+        product(values, down, down_bias, out, sorting, 0, scales)
 
     return mixed(x, ids, weights, len(gate_up), up, back, activation, shared, shared_gate)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tokserve.ops import recurrent
 from tokserve.ops.triton.launch import EXACT, warps
+from tokserve.ops.triton.sums import tree_sum
 
 COLUMNS = 32  # of a state in a program
 CHANNELS = 256  # of a program that convolves or copies
@@ -100,8 +101,8 @@ def gated_delta_kernel(
                     TAPS, WINDOW,
                 )
             )  # fmt: skip
-            q = q * tl.rsqrt(tl.sum(q * q, 0) + NORM_EPS) * (KEY**-0.5)
-            k = k * tl.rsqrt(tl.sum(k * k, 0) + NORM_EPS)
+            q = q * tl.rsqrt(tree_sum(q * q) + NORM_EPS) * (KEY**-0.5)
+            k = k * tl.rsqrt(tree_sum(k * k) + NORM_EPS)
             if position >= start:
                 v = silu(
                     convolve(
@@ -136,7 +137,7 @@ def gate_reads_kernel(reads, gates, norm_weight, eps, out, VALUE: tl.constexpr, 
     inside = value < VALUE
     at = tl.program_id(0).to(tl.int64) * VALUE + value
     read = tl.load(reads + at, mask=inside, other=0.0)
-    root = tl.rsqrt(tl.sum(read * read, 0) / VALUE + eps)
+    root = tl.rsqrt(tree_sum(read * read) / VALUE + eps)
     weight = tl.load(norm_weight + value, mask=inside, other=0.0)
     gate = tl.load(gates + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, (read * root * weight * silu(gate)).to(out.dtype.element_ty), mask=inside)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tokserve.ops import sampling
 from tokserve.ops.triton.launch import EXACT, warps
+from tokserve.ops.triton.sums import tree_sum
 
 SLICE = 4096  # vocabulary entries of one program
 SWEEP = 1024  # entries that one program of a whole row reads at a time
@@ -175,7 +176,7 @@ def logprobs_slice_kernel(
     offset = row * slices + slice
     row_max = tl.max(x, 0)
     tl.store(max_ptr + offset, row_max)
-    tl.store(sum_ptr + offset, tl.sum(tl.where(x == NEG_INF, 0.0, tl.exp(x - row_max)), 0))
+    tl.store(sum_ptr + offset, tree_sum(tl.where(x == NEG_INF, 0.0, tl.exp(x - row_max))))
     tl.store(greater_ptr + offset, tl.sum((valid & (raw > token)).to(tl.int32), 0))
     if TOP > 0:
         key = (ordered(raw).to(tl.int64) - 2147483648) * 4294967296 + (4294967295 - id.to(tl.int64))
@@ -203,7 +204,7 @@ def logprobs_merge_kernel(
     maxima = tl.load(max_ptr + offset, mask=slice < slices, other=NEG_INF)
     row_max = tl.max(maxima, 0)
     sums = tl.load(sum_ptr + offset, mask=slice < slices, other=0.0)
-    log_sum = tl.log(tl.sum(tl.where(maxima == NEG_INF, 0.0, sums * tl.exp(maxima - row_max)), 0))
+    log_sum = tl.log(tree_sum(tl.where(maxima == NEG_INF, 0.0, sums * tl.exp(maxima - row_max))))
     greater = tl.sum(tl.load(greater_ptr + offset, mask=slice < slices, other=0), 0)
     temperature, finite = row_terms(temperature_ptr, finite_ptr, row, TEMPERATURE, FINITE)
     token = scaled(read(logits_ptr, row * width + tl.load(token_ptr + row), True, finite), temperature)
@@ -324,7 +325,7 @@ def sampling_mask_kernel(
         one = kept.to(tl.int32)
         tl.store(id_ptr + row * limit + written + tl.cumsum(one, 0) - 1, id, mask=one * listed > 0)
         written += tl.sum(one, 0)
-    kept_logprob = (kept_max - row_max) + (tl.log(tl.sum(kept_sums, 0)) - tl.log(tl.sum(sums, 0)))
+    kept_logprob = (kept_max - row_max) + (tl.log(tree_sum(kept_sums)) - tl.log(tree_sum(sums)))
     tl.store(kept_logprob_ptr + row, tl.where(whole, 0.0, tl.minimum(kept_logprob, 0.0)))
     tl.store(count_ptr + row, tl.where(whole, -1, tl.where(too_long, -2, count)))
 

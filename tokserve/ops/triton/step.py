@@ -50,10 +50,15 @@ def prepare_kernel(
         tl.store(id_out + start + at, token.to(tl.int64), mask=at < count)
         tl.store(position_out + start + at, position.to(tl.int64), mask=at < count)
         tl.store(mapping_out + start + at, block * PAGE + position % PAGE, mask=at < count)
+    copy_table(block_ptr + slot * block_stride, table_out + row.to(tl.int64) * table_stride, width, CHUNK)
+
+
+@triton.jit
+def copy_table(source, target, width, CHUNK: tl.constexpr):
+    """A row of a block table."""
     for first in range(0, width, CHUNK):
         at = first + tl.arange(0, CHUNK)
-        block = tl.load(block_ptr + slot * block_stride + at, mask=at < width)
-        tl.store(table_out + row.to(tl.int64) * table_stride + at, block, mask=at < width)
+        tl.store(target + at, tl.load(source + at, mask=at < width), mask=at < width)
 
 
 @step.prepare_step.implement("triton", device="cuda")
@@ -73,5 +78,46 @@ def prepare_step(
     prepare_kernel[(len(slots),)](
         tokens, blocks, slots, computed, query_start, input_ids, positions, slot_mapping, seq_lens, block_tables,
         tokens.stride(0), blocks.stride(0), block_tables.shape[1], block_tables.stride(0), page, CHUNK,
+        num_warps=4, **EXACT,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["token_stride", "block_stride", "width", "table_stride", "nobody"])
+def advance_kernel(
+    token_ptr, block_ptr, slot_ptr, computed_ptr, id_out, position_out, mapping_out, length_out, len_out, table_out,
+    token_stride, block_stride, width, table_stride, nobody, PAGE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One row: its next token, its length, its part of the block table."""
+    row = tl.program_id(0)
+    slot = tl.load(slot_ptr + row)
+    position = tl.where(slot == nobody, 0, tl.load(computed_ptr + row) + 1)
+    slot = slot.to(tl.int64)
+    tl.store(computed_ptr + row, position)
+    tl.store(len_out + row, position + 1)
+    tl.store(length_out + row, (position + 1).to(tl.int64))
+    tl.store(position_out + row, position.to(tl.int64))
+    tl.store(id_out + row, tl.load(token_ptr + slot * token_stride + position).to(tl.int64))
+    block = tl.load(block_ptr + slot * block_stride + position // PAGE).to(tl.int64)
+    tl.store(mapping_out + row, block * PAGE + position % PAGE)
+    copy_table(block_ptr + slot * block_stride, table_out + row.to(tl.int64) * table_stride, width, CHUNK)
+
+
+@step.advance_step.implement("triton", device="cuda")
+def advance_step(
+    tokens: Tensor,
+    blocks: Tensor,
+    slots: Tensor,
+    computed: Tensor,
+    page: int,
+    input_ids: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    lengths: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+) -> None:
+    advance_kernel[(len(slots),)](
+        tokens, blocks, slots, computed, input_ids, positions, slot_mapping, lengths, seq_lens, block_tables,
+        tokens.stride(0), blocks.stride(0), block_tables.shape[1], block_tables.stride(0), len(tokens) - 1, page, CHUNK,
         num_warps=4, **EXACT,
     )  # fmt: skip

@@ -18,22 +18,25 @@ from torch import Tensor
 from tokserve.ops import wna16
 from tokserve.ops.triton import elementwise
 from tokserve.ops.triton.launch import EXACT, torch_device, tuned
+from tokserve.ops.triton.sums import tree_sums
 from tokserve.ops.wna16 import SIGNED, UNSIGNED, PackedPart, PackedWna16, QuantizedRows
 
-STEPS = (64, 32, 16)  # inputs that are multiplied at once: the most that do not exceed a group
+STEPS = (128, 64, 32, 16)  # inputs that are multiplied at once: the most that do not exceed a group
 LINEAR = {SIGNED: 8, UNSIGNED: 0}  # factors that are the code less a number
 
 
 @triton.jit
 def wna16_sums(
     x_ptr, row, in_rows, codes_ptr, factors_ptr, scales_ptr, mins_ptr, order_ptr, output, in_outputs, inputs, groups,
-    x_stride, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, MINS: tl.constexpr, ORDER: tl.constexpr,
-    FOLDED: tl.constexpr, BLOCK_K: tl.constexpr,
+    codes_stride, x_stride,
+    BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, MINS: tl.constexpr, ORDER: tl.constexpr,
+    FOLDED: tl.constexpr, EVEN: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Rows `row` [M] of x times outputs `output` [N] of a part: [M,N] float32.  ZERO: what is taken from a code; below
-    0, codes index the table of factors."""
-    step = tl.arange(0, BLOCK_K)
-    codes_per_row = inputs if BITS == 8 else (inputs + 1) // 2
+    0, codes index the table of factors.  EVEN: BLOCK_K divides GROUP, and that the inputs."""
+    PER_BYTE: tl.constexpr = 8 // BITS
+    step, byte = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // PER_BYTE)
+    code_ptrs = codes_ptr + output[:, None] * codes_stride + byte[None, :]
     total = tl.zeros([row.shape[0], output.shape[0]], tl.float32)
     for group in range(0, groups):
         scale = tl.load(scales_ptr + output * groups + group, mask=in_outputs, other=0.0)
@@ -41,31 +44,34 @@ def wna16_sums(
         if not FOLDED:
             sums = tl.zeros([row.shape[0], output.shape[0]], tl.float32)
         shift = tl.zeros([row.shape[0]], tl.float32)
-        for at in range(0, GROUP, BLOCK_K):
-            k = group * GROUP + at + step
+        for at_byte in range(0, (GROUP + PER_BYTE - 1) // PER_BYTE, BLOCK_K // PER_BYTE):
+            at = at_byte * PER_BYTE
+            first = group * GROUP + at
+            k = first + step
             inside = (at + step < GROUP) & (k < inputs)
+            x_valid, code_valid = in_rows[:, None], in_outputs[:, None]
+            if not EVEN:
+                x_valid = x_valid & inside[None, :]
+                in_bytes = (at + byte * PER_BYTE < GROUP) & (first + byte * PER_BYTE < inputs)
+                code_valid = code_valid & in_bytes[None, :]
             column = k
             if ORDER:
                 column = tl.load(order_ptr + k, mask=inside, other=0)
-            x = tl.load(
-                x_ptr + row[:, None] * x_stride + column[None, :], mask=in_rows[:, None] & inside[None, :], other=0.0
-            )
-            valid = in_outputs[:, None] & inside[None, :]
+            x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=x_valid, other=0.0)
+            codes = tl.load(code_ptrs + group * (GROUP // PER_BYTE) + at_byte, mask=code_valid, other=0)
             if BITS == 8:
-                codes = tl.load(codes_ptr + output[:, None] * codes_per_row + k[None, :], mask=valid, other=0)
                 factor = codes.to(tl.int8, bitcast=True).to(tl.float32)
             else:
-                pair = tl.load(codes_ptr + output[:, None] * codes_per_row + k[None, :] // 2, mask=valid, other=0)
-                codes = (pair.to(tl.int32) >> (k[None, :] % 2 * 4)) & 15
+                pair = codes.to(tl.int32)
+                codes = tl.reshape(tl.join(pair & 15, pair >> 4), [output.shape[0], BLOCK_K])
                 if ZERO < 0:  # noqa: SIM108 - a choice of the compiler's
                     factor = tl.load(factors_ptr + codes).to(tl.float32)
                 else:
                     factor = (codes - ZERO).to(tl.float32)
-                factor = tl.where(valid, factor, 0.0)
             if FOLDED:
                 factor = factor * scale[:, None]
             if MINS:
-                shift += tl.sum(x.to(tl.float32), 1)
+                shift += tree_sums(x.to(tl.float32))
             if FOLDED and x.dtype == tl.float16:  # which does not hold every power of two
                 sums = tl.dot(x.to(tl.float32), tl.trans(factor), sums, input_precision="ieee")
             else:
@@ -80,12 +86,12 @@ def wna16_sums(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def wna16_kernel(
     x_ptr, codes_ptr, factors_ptr, scales_ptr, mins_ptr, order_ptr, bias_ptr, out_ptr, rows, outputs, inputs, groups,
-    x_stride, out_stride, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, MINS: tl.constexpr,
-    ORDER: tl.constexpr, FOLDED: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    codes_stride, x_stride, out_stride, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, MINS: tl.constexpr,
+    ORDER: tl.constexpr, FOLDED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A tile of the output."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -93,7 +99,7 @@ def wna16_kernel(
     in_rows, in_outputs = row < rows, output < outputs
     total = wna16_sums(
         x_ptr, row, in_rows, codes_ptr, factors_ptr, scales_ptr, mins_ptr, order_ptr, output, in_outputs, inputs,
-        groups, x_stride, BITS, ZERO, GROUP, MINS, ORDER, FOLDED, BLOCK_K,
+        groups, codes_stride, x_stride, BITS, ZERO, GROUP, MINS, ORDER, FOLDED, EVEN, BLOCK_K,
     )  # fmt: skip
     if BIAS:
         total += tl.load(bias_ptr + output, mask=in_outputs, other=0.0).to(tl.float32)[None, :]
@@ -150,23 +156,30 @@ def _pack(part: QuantizedRows) -> PackedPart:
     )  # fmt: skip
 
 
-def step_of(group: int) -> int:
-    """Inputs that are multiplied at once."""
-    return next((step for step in STEPS if step <= group), STEPS[-1])
+def step_of(group: int, dtype: torch.dtype, *, ordered: bool) -> int:
+    """Inputs that are multiplied at once: fewer where they are gathered, or are of four bytes."""
+    most = STEPS[1] if ordered or dtype == torch.float32 else STEPS[0]
+    return next((step for step in STEPS if step <= min(group, most)), STEPS[-1])
+
+
+def is_even(inputs: int, group: int, step: int) -> bool:
+    """Whether steps fill groups, and groups the inputs."""
+    return inputs % group == 0 and group % step == 0
 
 
 def _multiply(x: Tensor, part: PackedPart, zero: int, bias: Tensor | None, out: Tensor) -> None:
     """out [T,N], whose rows need not be adjacent.  `zero`: as the kernel's ZERO."""
     rows, groups = x.shape[0], part.scales.shape[1]
-    config = tuned("linear", x.device.index, rows=rows, outputs=part.rows, bytes=x.element_size())
+    config = tuned("wna16", x.device.index, rows=rows, outputs=part.rows)
     block_m, block_n = config["tile"]
     group = min(part.group, part.columns)
-    block_k = step_of(group)
+    block_k = step_of(group, x.dtype, ordered=part.order is not None)
     wna16_kernel[triton.cdiv(rows, block_m), triton.cdiv(part.rows, block_n)](
         x, part.packed, part.factors, part.scales, part.scales if part.mins is None else part.mins,
         part.factors if part.order is None else part.order, out if bias is None else bias, out, rows, part.rows,
-        part.columns, groups, x.stride(0), out.stride(0), part.bits, zero, group, part.mins is not None,
-        part.order is not None, part.folded, bias is not None, block_m, block_n, block_k, num_warps=config["warps"],
+        part.columns, groups, part.packed.stride(0), x.stride(0), out.stride(0), part.bits, zero, group,
+        part.mins is not None, part.order is not None, part.folded, bias is not None,
+        is_even(part.columns, group, block_k), block_m, block_n, block_k, num_warps=config["warps"],
         num_stages=config["stages"], **EXACT,
     )  # fmt: skip
 

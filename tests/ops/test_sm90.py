@@ -1,0 +1,105 @@
+"""The Triton kernels compiled for sm_90 (H100, H200) with no GPU: registers, spills, shared memory, the matrix unit,
+and the order in which products add up, as `compile_sm90` reports them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from tokserve.ops import registry  # noqa: E402
+from tokserve.ops.triton import dense  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="a GPU shows it")
+
+EVERY_SIZE = ["1", "64", "128", "256", "300"]  # rows for which the table has something for this card
+
+
+@pytest.fixture(
+    scope="module", params=[["1", "300"], pytest.param(EVERY_SIZE, marks=pytest.mark.slow)], ids=["ends", "whole-table"]
+)
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The report of compile_sm90.py on every variant of a kernel."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    program = Path(__file__).with_name("compile_sm90.py")
+    done = subprocess.run(
+        [sys.executable, str(program), *request.param], capture_output=True, text=True, check=False, timeout=1500,
+        env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def variants(compiled: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Those of the named kernels, or of all."""
+    return {name: report for name, report in compiled.items() if not names or name.partition("#")[0] in names}
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_sm_90(compiled: dict[str, Any]) -> None:
+    for name, figures in compiled.items():
+        most = 192 if name.startswith("latent_prefill") else 64  # there, sums wait while those of a split are computed
+        assert figures["stack"] <= most, f"{name} spills: {figures}"
+        assert figures["shared"] <= 227 << 10, f"{name} does not fit: {figures}"
+        counts = name.partition("#")[0] in ("count", "search", "ties", "decode", "linear")  # integers
+        assert not figures["atomics"] or counts, f"{name} adds in any order"
+    waiting = {name.partition("#")[0] for name, figures in compiled.items() if figures["waits"]}
+    assert waiting == {
+        "linear", "gated_linear", "norm", "activate", "norm_rope_store", "float8_rows", "int8_rows", "work", "decode",
+        "prefill",
+    }  # fmt: skip
+    source = Path(registry.__file__).parent / "triton"
+    kernels = {name for file in source.glob("*.py") for name in re.findall(r"def (\w+)_kernel\(", file.read_text())}
+    assert kernels == {name.partition("#")[0] for name in compiled}
+    for name, figures in variants(
+        compiled, "linear", "gated_linear", "linear_heads", "latent_rope_store", "latent_decode", "latent_prefill",
+        "decode", "prefill", "latent_merge", "norm_rope_store", "norm", "rope", "activate", "scale", "store",
+    ).items():  # fmt: skip
+        in_float32 = name.partition("#")[0] in ("decode", "prefill") and not figures["chains"]
+        assert not figures["fma"] or in_float32, f"{name} contracts"  # its products add up by fma, in order
+
+
+@pytest.mark.slow
+def test_tiles_of_any_shape_add_up_in_one_order_on_sm_90(
+    compiled: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    products = variants(compiled, "linear", "gated_linear")
+    assert len(products) >= (12 if "whole-table" in request.node.name else 6)
+    for name, figures in products.items():
+        assert figures["chains"], f"{name} does without the matrix unit of Hopper"
+        for chain in figures["chains"]:
+            assert chain["adds"] and chain["ascending"], f"{name}: {chain}"
+            if chain["inputs"] == [32] and not chain["fresh"]:
+                continue  # of int8: sums of integers
+            by_float8 = {"inputs": [32], "length": dense.FLOAT8_STEP // 32, "fresh": True}  # the rest is in float32
+            in_place = chain["inputs"] == [16] and not chain["fresh"]
+            assert in_place or chain | by_float8 == chain, f"{name}: {chain}"
+
+
+@pytest.mark.slow
+def test_decode_and_prefill_do_the_same_arithmetic_on_sm_90(compiled: dict[str, Any]) -> None:
+    kernels = variants(compiled, "decode", "prefill")
+    # sinks are in the merge of a decode step and in prefill itself, so prefill has more variants of the same loops
+    loops = {
+        kernel: {str(figures["loop"]) for figures in variants(compiled, kernel).values()}
+        for kernel in ("decode", "prefill", "latent_decode", "latent_prefill")
+    }
+    assert loops["decode"] == loops["prefill"] and len(loops["decode"]) >= 3
+    assert loops["latent_decode"] == loops["latent_prefill"] and len(loops["latent_decode"]) == 1
+    assert sum(not figures["chains"] for figures in kernels.values()) == 2  # in float32
+    for name, figures in kernels.items():
+        if not figures["chains"]:
+            continue
+        scores, values = figures["chains"]
+        assert scores["fresh"] and not values["fresh"], name
+        assert all(chain["inputs"] == [16] and chain["adds"] and chain["ascending"] for chain in (scores, values)), name
