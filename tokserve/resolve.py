@@ -357,16 +357,9 @@ def _check(config: Config) -> None:
     transfer = config.kv.transfer()
     if transfer is not None:
         transfer.key()
-    if config.speculation.resolved().quantization is not None and config.runtime.device != "cpu":
-        raise StartError("option speculative_config: the quantizations of draft models run on a CPU only")
-    if model.quantize_lm_head and model.quantization in (None, "none") and config.runtime.device != "cpu":
-        raise StartError("quantize_lm_head needs a quantization, except on a CPU")
+    config.speculation.resolved()
     if model.quantize_lm_head and model.head_dtype != "auto":
         raise StartError("quantize_lm_head and head_dtype exclude each other")
-    if model.quantization in ("int8", "int4") and config.runtime.device != "cpu":
-        raise StartError(
-            f"quantization {model.quantization} runs on a CPU only; give --device cpu, or --quantization fp8"
-        )
     if model.quantization_activations and (model.quantization in ("fp8", "none") or config.runtime.device != "cpu"):
         raise StartError("quantization_activations is for integer weights on a CPU")
     runtime = config.runtime

@@ -231,12 +231,12 @@ def test_tls_needs_both_files(checkpoint: Path) -> None:
         resolve(Config.make(model=str(checkpoint), ssl_keyfile="x"))
 
 
-def test_a_quantized_head_needs_a_quantization_and_excludes_another_type(checkpoint: Path) -> None:
+def test_a_quantized_head_needs_no_quantization_and_excludes_another_type(checkpoint: Path) -> None:
     for quantization in (None, "none"):
         alone = Config.make(model=str(checkpoint), quantization=quantization, quantize_lm_head=True, device="cpu")
         assert resolve(alone).model.quantize_lm_head
-        with pytest.raises(StartError, match="quantize_lm_head needs a quantization"):
-            resolve(msgspec.structs.replace(alone, runtime=RuntimeConfig(device="cuda")))
+        on_gpu = resolve(msgspec.structs.replace(alone, runtime=RuntimeConfig(device="cuda")))
+        assert on_gpu.model.quantize_lm_head
     both = Config.make(model=str(checkpoint), quantization="int8", quantize_lm_head=True)
     assert resolve(both).model.quantization == "int8"
     with pytest.raises(StartError, match="quantize_lm_head and head_dtype exclude each other"):
@@ -257,8 +257,10 @@ def test_a_gpu_is_taken_where_there_is_one_with_its_kernels(checkpoint: Path, mo
     assert resolved() == ("cpu", 16)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "triton")
     assert resolved() == ("cuda", 64)
-    with pytest.raises(StartError, match="int8 runs on a CPU only"):
-        resolved(quantization="int8")
+    for quantization in ("int8", "int4"):
+        assert resolved(quantization=quantization) == ("cuda", 64)
+    with pytest.raises(StartError, match="quantization_activations is for integer weights on a CPU"):
+        resolved(quantization="int4", quantization_activations="int8")
     assert resolved(quantization="fp8", kv_cache_dtype="fp8_e4m3") == ("cuda", 64)
     with pytest.raises(StartError, match="kv_cache_dtype fp8 needs a GPU"):
         resolved(device="cpu", kv_cache_dtype="fp8")

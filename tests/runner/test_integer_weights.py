@@ -14,13 +14,16 @@ from tests.adapters import merge, write_adapter
 from tests.models import test_mxfp4 as mxfp4
 from tests.models import test_packed as packed
 from tests.models.test_load import stored
-from tests.runner.drive import make_runner
+from tests.runner.drive import Driver, Job, make_runner
+from tests.runner.fake_device import FakeDevice
 from tests.runner.test_float8_updates import update
 from tests.runner.test_lora import load, scores
-from tests.runner.test_runner import prompt
+from tests.runner.test_runner import outcomes, prompt
 from tests.runner.test_weight_sync import by_gloo, by_shared_memory, by_stream, outcome, start
+from tokserve import device
 from tokserve.layers.quantized import quantize_int4
 from tokserve.models.dummy import tiny_config, write_checkpoint
+from tokserve.params import SamplingParams
 from tokserve.rl import checksums
 
 FORMS = ["int4", "gptq", "mxfp4"]
@@ -53,6 +56,25 @@ def test_a_commit_serves_what_a_start_serves_and_says_what_came(tmp_path: Path, 
     reported = runner.background("checkpoint_checksums", {})
     assert reported == other.background("checkpoint_checksums", {})
     assert reported["checkpoint"].items() >= checksums(stored(new)).items()
+
+
+@pytest.mark.parametrize("form", ["int4", "int8", "gptq", "mxfp4"])
+def test_a_device_with_memory_of_its_own_serves_them_as_a_cpu_does(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = checkpoint(tmp_path, form if form in FORMS else "int4", 1)
+    hf = json.loads((directory / "config.json").read_text())
+    options: dict[str, Any] = {"load_format": "auto", "quantization_group_size": 32}
+    if form in ("int4", "int8"):
+        options |= {"quantization": form, "quantize_lm_head": True}
+    made = [Job(prompt(9 + 11 * i, i), SamplingParams(max_tokens=4, temperature=0.5 * i), i) for i in range(3)]
+    runner, facts = make_runner(directory, hf, **options)
+    expected = outcomes(Driver(runner, facts).run([job.fresh() for job in made]))
+    monkeypatch.setattr(device, "use", lambda kind: FakeDevice())
+    runner, facts = make_runner(directory, hf, **options)
+    assert facts.facts["quantization"] == (form if form in ("int4", "int8") else "wna16")
+    assert facts.facts["exact"] is True
+    assert outcomes(Driver(runner, facts).run(made, chunk=5)) == expected
 
 
 @pytest.mark.slow

@@ -45,7 +45,6 @@ def load(
     quantize_lm_head: bool = False,
     quantization_activations: str | None = None,
     has_float8: bool = False,
-    has_wna16: bool = True,
     float8_cache: bool = False,
     group: Group = ALONE,
     stage: Stage = WHOLE,
@@ -55,8 +54,8 @@ def load(
     `head_dtype`: "auto" is the model's.  `load_format` "dummy" draws weights from `seed` and reads no file.
     `max_model_len`: positions to serve, by default the config's own limit.  `quantization`: the method that quantizes
     the projections as they are loaded, with `quantize_lm_head` the head too ("int4": with a scale per `group_size`
-    inputs).  With None, projections that are stored as float8 where the device `has_float8` products, or in 4 or 8 bits
-    where it `has_wna16` ones, stay so, with their own scales; "none": they become `dtype` there too.
+    inputs).  With None, projections that are stored in 4 or 8 bits, or as float8 where the device `has_float8`
+    products, stay so, with their own scales; "none": they become `dtype` there too.
     `quantization_activations` "int8": rows that are multiplied by integers are rounded, by group.
     `float8_cache`: keys and values will be kept as float8, by the scales that come with the weights.  `group`: the
     ranks that divide each layer among them, of which this is one; `stage`: which of the layers it has.
@@ -75,8 +74,8 @@ def load(
     scales = {name: entries.pop(name) for name in kv_scales.names(len(spec.blocks)) if name in entries}
     entries = weights.by_weight(entries, spec.format)
     stored = spec.format.native_method(entries)
-    has_products = {"fp8": has_float8, "wna16": has_wna16}
-    keeps = stored is not None and (quantization == stored or (quantization is None and has_products[stored]))
+    has_products = stored != "fp8" or has_float8
+    keeps = stored is not None and (quantization == stored or (quantization is None and has_products))
     if keeps:
         options["quantization"] = stored
     if options["rounded"] and options["quantization"] not in ("int4", "int8", WNA16.name):
