@@ -26,7 +26,7 @@ from tests.runner.fake_device import FakeDevice, Leaving
 from tests.runner.test_runner import prompt
 from tokserve import device, ops
 from tokserve.models.dummy import tiny_config
-from tokserve.ops.triton import dense, float8, launch
+from tokserve.ops.triton import dense, float8, int8, launch, wna16
 from tokserve.params import SamplingParams
 
 HOME = torch.device("meta")
@@ -115,7 +115,7 @@ def jobs(adapters: int) -> list[Job]:
 
 def main() -> None:
     JITFunction.run = note
-    dense.torch_device = float8.torch_device = lambda: HOME
+    dense.torch_device = float8.torch_device = int8.torch_device = wna16.torch_device = lambda: HOME
     launch._architecture = lambda device: "sm_90"  # type: ignore[assignment]
     ops.bind = bind_kernels
     device.use = lambda kind: Nowhere()

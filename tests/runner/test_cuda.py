@@ -183,15 +183,57 @@ def test_a_step_begins_before_the_tokens_of_the_last_are_known(staged: Loaded) -
     assert not driver.waiting
 
 
-def test_a_decode_step_is_one_copy_and_no_wait(staged: Loaded) -> None:
+@pytest.mark.parametrize(("length", "expected"), [(5, 2), (14, 3)])
+def test_steps_of_the_same_rows_copy_nothing_but_blocks_and_wait_for_nothing(
+    staged: Loaded, length: int, expected: int
+) -> None:
+    """A copy for the prompts, one for the first step of decode, one for the blocks that come at position 16."""
     runner, facts, fake = staged
-    made = [Job(prompt(5, i), SamplingParams(max_tokens=6, temperature=0.5), i) for i in range(3)]
+    made = [Job(prompt(length, i), SamplingParams(max_tokens=6, temperature=0.5), i) for i in range(3)]
     driver = LateDriver(runner, facts)
     cuda(runner).record_finished(wait=True)  # of steps before these, if only the start's, no result is outstanding
     steps, copies, waits = driver.steps, fake.copies, fake.waits
     driver.run(made)
     steps = driver.steps - steps
-    assert fake.copies - copies == steps and fake.waits - waits == steps
+    assert fake.copies - copies == expected and fake.waits - waits == steps == 6
+
+
+def test_rows_go_on_by_themselves_until_a_plan_has_others() -> None:
+    fake = FakeDevice()
+    slots = DeviceSlots(fake, 6, 50, 4, padding_block=999)
+    for slot in (2, 4):
+        params = SamplingParams(temperature=0.1 * slot)
+        slots.assign(NewRow(slot, "", np.arange(50, dtype=np.int32) + 100 * slot, 10, params, slot, ()))
+        slots.extend(slot, 0, [10 * slot, 10 * slot + 1])
+    rows = slots.decode_rows(4, [], adapters=False)
+
+    def step(*plan: tuple[int, int]) -> list[list[int]]:
+        slots.resume(plan_of([(slot, computed, 1, 1) for slot, computed in plan]), rows)
+        slots.advance(rows)
+        batch, columns = rows.batch, slots.columns()
+        assert columns.lengths.tolist() == [computed + 1 for _, computed in plan]
+        assert columns.slots is not None and columns.slots.tolist() == [slot for slot, _ in plan]
+        assert columns.seeds.tolist() == [slots.seeds[slot] for slot, _ in plan]
+        assert batch.positions.tolist() == (batch.seq_lens - 1).tolist()
+        return [batch.input_ids.tolist(), batch.seq_lens.tolist(), batch.slot_mapping.tolist()]
+
+    nobody = 999 * 4
+    assert step((2, 6), (4, 3)) == [[206, 403, 0, 0], [7, 4, 1, 1], [21 * 4 + 2, 40 * 4 + 3, nobody, nobody]]
+    assert fake.copies == 1
+    slots.write_sampled(slots.columns(), torch.tensor([77, 88]))
+    assert step((2, 7), (4, 4)) == [[77, 88, 0, 0], [8, 5, 1, 1], [21 * 4 + 3, 41 * 4, nobody, nobody]]
+    assert fake.copies == 1
+    slots.extend(2, 2, [22])
+    assert step((2, 8), (4, 5)) == [[208, 405, 0, 0], [9, 6, 1, 1], [22 * 4, 41 * 4 + 1, nobody, nobody]]
+    assert fake.copies == 2
+    for others in (((4, 6), (2, 9)), ((4, 8), (2, 11)), ((4, 8), (2, 11)), ((4, 9),)):  # order, gap, again, fewer
+        copies = fake.copies
+        ids = [100 * slot + at for slot, at in others] + [0] * (4 - len(others))
+        assert step(*others)[:1] == [ids] and fake.copies == copies + 1
+    slots.assign(NewRow(4, "", np.arange(50, dtype=np.int32), 10, SamplingParams(temperature=0.0), 7, ()))
+    copies = fake.copies
+    assert step((4, 10))[0] == [10, 0, 0, 0] and fake.copies == copies + 1
+    assert slots.columns().greedy.tolist() == [True]
 
 
 SAMPLED: dict[str, dict[str, Any]] = {

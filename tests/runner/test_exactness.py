@@ -47,7 +47,17 @@ def test_products_of_the_cpu_stand_alone_and_others_are_found_out(model: Decoder
     assert exactness.unequal_products(model) == []
     model.blocks[0].mlp.down.__class__ = ByTheBatch
     model.blocks[0].mlp.gate_up.__class__ = GatedByTheBatch
-    assert exactness.unequal_products(model) == ["gate_up", "down"]
+    assert exactness.unequal_products(model) == ["gate_up", "down", "the gate of gate_up"]
+
+
+def test_a_gate_that_differs_from_its_parts_is_found_out(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = ops.gated_linear
+
+    def other(x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
+        return fused(x, packed, bias, activation) * (1.0 if activation is None else 1.0 + 2**-20)
+
+    monkeypatch.setattr(ops, "gated_linear", other)
+    assert exactness.unequal_products(model) == ["the gate of gate_up"]
 
 
 def test_attention_that_differs_between_steps_chunks_and_prompts_is_found_out(
@@ -67,6 +77,23 @@ def test_attention_that_differs_between_steps_chunks_and_prompts_is_found_out(
         asked.clear()
         assert exactness.unequal_attention(model, pages) == ["attention of 4 heads of 16"]
         assert asked == [exactness.PROMPT, 2, exactness.CHUNK + 1]
+
+
+def test_latent_attention_is_asked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    hf = tiny_config("deepseek_v3")
+    model = load(
+        Path(), hf, dtype="float32", head_dtype="auto", load_format="dummy", seed=0, max_model_len=64
+    )  # fmt: skip
+    pages = [tuple(torch.zeros(9, *shape) for shape in spec.shapes(16)) for spec in model.kv_specs()]
+    assert exactness.unequal_attention(model, pages) == []
+    attend = ops.latent_attention
+
+    def attend_by_the_batch(q: Tensor, *rest: Any) -> Tensor:
+        return attend(q, *rest) * (1.0 + 2**-20 if q.shape[0] == 2 else 1.0)
+
+    monkeypatch.setattr(ops, "latent_attention", attend_by_the_batch)
+    heads = hf["num_attention_heads"]
+    assert exactness.unequal_attention(model, pages) == [f"latent attention of {heads} heads"]
 
 
 def test_what_adapters_add_is_asked_too(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

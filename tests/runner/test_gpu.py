@@ -61,8 +61,18 @@ def test_graphs_change_no_bit(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}], ids=str)
-def test_float8_changes_no_bit_with_company(tmp_path: Path, options: dict[str, str]) -> None:
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+def test_latent_attention_and_states_change_no_bit_with_company(tmp_path: Path, family: str) -> None:
+    runner, facts = gpu(tmp_path, tiny_config(family), dtype="bfloat16")
+    assert facts.facts["exact"] is True
+    alone = outcomes([Driver(runner, facts).run([job])[0] for job in jobs()])
+    assert outcomes(Driver(runner, facts, seed=1).run(jobs(), chunk=7)) == alone
+
+
+@pytest.mark.parametrize(
+    "options", [{"kv_cache_dtype": "fp8"}, *({"quantization": name} for name in ("fp8", "int8", "int4"))], ids=str
+)
+def test_fewer_bits_change_no_bit_with_company(tmp_path: Path, options: dict[str, str]) -> None:
     runner, facts = gpu(tmp_path, tiny_config("qwen3") | BIG, dtype="bfloat16", **options)
     assert facts.facts["exact"] is True
     alone = outcomes([Driver(runner, facts).run([job])[0] for job in jobs()])

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from tests.engine.scripted import OneByOne
+from tests.runner.fake_device import FakeDevice
 from tests.runner.test_with_engine import KINDS, RealEngine
+from tokserve import device
 from tokserve.engine.request import Request
 from tokserve.errors import StartError
-from tokserve.kv_spec import KVLayout, KVSpec, StateSpec
+from tokserve.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
 from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.runner import kvcache
 from tokserve.train import PolicyModel
@@ -120,10 +122,28 @@ def test_states_that_do_not_fit_say_how_many_would(tmp_path: Path) -> None:
         engine_of(tmp_path / "one", "qwen3_next", max_num_seqs=4096, gpu_memory_utilization=1e-3)
 
 
-def test_a_gpu_refuses_them(tmp_path: Path) -> None:
-    specs = (StateSpec(3, 8, "float32"), KVSpec(1, 16, "float32"))
-    with pytest.raises(StartError, match="run on a CPU"):
-        kvcache.allocate_on(torch.device("cpu"), KVLayout(specs, 4, 16))
+def test_a_device_gets_a_spare_block_and_no_spare_state() -> None:
+    specs = (StateSpec(3, 8, "float32"), KVSpec(1, 16, "float32"), StateSpec(3, 8, "bfloat16", memory=(2, 4, 4)))
+    layout = KVLayout(specs, 4, 16, StateLayout(slots=5, snapshots=2, interval=16, spare_inputs=1))
+    kv = kvcache.allocate_on(torch.device("cpu"), layout, spare=1)
+    shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in kv]
+    assert shapes == [[(7, 4, 8)], [(5, 1, 16, 16)] * 2, [(7, 4, 8), (7, 2, 4, 4)]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_device_with_memory_of_its_own_changes_no_bit(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = engine_of(tmp_path / "alone", family, max_num_seqs=1, enable_prefix_caching=False, enforce_eager=True)
+    known = run(alone)
+    tokens = {rid: result[0] for rid, result in known.items()}
+    fake = FakeDevice()
+    monkeypatch.setattr(device, "use", lambda kind: fake)
+    for depth in (1, 2):
+        options: dict[str, Any] = {"depth": depth, "state_snapshot_interval": 16, "max_num_batched_tokens": 40 * depth}
+        engine = engine_of(tmp_path / f"depth{depth}", family, Guesses(tokens, depth), **options)
+        assert run(engine) == known
+        assert engine.stats.prefix_hits > 100 and fake.copies > 0
 
 
 def test_a_policy_refuses_them(tmp_path: Path) -> None:

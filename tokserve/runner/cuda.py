@@ -13,8 +13,8 @@ from torch import Tensor
 from tokserve.config import DEFAULT_BLOCK_SIZE, Config
 from tokserve.device import Accelerator
 from tokserve.errors import StartError
-from tokserve.kv_spec import KVLayout, LayerSpec
-from tokserve.layers.batch import ForwardBatch, Pages
+from tokserve.kv_spec import KVLayout, LayerSpec, StateLayout, StateSpec
+from tokserve.layers.batch import ForwardBatch, Pages, StateRows
 from tokserve.models.decoder import Decoder
 from tokserve.plan import Int32, StepPlan
 from tokserve.runner import exactness, kvcache
@@ -41,7 +41,6 @@ class CudaBackend:
     warm_ups = WARM_UPS
     prompt_logits_bytes = 256 << 20  # less, and the head's weights are read too often
     routed: RoutedTable | None = None
-    states: StateTable | None = None
 
     def __init__(
         self, device: Accelerator, specs: tuple[LayerSpec, ...], config: Config, max_model_len: int, model: Decoder,
@@ -52,7 +51,13 @@ class CudaBackend:
         self._max_rows = config.scheduler.rows
         self._max_model_len = max_model_len
         self._max_tokens = min(config.scheduler.token_budget, max_model_len)  # of one prompt in a step
-        self._eager, self._exact = config.runtime.enforce_eager or ranks.size > 1, config.runtime.exact
+        has_states = any(isinstance(spec, StateSpec) for spec in specs)
+        if draft is not None and has_states:
+            raise StartError(
+                "speculative_config: a draft model is not supported with recurrent states, in either model"
+            )
+        self._eager = config.runtime.enforce_eager or ranks.size > 1 or has_states  # graphs do not fill in states
+        self._exact, self._most_drafts = config.runtime.exact, config.speculation.resolved().num_drafts
         self._adapters = config.lora.enable_lora
         block_size = config.cache.block_size or DEFAULT_BLOCK_SIZE
         activations = self.activation_bytes(model, specs, block_size)
@@ -61,12 +66,15 @@ class CudaBackend:
         self.layout = kvcache.layout(
             specs, config.cache, max_num_seqs=self._max_rows, max_model_len=max_model_len,
             free_bytes=max(0, device.free_memory() - activations), bounded=False,
-            agree=ranks.least,
+            most_drafts=self._most_drafts, agree=ranks.least,
         )  # fmt: skip
         self.slots = DeviceSlots(
             device, self._max_rows, max_model_len, self.layout.block_size, padding_block=self.layout.num_blocks
         )
         self.kv: Pages = []
+        self.states: StateTable | None = None
+        if self.layout.states is not None:
+            self.states = self.slots.states = StateTable(self.layout, self.layout.states, self.kv)
         self.allocate_kv()
         self.decode_graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
@@ -81,7 +89,8 @@ class CudaBackend:
         """
         rows, tokens, step = self._max_rows, self._max_tokens, decode_step(model)
         width = -(-self._max_model_len // block_size)
-        kv = kvcache.allocate_on(self.device.torch_device, KVLayout(specs, 1, block_size))
+        one_state = StateLayout(1, 0, 0, self._most_drafts + 1)
+        kv = kvcache.allocate_on(self.device.torch_device, KVLayout(specs, 1, block_size, one_state))
         prompt, decode = _batch_in_one_page(tokens, 1, width, kv), _batch_in_one_page(rows, rows, width, kv)
         last = decode.input_ids
         peak = torch.inference_mode()(self.device.peak)
@@ -104,7 +113,10 @@ class CudaBackend:
     def begin(self, plan: StepPlan, *, needs_history: bool) -> StepPlan:
         drafts_in_flight = any(len(result.plan.draft_token_ids) for result, _ in self._in_flight)
         self.record_finished(wait=needs_history or drafts_in_flight)
-        return self.slots.corrected(plan)
+        plan = self.slots.corrected(plan)
+        if self.states is not None:
+            self.states.begin(plan)
+        return plan
 
     def record_finished(self, *, wait: bool) -> None:
         """Write sampled tokens into the host's tables; those of steps that may still run only with `wait`."""
@@ -196,16 +208,25 @@ class CudaBackend:
         """Nothing: capture takes seconds here, so foreign code has to copy into the tensors."""
 
     def allocate_kv(self) -> None:
-        self.kv = kvcache.allocate_on(self.device.torch_device, self.layout, spare=1)
+        self._set_kv(kvcache.allocate_on(self.device.torch_device, self.layout, spare=1))
 
     def release_kv(self) -> None:
-        self.kv = []
+        self._set_kv([])
+
+    def _set_kv(self, kv: Pages) -> None:
+        self.kv = kv
+        if self.states is not None:
+            self.states.kv = kv
 
 
 def _batch_in_one_page(tokens: int, rows: int, width: int, kv: Pages) -> ForwardBatch:
-    """A batch for measuring memory: a token a row, the last row has the rest, all keys in page 0."""
+    """A batch for measuring memory: a token a row, the last row has the rest, all keys in page 0, one row a state."""
     home = kv[0][0].device
     zeros, query_start = torch.zeros(tokens, dtype=torch.int64, device=home), torch.arange(rows + 1, device=home).int()
     query_start[-1] = tokens
     tables = torch.zeros(rows, width, dtype=torch.int32, device=home)
-    return ForwardBatch(zeros, zeros, query_start, query_start.diff(), tables, zeros, kv)
+    lengths = query_start.diff()
+    with_state = torch.arange(rows, device=home) - rows + 1  # that of the last row is number 0, the others have none
+    saves = torch.zeros(0, 3, dtype=torch.int32, device=home)
+    states = StateRows(with_state, torch.zeros_like(lengths), lengths, saves)
+    return ForwardBatch(zeros, zeros, query_start, lengths, tables, zeros, kv, states=states)

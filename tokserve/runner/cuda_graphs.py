@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from tokserve.device import Accelerator
 from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.plan import StepPlan
-from tokserve.runner.device_slots import DeviceSlots
+from tokserve.runner.device_slots import DecodeRows, DeviceSlots
 from tokserve.runner.replay import Step, is_decode
 
 Shape = tuple[int, int]  # tokens, rows
@@ -45,10 +46,11 @@ def prompt_rows(tokens: int, max_rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CudaGraph:
-    """A captured step of `batch`, whose tensors are filled in before each replay."""
+    """A captured step of `batch`, whose tensors are filled in before each replay, or by it for the `rows` of decode."""
 
     batch: ForwardBatch
     run: Callable[[], Tensor]  # [T, ...] of all tokens, good until the next run of any graph
+    rows: DecodeRows | None = None
 
 
 class CudaGraphs(ABC):
@@ -57,6 +59,8 @@ class CudaGraphs(ABC):
     All graphs return the same memory.  `adapters`: as many again for steps in which a row has an adapter, so that the
     others do not pay for it.
     """
+
+    decodes = False
 
     def __init__(
         self, device: Accelerator, slots: DeviceSlots, kv: Pages, step: Step, shapes: list[Shape], *, pool: Any,
@@ -69,10 +73,11 @@ class CudaGraphs(ABC):
         out: Tensor | None = None
         for tokens, rows in reversed(shapes):
             for adapted in (True, False) if adapters else (False,):
-                batch = slots.empty_batch(rows, kv, tokens=tokens, adapters=adapted)
+                decoded = slots.decode_rows(rows, kv, adapters=adapted) if self.decodes else None
+                batch = decoded.batch if decoded else slots.empty_batch(rows, kv, tokens=tokens, adapters=adapted)
                 out = torch.empty_like(step(batch)) if out is None else out
-                run = device.capture(_bound(step, batch, out[:tokens]), pool)
-                self.captured[tokens, rows, adapted] = CudaGraph(batch, run)
+                run = device.capture(partial(_run, step, batch, slots, decoded, out[:tokens]), pool)
+                self.captured[tokens, rows, adapted] = CudaGraph(batch, run, decoded)
 
     @abstractmethod
     def fits(self, plan: StepPlan) -> bool: ...
@@ -81,7 +86,10 @@ class CudaGraphs(ABC):
         count = self._count(plan)
         tokens, rows = self._shapes[bisect_left(self.sizes, count)]
         graph = self.captured[tokens, rows, self._slots.has_adapters(plan)]
-        self._slots.build(plan, graph.batch.kv, graph.batch)
+        if graph.rows is None:
+            self._slots.build(plan, graph.batch.kv, graph.batch)
+        else:
+            self._slots.resume(plan, graph.rows)
         return graph.run()[:count]
 
     def invalidate(self) -> None:
@@ -93,7 +101,9 @@ class CudaGraphs(ABC):
 
 
 class DecodeGraphs(CudaGraphs):
-    """Steps of one token a row; they return logits [R, V]."""
+    """Steps of one token a row, which go on by themselves; they return logits [R, V]."""
+
+    decodes = True
 
     def fits(self, plan: StepPlan) -> bool:
         return bool(self.sizes) and len(plan.slots) <= self.sizes[-1] and is_decode(plan)
@@ -109,5 +119,8 @@ class PromptGraphs(CudaGraphs):
         return bool(self.sizes) and len(plan.slots) < self._count(plan) <= self.sizes[-1]
 
 
-def _bound(step: Step, batch: ForwardBatch, out: Tensor) -> Callable[[], Tensor]:
-    return lambda: out.copy_(step(batch))
+def _run(step: Step, batch: ForwardBatch, slots: DeviceSlots, rows: DecodeRows | None, out: Tensor) -> Tensor:
+    """What is captured."""
+    if rows is not None:
+        slots.advance(rows)
+    return out.copy_(step(batch))

@@ -3,9 +3,15 @@
 The host's tables stay; the device's hold the same, and sampled tokens before the host knows them, so processors read
 these.  One slot more than there are requests stands for rows that only fill up a batch of fixed size: it
 reads and writes one page that belongs to no request.
+
+A recorded decode step keeps its rows on the device and moves them on by a token each time it runs: as long as the plans
+have these rows, nothing is copied over but new blocks.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,13 +19,41 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.device import Accelerator
-from tokserve.layers.batch import ForwardBatch, Pages
+from tokserve.layers.batch import ForwardBatch, Pages, StateRows
 from tokserve.plan import Int32, NewRow, StepPlan
 from tokserve.runner.slots import Int64, SamplingColumns, Slots, last_indices, logit_lengths
+from tokserve.runner.states import StateTable
+
+
+@dataclass(slots=True)
+class DecodeRows:
+    """The rows of a recorded decode step on the device, and what the host knows of them."""
+
+    batch: ForwardBatch
+    slots: Tensor  # [R] int32
+    computed: Tensor  # [R] int32, tokens before the step's, once it has run
+    lengths: Tensor  # [R] int64, and with the step's
+    last: tuple[Int32, Int32, Int64] | None = None  # of the last plan: slots, num_computed, generation of the slots
+    columns: SamplingColumns | None = None
+    logits_indices: Tensor | None = None
+
+    def are_next(self, plan: StepPlan, generation: Int64) -> bool:
+        """Whether the plan has the rows of the last one, a token further."""
+        if self.last is None or len(plan.slots) != len(self.last[0]):
+            return False
+        slots, computed, before = self.last
+        return bool(
+            (plan.slots == slots).all() and (plan.num_computed == computed + 1).all() and (generation == before).all()
+        )
 
 
 class DeviceSlots(Slots):
-    """As `Slots`; `padding_block` is the page that belongs to no request."""
+    """As `Slots`; `padding_block` is the page that belongs to no request.
+
+    `states`: of the requests in the slots, if the model has recurrent states.
+    """
+
+    states: StateTable | None = None
 
     def __init__(
         self, device: Accelerator, max_num_seqs: int, max_model_len: int, block_size: int, padding_block: int
@@ -39,6 +73,8 @@ class DeviceSlots(Slots):
     def assign(self, row: NewRow) -> None:
         """A request takes the slot."""
         super().assign(row)
+        if self.states is not None:
+            self.states.assign(row)
         self._token_edits.append((row.slot, 0, row.tokens))
 
     def extend(self, slot: int, first: int, blocks: list[int]) -> None:
@@ -92,26 +128,11 @@ class DeviceSlots(Slots):
         Its last row takes the tokens that are missing if it is not the plan's, unless rows have one token each.
         """
         slots, computed, query_start = self._padded_rows(plan, into)
-        adapters = np.full(query_start[-1] if self.has_adapters(plan) else 0, -1, np.int32)
-        if len(adapters):
-            row_adapters = np.repeat(self.adapters[plan.slots], plan.num_tokens)
-            adapters[: len(row_adapters)] = row_adapters
-        sampled, lengths = logit_lengths(plan)
-        logits_indices = last_indices(np.cumsum(plan.num_tokens, dtype=np.int64), plan.num_logits)
-        (
-            slots_dev, computed_dev, starts, sampled_dev, lengths_dev, seeds, greedy, temperature,
-            self.logits_indices, token_edits, tokens, block_edits, blocks, adapters_dev, *filters,
-        ) = self._device.put(
-            [
-                slots, computed, query_start, sampled.astype(np.int64), lengths, self.seeds[sampled],
-                self.greedy[sampled], self.temperature[sampled], logits_indices, *_as_edits(self._token_edits),
-                *_as_edits(self._block_edits), adapters, self.top_k[sampled], self.top_p[sampled], self.min_p[sampled],
-            ]
-        )  # fmt: skip
-        self._token_edits, self._block_edits = [], []
-        ops.edit_rows(self._device_tokens, token_edits, tokens)
-        ops.edit_rows(self._device_blocks, block_edits, blocks)
-        self._columns = SamplingColumns(seeds, lengths_dev, greedy, temperature, sampled_dev, tuple(filters))
+        adapters = self._row_adapters(plan, int(query_start[-1]))
+        arrays: list[Int32 | Int64] = [slots, computed, query_start, adapters]
+        if self.states is not None:
+            arrays += [self.states.step.rows, self.states.step.start, self.states.step.end, self.states.step.saves]
+        slots_dev, computed_dev, starts, adapters_dev, *states = self._put(plan, arrays)
         width = -(-int((plan.num_computed + plan.num_tokens).max()) // self.block_size)
         batch = self._empty(int(query_start[-1]), len(slots), width, starts, kv) if into is None else into
         ops.prepare_step(
@@ -120,11 +141,80 @@ class DeviceSlots(Slots):
         )  # fmt: skip
         if into is not None and len(into.input_ids) > len(slots):
             into.query_start.copy_(starts)
+        batch.states = StateRows(*states) if states else None
         if into is None:
             batch.adapters = adapters_dev if len(adapters) else None
         elif into.adapters is not None:
             into.adapters.copy_(adapters_dev)
         return batch
+
+    def decode_rows(self, rows: int, kv: Pages, *, adapters: bool) -> DecodeRows:
+        """Rows of a step to be recorded, which begins with `advance`; they are nobody's, until `resume`."""
+        home = self._device.torch_device
+        slots = torch.full((rows,), self._padding_slot, dtype=torch.int32, device=home)
+        lengths = torch.ones(rows, dtype=torch.int64, device=home)
+        return DecodeRows(self.empty_batch(rows, kv, adapters=adapters), slots, torch.zeros_like(slots), lengths)
+
+    def advance(self, rows: DecodeRows) -> None:
+        """Move the rows on by a token, and fill in their batch: work of the device alone."""
+        batch = rows.batch
+        ops.advance_step(
+            self._device_tokens, self._device_blocks, rows.slots, rows.computed, self.block_size, batch.input_ids,
+            batch.positions, batch.slot_mapping, rows.lengths, batch.seq_lens, batch.block_tables,
+        )  # fmt: skip
+
+    def resume(self, plan: StepPlan, rows: DecodeRows) -> None:
+        """Let the next run of the step that has these rows be that of a plan of one token a row."""
+        generation = self.generation(plan.slots)
+        if rows.are_next(plan, generation):
+            if self._token_edits or self._block_edits:
+                self._edit(*self._device.put(self._edits()))
+        else:
+            slots, computed, _ = self._padded_rows(plan, rows.batch)
+            adapters = self._row_adapters(plan, len(slots))
+            slots_dev, computed_dev, adapters_dev = self._put(plan, [slots, computed - 1, adapters])
+            rows.slots.copy_(slots_dev)
+            rows.computed.copy_(computed_dev)
+            if rows.batch.adapters is not None:
+                rows.batch.adapters.copy_(adapters_dev)
+            assert self._columns is not None
+            rows.columns = replace(self._columns, lengths=rows.lengths[: len(plan.slots)])
+            rows.logits_indices = self.logits_indices
+        rows.last = plan.slots.copy(), plan.num_computed.copy(), generation
+        self._columns, self.logits_indices = rows.columns, rows.logits_indices
+
+    def _put(self, plan: StepPlan, arrays: Sequence[Int32 | Int64]) -> list[Tensor]:
+        """Copy these over, with the columns of the plan's rows of logits and what has changed in the tables."""
+        sampled, lengths = logit_lengths(plan)
+        logits_indices = last_indices(np.cumsum(plan.num_tokens, dtype=np.int64), plan.num_logits)
+        columns = [
+            self.seeds[sampled], lengths, self.greedy[sampled], self.temperature[sampled], sampled.astype(np.int64),
+            self.top_k[sampled], self.top_p[sampled], self.min_p[sampled], logits_indices,
+        ]  # fmt: skip
+        count = len(arrays)
+        copies = self._device.put([*arrays, *columns, *self._edits()])
+        seeds, lengths_dev, greedy, temperature, slots, *filters, self.logits_indices = copies[count:-4]
+        self._columns = SamplingColumns(seeds, lengths_dev, greedy, temperature, slots, tuple(filters))
+        self._edit(*copies[-4:])
+        return copies[:count]
+
+    def _edits(self) -> list[Int32]:
+        """What has changed in the tables of tokens and blocks since the last call, for `_edit`."""
+        edits = [*_as_edits(self._token_edits), *_as_edits(self._block_edits)]
+        self._token_edits, self._block_edits = [], []
+        return edits
+
+    def _edit(self, token_edits: Tensor, tokens: Tensor, block_edits: Tensor, blocks: Tensor) -> None:
+        ops.edit_rows(self._device_tokens, token_edits, tokens)
+        ops.edit_rows(self._device_blocks, block_edits, blocks)
+
+    def _row_adapters(self, plan: StepPlan, tokens: int) -> Int32:
+        """The adapter of each of so many tokens, those that fill up a batch last; empty if none has one."""
+        adapters = np.full(tokens if self.has_adapters(plan) else 0, -1, np.int32)
+        if len(adapters):
+            row_adapters = np.repeat(self.adapters[plan.slots], plan.num_tokens)
+            adapters[: len(row_adapters)] = row_adapters
+        return adapters
 
     def _padded_rows(self, plan: StepPlan, into: ForwardBatch | None) -> tuple[Int32, Int32, Int32]:
         """Slots [R], computed tokens [R] and query_start [R + 1] of the plan's rows and those that fill up `into`."""

@@ -15,19 +15,24 @@ from torch import Tensor
 from tokserve import ops
 from tokserve.layers.attention import Attention
 from tokserve.layers.batch import Pages
-from tokserve.layers.linear import Linear
+from tokserve.layers.latent import LatentAttention
+from tokserve.layers.linear import FUSED, GatedLinear, Linear
 from tokserve.layers.lora import LoraSlots, LowRank
+from tokserve.layers.quant import gated
 from tokserve.models.decoder import Decoder
 
 SIZES = (1, 2, 3, 8, 16, 33, 64, 65, 100, 128, 129, 200)  # rows; every tile shape is used
 MOST = 300
 PROMPT, CHUNK = 300, 45  # tokens attention is asked with: more than it takes together, and no multiple of anything
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of queries by number, tables, query_start and seq_lens
+Layer = Attention | LatentAttention
 Product = Callable[[Tensor, Tensor], Tensor]  # of rows [n, inputs], and the adapter [n] int32 of each
 
 
 def unequal_products(model: Decoder) -> list[str]:
     """Names of the projections, of the head, and of what adapters add to such a projection, whose rows depend on how
-    many there are.  Of projections of one name and size the first is checked."""
+    many there are, and of gates that do on whether they are fused.  Of projections of one name and size the first is
+    checked."""
     linears: dict[tuple[str, int, int], Linear] = {}
     for path, linear in model.named_linears().items():
         linears.setdefault((path.rpartition(".")[2], linear.inputs, linear.outputs), linear)
@@ -35,6 +40,7 @@ def unequal_products(model: Decoder) -> list[str]:
         name for (name, *_), linear in linears.items()
         if not is_batch_invariant(_plain(linear), linear.inputs, linear.dtype)
     ]  # fmt: skip
+    unequal += [f"the gate of {name}" for (name, *_), linear in linears.items() if not _gates_alike(linear)]
     if not is_batch_invariant(_plain(model.logits), model.spec.hidden, model.dtype):
         unequal.append("head")
     for (name, *_), linear in linears.items():
@@ -50,6 +56,15 @@ def accept_libraries(model: Decoder) -> list[tuple[int, int]]:
     return [
         kind for kind, packed in kinds.items() if isinstance(packed, ops.PackedWeight) and ops.accept_library(packed)
     ]
+
+
+def _gates_alike(linear: Linear) -> bool:
+    """Whether a gate fused with its product has the bits of both by themselves, as of rows with an adapter."""
+    if not isinstance(linear, GatedLinear) or linear.activation not in FUSED:
+        return True
+    rows = _random(0, MOST, linear.inputs).to(ops.torch_device, linear.dtype)
+    both = linear.quant.gated_linear(rows, linear.packed, linear.bias, None)
+    return torch.equal(linear(rows), gated(both, linear.activation))
 
 
 def is_batch_invariant(product: Product, inputs: int, dtype: torch.dtype) -> bool:
@@ -68,37 +83,64 @@ def is_batch_invariant(product: Product, inputs: int, dtype: torch.dtype) -> boo
 def unequal_attention(model: Decoder, pages: Pages) -> list[str]:
     """Descriptions of the kinds of attention layers whose decode steps, chunks and whole prompts differ in bits.
 
-    `pages` are the layers' tensors, of which only shapes and types count.  Layers with another cache are not asked.
+    `pages` are the layers' tensors, of which only shapes and types count.  Layers with states are not asked.
     """
-    kinds: dict[tuple[Any, ...], tuple[Attention, tuple[Tensor, ...]]] = {}
-    for block, tensors in zip(model.blocks, pages, strict=False):
+    kinds: dict[tuple[Any, ...], tuple[str, Layer, Tensor]] = {}
+    for block, (cache, *_) in zip(model.blocks, pages, strict=False):
         layer = block.attention
         if isinstance(layer, Attention):
-            kind = (layer.heads, layer.kv_heads, layer.dim, layer.window, layer.softcap, layer.sinks is None)
-            kinds.setdefault(kind, (layer, tensors))
-    return [
-        f"attention of {layer.heads} heads of {layer.dim}" + (f" over {layer.window} tokens" if layer.window else "")
-        for layer, tensors in kinds.values() if not attends_alike(layer, tensors)
-    ]  # fmt: skip
+            kind: tuple[Any, ...] = (layer.kv_heads, layer.dim, layer.window, layer.softcap, layer.sinks is None)
+            name = f"attention of {layer.heads} heads of {layer.dim}"
+            name += f" over {layer.window} tokens" if layer.window else ""
+            kinds.setdefault((layer.heads, *kind), (name, layer, cache))
+        elif isinstance(layer, LatentAttention):
+            name = f"latent attention of {layer.heads} heads"
+            kinds.setdefault((layer.heads,), (name, layer, cache))
+    return [name for name, layer, cache in kinds.values() if not attends_alike(layer, cache)]
 
 
-def attends_alike(layer: Attention, pages: tuple[Tensor, ...]) -> bool:
-    """Whether queries have the same bits in a step, in a chunk and in the whole prompt, another row beside them."""
-    keys = pages[0]
-    page, home = keys.shape[2], keys.device
-    count = -(-PROMPT // page)
-    k, v = (_random(seed, count, *keys.shape[1:]).to(home).to(layer.dtype).to(keys.dtype) for seed in (1, 2))
-    q = _random(3, PROMPT, layer.heads, layer.dim).to(home, layer.dtype)
+def _attention(layer: Attention, cache: Tensor) -> Attend:
+    pages = -(-PROMPT // cache.shape[2])
+    k, v = (_random(seed, pages, *cache.shape[1:]).to(cache.device, layer.dtype).to(cache.dtype) for seed in (1, 2))
+    q = _random(3, PROMPT, layer.heads, layer.dim).to(cache.device, layer.dtype)
+
+    def attend(rows: Tensor, tables: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+        return ops.paged_attention(
+            q[rows], k, v, tables, starts, ends, layer.scale * layer.k_scale, layer.window, layer.v_scale,
+            layer.softcap, layer.sinks,
+        )  # fmt: skip
+
+    return attend
+
+
+def _latent_attention(layer: LatentAttention, cache: Tensor) -> Attend:
+    latent, rotated = layer.spec.latent, layer.spec.rope.dim
+    kept = _random(1, -(-PROMPT // cache.shape[1]), *cache.shape[1:]).to(cache.device, cache.dtype)
+    q, q_rope = (
+        _random(seed, PROMPT, layer.heads, width).to(cache.device, layer.dtype)
+        for seed, width in ((2, latent), (3, rotated))
+    )
+
+    def attend(rows: Tensor, tables: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+        return ops.latent_attention(q[rows], q_rope[rows], kept, tables, starts, ends, layer.spec.scale)
+
+    return attend
+
+
+def attends_alike(layer: Layer, cache: Tensor) -> bool:
+    """Whether queries have the same bits in a step, in a chunk and in the whole prompt, another row beside them.
+
+    `cache`: the layer's first tensor, of which only shape and type count.
+    """
+    page, home = cache.shape[-2], cache.device
+    attention = _latent_attention(layer, cache) if isinstance(layer, LatentAttention) else _attention(layer, cache)
 
     def attend(*spans: tuple[int, int]) -> Tensor:
         counts = torch.tensor([0, *(end - start for start, end in spans)], device=home)
         ends = torch.tensor([end for _, end in spans], dtype=torch.int32, device=home)
-        tables = torch.arange(count, dtype=torch.int32, device=home).repeat(len(spans), 1)
-        rows = torch.cat([q[start:end] for start, end in spans])
-        return ops.paged_attention(
-            rows, k, v, tables, counts.cumsum(0).int(), ends, layer.scale * layer.k_scale, layer.window,
-            layer.v_scale, layer.softcap, layer.sinks,
-        )  # fmt: skip
+        tables = torch.arange(-(-PROMPT // page), dtype=torch.int32, device=home).repeat(len(spans), 1)
+        rows = torch.cat([torch.arange(start, end, device=home) for start, end in spans])
+        return attention(rows, tables, counts.cumsum(0).int(), ends)
 
     whole = attend((0, PROMPT))
     step, chunk = attend((PROMPT - 1, PROMPT), (0, 1)), attend((PROMPT - CHUNK, PROMPT), (0, 1))

@@ -129,10 +129,10 @@ def allocate(layout: KVLayout) -> Pages:
     ]
 
 
-def _tensors(layout: KVLayout, spec: LayerSpec) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
-    """Rows, shape of a row and dtype of each of a layer's tensors."""
+def _tensors(layout: KVLayout, spec: LayerSpec, spare: int = 0) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
+    """Rows, shape of a row and dtype of each of a layer's tensors, with `spare` blocks more."""
     if isinstance(spec, KVSpec):
-        return [(layout.num_blocks, shape, DTYPES[spec.dtype]) for shape in spec.shapes(layout.block_size)]
+        return [(layout.num_blocks + spare, shape, DTYPES[spec.dtype]) for shape in spec.shapes(layout.block_size)]
     assert layout.states is not None
     rows = layout.states.slots + layout.states.snapshots
     return [(rows, shape, DTYPES[dtype]) for shape, dtype in spec.state_shapes(layout.states.spare_inputs)]
@@ -140,22 +140,18 @@ def _tensors(layout: KVLayout, spec: LayerSpec) -> list[tuple[int, tuple[int, ..
 
 def allocate_on(home: torch.device, layout: KVLayout, *, spare: int = 0) -> Pages:
     """As `allocate`, in a device's own memory, with `spare` blocks more."""
-    blocks = layout.num_blocks + spare
-    specs = [spec for spec in layout.specs if isinstance(spec, KVSpec)]
-    if len(specs) < len(layout.specs):
-        raise StartError("models with recurrent states run on a CPU; this device does not have them yet")
     try:
         return [
             tuple(
-                torch.zeros(blocks, *shape, dtype=DTYPES[spec.dtype], device=home)
-                for shape in spec.shapes(layout.block_size)
+                torch.zeros(rows, *shape, dtype=dtype, device=home)
+                for rows, shape, dtype in _tensors(layout, spec, spare)
             )
-            for spec in specs
+            for spec in layout.specs
         ]
     except torch.OutOfMemoryError as error:
         raise StartError(
-            f"cannot allocate {layout.bytes()} bytes for the KV cache; lower --gpu-memory-utilization or give "
-            "--kv-cache-memory-bytes"
+            f"cannot allocate {layout.bytes() + layout.state_bytes()} bytes for the KV cache and recurrent states; "
+            "lower --gpu-memory-utilization or give --kv-cache-memory-bytes"
         ) from error
 
 

@@ -18,7 +18,6 @@ from tokserve.classifier import is_classifier, with_token_ids
 from tokserve.config import Config, KVStorePlan, RuntimeConfig
 from tokserve.device import Accelerator, Device
 from tokserve.errors import NotBuiltIn, StartError
-from tokserve.kv_spec import StateSpec
 from tokserve.layers.recurrent import GatedDeltaSpec, ShortConvSpec
 from tokserve.models import load as models
 from tokserve.models.decoder import Decoder
@@ -176,8 +175,7 @@ def _model(config: Config, target: Device | Accelerator, ranks: Ranks) -> Decode
         raise
     return models.load(
         directory, hf,
-        has_float8=target.has_float8, has_wna16=not isinstance(target, Accelerator),
-        group=ranks.group, stage=ranks.stage, **common,
+        has_float8=target.has_float8, group=ranks.group, stage=ranks.stage, **common,
     )  # fmt: skip
 
 
@@ -231,8 +229,6 @@ def make_backend(
         if config.model.enable_return_routed_experts:
             raise StartError("option enable_return_routed_experts: needs all layers in one stage")
     if isinstance(target, Accelerator):
-        if any(isinstance(spec, StateSpec) for spec in specs):
-            raise StartError("models with recurrent states run on a CPU; this device does not have them yet")
         if config.model.enable_return_routed_experts:
             raise StartError("option enable_return_routed_experts is for the CPU; this device does not have it yet")
         return CudaBackend(target, specs, config, max_model_len, model, draft, ranks)
