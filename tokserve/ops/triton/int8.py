@@ -59,11 +59,17 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @quant.pack_linear_int8.implement("triton", device="cuda")
 @quant.pack_gated_int8.implement("triton", device="cuda")
-def pack(weight: Tensor) -> PackedInt8:
+def pack(weight: Tensor, rows: int | None = None, first: int = 0, into: PackedInt8 | None = None) -> PackedInt8:
     """Values and scales on the GPU."""
-    rows, columns = weight.shape
     values, scales = quantize(weight.to(torch_device()).contiguous())
-    return PackedInt8(rows, columns, values, scales)
+    if into is None and (rows is None or rows == len(weight)):
+        return PackedInt8(*weight.shape, values, scales)
+    if into is None:
+        whole = values.new_empty(rows, weight.shape[1]), scales.new_empty(rows)
+        into = PackedInt8(*whole[0].shape, *whole)
+    part = slice(first, first + len(weight))
+    into.packed[part], into.scales[part] = values, scales
+    return into
 
 
 @quant.linear_int8.implement("triton", device="cuda")

@@ -107,6 +107,12 @@ def wna16_kernel(
     tl.store(out_ptr + offset, total.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_outputs[None, :])
 
 
+@wna16.quantize_int4.implement("triton", device="cuda")
+def quantize_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """By torch, on the GPU."""
+    return wna16.quantize_int4.reference(weight.to(torch_device()), group)
+
+
 @wna16.pack_wna16.implement("triton", device="cuda")
 @wna16.pack_gated_wna16.implement("triton", device="cuda")
 def pack(parts: Sequence[QuantizedRows], rounded: bool = False) -> PackedWna16:
