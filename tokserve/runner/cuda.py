@@ -51,6 +51,7 @@ class CudaBackend:
         self._max_rows = config.scheduler.rows
         self._max_model_len = max_model_len
         self._max_tokens = min(config.scheduler.token_budget, max_model_len)  # of one prompt in a step
+        self._is_alone = ranks.size == 1
         has_states = any(isinstance(spec, StateSpec) for spec in specs)
         if draft is not None and has_states:
             raise StartError(
@@ -175,6 +176,8 @@ class CudaBackend:
 
     def capture(self, model: Decoder) -> None:
         if self._eager:
+            if self._is_alone:  # what ranks do together, steps alone begin
+                self._try_numbers_of_rows(model)
             return
         self.invalidate()
         decode = [(size, size) for size in decode_sizes(self._max_rows)]
@@ -197,6 +200,19 @@ class CudaBackend:
                 f"no memory is left to record graphs of up to {self._max_rows} rows; lower --gpu-memory-utilization "
                 "or --max-num-seqs, or give --enforce-eager"
             ) from error
+
+    def _try_numbers_of_rows(self, model: Decoder) -> None:
+        """Steps of nobody's rows, of tokens and of prompts, for each power of two from 16 on: kernels are compiled for
+        these, and no request is to wait for that."""
+        home = self.device.torch_device
+        for size in (1 << bits for bits in range(4, self._max_rows.bit_length() + 1)):
+            rows = min(size, self._max_rows)
+            for tokens in (rows, rows + 1):
+                batch = self.slots.empty_batch(rows, self.kv, tokens=tokens)
+                columns = torch.zeros(rows, dtype=torch.int32, device=home)
+                saves = torch.zeros(0, 3, dtype=torch.int32, device=home)
+                batch.states = StateRows(columns.long() - 1, columns, columns, saves)
+                model.forward(batch)
 
     def invalidate(self) -> None:
         for graphs in (self.decode_graphs, self.prompt_graphs, self._draft_graphs):

@@ -46,6 +46,7 @@ WIDE = 128
 FLOAT32_KEYS, FLOAT32_TILE = 32, 16  # the same in float32, which has no matrix unit: larger tiles spill
 WARPS = 4
 SCRATCH = 1 << 28  # bytes of partial results that rows with several queries may take; more queries go to prefill
+LEAST_ROWS = 16
 MERGE_STAGES = tl.constexpr(5)  # splits in flight, the one that is merged included
 LOG2_E = 1.4426950408889634
 LOG2_E_IN_KERNELS = tl.constexpr(LOG2_E)
@@ -347,6 +348,11 @@ def divide(q: Tensor, cache: Tensor, block_tables: Tensor) -> Launch:
     )  # fmt: skip
 
 
+def rows_block(rows: int) -> int:
+    """Rows that kernels are compiled for: up to LEAST_ROWS, and each power of two from there on."""
+    return max(LEAST_ROWS, triton.next_power_of_2(rows))
+
+
 @attention.attention_work.implement("triton", device="cuda")
 def attention_work(
     q: Tensor, k_cache: Tensor, block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, window: int
@@ -357,7 +363,7 @@ def attention_work(
     if rows:
         work_kernel[(1,)](
             query_start, seq_lens, work, rows, launch.packed, rows * kv_heads, window, SPLIT,
-            launch.prompt_tile // (q.shape[1] // kv_heads), triton.next_power_of_2(rows),
+            launch.prompt_tile // (q.shape[1] // kv_heads), rows_block(rows),
             is_dependent(q.device.index), num_warps=4, **launched(q.device.index),
         )  # fmt: skip
     return work
@@ -390,7 +396,7 @@ def paged_attention(
     if work is None:
         work = attention_work(q, k_cache, block_tables, query_start, seq_lens, window)
     launch, group = divide(q, k_cache, block_tables), heads // kv_heads
-    dim_block, rows_block = max(16, triton.next_power_of_2(dim)), triton.next_power_of_2(rows)
+    dim_block = max(16, triton.next_power_of_2(dim))
     shape = (group, kv_heads, dim, page, window, SPLIT, launch.keys, dim_block, softcap > 0.0)
     scale *= 1.0 if softcap > 0.0 else LOG2_E  # capped scores are multiplied by it in the kernel
     inputs = (q, k_cache, v_cache, block_tables, query_start, seq_lens, work)
@@ -399,7 +405,7 @@ def paged_attention(
         tiles = tokens // (launch.prompt_tile // group) + rows
         prefill_kernel[(min(multiprocessors(q.device.index), tiles * kv_heads),)](
             *inputs, *outputs, rows, scale, softcap, v_scale, *strides, page * dim, *shape, launch.prompt_tile,
-            sinks is not None, rows_block, is_dependent(q.device.index), num_warps=launch.prompt_warps,
+            sinks is not None, rows_block(rows), is_dependent(q.device.index), num_warps=launch.prompt_warps,
             num_stages=launch.config["prefill_stages"], **launched(q.device.index),
         )  # fmt: skip
     lines = launch.packed * group
@@ -407,7 +413,7 @@ def paged_attention(
     maxima, row_sums = q.new_empty((2, triton.cdiv(len(parts), 4) * 4), dtype=torch.float32).unbind()
     decode_kernel[(launch.programs,)](
         *inputs, parts, maxima, row_sums, *outputs, rows, scale, softcap, v_scale, *strides, launch.capacity, lines,
-        page * dim, *shape, launch.tile, sinks is not None, rows_block, triton.next_power_of_2(group),
+        page * dim, *shape, launch.tile, sinks is not None, rows_block(rows), triton.next_power_of_2(group),
         is_dependent(q.device.index), num_warps=WARPS, num_stages=launch.config["decode_stages"],
         **launched(q.device.index),
     )  # fmt: skip
