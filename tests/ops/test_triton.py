@@ -153,6 +153,18 @@ def test_products_of_integers(dtype: torch.dtype) -> None:
     same((to_cpu(call(to_device(x[1:2]), packed, None, torch.float32)),), (result[1:2],))
 
 
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_weights_are_rounded_into_their_places_part_by_part(kind: str) -> None:
+    weight = randn(torch.float32, 1, 20, 40)
+    name, options = ("pack_gated_int4", (32, False)) if kind == "int4" else ("pack_gated_int8", ())
+    pack, into = OPS[name].implementations["triton"].call, None
+    for first, last in ((8, 20), (0, 3), (3, 8)):
+        into = pack(to_device(weight[first:last]), *options, 20, first, into)
+    call, x = on_device(f"linear_{'wna16' if kind == 'int4' else kind}"), randn(torch.float32, 2, 3, 40)
+    assert into is not None and into.rows == 20
+    same((call(x, into, None),), (call(x, pack(to_device(weight), *options), None),))
+
+
 def test_experts_of_integers() -> None:
     """Experts of two kinds, one of floats, and one that no token chose; a token alone."""
     pack, call = OPS["pack_wna16"].implementations["triton"].call, OPS["experts_wna16"].implementations["triton"].call

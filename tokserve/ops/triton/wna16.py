@@ -130,7 +130,7 @@ def pack_int4(
     weight: Tensor, group: int, rounded: bool = False, rows: int | None = None, first: int = 0,
     into: PackedWna16 | None = None,
 ) -> PackedWna16:  # fmt: skip
-    codes, scales = wna16.quantize_int4.reference(weight, group)
+    codes, scales = quantize_int4(weight, group)
     made = pack((QuantizedRows(codes, SIGNED, group, scales),), rounded)
     (part,) = made.parts
     if into is None:
