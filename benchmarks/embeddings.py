@@ -38,11 +38,14 @@ WORDS = 4000  # ids that prompts are made of
 def make(directory: Path, dtype: str) -> None:
     """The checkpoint with a tokenizer whose words are numbers, so that peers read the same ids from texts."""
     import tokenizers
+    from safetensors.torch import load_file, save_file
     from tokenizers.processors import TemplateProcessing
 
     from tokserve.models.dummy import write_checkpoint
 
     write_checkpoint(directory, CONFIG | {"dtype": dtype})
+    weights = directory / "model.safetensors"  # released encoders have names without a prefix, and vLLM reads no others
+    save_file({name.removeprefix("bert."): tensor for name, tensor in load_file(weights).items()}, weights)
     vocabulary = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3} | {f"w{i}": i for i in range(4, WORDS)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -103,7 +106,9 @@ def work(kind: str, directory: str, dtype: str, threads: int) -> None:
 
 def start(python: str, kind: str, args: argparse.Namespace) -> subprocess.Popen[str]:
     command = [python, __file__, args.checkpoint, "--work", kind, "--dtype", args.dtype, "--threads", str(args.threads)]
-    env = os.environ | {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: args.threads]))
+    vllm = {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_CPU_KVCACHE_SPACE": "2"}
+    env = os.environ | {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"} | vllm
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
 
 
