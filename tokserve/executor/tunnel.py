@@ -48,7 +48,9 @@ class Tunnel:
     def _listen(self, host: str, keys: EngineKeys) -> str:
         self._check = KeyCheck(self._context, self._pipe, keys)
         self._pipe.bind(f"tcp://{host}:*")
-        return self._pipe.last_endpoint.decode().removeprefix("tcp://")
+        endpoint = self._pipe.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        return endpoint.decode().removeprefix("tcp://")
 
     def _connect(self, address: str, keys: ClientKeys) -> str:
         secure_client(self._pipe, keys)

@@ -77,9 +77,9 @@ class Embedding:
             assert isinstance(packed, ops.PackedWeight)
             self.packed = packed
             return
-        self.packed = pack_rows(ops.pack_linear, part, self.dtype, len(part))
+        self.packed = packed = pack_rows(ops.pack_linear, part, self.dtype, len(part))
         if self.head is not None:
-            self.head.tie(part, self.packed)
+            self.head.tie(part, packed)
 
     def load_stored(self, weight: StoredWeight) -> None:
         """Take the weight as it is stored, for the tied head too."""

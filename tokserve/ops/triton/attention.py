@@ -350,7 +350,7 @@ def divide(q: Tensor, cache: Tensor, block_tables: Tensor) -> Launch:
 
 def rows_block(rows: int) -> int:
     """Rows that kernels are compiled for: up to LEAST_ROWS, and each power of two from there on."""
-    return max(LEAST_ROWS, triton.next_power_of_2(rows))
+    return max(LEAST_ROWS, int(triton.next_power_of_2(rows)))
 
 
 @attention.attention_work.implement("triton", device="cuda")

@@ -62,12 +62,13 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 def pack(weight: Tensor, rows: int | None = None, first: int = 0, into: PackedInt8 | None = None) -> PackedInt8:
     """Values and scales on the GPU."""
     values, scales = quantize(weight.to(torch_device()).contiguous())
-    if into is None and (rows is None or rows == len(weight)):
-        return PackedInt8(*weight.shape, values, scales)
+    height, columns = weight.shape
+    if into is None and rows in (None, height):
+        return PackedInt8(height, columns, values, scales)
     if into is None:
-        whole = values.new_empty(rows, weight.shape[1]), scales.new_empty(rows)
-        into = PackedInt8(*whole[0].shape, *whole)
-    part = slice(first, first + len(weight))
+        assert rows is not None
+        into = PackedInt8(rows, columns, values.new_empty(rows, columns), scales.new_empty(rows))
+    part = slice(first, first + height)
     into.packed[part], into.scales[part] = values, scales
     return into
 
