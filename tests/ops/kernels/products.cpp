@@ -1,5 +1,5 @@
-// linear and linear_int8 with every dtype, gate, tile height and edge of a panel; quantize_rows and quantize_int4; route and
-// combine.
+// linear and linear_int8 with every dtype, gate, tile height and edge of a panel; quantize_rows and quantize_int4;
+// route and combine.
 #include "cases.h"
 
 namespace tokserve::cases {
