@@ -102,6 +102,7 @@ TRITON = Need(
     "Triton",
     (
         "ops/test_launch.py",
+        "ops/test_sm90.py",
         "ops/test_triton.py",
         "ops/test_tuning.py",
         "runner/test_gpu_probe.py",
@@ -173,7 +174,7 @@ GPU = Need(
 )
 RAY = Need(
     "Ray",
-    ("ray/test_engines.py", "ray/test_data.py", "ray/test_examples.py", "ray/test_serve.py"),
+    ("ray/test_engines.py", "ray/test_data.py", "ray/test_examples.py", "ray/test_ranks.py", "ray/test_serve.py"),
     lambda: _has_module("ray.serve"),
     "pip install -e '.[ray]'",
 )

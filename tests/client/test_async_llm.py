@@ -535,7 +535,7 @@ def test_statistics_on_demand(play: Callable[..., None]) -> None:
         with pytest.raises(EngineDead):
             await llm.call("silence")
         await llm.refresh(5)
-        assert llm.stats == StepStats(steps=77)
+        assert llm.stats == StepStats()  # a lost engine has no state
 
     play(scene)
 

@@ -376,7 +376,7 @@ def test_speculation_that_is_not_served(checkpoint: Path, options: dict[str, Any
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "data_parallel_backend ray needs cpu_threads: the CPUs that each engine gets of its node"),
+        ({}, "data_parallel_backend ray needs cpu_threads: the CPUs that each engine gets of the cluster"),
         ({"cpu_bind": "0"}, "option cpu_bind: CPUs of another node cannot be named (data_parallel_backend ray)"),
         ({"cpu_threads": 99, "api_server_count": 2}, "data_parallel_backend ray goes with api_server_count 1"),
     ],

@@ -119,7 +119,7 @@ class StreamListener:
 class PairListener(StreamListener):
     """Listener protocol: for each rank a pair of connected sockets, of which its process inherits one.
 
-    Whoever starts the process closes the number that is in the invitation.
+    The caller that starts the process closes the number that is in the invitation.
     """
 
     def invite(self, rank: int) -> Invitation:

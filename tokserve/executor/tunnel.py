@@ -2,7 +2,7 @@
 
 Each end is a local socket, which `channel` uses as if it were connected to the other end; a thread carries the bytes.
 When an end is closed or its process is gone, the other is closed.  The end that listens cannot see every loss of a
-connection: whoever watches the other process must close the stream.
+connection: the caller, who watches the other process, must close the stream.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def advance_step(
     """Each row goes on by a token: adds 1 to computed [R] int32, and fills in a batch as `prepare_step` does for the
     token of slots[r] at that position, and lengths [R] int64, the number of tokens up to it.
 
-    The last slot is nobody's and stays at 0.
+    The last slot is padding and stays at 0.
     """
     computed.copy_(torch.where(slots == len(tokens) - 1, 0, computed + 1))
     starts = torch.arange(len(slots) + 1, dtype=torch.int32)

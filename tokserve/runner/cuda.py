@@ -202,7 +202,7 @@ class CudaBackend:
             ) from error
 
     def _try_numbers_of_rows(self, model: Decoder) -> None:
-        """Steps of nobody's rows, of tokens and of prompts, for each power of two from 16 on: kernels are compiled for
+        """Steps of padding rows, of tokens and of prompts, for each power of two from 16 on: kernels are compiled for
         these, and no request is to wait for that."""
         home = self.device.torch_device
         for size in (1 << bits for bits in range(4, self._max_rows.bit_length() + 1)):

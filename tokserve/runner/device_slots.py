@@ -149,7 +149,7 @@ class DeviceSlots(Slots):
         return batch
 
     def decode_rows(self, rows: int, kv: Pages, *, adapters: bool) -> DecodeRows:
-        """Rows of a step to be recorded, which begins with `advance`; they are nobody's, until `resume`."""
+        """Rows of a step to be recorded, which begins with `advance`; they are padding until `resume`."""
         home = self._device.torch_device
         slots = torch.full((rows,), self._padding_slot, dtype=torch.int32, device=home)
         lengths = torch.ones(rows, dtype=torch.int64, device=home)

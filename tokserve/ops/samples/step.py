@@ -41,7 +41,7 @@ def prepare_step(dtype: torch.dtype) -> Samples:
 
 
 def advance_step(dtype: torch.dtype) -> Samples:
-    """The last row is nobody's."""
+    """The last row is padding."""
     for page, context, rows in ((4, 50, [(3, 0)]), (16, 2500, [(1, -1), (0, 2498), (3, 15), (2, 14), (4, 7)])):
         width = -(-context // page)
         tokens = torch.arange(5 * context, dtype=dtype).view(5, context)

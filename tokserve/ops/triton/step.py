@@ -82,15 +82,15 @@ def prepare_step(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["token_stride", "block_stride", "width", "table_stride", "nobody"])
+@triton.jit(do_not_specialize=["token_stride", "block_stride", "width", "table_stride", "padding_slot"])
 def advance_kernel(
     token_ptr, block_ptr, slot_ptr, computed_ptr, id_out, position_out, mapping_out, length_out, len_out, table_out,
-    token_stride, block_stride, width, table_stride, nobody, PAGE: tl.constexpr, CHUNK: tl.constexpr,
+    token_stride, block_stride, width, table_stride, padding_slot, PAGE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One row: its next token, its length, its part of the block table."""
     row = tl.program_id(0)
     slot = tl.load(slot_ptr + row)
-    position = tl.where(slot == nobody, 0, tl.load(computed_ptr + row) + 1)
+    position = tl.where(slot == padding_slot, 0, tl.load(computed_ptr + row) + 1)
     slot = slot.to(tl.int64)
     tl.store(computed_ptr + row, position)
     tl.store(len_out + row, position + 1)
