@@ -27,11 +27,10 @@ struct Quads {
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || !defined(__AVX2__)
   using Row = int8_t;
   TOKSERVE_INLINE static u32x16 load_weight(const uint8_t* w, int) {
+    const u32x16 words = load(reinterpret_cast<const uint32_t*>(w));
 #if defined(TOKSERVE_NEON)  // back to signed: SMULL and SDOT take two signed operands
-    return load(reinterpret_cast<const uint32_t*>(w)) ^ broadcast_u32(0x80808080);
+    return words ^ broadcast_u32(0x80808080);
 #else
-    u32x16 words;
-    std::memcpy(&words, w, sizeof words);
     return words;
 #endif
   }
@@ -42,8 +41,7 @@ struct Quads {
     u32x16 even, odd;
   };
   TOKSERVE_INLINE static Words load_weight(const uint8_t* w, int) {
-    u32x16 words;
-    std::memcpy(&words, w, sizeof words);
+    const u32x16 words = load(reinterpret_cast<const uint32_t*>(w));  // a memcpy goes through the stack
     return {words & broadcast_u32(0x00ff00ff), shr<8>(words) & broadcast_u32(0x00ff00ff)};
   }
   TOKSERVE_INLINE static int64_t column(int64_t i) { return (i & ~int64_t{3}) | (i & 1) << 1 | (i >> 1 & 1); }
