@@ -181,7 +181,7 @@ def test_numbers_that_no_float_holds(server: Site, number: str) -> None:
     headers = {"Content-Type": "application/json"}
     refused(server.post(GENERATE, content=raw, headers=headers), 400, "sampling_params.temperature", "out of range")
     raw = '{"messages": [{"role": "user", "content": "x"}], "temperature": ' + number + "}"
-    error = refused(server.post(CHAT, content=raw, headers=headers), 400, None, "out of range")
+    error = refused(server.post(CHAT, content=raw, headers=headers), 400, "temperature", "out of range")
     assert error["code"] == "invalid_body" and "$" not in error["message"]
 
 
@@ -316,6 +316,30 @@ def test_malformed_json_says_where(server: Site, raw: bytes, message: str) -> No
             continue  # the unknown field is told first
         answer = server.post(route, content=raw, headers={"Content-Type": "application/json"})
         assert refused(answer, 400, None, message)["code"] == "invalid_body"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("NaN", "NaN is no JSON"),
+        ("-Infinity", "-Infinity is no JSON"),
+        ("-1e999", "-1e999 is out of range"),
+        ('"\\ud800"', "half of a surrogate pair"),
+        ('{"\\udfff": 1}', "half of a surrogate pair"),
+    ],
+)
+def test_what_json_does_not_have_is_named(server: Site, value: str, message: str) -> None:
+    """Values that Python's json module writes, where each route would take any type."""
+    bodies = {
+        (GENERATE, "sampling_params.extra_args.a[1]"): f'{{"a": [0, {value}]}}',
+        (CHAT, "chat_template_kwargs.a[1]"): f'{{"a": [0, {value}]}}',
+    }
+    for (route, path), part in bodies.items():
+        names = path.removesuffix(".a[1]").split(".")
+        opened = "".join(f'{{"{name}": ' for name in names)
+        content = opened + part + "}" * len(names)
+        answer = server.post(route, content=content, headers={"Content-Type": "application/json"})
+        assert refused(answer, 400, path, message)["code"] == "invalid_body"
 
 
 @pytest.mark.parametrize("raw", [b"", b"\xc1", b"\x81\xa5", b"\x91" * 50_000])

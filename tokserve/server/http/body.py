@@ -60,12 +60,17 @@ def _weight(part: str) -> tuple[str, float]:
     return kind, float(said) if _Q.fullmatch(said) else 1.0
 
 
-def decode(raw: bytes | bytearray | memoryview, packed: bool) -> Any:
-    """The body as dictionaries and lists."""
+def decode(raw: bytes | bytearray | memoryview, packed: bool, field: str = "") -> Any:
+    """The body, or what its `field` holds, as dictionaries and lists."""
     try:
         return msgspec.msgpack.decode(raw) if packed else msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
-        raise errors.malformed(error, "msgpack" if packed else "JSON") from None
+        raise malformed(error, raw, packed, field) from None
+
+
+def malformed(error: Exception, raw: bytes | bytearray | memoryview, packed: bool, field: str = "") -> RequestError:
+    """The error of a body, or of what its `field` holds, that is not valid msgpack or JSON."""
+    return errors.malformed(error, "msgpack") if packed else errors.malformed(error, "JSON", raw, field)
 
 
 def convert(

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from tokserve.errors import RequestError, invalid
+from tokserve.server.http.json_faults import find_fault
 
 SHOWN = 200  # limit of characters of a client's text that an error repeats
 
@@ -92,8 +93,14 @@ def renamed(error: RequestError, field: str) -> RequestError:
     return error
 
 
-def malformed(error: Exception, kind: str) -> RequestError:
-    """The error of a body that is not valid JSON (or msgpack); the message says where it breaks."""
+def malformed(error: Exception, kind: str, raw: bytes | bytearray | memoryview = b"", prefix: str = "") -> RequestError:
+    """The error of a body that is not valid JSON (or msgpack); the message says where it breaks.
+
+    `raw`: the body, if it is JSON, or what its field `prefix` holds.
+    """
+    if fault := find_fault(raw):
+        field = ".".join(part for part in (prefix, fault.path) if part)[:SHOWN]
+        return RequestError(f"{field or 'the body'}: {fault.reason}", field=field or None, code="invalid_body")
     if isinstance(error, RecursionError):
         return RequestError(f"the body is nested too deeply for {kind}", code="invalid_body")
     if isinstance(error, UnicodeDecodeError):

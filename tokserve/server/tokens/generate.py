@@ -24,7 +24,7 @@ from tokserve.prompt import TokenPrompt
 from tokserve.server import compat
 from tokserve.server.generation import Generation, Usage
 from tokserve.server.http import declared, errors
-from tokserve.server.http.body import decode, encode_json, is_msgpack, wants_msgpack
+from tokserve.server.http.body import decode, encode_json, is_msgpack, malformed, wants_msgpack
 from tokserve.server.http.workers import off_loop
 from tokserve.server.replies import logprobs, reply_size, sampling_masks, sse
 from tokserve.server.replies.draft_metrics import ReplyMetrics
@@ -175,7 +175,7 @@ def decode_body(raw: bytes | bytearray | memoryview, packed: bool) -> AnyBody:
     except msgspec.ValidationError as error:
         raise errors.from_msgspec(error, _KNOWN) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise errors.malformed(error, "msgpack" if packed else "JSON") from None
+        raise malformed(error, raw, packed) from None
     errors.refuse_unsupported("ec_transfer_params", body.ec_transfer_params)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", field="stream_options")
@@ -190,14 +190,14 @@ def decode_params(raw: Raw | UnsetType, packed: bool) -> SamplingParams:
         return _msgpack_params(raw) if packed else _json_params(raw)
     except msgspec.ValidationError as error:
         if "out of range" in str(error):  # a number beyond all floats
-            raise errors.from_msgspec(error, (), "sampling_params") from None
-        values = decode(bytes(raw), packed)
+            raise malformed(error, bytes(raw), packed, "sampling_params") from None
+        values = decode(bytes(raw), packed, "sampling_params")
         if values is None:
             return SamplingParams()
         if not isinstance(values, dict):
             raise errors.from_msgspec(error, (), "sampling_params") from None
     except UnicodeDecodeError as error:
-        raise errors.malformed(error, "JSON") from None
+        raise malformed(error, bytes(raw), packed, "sampling_params") from None
     try:
         values = _without_ignored(values)
         return msgspec.convert(values, SamplingParams, str_keys=True)
