@@ -128,8 +128,8 @@ GARBAGE, BROKEN = b"garbage\r\n\r\n", b"POST / HTTP/1.1\r\nHost: a\r\ntransfer-e
 @pytest.mark.parametrize(
     ("first", "then", "answer"),
     [
-        (GET, GARBAGE, b"4\r\npart\r\n"), (GET, BROKEN, b"4\r\npart\r\n"), (GET, GET + BROKEN, b"4\r\npart\r\n"),
-        (POST, GARBAGE, b""), (b"", GARBAGE, b'"code":"invalid_http"}}'), (b"", BROKEN, b'"code":"invalid_http"}}'),
+        (GET, BROKEN, b"4\r\npart\r\n"), (GET, GET + BROKEN, b"4\r\npart\r\n"),
+        (b"", GARBAGE, b'"code":"invalid_http"}}'), (b"", BROKEN, b'"code":"invalid_http"}}'),
     ],
 )  # fmt: skip
 def test_a_refusal_never_gets_into_another_answer(first: bytes, then: bytes, answer: bytes) -> None:
@@ -141,6 +141,42 @@ def test_a_refusal_never_gets_into_another_answer(first: bytes, then: bytes, ans
             connection.data_received(then)
             assert wire.closed and wire.written.endswith(answer)
             assert wire.written.count(b"HTTP/1.1 ") == bool(answer)
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_whole_requests_are_answered_before_garbage_closes_the_connection(requests: int, pieces: int) -> None:
+    """As behind a body that is longer than its Content-Length."""
+
+    async def scene() -> None:
+        with connected() as (connection, wire):
+            sent = [POST * requests, GARBAGE, POST]
+            feed(connection, wire, *([b"".join(sent)] if pieces == 1 else sent))
+            while not wire.closed:
+                await asyncio.sleep(0.001)
+            assert wire.written.count(b"HTTP/1.1 200 OK") == wire.written.count(b"HTTP/1.1 ") == requests
+            assert wire.written.count(b"connection: close") == 1
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /" + b"a" * (MAX_HEAD + 1) + b" HTTP/1.1\r\nHost: a",
+        b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"a" * MAX_HEAD,
+        b"GET / HTTP/1.1\r\nHost: a" + b"\r\nX: a" * (MAX_HEAD // 6),
+    ],
+)
+def test_a_large_head_in_one_piece_is_refused(head: bytes) -> None:
+    async def scene() -> None:
+        with connected() as (connection, wire):
+            connection.data_received(head + b"\r\n\r\n")
+            assert (
+                wire.closed and wire.written.startswith(b"HTTP/1.1 431 ") and b'"code":"head_too_large"' in wire.written
+            )
 
     asyncio.run(scene())
 

@@ -32,7 +32,7 @@ FREE_CHUNKS = 1024  # so many chunks of a body may have any size
 MIN_CHUNK = 64  # mean bytes of a chunk, at least, in a body of more chunks
 WRITE = "tokserve.write"  # key of a `Write` in the scope of a request: writes to its connection without a task
 STALLED = "tokserve.stalled"  # key in the scope of a request whose client was disconnected because it did not read
-MAX_HEAD = 64 << 10  # bytes of a request before its body; one that arrives in one piece may be a little longer
+MAX_HEAD = 64 << 10  # bytes of a request before its body
 
 
 class HeadTooLarge(RequestError):
@@ -59,6 +59,7 @@ class Protocol(HttpToolsProtocol):
         self._stall_timer: asyncio.TimerHandle | None = None  # while the connection is full
         self._head: int | None = 0  # bytes so far of an unfinished head, or of trailers; None in a body
         self._refusal: RequestError | None = None  # why the parser was stopped
+        self._ended = False  # what follows the last request is not HTTP/1.1, and not read
         self._pieces: list[bytes] = []  # of the body, not yet passed to the application
         self._gathered = 0  # their bytes
         self._gathering: asyncio.TimerHandle | None = None
@@ -101,6 +102,8 @@ class Protocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
 
     def _read(self, received: bytes) -> None:
+        if self._ended:
+            return
         if self._head is not None:
             self._head += len(received)
         try:
@@ -113,7 +116,7 @@ class Protocol(HttpToolsProtocol):
             self._hang_up(self._refusal or invalid)
         else:
             if self._head is not None and self._head > MAX_HEAD:
-                self._hang_up(HeadTooLarge(f"the headers are larger than {MAX_HEAD >> 10} KiB", code="head_too_large"))
+                self._hang_up(_head_too_large())
 
     data_received = _read  # type: ignore[assignment]  # asyncio's name for it; there, the argument is `data`
 
@@ -123,7 +126,7 @@ class Protocol(HttpToolsProtocol):
         self._chunks = self._chunked = 0
         if self.parser.get_http_version() not in VERSIONS:
             self._refuse(VersionNotSupported("this server speaks HTTP/1.1", code="http_version"))
-        self._check_framing()
+        self._check_head()
         if not self.parser.should_upgrade():
             self._unset_keepalive_if_required()  # only for a whole head: a client could send one byte by byte
             super().on_headers_complete()
@@ -134,10 +137,11 @@ class Protocol(HttpToolsProtocol):
             self.scope[WRITE] = partial(_write, self.cycle)  # type: ignore[literal-required]
             self.headers = []  # what comes from here on are trailers, which are not part of the request's headers
 
-    def _check_framing(self) -> None:
-        """Refuse what a proxy in front may read in another way (RFC 9112, 3.2 and 6.1)."""
-        hosts = 0
+    def _check_head(self) -> None:
+        """Refuse a head that is too large, or that a proxy in front may read in another way (RFC 9112, 3.2 and 6.1)."""
+        hosts, size = 0, len(self.url)
         for name, value in self.headers:
+            size += len(name) + len(value) + len(": \r\n")
             if name == b"host":
                 hosts += 1
             elif name == b"transfer-encoding" and value.strip().lower() != b"chunked":
@@ -145,6 +149,8 @@ class Protocol(HttpToolsProtocol):
                 self._refuse(RequestError(what, code="invalid_http"))
         if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
             self._refuse(RequestError("a request has one Host header", code="invalid_http"))
+        if size > MAX_HEAD:
+            self._refuse(_head_too_large())
 
     def on_chunk_header(self) -> None:
         """Count chunks, which cost time of the event loop, and the bytes of trailers, which follow the last header."""
@@ -198,14 +204,21 @@ class Protocol(HttpToolsProtocol):
         raise error
 
     def _hang_up(self, error: RequestError) -> None:
-        """Respond with an error and close; without the response if another request's is under way."""
+        """Respond with an error and close, or, behind a request that has all of its body, close after its response."""
         cycle = self.cycle
-        broken = cycle is not None and cycle.more_body and not cycle.response_started and not self.pipeline
-        if cycle is None or cycle.response_complete or broken:
+        if cycle is not None and not cycle.more_body and not cycle.response_complete:
+            self._ended = True
+            cycle.keep_alive = False
+            return
+        if cycle is None or cycle.response_complete or not (cycle.response_started or self.pipeline):
             body = errors.body(error)
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[error.status] + head + body)
         self.transport.close()
+
+
+def _head_too_large() -> HeadTooLarge:
+    return HeadTooLarge(f"the request line and headers are larger than {MAX_HEAD >> 10} KiB", code="head_too_large")
 
 
 def _without_chunks(cycle: RequestResponseCycle) -> Send:
