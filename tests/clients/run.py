@@ -30,6 +30,7 @@ import httpx
 from tests.conformance.shapes import reply_shape, shape
 from tests.e2e.server import Server
 from tests.environments import OFFLINE, environment
+from tests.models.classifiers import classifier
 from tests.models.pictures import write_served
 from tokserve.checkpoint import DEMO_DIR
 
@@ -41,9 +42,11 @@ CLIENTS = {"openai2": "openai", "openai3": "openai", "anthropic": "anthropic", "
            "trl_exact": "trl_exact", "lm_eval": "lm_eval",
            "frameworks": "frameworks", "closed": "closed", "loop": "loop",
            "schemathesis": "schemathesis", "verifiers": "verifiers", "images": "images",
-           "trl_images": "trl_images"}  # fmt: skip
+           "trl_images": "trl_images", "embeddings": "embeddings", "rewards": "rewards",
+           "sglang": "sglang"}  # fmt: skip
 ENVIRONMENTS = {  # of clients that have none of their own
     "closed": "frameworks", "loop": "openai3", "trl_exact": "trl", "images": "verifiers", "trl_images": "trl",
+    "embeddings": "frameworks", "rewards": "frameworks",
 }  # fmt: skip
 FLAGS = {  # of clients that have a server of their own
     "schemathesis": ("--max-model-len", "48"),  # it asks for 1024 choices of the whole context
@@ -51,6 +54,8 @@ FLAGS = {  # of clients that have a server of their own
     "verifiers": ("--return-sampling-mask",),
     "loop": ("--chat-template", str(HERE / "plain.jinja")),
     "trl_exact": ("--enable-lora", "--dtype", "bfloat16"),
+    "embeddings": ("--runner", "pooling", "--dtype", "float32"),
+    "sglang": ("--sglang-api",),
 }
 IMAGES = {"images", "trl_images"}  # of clients whose server has a model that reads images
 WITH_OPS = {"trl_exact"}  # run by this project's interpreter, which finds their packages at CLIENT_PACKAGES
@@ -162,6 +167,8 @@ def run(name: str, url: str, model: Path, record: bool) -> bool:
 @cache
 def model_of(name: str) -> Path:
     """The checkpoint that the client's server serves as "demo"."""
+    if name == "rewards":
+        return classifier(BUILD / "models" / "reward", "qwen3", {"0": "reward"})
     return write_served(BUILD / "models" / "vl") if name in IMAGES else DEMO_DIR
 
 

@@ -137,8 +137,16 @@ def errors(report: Report, client: Any) -> None:
             report.check(f"{options} must be refused", False)
     try:
         client.embeddings.create(model="demo", input="x")
+    except openai.BadRequestError as error:
+        report.check("a model that generates makes no embeddings", error.code == "unsupported")
+    else:
+        report.check("embeddings of a model that generates must be refused", False)
+    try:
+        client.images.generate(model="demo", prompt="x")
     except openai.NotFoundError as error:
         report.check("routes that are not there", error.code == "unknown_route")
+    else:
+        report.check("an unknown route must be refused", False)
     names = [model.id for model in client.models.list()]
     report.check("models", names == ["demo"] and client.models.retrieve("demo").id == "demo")
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.e2e.server import Server
+from tests.models.classifiers import classifier
 from tokserve import LLM
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.errors import RequestError, StartError
@@ -27,17 +28,6 @@ from tokserve.models.dummy import FAMILIES, tiny_config, write_checkpoint
 PROMPTS = [list(range(start, start + length)) for start, length in ((5, 70), (90, 33), (5, 64), (150, 1))]
 OPTIONS: dict[str, Any] = {"tokens_only": True, "max_model_len": 128, "cpu_threads": 1}
 FILE = "model.safetensors"
-LABELS = {"0": "bad", "1": "fair", "2": "good"}
-
-
-def classifier(directory: Path, family: str, labels: dict[str, str] = LABELS, **changes: Any) -> Path:
-    """A tiny random checkpoint with the demo model's tokenizer."""
-    config = tiny_config(family, dtype="float32") | {"id2label": labels, "label2id": {}} | changes
-    config["architectures"] = [config["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")]
-    write_checkpoint(directory, config, seed=1)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO_DIR / name, directory)
-    return directory
 
 
 @pytest.fixture(scope="module")

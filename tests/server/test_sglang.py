@@ -41,6 +41,11 @@ def test_the_routes_are_there_with_the_option_only() -> None:
     assert site().get("/v1/models").json()["data"][0]["owned_by"] == "tokserve"
 
 
+def test_detokenize_answers_with_sglangs_name_too() -> None:
+    body = {"tokens": [70, 71]}
+    assert sglang().post("/detokenize", body).json() == site().post("/detokenize", body).json() | {"text": "de"}
+
+
 def test_a_reply_and_its_meta_info() -> None:
     s = sglang()
     s.llm.cached = 2

@@ -27,10 +27,11 @@ class TokenizeReply(msgspec.Struct):
     token_strs: list[str] | None = None
 
 
-class DetokenizeReply(msgspec.Struct):
-    """The answer of /detokenize."""
+class DetokenizeReply(msgspec.Struct, omit_defaults=True):
+    """The answer of /detokenize.  `text`: the same under SGLang's name, with --sglang-api."""
 
     prompt: str
+    text: str | None = None
 
 
 async def tokenize(serving: Serving, request: Request) -> Response:
@@ -66,4 +67,5 @@ async def detokenize(serving: Serving, request: Request) -> Response:
     serving.check_ids(request_body.tokens, "tokens")
     skip = bool(request_body.skip_special_tokens)
     text = await off_loop(request, size, lambda: serving.tokenizer.decode(request_body.tokens, skip))
-    return body.reply(request, DetokenizeReply(text), schemas.ignored_header(ignored))
+    answer = DetokenizeReply(text, text if serving.config.server.sglang_api else None)
+    return body.reply(request, answer, schemas.ignored_header(ignored))
