@@ -16,7 +16,7 @@ import zmq
 
 from tokserve.curve import ClientKeys, EngineKeys, make_keys
 from tokserve.executor.channel import Channel, Joined, StoreSet
-from tokserve.executor.tunnel import Tunnel
+from tokserve.executor.tunnel import PATIENCE, Tunnel
 
 WAIT = 10.0
 
@@ -105,6 +105,21 @@ def test_only_the_peer_with_the_keys_is_heard() -> None:
     listening.stream.settimeout(WAIT)
     assert read(listening.stream, 2) == b"me"
     for tunnel in (listening, connected, stranger):
+        tunnel.stream.close()
+
+
+def test_what_cannot_be_sent_does_not_delay_the_end() -> None:
+    """A stranger sends while it is refused: in a third of the attempts its socket has the message when it ends."""
+    listening, connected, engine_keys, _ = pair()
+    for _ in range(12):
+        _, strange = make_keys()
+        stranger = Tunnel(listening.address, ClientKeys(strange.public, strange.secret, engine_keys.public))
+        stranger.stream.settimeout(PATIENCE / 2000)
+        with suppress(ConnectionError):
+            stranger.stream.sendall(b"hello")
+            assert stranger.stream.recv(1) == b""
+        stranger.stream.close()
+    for tunnel in (listening, connected):
         tunnel.stream.close()
 
 

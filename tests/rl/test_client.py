@@ -144,10 +144,13 @@ def test_a_pause_that_is_refused_is_not_resumed() -> None:
 
 
 def test_a_pause_is_extended_until_somebody_has_ended_it() -> None:
+    script: dict[str, list[Answer]] = {"/extend_pause": [OK, httpx.ReadError("cut"), OK, refusal(409), OK]}
+
     async def use(client: rl.AsyncClient) -> None:
         async with client.paused(lease=0.004):
-            await asyncio.sleep(0.1)
+            while len(script["/extend_pause"]) > 1:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.02)  # nothing is sent after the refusal
 
-    script: dict[str, list[Answer]] = {"/extend_pause": [OK, httpx.ReadError("cut"), OK, refusal(409), OK]}
     sent, _ = run(script, use)
     assert sent == ["/pause", *["/extend_pause"] * 4, "/resume"]

@@ -95,6 +95,7 @@ class Tunnel:
             if not self._arrived:
                 return False
         elif self._monitor is not None and self._monitor in ready:
+            self._pipe.linger = 0  # what was not sent cannot be sent any more
             return False
         if ready.get(self._inner.fileno(), 0) & (zmq.POLLIN | zmq.POLLERR):
             data = self._inner.recv(CHUNK)

@@ -31,7 +31,7 @@ from tokserve.resolve import rank_config
 
 logger = logging.getLogger(__name__)
 
-EQUAL = ("ops", "kernels", "arithmetic")  # facts that ranks must have in common
+EQUAL = ("ops", "arithmetic")  # facts that ranks must have in common: kernels of one arithmetic compute the same bits
 CONNECT = 120.0  # seconds within which a rank of this machine connects
 TURN = 1.0  # seconds between two looks at processes that have not connected
 
