@@ -199,6 +199,13 @@ def test_a_conversation_has_a_placeholder_for_each_image(template: ChatTemplate)
     ]
 
 
+@pytest.mark.parametrize("images", [False, True])
+def test_the_error_of_another_part_lists_those_that_the_model_takes(template: ChatTemplate, images: bool) -> None:
+    error = error_of(template, {"role": "user", "content": [{"type": "video_url"}]}, images=images)
+    assert error.field == "messages[0].content[0].type" and error.code == "unsupported"
+    assert "input_text" in error.message and ("input_image" in error.message) == images
+
+
 def test_a_model_without_images_names_the_part(template: ChatTemplate) -> None:
     error = error_of(template, {"role": "user", "content": [{"type": "image_url", "image_url": 5}]}, images=False)
     assert error.message == "messages[0].content[0].type is 'image_url': this model takes no images"

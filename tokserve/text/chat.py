@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -336,7 +336,8 @@ def _plain_part(field: str, part: Any, role: str, images: ImageSlots | None) -> 
     if isinstance(part, Mapping) and part.get("type") in CHAT_KINDS:
         part = UnreadImage(field, part, chat_part)
     if not isinstance(part, UnreadImage):
-        return {"type": "text", "text": part_text(field, part)}
+        kinds = TEXT_PARTS if images is None else (*TEXT_PARTS, *CHAT_KINDS)
+        return {"type": "text", "text": part_text(field, part, kinds)}
     if images is None:
         raise part.refusal()
     if role not in IMAGE_ROLES:
@@ -357,8 +358,11 @@ def _developer_as_system(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": content}, *rest]
 
 
-def part_text(field: str, part: Any) -> str:
-    """The text of a part of a content.  Raises RequestError naming `field` or a path in it."""
+def part_text(field: str, part: Any, kinds: Iterable[str] = TEXT_PARTS) -> str:
+    """The text of a part of a content.  Raises RequestError naming `field` or a path in it.
+
+    `kinds`: the types of parts that may be there, for the error of another one.
+    """
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
@@ -366,8 +370,7 @@ def part_text(field: str, part: Any) -> str:
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in TEXT_PARTS:
         code = "unsupported" if isinstance(kind, str) else None
-        known = ", ".join(TEXT_PARTS)
-        raise invalid(f"{field}.type", f"must be text ({known}), got {kind!r}", code=code)
+        raise invalid(f"{field}.type", f"must be one of {', '.join(kinds)}, got {kind!r}", code=code)
     text = part.get(TEXT_PARTS[kind])
     if not isinstance(text, str):
         raise invalid(f"{field}.{TEXT_PARTS[kind]}", "must be a string")
