@@ -33,6 +33,7 @@ from tokserve.params import VLLM_LOGPROBS_MODES
 DTYPES = ("float32", "bfloat16", "float16")
 GPU_BLOCK_SIZE = 64
 LONGEST_CONTEXT = 1 << 25  # tokens: limits the size of tables with a row per position
+POSITIONS = ("max_position_embeddings", "n_positions")  # the latter in config.json of GPT-2, GPT-J and their kin
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 GPU_FILE = Path("/dev/nvidiactl")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -420,24 +421,24 @@ def _dtype(dtype: str, hf: dict[str, Any]) -> Any:
 
 
 def _max_model_len(max_model_len: int | None, hf: dict[str, Any]) -> int:
-    limit = hf.get("max_position_embeddings")
+    name = next((one for one in POSITIONS if hf.get(one) is not None), POSITIONS[0])
+    limit = hf.get(name)
     if isinstance(limit, int):
         limit -= encoders.first_position(hf)
     if max_model_len is not None and max_model_len > LONGEST_CONTEXT:
         raise StartError(f"option max_model_len: must be at most {LONGEST_CONTEXT}, got {max_model_len}")
     if max_model_len is None and isinstance(limit, int) and limit > LONGEST_CONTEXT:
         raise StartError(
-            f"config.json's max_position_embeddings is {limit}, and at most {LONGEST_CONTEXT} can be served; give "
-            "--max-model-len"
+            f"config.json's {name} is {limit}, and at most {LONGEST_CONTEXT} can be served; give --max-model-len"
         )
     if not isinstance(limit, int):
         if max_model_len is None:
-            raise StartError("config.json has no max_position_embeddings; give --max-model-len")
+            raise StartError(f"config.json has no {name}; give --max-model-len")
         return max_model_len
     if max_model_len is not None and max_model_len > limit:
         raise StartError(
-            f"max_model_len {max_model_len} is above the checkpoint's max_position_embeddings {limit}; to go beyond it "
-            f"give --hf-overrides '{{\"max_position_embeddings\": {max_model_len}}}' "
+            f"max_model_len {max_model_len} is above the checkpoint's {name} {limit}; to go beyond it "
+            f"give --hf-overrides '{{\"{name}\": {max_model_len}}}' "
             "(and a rope_scaling, if it needs one)"
         )
     return max_model_len or limit

@@ -132,6 +132,13 @@ def test_asking_for_more_context_than_the_checkpoint_has(checkpoint: Path) -> No
     assert resolve(overridden).model.max_model_len == 1024
 
 
+def test_the_context_of_gpt2_has_a_name_of_its_own(tmp_path: Path) -> None:
+    write(tmp_path, n_positions=512)
+    assert resolve(Config.make(model=str(tmp_path))).model.max_model_len == 512
+    with pytest.raises(StartError, match=r"n_positions 512.*--hf-overrides '\{\"n_positions\": 513\}'"):
+        resolve(Config.make(model=str(tmp_path), max_model_len=513))
+
+
 def test_a_checkpoint_that_does_not_say_how_long_or_of_which_type(tmp_path: Path) -> None:
     write(tmp_path)
     found = resolve(Config.make(model=str(tmp_path), max_model_len=700)).model
