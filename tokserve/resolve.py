@@ -445,12 +445,17 @@ def _max_model_len(max_model_len: int | None, hf: dict[str, Any]) -> int:
 
 
 def _eos(eos_token_ids: list[int] | None, hf: dict[str, Any], generation: dict[str, Any]) -> list[int]:
+    """The EOS ids, without those of the checkpoint that are outside of the vocabulary: no token has them."""
+    size = hf.get("vocab_size")
+    beyond = size if isinstance(size, int) else 1 << 31
     if eos_token_ids is not None:
+        if wrong := [token for token in eos_token_ids if not 0 <= token < beyond]:
+            raise StartError(f"option eos_token_ids: ids are from 0 to {beyond - 1} (vocab_size), got {wrong[0]}")
         return eos_token_ids
     eos_ids: list[int] = []
     for source in (generation.get("eos_token_id"), hf.get("eos_token_id")):
         ids = source if isinstance(source, list) else [] if source is None else [source]
         if not all(type(token) is int for token in ids):
             raise StartError(f"the checkpoint's eos_token_id must be an id or a list of ids, found {source!r}")
-        eos_ids += [token for token in ids if token not in eos_ids]
+        eos_ids += [token for token in ids if token not in eos_ids and 0 <= token < beyond]
     return eos_ids

@@ -125,6 +125,22 @@ def test_eos_ids_of_generation_config_come_first_and_all_count(checkpoint: Path)
     assert resolve(Config.make(model=str(checkpoint))).model.eos_token_ids == [7, 5, 9]
 
 
+def test_eos_ids_outside_the_vocabulary(checkpoint: Path) -> None:
+    (checkpoint / "generation_config.json").write_text('{"eos_token_id": [7, 320, -1, 319]}')
+    sized = {"model": str(checkpoint), "hf_overrides": {"vocab_size": 320}}
+    assert resolve(Config.make(**sized)).model.eos_token_ids == [7, 319, 5]
+    assert resolve(Config.make(**sized, eos_token_ids=[319, 0])).model.eos_token_ids == [319, 0]
+    for token in (320, -1):
+        with pytest.raises(StartError, match=f"option eos_token_ids: ids are from 0 to 319 .*, got {token}"):
+            resolve(Config.make(**sized, eos_token_ids=[5, token]))
+
+
+@pytest.mark.parametrize("count", [0, 1025, 10**6])
+def test_threads_that_no_machine_has(count: int) -> None:
+    with pytest.raises(StartError, match=r"option cpu_threads: must be at (least 1|most 1024), got"):
+        Config.make(cpu_threads=count)
+
+
 def test_asking_for_more_context_than_the_checkpoint_has(checkpoint: Path) -> None:
     with pytest.raises(StartError, match=r"max_model_len 1024 is above .* 512.*--hf-overrides"):
         resolve(Config.make(model=str(checkpoint), max_model_len=1024))

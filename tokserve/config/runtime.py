@@ -9,6 +9,8 @@ from msgspec import Meta
 
 from tokserve.config.common import FOR_EVER, NotNegative, Positive, about
 
+MAX_THREADS = 1024  # of the CPU kernels
+
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits and policy of the scheduler."""
@@ -96,7 +98,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         bool, about("Run every step op by op, instead of repeating recorded ones (on a GPU: CUDA graphs).")
     ] = False
     cpu_threads: Annotated[
-        Positive | None, about("Threads of the CPU kernels; default: the cores this process may use.")
+        Annotated[int, Meta(ge=1, le=MAX_THREADS)] | None,
+        about("Threads of the CPU kernels; default: the cores this process may use."),
     ] = None
     cpu_bind: Annotated[
         str,
