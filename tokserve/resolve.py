@@ -433,7 +433,10 @@ def _max_model_len(max_model_len: int | None, hf: dict[str, Any]) -> int:
         )
     if not isinstance(limit, int):
         if max_model_len is None:
-            raise StartError(f"config.json has no {name}; give --max-model-len")
+            raise StartError(
+                f"config.json ({_architecture(hf)}) has no max_position_embeddings; give --max-model-len, if the "
+                "architecture is one that is served (docs/models.md)"
+            )
         return max_model_len
     if max_model_len is not None and max_model_len > limit:
         raise StartError(
@@ -442,6 +445,11 @@ def _max_model_len(max_model_len: int | None, hf: dict[str, Any]) -> int:
             "(and a rope_scaling, if it needs one)"
         )
     return max_model_len or limit
+
+
+def _architecture(hf: dict[str, Any]) -> str:
+    names = hf.get("architectures")
+    return ", ".join(map(str, names)) if isinstance(names, list) and names else "no architecture"
 
 
 def _eos(eos_token_ids: list[int] | None, hf: dict[str, Any], generation: dict[str, Any]) -> list[int]:

@@ -159,6 +159,10 @@ def test_a_checkpoint_that_does_not_say_how_long_or_of_which_type(tmp_path: Path
     write(tmp_path)
     found = resolve(Config.make(model=str(tmp_path), max_model_len=700)).model
     assert (found.max_model_len, found.dtype, found.eos_token_ids) == (700, "float32", [])
+    with pytest.raises(StartError, match="no max_position_embeddings; give --max-model-len, if the architecture"):
+        resolve(Config.make(model=str(tmp_path)))
+    with pytest.raises(StartError, match=r"\(BloomForCausalLM\) has no"):
+        resolve(Config.make(model=str(tmp_path), hf_overrides={"architectures": ["BloomForCausalLM"]}))
 
 
 def test_api_key_from_the_environment(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
