@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-MODES = ("abort", "wait", "keep")
+MODES = ("abort", "wait", "keep", "retract")
 TAGS = ("weights", "kv_cache", "scheduling")
 LEVELS = (("scheduling",), TAGS, TAGS)  # what each level of sleep puts to sleep
 Mode = Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(MODES)})]
@@ -27,7 +27,7 @@ class NoParameters(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Pause(msgspec.Struct, forbid_unknown_fields=True):
-    """`mode`: abort ends the requests in flight, wait lets them end, keep freezes them with their KV.
+    """`mode`: abort ends the requests in flight, wait lets them end, keep freezes them with their KV, retract takes it.
 
     `lease`: seconds without an extension after which generation goes on; null or 0: never.  Of two pauses the longer
     lease holds, but with `take_over` this one.

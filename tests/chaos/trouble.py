@@ -21,12 +21,12 @@ import psutil
 import tokserve
 from tests.chaos.pool import Fault
 from tests.e2e.server import Server
+from tokserve.admin import MODES
 
 KILLED, STOPPED, HUNG = (10.0, 30.0), (2.0, 6.0), (20.0, 50.0)  # seconds between two of a kind, of the engine
 API_KILLED = (20.0, 40.0)  # of an API process, if there are several
 CONTROLLED = (1.0, 5.0)
 WEIGHTS = str(Path(tokserve.__file__).parent / "demo_model")
-MODES = ("abort", "wait", "keep")
 LONGEST_STOP = LONGEST_PAUSE = 1.0
 AGAIN = 0.2  # seconds until a command is sent again
 LOST = 1.0  # seconds after an API process' end in which a client may still meet its connections

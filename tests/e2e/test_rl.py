@@ -248,7 +248,7 @@ def test_bad_updates_leave_the_server_as_it_was(lab: Lab) -> None:
 def test_after_recompute_kv_tokens_in_flight_have_the_logprobs_of_the_new_weights(lab: Lab) -> None:
     """To the bit: what a re-score of prompt and tokens with the new weights gives."""
 
-    async def across_a_commit(number: int, *, recompute_kv: bool) -> list[tuple[Any, Any]]:
+    async def across_a_commit(number: int, *, recompute_kv: bool = False, mode: str = "keep") -> list[tuple[Any, Any]]:
         """Of a request in flight while weights are pushed: the logprobs after the commit, and those of a re-score."""
         async with TokserveClient(lab.server.url) as client:
             sampling = {"max_tokens": 1500, "ignore_eos": True, "logprobs_mode": "raw"}
@@ -258,7 +258,7 @@ def test_after_recompute_kv_tokens_in_flight_have_the_logprobs_of_the_new_weight
                 if len(live) == 2 and all(request["output_tokens"] > 20 for request in live):
                     break
                 assert not making.done()
-            async with client.paused():
+            async with client.paused(mode):
                 await client.update_weights(lab.tensors(number), recompute_kv=recompute_kv)
             pairs = []
             for made in await making:
@@ -277,7 +277,11 @@ def test_after_recompute_kv_tokens_in_flight_have_the_logprobs_of_the_new_weight
     for got, want in asyncio.run(across_a_commit(1, recompute_kv=True)):
         assert got == want
     assert lab.serves(1)
-    assert any(got != want for got, want in asyncio.run(across_a_commit(0, recompute_kv=False)))
+    assert any(got != want for got, want in asyncio.run(across_a_commit(0)))
+    assert lab.serves(0)
+    for got, want in asyncio.run(across_a_commit(1, mode="retract")):
+        assert got == want
+    assert any(got != want for got, want in asyncio.run(across_a_commit(0)))
     assert lab.serves(0)
 
 

@@ -247,6 +247,29 @@ def test_a_commit_can_have_all_kv_computed_again(depth: int, drafts: bool, pause
     engine.check_complete("long")
 
 
+@DEPTHS
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_pause_can_take_the_kv_of_what_is_in_flight(depth: int, drafts: bool) -> None:
+    """Then all weights that come before the end of the pause make it again, and requests hold no blocks meanwhile."""
+    engine = busy(depth, requests=3)
+    if drafts:
+        engine.core.scheduler._drafter = RandomDrafter(engine.executor, random.Random(1).randrange(9))
+    engine.add("long", [*PROMPT, *PROMPT, 5], prompt_logprobs=1, max_tokens=6, ignore_eos=True)
+    engine.step()
+    had = {rid: len(engine.tokens(rid)) for rid in ("r0", "r1", "r2")}
+    assert ask(engine, "pause", mode="retract").error is None
+    stats = engine.stats
+    assert (stats.running, stats.waiting, stats.blocks_held) == (0, 4, 0)
+    update(engine, "w2")
+    engine.executor.only_own_kv = True
+    ask(engine, "resume")
+    engine.run()
+    for rid, count in had.items():
+        engine.check_complete(rid)
+        assert len(engine.tokens(rid)) > count
+    engine.check_complete("long")
+
+
 def test_without_it_requests_read_kv_of_the_old_weights() -> None:
     engine = busy()
     update(engine, "w2")

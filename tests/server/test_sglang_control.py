@@ -23,6 +23,7 @@ ROUTES: list[tuple[str, dict[str, Any] | None, list[tuple[str, dict[str, Any]]]]
     ("/pause_generation", {}, [("pause", ABORTED)]),
     ("/pause_generation", {"mode": "abort"}, [("pause", ABORTED)]),
     ("/pause_generation", {"mode": "in_place"}, [("pause", {"mode": "keep", "clear_cache": False})]),
+    ("/pause_generation", {"mode": "retract"}, [("pause", {"mode": "retract", "clear_cache": False})]),
     ("/continue_generation", {}, [("finish_weight_update", {"weight_version": None}), ("resume", {})]),
     ("/release_memory_occupation", None, [("sleep", {"level": 2, "mode": "abort"})]),
     ("/release_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}, [("sleep", {"level": 1, "mode": "abort"})]),
@@ -53,7 +54,6 @@ ROUTES: list[tuple[str, dict[str, Any] | None, list[tuple[str, dict[str, Any]]]]
     ("/flush_cache", None, [("reset_prefix_cache", {})]),
 ]  # fmt: skip
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("/pause_generation", {"mode": "retract"}, "retract"),
     ("/pause_generation", {"mode": "x"}, "mode"),
     ("/start_profile", {"num_steps": 0}, "num_steps"),
     ("/release_memory_occupation", {"tags": ["disk"]}, "tags"),
@@ -161,8 +161,12 @@ def test_the_cache_is_not_flushed_while_requests_run() -> None:
     s.llm.stats = StepStats(running=1)
     answer = s.get("/flush_cache?timeout=0.1")
     assert answer.status_code == 400 and "1 requests" in answer.text and "reset_prefix_cache" not in s.llm.verbs
-    s.llm.stats = StepStats()
+    s.llm.stats = StepStats(waiting=1)
+    assert s.get("/flush_cache").status_code == 400
+    s.llm.status = Status(paused=True)  # what waits holds no KV, and does not run before the pause ends
     assert s.get("/flush_cache").status_code == 200 and "reset_prefix_cache" in s.llm.verbs
+    s.llm.stats = StepStats(running=1)  # paused in place
+    assert s.get("/flush_cache").status_code == 400
 
 
 def test_adapters_and_snapshots() -> None:

@@ -47,7 +47,7 @@ class AdminMethods(ABC):
         self, *, mode: str = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True,
         lease: float | None = None, take_over: bool = False,
     ) -> None:  # fmt: skip
-        """Stop generating; returns when generation has stopped.  mode: abort, wait or keep; new requests wait.
+        """Stop generating; returns when generation has stopped.  mode: abort, wait, keep or retract; new requests wait.
 
         `lease`: seconds without `extend_pause` after which generation goes on; default: none.  `take_over`: a longer
         lease of another pause does not count.

@@ -211,8 +211,9 @@ class AsyncClient:
     async def pause(self, mode: str = "abort", clear_cache: bool = False, *, lease: float | None = None) -> None:
         """Stop generating; returns when generation has stopped.
 
-        `mode`: what is in flight ends ("abort"), runs to its end ("wait") or freezes ("keep").  `lease`: seconds
-        without `extend_pause` after which the server goes on by itself; default: never.
+        `mode`: what is in flight ends ("abort"), runs to its end ("wait"), freezes ("keep"), or freezes without its
+        KV ("retract").  `lease`: seconds without `extend_pause` after which the server goes on by itself; default:
+        never.
         """
         body = {"mode": mode, "clear_cache": clear_cache} | ({} if lease is None else {"lease": lease})
         await self._connection.open("pause", "/pause", body, again=True)

@@ -155,7 +155,7 @@ FIELDS: dict[str, str] = {
     # aborts and admin commands
     "request_ids": "Ids of requests; a reply's prefix may be kept.",
     "all": "All requests.",
-    "mode": "What becomes of requests in flight: abort, wait or keep.",
+    "mode": "What becomes of requests in flight: abort, wait, keep or retract.",
     "wait_for_inflight_requests": "vLLM's older name of mode wait.",
     "clear_cache": "Empty the prefix cache.",
     "lease": "Seconds without a call of the holder after which it ends.",

@@ -168,7 +168,8 @@ class Control:
     def pause(
         self, mode: str = "abort", clear_cache: bool = True, lease: float | None = None, take_over: bool = False
     ) -> Command:
-        """Stop generating: `abort` ends what is in flight, `wait` lets it end, `keep` freezes it with its KV.
+        """Stop generating: `abort` ends what is in flight, `wait` lets it end, `keep` freezes it with its KV, `retract`
+        takes the KV, which is computed again afterwards, with the weights that serve then.
 
         `lease`: resume after so many seconds without `extend_pause`; None or 0: never.  Of two pauses the longer lease
         holds, but with `take_over` this one.
@@ -215,6 +216,8 @@ class Control:
         elif mode == "wait":
             yield from self._drained(off)
         yield STEP_BOUNDARY
+        if mode == "retract":
+            self.weights.recompute_kv()
 
     def _drained(self, off: Callable[[], bool]) -> Command:
         """Until the requests received so far have ended, or nothing can run; later ones wait."""

@@ -357,7 +357,7 @@ class Weights:
         self._set_epoch(weight_version, Origin(update.source, update.stamp, pushed=update.source is None), epoch)
         self._set_checksum(result)
         if update.recompute_kv:
-            self._recompute_kv()
+            self.recompute_kv()
         self._log_commit(update)
         done = {"message": "Weight update finished", "weight_version": self.version, "epoch": self.epoch}
         if result is not None:
@@ -378,7 +378,7 @@ class Weights:
         self._check_open(update)
         return decision
 
-    def _recompute_kv(self) -> None:
+    def recompute_kv(self) -> None:
         """At a step boundary: take the KV from all requests; nothing of it is found again in this epoch."""
         self._scheduler.preempt_all()
         for request in self._requests.live:

@@ -20,10 +20,11 @@ LISTED = 10_000  # live requests that are searched for a prefix
 POLL = 0.05  # seconds between two looks at a cache that is in use
 LONGEST_WAIT = 600.0  # seconds
 MEMORY = ("kv_cache", "weights")
+PAUSES = {"abort": "abort", "in_place": "keep", "retract": "retract"}  # modes there and here
 
 
 class PauseGenerationBody(msgspec.Struct):
-    """`mode`: abort, or in_place (what runs goes on at continue_generation)."""
+    """`mode`: abort, in_place (what runs goes on at continue_generation), or retract (on KV that is computed again)."""
 
     mode: str = "abort"
 
@@ -85,13 +86,9 @@ class ContinueBody(msgspec.Struct):
 async def pause_generation(serving: Serving, request: Request) -> Response:
     """POST /pause_generation: stop generating"""
     params, headers = await read(serving, request, PauseGenerationBody)
-    if params.mode == "retract":
-        raise invalid("mode", "retract is not supported: in_place freezes requests with their KV, abort ends them",
-                      code="unsupported")  # fmt: skip
-    if params.mode not in ("abort", "in_place"):
-        raise invalid("mode", f"must be abort or in_place, got {params.mode[: errors.SHOWN]!r}")
-    in_place = params.mode == "in_place"
-    await serving.llm.pause_generation(mode="keep" if in_place else "abort", clear_cache=not in_place)
+    if params.mode not in PAUSES:
+        raise invalid("mode", f"must be one of {', '.join(PAUSES)}, got {params.mode[: errors.SHOWN]!r}")
+    await serving.llm.pause_generation(mode=PAUSES[params.mode], clear_cache=params.mode == "abort")
     return json({"message": "Generation paused successfully.", "status": "ok"}, headers)
 
 
@@ -120,12 +117,12 @@ async def abort_request(serving: Serving, request: Request) -> Response:
 
 
 async def flush_cache(serving: Serving, request: Request) -> Response:
-    """GET or POST /flush_cache: text; 400 while requests run, after `timeout` seconds"""
+    """GET or POST /flush_cache: text; 400 while requests run, or wait without a pause, after `timeout` seconds"""
     params, headers = await read(serving, request, FlushBody)
     if params.timeout is not None and not 0 <= params.timeout <= LONGEST_WAIT:
         raise invalid("timeout", f"must be 0 to {LONGEST_WAIT:g} seconds")
     end = asyncio.get_running_loop().time() + (params.timeout or 0.0)
-    while count := await _num_live(serving):
+    while count := await _num_busy(serving):
         if asyncio.get_running_loop().time() >= end:
             message = f"The cache was not flushed: {count} requests are running or waiting.\n"
             return Response(message, status_code=400, headers=headers, media_type="text/plain")
@@ -134,9 +131,11 @@ async def flush_cache(serving: Serving, request: Request) -> Response:
     return Response("Cache flushed.\n", headers=headers, media_type="text/plain")
 
 
-async def _num_live(serving: Serving) -> int:
+async def _num_busy(serving: Serving) -> int:
+    """How many requests hold KV, or will before anybody says /continue_generation."""
     await serving.llm.call("stats")
-    return serving.llm.stats.running + serving.llm.stats.waiting
+    paused = (await serving.llm.fresh_status()).paused
+    return serving.llm.stats.running + (0 if paused else serving.llm.stats.waiting)
 
 
 async def release_memory_occupation(serving: Serving, request: Request) -> Response:
