@@ -9,7 +9,19 @@ from tests.server.fake_llm import NOWHERE, TOKENIZER, Site, ids, says, site
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
-DEEP_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}
+
+
+def calling(calls: Any) -> dict[str, Any]:
+    """A body whose last message has these tool calls."""
+    return {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": calls}]}
+
+
+def called(**function: Any) -> dict[str, Any]:
+    """The same with one call of this function."""
+    return calling([{"function": function}])
+
+
+DEEP_CALL = called(name="f", arguments="[" * 100_000)
 
 
 def ask(s: Site, messages: Any = None, **fields: Any) -> Any:
@@ -464,7 +476,15 @@ def test_fields_that_ask_for_nothing_are_taken(field: dict[str, Any]) -> None:
         ({"messages": MESSAGES, "group_id": ""}, "group_id"),
         ({"messages": MESSAGES, "group_id": "g" * 257}, "group_id"),
         ({"messages": MESSAGES, "vllm_xargs": {"a": 10**30}}, "vllm_xargs"),
-        ({"messages": [DEEP_CALL]}, "messages"),
+        (DEEP_CALL, "messages"),
+        (calling({}), "messages[1].tool_calls"),
+        (calling(5), "messages[1].tool_calls"),
+        (calling([None]), "messages[1].tool_calls[0]"),
+        (calling([{}]), "messages[1].tool_calls[0].function"),
+        (calling([{"type": "custom", "custom": {}}]), "messages[1].tool_calls[0].type"),
+        (called(), "messages[1].tool_calls[0].function.name"),
+        (called(name=5), "messages[1].tool_calls[0].function.name"),
+        (called(name="f", arguments=5), "messages[1].tool_calls[0].function.arguments"),
         ({"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs.messages"),
     ],
 )

@@ -412,6 +412,7 @@ def test_options_that_cannot_be_used_are_told_at_the_start() -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tools": None, "tool_choice": NAMED}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": "x"}}]}, "tools[0].function.strict"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"structured_outputs": {}}, "structured_outputs"),

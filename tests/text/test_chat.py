@@ -132,6 +132,7 @@ def test_tool_arguments_as_json_text_become_an_object(rich: Pair) -> None:
 
     assert rich.ours.text(call('{"b": 1, "a": "<ü>"}')) == rich.ours.text(call({"b": 1, "a": "<ü>"}))
     assert rich.ours.text(call("")) == rich.ours.text(call({}))
+    assert rich.ours.text(call(None)) == rich.ours.text(call({}))
     assert '"not json"' in rich.ours.text(call("not json"))
     original = call('{"b": 1}')
     rich.ours.text(original)

@@ -10,6 +10,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -323,8 +324,8 @@ def _plain_message(index: int, message: Message, images: ImageSlots | None = Non
         plain["content"] = parts or ""
     elif not isinstance(content, str):
         raise invalid(f"{field}.content", "must be a string or a list of parts")
-    if isinstance(plain.get("tool_calls"), list):
-        plain["tool_calls"] = [_with_parsed_arguments(call) for call in plain["tool_calls"]]
+    if "tool_calls" in plain:
+        plain["tool_calls"] = _tool_calls(f"{field}.tool_calls", plain["tool_calls"])
     if images is not None:
         images.check_text(field, plain)
     reasoning = next((plain[name] for name in REASONING_NAMES if name in plain), None)
@@ -377,16 +378,34 @@ def part_text(field: str, part: Any, kinds: Iterable[str] = TEXT_PARTS) -> str:
     return text
 
 
-def _with_parsed_arguments(call: Any) -> Any:
-    """A tool call with its arguments as an object: clients send JSON text, templates iterate over it."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+def _tool_calls(field: str, calls: Any) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as objects: clients send JSON text, templates iterate over it."""
+    if not isinstance(calls, list):
+        raise invalid(field, "must be a list")
+    return [_tool_call(f"{field}[{index}]", call) for index, call in enumerate(calls)]
+
+
+def _tool_call(field: str, call: Any) -> dict[str, Any]:
+    """A tool call; absent arguments are none, and text that is no JSON object stays as it is."""
+    if not isinstance(call, Mapping):
+        raise invalid(field, "must be an object")
+    if call.get("type") not in (None, "function"):
+        raise invalid(f"{field}.type", "must be 'function'")
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        raise invalid(f"{field}.function", "must be an object")
+    if not isinstance(function.get("name"), str):
+        raise invalid(f"{field}.function.name", "must be a string")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError):
+            parsed = json.loads(arguments or "{}")
+            arguments = parsed if isinstance(parsed, dict) else arguments
+    elif arguments is None:
+        arguments = {}
+    elif not isinstance(arguments, Mapping):
+        raise invalid(f"{field}.function.arguments", "must be JSON text or an object")
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _checked_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -118,7 +118,9 @@ def check_functions(tools: list[dict[str, Any]]) -> None:
             raise invalid(f"tools[{i}].type", "must be 'function'")
         function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise invalid(f"tools[{i}].function.name", "must be a string")
+            raise invalid(f"tools[{i}].function.name", "must be a string that is not empty")
+        if not isinstance(function.get("strict"), bool | None):
+            raise invalid(f"tools[{i}].function.strict", "must be true or false")
         if function["name"] in names:
             field = f"tools[{i}].function.name"
             raise RequestError(f"{field}: there are two tools {function['name'][: errors.SHOWN]!r}", field=field)
