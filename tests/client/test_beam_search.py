@@ -28,8 +28,8 @@ def llm(model: Path) -> Iterator[LLM]:
         yield llm
 
 
-def prompts(count: int) -> list[list[int]]:
-    rng = np.random.default_rng(0)
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
     return [rng.integers(8, 48, rng.integers(1, 40)).tolist() for _ in range(count)]
 
 
@@ -43,7 +43,7 @@ def test_beams_are_those_of_transformers(llm: LLM, model: Path, width: int, pena
     params = BeamSearchParams(
         beam_width=width, max_tokens=length, length_penalty=penalty, include_stop_str_in_output=True
     )
-    several = prompts(10)
+    several = prompts(10, seed=length)  # other ones for each of the settings
     outputs = llm.beam_search([{"prompt_token_ids": ids} for ids in several], params)
     num_ended = 0
     for ids, output in zip(several, outputs, strict=True):
