@@ -43,13 +43,18 @@ CLIENTS = {"openai2": "openai", "openai3": "openai", "anthropic": "anthropic", "
            "frameworks": "frameworks", "closed": "closed", "loop": "loop",
            "schemathesis": "schemathesis", "verifiers": "verifiers", "images": "images",
            "trl_images": "trl_images", "embeddings": "embeddings", "rewards": "rewards",
-           "sglang": "sglang"}  # fmt: skip
+           "sglang": "sglang", "schemathesis_sglang": "schemathesis",
+           "schemathesis_pooling": "schemathesis"}  # fmt: skip
 ENVIRONMENTS = {  # of clients that have none of their own
     "closed": "frameworks", "loop": "openai3", "trl_exact": "trl", "images": "verifiers", "trl_images": "trl",
-    "embeddings": "frameworks", "rewards": "frameworks",
+    "embeddings": "frameworks", "rewards": "frameworks", "schemathesis_sglang": "schemathesis",
+    "schemathesis_pooling": "schemathesis",
 }  # fmt: skip
+SHORT = ("--max-model-len", "48")  # schemathesis asks for 1024 choices of the whole context
 FLAGS = {  # of clients that have a server of their own
-    "schemathesis": ("--max-model-len", "48"),  # it asks for 1024 choices of the whole context
+    "schemathesis": SHORT,
+    "schemathesis_sglang": (*SHORT, "--sglang-api", "--profiler-dir", str(BUILD / "profiles")),
+    "schemathesis_pooling": (*SHORT, "--runner", "pooling"),
     "closed": ("--structured-outputs-closed",),
     "verifiers": ("--return-sampling-mask",),
     "loop": ("--chat-template", str(HERE / "plain.jinja")),

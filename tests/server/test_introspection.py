@@ -157,8 +157,8 @@ def test_detokenize_keeps_special_tokens_unless_told() -> None:
 # keys
 
 
-def locked() -> Site:
-    return site(api_key=["k1", "k2"], ui=True)
+def locked(**options: Any) -> Site:
+    return site(api_key=["k1", "k2"], ui=True, **options)
 
 
 def paths(s: Site) -> list[tuple[str, str]]:
@@ -166,12 +166,13 @@ def paths(s: Site) -> list[tuple[str, str]]:
     return [(route.path.replace("{id:path}", "tiny"), method) for route in s.app.routes for method in route.methods]
 
 
-def test_every_route_but_the_public_ones_needs_a_key() -> None:
-    s = locked()
+@pytest.mark.parametrize("dialect", [False, True])
+def test_every_route_but_the_public_ones_needs_a_key(dialect: bool) -> None:
+    s = locked(sglang_api=dialect)
     assert len(paths(s)) > 20
     for path, method in paths(s):
         status = s.request(method, path).status_code
-        assert (status == 401) is (path not in PUBLIC), (method, path, status)
+        assert (status == 401) is (path not in {*PUBLIC, "/health_generate"}), (method, path, status)
         with_key = s.request(method, path, headers={"Authorization": "Bearer k2"}).status_code
         stored = path.startswith("/v1/responses/")  # of which there is nothing
         assert with_key not in (401, None if stored else 404), (method, path, with_key)
