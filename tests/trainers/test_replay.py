@@ -1,7 +1,7 @@
 """What trainers send that need CUDA, and so cannot run here, sent to a server: bodies as their source makes them.
 
-Each file of recorded/ names the framework's version and the source of its bodies; {checkpoint} and {adapter} stand for
-directories.  A reply has to have the expected status and the fields that the framework reads.
+Each file of recorded/ names the framework's version and the source of its bodies; {checkpoint}, {adapter} and {scratch}
+stand for directories.  A reply has to have the expected status and the fields that the framework reads.
 """
 
 import json
@@ -38,8 +38,8 @@ def filled(body: Any, places: dict[str, str]) -> Any:
 def test_a_trainers_calls_are_answered(path: Path, tmp_path: Path) -> None:
     recorded = json.loads(path.read_text())
     write_adapter(tmp_path / "adapter", DEMO_DIR)
-    places = {"checkpoint": str(DEMO_DIR), "adapter": str(tmp_path / "adapter")}
-    with Server("demo", *recorded["server"]) as server:
+    places = {"checkpoint": str(DEMO_DIR), "adapter": str(tmp_path / "adapter"), "scratch": str(tmp_path)}
+    with Server("demo", *filled(recorded["server"], places)) as server:
         for request in recorded["requests"]:
             answer = httpx.request(
                 request.get("method", "POST"), server.url + request["path"], headers=request.get("headers"),
@@ -53,7 +53,7 @@ def test_a_trainers_calls_are_answered(path: Path, tmp_path: Path) -> None:
 
 
 def test_every_file_names_its_source() -> None:
-    assert {path.stem for path in RECORDED} == {"areal", "prime_rl", "skyrl"}
+    assert {path.stem for path in RECORDED} == {"areal", "miles", "prime_rl", "skyrl", "slime"}
     for path in RECORDED:
         recorded = json.loads(path.read_text())
         assert recorded["version"] and recorded["source"] and recorded["requests"]
