@@ -6,6 +6,13 @@ process from starting and is printed without a traceback.
 
 from __future__ import annotations
 
+import re
+from typing import NamedTuple
+
+LONGEST = 200  # characters of a client's text that an error repeats at most
+_VALIDATION = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?$", re.DOTALL)
+_NAMED = re.compile(r"(?:unknown|missing required) field `(?P<name>.*)`", re.DOTALL)
+
 
 def sendable(text: str) -> str:
     """`text` with lone surrogates escaped: file names may hold some, and UTF-8 has none."""
@@ -33,6 +40,34 @@ class RequestError(Exception):
 def invalid(field: str, rule: str, *, code: str | None = None) -> RequestError:
     """The error of a value: the path of its field, and the rule that it breaks ("must be ...")."""
     return RequestError(f"{field} {rule}", field=field, code=code)
+
+
+class Violation(NamedTuple):
+    """What msgspec says about a value: its path in the body, what is wrong, the name of a missing or unknown field."""
+
+    field: str
+    what: str
+    name: str | None
+
+
+def violation(error: Exception, prefix: str = "") -> Violation:
+    """The parts of a `msgspec.ValidationError` about what the body holds at `prefix`."""
+    match = _VALIDATION.match(str(error))
+    what, path = (match["what"], match["path"] or "") if match else (str(error), "")
+    named = _NAMED.search(what)
+    parts = [prefix, path.lstrip("."), named["name"] if named else ""]
+    field = ".".join(part for part in parts if part).replace(".[", "[")[:LONGEST]
+    return Violation(field, what, named["name"] if named else None)
+
+
+def invalid_value(error: Exception, prefix: str = "") -> RequestError:
+    """The same as an error of the request."""
+    field, what, name = violation(error, prefix)
+    if name is not None and "unknown" in what:
+        return RequestError(f"unknown field {field!r}", field=field, code="unknown_field")
+    if name is not None:
+        return RequestError(f"{field} is required", field=field)
+    return RequestError(f"{field or 'the body'}: {what[0].lower()}{what[1 : 2 * LONGEST]}", field=field or None)
 
 
 class Unauthorized(RequestError):

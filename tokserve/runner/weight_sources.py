@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokserve.errors import Forbidden, RequestError
+from tokserve.errors import Forbidden, RequestError, invalid_value
 from tokserve.models.formats import base as formats
 from tokserve.rl.broadcast import DTYPES, PACKED_BYTES, Declared, num_bytes
 
@@ -86,7 +86,7 @@ def announcement(source: dict[str, Any]) -> Announcement:
     try:
         return msgspec.convert(source, Announcement)
     except msgspec.ValidationError as error:
-        raise RequestError(f"update_info: {error}", field="update_info") from None
+        raise invalid_value(error, "update_info") from None
 
 
 class NoDirectory(RequestError):

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from tokserve import checkpoint
 from tokserve.config import BACKENDS, PACKING, WeightsConfig
 from tokserve.device import Device
-from tokserve.errors import Conflict, RequestError, StartError, TransferFailed
+from tokserve.errors import Conflict, RequestError, StartError, TransferFailed, invalid_value
 from tokserve.models import weights
 from tokserve.models.checksums import checksums
 from tokserve.models.coordinates import Coordinates
@@ -112,7 +112,7 @@ class WeightSync:
         try:
             group = msgspec.convert(options, GroupOptions)
         except msgspec.ValidationError as error:
-            raise RequestError(f"init_info: {error}", field="init_info") from None
+            raise invalid_value(error, "init_info") from None
         device = self._device.torch_device.type
         if backend in broadcast.ON_A_CARD and device != broadcast.BACKENDS[backend][1]:
             raise RequestError(

@@ -15,14 +15,11 @@ import msgspec
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from tokserve.errors import RequestError, invalid
+from tokserve.errors import LONGEST, RequestError, invalid, invalid_value, violation
 from tokserve.server.http.json_faults import find_fault
 
-SHOWN = 200  # limit of characters of a client's text that an error repeats
-
-_MSGSPEC = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?$", re.DOTALL)
+SHOWN = LONGEST
 _INSTANCE = re.compile(r"dictionary or instance of \w+|dictionary")
-_NAMED = re.compile(r"(?:unknown|missing required) field `(?P<name>.*)`", re.DOTALL)
 
 
 class WrongMethod(RequestError):
@@ -114,17 +111,10 @@ def from_msgspec(error: msgspec.ValidationError, known: Iterable[str], prefix: s
 
     `known`: the struct's field names, to suggest one for an unknown name.  `prefix`: the struct's path in the body.
     """
-    match = _MSGSPEC.match(str(error))
-    what, path = (match["what"], match["path"] or "") if match else (str(error), "")
-    parts = [prefix, path.lstrip(".")]
-    named = _NAMED.search(what)
-    if named:
-        parts.append(named["name"])
-    field = ".".join(part for part in parts if part).replace(".[", "[")[:SHOWN]
-    if named and "unknown" in what:
-        return unknown_field(field, named["name"], known)
-    what = f"{field} is required" if named else f"{field or 'the body'}: {what[0].lower()}{what[1 : 2 * SHOWN]}"
-    return RequestError(what, field=field or None)
+    field, what, name = violation(error, prefix)
+    if name is not None and "unknown" in what:
+        return unknown_field(field, name, known)
+    return invalid_value(error, prefix)
 
 
 def unknown_field(path: str, name: str, known: Iterable[str]) -> RequestError:
