@@ -290,6 +290,24 @@ def asked_by(s: Site, client: tuple[str, int] | None, path: str = "/resume", **h
 HERE, MAPPED, SIX, AWAY = ("127.0.0.1", 1), ("::ffff:127.0.0.1", 1), ("::1", 1), ("10.0.0.9", 1)
 
 
+@pytest.mark.parametrize("state", ["paused", "sleeping", "updating", "running"])
+def test_a_reply_says_that_its_request_met_a_pause(state: str) -> None:
+    bodies = {
+        "/inference/v1/generate": {"token_ids": [5]},
+        "/v1/completions": {"prompt": "x", "stream": True, "max_tokens": 5},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5},
+        "/generate": {"input_ids": [5]},
+        "/v1/messages": {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]},
+    }  # fmt: skip
+    s = site(sglang_api=True)
+    s.llm.status = Status(state=state)
+    for path, body in bodies.items():
+        answer = s.post(path, body)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers.get("x-waited-for") == (state if state in ("paused", "sleeping") else None)
+    assert "x-waited-for" not in s.get("/v1/models").headers
+
+
 def test_without_keys_control_is_for_this_machine() -> None:
     s = site()
     assert [status(s, who) for who in (HERE, MAPPED, SIX, None, ("", 0))] == [200] * 5

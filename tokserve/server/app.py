@@ -51,7 +51,7 @@ from tokserve.server.observe import api_pages, introspection, live_requests, sta
 from tokserve.server.observe.counters import ApiProcess
 from tokserve.server.openai import chat, completions, derender, render, responses, schemas, tokenize
 from tokserve.server.pooling import classify, cohere, embeddings, rerank, score
-from tokserve.server.serving import GIVEN_ID, Serving, Trace
+from tokserve.server.serving import GIVEN_ID, SERVING, Serving, Trace
 from tokserve.server.sglang import routes as sglang
 from tokserve.server.tokens import aborts, generate
 from tokserve.server.trainers import routes as trainers
@@ -62,6 +62,7 @@ logger = logging.getLogger(__name__)
 
 POST, GET = ("POST",), ("GET",)
 TOKENS, CHAT = generate.GenerateBody, schemas.ChatBody
+WAITED = "X-Waited-For"  # the header of a reply whose request came when no tokens were made: the state
 EMBEDDINGS = (embeddings.EmbeddingReply, OCTETS)
 ENDPOINTS = (
     Endpoint(POST, "/inference/v1/generate", generate.generate_tokens, TOKENS, reply=generate.GenerateReply,
@@ -245,8 +246,12 @@ def _with_error_responses(
     async def answer(request: Request) -> Response:
         if task := asyncio.current_task():
             task.set_name(f"{request.method} {endpoint.path}")
+        state = serving.llm.status.state
         try:
-            return await handler(serving, request)
+            response = await handler(serving, request)
+            if endpoint.runner and state not in SERVING:  # it has waited, or its stream will
+                response.headers[WAITED] = state
+            return response
         except RequestError as error:
             return errors.response(error, _echoed_id(request), endpoint.errors)
         except ClientDisconnected:

@@ -55,6 +55,7 @@ from tokserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+SERVING = ("running", "updating")  # states of the engine in which tokens are made
 GIVEN_ID = "tokserve.request_id"  # in the scope, once the body has been read: the client's own id, or None
 INNER = ("content", "tool_calls")  # lists within a message
 CHOICE_BYTES = 256  # of memory, about

@@ -18,12 +18,11 @@ from tokserve.errors import EngineDead, Overloaded, RequestError, StartError, Un
 from tokserve.params import SamplingParams
 from tokserve.server.http import workers
 from tokserve.server.observe import introspection
-from tokserve.server.serving import Serving
+from tokserve.server.serving import SERVING, Serving
 from tokserve.server.sglang.replies import json
 
 HEALTH_SECONDS = 20.0
 LOOK_SECONDS = 0.5  # between two looks at whether the engine makes tokens
-SERVING = ("running", "updating")  # states in which tokens are made
 
 
 async def health_generate(serving: Serving, request: Request) -> Response:

@@ -15,7 +15,7 @@ GET = ("GET",)
 
 ENDPOINTS = (
     Endpoint(POSTED, "/generate", generate.generate, generate.SglangGenerateBody,
-             reply=(reply.SglangReply, list[reply.SglangReply])),
+             reply=(reply.SglangReply, list[reply.SglangReply]), runner="generate"),
     Endpoint(POSTED, "/abort_request", control.abort_request, control.AbortRequestBody, reply=EMPTY, errors=SGLANG,
              raises=BODY),
     Endpoint(GET, "/health_generate", introspection.health_generate, reply=EMPTY),
