@@ -123,6 +123,16 @@ def ask(worker: subprocess.Popen[str], texts: list[str]) -> tuple[float, list[li
     raise SystemExit("a worker ended")
 
 
+def end(worker: subprocess.Popen[str]) -> None:
+    """Let it end by itself, which vLLM does not always do."""
+    assert worker.stdin
+    worker.stdin.close()
+    try:
+        worker.wait(20)
+    except subprocess.TimeoutExpired:
+        worker.kill()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint")
@@ -152,17 +162,17 @@ def main() -> None:
         for name, worker in workers.items():
             rates[name].append(num_tokens / ask(worker, texts)[0])
     ours = first["tokserve"]
-    for name, worker in workers.items():
-        assert worker.stdin
-        worker.stdin.close()
-        worker.wait(60)
+    for name in workers:
         pairs = zip(ours, first[name], strict=True)
         difference = max(abs(a - b) for mine, other in pairs for a, b in zip(mine, other, strict=True))
         median = statistics.median(rates[name])
         rounds = [round(rate) for rate in rates[name]]
         print(
-            json.dumps({"name": name, "tokens_per_second": round(median), "rounds": rounds, "difference": difference})
+            json.dumps({"name": name, "tokens_per_second": round(median), "rounds": rounds, "difference": difference}),
+            flush=True,
         )
+    for worker in workers.values():
+        end(worker)
 
 
 if __name__ == "__main__":
