@@ -67,16 +67,16 @@ class Tunnel:
 
     def _carry(self) -> None:
         poller = zmq.Poller()
-        for other in (self._monitor, self._check and self._check.requests):
-            if other is not None:
-                poller.register(other, zmq.POLLIN)
+        if self._check is not None:
+            poller.register(self._check.requests, zmq.POLLIN)
         self._inner.setblocking(False)
         try:
             going = True
             while going:
                 # nothing is taken from the other end until this one has taken what came before
                 poller.register(self._inner, zmq.POLLIN | (zmq.POLLOUT if self._arrived else 0))
-                poller.register(self._pipe, 0 if self._arrived else zmq.POLLIN)
+                for other in filter(None, (self._pipe, self._monitor)):
+                    poller.register(other, 0 if self._arrived else zmq.POLLIN)
                 going = self._take_turn(dict(poller.poll()))
         except (OSError, zmq.ZMQError):  # one of the ends is gone
             pass
@@ -104,7 +104,8 @@ class Tunnel:
         return True
 
     def _end(self) -> None:
-        """Both ends end; what was sent still goes out."""
+        """Both ends end, the stream at once; what was sent still goes out."""
+        self._inner.close()
         if self._monitor is not None:
             self._pipe.disable_monitor()
             self._monitor.close(linger=0)
@@ -112,4 +113,3 @@ class Tunnel:
             self._check.requests.close(linger=0)
         self._pipe.close()
         self._context.term()
-        self._inner.close()
