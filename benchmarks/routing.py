@@ -140,18 +140,22 @@ def _request(prompt: Sequence[int]) -> Any:
 # --- real servers ---
 
 
-async def send(traffic: Sequence[Arrival], router: str, model: str, text: bool) -> None:
-    """Send the traffic as completions, at its times, of token ids or of text with a letter for each."""
+async def send(traffic: Sequence[Arrival], router: str, model: str, sglang: bool) -> None:
+    """Send the traffic at its times, as completions of token ids or to SGLang's /generate."""
     limits = httpx.Limits(max_connections=64)
     async with httpx.AsyncClient(base_url=router, timeout=120, limits=limits) as client:
         began = time.monotonic()
 
         async def one(arrival: Arrival) -> None:
             await asyncio.sleep(arrival.at - (time.monotonic() - began))
-            letters = "".join(chr(97 + token % 26) for token in arrival.prompt)
-            prompt = letters if text else arrival.prompt
-            body = {"model": model, "prompt": prompt, "max_tokens": arrival.output, "temperature": 0}
-            (await client.post("/v1/completions", json=body)).raise_for_status()
+            path = "/generate" if sglang else "/v1/completions"
+            body: dict[str, Any] = {
+                "model": model, "prompt": arrival.prompt, "max_tokens": arrival.output, "temperature": 0
+            }  # fmt: skip
+            if sglang:
+                params = {"max_new_tokens": arrival.output, "temperature": 0}
+                body = {"input_ids": arrival.prompt, "sampling_params": params}
+            (await client.post(path, json=body)).raise_for_status()
 
         await asyncio.gather(*(one(arrival) for arrival in traffic))
 
@@ -164,12 +168,12 @@ def counted(servers: Sequence[str], name: str) -> list[float]:
 
 
 def measure(
-    traffic: Sequence[Arrival], router: str, servers: Sequence[str], model: str, text: bool
+    traffic: Sequence[Arrival], router: str, servers: Sequence[str], model: str, sglang: bool
 ) -> dict[str, float]:
     """The hit rate of all servers over this traffic, and the share of prompt tokens of the busiest."""
     names = ("prefix_cache_hits", "prefix_cache_queries")
     before = [counted(servers, name) for name in names]
-    asyncio.run(send(traffic, router, model, text))
+    asyncio.run(send(traffic, router, model, sglang))
     hits, queries = (
         [after - earlier for after, earlier in zip(counted(servers, name), counts, strict=True)]
         for name, counts in zip(names, before, strict=True)
@@ -193,11 +197,11 @@ def main() -> None:
     parser.add_argument("--router", help="URL of a router, for real servers")
     parser.add_argument("--servers", nargs="+", default=[], help="URLs of the servers behind it")
     parser.add_argument("--model", default="demo", help="The model's name there. Default: demo.")
-    parser.add_argument("--text", action="store_true", help="send text: SGLang's gateway takes no token ids")
+    parser.add_argument("--sglang", action="store_true", help="the router is SGLang's gateway")
     args = parser.parse_args()
     synthetic = conversations(random.Random(args.seed), args.conversations, args.turns, args.rate)
     if args.router:
-        result = measure(synthetic, args.router, args.servers, args.model, args.text)
+        result = measure(synthetic, args.router, args.servers, args.model, args.sglang)
         print(f"hit rate {result['hit_rate']:.1%}, busiest server {result['busiest']:.1%} of the prompt tokens")
         return
     traffic = list(recorded(args.trace, args.scale)) if args.trace else synthetic

@@ -2,7 +2,8 @@
 # A router of the field in front of three servers on this machine, which routes by what they have cached.
 #
 #   examples/router.sh vllm [MODEL]      vllm-router, by the servers' KV events (pip install vllm-router)
-#   examples/router.sh sglang [MODEL]    SGLang's gateway, by the prompts that it has sent (pip install sglang-router)
+#   examples/router.sh sglang [MODEL]    SGLang's gateway, by the prompts that it has sent (pip install sglang-router);
+#                                        token ids go to /generate
 #
 # Clients talk to PORT (8000), the servers listen at the three ports after it.  Ctrl-C ends everything.
 # POLICY=round_robin, for comparison, spreads requests blindly.  ROUTER names the router's program, if it is in another
@@ -14,6 +15,8 @@ base=${PORT:-8000}
 pids=
 trap 'kill $pids 2>/dev/null; wait' EXIT
 trap 'exit 0' INT TERM
+
+[ "$kind" = sglang ] && SERVER_FLAGS="--sglang-api ${SERVER_FLAGS:-}"
 
 for i in 1 2 3; do
     tokserve serve "$model" --port "$((base + i))" --served-model-name "$name" ${SERVER_FLAGS:-} --kv-events-config \
