@@ -248,3 +248,51 @@ def test_a_process_group_and_a_quantized_server(checkpoint: Path, weights: Weigh
         in_client(server, joined)
     with Server(str(checkpoint), "--dtype", "bfloat16", "--tokens-only", "--quantization", "int8") as server:
         in_client(server, quantized)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["-tp 2", "-tp 4", "-pp 2", "-tp 2 -pp 2", "-tp 2 -dp 2"])
+def test_ranks_change_their_parts(checkpoint: Path, weights: Weights, ranks: str, tmp_path: Path) -> None:
+    """Checksums are those of one rank, replies those after a push of full weights."""
+    torch.manual_seed(2)
+    steps = [weights]
+    for _ in range(4):
+        steps.append(stepped(steps[-1]))
+
+    async def rollout(client: TokserveClient) -> Any:
+        [done] = await client.generate([[5, 6, 7]], max_tokens=20, ignore_eos=True, temperature=1.0, seeds=[1])
+        return list(done.token_ids), done.logprobs.tolist()
+
+    async def scene(client: TokserveClient) -> list[Any]:
+        seen = []
+        for number, step in enumerate(steps):
+            directory = tmp_path / "chain" if number > 2 else None
+            done = await client.push(step, f"r{number}", delta=True, directory=directory)
+            assert done.mode == ("delta" if number in (1, 2, 4) else "full"), done
+            seen.append(((await client.served_weights(checksum=True))["checksum"], await rollout(client)))
+        with pytest.raises(ServerError, match="no rank has whole tensors") as caught:
+            await client.weight_checksums()
+        assert caught.value.status == 409
+        await client.push(steps[-1], "whole")
+        assert await rollout(client) == seen[-1][1]
+        assert set(checksums(steps[-1])) <= set(await client.weight_checksums())
+        with pytest.raises(ServerError, match="'whole'") as caught:
+            await client.control("/start_weight_update", {"base_version": "r4", "base_checksum": seen[-1][0]})
+        assert caught.value.code == "base_mismatch"
+        return seen
+
+    with Server(str(checkpoint), "--dtype", "bfloat16", "--tokens-only", *ranks.split()) as server:
+        seen = in_client(server, scene)
+    with Server(str(checkpoint), "--dtype", "bfloat16", "--tokens-only") as one:
+
+        async def again(client: TokserveClient) -> list[Any]:
+            found = []
+            for number, step in enumerate(steps):
+                await client.push(step, f"r{number}", delta=True)
+                found.append(((await client.served_weights(checksum=True))["checksum"], await rollout(client)))
+            return found
+
+        expected = in_client(one, again)
+    assert [checksum for checksum, _ in seen] == [checksum for checksum, _ in expected]
+    if "-tp" not in ranks:
+        assert seen == expected

@@ -336,7 +336,7 @@ def live(directory: Path, seed: int, length: int = 8) -> None:
             assert served.pushed.checksum == before
         runner = served.runner
         fresh = Coordinates(runner.model)
-        assert fresh.checksum(fresh.sums()) == served.pushed.checksum, (seed, number, fault)
+        assert fresh.checksum(fresh.sums) == served.pushed.checksum, (seed, number, fault)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -357,7 +357,7 @@ def test_faults(fault: str, tmp_path: Path) -> None:
     if fault == "restarted":
         return None
     fresh = Coordinates(served.runner.model)
-    assert fresh.checksum(fresh.sums()) == served.pushed.checksum
+    assert fresh.checksum(fresh.sums) == served.pushed.checksum
     served.step(generator, "3")
     served.assert_exact()
     return None
@@ -398,7 +398,7 @@ def test_one_bad_file_of_a_chain_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="full"):
         read_chain(served, chain.path, None)
     fresh = Coordinates(served.runner.model)
-    assert fresh.checksum(fresh.sums()) == before
+    assert fresh.checksum(fresh.sums) == before
 
 
 # --- the format ---

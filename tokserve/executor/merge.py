@@ -70,6 +70,12 @@ def _in_all(replies: Sequence[Sequence[bytes]]) -> list[bytes]:
     return [key for key in replies[0] if all(key in other for other in others)]
 
 
+def _coordinates(replies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Deltas are possible if no rank refuses them."""
+    refusals = [reply["delta_refusal"] for reply in replies if reply["delta_refusal"] is not None]
+    return {**replies[0], "delta_refusal": refusals[0] if refusals else None}
+
+
 def _written(replies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Of `write_files`: a block is there if each rank has written its part."""
     num_keys = len(replies[0]["written"]) + replies[0]["failed"]
@@ -100,6 +106,7 @@ _MERGE: dict[str, Callable[[Sequence[Any]], Any]] = {
     "read_files": _read,
     "read_blocks": _blocks,
     "checksums": _by_rank,
+    "weight_coordinates": _coordinates,
     "begin_update": all,
     "is_same_update": all,
     "collective_rpc": list,

@@ -14,7 +14,7 @@ from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import ALONE, Group
 from tokserve.layers.parameter import Parameter, StoredWeight, owned_copy
-from tokserve.layers.places import MatrixPlace, VectorPlace
+from tokserve.layers.places import MatrixPlace, TensorPart, VectorPlace
 from tokserve.layers.quant import UNQUANTIZED, WNA16, pack_rows
 from tokserve.layers.quantized import QuantizedWeight
 
@@ -52,13 +52,13 @@ class Embedding:
         return {
             "weight": Parameter(
                 (self.vocab, self.hidden), self.load, self.dtype, self.load_stored, places=self.places,
-                share=self.rows.length / self.vocab,
+                share=self.rows.length / self.vocab, held=TensorPart(0, (self.rows,)) if self.group.size > 1 else None,
             )
         }  # fmt: skip
 
     def places(self) -> list[MatrixPlace]:
         """The weight, and the tied head's if it has one of its own; none if one of them is quantized."""
-        if isinstance(self.packed, ops.PackedWna16) or self.group.size > 1:
+        if isinstance(self.packed, ops.PackedWna16):
             return []
         places = [MatrixPlace(self.packed)]
         if self.head is not None and self.head.linear.packed is not self.packed:

@@ -20,7 +20,7 @@ from tokserve.layers.lora import LoraSlots, LowRank
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import Span, Split
 from tokserve.layers.parameter import Parameter, StoredWeight, part_of
-from tokserve.layers.places import MatrixPlace, VectorPlace
+from tokserve.layers.places import NOWHERE, MatrixPlace, TensorPart, VectorPlace
 from tokserve.layers.quant import Packed, gated, pack_rows
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
@@ -78,22 +78,25 @@ class Linear:
             parameters[f"{shard}.weight"] = Parameter(
                 shape, partial(self.load, shard), kept, load_stored, rounded=self.dtype,
                 places=partial(self.places, shard), share=self.shards[shard] * self.inputs / (shape[0] * shape[1]),
+                held=self.held(shard),
             )  # fmt: skip
             if self.bias is not None:
-                places = partial(self.bias_places, shard)
+                places, held = partial(self.bias_places, shard), self.held(shard)
+                if self._split == "row":
+                    held = None if self._group.rank == 0 else NOWHERE
                 load_bias = partial(self.load_bias, shard)
-                parameters[f"{shard}.bias"] = Parameter(shape[:1], load_bias, self.dtype, places=places)
+                parameters[f"{shard}.bias"] = Parameter(shape[:1], load_bias, self.dtype, places=places, held=held)
         return parameters
 
     def places(self, shard: str) -> list[MatrixPlace]:
-        """Of a shard's weight; none if it is quantized, or one rank of several has a part of it."""
-        if self._split is not None or not isinstance(self.packed, ops.PackedWeight):
+        """Of a shard's weight; none if it is quantized."""
+        if not isinstance(self.packed, ops.PackedWeight):
             return []
         return [MatrixPlace(self.packed, self._first_row(shard))]
 
     def bias_places(self, shard: str) -> list[VectorPlace]:
         """Of a shard's bias."""
-        return [] if self.bias is None or self._split is not None else [VectorPlace(self._rows(self.bias, shard))]
+        return [] if self.bias is None else [VectorPlace(self._rows(self.bias, shard))]
 
     def load(self, shard: str, tensor: Tensor) -> None:
         """Take a shard's weight, of the checkpoint's shape; the last one packs the layer."""
@@ -167,9 +170,8 @@ class Linear:
 
     def part(self, shard: str, weight: Tensor | StoredWeight) -> Tensor | StoredWeight:
         """What this rank has of a shard's weight."""
-        if self._split is None:
-            return weight
-        return part_of(weight, *self.region(shard))
+        held = self.held(shard)
+        return weight if held is None else part_of(weight, *held)
 
     def whole(self, shard: str) -> tuple[int, int]:
         """Inputs and outputs of a shard, of all ranks together."""
@@ -179,19 +181,22 @@ class Linear:
     def adapter_part(self, shard: str, weights: LowRank) -> LowRank:
         """What this rank adds for an adapter of a shard: of divided outputs its own, of divided inputs its share of the
         inner products, which `up` takes as they are."""
-        if self._split is None:
+        held = self.held(shard)
+        if held is None:
             return weights
-        dim, spans = self.region(shard)
+        dim, spans = held
         if dim == 0:
             up = torch.cat([weights.up.narrow(0, *span) for span in spans])
             return LowRank(weights.down, up, weights.scale)
         return LowRank(weights.down.narrow(1, *spans[0]), weights.up, weights.scale)
 
-    def region(self, shard: str) -> tuple[int, Sequence[Span]]:
-        """The dimension in which a shard's weight is divided, and what this rank has of it."""
+    def held(self, shard: str) -> TensorPart | None:
+        """What this rank has of a shard's weight; None: all of it."""
         if self._split == "column":
-            return 0, self._spans[shard]
-        return 1, (Span(self._group.rank * self.inputs, self.inputs),)
+            return TensorPart(0, self._spans[shard])
+        if self._split == "row":
+            return TensorPart(1, (Span(self._group.rank * self.inputs, self.inputs),))
+        return None
 
     def pack(self, weight: Tensor | StoredWeight, *rest: Any) -> Packed:
         """The whole weight for the product of this layer, or rows of it where the method `packs_rows`; a copy."""

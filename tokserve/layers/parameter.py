@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.layers.parallel import Span
-from tokserve.layers.places import Place
+from tokserve.layers.places import NOWHERE, Place, TensorPart
 
 T = TypeVar("T")
 
@@ -56,7 +56,8 @@ class Parameter:
     `load_stored` takes a weight as it is stored; None: `load` is given what it means.
     `rounded`: the dtype to which `load` rounds a tensor before anything else, if it is not `dtype`.
     `places`: where the elements are once they are loaded; the first can be read, and each has to be written.  Empty:
-    they are not kept as `rounded`.  `share`: of the elements, how many this rank keeps.
+    they are not kept as `rounded`.  `share`: of the elements, how many this rank keeps; `held`: which, counted by the
+    places from 0; None: all of them.
     """
 
     shape: tuple[int, ...]
@@ -67,6 +68,7 @@ class Parameter:
     rounded: torch.dtype | None = None
     places: Callable[[], Sequence[Place]] = tuple
     share: float = 1.0
+    held: TensorPart | None = None
 
     @property
     def source_dtype(self) -> torch.dtype:
@@ -99,7 +101,10 @@ def part_of(weight: Tensor | StoredWeight, dim: int, spans: Sequence[Span]) -> T
 
 def elsewhere(named: dict[str, Parameter]) -> dict[str, Parameter]:
     """The same of which nothing is kept: another rank has these tensors."""
-    return {name: replace(one, load=_drop, load_stored=_drop, places=tuple, share=0.0) for name, one in named.items()}
+    return {
+        name: replace(one, load=_drop, load_stored=_drop, places=tuple, share=0.0, held=NOWHERE)
+        for name, one in named.items()
+    }
 
 
 def _drop(weight: object) -> None:

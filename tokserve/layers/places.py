@@ -6,8 +6,9 @@ there.  Elements are counted in the tensor's row-major order.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokserve import ops
+from tokserve.layers.parallel import Span
 
 Indices = NDArray[Any]
 
@@ -96,6 +98,53 @@ class MatrixPlace:
 
     def stored(self, values: Tensor) -> Tensor:
         return values.to(self.memory.dtype)
+
+
+class TensorPart(NamedTuple):
+    """What a rank has of a tensor: some of its rows (`dim` 0) or columns (1), one after the other."""
+
+    dim: int
+    spans: Sequence[Span]
+
+    def meets(self, first: int, last: int) -> bool:
+        """Whether it has elements of rows first .. last - 1."""
+        if self.dim:
+            return bool(self.spans)
+        return any(start < last and first < start + length for start, length in self.spans)
+
+    def local(self, indices: Indices, shape: tuple[int, ...]) -> tuple[Indices, Indices]:
+        """Which of the elements of a tensor of `shape` are here, and their numbers among those that are."""
+        row, column = np.divmod(indices.astype(np.int64, copy=False), int(np.prod(shape[1:])))
+        line = column if self.dim else row
+        number, taken = np.full(len(indices), -1), 0
+        for start, length in self.spans:
+            inside = (line >= start) & (line < start + length)
+            number[inside] = line[inside] - start + taken
+            taken += length
+        here = np.flatnonzero(number >= 0)
+        if self.dim:
+            return here, row[here] * taken + number[here]
+        return here, number[here] * int(np.prod(shape[1:])) + column[here]
+
+    def taken(self, tensor: Tensor) -> Tensor:
+        """What is here of a whole tensor."""
+        return torch.cat([tensor.narrow(self.dim, *span) for span in self.spans], self.dim)
+
+    def spread(self, read: Callable[[int, int], Tensor], first: int, rows: Tensor) -> Tensor:
+        """`rows`, zeros, are those of the tensor from `first` on: fill in what is here; `read` takes rows from it."""
+        here = read(first, first + len(rows)) if self.dim else rows
+        taken = 0
+        for start, length in self.spans:
+            low, high = max(first, start), min(first + len(rows), start + length)
+            if self.dim:
+                rows[:, start : start + length] = here[:, taken : taken + length]
+            elif low < high:
+                rows[low - first : high - first] = read(taken + low - start, taken + high - start)
+            taken += length
+        return rows
+
+
+NOWHERE = TensorPart(0, ())
 
 
 def gather(place: Place, positions: Indices, dtype: torch.dtype) -> Tensor:

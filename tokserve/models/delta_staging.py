@@ -27,18 +27,27 @@ Described = tuple[str, tuple[int, ...], torch.dtype | str]
 
 
 class DeltaStaging:
-    """`base`: the version that serves; `base_sums`: of its tensors.  Errors are RequestErrors, and name tensors."""
+    """`base`: the version that serves, and its checksum; `base_sums`: of the parts of its tensors that are here.
+
+    Errors are RequestErrors, and name tensors.
+    """
 
     def __init__(
-        self, decoder: Decoder, coordinates: Coordinates, base: str, base_sums: sums.Sums, *, check_finite: bool = True
+        self,
+        decoder: Decoder,
+        coordinates: Coordinates,
+        base: tuple[str, str],
+        base_sums: sums.Sums,
+        *,
+        check_finite: bool = True,
     ) -> None:
         self.decoder = decoder
         self.coordinates = coordinates
         self.sums = dict(base_sums)
-        self.checksum = self.base_checksum = coordinates.checksum(base_sums)
         self.label: DeltaLabel | None = None  # of a file, if the delta came in one
         self.num_bytes = 0  # of the values that came
-        self._base = base
+        self._base, self.base_checksum = base
+        self.checksum = self.base_checksum
         self._check_finite = check_finite
         self._reader = DeltaReader(coordinates.described)
         self._writes: list[tuple[Place, Indices | None, Tensor]] = []
@@ -87,29 +96,26 @@ class DeltaStaging:
             self._not_finite.append(name)
             return
         places = self.coordinates.places(name)
+        if not places:  # another rank has the tensor
+            return
         if delta.indices is None:
-            self.sums[name] = sums.tensor_sum(values)
+            values, self.sums[name] = self.coordinates.held_values(name, values)
             self._writes += [(place, None, values) for place in places]
-        elif len(delta.indices):
-            positions = [place.positions(delta.indices) for place in places]
+            return
+        held = self.coordinates.held(name, delta.indices, values)
+        if len(held.indices):
+            positions = [place.positions(held.local) for place in places]
             old = gather(places[0], positions[0], dtype)
-            added = sums.change(delta.indices, sums.bits_of(old), sums.bits_of(values))
+            added = sums.change(held.indices, sums.bits_of(old), sums.bits_of(held.values))
             self.sums[name] = (self.sums[name] + added) % (1 << 64)
-            self._writes += [(place, where, values) for place, where in zip(places, positions, strict=True)]
+            self._writes += [(place, where, held.values) for place, where in zip(places, positions, strict=True)]
 
     def finish(self, checksum: str | None) -> None:
         """Compare the checksum of the result; `checksum`: what it must be, if no file says it."""
-        try:
-            for future in self._pending:
-                future.result()
-        finally:
-            self.close()
-        if self._not_finite:
-            raise weights.not_finite(sorted(self._not_finite), self.decoder.dtype)
+        self.checksum = self.coordinates.checksum(self._finished)
         expected = {one for one in (checksum, None if self.label is None else self.label.checksum) if one}
         if not expected:
             raise RequestError("nothing says which checksum the delta's result has", field="checksum")
-        self.checksum = self.coordinates.checksum(self.sums)
         for one in expected:
             if one != self.checksum:
                 raise Conflict(
@@ -117,6 +123,17 @@ class DeltaStaging:
                     "made from other weights, or changed on its way; push full weights",
                     field="checksum", code="checksum_mismatch",
                 )  # fmt: skip
+
+    def _finished(self) -> sums.Sums:
+        """The sums of the result's parts here."""
+        try:
+            for future in self._pending:
+                future.result()
+        finally:
+            self.close()
+        if self._not_finite:
+            raise weights.not_finite(sorted(self._not_finite), self.decoder.dtype)
+        return self.sums
 
     def close(self) -> None:
         """End what is still being staged."""

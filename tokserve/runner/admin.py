@@ -13,7 +13,6 @@ from tokserve.config import WeightsConfig
 from tokserve.device import Accelerator
 from tokserve.errors import NotFound, RequestError
 from tokserve.models.checksums import checksums
-from tokserve.models.coordinates import Coordinates
 from tokserve.models.decoder import Decoder
 from tokserve.models.in_place import copy_weights
 from tokserve.rl.deltas import dtype_name
@@ -33,7 +32,9 @@ class Admin:
         self._runner = runner
         self._backend = runner.backend
         self._lora = lora
-        self._sync = WeightSync(weights, self._blank, lambda: self.memory()["weight_bytes"], runner.backend.device)
+        self._sync = WeightSync(
+            weights, self._blank, lambda: self.memory()["weight_bytes"], runner.backend.device, runner.ranks.total
+        )
         self._has_weights = True
         self._profiler = RunnerProfiler(runner, self._capture)
         self._extension = extension.make(weights.worker_extension_cls, runner)
@@ -119,7 +120,7 @@ class Admin:
 
     def _coordinates(self) -> dict[str, Any]:
         """The tensors in which deltas count elements, plainly, and why there can be none."""
-        coordinates = Coordinates(self._runner.model)
+        coordinates = self._sync.coordinates(self._runner.model)
         tensors = {name: [dtype_name(dtype), list(shape)] for name, (dtype, shape) in coordinates.described.items()}
         return {
             "tensors": tensors, "tied": coordinates.tied, "renames": [list(pair) for pair in coordinates.renames],

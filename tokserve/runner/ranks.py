@@ -6,6 +6,7 @@ tells the others which tokens follow: only it needs the logits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,11 @@ import torch
 from torch import Tensor
 
 from tokserve.layers.parallel import ALONE, WHOLE, Group, Stage
+from tokserve.models.coordinates import Parts, of_one_rank
 from tokserve.plan import OK
+from tokserve.rl.sums import Sums
 from tokserve.runner.collectives import ProcessGroup
+from tokserve.runner.rank_sums import RankSums
 from tokserve.runner.sampler import SampledTokens
 
 
@@ -47,12 +51,15 @@ class Neighbours:
 
 
 class Ranks:
-    """`group`: the ranks of this one's `stage`.  `world`: all ranks; None: there is no other."""
+    """`group`: the ranks of this one's `stage`.  `world`: all ranks; None: there is no other.  `total`: see
+    `Coordinates`."""
 
-    def __init__(self, rank: int = 0, tensor: int = 1, stages: int = 1, world: ProcessGroup | None = None,
-                 group: Group = ALONE) -> None:  # fmt: skip
+    def __init__(
+        self, rank: int = 0, tensor: int = 1, stages: int = 1, world: ProcessGroup | None = None, group: Group = ALONE,
+        total: Callable[[Callable[[], Sums], Parts], Sums] = of_one_rank,
+    ) -> None:  # fmt: skip
         self.rank, self.size = rank, tensor * stages
-        self.group, self.world = group, world
+        self.group, self.world, self.total = group, world, total
         link = None if world is None or stages == 1 else Neighbours(world, rank, tensor)
         self.stage = WHOLE if stages == 1 else Stage(rank // tensor, stages, link)
         self.answering = (stages - 1) * tensor
@@ -101,10 +108,11 @@ def join(
 ) -> Ranks:  # fmt: skip
     """Meet the other ranks: over NCCL, or over gloo at this address of the machine."""
     world = ProcessGroup(store, "world", rank, tensor * stages, device, address, nccl=nccl)
+    sums = RankSums(ProcessGroup(store, "sums", rank, tensor * stages, torch.device("cpu"), address))
     if tensor == 1:
-        return Ranks(rank, tensor, stages, world)
+        return Ranks(rank, tensor, stages, world, total=sums.total)
     stage, part = divmod(rank, tensor)
     collectives = world
     if stages > 1:
         collectives = ProcessGroup(store, f"stage{stage}", part, tensor, device, address, nccl=nccl)
-    return Ranks(rank, tensor, stages, world, Group(part, tensor, collectives))
+    return Ranks(rank, tensor, stages, world, Group(part, tensor, collectives), sums.total)

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,14 @@ from tokserve.device import Device
 from tokserve.errors import Conflict, RequestError, StartError, TransferFailed, invalid_value
 from tokserve.models import weights
 from tokserve.models.checksums import checksums
-from tokserve.models.coordinates import Coordinates
+from tokserve.models.coordinates import Coordinates, Parts, of_one_rank
 from tokserve.models.decoder import Decoder
 from tokserve.models.delta_staging import DeltaStaging, check_base
 from tokserve.models.formats.pick import checkpoint_format
 from tokserve.models.staging import Staging
 from tokserve.rl import broadcast
 from tokserve.rl.broadcast import TransferGroup
-from tokserve.rl.delta_directory import chain, described, files_of, is_chain
+from tokserve.rl.delta_directory import VersionFile, chain, described, files_of, is_chain
 from tokserve.rl.deltas import FORMAT
 from tokserve.rl.errors import TransferError, WeightsConflict, WeightsError
 from tokserve.rl.rendezvous import KINDS, Rendezvous
@@ -68,7 +69,7 @@ def request_errors() -> Iterator[None]:
 
 class WeightSync:
     """`blank` makes a decoder without weights; `num_bytes` says how large a set of weights is, `device` what memory
-    there is for another one."""
+    there is for another one; `total` adds up the sums of ranks."""
 
     def __init__(
         self,
@@ -76,6 +77,7 @@ class WeightSync:
         blank: Callable[[], Decoder],
         num_bytes: Callable[[], int],
         device: Device,
+        total: Callable[[Callable[[], Sums], Parts], Sums] = of_one_rank,
     ) -> None:
         self._config = config
         chosen: dict[str, Any] = dict(config.weight_transfer_config or {})
@@ -84,6 +86,7 @@ class WeightSync:
         self._blank = blank
         self._num_bytes = num_bytes
         self._device = device
+        self._total = total
         self._staging: Staging | DeltaStaging | None = None
         self._complete: Decoder | DeltaStaging | None = None
         self.sums = ServedSums()
@@ -180,25 +183,38 @@ class WeightSync:
 
         Raises Conflict, which names both, if they are not the same, or if no changes can be made.
         """
-        coordinates = Coordinates(model)
-        if why := coordinates.refusal():
-            raise Conflict(why, field="base_version", code="delta_unsupported")
-        check_base(base_version, base_checksum, version, self._checksum(coordinates, self.sums.known(model)))
-        sums = self.sums.of(model, coordinates)
-        check_base(base_version, base_checksum, version, coordinates.checksum(sums))
+        coordinates = self.coordinates(model)
+
+        def sums() -> Sums:
+            self._check_delta(coordinates, "base_version")
+            if self.sums.known(model) is None:  # to compute them takes long
+                check_base(base_version, base_checksum, version, None)
+            return self.sums.of(model, coordinates)
+
+        checksum = coordinates.checksum(sums)
+        check_base(base_version, base_checksum, version, checksum)
         is_finite = self._config.check_weights == "finite"
-        self._staging = DeltaStaging(model, coordinates, version, sums, check_finite=is_finite)
+        served = self.sums.of(model, coordinates)
+        self._staging = DeltaStaging(model, coordinates, (version, checksum), served, check_finite=is_finite)
 
     def checksum(self, model: Decoder) -> str:
         """Of the weights that serve.  Raises Conflict if they are quantized."""
-        coordinates = Coordinates(model)
-        if why := coordinates.refusal():
-            raise Conflict(why, code="delta_unsupported")
-        return coordinates.checksum(self.sums.of(model, coordinates))
+        coordinates = self.coordinates(model)
+
+        def sums() -> Sums:
+            self._check_delta(coordinates, None)
+            return self.sums.of(model, coordinates)
+
+        return coordinates.checksum(sums)
+
+    def coordinates(self, model: Decoder) -> Coordinates:
+        """Of a model that this rank has, or a part of it."""
+        return Coordinates(model, self._total)
 
     @staticmethod
-    def _checksum(coordinates: Coordinates, sums: Sums | None) -> str | None:
-        return None if sums is None else coordinates.checksum(sums)
+    def _check_delta(coordinates: Coordinates, field: str | None) -> None:
+        if why := coordinates.refusal():
+            raise Conflict(why, field=field, code="delta_unsupported")
 
     @request_errors()
     def plan_chain(
@@ -208,14 +224,24 @@ class WeightSync:
         chain of deltas begins with, else None}.  None: the directory is an ordinary checkpoint.  `model`: what
         serves, if anything does.
         """
-        directory, may_read = self._allowed(weight_dir)
-        if not is_chain(directory):
+        files: list[VersionFile] | None = None
+        has_base = False
+
+        def sums(coordinates: Coordinates, model: Decoder) -> Sums:
+            nonlocal files, has_base
+            files = self._chain_files(weight_dir)
+            versions = {version for file in files or [] for version in (file.identity[0], *(file.base or ())[:1])}
+            has_base = served_version in versions and coordinates.refusal() is None
+            return self.sums.of(model, coordinates) if has_base else {}
+
+        if model is None:
+            files = self._chain_files(weight_dir)
+        else:
+            coordinates = self.coordinates(model)
+            served = coordinates.checksum(partial(sums, coordinates, model))
+        if files is None:
             return None
-        files = files_of(directory, may_read)
-        have = None
-        is_named = any(served_version in (file.identity[0], *(file.base or ())[:1]) for file in files)
-        if model is not None and is_named and Coordinates(model).refusal() is None:
-            have = served_version, self.checksum(model)
+        have = (served_version, served) if has_base else None
         way = chain(files, version, have)
         names = [file.path.name for file in way]
         if have is not None and (not way or way[0].base is not None):
@@ -223,6 +249,11 @@ class WeightSync:
             return {"files": names, "version": version, "checksum": checksum, "base": have[1]}
         version, checksum = way[-1].identity
         return {"files": names, "version": version, "checksum": checksum, "base": None}
+
+    def _chain_files(self, weight_dir: str) -> list[VersionFile] | None:
+        """The files of a directory of deltas; None: it is an ordinary checkpoint."""
+        directory, may_read = self._allowed(weight_dir)
+        return files_of(directory, may_read) if is_chain(directory) else None
 
     def _allowed(self, weight_dir: str) -> tuple[Path, Callable[[Sequence[str]], None]]:
         """The directory, and what refuses its links to elsewhere."""
