@@ -22,8 +22,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.adapters import write_adapter
+from tests.e2e import test_quantized
 from tests.e2e.server import Server
 from tests.e2e.test_exact import alone, together
+from tests.models import gguf_models
 from tokserve import LLM, LoRARequest, SamplingParams, rl
 from tokserve.errors import StartError
 from tokserve.models.dummy import tiny_config, write_checkpoint
@@ -95,11 +97,25 @@ def test_stages_have_the_bits_of_one(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantized_weights_are_divided(quantization: str, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, tiny_config("qwen3", dtype="bfloat16"), seed=1)
-    with LLM(tmp_path, tensor_parallel_size=2, quantization=quantization, quantize_lm_head=True, **OPTIONS) as llm:
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", [*test_quantized.KINDS, "Q8_0", "Q4_K"])
+def test_quantized_weights_are_divided(kind: str, size: int, tmp_path: Path) -> None:
+    """As they load, or as they are stored: dense models, mixtures, a GGUF file."""
+    if kind in test_quantized.KINDS:
+        model, options = test_quantized.checkpoint(tmp_path, kind)
+    else:
+        model, options = tmp_path / "m.gguf", {"tokens_only": True, "max_model_len": 256}
+        gguf_models.write(model, "llama", kind)
+    options |= {"max_num_batched_tokens": 37, "log_level": "warning"}
+    with LLM(model, tensor_parallel_size=size, **options) as llm:
+        assert llm.ready.facts["quantization"] is not None
         check_exact(llm)
+    if size == 2:  # stages have the bits of one
+        results = []
+        for stages in (1, 2):
+            with LLM(model, pipeline_parallel_size=stages, **options) as llm:
+                results.append((together(llm, 5), scores(llm, PROMPT).tolist()))
+        assert results[0] == results[1]
 
 
 @pytest.mark.slow
