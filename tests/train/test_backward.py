@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -137,6 +138,58 @@ def test_the_reference_of_attentions_gradient_in_float64() -> None:
         for gradient, reference in zip(found, expected(whole, grad, q, k, v), strict=True):
             assert gradient.dtype == torch.float64
             assert (gradient - reference).abs().max() < 1e-12
+
+
+def with_gradient(forward: Callable[..., Tensor], backward: Callable[..., tuple[Tensor, ...]]) -> Any:
+    """A function whose gradient is `backward`, of the result's gradient and the inputs."""
+
+    class Checked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+            ctx.save_for_backward(*inputs)
+            return forward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return backward(grad, *ctx.saved_tensors)
+
+    return Checked.apply
+
+
+def double(*shape: int, seed: int) -> Tensor:
+    return drawn(*shape, seed=seed).double().requires_grad_()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh", "gelu", "relu", "relu2"])
+def test_gradcheck_of_activations(name: str, gated: bool) -> None:
+    """Finite differences in float64 of the reference, against the reference of its gradient; so the next two."""
+    function = with_gradient(
+        lambda x: ops.elementwise.activate.reference(x, name, gated),
+        lambda grad, x: gradients.activation_gradients.reference(grad, x, name, gated),
+    )
+    assert torch.autograd.gradcheck(function, double(5, 8, seed=1))
+
+
+def test_gradcheck_of_norms() -> None:
+    function = with_gradient(
+        lambda x, weight: ops.elementwise.rms_norm.reference(x, weight, 1e-5),
+        lambda grad, x, weight: gradients.norm_gradients.reference(grad, x, weight, 1e-5),
+    )
+    assert torch.autograd.gradcheck(function, (double(6, 9, seed=1), double(9, seed=2)))
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (3, 0.0), (0, 1.5)])
+def test_gradcheck_of_attention(window: int, softcap: float) -> None:
+    cuts, path = torch.tensor([0, 7]), torch.arange(7)
+    function = with_gradient(
+        partial(references.attention, scale=0.3, window=window, softcap=softcap),
+        lambda grad, q, k, v: gradients.attention_gradients.reference(
+            grad, q, k, v, cuts, path, cuts, 0.3, window, softcap
+        ),
+    )
+    inputs = (double(7, 4, 6, seed=1), double(7, 2, 6, seed=2), double(7, 2, 6, seed=3))
+    assert torch.autograd.gradcheck(function, inputs)
 
 
 @DTYPES

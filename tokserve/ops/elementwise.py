@@ -26,14 +26,19 @@ ERFC = (  # of the exponent of erfc(z) / t for z >= 0, in powers of t = 2 / (2 +
 @op(tolerance=TOLERANCE)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight for each row of x [T,H]."""
-    return _normed(x.float(), weight, eps).to(x.dtype)
+    return _normed(widened(x), weight, eps).to(x.dtype)
+
+
+def widened(x: Tensor) -> Tensor:
+    """x as references compute with it: in float32, or in float64 if it is that, where gradients are checked."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     square = x * x
     with one_thread():  # torch divides one long row between threads
         mean = square.sum(-1, keepdim=True) / x.shape[-1]  # [T,1]
-    return x * torch.rsqrt(mean + eps) * weight.float()
+    return x * torch.rsqrt(mean + eps) * widened(weight)
 
 
 @op(tolerance=TOLERANCE)
@@ -125,8 +130,8 @@ def activate(x: Tensor, activation: str, gated: bool = False) -> Tensor:
     `activation`: "silu", "gelu_tanh", "gelu" (with the error function), "relu", or "relu2", its square.
     """
     if not gated:
-        return _active(x.float(), activation).to(x.dtype)
-    gate, up = x.float().chunk(2, -1)
+        return _active(widened(x), activation).to(x.dtype)
+    gate, up = widened(x).chunk(2, -1)
     return (_active(gate, activation) * up).to(x.dtype)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tokserve.ops import elementwise
+from tokserve.ops.elementwise import widened
 from tokserve.ops.registry import op
 from tokserve.ops.serial import one_thread
 
@@ -28,10 +29,10 @@ def activation_gradients(grad: Tensor, x: Tensor, activation: str, gated: bool =
 
     x is [T,I], or [T,2I] if it is `gated`: the first half is activated, and multiplies the second.
     """
-    upstream = grad.float()
+    upstream = widened(grad)
     if not gated:
-        return (upstream * _slope(x.float(), activation)).to(x.dtype)
-    gate, up = x.float().chunk(2, -1)
+        return (upstream * _slope(widened(x), activation)).to(x.dtype)
+    gate, up = widened(x).chunk(2, -1)
     value = elementwise.activate.reference(gate, activation)
     return torch.cat([upstream * _slope(gate, activation) * up, upstream * value], -1).to(x.dtype)
 
@@ -61,15 +62,15 @@ def norm_gradients(
     `grad` [T,H] is that of the result, in x's dtype or float32.  `carried` [T,H] is added to the gradient of x before
     it is rounded.  With n = x / rms, n' = weight grad: (n' - n mean(n' n)) / rms, and the sum over rows of grad n.
     """
-    values, upstream = x.float(), grad.float()
+    values, upstream = widened(x), widened(grad)
     with one_thread():
         inverse = torch.rsqrt(values.square().sum(-1, keepdim=True) / x.shape[-1] + eps)
         normed = values * inverse
         grad_weight = (upstream * normed).sum(0)
-        upstream = upstream * weight.float()
+        upstream = upstream * widened(weight)
         along = (upstream * normed).sum(-1, keepdim=True) / x.shape[-1]
     grad_x = (upstream - normed * along) * inverse
-    return (grad_x if carried is None else grad_x + carried.float()).to(x.dtype), grad_weight
+    return (grad_x if carried is None else grad_x + widened(carried)).to(x.dtype), grad_weight
 
 
 @op(tolerance=TOLERANCE)
