@@ -41,6 +41,31 @@ def test_the_routes_are_there_with_the_option_only() -> None:
     assert site().get("/v1/models").json()["data"][0]["owned_by"] == "tokserve"
 
 
+def test_chat_with_meta_info() -> None:
+    """As miles' session server asks: its own ids, and the tokens that came of them."""
+    s = sglang()
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "logprobs": True, "no_stop_trim": False}
+    asked = body | {"input_ids": [70, 71, 72], "return_meta_info": True, "return_prompt_token_ids": True}
+    answer = s.post("/v1/chat/completions", asked)
+    (choice,) = answer.json()["choices"]
+    same = generate(s, PROMPT | {"return_logprob": True}, max_new_tokens=3)["meta_info"]
+    names = set(same) - {"id", "input_token_logprobs"}
+    assert {name: choice["meta_info"][name] for name in names} == {name: same[name] for name in names}
+    assert choice["prompt_token_ids"] == [70, 71, 72] and choice["message"]["content"] == "fgj"
+    assert answer.headers["x-ignored-fields"] == "no_stop_trim"
+    assert s.llm.calls[0].params.logprobs_mode == "temperature"
+    plain = s.post("/v1/chat/completions", body).json()["choices"][0]
+    assert "meta_info" not in plain and "prompt_token_ids" not in plain
+    for wrong, field in (
+        ({"stream": True}, "return_meta_info"), ({"input_ids": [VOCAB]}, "input_ids"), ({"input_ids": []}, "input_ids"),
+    ):  # fmt: skip
+        refused = s.post("/v1/chat/completions", asked | wrong)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == field, refused.text
+    assert s.post("/v1/chat/completions", asked | {"lora_path": "b"}).status_code == 404
+    s.llm.status = Status(adapters=[LoadedAdapter("b", "/p", 1)])
+    assert s.post("/v1/chat/completions", asked | {"lora_path": "b"}).json()["model"] == "b"
+
+
 def test_detokenize_answers_with_sglangs_name_too() -> None:
     body = {"tokens": [70, 71]}
     assert sglang().post("/detokenize", body).json() == site().post("/detokenize", body).json() | {"text": "de"}

@@ -52,7 +52,8 @@ class Message(msgspec.Struct):
 
 
 class ChatChoice(MaskFields):
-    """A choice of a whole answer.  Here and in the answer, ids and scores that were not requested are null."""
+    """A choice of a whole answer.  Here and in the answer, ids and scores that were not requested are null.
+    `meta_info`, `prompt_token_ids`: in SGLang's dialect."""
 
     index: int
     message: Message
@@ -63,6 +64,8 @@ class ChatChoice(MaskFields):
     token_ids: list[int] | None = None
     weight_versions: list[WeightVersion] | UnsetType = UNSET
     routed_experts: str | UnsetType = UNSET
+    meta_info: dict[str, Any] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatReply(msgspec.Struct):
@@ -123,12 +126,12 @@ class ChatChunk(msgspec.Struct):
 
 async def chat(serving: Serving, request: Request) -> Response:
     """POST /v1/chat/completions: a chat completion"""
-    return await _chat(serving, request, with_tokens=False)
+    return await respond(serving, request, await read(serving, request))
 
 
 async def chat_tokens(serving: Serving, request: Request) -> Response:
     """POST /v1/chat/completions/tokens: the prompt comes as ids, the messages are not rendered"""
-    return await _chat(serving, request, with_tokens=True)
+    return await respond(serving, request, await read(serving, request, prompt="tokens"))
 
 
 class ChatCall(NamedTuple):
@@ -149,10 +152,12 @@ class ChatCall(NamedTuple):
         return unpack_ids(self.prompt.ids)
 
 
-async def _chat(serving: Serving, request: Request, *, with_tokens: bool) -> Response:
-    call = await read(serving, request, with_tokens=with_tokens)
+async def respond(
+    serving: Serving, request: Request, call: ChatCall, renderer: type[ChatRenderer] | None = None
+) -> Response:
+    """Generate, and answer with what `renderer` makes of it; None: chat's own."""
     generation = await serving.start(request, call.generate, [call.prompt], call.fields, beams=call.beams)
-    render = ChatRenderer(
+    render = (renderer or ChatRenderer)(
         serving, generation, call.body, call.params, reader_of(serving, call.plan, generation.key, call.ids)
     )
     headers = {"X-Request-Id": call.generate.request_id, **schemas.ignored_header(call.ignored)}
@@ -161,17 +166,18 @@ async def _chat(serving: Serving, request: Request, *, with_tokens: bool) -> Res
     return await sse.answer(generation, request, render.reply, headers)
 
 
-async def read(serving: Serving, request: Request, *, with_tokens: bool, replies: bool = True) -> ChatCall:
-    """The body with its messages as ids.  `replies` False: what comes back is no chat reply, and may be msgpack."""
+async def read(serving: Serving, request: Request, *, prompt: str = "messages", replies: bool = True) -> ChatCall:
+    """The body with its messages as ids.  `prompt`: the field with the prompt, `messages` or one with ids.  `replies`
+    False: what comes back is no chat reply, and may be msgpack."""
     body, ignored, size = await schemas.read(serving, request, ChatBody)
     schemas.check_stream(body, replies and wants_msgpack(request))
-    return await call_of(serving, request, body, ignored, size, with_tokens=with_tokens)
+    return await call_of(serving, request, body, ignored, size, prompt)
 
 
 async def call_of(
-    serving: Serving, request: Request, body: ChatBody, ignored: list[str], size: int, *, with_tokens: bool = False
+    serving: Serving, request: Request, body: ChatBody, ignored: list[str], size: int, source: str = "messages"
 ) -> ChatCall:
-    """What a body that has passed `schemas.parse` comes to.  `size`: its bytes."""
+    """What a body that has passed `schemas.parse` comes to.  `size`: its bytes; `source`: the field with the prompt."""
 
     def plan_and_params() -> tuple[ToolPlan, SamplingParams]:
         plan = tool_plan(serving, body)
@@ -180,21 +186,22 @@ async def call_of(
     plan, params = await off_loop(request, size, plan_and_params)
     bare = serving.request_of(request, body, params)
     generate = await off_loop(request, size, lambda: with_prediction(serving, body, bare))
-    if with_tokens:
-        if body.tokens is None:
-            raise RequestError("tokens is required", field="tokens")
-        prompt = token_prompt(body.tokens, serving.llm.ready.vocab_size)
+    if source != "messages":
+        ids = getattr(body, source)
+        if ids is None:
+            raise RequestError(f"{source} is required", field=source)
+        prompt = token_prompt(ids, serving.llm.ready.vocab_size)
     else:
         if body.tokens is not None:
             raise RequestError("tokens belongs to /v1/chat/completions/tokens", field="tokens")
         prompt = await prompt_of(serving, request, body, size, body.reasoning_effort)
-    if body.reasoning_effort not in (None, "none") and (with_tokens or not _thinks(serving, body)):
+    if body.reasoning_effort not in (None, "none") and (source != "messages" or not _thinks(serving, body)):
         if serving.config.server.strict:
             raise RequestError("reasoning_effort: nothing of this prompt depends on it", field="reasoning_effort")
         ignored.append("reasoning_effort")
     others = {"logprobs": "top_logprobs", "extra_args": "vllm_xargs"}
     others["max_tokens"], others["beam_width"] = schemas.output_limit(body)[1], "n"
-    fields = _fields(plan.source, "tokens" if with_tokens else "messages", **others)
+    fields = _fields(plan.source, source, **others)
     return ChatCall(body, ignored, params, generate, prompt, fields, plan, beam_params(body, params))
 
 
@@ -306,7 +313,7 @@ class ChatRenderer:
         self._id = ID_PREFIX + generation.key
         self._created = int(time.time())
         self._model = serving.answers_as(body.model)
-        self._generation = generation
+        self.generation, self.body = generation, body
         self._reader = reader
         self._spelling = logprobs.Spelling(serving.tokenizer, bool(body.return_tokens_as_token_ids))
         self._names = serving.tokenizer.token
@@ -336,7 +343,7 @@ class ChatRenderer:
         if self._has_masks:
             for choice, completion in zip(choices, completions, strict=True):
                 sampling_masks.add(choice, completion, "lists", parts)
-        generation = self._generation
+        generation = self.generation
         reply = ChatReply(self._id, self._created, self._model, choices, generation.usage(), prompt_logprobs=scores)
         reply.system_fingerprint, reply.metrics = generation.fingerprint, generation.metrics()
         if generation.kv_transfer_params is not None:
@@ -367,7 +374,7 @@ class ChatRenderer:
     def _prompt_logprobs(self, columns: Logprobs | None, parts: DeferredParts | None = None) -> Any:
         first = max(1, self._params.prompt_logprobs_start)
         columns = columns or Logprobs()
-        args = (columns, self._generation.prompt_ids(), first, columns.width, self._names)
+        args = (columns, self.generation.prompt_ids(), first, columns.width, self._names)
         return logprobs.prompt_objects(*args) if parts is None else parts.defer(logprobs.prompt_objects_encoder(*args))
 
     def delta(self, delta: ChoiceOutput) -> bytes:
@@ -395,7 +402,7 @@ class ChatRenderer:
             if self._has_masks:
                 choice.sampling_mask_truncated = delta.sampling_mask_truncated
             chunk = self._chunk(choice)
-            chunk.system_fingerprint = self._generation.fingerprint
+            chunk.system_fingerprint = self.generation.fingerprint
             if delta.kv_transfer is not None:
                 chunk.kv_transfer_params = delta.kv_transfer
             events += sse.event(encode_json(chunk))
@@ -404,7 +411,7 @@ class ChatRenderer:
     def _role(self, delta: ChoiceOutput) -> bytes:
         chunk = self._chunk(ChunkChoice(delta.index, Delta("assistant", "")))
         if self._ids and not self._begun:
-            chunk.prompt_token_ids = self._generation.prompt_ids()
+            chunk.prompt_token_ids = self.generation.prompt_ids()
         if self._scores_due and delta.prompt_logprobs:
             self._scores_due = False
             chunk.prompt_logprobs = self._prompt_logprobs(delta.prompt_logprobs)
@@ -414,7 +421,7 @@ class ChatRenderer:
     def _chunk(self, choice: ChunkChoice) -> ChatChunk:
         chunk = ChatChunk(self._id, self._created, self._model, [choice])
         if self._usage:
-            chunk.usage = self._generation.usage() if self._continuous else None
+            chunk.usage = self.generation.usage() if self._continuous else None
         return chunk
 
     def _event(self, choice: ChunkChoice) -> bytes:
@@ -425,5 +432,5 @@ class ChatRenderer:
         if not self._usage:
             return b""
         chunk = ChatChunk(self._id, self._created, self._model, [])
-        chunk.usage, chunk.metrics = self._generation.usage(), self._generation.metrics()
+        chunk.usage, chunk.metrics = self.generation.usage(), self.generation.metrics()
         return sse.event(encode_json(chunk))

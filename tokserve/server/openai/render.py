@@ -55,7 +55,7 @@ class TokenizerDescription(msgspec.Struct):
 
 async def render_chat(serving: Serving, request: Request) -> Response:
     """POST /v1/chat/completions/render: the token request that this chat is"""
-    call = await chat.read(serving, request, with_tokens=False, replies=False)
+    call = await chat.read(serving, request, replies=False)
     return await rendered_chat(serving, request, call)
 
 

@@ -113,7 +113,7 @@ def _draft_counts(drafts: DraftCounts) -> dict[str, Any]:
     }
 
 
-class _Choice:
+class ChoiceDetails:
     """A choice, with all that has come of it."""
 
     def __init__(self, form: ReplyForm, name: Name, prompt_len: int) -> None:
@@ -217,7 +217,7 @@ class GenerateRenderer:
         self._start = time.monotonic()
         n = generation.n
         self._choices = [
-            _Choice(forms[index // n], name, generation.streams[index // n].prompt_len)
+            ChoiceDetails(forms[index // n], name, generation.streams[index // n].prompt_len)
             for index in range(generation.num_choices)
         ]
         self._begun: set[int] = set()

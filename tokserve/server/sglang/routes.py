@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import NoneType
 
 from tokserve.server.endpoint import BODY, COMMAND, EMPTY, ENGINE, TEXT, Endpoint
+from tokserve.server.openai.chat import ChatReply
 from tokserve.server.reply_types import JsonObject
-from tokserve.server.sglang import control, generate, introspection, reply, weights
+from tokserve.server.sglang import chat, control, generate, introspection, reply, weights
 from tokserve.server.sglang.replies import SGLANG
 
 POSTED = ("POST", "PUT")
@@ -16,6 +17,8 @@ GET = ("GET",)
 ENDPOINTS = (
     Endpoint(POSTED, "/generate", generate.generate, generate.SglangGenerateBody,
              reply=(reply.SglangReply, list[reply.SglangReply]), runner="generate"),
+    Endpoint(("POST",), "/v1/chat/completions", chat.chat_completions, chat.SglangChatBody, text=True, reply=ChatReply,
+             runner="generate"),
     Endpoint(POSTED, "/abort_request", control.abort_request, control.AbortRequestBody, reply=EMPTY, errors=SGLANG,
              raises=BODY),
     Endpoint(GET, "/health_generate", introspection.health_generate, reply=EMPTY),
