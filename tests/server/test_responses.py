@@ -346,6 +346,7 @@ def test_fields_that_nothing_hears_are_named() -> None:
     ("fields", "param", "message"),
     [
         ({"input": None}, "input", "required"), ({"input": []}, "input", "empty"), ({"input": 5}, "input", "string"),
+        ({"input": {}}, "input", "string or a valid list"),
         ({"input": [5]}, "input[0]", "object"), ({"input": [{}]}, "input[0].type", "required"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "nothing is stored"),
         ({"input": [HI, {"type": "computer_call"}]}, "input[1].type", "it takes message, reasoning"),
