@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,7 +44,7 @@ class ConfigReader:
         value = default if value is None else value
         if value is None:
             raise self.refuse(name, "is missing")
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        if not _is_positive(value):
             raise self.refuse(name, f"must be a positive number, found {value!r}")
         return float(value)
 
@@ -76,7 +77,7 @@ class ConfigReader:
         value = self.values.get(name)
         if not isinstance(value, list) or len(value) != count:
             raise self.refuse(name, f"must be a list of {count} numbers")
-        if not all(isinstance(one, int | float) and not isinstance(one, bool) and one > 0 for one in value):
+        if not all(map(_is_positive, value)):
             raise self.refuse(name, "must hold positive numbers only")
         return tuple(float(one) for one in value)
 
@@ -87,3 +88,8 @@ class ConfigReader:
         if not isinstance(value, Mapping):
             raise self.refuse(name, f"must be an object, found {value!r}")
         return ConfigReader(value, f"{self.path}{name}.")
+
+
+def _is_positive(value: Any) -> bool:
+    """Whether it is a positive number that a float holds: Python reads NaN, Infinity and 10**400 from JSON, too."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
