@@ -15,20 +15,43 @@ namespace TOKSERVE_ISA {
 
 namespace {
 
-// The layout of Wna16Args::rows: for each row and group the scale, the scale times the sum of the values, and that sum;
-// then the values, int8 [M][padded K], eight at a time in the order of the weight's bytes.
+// The layout of Wna16Args::rows: for each row and group the scale, the scale times the sum of the values, and what the
+// sum of products starts from; then the values, int8 [M][padded K], eight at a time in the order of the weight's bytes.
 struct RoundedRows {
   float *scales, *totals;
-  uint32_t* sums;
+  uint32_t* starts;
   int8_t* values;
 };
 
 RoundedRows rows_in(const Wna16Args& a) {
   const int64_t count = a.m * groups_of(a);
   float* scales = reinterpret_cast<float*>(a.rows);
-  uint32_t* sums = reinterpret_cast<uint32_t*>(scales + 2 * count);
-  return {scales, scales + count, sums, reinterpret_cast<int8_t*>(sums + count)};
+  uint32_t* starts = reinterpret_cast<uint32_t*>(scales + 2 * count);
+  return {scales, scales + count, starts, reinterpret_cast<int8_t*>(starts + count)};
 }
+
+// What the bytes of a weight mean: its factor is the byte less `offset`.
+struct Bytes {
+  alignas(16) uint8_t table[16];  // of 4-bit codes
+  uint32_t offset;
+  bool identity;       // the table maps each code to itself
+  int64_t word_steps;  // of eight inputs, whose products a signed word holds; 0: not even one
+
+  explicit Bytes(const Wna16Args& a) : table(), offset(128), identity(true), word_steps(0) {
+    if (a.bits == 8) return;
+    int lowest = a.factors[0], highest = a.factors[0];
+    for (int i = 1; i < 16; i++) {
+      lowest = min<int>(lowest, a.factors[i]);
+      highest = max<int>(highest, a.factors[i]);
+    }
+    for (int i = 0; i < 16; i++) {
+      table[i] = static_cast<uint8_t>(a.factors[i] - lowest);
+      identity = identity && table[i] == i;
+    }
+    offset = static_cast<uint32_t>(-lowest);
+    word_steps = 32767 / (4 * 127 * max(1, highest - lowest));
+  }
+};
 
 // Where element i of eight lies: 4-bit codes come as their low nibbles, k 0 4 1 5, and their high ones, 2 6 3 7.
 TOKSERVE_INLINE int64_t place(int64_t i, int bits) {
@@ -39,6 +62,7 @@ TOKSERVE_INLINE int64_t place(int64_t i, int bits) {
 template <class T>
 void round_rows(const Wna16Args& a, int64_t begin, int64_t end) {
   const RoundedRows rows = rows_in(a);
+  const Bytes bytes(a);
   const int64_t groups = groups_of(a), depth = padded(a);
   for (int64_t r = begin; r < end; r++) {
     const T* x = static_cast<const T*>(a.x) + r * a.x_stride;
@@ -67,7 +91,7 @@ void round_rows(const Wna16Args& a, int64_t begin, int64_t end) {
       }
       rows.scales[r * groups + g] = scale;
       rows.totals[r * groups + g] = scale * static_cast<float>(total);
-      rows.sums[r * groups + g] = static_cast<uint32_t>(total);
+      rows.starts[r * groups + g] = 0u - static_cast<uint32_t>(total) * bytes.offset;
     }
   }
 }
@@ -133,29 +157,6 @@ TOKSERVE_INLINE u32x16 add_pairs(u32x16 words, u32x16 sum) {
 }
 #endif
 
-// What the bytes of a weight mean: its factor is the byte less `offset`.
-struct Bytes {
-  alignas(16) uint8_t table[16];  // of 4-bit codes
-  uint32_t offset;
-  bool identity;       // the table maps each code to itself
-  int64_t word_steps;  // of eight inputs, whose products a signed word holds; 0: not even one
-
-  explicit Bytes(const Wna16Args& a) : table(), offset(128), identity(true), word_steps(0) {
-    if (a.bits == 8) return;
-    int lowest = a.factors[0], highest = a.factors[0];
-    for (int i = 1; i < 16; i++) {
-      lowest = min<int>(lowest, a.factors[i]);
-      highest = max<int>(highest, a.factors[i]);
-    }
-    for (int i = 0; i < 16; i++) {
-      table[i] = static_cast<uint8_t>(a.factors[i] - lowest);
-      identity = identity && table[i] == i;
-    }
-    offset = static_cast<uint32_t>(-lowest);
-    word_steps = 32767 / (4 * 127 * max(1, highest - lowest));
-  }
-};
-
 // Sixteen outputs' bytes of eight inputs, four in each of two vectors.
 struct Eight {
   u32x16 first, second;
@@ -193,51 +194,60 @@ TOKSERVE_INLINE Eight load_eight(const uint8_t* panel, int64_t column, const Byt
   }
 }
 
-// The sums of a group's products, ROWS rows and VECTORS times sixteen outputs from `column` on.
+// `to` += the products of one step, ROWS rows and VECTORS times sixteen outputs from `column` on; WORDS: as words.
+template <int BITS, bool IDENTITY, bool WORDS, int ROWS, int VECTORS>
+TOKSERVE_INLINE void add_step(const int8_t* x, int64_t stride, const uint8_t* panel, int64_t column, const Bytes& bytes,
+                              u32x16 (&to)[ROWS][VECTORS]) {
+  constexpr int64_t size = VECTORS * kLanes * BITS;  // bytes
+  for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(panel + kCodesAhead + column * BITS + at, 0, 2);
+  Eight weights[VECTORS];
+  for (int v = 0; v < VECTORS; v++) weights[v] = load_eight<BITS, IDENTITY>(panel, column + v * kLanes, bytes);
+  for (int r = 0; r < ROWS; r++) {
+    int32_t first, second;  // not an array, which is loaded at once and then taken apart
+    std::memcpy(&first, x + r * stride, sizeof first);
+    std::memcpy(&second, x + r * stride + sizeof first, sizeof second);
+    for (int v = 0; v < VECTORS; v++) {
+#if defined(TOKSERVE_WORD_SUMS)
+      if constexpr (WORDS) {
+        to[r][v] = add_words(weights[v].second, second, add_words(weights[v].first, first, to[r][v]));
+        continue;
+      }
+#endif
+      to[r][v] = add_quads(weights[v].second, second, add_quads(weights[v].first, first, to[r][v]));
+    }
+  }
+}
+
+// `sum` += a group's products.
 template <int BITS, bool IDENTITY, bool WORDS, int ROWS, int VECTORS>
 TOKSERVE_INLINE void sum_group(const int8_t* x, int64_t stride, const uint8_t* panel, int64_t column, int64_t steps,
                                const Bytes& bytes, u32x16 (&sum)[ROWS][VECTORS]) {
-  for (int r = 0; r < ROWS; r++) {
-    for (int v = 0; v < VECTORS; v++) sum[r][v] = broadcast_u32(0);
-  }
   constexpr int64_t size = kPanel * kCodeDepth * BITS / 8;
-  const int64_t most = WORDS ? bytes.word_steps : steps;
-  for (int64_t step = 0; step < steps;) {
-    const int64_t end = min(steps, step + most);
-    u32x16 words[ROWS][VECTORS];
-    for (int r = 0; r < ROWS; r++) {
-      for (int v = 0; v < VECTORS; v++) words[r][v] = WORDS ? broadcast_u32(0) : sum[r][v];
-    }
-    for (; step < end; step++) {
-      const uint8_t* at = panel + step * size;
-      __builtin_prefetch(at + kCodesAhead + column * 4, 0, 2);
-      Eight weights[VECTORS];
-      for (int v = 0; v < VECTORS; v++) weights[v] = load_eight<BITS, IDENTITY>(at, column + v * kLanes, bytes);
+#if defined(TOKSERVE_WORD_SUMS)
+  if constexpr (WORDS) {
+    for (int64_t step = 0; step < steps;) {
+      const int64_t end = min(steps, step + bytes.word_steps);
+      u32x16 words[ROWS][VECTORS];
       for (int r = 0; r < ROWS; r++) {
-        int32_t quads[2];
-        std::memcpy(quads, x + r * stride + step * kCodeDepth, sizeof quads);
-        for (int v = 0; v < VECTORS; v++) {
-#if defined(TOKSERVE_WORD_SUMS)
-          if constexpr (WORDS) {
-            words[r][v] = add_words(weights[v].second, quads[1], add_words(weights[v].first, quads[0], words[r][v]));
-            continue;
-          }
-#endif
-          words[r][v] = add_quads(weights[v].second, quads[1], add_quads(weights[v].first, quads[0], words[r][v]));
-        }
+        for (int v = 0; v < VECTORS; v++) words[r][v] = broadcast_u32(0);
+      }
+      for (; step < end; step++)
+        add_step<BITS, IDENTITY, true>(x + step * kCodeDepth, stride, panel + step * size, column, bytes, words);
+      for (int r = 0; r < ROWS; r++) {
+        for (int v = 0; v < VECTORS; v++) sum[r][v] = add_pairs(words[r][v], sum[r][v]);
       }
     }
-    for (int r = 0; r < ROWS; r++) {
-      for (int v = 0; v < VECTORS; v++) {
-#if defined(TOKSERVE_WORD_SUMS)
-        if constexpr (WORDS) {
-          sum[r][v] = add_pairs(words[r][v], sum[r][v]);
-          continue;
-        }
+    return;
+  }
 #endif
-        sum[r][v] = words[r][v];
-      }
-    }
+  u32x16 total[ROWS][VECTORS];  // the compiler keeps these in registers, and not what a reference names
+  for (int r = 0; r < ROWS; r++) {
+    for (int v = 0; v < VECTORS; v++) total[r][v] = sum[r][v];
+  }
+  for (int64_t step = 0; step < steps; step++)
+    add_step<BITS, IDENTITY, false>(x + step * kCodeDepth, stride, panel + step * size, column, bytes, total);
+  for (int r = 0; r < ROWS; r++) {
+    for (int v = 0; v < VECTORS; v++) sum[r][v] = total[r][v];
   }
 }
 
@@ -246,7 +256,7 @@ struct PanelGroup {
   const int8_t* x;      // of the first row
   const float* scales;  // of the rows, `groups` apart
   const float* totals;
-  const uint32_t* sums;
+  const uint32_t* starts;
   const uint8_t* panel;
   int64_t stride, groups, steps;
   const float* weight_scales;  // [64]
@@ -257,15 +267,17 @@ template <int BITS, bool IDENTITY, bool WORDS, int ROWS, int VECTORS>
 void add_rows(const PanelGroup& g, const Bytes& bytes, int64_t row, float* to) {
   for (int64_t column = 0; column < kPanel; column += VECTORS * kLanes) {
     u32x16 sum[ROWS][VECTORS];
+    for (int r = 0; r < ROWS; r++) {
+      for (int v = 0; v < VECTORS; v++) sum[r][v] = broadcast_u32(g.starts[(row + r) * g.groups]);
+    }
     sum_group<BITS, IDENTITY, WORDS, ROWS, VECTORS>(g.x + row * g.stride, g.stride, g.panel, column, g.steps, bytes,
                                                     sum);
     for (int r = 0; r < ROWS; r++) {
       const int64_t at = (row + r) * g.groups;
-      const u32x16 offset = broadcast_u32(g.sums[at] * bytes.offset);
       for (int v = 0; v < VECTORS; v++) {
         const int64_t c = column + v * kLanes;
         float* out = to + (row + r) * kPanel + c;
-        const f32x16 product = from_i32(sum[r][v] - offset) * broadcast(g.scales[at]);
+        const f32x16 product = from_i32(sum[r][v]) * broadcast(g.scales[at]);
         f32x16 total = fma(load(g.weight_scales + c), product, load(out));
         if (g.mins) total = fma(g.totals[at], load(g.mins + c), total);
         store(out, total);
@@ -277,8 +289,14 @@ void add_rows(const PanelGroup& g, const Bytes& bytes, int64_t row, float* to) {
 template <int BITS, bool IDENTITY, bool WORDS>
 void add_group(const PanelGroup& g, const Bytes& bytes, int64_t rows, float* to) {
   int64_t row = 0;
+#if defined(__AVX512F__)  // 32 registers
+  for (; row + 8 <= rows; row += 8) add_rows<BITS, IDENTITY, WORDS, 8, 2>(g, bytes, row, to);
+  for (; row + 4 <= rows; row += 4) add_rows<BITS, IDENTITY, WORDS, 4, 2>(g, bytes, row, to);
+  for (; row + 2 <= rows; row += 2) add_rows<BITS, IDENTITY, WORDS, 2, 4>(g, bytes, row, to);
+#else
   for (; row + 4 <= rows; row += 4) add_rows<BITS, IDENTITY, WORDS, 4, 1>(g, bytes, row, to);
   for (; row + 2 <= rows; row += 2) add_rows<BITS, IDENTITY, WORDS, 2, 2>(g, bytes, row, to);
+#endif
   if (row < rows) add_rows<BITS, IDENTITY, WORDS, 1, 4>(g, bytes, row, to);
 }
 
@@ -316,7 +334,7 @@ void linear_rounded(const Wna16Args& a, int64_t row0, int64_t begin, int64_t end
       const PanelGroup part{rows.values + row0 * depth + k,
                             rows.scales + first,
                             rows.totals + first,
-                            rows.sums + first,
+                            rows.starts + first,
                             a.packed + (panel * depth + k) * kPanel * a.bits / 8,
                             depth,
                             groups,
