@@ -421,23 +421,24 @@ def _dtype(dtype: str, hf: dict[str, Any]) -> Any:
 
 
 def _max_model_len(max_model_len: int | None, hf: dict[str, Any]) -> int:
-    name = next((one for one in POSITIONS if hf.get(one) is not None), POSITIONS[0])
-    limit = hf.get(name)
-    if isinstance(limit, int):
-        limit -= encoders.first_position(hf)
     if max_model_len is not None and max_model_len > LONGEST_CONTEXT:
         raise StartError(f"option max_model_len: must be at most {LONGEST_CONTEXT}, got {max_model_len}")
-    if max_model_len is None and isinstance(limit, int) and limit > LONGEST_CONTEXT:
-        raise StartError(
-            f"config.json's {name} is {limit}, and at most {LONGEST_CONTEXT} can be served; give --max-model-len"
-        )
-    if not isinstance(limit, int):
+    name = next((one for one in POSITIONS if hf.get(one) is not None), None)
+    if name is None:
         if max_model_len is None:
             raise StartError(
                 f"config.json ({_architecture(hf)}) has no max_position_embeddings; give --max-model-len, if the "
                 "architecture is one that is served (docs/models.md)"
             )
         return max_model_len
+    limit = hf[name]
+    if type(limit) is not int or limit < 2:
+        raise StartError(f"config.json: {name} must be an integer of at least 2, found {limit!r}")
+    limit -= encoders.first_position(hf)
+    if max_model_len is None and limit > LONGEST_CONTEXT:
+        raise StartError(
+            f"config.json's {name} is {limit}, and at most {LONGEST_CONTEXT} can be served; give --max-model-len"
+        )
     if max_model_len is not None and max_model_len > limit:
         raise StartError(
             f"max_model_len {max_model_len} is above the checkpoint's {name} {limit}; to go beyond it "

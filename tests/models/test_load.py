@@ -129,6 +129,12 @@ def test_another_family_than_the_config_says_is_refused(tmp_path: Path) -> None:
     assert "6 unexpected: model.layers.0.self_attn.k_norm.weight" in refusal(tmp_path)
 
 
+def test_a_pointer_of_git_lfs_is_told(tmp_path: Path) -> None:
+    file = write_checkpoint(tmp_path, UNTIED) / weights.SINGLE
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n")
+    assert "git lfs pull" in refusal(tmp_path)
+
+
 @pytest.mark.parametrize("kept", [0, 4, 100, -1])
 def test_truncated_files_are_refused(kept: int, tmp_path: Path) -> None:
     file = write_checkpoint(tmp_path, UNTIED) / weights.SINGLE

@@ -155,6 +155,13 @@ def test_the_context_of_gpt2_has_a_name_of_its_own(tmp_path: Path) -> None:
         resolve(Config.make(model=str(tmp_path), max_model_len=513))
 
 
+@pytest.mark.parametrize("length", ["256", 256.5, True, 0, -1, 1])
+def test_a_context_of_no_length(tmp_path: Path, length: Any) -> None:
+    write(tmp_path, max_position_embeddings=length)
+    with pytest.raises(StartError, match="max_position_embeddings must be an integer of at least 2, found"):
+        resolve(Config.make(model=str(tmp_path)))
+
+
 def test_a_checkpoint_that_does_not_say_how_long_or_of_which_type(tmp_path: Path) -> None:
     write(tmp_path)
     found = resolve(Config.make(model=str(tmp_path), max_model_len=700)).model

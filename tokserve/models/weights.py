@@ -33,6 +33,7 @@ INDEX = "model.safetensors.index.json"
 IGNORED = "rotary_emb.inv_freq"  # older checkpoints store what the rope table holds
 LISTED = 10
 MAX_NAMED = 100  # tensors that are not finite
+LFS_POINTER = b"version https://git-lfs.github.com/"
 SMALL = 256 << 10  # bytes: to read so many takes no longer than to map them
 
 
@@ -117,9 +118,16 @@ def headers(file: Path) -> dict[str, Entry]:
                 )
             return entries
     except SafetensorError as error:
+        if _is_pointer(file):
+            raise StartError(f"{file} is a pointer of Git LFS, not the file: fetch that with `git lfs pull`") from None
         raise StartError(f"{file} is not a complete safetensors file: {error}") from error
     except OSError as error:
         raise StartError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def _is_pointer(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def _offsets(file: Path) -> dict[str, int]:
