@@ -11,6 +11,8 @@ import subprocess
 import sys
 from typing import Any
 
+import psutil
+
 OBJECT_STORE = 80 << 20  # bytes of each node: the least that Ray allows
 
 
@@ -20,7 +22,10 @@ class RayCluster:
 
     def __init__(self, *cpus: int) -> None:
         command = [sys.executable, "-m", "tests.ray.cluster"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._mark = {"TOKSERVE_TEST_CLUSTER": str(os.getpid())}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | self._mark
+        )
         try:
             self.address = self._answer()
             for count in cpus:
@@ -41,7 +46,11 @@ class RayCluster:
     @property
     def env(self) -> dict[str, str]:
         """The environment of a process that joins it."""
-        return {"RAY_ADDRESS": self.address}
+        return {"RAY_ADDRESS": self.address} | self._mark
+
+    def has_started(self, process: psutil.Process) -> bool:
+        """Whether a process is one of this cluster's, or of those that join it; other tests may run beside this one."""
+        return self._mark.items() <= process.environ().items()
 
     def add(self, cpus: int) -> None:
         """Add a node."""

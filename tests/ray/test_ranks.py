@@ -44,16 +44,16 @@ def nodes(server: Server) -> list[str]:
     return [line.rpartition(" ")[2] for line in lines[-2:]]
 
 
-def left() -> list[psutil.Process]:
-    """Engines and ranks that run."""
+def left(cluster: RayCluster) -> list[psutil.Process]:
+    """Engines and ranks that run for this cluster."""
     processes = []
     for process in psutil.process_iter():
         try:
             line = " ".join(process.cmdline())
+            if "-m tokserve.executor.worker" in line or "-m tokserve.engine.process" in line:
+                processes += [process] if cluster.has_started(process) else []
         except psutil.Error:
             continue
-        if "-m tokserve.executor.worker" in line or "-m tokserve.engine.process" in line:
-            processes.append(process)
     return processes
 
 
@@ -77,7 +77,7 @@ def test_replies_and_control_are_those_of_ranks_on_one_machine(cluster: RayClust
         assert server.post("/update_weights", {"weight_dir": "/nowhere"}).status_code == 400
         assert replies(server) == expected
         assert server.stop() == 0
-    until(lambda: not left(), "processes are left")
+    until(lambda: not left(cluster), "processes are left")
 
 
 def test_two_engines_have_ranks_of_their_own(cluster: RayCluster) -> None:
@@ -88,13 +88,13 @@ def test_two_engines_have_ranks_of_their_own(cluster: RayCluster) -> None:
             answers.append(server.post(GENERATE, body | {"data_parallel_rank": rank}).json()["choices"])
         assert answers[0] == answers[1]
         assert server.stop() == 0
-    until(lambda: not left(), "processes are left")
+    until(lambda: not left(cluster), "processes are left")
 
 
 @pytest.mark.parametrize("victim", ["engine", "rank", "server"])
 def test_a_process_that_is_killed_takes_the_others_along(cluster: RayCluster, victim: str) -> None:
     with Server("demo", "-tp", "2", *RAY, env=cluster.env) as server:
-        processes = left()
+        processes = left(cluster)
         assert len(processes) == 3
         if victim == "server":
             server.process.kill()
@@ -102,7 +102,7 @@ def test_a_process_that_is_killed_takes_the_others_along(cluster: RayCluster, vi
             name = "tokserve.engine.process" if victim == "engine" else "tokserve.executor.worker"
             next(process for process in processes if name in process.cmdline()).send_signal(signal.SIGKILL)
             assert server.process.wait(PATIENCE) == 1
-        until(lambda: not left(), "processes are left")
+        until(lambda: not left(cluster), "processes are left")
         if victim == "rank":
             server.stop()
             assert "was killed by SIGKILL on node 127.0.0." in "\n".join(server.log)
