@@ -138,6 +138,18 @@ def test_each_rank_has_what_it_would_have_loaded(family: str, tensor: int, stage
             model.decoders[0].provenance.checksums((), tied=False)
 
 
+def test_one_tensor_of_heads_that_ranks_share_takes_no_delta(tmp_path: Path) -> None:
+    ops.bind("cpu", {})
+    model = RankedModel(write_checkpoint(tmp_path, tiny_config("phi3", num_key_value_heads=2), seed=1), 4, 1)
+
+    def refused(rank: int) -> str:
+        with pytest.raises(Conflict, match=r"qkv_proj\.weight is one tensor of parts") as caught:
+            model.coordinates[rank].checksum(model.coordinates[rank].sums)
+        return str(caught.value.code)
+
+    assert model.together(refused) == ["delta_unsupported"] * 4
+
+
 def test_a_rank_that_fails_ends_the_delta_on_all(tmp_path: Path) -> None:
     ops.bind("cpu", {})
     model = RankedModel(write_checkpoint(tmp_path, tiny_config("qwen3"), seed=1), 2, 1)
