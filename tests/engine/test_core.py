@@ -66,9 +66,11 @@ def test_parameters_that_leave_nothing_are_not_the_models_fault(depth: int) -> N
     engine.executor.bar.add((7, 6))
     engine.executor.spoil.add((8, 6))
     for seed, rid in ((7, "a"), (8, "b"), (9, "c")):
-        engine.add(rid, [3, 4, 5], seed=seed, max_tokens=9, ignore_eos=True)
+        engine.add(rid, [3, 4, 5], seed=seed, max_tokens=9, ignore_eos=True, bad_token_sequences=[[1]], min_tokens=2)
     engine.run()
     assert [finish(engine, rid).detail for rid in "abc"] == ["forbidden", "nan", "max_tokens"]
+    message = finish(engine, "a").message
+    assert message is not None and message.endswith(": all are excluded by bad_token_sequences (bad_words), min_tokens")
     assert engine.stats.nan_requests == 1 and len(engine.tokens("a")) == 3
     engine.check_empty()
 

@@ -33,6 +33,16 @@ from tokserve.plan import NO_LEGAL_TOKEN, NOT_FINITE, Float32, NewRow
 from tokserve.prompt import Feature, check_features
 from tokserve.vision import KIND
 
+RESTRICTIONS = {  # of `SamplingParams`: the fields that exclude tokens, as an error names them
+    "structured_outputs": "structured_outputs",
+    "allowed_token_ids": "allowed_token_ids",
+    "bad_token_ids": "bad_token_ids",
+    "bad_token_sequences": "bad_token_sequences (bad_words)",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
+    "logit_bias": "logit_bias",
+    "min_tokens": "min_tokens",
+}
+
 
 class State(enum.Enum):
     """WAITING: no slot.  RUNNING: has a slot, is scheduled.  LEAVING: preempted, but a step in flight still
@@ -254,9 +264,9 @@ class Request:
     def on_status(self, status: int, now: float) -> None:
         """No token was sampled: by the request's own doing, by the model's, or because its mask was late."""
         if status == NO_LEGAL_TOKEN:
-            lists = "allowed_token_ids, bad_token_ids and logit_bias exclude all"
-            message = f"no token may be sampled: {lists} after {self.num_output} output tokens"
-            self.end("error", "forbidden", now, message=message)
+            given = [label for name, label in RESTRICTIONS.items() if getattr(self.task, name)]
+            message = f"no token may be sampled after {self.num_output} output tokens: all are excluded"
+            self.end("error", "forbidden", now, message=message + (f" by {', '.join(given)}" if given else ""))
         elif status == NOT_FINITE:
             self.end("error", "nan", now, message="the model's logits are not finite")
         else:
