@@ -37,7 +37,7 @@ DOORS = {
         {}, dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/render"), MESSAGES),
         {"type": str, "error": {"type": str, "message": str}},
     ),
-    "sglang": Door({"sglang_api": True}, {"/generate": {"input_ids": [5]}}, OPENAI),
+    "sglang": Door({"sglang_api": True}, {"/generate": {"input_ids": [5]}}, {"error": OPENAI["error"] | {"code": int}}),
     "sglang control": Door(
         {"sglang_api": True},
         {

@@ -105,7 +105,7 @@ def test_code_that_follows_a_bodys_nesting_too_deep_is_the_bodys_fault(
 
     monkeypatch.setattr("tokserve.server.sglang.generate.read", read)
     answer = server.post("/generate", PROMPT)
-    assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_body", answer.text
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == 400, answer.text
 
 
 def test_put_is_the_same_as_post() -> None:
@@ -308,7 +308,7 @@ def test_bodies_are_refused_by_field(server: Site, body: dict[str, Any], param: 
     answer = server.post("/generate", body | {"stream": stream})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
-    assert error["message"] and error["param"] == param, error
+    assert error["message"] and error["param"] == param and error["code"] == 400, error
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Reads the bodies of SGLang's control routes, and makes their replies.
 
 Bodies may be absent; names that are not known are ignored and named in X-Ignored-Fields.  Errors are
-{"success": false, "message", "error"}, with 400 where SGLang knows no other status.
+{"success": false, "message", "error"}, with 400 where SGLang knows no other status; those of /generate have the status
+as their code.
 """
 
 from __future__ import annotations
@@ -33,6 +34,26 @@ def encode(error: RequestError) -> bytes:
     return msgspec.json.encode(SglangError(False, error.message, errors.detail(error)))
 
 
+class GenerateDetail(msgspec.Struct):
+    """The fields of an error of /generate: those that SGLang's contract names, and `param`."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class GenerateError(msgspec.Struct):
+    """An error as clients of /generate receive it."""
+
+    error: GenerateDetail
+
+
+def encode_generate(error: RequestError) -> bytes:
+    return msgspec.json.encode(GenerateError(GenerateDetail(error.message, error.type, error.field, error.status)))
+
+
+GENERATE = errors.ErrorShape(GenerateError, encode_generate)
 SGLANG = errors.ErrorShape(SglangError, encode, plain=frozenset({409, 502}))
 
 

@@ -8,7 +8,7 @@ from tokserve.server.endpoint import BODY, COMMAND, EMPTY, ENGINE, TEXT, Endpoin
 from tokserve.server.openai.chat import ChatReply
 from tokserve.server.reply_types import JsonObject
 from tokserve.server.sglang import chat, control, generate, introspection, reply, weights
-from tokserve.server.sglang.replies import SGLANG
+from tokserve.server.sglang.replies import GENERATE, SGLANG
 
 POSTED = ("POST", "PUT")
 READ = ("GET", "POST")
@@ -16,7 +16,7 @@ GET = ("GET",)
 
 ENDPOINTS = (
     Endpoint(POSTED, "/generate", generate.generate, generate.SglangGenerateBody,
-             reply=(reply.SglangReply, list[reply.SglangReply]), runner="generate"),
+             reply=(reply.SglangReply, list[reply.SglangReply]), runner="generate", errors=GENERATE),
     Endpoint(("POST",), "/v1/chat/completions", chat.chat_completions, chat.SglangChatBody, text=True, reply=ChatReply,
              runner="generate"),
     Endpoint(POSTED, "/abort_request", control.abort_request, control.AbortRequestBody, reply=EMPTY, errors=SGLANG,
