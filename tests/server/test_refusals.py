@@ -292,6 +292,11 @@ def test_content_types_that_are_json(server: Site, kind: str | None) -> None:
     assert answer.status_code == 200
 
 
+def test_a_slash_at_the_end_of_a_path_is_ignored(server: Site) -> None:
+    for route, body in ((GENERATE, PROMPT), (COMPLETIONS, TEXT)):
+        assert server.post(route + "/", body).status_code == 200
+
+
 def test_a_stream_in_msgpack(server: Site) -> None:
     for route, body in ((GENERATE, PROMPT), (CHAT, MESSAGES), (COMPLETIONS, TEXT)):
         answer = server.post(route, body | {"stream": True}, headers={"Accept": "application/msgpack"})
