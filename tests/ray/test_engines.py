@@ -17,6 +17,7 @@ from tests.ray.cluster import RayCluster
 
 pytestmark = [needs.RAY.skips(), pytest.mark.slow, pytest.mark.timeout(600)]
 GENERATE = "/inference/v1/generate"
+COMPLETE = '"finish_reason":"length"'
 FLAGS = ("-dp", "2", "--data-parallel-backend", "ray", "--cpu-threads", "1", "--max-num-seqs", "4", "--tokens-only")
 PATIENCE = 120.0
 
@@ -68,18 +69,24 @@ def test_engines_run_on_nodes_and_give_the_replies_of_one(cluster: RayCluster) -
 
 
 async def _through(url: str, strike: Callable[[], None]) -> list[str]:
-    """What streams at both engines come to when one of them is struck: the last events."""
+    """What streams at both engines come to when one of them is struck: the last events.
+
+    Each has streams until one is not complete: processes live on for a while after their node.
+    """
     ends = []
-    began = [asyncio.Event(), asyncio.Event()]
+    began, broken = [asyncio.Event(), asyncio.Event()], asyncio.Event()
 
     async def stream(client: httpx.AsyncClient, rank: int) -> str:
         fields = body(rank, stream=True, data_parallel_rank=rank)
         fields["sampling_params"] |= {"max_tokens": 1500}
-        last = ""
-        async with client.stream("POST", GENERATE, json=fields) as answer:
-            async for line in answer.aiter_lines():
-                began[rank].set()
-                last = line if line.startswith("data: {") else last
+        last = COMPLETE
+        while COMPLETE in last and not broken.is_set():
+            async with client.stream("POST", GENERATE, json=fields) as answer:
+                async for line in answer.aiter_lines():
+                    began[rank].set()
+                    last = line if line.startswith(("data: {", "{")) else last
+        if COMPLETE not in last:
+            broken.set()
         return last
 
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
@@ -100,7 +107,7 @@ def test_a_node_that_is_killed_costs_its_requests_alone(cluster: RayCluster) -> 
         index = int(victim.rpartition(".")[2]) - 3
         ends = asyncio.run(_through(server.url, lambda: cluster.kill(index)))
         assert "engine_restarting" in ends[rank], ends
-        assert '"finish_reason":"length"' in ends[1 - rank], ends
+        assert COMPLETE in ends[1 - rank], ends
         until(lambda: any("another engine serves" in line for line in server.log), "\n".join(server.log))
         for either in range(2):
             reply = server.post(GENERATE, body(7, data_parallel_rank=either))
