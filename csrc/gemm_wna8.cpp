@@ -59,6 +59,18 @@ TOKSERVE_INLINE int64_t place(int64_t i, int bits) {
   return bits == 4 ? places[i] : i;
 }
 
+// Sixteen values, the first at a multiple of eight.
+TOKSERVE_INLINE void put_sixteen(const int32_t* values, int bits, int8_t* to) {
+#if defined(__AVX512F__)
+  __m128i bytes = _mm512_cvtepi32_epi8(_mm512_loadu_si512(values));
+  if (bits == 4) bytes = _mm_shuffle_epi8(bytes, _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
+#else
+  for (int64_t j = 0; j < kLanes; j++)
+    to[j / kCodeDepth * kCodeDepth + place(j % kCodeDepth, bits)] = static_cast<int8_t>(values[j]);
+#endif
+}
+
 template <class T>
 void round_rows(const Wna16Args& a, int64_t begin, int64_t end) {
   const RoundedRows rows = rows_in(a);
@@ -72,10 +84,12 @@ void round_rows(const Wna16Args& a, int64_t begin, int64_t end) {
       const int64_t k = g * a.group, n = min(a.group, a.k - k);
       int32_t total = 0;
       const auto put = [&](int64_t i, const int32_t* values) {
-        for (int64_t j = 0; j < min(kLanes, n - i); j++) {
+        const int64_t count = min(kLanes, n - i);
+        for (int64_t j = 0; j < kLanes; j++) total += values[j];  // past the last they are zero
+        if (count == kLanes) return put_sixteen(values, a.bits, to + k + i);
+        for (int64_t j = 0; j < count; j++) {
           const int64_t at = k + i + j;
           to[at / kCodeDepth * kCodeDepth + place(at % kCodeDepth, a.bits)] = static_cast<int8_t>(values[j]);
-          total += values[j];
         }
       };
       float scale;
