@@ -156,7 +156,10 @@ def test_content_as_a_list_of_parts_is_flattened(text: Api) -> None:
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
         (MESSAGES * 2000, "messages"),
-        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 100_000}}]}], "messages"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}],
+         "messages[0].tool_calls[0].function.name"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}],
+         "messages"),
     ],
     ids=lambda value: str(value)[:40],
 )  # fmt: skip

@@ -78,11 +78,11 @@ async def _generate(request: Request) -> None:
 
 
 async def _chat(request: Request) -> None:
-    await chat.read(SERVING, request, with_tokens=False)
+    await chat.read(SERVING, request)
 
 
 async def _chat_tokens(request: Request) -> None:
-    await chat.read(SERVING, request, with_tokens=True)
+    await chat.read(SERVING, request, prompt="tokens")
 
 
 async def _completions(request: Request) -> None:
