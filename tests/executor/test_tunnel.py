@@ -115,7 +115,8 @@ def test_a_stream_ends_with_its_connection_whatever_was_still_to_be_sent(monkeyp
         tunnel.stream.settimeout(WAIT)
         tunnel.stream.sendall(b"hello")
         listener.accept()[0].close()
-        assert tunnel.stream.recv(1) == b""
+        with suppress(ConnectionError):  # if the tunnel has not taken what was sent
+            assert tunnel.stream.recv(1) == b""
         tunnel.stream.close()
 
 
