@@ -61,6 +61,11 @@ def given_name(model: str) -> str:
     return model if source is None else source[0]
 
 
+def without_tokenizer(directory: Path) -> str:
+    """Why there is no tokenizer in a directory: it was made of a GGUF file that has none, or holds no file of one."""
+    return gguf_config.without_tokenizer(directory) or f"{directory} holds no tokenizer.json"
+
+
 def _download(model: str, patterns: list[str], what: str) -> Path:
     from huggingface_hub import snapshot_download
 

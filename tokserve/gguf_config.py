@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import logging
 import shutil
 import tempfile
 from collections import Counter
@@ -21,12 +20,11 @@ from tokserve.errors import StartError
 from tokserve.gguf import GgufHeader, read_headers
 
 SOURCE = "gguf.json"  # in that directory: the files
+NO_TOKENIZER = "no_tokenizer"  # in it: why the header gives none
 LLAMA3_FACTORS = (8.0, 32.0, 16.0)  # of rope scaling in Llama 3.1 and 3.3, 3.2, and others
 # beside the tokens that the header names, these end a turn where they are control tokens
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "</s>")
 CONTROL = 3
-
-logger = logging.getLogger(__name__)
 
 
 def unpacked(path: Path) -> Path:
@@ -37,15 +35,16 @@ def unpacked(path: Path) -> Path:
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     _write(directory, "config.json", config)
     files = [str(file.resolve()) for file in header.files]
-    _write(directory, SOURCE, {"name": str(path), "files": files, "types": matrix_types(header)})
+    about = {"name": str(path), "files": files, "types": matrix_types(header)}
     _write(directory, "generation_config.json", {"eos_token_id": end_ids(header.metadata)})
     try:
         tokenizer, settings = gguf_tokenizer.convert(header)
-    except gguf_tokenizer.Unsupported as error:
-        logger.warning("%s: %s; name another tokenizer with --tokenizer", path.name, error)
+    except gguf_tokenizer.Unsupported as error:  # an error only where a tokenizer is needed
+        about[NO_TOKENIZER] = str(error)
     else:
         (directory / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
         _write(directory, "tokenizer_config.json", settings)
+    _write(directory, SOURCE, about)
     return directory
 
 
@@ -65,6 +64,15 @@ def file_name(directory: Path) -> tuple[str, str] | None:
         return None
     source = json.loads(path.read_text(encoding="utf-8"))
     return source["name"], source["types"]
+
+
+def without_tokenizer(directory: Path) -> str | None:
+    """The GGUF file that a directory without a tokenizer stands for, and why there is none; None: an ordinary one."""
+    path = directory / SOURCE
+    if not path.is_file():
+        return None
+    source = json.loads(path.read_text(encoding="utf-8"))
+    return f"{source['name']}: {source[NO_TOKENIZER]}" if NO_TOKENIZER in source else None
 
 
 def matrix_types(header: GgufHeader) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
 
-from tests.client.fake_engine import READY, VOCAB, config
-from tests.text.checkpoints import byte_level_json
+from tests.client.fake_engine import READY, VOCAB, FakeEngine, config
+from tests.text.checkpoints import byte_level_json, write_chatml
+from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.inputs import GenerateRequest, Inputs, bare_id, generation_defaults, token_prompt, typed
 from tokserve.errors import RequestError, StartError
 from tokserve.messages import EngineRequest
@@ -73,6 +75,33 @@ def test_prompts_that_cannot_be_served(prompt: Any, words: str) -> None:
     with pytest.raises(RequestError, match=words) as caught:
         inputs().prepare(ask(prompt))
     assert caught.value.field == "token_ids"
+
+
+def test_a_token_that_only_the_tokenizer_has() -> None:
+    """The prompt may be a text: its ids are not the client's."""
+    small = Inputs(config(), type(READY)(64, 40, 40, 4, [2], "v1"), lambda: TOKENIZER)
+    error = refusal(ask(TOKENIZER.encode("7V")), small)
+    assert error.field == "token_ids"
+    assert re.match(r"token_ids: token 1 is 'V' \(56\), .*: its token ids are 0 to 39", error.message)
+    assert "token_ids[0] is 40000" in refusal(ask([40000]), small).message
+
+
+@pytest.mark.parametrize("rows", [200, VOCAB])
+def test_a_tokenizer_with_more_tokens_than_the_model_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rows: int
+) -> None:
+    async def start() -> int:
+        address = f"ipc://{tmp_path}/e.sock"
+        with FakeEngine(address, type(READY)(64, rows, 40, 4, [2], "v1")):
+            llm = AsyncLLM.from_config(config(write_chatml(tmp_path)))
+            await llm.connect(address)
+            await llm.shutdown()
+            assert llm.tokenizer is not None
+            return llm.tokenizer.vocab_size
+
+    count = asyncio.run(start())
+    told = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert told == ([f"the tokenizer has {count} tokens and the model 200"] if rows < count else [])
 
 
 def test_a_prompt_the_kv_cache_cannot_hold() -> None:

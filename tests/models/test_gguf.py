@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
+from gguf import GGUFWriter
 from safetensors.torch import save_file
 
 from tests.models import gguf_mixtures, gguf_models
@@ -111,6 +112,17 @@ def test_the_header_gives_tokenizer_template_and_end_of_sequence(tmp_path: Path)
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
     assert len(tokenizer.encode("<extra_3>")) == 1
     assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == [257]
+
+
+def test_a_file_without_a_vocabulary_serves_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(GGUFWriter, "add_token_list", lambda *_: None)
+    gguf_models.write(tmp_path / "m.gguf", "llama", "Q4_0")
+    directory = checkpoint.locate(str(tmp_path / "m.gguf"))
+    assert not caplog.records  # no tokenizer may be needed
+    with pytest.raises(StartError, match=r"/m\.gguf: the file holds no vocabulary; name another .* --tokens-only$"):
+        Tokenizer.load(directory)
 
 
 def test_pieces_of_spaces_in_gemma_s_files_keep_their_ids() -> None:

@@ -8,6 +8,7 @@ engine dies, everything that waits for it raises `EngineDead`; with `restart_eng
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
@@ -39,6 +40,8 @@ from tokserve.text.tokenizer import Tokenizer
 from tokserve.vision import image_format
 
 __all__ = ["AsyncLLM", "ChoiceOutput", "GenerateRequest", "StepStats", "Stream", "collect"]
+
+logger = logging.getLogger(__name__)
 
 
 class AsyncLLM(AdminMethods):
@@ -103,6 +106,7 @@ class AsyncLLM(AdminMethods):
             for future in done:
                 future.result()
             self._engine.serve(joining.result())
+            self._compare_vocabularies()
             started = True
         finally:
             if not started:
@@ -110,6 +114,14 @@ class AsyncLLM(AdminMethods):
                 if not joining.cancel() and not joining.cancelled():
                     joining.exception()  # retrieved, or asyncio logs it
                 await self.shutdown()
+
+    def _compare_vocabularies(self) -> None:
+        if self.tokenizer is not None and (excess := self.tokenizer.vocab_size - self.ready.vocab_size) > 0:
+            logger.warning(
+                "the tokenizer has %d tokens and the model %d: text with one of the last %d is refused; "
+                "--tokenizer names another tokenizer",
+                self.tokenizer.vocab_size, self.ready.vocab_size, excess,
+            )  # fmt: skip
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()

@@ -167,7 +167,7 @@ class Inputs:
         ids = np.frombuffer(packed, dtype="<i4")
         if int(ids.min()) < 0 or int(ids.max()) >= self.ready.vocab_size:
             index = int(np.flatnonzero((ids < 0) | (ids >= self.ready.vocab_size))[0])
-            _refuse_id("token_ids", f"token_ids[{index}]", int(ids[index]), self.ready.vocab_size)
+            self._refuse_prompt_id(index, int(ids[index]))
         if length + outputs > self.ready.max_model_len:
             raise RequestError(  # clients recognise this error, and shorten the prompt, by the first words or the code
                 f"This model's maximum context length is {self.ready.max_model_len} tokens (max_model_len), and the "
@@ -181,6 +181,17 @@ class Inputs:
                 field="token_ids",
             )
         return length
+
+    def _refuse_prompt_id(self, index: int, token: int) -> NoReturn:
+        tokenizer = self._tokenizer()
+        spelled = None if tokenizer is None else tokenizer.spelling(token)
+        if spelled is not None:  # perhaps of a text
+            raise RequestError(
+                f"token_ids: token {index} is {spelled!r} ({token}), which the tokenizer has and the model does not: "
+                f"its token ids are 0 to {self.ready.vocab_size - 1}",
+                field="token_ids",
+            )
+        _refuse_id("token_ids", f"token_ids[{index}]", token, self.ready.vocab_size)
 
     def _check_vocabulary(self, params: SamplingParams) -> None:
         for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids", "logprob_token_ids"):

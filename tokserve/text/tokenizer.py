@@ -78,7 +78,7 @@ class Tokenizer:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise StartError(
-                f"{directory} holds no tokenizer.json; name another tokenizer with --tokenizer, "
+                f"{checkpoint.without_tokenizer(directory)}; name another tokenizer with --tokenizer, "
                 "or serve token ids without text with --tokens-only"
             )
         try:
