@@ -192,12 +192,21 @@ def test_bad_content_is_named(chatml: Pair, content: Any, field: str) -> None:
     assert caught.value.field == field
 
 
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
 @pytest.mark.parametrize(
     ("messages", "options", "field"),
     [
         ([], {}, "messages"),
         (["hi"], {}, "messages[0]"),
         ([{"content": "x"}], {}, "messages[0].role"),
+        (TALK + [{"role": "user", "content": "x", "name": 5}], {}, f"messages[{len(TALK)}].name"),
+        ([{"role": "tool", "content": "x", "tool_call_id": []}], {}, "messages[0].tool_call_id"),
+        ([{"role": "assistant", "content": "x", "refusal": True}], {}, "messages[0].refusal"),
+        ([{"role": "assistant", "content": "x", "reasoning": {}}], {}, "messages[0].reasoning"),
+        ([{"role": "assistant", "content": "x", "reasoning_content": 1}], {}, "messages[0].reasoning_content"),
+        ([{"role": "assistant", "tool_calls": [CALL | {"id": 7}]}], {}, "messages[0].tool_calls[0].id"),
         (TALK, {"tools": ["f"]}, "tools[0]"),
         (TALK, {"tools": TOOLS}, "tools"),  # ChatML prints none
         (TALK, {"tools": TOOLS, "template": "{% for %}"}, "chat_template"),
@@ -223,6 +232,11 @@ def test_faults_are_the_requests(chatml: Pair, messages: list[Any], options: dic
     with pytest.raises(RequestError) as caught:
         chatml.ours.render(messages, **options)
     assert caught.value.field == field and caught.value.status == 400
+
+
+def test_other_fields_of_a_message_are_the_templates(chatml: Pair) -> None:
+    message = {"role": "user", "content": "x", "name": None, "audio": None, "feeling": [1]}
+    assert chatml.ours.text([message], template="{{ messages[0].feeling }}{{ messages[0].name }}") == "[1]"
 
 
 def test_raise_exception_passes_the_templates_words_on(chatml: Pair) -> None:

@@ -34,6 +34,7 @@ TEXT_PARTS = {
     "refusal": "refusal",
 }  # kind of a part, and the name of its text
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+STRINGS = ("name", "tool_call_id", "refusal", *REASONING_NAMES)  # fields of a message; others are the template's affair
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 NO_TOOLS = (
     "tools: this model's chat template does not show tools to the model: start the server with --chat-template FILE, a "
@@ -324,12 +325,19 @@ def _plain_message(index: int, message: Message, images: ImageSlots | None = Non
         plain["content"] = parts or ""
     elif not isinstance(content, str):
         raise invalid(f"{field}.content", "must be a string or a list of parts")
+    _check_strings(field, plain, STRINGS)
     if "tool_calls" in plain:
         plain["tool_calls"] = _tool_calls(f"{field}.tool_calls", plain["tool_calls"])
     if images is not None:
         images.check_text(field, plain)
     reasoning = next((plain[name] for name in REASONING_NAMES if name in plain), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+def _check_strings(field: str, value: Mapping[str, Any], names: Iterable[str]) -> None:
+    for name in names:
+        if not isinstance(value.get(name), str | None):
+            raise invalid(f"{field}.{name}", "must be a string")
 
 
 def _plain_part(field: str, part: Any, role: str, images: ImageSlots | None) -> dict[str, str]:
@@ -389,6 +397,7 @@ def _tool_call(field: str, call: Any) -> dict[str, Any]:
     """A tool call; absent arguments are none, and text that is no JSON object stays as it is."""
     if not isinstance(call, Mapping):
         raise invalid(field, "must be an object")
+    _check_strings(field, call, ("id",))
     if call.get("type") not in (None, "function"):
         raise invalid(f"{field}.type", "must be 'function'")
     function = call.get("function")
