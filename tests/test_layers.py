@@ -214,7 +214,7 @@ ROOMS: dict[str, set[str]] = {
     "server/pooling": {"http", "replies", "openai"},
     "server/anthropic": {"http", "replies", "openai", "tokens"},
     "server/admin": {"http"},
-    "server/sglang": {"http", "replies", "tokens", "openai", "admin", "observe"},
+    "server/sglang": {"http", "replies", "tokens", "openai", "pooling", "admin", "observe"},
     "server/trainers": {"http", "admin"},
 }
 LAZY_IMPORTS = {

@@ -99,6 +99,31 @@ def test_logits_are_those_of_transformers_and_do_not_depend_on_company(tmp_path:
         assert logits(llm, PROMPTS) == alone, "from the prefix cache"
 
 
+def test_sglangs_bodies_of_areal_and_verl(reward: Path) -> None:
+    text, ids = "a good answer", [5, 9, 40]
+    want = [float(one[0]) for one in theirs(reward, [ids_of(text), ids])]
+    with Server(str(reward), "--max-model-len", "128", "--sglang-api") as server:
+        for path in ("/classify", "/encode"):
+            one = post(server, path, text=text)
+            assert one["embedding"] == [pytest.approx(want[0], abs=1e-4)]
+            assert one["meta_info"]["prompt_tokens"] == len(ids_of(text))
+            both = post(server, path, input_ids=[ids_of(text), ids], rid="r", image_data=None)
+            assert [item["embedding"][-1] for item in both] == [one["embedding"][0], pytest.approx(want[1], abs=1e-4)]
+            assert {item["meta_info"]["id"] for item in both} == {"r"}
+        embedded = post(server, "/v1/embeddings", input=text)
+        assert embedded["data"][-1]["embedding"] == one["embedding"]
+        classified = post(server, "/classify", input=text, use_activation=False)
+        assert classified["data"][0]["probs"] == one["embedding"]
+        for body, field in (
+            ({"text": "a", "input": "a"}, "input"), ({"input_ids": [[1], []]}, "input_ids[1]"), ({}, "input"),
+            ({"text": ["a", "b"], "rid": ["1", "2"]}, "rid"), ({"input": "a", "rid": "1"}, "input_ids"),
+            ({"input_ids": [[4], [70000]]}, "input_ids[1]"), ({"text": "a", "image_data": ["x"]}, "image_data"),
+            ({"text": "a", "dimensions": 3}, "dimensions"), ({"input_ids": [1] * 200}, "input_ids"),
+        ):  # fmt: skip
+            answer = httpx.post(f"{server.url}/classify", json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
+
+
 def test_verls_body_and_probabilities(server: Server, reward: Path) -> None:
     text = "a good answer"
     (want,) = theirs(reward, [ids_of(text)])

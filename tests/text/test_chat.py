@@ -201,7 +201,7 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
         ([], {}, "messages"),
         (["hi"], {}, "messages[0]"),
         ([{"content": "x"}], {}, "messages[0].role"),
-        (TALK + [{"role": "user", "content": "x", "name": 5}], {}, f"messages[{len(TALK)}].name"),
+        ([*TALK, {"role": "user", "content": "x", "name": 5}], {}, f"messages[{len(TALK)}].name"),
         ([{"role": "tool", "content": "x", "tool_call_id": []}], {}, "messages[0].tool_call_id"),
         ([{"role": "assistant", "content": "x", "refusal": True}], {}, "messages[0].refusal"),
         ([{"role": "assistant", "content": "x", "reasoning": {}}], {}, "messages[0].reasoning"),

@@ -192,7 +192,13 @@ SGLANG: FieldTable = {
     "require_reasoning": _refused(False), "return_entropy": _refused(False), "bootstrap_host": _refused(),
     "bootstrap_port": _refused(), "bootstrap_room": _refused(), "routed_experts_start_len": _refused(0),
 }  # fmt: skip
-# and of its sampling_params
+# of its /classify and /encode
+SGLANG_POOLING: FieldTable = POOLING | {
+    "background": _ignored(), "log_metrics": _ignored(), "sampling_params": _ignored({}), "routing_key": _ignored(),
+    "input_embeds": _refused([]), "image_data": _refused([], ""), "video_data": _refused([], ""),
+    "audio_data": _refused([], ""), "is_cross_encoder_request": _refused(False), "lora_path": _refused("", []),
+}  # fmt: skip
+# and of the sampling_params of /generate
 SGLANG_PARAMS: FieldTable = {
     "stop_regex": _refused([], "", note="use stop, stop_token_ids or regex"),
     "ebnf": _refused("", note="grammars are Lark's: use structured_outputs.grammar of /inference/v1/generate"),

@@ -44,7 +44,11 @@ class ClassifyReply(msgspec.Struct):
 
 async def classify(serving: Serving, request: Request) -> Response:
     """POST /classify: probabilities of a classifier's labels for each input, or logits"""
-    body, ignored, size = await schemas.read(serving, request, ClassifyBody)
+    return await respond(serving, request, *await schemas.read(serving, request, ClassifyBody))
+
+
+async def respond(serving: Serving, request: Request, body: ClassifyBody, ignored: list[str], size: int) -> Response:
+    """Probabilities or logits of each input.  `size`: bytes of the body."""
     rules = inputs.label_rules(serving)
     if rules.tokens:
         raise RequestError("the model labels tokens here (/pooling)", field="model", code=inputs.UNSUPPORTED)

@@ -91,25 +91,25 @@ class _Call(NamedTuple):
 async def embeddings(serving: Serving, request: Request) -> Response:
     """POST /v1/embeddings: a vector for each input"""
     body, ignored, size = await schemas.read(serving, request, EmbeddingBody)
-    rules = inputs.vector_rules(serving)
-    rules.check_dimensions(body.dimensions, serving.llm.ready.facts["hidden_size"])
-    prompts = await off_loop(request, size, lambda: inputs.prompts_of(serving, body))
-    return await _answer(serving, request, _Call(body, ignored, prompts, rules))
+    return await respond(serving, request, body, ignored, size, inputs.vector_rules(serving))
 
 
 async def vectors(serving: Serving, request: Request) -> Response:
     """POST /pooling: what the model makes of each input or of each token, embeddings or probabilities of labels"""
     body, ignored, size = await schemas.read(serving, request, VectorsBody)
-    rules = rules_for(inputs.any_rules(serving), body.task)
+    return await respond(serving, request, body, ignored, size, rules_for(inputs.any_rules(serving), body.task))
+
+
+async def respond(
+    serving: Serving, request: Request, body: EmbeddingBody, ignored: list[str], size: int, rules: PoolingRules
+) -> Response:
+    """What the rules make of each input.  `size`: bytes of the body."""
     if isinstance(rules, VectorRules):
         rules.check_dimensions(body.dimensions, serving.llm.ready.facts["hidden_size"])
     elif body.dimensions is not None:
         raise RequestError("dimensions is for embeddings", field="dimensions", code=inputs.UNSUPPORTED)
     prompts = await off_loop(request, size, lambda: inputs.prompts_of(serving, body))
-    return await _answer(serving, request, _Call(body, ignored, prompts, rules))
-
-
-async def _answer(serving: Serving, request: Request, call: _Call) -> Response:
+    call = _Call(body, ignored, prompts, rules)
     _check_size(serving, call)
     made = await inputs.pool(
         serving, request, call.body, call.rules.params, call.prompts, inputs.fields_of(call.body), call.ignored

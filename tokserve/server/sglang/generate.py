@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -51,6 +51,13 @@ class SglangGenerateBody(msgspec.Struct, omit_defaults=True):
     cache_salt: str | list[str | None] | None = None
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None  # its name before routed_dp_rank
+
+
+class PromptFields(Protocol):
+    """The fields of a body that hold its prompts."""
+
+    text: str | list[str] | None
+    input_ids: list[Any] | None
 
 
 class GenerateCall(NamedTuple):
@@ -114,7 +121,7 @@ def _rank(sent: SglangGenerateBody) -> int | None:
 def read(serving: Serving, value: Any) -> GenerateCall:
     """Check a decoded body and tokenize its texts.  Raises `RequestError` naming the field."""
     sent, ignored = _body(value)
-    prompts, field, batched = _prompts(serving, sent)
+    prompts, field, batched = prompts_of(serving, sent)
     if sent.text is not None and sent.input_ids is not None:
         ignored.append("text")
     params = [
@@ -137,7 +144,7 @@ def read(serving: Serving, value: Any) -> GenerateCall:
         others = {**others, "data_parallel_rank": "routed_dp_rank"}
     scored = frozenset(index for index, one in enumerate(params) if one.max_new_tokens == 0)
     return GenerateCall(
-        sent, ignored, prompts, tasks, forms, scored, _request_id(sent, len(prompts)),
+        sent, ignored, prompts, tasks, forms, scored, request_id(sent.request_id, len(prompts)),
         batched or tasks[0].n > 1, FieldPaths(field, sampling.PREFIX, others),
     )  # fmt: skip
 
@@ -171,7 +178,7 @@ def _is_blank(value: Any) -> bool:
     return True
 
 
-def _prompts(serving: Serving, sent: SglangGenerateBody) -> tuple[list[list[int]], str, bool]:
+def prompts_of(serving: Serving, sent: PromptFields) -> tuple[list[list[int]], str, bool]:
     """The prompts as ids, the name of their field, and whether they came as a batch."""
     given: list[Any] | str | None = sent.text if sent.input_ids is None else sent.input_ids
     field = "text" if sent.input_ids is None else "input_ids"
@@ -229,12 +236,13 @@ def _same(value: Any, field: str) -> str | None:
     return (value[0] if value else None) or None
 
 
-def _request_id(sent: SglangGenerateBody, count: int) -> str | None:
-    if isinstance(sent.request_id, list):
-        if count > 1 or len(sent.request_id) > 1:
+def request_id(given: str | list[str] | None, count: int) -> str | None:
+    """The one id of a request with so many prompts."""
+    if isinstance(given, list):
+        if count > 1 or len(given) > 1:
             raise invalid("rid", "must be one string: a batch is one request here")
-        return sent.request_id[0] if sent.request_id else None
-    return sent.request_id
+        return given[0] if given else None
+    return given
 
 
 def _cache_salt(sent: SglangGenerateBody) -> str | None:

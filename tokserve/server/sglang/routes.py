@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from types import NoneType
 
-from tokserve.server.endpoint import BODY, COMMAND, EMPTY, ENGINE, TEXT, Endpoint
+from tokserve.server.endpoint import BODY, COMMAND, EMPTY, ENGINE, OCTETS, POOLING, TEXT, Endpoint
 from tokserve.server.openai.chat import ChatReply
+from tokserve.server.pooling.classify import ClassifyReply
+from tokserve.server.pooling.embeddings import EmbeddingBody, EmbeddingReply
 from tokserve.server.reply_types import JsonObject
-from tokserve.server.sglang import chat, control, generate, introspection, reply, weights
+from tokserve.server.sglang import chat, control, generate, introspection, pooling, reply, weights
 from tokserve.server.sglang.replies import GENERATE, SGLANG
 
 POSTED = ("POST", "PUT")
+VECTORS = (pooling.SglangVector, list[pooling.SglangVector])
 READ = ("GET", "POST")
 GET = ("GET",)
 
@@ -19,6 +22,12 @@ ENDPOINTS = (
              reply=(reply.SglangReply, list[reply.SglangReply]), runner="generate", errors=GENERATE),
     Endpoint(("POST",), "/v1/chat/completions", chat.chat_completions, chat.SglangChatBody, text=True, reply=ChatReply,
              runner="generate"),
+    Endpoint(POSTED, "/classify", pooling.classify_route, pooling.SglangPoolingBody,
+             reply=(ClassifyReply, *VECTORS), runner="pooling", raises=POOLING),
+    Endpoint(POSTED, "/encode", pooling.encode, pooling.SglangPoolingBody, reply=VECTORS, runner="pooling",
+             raises=POOLING),
+    Endpoint(("POST",), "/v1/embeddings", pooling.embed, EmbeddingBody, reply=(EmbeddingReply, OCTETS),
+             runner="pooling", raises=POOLING),
     Endpoint(POSTED, "/abort_request", control.abort_request, control.AbortRequestBody, reply=EMPTY, errors=SGLANG,
              raises=BODY),
     Endpoint(GET, "/health_generate", introspection.health_generate, reply=EMPTY),

@@ -1,0 +1,106 @@
+"""/classify, /encode and /v1/embeddings in this dialect: vectors, and the logits of a classifier as a vector."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, ClassVar
+
+import msgspec
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokserve.client.pooling import LabelRules, PoolingRules
+from tokserve.errors import RequestError, invalid
+from tokserve.server import compat
+from tokserve.server.http.workers import off_loop
+from tokserve.server.openai import schemas
+from tokserve.server.pooling import classify, embeddings, inputs
+from tokserve.server.serving import FieldPaths, Serving
+from tokserve.server.sglang import generate, replies
+
+END = {"type": "length", "length": 0}
+
+
+class SglangPoolingBody(classify.ClassifyBody):
+    """The body of /classify and /encode: SGLang's `text` or `input_ids`; of /classify also vLLM's `input`."""
+
+    others: ClassVar[compat.FieldTable] = compat.SGLANG_POOLING
+
+    text: str | list[str] | None = None
+    input_ids: list[Any] | None = None
+    given_id: str | list[str] | None = Field(default=None, alias="rid")
+    dimensions: int | None = None
+
+
+class SglangVector(msgspec.Struct):
+    """What /classify and /encode make of a prompt."""
+
+    embedding: list[float]
+    details: dict[str, Any] = msgspec.field(name="meta_info")
+
+
+async def classify_route(serving: Serving, request: Request) -> Response:
+    """POST /classify: a classifier's logits for each text; with `input`, as vLLM has this route"""
+    body, ignored, size = await schemas.read(serving, request, SglangPoolingBody)
+    if body.text is None and body.input_ids is None:
+        if body.given_id is not None or body.dimensions is not None:
+            raise RequestError("rid and dimensions come with text or input_ids", field="input_ids")
+        return await classify.respond(serving, request, body, ignored, size)
+    return await _respond(serving, request, body, ignored, size, inputs.label_rules(serving))
+
+
+async def encode(serving: Serving, request: Request) -> Response:
+    """POST /encode: a vector for each text, or a classifier's logits"""
+    body, ignored, size = await schemas.read(serving, request, SglangPoolingBody)
+    if body.text is None and body.input_ids is None:
+        raise RequestError("text or input_ids is required", field="input_ids")
+    return await _respond(serving, request, body, ignored, size, inputs.any_rules(serving))
+
+
+async def embed(serving: Serving, request: Request) -> Response:
+    """POST /v1/embeddings: a vector for each input, or a classifier's logits"""
+    body, ignored, size = await schemas.read(serving, request, embeddings.EmbeddingBody)
+    rules = inputs.any_rules(serving)
+    _check(rules, body.dimensions)
+    if isinstance(rules, LabelRules) and body.use_activation is None:
+        body.use_activation = False
+    return await embeddings.respond(serving, request, body, ignored, size, rules)
+
+
+async def _respond(
+    serving: Serving, request: Request, body: SglangPoolingBody, ignored: list[str], size: int, rules: PoolingRules
+) -> Response:
+    """The vectors of a body with texts or ids."""
+    began = time.monotonic()
+    if body.input is not None or body.messages is not None:
+        raise invalid("input", "and messages exclude text and input_ids")
+    _check(rules, body.dimensions)
+    if not isinstance(rules, LabelRules):
+        rules.check_dimensions(body.dimensions, serving.llm.ready.facts["hidden_size"])
+    prompts, field, listed = await off_loop(request, size, lambda: generate.prompts_of(serving, body))
+    body.request_id = generate.request_id(body.given_id, len(prompts)) or body.request_id
+    fields = FieldPaths(f"{field}[0]" if listed and len(prompts) == 1 else field)
+    made = await inputs.pool(serving, request, body, rules.params, prompts, fields, ignored)
+    elapsed = time.monotonic() - began
+    version = serving.llm.status.weight_version
+    vectors = []
+    for prompt, vector in zip(prompts, made.vectors, strict=True):
+        if isinstance(rules, LabelRules):
+            values = rules.finish(vector, bool(body.use_activation))
+        else:
+            values = rules.finish(vector, body.dimensions, body.use_activation)
+        details = {
+            "id": made.headers["X-Request-Id"], "finish_reason": END, "prompt_tokens": len(prompt),
+            "weight_version": version, "e2e_latency": elapsed,
+        }  # fmt: skip
+        vectors.append(SglangVector(values.tolist(), details))
+    return replies.json(vectors if listed else vectors[0], made.headers)
+
+
+def _check(rules: PoolingRules, dimensions: int | None) -> None:
+    """Raise RequestError for what such a model does not make here."""
+    if rules.tokens:
+        raise RequestError("the model labels tokens here (/pooling)", field="model", code=inputs.UNSUPPORTED)
+    if dimensions is not None and isinstance(rules, LabelRules):
+        raise RequestError("dimensions is for embeddings", field="dimensions", code=inputs.UNSUPPORTED)
