@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 
 from tests.engine.front import Front
 from tokserve.curve import make_keys
 from tokserve.engine.socket import EngineSocket, Received
 from tokserve.errors import StartError
-from tokserve.messages import Abort, Call, Dead, Reply
+from tokserve.messages import Abort, Call, Dead, Reply, encode
 
 
 @pytest.fixture
@@ -151,8 +153,10 @@ def test_with_keys_only_the_client_that_has_them_is_heard() -> None:
     wire = EngineSocket("tcp://127.0.0.1:*", keys=engine_keys)
     try:
         with Front(wire.address) as plain, Front(wire.address, stranger) as other, Front(wire.address, keys) as client:
-            for number, front in enumerate((plain, other, client)):
-                front.send(Call(number, "ping"))
+            for number, front in enumerate((plain, other)):
+                with suppress(zmq.Again):  # refused already: there is no connection to send by
+                    front.socket.send(encode(Call(number, "ping")), zmq.NOBLOCK)
+            client.send(Call(2, "ping"))
             ((identity, message, _),) = take(wire, 1)
             assert message == Call(2, "ping")
             wire.send(identity, Reply(2))
