@@ -368,13 +368,26 @@ def test_adapters_with_a_path_are_loaded_unless_they_are_there(fake: LLM, monkey
     assert caught.value.field == "lora_request"
 
 
-def test_ctrl_c_stops_the_work_and_the_engine_lives(model: Path) -> None:
+@pytest.mark.parametrize("missed", [False, True])
+def test_ctrl_c_stops_the_work_and_the_engine_lives(missed: bool, model: Path) -> None:
+    """`missed`: the signal does not end the main thread's wait, as one that comes just before it does not."""
     with make(model, "hang") as hanging:
-        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            hanging.generate([[4], [5]], use_tqdm=False)
-        timer.join()
+
+        def interrupt() -> None:
+            while hanging._llm.num_inflight < 2:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        if missed:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                hanging.generate([[4], [5]], use_tqdm=False)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        thread.join()
         end = time.monotonic() + 10
         while hanging._llm.num_inflight and time.monotonic() < end:
             time.sleep(0.01)

@@ -11,6 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent import futures
 from contextlib import AsyncExitStack, contextmanager
 from functools import cached_property, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -44,6 +45,7 @@ Message = Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
 Adapters = LoRARequest | str | None | Sequence[LoRARequest | str | None]
 Started = tuple[Stream, str | None, SamplingParams]  # with the prompt, if it was text
+SIGNAL_SECONDS = 1.0  # a signal that does not end the main thread's wait is seen after so long
 
 
 def _blocking(
@@ -402,6 +404,8 @@ class LLM(PoolingMethods):
             raise EngineDead("this LLM has been closed" if closed else "a forked process must make its own LLM")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
+            while not futures.wait((future,), SIGNAL_SECONDS).done:
+                pass
             return future.result()
         except EngineDead as error:  # its owner may know why, unlike a server's clients
             if not error.private:
