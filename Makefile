@@ -25,7 +25,7 @@ serve: install
 	$(BIN)/tokserve serve $(MODEL) --port $(PORT) $(ARGS)
 
 test: install check
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: install check
 	@$(BIN)/python -m tests.needs

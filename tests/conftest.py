@@ -4,6 +4,7 @@ Triton kernels run in its interpreter, on the CPU; scripts/gpu_check.sh sets TRI
 """
 
 import faulthandler
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ MAX_CPU_SECONDS = 10.0  # of a test that is not slow; 5 on the machines that tes
 if "coverage" in sys.modules:  # Python code takes two to three times as long, with more frames below the tests
     MAX_CPU_SECONDS *= 3
     sys.setrecursionlimit(sys.getrecursionlimit() + 100)
+WITH_SERVERS = {"bench", "chaos", "conformance", "e2e", "examples", "fuzz", "hostile"}  # the third tier of README.md
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 
@@ -27,13 +29,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--eos-token-id", type=int, help="its end-of-sequence id")
 
 
+@pytest.hookimpl(tryfirst=True)  # before --random-order
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`second_try` is pytest-rerunfailures' `flaky`, and needs a reason."""
+    """Servers first: a long file that begins last leaves the other processes of a run idle.  `second_try` is
+    pytest-rerunfailures' `flaky`, and needs a reason."""
+    items.sort(key=lambda item: item.path.parent.name not in WITH_SERVERS)
     for item in items:
         assert item.get_closest_marker("flaky") is None, f"{item.nodeid}: use second_try, with the reason"
         if mark := item.get_closest_marker("second_try"):
             assert len(mark.args) == 1 and mark.args[0], f"{item.nodeid}: second_try needs a reason"
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def pytest_collection_finish() -> None:
+    """Ten thousand tests and what they import stay: the collector need not look at them again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -46,8 +61,11 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         pytest.fail(f"took {spent:.1f} s of processor time: make it quicker, or mark it slow", pytrace=False)
 
 
-def pytest_unconfigure() -> None:
-    """A thread or process that a failed test left behind must not keep the run from ending: say where, and end it."""
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """A thread or process that a failed test left behind must not keep the run from ending: say where, and end it.
+    (A process of pytest-xdist waits here for the others, and is ended by the first.)"""
+    if hasattr(config, "workerinput"):
+        return
     faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
 
 
