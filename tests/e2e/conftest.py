@@ -16,6 +16,14 @@ def tokens_only() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def float32() -> Iterator[Server]:
+    """The demo model in float32, with all dialects."""
+    flags = ("--dtype", "float32", "--sglang-api", "--per-request-spec-decode-metrics", "detailed")
+    with Server("demo", *flags) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def demo_dir() -> Path:
     from tokserve.checkpoint import DEMO_DIR
 

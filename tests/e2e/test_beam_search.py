@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,9 +15,8 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server("demo", "--dtype", "float32") as server:
-        yield server
+def server(float32: Server) -> Server:
+    return float32
 
 
 def beams(server: Server, path: str = COMPLETIONS, **body: Any) -> dict[str, Any]:

@@ -72,7 +72,6 @@ def test_what_is_wrong_is_named(server: Server, body: dict[str, Any], param: str
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
 
 
-def test_a_model_that_generates_refuses() -> None:
-    with Server("demo") as server:
-        answer = server.post("/v2/embed", {"texts": ["a"]})
-        assert answer.status_code == 400 and answer.json()["error"]["code"] == "unsupported"
+def test_a_model_that_generates_refuses(demo: Server) -> None:
+    answer = demo.post("/v2/embed", {"texts": ["a"]})
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "unsupported"

@@ -54,6 +54,7 @@ def test_vectors_are_those_of_transformers_and_do_not_depend_on_company(checkpoi
         alone = [vectors(llm, [prompt])[0] for prompt in PROMPTS]
         assert vectors(llm, PROMPTS) == alone
         raw = vectors(llm, PROMPTS, normalize=False)
+        check_dimensions(llm)
     for prompt, vector, length_one in zip(PROMPTS, raw, alone, strict=True):
         hidden = states(checkpoint, prompt)
         want = hidden[-1] if kind == "LAST" else hidden.mean(0)
@@ -64,14 +65,14 @@ def test_vectors_are_those_of_transformers_and_do_not_depend_on_company(checkpoi
         assert vectors(llm, PROMPTS) == alone, "from the prefix cache"
 
 
-def test_fewer_dimensions_are_cut_before_the_length_becomes_one(checkpoint: Path) -> None:
-    with LLM(str(checkpoint), **OPTIONS) as llm:
-        whole = np.array(vectors(llm, PROMPTS[:1], normalize=False)[0])
-        cut = vectors(llm, PROMPTS[:1], dimensions=16)[0]
-        assert np.allclose(cut, whole[:16] / np.linalg.norm(whole[:16]), atol=1e-6)
-        for wrong, message in ((17, "one of 16, 32"), (0, "from 1 to")):
-            with pytest.raises(RequestError, match=message):
-                llm.embed(PROMPTS[:1], dimensions=wrong)
+def check_dimensions(llm: LLM) -> None:
+    """Fewer dimensions are cut before the length becomes one."""
+    whole = np.array(vectors(llm, PROMPTS[:1], normalize=False)[0])
+    cut = vectors(llm, PROMPTS[:1], dimensions=16)[0]
+    assert np.allclose(cut, whole[:16] / np.linalg.norm(whole[:16]), atol=1e-6)
+    for wrong, message in ((17, "one of 16, 32"), (0, "from 1 to")):
+        with pytest.raises(RequestError, match=message):
+            llm.embed(PROMPTS[:1], dimensions=wrong)
 
 
 def test_the_openai_client_and_all_encodings(server: Server) -> None:

@@ -88,9 +88,9 @@ def test_the_cases_are_worth_comparing(expected: list[tuple[Any, ...]]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"depth": 2, "cpu_threads": 2},
-        {"max_num_batched_tokens": 7, "max_num_seqs": 7},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"depth": 2, "cpu_threads": 2}, marks=pytest.mark.slow),
+        pytest.param({"max_num_batched_tokens": 7, "max_num_seqs": 7}, marks=pytest.mark.slow),
         {"max_num_batched_tokens": 64, "max_chunk": 16, "depth": 2, "enable_prefix_caching": False},
         {"max_model_len": 256, "kv_cache_memory_bytes": "preempt", "block_size": 8},
     ],

@@ -259,6 +259,7 @@ def test_a_worker_that_dies_takes_one_image_along(server: Server) -> None:
     assert server.post(GENERATE, by_parts(png(48, 44, seed=9))).status_code == 200
 
 
+@pytest.mark.slow
 def test_models_without_a_tower_refuse_images(tmp_path: Path) -> None:
     with Server(write_served(tmp_path), "--language-model-only", "--max-model-len", "256") as server:
         assert refused(server, by_parts(ONE))["code"] == "unsupported"

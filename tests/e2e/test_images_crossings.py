@@ -100,6 +100,7 @@ def test_sleep_and_new_weights(llm: LLM, model: Path, tmp_path: Path) -> None:
     assert outcome(llm, prompt()) == before
 
 
+@pytest.mark.slow
 def test_quantized_text(model: Path) -> None:
     with LLM(str(model), dtype="bfloat16", max_model_len=512, quantization="int8") as llm:
         alone = [outcome(llm, one)[0] for one in (prompt(0), prompt(1), prompt(0, tail=8))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,7 +59,7 @@ def test_all_forms_of_an_image_are_the_same(llm: LLM) -> None:
     assert other.prompt_token_ids != first.prompt_token_ids
 
 
-def test_a_conversation_is_its_prompt(llm: LLM, model: Path) -> None:
+def test_a_conversation_is_its_prompt(llm: LLM) -> None:
     def talk(image: dict[str, Any]) -> list[dict[str, Any]]:
         return [{"role": "user", "content": [{"type": "text", "text": "see "}, image]}]
 
@@ -75,13 +74,12 @@ def test_a_conversation_is_its_prompt(llm: LLM, model: Path) -> None:
     [same] = llm.generate(prompt(ONE, ids=short), PARAMS, use_tqdm=False)
     assert same.prompt_token_ids == ids and same.outputs[0].token_ids == outputs[0].outputs[0].token_ids
 
-    async def streamed() -> list[int]:
-        async with AsyncLLM(str(model), dtype="bfloat16", max_model_len=512) as engine:
-            async for output in engine.generate(prompt(ONE, ids=short), PARAMS):
-                tokens = output.outputs[0].token_ids
-            return tokens
+    async def streamed(engine: AsyncLLM) -> list[int]:
+        async for output in engine.generate(prompt(ONE, ids=short), PARAMS):
+            tokens = output.outputs[0].token_ids
+        return tokens
 
-    assert asyncio.run(streamed()) == same.outputs[0].token_ids
+    assert llm._wait(streamed(llm._llm)) == same.outputs[0].token_ids
 
 
 @pytest.mark.parametrize(

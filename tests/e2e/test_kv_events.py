@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import msgspec
+import pytest
 import zmq
 
 from tests.e2e.server import Server
@@ -38,6 +39,7 @@ def first_batch(replay_endpoint: str) -> Batch:
         context.destroy(linger=0)
 
 
+@pytest.mark.slow
 def test_each_engine_publishes_under_its_rank() -> None:
     with Server(
         "demo", "-dp", "2", "--kv-cache-memory-bytes", "2M", "--kv-events-config", json.dumps(CONFIG)

@@ -18,7 +18,9 @@ from tests.e2e.server import Server
 from tests.e2e.test_exact import alone, columns, together
 from tokserve import LLM, SamplingParams
 from tokserve.checkpoint import DEMO_DIR
+from tokserve.config import Config
 from tokserve.errors import StartError
+from tokserve.executor.inline import InlineExecutor
 from tokserve.models.dummy import tiny_config, write_checkpoint
 
 OPTIONS: dict[str, Any] = {"tokens_only": True, "max_model_len": 256}
@@ -40,9 +42,22 @@ def routed(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[t
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint: Path) -> list[tuple[list[int], NDArray[Any]]]:
+def solo(checkpoint: Path) -> tuple[list[tuple[list[int], NDArray[Any]]], int]:
+    """Each request alone; and the KV cache's bytes per token."""
     with LLM(checkpoint, enable_prefix_caching=False, cpu_threads=1, **ROUTED, **OPTIONS) as llm:
-        return [routed(llm, [prompt], PARAMS)[0] for prompt in PROMPTS]
+        per_token = llm.ready.facts["kv_bytes"] // (llm.ready.num_blocks * llm.ready.block_size)
+        return [routed(llm, [prompt], PARAMS)[0] for prompt in PROMPTS], per_token
+
+
+@pytest.fixture(scope="module")
+def expected(solo: tuple[list[tuple[list[int], NDArray[Any]]], int]) -> list[tuple[list[int], NDArray[Any]]]:
+    return solo[0]
+
+
+@pytest.fixture(scope="module")
+def short_steps(checkpoint: Path) -> Iterator[LLM]:
+    with LLM(checkpoint, max_num_batched_tokens=48, **ROUTED, **OPTIONS) as llm:
+        yield llm
 
 
 @pytest.mark.slow
@@ -50,6 +65,7 @@ def test_same_bits_alone_among_others_chunked_preempted_and_cached(checkpoint: P
     with LLM(checkpoint, enable_prefix_caching=False, cpu_threads=1, **OPTIONS) as llm:
         per_token = llm.ready.facts["kv_bytes"] // (llm.ready.num_blocks * llm.ready.block_size)
         bits = alone(llm)
+        assert llm.generate([PROMPTS[0]], [PARAMS], use_tqdm=False)[0].outputs[0].routed_experts is None
     assert len({tuple(tokens) for tokens, _ in bits}) == len(bits)
     small: dict[str, Any] = {"kv_cache_memory_bytes": per_token * 264, "block_size": 8, "max_num_batched_tokens": 37}
     with LLM(checkpoint, depth=2, cpu_threads=2, **small, **ROUTED, **OPTIONS) as llm:
@@ -67,10 +83,9 @@ def test_experts_of_all_positions_but_the_last(expected: list[tuple[list[int], N
 
 
 def test_experts_survive_batches_chunks_preemption_and_the_prefix_cache(
-    checkpoint: Path, expected: list[tuple[list[int], NDArray[Any]]]
+    checkpoint: Path, solo: tuple[list[tuple[list[int], NDArray[Any]]], int]
 ) -> None:
-    with LLM(checkpoint, cpu_threads=1, **ROUTED, **OPTIONS) as llm:
-        per_token = llm.ready.facts["kv_bytes"] // (llm.ready.num_blocks * llm.ready.block_size)
+    expected, per_token = solo
     small: dict[str, Any] = {"kv_cache_memory_bytes": per_token * 256, "block_size": 8, "max_num_batched_tokens": 19}
     with LLM(checkpoint, depth=2, **small, **ROUTED, **OPTIONS) as llm:
         for _ in range(2):
@@ -92,23 +107,22 @@ def test_experts_survive_batches_chunks_preemption_and_the_prefix_cache(
 OUTPUT: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "seed": 3, "ignore_eos": True}
 
 
-def test_experts_and_sampling_masks_of_one_request(checkpoint: Path) -> None:
+def test_experts_and_sampling_masks_of_one_request(short_steps: LLM) -> None:
     params = SamplingParams(**OUTPUT, logprobs=2, top_k=20, return_sampling_mask=True)
-    with LLM(checkpoint, max_num_batched_tokens=48, **ROUTED, **OPTIONS) as llm:
-        both = [output.outputs[0] for output in llm.generate(PROMPTS[:3], params, use_tqdm=False)]
-        for prompt, choice in zip(PROMPTS, both, strict=False):
-            assert choice.sampling_mask is not None and choice.routed_experts is not None
-            assert [len(row) for row in choice.sampling_mask if row is not None] == [20] * 40
-            assert all(token in row for token, row in zip(choice.token_ids, choice.sampling_mask, strict=True))
-            rescore = SamplingParams(max_tokens=1)
-            scored = routed(llm, [prompt + choice.token_ids], rescore)[0][1]
-            assert np.array_equal(scored[:-1], choice.routed_experts)
+    both = [output.outputs[0] for output in short_steps.generate(PROMPTS[:3], params, use_tqdm=False)]
+    for prompt, choice in zip(PROMPTS, both, strict=False):
+        assert choice.sampling_mask is not None and choice.routed_experts is not None
+        assert [len(row) for row in choice.sampling_mask if row is not None] == [20] * 40
+        assert all(token in row for token, row in zip(choice.token_ids, choice.sampling_mask, strict=True))
+        rescore = SamplingParams(max_tokens=1)
+        scored = routed(short_steps, [prompt + choice.token_ids], rescore)[0][1]
+        assert np.array_equal(scored[:-1], choice.routed_experts)
 
 
 def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     dense = write_checkpoint(tmp_path, tiny_config("qwen3"))
     with pytest.raises(StartError, match="enable_return_routed_experts: the model has no experts"):
-        LLM(dense, **ROUTED, **OPTIONS)
+        InlineExecutor(Config.make(model=str(dense), device="cpu", dtype="float32", **ROUTED, **OPTIONS)).start()
 
 
 @pytest.fixture(scope="module")
@@ -161,12 +175,11 @@ def test_routes_return_the_same_experts_whole_and_streamed(server: Server) -> No
     assert np.array_equal(scored[:48], want)
 
 
-def test_decode_logprobs_equal_rescored_prompt_logprobs(checkpoint: Path) -> None:
+def test_decode_logprobs_equal_rescored_prompt_logprobs(short_steps: LLM) -> None:
     prompt = PROMPTS[0]
-    with LLM(checkpoint, max_num_batched_tokens=48, **OPTIONS) as llm:
-        made = llm.generate([prompt], [PARAMS], use_tqdm=False)[0].outputs[0]
-        assert made.routed_experts is None
-        rescore = SamplingParams(max_tokens=1, prompt_logprobs=2, prompt_logprobs_start=len(prompt))
-        for _ in range(2):
-            scored = llm.generate([prompt + list(made.token_ids)], [rescore], use_tqdm=False)[0]
-            assert columns(scored.prompt_logprobs) == columns(made.logprobs)
+    short_steps.reset_prefix_cache()
+    made = short_steps.generate([prompt], [PARAMS], use_tqdm=False)[0].outputs[0]
+    rescore = SamplingParams(max_tokens=1, prompt_logprobs=2, prompt_logprobs_start=len(prompt))
+    for _ in range(2):
+        scored = short_steps.generate([prompt + list(made.token_ids)], [rescore], use_tqdm=False)[0]
+        assert columns(scored.prompt_logprobs) == columns(made.logprobs)

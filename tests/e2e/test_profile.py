@@ -47,7 +47,7 @@ def check_nesting(spans: list[dict[str, Any]]) -> None:
         around.append(span["ts"] + span["dur"])
 
 
-@pytest.mark.parametrize(("depth", "op_by_op"), [(1, False), (1, True), (2, False)])
+@pytest.mark.parametrize(("depth", "op_by_op"), [pytest.param(1, False, marks=pytest.mark.slow), (1, True), (2, False)])
 def test_a_trace_has_steps_ops_and_requests(tmp_path: Path, depth: int, op_by_op: bool) -> None:
     with LLM("demo", profiler_dir=str(tmp_path), depth=depth, **OPTIONS) as llm:
         before = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
@@ -107,6 +107,7 @@ def test_the_routes(tmp_path: Path) -> None:
         assert Trace(Path(report["trace"])).of("tokserve: requests")
 
 
+@pytest.mark.slow
 def test_a_server_without_a_directory_takes_no_profiles() -> None:
     with Server("demo", "--max-model-len", "256", "--sglang-api", "--admin-api-key", "k") as server:
         refused = httpx.post(server.url + "/start_profile")

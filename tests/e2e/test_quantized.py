@@ -65,7 +65,8 @@ def rescored(llm: LLM) -> None:
         assert columns(scored.prompt_logprobs) == columns(made.logprobs)
 
 
-@pytest.mark.parametrize("kind", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_decode_logprobs_equal_rescored_prompt_logprobs(tmp_path: Path, kind: str) -> None:
     directory, options = checkpoint(tmp_path, kind)
     with LLM(directory, quantize_lm_head=True, max_num_batched_tokens=48, **options) as llm:

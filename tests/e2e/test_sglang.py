@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -22,9 +21,8 @@ SLIME = {
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server("demo", "--sglang-api", "--dtype", "float32", "--per-request-spec-decode-metrics", "detailed") as made:
-        yield made
+def server(float32: Server) -> Server:
+    return float32
 
 
 def generate(server: Server, body: dict[str, Any], **params: Any) -> Any:

@@ -116,6 +116,7 @@ def test_a_client_does_not_wait_for_the_crowd_of_another(server: Server) -> None
     server.wait_idle()
 
 
+@pytest.mark.slow
 def test_a_share_per_client() -> None:
     with Server("demo", "--max-requests-per-client", "4", "--api-server-count", "2") as server:
         with attacker(server) as client:
