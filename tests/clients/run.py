@@ -44,17 +44,21 @@ CLIENTS = {"openai2": "openai", "openai3": "openai", "anthropic": "anthropic", "
            "schemathesis": "schemathesis", "verifiers": "verifiers", "images": "images",
            "trl_images": "trl_images", "embeddings": "embeddings", "rewards": "rewards",
            "sglang": "sglang", "schemathesis_sglang": "schemathesis",
-           "schemathesis_pooling": "schemathesis"}  # fmt: skip
+           "schemathesis_pooling": "schemathesis", "schemathesis_classifier": "schemathesis",
+           "schemathesis_sglang_classifier": "schemathesis"}  # fmt: skip
 ENVIRONMENTS = {  # of clients that have none of their own
     "closed": "frameworks", "loop": "openai3", "trl_exact": "trl", "images": "verifiers", "trl_images": "trl",
     "embeddings": "frameworks", "rewards": "frameworks", "schemathesis_sglang": "schemathesis",
-    "schemathesis_pooling": "schemathesis",
+    "schemathesis_pooling": "schemathesis", "schemathesis_classifier": "schemathesis",
+    "schemathesis_sglang_classifier": "schemathesis",
 }  # fmt: skip
 SHORT = ("--max-model-len", "48")  # schemathesis asks for 1024 choices of the whole context
 FLAGS = {  # of clients that have a server of their own
     "schemathesis": SHORT,
     "schemathesis_sglang": (*SHORT, "--sglang-api", "--profiler-dir", str(BUILD / "profiles")),
     "schemathesis_pooling": (*SHORT, "--runner", "pooling"),
+    "schemathesis_classifier": SHORT,
+    "schemathesis_sglang_classifier": (*SHORT, "--sglang-api", "--profiler-dir", str(BUILD / "profiles")),
     "closed": ("--structured-outputs-closed",),
     "verifiers": ("--return-sampling-mask",),
     "loop": ("--chat-template", str(HERE / "plain.jinja")),
@@ -62,6 +66,7 @@ FLAGS = {  # of clients that have a server of their own
     "embeddings": ("--runner", "pooling", "--dtype", "float32"),
     "sglang": ("--sglang-api",),
 }
+CLASSIFIERS = {"rewards", "schemathesis_classifier", "schemathesis_sglang_classifier"}  # served a reward model
 IMAGES = {"images", "trl_images"}  # of clients whose server has a model that reads images
 WITH_OPS = {"trl_exact"}  # run by this project's interpreter, which finds their packages at CLIENT_PACKAGES
 SECONDS = 1200.0
@@ -172,7 +177,7 @@ def run(name: str, url: str, model: Path, record: bool) -> bool:
 @cache
 def model_of(name: str) -> Path:
     """The checkpoint that the client's server serves as "demo"."""
-    if name == "rewards":
+    if name in CLASSIFIERS:
         return classifier(BUILD / "models" / "reward", "qwen3", {"0": "reward"})
     return write_served(BUILD / "models" / "vl") if name in IMAGES else DEMO_DIR
 
