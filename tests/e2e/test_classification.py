@@ -203,6 +203,17 @@ def test_scores_of_a_bi_encoder_are_cosines(embedder: Server) -> None:
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "unsupported"
 
 
+def test_a_text_that_is_cut_may_be_longer_than_any_context(server: Server) -> None:
+    long = "ab " * 5000
+    for field in ("input", "queries"):
+        path, rest = ("/classify", {}) if field == "input" else ("/score", {"documents": "c"})
+        refused = httpx.post(f"{server.url}{path}", json={field: long, **rest})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+        for limit, count in ((-1, 128), (9, 9)):
+            cut = post(server, path, **{field: long, **rest, "truncate_prompt_tokens": limit})
+            assert cut["usage"]["prompt_tokens"] == count
+
+
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/classify", {}, "input"), ("/classify", {"input": []}, "input"), ("/classify", {"input": 5}, "input"),
     ("/classify", {"input": ["a", 5]}, "input[1]"), ("/classify", {"input": [9999]}, "input"),
@@ -210,7 +221,9 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/classify", {"input": "a", "use_activation": "no"}, "use_activation"),
     ("/classify", {"input": "a", "normalize": True}, "normalize"),
     ("/classify", {"input": ["a" * 200]}, "input[0]"), ("/classify", {"input": ["a", "a" * 200]}, "input[1]"),
-    ("/classify", {"messages": [5]}, "messages"), ("/classify", {"messages": [[], 5]}, "messages"),
+    ("/classify", {"messages": [5]}, "messages"), ("/classify", {"messages": [[], 5]}, "messages[0]"),
+    ("/classify", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ("/classify", {"input": "a" * (1 << 20) + "b", "truncate_prompt_tokens": 8}, "input"),
     ("/classify", {"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ("/classify", {"input": "a", "truncation_side": "top"}, "truncation_side"),
     ("/pooling", {"input": "a", "task": "encode"}, "task"), ("/pooling", {"input": "a", "task": "embed"}, "task"),

@@ -44,8 +44,9 @@ def test_all_types_are_of_the_same_vectors(server: Server) -> None:
     assert again["embeddings"] == {"float": expected} and again["texts"] == TEXTS
 
 
-def test_long_texts_are_cut(server: Server) -> None:
-    long = "abcdefgh " * 15
+@pytest.mark.parametrize("count", [15, 5000], ids=["more tokens than fit", "more bytes than any tokens"])
+def test_long_texts_are_cut(server: Server, count: int) -> None:
+    long = "abcdefgh " * count
     whole = server.post("/tokenize", {"prompt": long}).json()["tokens"]
     assert len(whole) > 64
     for truncate, ids in (("END", whole[:64]), (None, whole[:64]), ("START", whole[-64:])):

@@ -136,16 +136,17 @@ class ChatTemplate:
         *,
         add_special_tokens: bool = False,
         context: int | None = None,
+        min_bytes: int = 0,
         **options: Any,
     ) -> list[int]:
         """Token ids of the conversation; `options` are those of `text`.
 
-        `add_special_tokens`: add the tokenizer's to those of the template.  `context`: refuse a text that cannot fit
-        into so many tokens, before it is tokenized.
+        `add_special_tokens`: add the tokenizer's to those of the template.  `context`: refuse a text of over
+        `min_bytes` that cannot fit into so many tokens, before it is tokenized.
         """
         rendered = self.text(messages, **options)
         if context is not None:
-            self.tokenizer.check_fits(rendered, context, "messages")
+            self.tokenizer.check_fits(rendered, context, "messages", min_bytes)
         try:
             return self.tokenizer.encode(rendered, add_special_tokens=add_special_tokens)
         except RequestError as error:

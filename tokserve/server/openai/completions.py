@@ -197,14 +197,15 @@ def _check_ids(ids: list[Any], field: str) -> None:
 
 
 def tokenized(
-    serving: Serving, prompts: list[str | list[int]], special: bool, listed: bool, field: str = "prompt"
-) -> list[list[int]]:
-    """The prompts as token ids."""
+    serving: Serving, prompts: list[str | list[int]], special: bool, listed: bool, field: str = "prompt",
+    min_bytes: int = 0,
+) -> list[list[int]]:  # fmt: skip
+    """The prompts as token ids.  `min_bytes`: of a text that need not fit into the context."""
     made = []
     for index, prompt in enumerate(prompts):
         where = f"{field}[{index}]" if listed else field
         if isinstance(prompt, str):
-            serving.check_text(prompt, where)
+            serving.check_text(prompt, where, min_bytes)
             prompt = serving.tokenizer.encode(prompt, add_special_tokens=special)
             if not prompt:
                 raise RequestError(f"{where} must not be empty", field=where)

@@ -136,7 +136,8 @@ def _prompts(serving: Serving, body: CohereBody, texts: list[str]) -> list[list[
         raise invalid("max_tokens", f"must be at least 1, got {body.max_tokens}")
     limit = min(context, body.max_tokens or context)
     prompts = []
-    for index, ids in enumerate(tokenized(serving, list(texts), True, True, name)):
+    min_bytes = 0 if body.truncate == "NONE" else inputs.CUT_BYTES
+    for index, ids in enumerate(tokenized(serving, list(texts), True, True, name, min_bytes)):
         if len(ids) > limit and body.truncate == "NONE":
             field = f"{name}[{index}]"
             raise RequestError(

@@ -12,12 +12,14 @@ from tokserve.errors import RequestError, invalid
 from tokserve.params import PoolingParams
 from tokserve.server import compat
 from tokserve.server.http.declared import OPTIONS, model
+from tokserve.server.http.errors import renamed
 from tokserve.server.openai import schemas
 from tokserve.server.openai.completions import parse_prompts, tokenized
 from tokserve.server.replies import sse
 from tokserve.server.serving import FieldPaths, Prompts, Serving
 
 USED = ("priority", "cache_salt", "group_id", "deadline_ms", "queue_timeout_ms", "data_parallel_rank")
+CUT_BYTES = 1 << 20  # a text that is to be cut may have so many bytes, even if they exceed the context
 UNSUPPORTED = "unsupported"  # code of what this model cannot do: a 400, not a 501, which SDKs repeat
 
 _OptionFields: Any = model("_OptionFields", schemas.RequestBody, (field for field in OPTIONS if field.name in USED))
@@ -96,7 +98,8 @@ def prompts_of(serving: Serving, body: InputBody) -> list[list[int]]:
         prompts = _conversations(serving, body, body.messages)
     else:
         parsed = parse_prompts(body.input, "input")
-        prompts = tokenized(serving, parsed, body.add_special_tokens is not False, is_listed(body.input), "input")
+        special = body.add_special_tokens is not False
+        prompts = tokenized(serving, parsed, special, is_listed(body.input), "input", _min_bytes(body))
     rules, context = any_rules(serving), serving.llm.ready.max_model_len
     framed = serving.text and body.messages is None and body.add_special_tokens is not False
     frame = serving.tokenizer.frame if framed else (0, 0)
@@ -105,6 +108,11 @@ def prompts_of(serving: Serving, body: InputBody) -> list[list[int]]:
         truncated(ids, body, context, rules.side, frame if isinstance(one, str) else (0, 0))[0]
         for ids, one in zip(prompts, given if body.messages is None else prompts, strict=True)
     ]
+
+
+def _min_bytes(body: PoolingBody) -> int:
+    """Of a text that need not fit into the context."""
+    return 0 if body.truncate_prompt_tokens is None else CUT_BYTES
 
 
 def fields_of(body: InputBody) -> FieldPaths:
@@ -128,19 +136,30 @@ def _conversations(serving: Serving, body: InputBody, messages: list[Any]) -> li
         if not isinstance(one, list):
             raise invalid(field, "must be a list of messages")
         serving.check_messages(one, field)
-        made.append(
-            serving.template.render(
+        try:
+            ids = serving.template.render(
                 one, add_generation_prompt=bool(body.add_generation_prompt),
                 continue_final_message=bool(body.continue_final_message), kwargs=body.chat_template_kwargs,
-            )
-        )  # fmt: skip
+                context=serving.llm.ready.max_model_len, min_bytes=_min_bytes(body),
+            )  # fmt: skip
+        except RequestError as error:
+            raise _within(error, field) from None
+        made.append(ids)
     return made
+
+
+def _within(error: RequestError, field: str) -> RequestError:
+    """An error about `messages`, or a path in them, as one about this field."""
+    if error.field is None or not error.field.startswith("messages"):
+        return error
+    return renamed(error, field + error.field.removeprefix("messages"))
 
 
 def check_truncation(body: PoolingBody) -> None:
     """Raise RequestError for a length that nothing can be cut to."""
-    if body.truncate_prompt_tokens is not None and body.truncate_prompt_tokens < -1:
-        raise invalid("truncate_prompt_tokens", f"must be at least -1, got {body.truncate_prompt_tokens}")
+    limit = body.truncate_prompt_tokens
+    if limit is not None and (limit < -1 or limit == 0):
+        raise invalid("truncate_prompt_tokens", f"must be -1 or at least 1, got {limit}")
 
 
 def truncated(

@@ -161,7 +161,8 @@ class _Prompts:
         given, path = (self._sides.first, self._sides.second)[side][index], self._sides.path(side, index)
         limit = self._limits[side]
         if isinstance(given, str):
-            self._serving.check_text(given, path, 0 if not limit else 1 << 20)
+            is_cut = limit or self._body.truncate_prompt_tokens is not None
+            self._serving.check_text(given, path, inputs.CUT_BYTES if is_cut else 0)
         return self._prompts.cut(given, limit)
 
     def _checked(self, ids: list[int], path: str, start: int = -1) -> TokenPrompt:
