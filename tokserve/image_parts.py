@@ -39,20 +39,25 @@ class Placeholder(NamedTuple):
 
 
 class ImageSlots:
-    """The images of a conversation, in order, and the text of the placeholder that its template writes for each.
+    """The images of a conversation, in order, and the text that stands for each of them.
 
-    A text that spells the placeholder is refused: tokens of an image would stand where there is none.
+    `placeholder`: of the token that is repeated.  `written`: what the template writes for an image, if it is another
+    text; `around`: what stands before and after the placeholder then.  A text that spells the placeholder, or what the
+    template writes, is refused: tokens of an image would stand where there is none.
     """
 
-    def __init__(self, placeholder: str) -> None:
+    def __init__(self, placeholder: str, written: str | None = None, around: tuple[str, str] = ("", "")) -> None:
         self.placeholder = placeholder
+        self.written = placeholder if written is None else written
+        self._sequence = around[0] + placeholder + around[1]
         self.images: list[ImageUrl] = []
 
     def check_text(self, field: str, value: Any) -> None:
         """Raise RequestError naming the path of a text in `value` that spells the placeholder."""
         if isinstance(value, str):
-            if self.placeholder in value:
-                raise invalid(field, f"must not hold the text {self.placeholder!r}, which stands for an image")
+            for text in (self.placeholder, self.written):
+                if text in value:
+                    raise invalid(field, f"must not hold the text {text!r}, which stands for an image")
         elif isinstance(value, Mapping):
             for name, inner in value.items():
                 self.check_text(f"{field}.{name}", inner)
@@ -62,13 +67,17 @@ class ImageSlots:
                 self.check_text(f"{field}[{i}]", inner)
 
     def check(self, rendered: str) -> None:
-        """Raise RequestError unless the template has written a placeholder for each image."""
-        count = rendered.count(self.placeholder)
+        """Raise RequestError unless the template has written something for each image."""
+        count = rendered.count(self.written)
         if count != len(self.images):
             raise RequestError(
-                f"messages: the chat template writes {count} of {self.placeholder!r} for {len(self.images)} images",
+                f"messages: the chat template writes {count} of {self.written!r} for {len(self.images)} images",
                 field="messages", code="placeholder_mismatch",
             )  # fmt: skip
+
+    def expanded(self, rendered: str) -> str:
+        """The text with the placeholders of the images."""
+        return rendered.replace(self.written, self._sequence)
 
 
 class UnreadImage(NamedTuple):

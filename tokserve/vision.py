@@ -24,7 +24,11 @@ KIND = "image"  # of features
 HEADER = struct.Struct("<4i")  # t, h, w, number of the dtype
 DTYPES = (np.dtype("|u1"), np.dtype("<f4"))
 Int64 = NDArray[np.int64]
-ABSENT = {"image_mean": 0.5, "image_std": 0.5}
+# what the processors in transformers take where preprocessor_config.json says nothing
+GEMMAS = {"image_mean": (0.5,), "image_std": (0.5,)}
+QWENS = {
+    "image_mean": (0.48145466, 0.4578275, 0.40821073), "image_std": (0.26862954, 0.26130258, 0.27577711),
+}  # fmt: skip
 GEMMA = "Gemma3ForConditionalGeneration"
 
 
@@ -109,7 +113,7 @@ def image_format(directory: Path, hf: Mapping[str, Any]) -> ImageFormat | None:
         temporal=_integer(vision, "vision_config.temporal_patch_size", vision.get("temporal_patch_size", 2)),
         merge=_integer(vision, "vision_config.spatial_merge_size", vision.get("spatial_merge_size", 2)),
         channels=channels,
-        **_normalization(processor, channels),
+        **_normalization(processor, channels, QWENS),
     )
 
 
@@ -143,17 +147,19 @@ def _gemma_format(hf: Mapping[str, Any], vision: Mapping[str, Any], processor: M
     side = pixels // size
     return ImageFormat(
         token_id=token("image", 262144), start_id=token("boi", 255999), end_id=token("eoi", 256000), size=size,
-        temporal=1, merge=side // across, channels=channels, **_normalization(processor, channels), axes=False,
+        temporal=1, merge=side // across, channels=channels, **_normalization(processor, channels, GEMMAS), axes=False,
         side=side, bidirectional=True,
     )  # fmt: skip
 
 
-def _normalization(processor: Mapping[str, Any], channels: int) -> dict[str, Any]:
-    """`mean`, `std` and `rescale` of an image processor."""
+def _normalization(
+    processor: Mapping[str, Any], channels: int, absent: Mapping[str, tuple[float, ...]]
+) -> dict[str, Any]:
+    """`mean`, `std` and `rescale` of an image processor.  `absent`: what it takes without `image_mean`, `image_std`."""
     normalizes, rescales = (processor.get(name, True) is not False for name in ("do_normalize", "do_rescale"))
     return {
-        "mean": _numbers(processor, "image_mean", channels) if normalizes else (0.0,) * channels,
-        "std": _numbers(processor, "image_std", channels) if normalizes else (1.0,) * channels,
+        "mean": _numbers(processor, "image_mean", channels, absent) if normalizes else (0.0,) * channels,
+        "std": _numbers(processor, "image_std", channels, absent) if normalizes else (1.0,) * channels,
         "rescale": _number("rescale_factor", processor.get("rescale_factor", 1 / 255)) if rescales else 1.0,
     }
 
@@ -165,9 +171,11 @@ def _integer(values: Mapping[str, Any], path: str, value: Any = None, *, minimum
     return value
 
 
-def _numbers(values: Mapping[str, Any], name: str, count: int) -> tuple[float, ...]:
+def _numbers(
+    values: Mapping[str, Any], name: str, count: int, absent: Mapping[str, tuple[float, ...]]
+) -> tuple[float, ...]:
     given = values.get(name)
-    given = [ABSENT[name]] * count if given is None else given
+    given = [absent[name][channel % len(absent[name])] for channel in range(count)] if given is None else given
     if not isinstance(given, list) or len(given) != count:
         raise StartError(f"preprocessor_config.json: {name} must be a list of {count} numbers, found {given!r}")
     return tuple(_number(name, one) for one in given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +14,11 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
+import torch
+from PIL import Image
 
 from tests.e2e.server import Server
-from tests.models.pictures import data_url, png, write_served
+from tests.models.pictures import data_url, oracle, png, write_served
 
 GENERATE, CHAT, RENDER = "/inference/v1/generate", "/v1/chat/completions", "/v1/chat/completions/render"
 PAD, START, END = 288, 290, 291
@@ -106,6 +109,35 @@ def test_five_paths_have_the_same_bits(server: Server) -> None:
     assert (responses["prompt_token_ids"], responses["token_ids"]) == (expanded, expected[0])
     tokens = ask(server, {"messages": MESSAGES}, "/tokenize")
     assert tokens["tokens"] == expanded
+
+
+def test_gemma_is_shown_what_its_processor_makes(tmp_path: Path) -> None:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    directory = write_served(tmp_path / "gemma", "gemma3")
+    with Server(directory, "--dtype", "float32", "--max-model-len", "256") as server:
+        rendered = ask(server, {"messages": MESSAGES}, RENDER)
+        text = ask(server, {"tokens": rendered["token_ids"]}, "/detokenize")["prompt"]
+        image = "\n\n<start_of_image>" + "<image_soft_token>" * 16 + "<end_of_image>\n\n"
+        assert f"see {image} and {image}" in text
+        params = {"max_tokens": 4, "temperature": 0, "logprobs": 0, "prompt_logprobs": 0, "ignore_eos": True}
+        body = rendered | {"sampling_params": params, "logprobs_format": "arrays"}
+        reply = ask(server, body)
+        short = [token for i, token in enumerate(rendered["token_ids"]) if token != 288
+                 or rendered["token_ids"][i - 1] != 288]  # fmt: skip
+        again = ask(server, by_parts(ONE, TWO, ids=short, sampling_params=params, logprobs_format="arrays"))
+        assert again["choices"] == reply["choices"]
+        streamed = {"messages": [{"role": "user", "content": "<start_of_image>"}]}
+        assert refused(server, streamed, path=CHAT)["param"] == "messages[0].content"
+    images = [Image.open(io.BytesIO(one)).convert("RGB") for one in (ONE, TWO)]
+    processor = Gemma3ImageProcessorPil.from_pretrained(directory)
+    pixels = torch.from_numpy(np.stack(processor(images=images, return_tensors="np")["pixel_values"]))
+    ids = torch.tensor([rendered["token_ids"] + reply["choices"][0]["token_ids"]])
+    with torch.inference_mode():
+        logits = oracle(directory)(input_ids=ids, token_type_ids=(ids == 288).int(), pixel_values=pixels).logits[0]
+    expected = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    served = reply["prompt_logprobs"]["token_logprobs"] + reply["choices"][0]["logprobs"]["token_logprobs"]
+    assert np.allclose([value for value in served if value is not None], expected.numpy(), atol=2e-4)
 
 
 def test_alone_and_in_company(server: Server) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from tokserve.models.dummy import tiny_vision_config, write_checkpoint
+from tokserve.models.dummy import tiny_gemma_vision_config, tiny_vision_config, write_checkpoint
 from tokserve.prompt import Feature
 from tokserve.vision import KIND, Grid, ImageFormat, encode_image
 
@@ -105,30 +105,39 @@ PROCESSOR = {
     "image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28],
     "size": {"shortest_edge": 256, "longest_edge": 16384},
 }  # fmt: skip
+GEMMA_PROCESSOR = {
+    "image_processor_type": "Gemma3ImageProcessor", "size": {"height": 32, "width": 32},
+    "image_mean": [0.5, 0.4, 0.5], "image_std": [0.5, 0.5, 0.6], "do_pan_and_scan": None,
+}  # fmt: skip
+QWEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 TEXT_PART = "{%- for part in message.content if part.type == 'text' %}\n            {{- part.text }}"
 EITHER_PART = (
     "{%- for part in message.content %}\n            {{- '<|vision_start|><|image_pad|><|vision_end|>' "
     "if part.type == 'image' else part.text }}"
 )
+GEMMA_MARKS = ("<image_soft_token>", "<start_of_image>", "<end_of_image>")
 
 
 def write_served(directory: Path, family: str = "qwen3_vl") -> Path:
     """A tiny model that reads images with the demo model's tokenizer, whose template takes images."""
     from tokserve.checkpoint import DEMO_DIR
 
-    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    gemma = family == "gemma3"
+    kind = ("image_token_index", "boi_token_index", "eoi_token_index") if gemma else QWEN_IDS
     tokenizer = json.loads((DEMO_DIR / "tokenizer.json").read_text())
     first = 1 + max(token["id"] for token in tokenizer["added_tokens"])
-    write_checkpoint(directory, tiny_vision_config(family) | dict(zip(names, range(first, first + 4), strict=True)))
+    model = tiny_gemma_vision_config() if gemma else tiny_vision_config(family)
+    write_checkpoint(directory, model | dict(zip(kind, range(first, first + len(kind)), strict=True)))
     special = tokenizer["added_tokens"][0]
-    marks = enumerate((*MARKS, *TOOLS), first)
+    marks = enumerate((*(GEMMA_MARKS if gemma else MARKS), *TOOLS), first)
     tokenizer["added_tokens"] += [special | {"id": number, "content": mark} for number, mark in marks]
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     config = json.loads((DEMO_DIR / "tokenizer_config.json").read_text())
     assert TEXT_PART in config["chat_template"]
-    config["chat_template"] = config["chat_template"].replace(TEXT_PART, EITHER_PART)
+    part = EITHER_PART.replace("".join(MARKS[place] for place in (2, 0, 3)), GEMMA_MARKS[1]) if gemma else EITHER_PART
+    config["chat_template"] = config["chat_template"].replace(TEXT_PART, part)
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    (directory / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    (directory / "preprocessor_config.json").write_text(json.dumps(GEMMA_PROCESSOR if gemma else PROCESSOR))
     return directory
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.models.image_checks import TEXT, Parts, check_bits, check_logprobs, kind_of
 from tests.models.pictures import Picture, prompt_of
@@ -66,10 +67,13 @@ def test_an_image_is_encoded_once_until_weights_change(tmp_path: Path) -> None:
 def test_pixels_are_normalized_here_as_in_the_processor(tmp_path: Path) -> None:
     config = tiny_vision_config("qwen2_5_vl")
     directory = write_checkpoint(tmp_path, config)
+    absent = kind_of(directory)
     (directory / "preprocessor_config.json").write_text(
         '{"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28], "rescale_factor": 0.00392156862745098}'
     )
     kind = kind_of(directory)
+    assert Qwen2VLImageProcessorPil.image_mean == list(absent.mean)
+    assert Qwen2VLImageProcessorPil.image_std == list(absent.std)
     picture = Picture(kind, 2, 2)
     raw, exact = (decode_image(picture.feature(0, raw=raw).data, kind) for raw in (True, False))
     assert raw[1] == exact[1] == Grid(1, 2, 2) and (raw[0] == exact[0]).all()

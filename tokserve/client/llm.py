@@ -33,7 +33,7 @@ from tokserve.client.pooling_methods import PoolingMethods
 from tokserve.client.prompts import ParsedPrompt, Prompt, as_list, read
 from tokserve.client.results import RequestOutput, ScoringRequestOutput, request_output
 from tokserve.errors import EngineDead, RequestError
-from tokserve.image_parts import ImageSlots
+from tokserve.media.images import image_slots
 from tokserve.messages import Ready, StepStats
 from tokserve.params import PoolingParams, SamplingParams
 from tokserve.text.chat import ChatTemplate
@@ -332,7 +332,8 @@ class LLM(PoolingMethods):
         template, reader = self._template, self._llm.images
         slots = None
         if reader is not None:
-            slots, talk = ImageSlots(template.tokenizer.decode([reader.kind.token_id], False)), with_urls(talk)
+            slots = image_slots(reader.kind, lambda token: template.tokenizer.decode([token], False))
+            talk = with_urls(talk)
         ids = template.render(talk, images=slots, **options)
         images = () if slots is None else tuple(slots.images)
         return ParsedPrompt(ids, template.tokenizer.decode(ids, False), images=images)

@@ -27,12 +27,16 @@ class Array(msgspec.Struct, array_like=True, frozen=True):
 
 
 class WorkerSettings(msgspec.Struct):
-    """What the server tells its workers.  The last are used where the checkpoint has no processor's config."""
+    """What the server tells its workers.  The last are used where the checkpoint has no processor's config.
+
+    `side`: pixels of each side of all images, 0 if their sizes differ.
+    """
 
     max_pixels: int
     patch_size: int
     temporal_patch_size: int
     merge_size: int
+    side: int = 0
     kwargs: dict[str, Any] = {}
 
 

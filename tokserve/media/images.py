@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tokserve.config import Config
 from tokserve.errors import RequestError, Unavailable
-from tokserve.image_parts import ImageUrl, check_count, expand
+from tokserve.image_parts import ImageSlots, ImageUrl, check_count, expand
 from tokserve.media.frames import WorkerSettings
 from tokserve.media.pool import ProcessedImage, WorkerPool, digest_of
 from tokserve.media.sources import ImageSources
@@ -50,8 +50,9 @@ class ImageReader:
         self.max_images = media.max_images()
         self.sources = ImageSources(media)
         settings = WorkerSettings(
-            media.max_image_pixels, kind.size, kind.temporal, kind.merge, dict(media.mm_processor_kwargs or {})
-        )
+            media.max_image_pixels, kind.size, kind.temporal, kind.merge, kind.side * kind.size,
+            dict(media.mm_processor_kwargs or {}),
+        )  # fmt: skip
         command = [
             sys.executable, "-P", "-m", "tokserve.media.worker", config.model.model,
             msgspec.json.encode(settings).decode(),
@@ -105,6 +106,15 @@ def _numpy(image: ProcessedImage, name: str) -> NDArray[np.generic]:
     array = image.arrays[name]
     values: NDArray[np.generic] = np.frombuffer(array.buffer, array.dtype).reshape(array.shape)
     return values
+
+
+def image_slots(kind: ImageFormat, text_of: Callable[[int], str]) -> ImageSlots:
+    """What takes the images of a conversation.  `text_of`: the text of a token."""
+    placeholder = text_of(kind.token_id)
+    if not kind.side:
+        return ImageSlots(placeholder)
+    start, end = text_of(kind.start_id), text_of(kind.end_id)
+    return ImageSlots(placeholder, start, (f"\n\n{start}", f"{end}\n\n"))  # as Gemma's processor writes it
 
 
 def with_images(ids: Sequence[int], images: Sequence[PreparedImage], token_id: int, field: str) -> TokenPrompt:

@@ -97,8 +97,10 @@ class Preprocessor:
     def _patches(self, image: Any) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
         """uint8 pixels [n, elements of a patch], and the grid [3]."""
         made = self._processor(images=[image], return_tensors="np", do_rescale=False, do_normalize=False)
-        pixels = np.asarray(made["pixel_values"])
-        return pixels.astype(np.uint8), np.asarray(made["image_grid_thw"], np.int32)[0]
+        pixels = np.asarray(made["pixel_values"]).astype(np.uint8)
+        if self._settings.side:
+            return _in_patches(pixels[0], self._settings.patch_size, self._settings.merge_size)
+        return pixels, np.asarray(made["image_grid_thw"], np.int32)[0]
 
 
 def _processor(model: str, settings: WorkerSettings) -> Any:
@@ -108,10 +110,22 @@ def _processor(model: str, settings: WorkerSettings) -> Any:
     if any(os.path.isfile(os.path.join(model, name)) for name in names):
         load: Any = AutoImageProcessor.from_pretrained
         return load(model, backend="pil", **settings.kwargs)
+    if settings.side:
+        from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+        return Gemma3ImageProcessorPil(size={"height": settings.side, "width": settings.side}, **settings.kwargs)
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     sizes = {name: getattr(settings, name) for name in ("patch_size", "temporal_patch_size", "merge_size")}
     return Qwen2VLImageProcessorPil(**sizes, **settings.kwargs)
+
+
+def _in_patches(image: NDArray[np.uint8], size: int, merge: int) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
+    """An image [channels, height, width] in patches, those that become one token side by side, and its grid."""
+    channels, height, width = image.shape
+    grid = np.array([1, height // size, width // size], np.int32)
+    parts = image.reshape(channels, height // size // merge, merge, size, width // size // merge, merge, size)
+    return parts.transpose(1, 4, 2, 5, 0, 3, 6).reshape(-1, channels * size * size), grid
 
 
 def _array(values: NDArray[Any]) -> Array:

@@ -203,7 +203,9 @@ class ChatTemplate:
             images.check(rendered)
         if must_show_tools and variables["tools"] is not None and "tools" not in _variables(source):
             raise RequestError(NO_TOOLS, field="tools")
-        return _cut_at(rendered, mark, marked) if mark else rendered
+        if mark:
+            rendered = _cut_at(rendered, mark, marked)
+        return rendered if images is None else images.expanded(rendered)
 
     def _fit_contents(self, chat: list[dict[str, Any]], source: str) -> None:
         """Contents as the template takes them, where they are absent or lists."""

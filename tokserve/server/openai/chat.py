@@ -19,6 +19,7 @@ from tokserve.client.inputs import GenerateRequest, token_prompt
 from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
 from tokserve.image_parts import ImageSlots
+from tokserve.media.images import image_slots
 from tokserve.params import SamplingParams
 from tokserve.prompt import TokenPrompt, pack_ids, unpack_ids
 from tokserve.server.generation import ReplyContext, Usage
@@ -220,7 +221,7 @@ async def prompt_of(
 ) -> TokenPrompt:
     """The conversation as a prompt, with its images.  `size`: bytes of the body; `effort`: as `rendered` takes it."""
     reader = serving.images
-    slots = None if reader is None else ImageSlots(serving.tokenizer.decode([reader.kind.token_id], False))
+    slots = None if reader is None else image_slots(reader.kind, lambda token: serving.tokenizer.decode([token], False))
     ids = await off_loop(request, size, lambda: rendered(serving, body, effort, slots))
     if slots is None or not slots.images:
         return TokenPrompt(pack_ids(ids))
