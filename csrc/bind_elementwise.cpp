@@ -183,7 +183,7 @@ void norm_rope_store(const Tensor& qkv, const std::optional<Tensor>& q_weight, c
                   .norm_all = norm_all,
                   .norm_last = norm_last,
                   .gated = gated};
-  const int64_t scratch = c.kv_heads * c.dim * qkv.item();
+  const int64_t scratch = kStoreRows * c.kv_heads * c.dim * qkv.item();
   launch([=] {
     for (int64_t t = 0; t < tokens; t++) {
       require(at[t] >= 0 && at[t] < limit, op, "a position is outside the table");

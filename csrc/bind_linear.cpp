@@ -6,6 +6,7 @@
 
 #include "bind.h"
 #include "cpu.h"
+#include "transpose.h"
 
 namespace nb = nanobind;
 
@@ -56,44 +57,21 @@ void pack_rows(const T* weight, int64_t stride, int64_t rows, int64_t k, int64_t
 
 using Word __attribute__((may_alias)) = uint32_t;
 
-#if __has_builtin(__builtin_shufflevector)
-using Words __attribute__((vector_size(16))) = uint32_t;
-
-Words words_at(const Word* from) {
-  Words words;
-  std::memcpy(&words, from, sizeof words);
-  return words;
-}
-
-// Four rows of four words to where column c of row r is to[c * kPanel + r].
-void transpose(const Word* from, int64_t stride, Word* to) {
-  const Words a = words_at(from), b = words_at(from + stride);
-  const Words c = words_at(from + 2 * stride), d = words_at(from + 3 * stride);
-  const Words ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
-  const Words ef = __builtin_shufflevector(a, b, 2, 6, 3, 7), gh = __builtin_shufflevector(c, d, 2, 6, 3, 7);
-  const Words columns[] = {__builtin_shufflevector(ab, cd, 0, 1, 4, 5), __builtin_shufflevector(ab, cd, 2, 3, 6, 7),
-                           __builtin_shufflevector(ef, gh, 0, 1, 4, 5), __builtin_shufflevector(ef, gh, 2, 3, 6, 7)};
-  for (int64_t i = 0; i < 4; i++) std::memcpy(to + i * kPanel, &columns[i], sizeof(Words));
-}
-
 // pack_rows for words.  Sixteen rows at a time are as many streams as a processor fetches ahead, and fill cache lines.
 void transpose_rows(const Word* weight, int64_t stride, int64_t rows, int64_t k, Word* panel) {
   const int64_t whole = rows / 4 * 4, columns = k / 4 * 4;
+  const int64_t bytes = sizeof(Word);
   for (int64_t block = 0; block < whole; block += 16) {
     for (int64_t c = 0; c < columns; c += 4) {
       for (int64_t r = block; r < std::min(block + 16, whole); r += 4) {
-        transpose(weight + r * stride + c, stride, panel + c * kPanel + r);
+        transpose_words(reinterpret_cast<const char*>(weight + r * stride + c), stride * bytes,
+                        reinterpret_cast<char*>(panel + c * kPanel + r), kPanel * bytes);
       }
     }
   }
   if (columns < k) pack_rows(weight + columns, stride, whole, k - columns, 1, panel + columns * kPanel);
   if (whole < rows) pack_rows(weight + whole * stride, stride, rows - whole, k, 1, panel + whole);
 }
-#else
-void transpose_rows(const Word* weight, int64_t stride, int64_t rows, int64_t k, Word* panel) {
-  pack_rows(weight, stride, rows, k, 1, panel);
-}
-#endif
 
 // pack_rows, moving elements of 32 bits, and pairs that are aligned, as words.
 template <class T>

@@ -48,11 +48,11 @@ void add_row(const T* x, const T* residual, T* out, int64_t n, float multiplier)
 template <class T, class F>
 TOKSERVE_INLINE float row_sum(const T* x, int64_t n, const F& f) {
   f32x16 part[4] = {zeros(), zeros(), zeros(), zeros()};
-  int j = 0;
-  over_vectors(n, [&](int64_t i, int64_t count) {
-    part[j] = f(load_partial(x + i, count), count, part[j]);
-    j = (j + 1) % 4;
-  });
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+    for (int j = 0; j < 4; j++) part[j] = f(load(x + i + j * kLanes), kLanes, part[j]);
+  }
+  for (int j = 0; i < n; i += kLanes, j++) part[j] = f(load_partial(x + i, n - i), min(kLanes, n - i), part[j]);
   return reduce_sum((part[0] + part[1]) + (part[2] + part[3]));
 }
 
@@ -61,8 +61,8 @@ void layer_norm_row(const T* x, const W* weight, const W* bias, T* out, int64_t 
   const auto add = [](f32x16 value, int64_t, f32x16 sum) { return sum + value; };
   const f32x16 mean = broadcast(row_sum(x, n, add) / static_cast<float>(n));
   const auto add_square = [&](f32x16 value, int64_t count, f32x16 sum) {
-    const f32x16 lane = from_i32(iota());
-    const f32x16 apart = select(lane < broadcast(static_cast<float>(count)), value - mean, zeros());
+    f32x16 apart = value - mean;
+    if (count < kLanes) apart = select(mask_below(count), apart, zeros());
     return fma(apart, apart, sum);
   };
   const float square = row_sum(x, n, add_square) / static_cast<float>(n);
@@ -183,36 +183,57 @@ Slot locate_slot(int64_t slot, int64_t heads, int64_t page, int64_t dim) {
   return {slot / page * heads * page * dim, slot % page};
 }
 
+// Calls f(first, count, slot) for runs of tokens first .. first + count - 1 whose slots follow each other in one page.
+template <class F>
+TOKSERVE_INLINE void over_slots(const int64_t* slots, int64_t begin, int64_t end, int64_t page, const F& f) {
+  for (int64_t first = begin, i = begin; i < end; first = i) {
+    do i++;
+    while (i < end && slots[i] == slots[i - 1] + 1 && slots[i] % page != 0);
+    f(first, i - first, slots[first]);
+  }
+}
+
 template <class T, class W>
 void qkv_rows(const QkvArgs& a, int64_t begin, int64_t end, T* keys) {
-  const int64_t half = a.rot / 2, dim = a.dim;
+  const int64_t half = a.rot / 2, dim = a.dim, key_width = a.k_heads * dim;
+  const int64_t q_stride = a.gated ? 2 * dim : dim;  // of query heads
+  const int64_t width = a.q_heads * q_stride + 2 * key_width;
   const PageLayout<T> layout{a.page, dim};
-  for (int64_t t = begin; t < end; t++) {
-    const float* cos = a.table + a.positions[t] * a.rot;
-    const auto norm = [&](const T* x, int64_t stride, const void* weight, T* out, int64_t heads) {
-      const int64_t width = a.norm_all ? heads * dim : dim;
-      for (int64_t i = 0; i < heads * dim; i += width)
-        norm_row(x + i / dim * stride, static_cast<const W*>(weight), out + i, width, a.eps);
-    };
-    const auto norm_and_rotate = [&](const T* x, int64_t stride, const void* weight, T* out, int64_t heads) {
-      const bool first = weight && !a.norm_last;
-      if (first) norm(x, stride, weight, out, heads);
-      for (int64_t h = 0; h < heads; h++)
-        rotate(first ? out + h * dim : x + h * stride, out + h * dim, cos, half, dim, a.interleaved);
-      if (weight && a.norm_last) norm(out, dim, weight, out, heads);
-    };
-    const int64_t stride = a.gated ? 2 * dim : dim;  // of query heads
-    const T* x = static_cast<const T*>(a.qkv) + t * (a.q_heads * stride + 2 * a.k_heads * dim);
-    norm_and_rotate(x, stride, a.q_weight, static_cast<T*>(a.q_out) + t * a.q_heads * dim, a.q_heads);
-    x += a.q_heads * stride;
-    norm_and_rotate(x, dim, a.k_weight, keys, a.k_heads);
-    x += a.k_heads * dim;
-    const Slot slot = locate_slot(a.slots[t], a.k_heads, a.page, dim);
-    for (int64_t h = 0; h < a.k_heads; h++) {
-      const int64_t head = slot.first + h * a.page * dim;
-      layout.put_key(static_cast<T*>(a.k_cache) + head, slot.token, keys + h * dim);
-      layout.put_value(static_cast<T*>(a.v_cache) + head, slot.token, x + h * dim);
+  const auto norm = [&](const T* x, int64_t stride, const void* weight, T* out, int64_t heads) {
+    const int64_t normed = a.norm_all ? heads * dim : dim;
+    for (int64_t i = 0; i < heads * dim; i += normed)
+      norm_row(x + i / dim * stride, static_cast<const W*>(weight), out + i, normed, a.eps);
+  };
+  const auto norm_and_rotate = [&](const T* x, int64_t stride, const void* weight, const float* cos, T* out,
+                                   int64_t heads) {
+    const bool first = weight && !a.norm_last;
+    if (first) norm(x, stride, weight, out, heads);
+    for (int64_t h = 0; h < heads; h++)
+      rotate(first ? out + h * dim : x + h * stride, out + h * dim, cos, half, dim, a.interleaved);
+    if (weight && a.norm_last) norm(out, dim, weight, out, heads);
+  };
+  for (int64_t t = begin; t < end; t += kStoreRows) {
+    const int64_t stop = min(end, t + kStoreRows);
+    for (int64_t i = t; i < stop; i++) {
+      const float* cos = a.table + a.positions[i] * a.rot;
+      const T* x = static_cast<const T*>(a.qkv) + i * width;
+      T* out = static_cast<T*>(a.q_out) + i * a.q_heads * dim;
+      norm_and_rotate(x, q_stride, a.q_weight, cos, out, a.q_heads);
+      norm_and_rotate(x + a.q_heads * q_stride, dim, a.k_weight, cos, keys + (i - t) * key_width, a.k_heads);
     }
+    over_slots(a.slots, t, stop, a.page, [&](int64_t first, int64_t count, int64_t position) {
+      const Slot slot = locate_slot(position, a.k_heads, a.page, dim);
+      const T* key = keys + (first - t) * key_width;
+      const T* value = static_cast<const T*>(a.qkv) + (first + 1) * width - key_width;
+      for (int64_t h = 0; h < a.k_heads; h++) {
+        const int64_t size = a.page * dim;
+        T* k_page = static_cast<T*>(a.k_cache) + slot.first + h * size;
+        T* v_page = static_cast<T*>(a.v_cache) + slot.first + h * size;
+        if (h + 1 < a.k_heads) layout.prefetch(k_page + size, v_page + size, slot.token, count);
+        layout.put_keys(k_page, slot.token, count, key + h * dim, key_width);
+        layout.put_values(v_page, slot.token, count, value + h * dim, width);
+      }
+    });
   }
 }
 
@@ -234,16 +255,16 @@ void latent_rows(const LatentArgs& a, int64_t begin, int64_t end) {
 template <class T>
 void store_rows(const StoreArgs& a, int64_t begin, int64_t end) {
   const PageLayout<T> layout{a.page, a.dim};
-  for (int64_t t = begin; t < end; t++) {
-    const Slot slot = locate_slot(a.slots[t], a.heads, a.page, a.dim);
+  over_slots(a.slots, begin, end, a.page, [&](int64_t first, int64_t count, int64_t position) {
+    const Slot slot = locate_slot(position, a.heads, a.page, a.dim);
+    const T *key = static_cast<const T*>(a.k) + first * a.k_stride,
+            *value = static_cast<const T*>(a.v) + first * a.v_stride;
     for (int64_t h = 0; h < a.heads; h++) {
       const int64_t head = slot.first + h * a.page * a.dim;
-      layout.put_key(static_cast<T*>(a.k_cache) + head, slot.token,
-                     static_cast<const T*>(a.k) + t * a.k_stride + h * a.dim);
-      layout.put_value(static_cast<T*>(a.v_cache) + head, slot.token,
-                       static_cast<const T*>(a.v) + t * a.v_stride + h * a.dim);
+      layout.put_keys(static_cast<T*>(a.k_cache) + head, slot.token, count, key + h * a.dim, a.k_stride);
+      layout.put_values(static_cast<T*>(a.v_cache) + head, slot.token, count, value + h * a.dim, a.v_stride);
     }
-  }
+  });
 }
 
 }  // namespace

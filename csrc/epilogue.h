@@ -1,7 +1,7 @@
 // The epilogue of a product: a panel's sums [rows][64] get their bias and are rounded once, or go through a gated
 // activation.  Args are the arguments of the product: bias, out, n, gate, out_dtype.  Sums converts the sums to
-// float32: columns(column, output, n)(row) returns up to sixteen of a row, from `column` of the panel on, which belong
-// to the weight's rows from `output` on.
+// float32: at(row, column, output, n) returns up to sixteen of a row, from `column` of the panel on, which belong to
+// the weight's rows from `output` on.
 #pragma once
 
 #include "activation.h"
@@ -13,8 +13,8 @@ namespace TOKSERVE_ISA {
 // Sums in float32.
 struct FloatSums {
   const float* sums;  // [rows][64]
-  TOKSERVE_INLINE auto columns(int64_t column, int64_t, int64_t) const {
-    return [first = sums + column](int64_t row) { return load(first + row * kPanel); };
+  TOKSERVE_INLINE f32x16 at(int64_t row, int64_t column, int64_t, int64_t) const {
+    return load(sums + row * kPanel + column);
   }
 };
 
@@ -30,16 +30,14 @@ TOKSERVE_INLINE int64_t row_stride(const LinearArgs& a, int64_t width) { return 
 template <class T, class Out, class Args, class Sums>
 void write_out(const Args& a, const Sums& sums, int64_t row0, int64_t rows, int64_t column, int64_t columns,
                int64_t first, int64_t width) {
-  const T* bias = a.bias ? static_cast<const T*>(a.bias) + first : nullptr;
-  for (int64_t c = 0; c < columns; c += kLanes) {
-    const int64_t n = min(kLanes, columns - c);
-    const f32x16 shift = bias ? load_partial(bias + c, n) : zeros();
-    const auto values = sums.columns(column + c, first + c, n);
-    const int64_t stride = row_stride(a, width);
-    Out* out = static_cast<Out*>(a.out) + row0 * stride + first + c;
-    for (int64_t r = 0; r < rows; r++) {
-      const f32x16 value = values(r);
-      store_partial(out + r * stride, bias ? value + shift : value, n);
+  const T* bias = static_cast<const T*>(a.bias);
+  const int64_t stride = row_stride(a, width);
+  Out* out = static_cast<Out*>(a.out) + row0 * stride + first;
+  for (int64_t r = 0; r < rows; r++, out += stride) {
+    for (int64_t c = 0; c < columns; c += kLanes) {
+      const int64_t n = min(kLanes, columns - c);
+      const f32x16 value = sums.at(r, column + c, first + c, n);
+      store_partial(out + c, bias ? value + load_partial(bias + first + c, n) : value, n);
     }
   }
 }
@@ -59,18 +57,14 @@ TOKSERVE_INLINE f32x16 rounded<float>(f32x16 x) {
 // A panel's sums [rows][gate | up] become activation(gate) * up.
 template <class T, class Activation, class Args, class Sums>
 void write_gated(const Args& a, const Sums& sums, int64_t row0, int64_t rows, int64_t columns, int64_t first) {
-  const T* bias = a.bias ? static_cast<const T*>(a.bias) + first : nullptr;
-  for (int64_t c = 0; c < columns; c += kLanes) {
-    const int64_t n = min(kLanes, columns - c);
-    const f32x16 gate_shift = bias ? load_partial(bias + c, n) : zeros(),
-                 up_shift = bias ? load_partial(bias + a.n + c, n) : zeros();
-    const auto gates = sums.columns(c, first + c, n), ups = sums.columns(kGatedPanel + c, a.n + first + c, n);
-    T* out = static_cast<T*>(a.out) + row0 * a.n + first + c;
-    for (int64_t r = 0; r < rows; r++) {
-      const f32x16 gate = gates(r), up = ups(r);
-      const f32x16 shifted_gate = rounded<T>(bias ? gate + gate_shift : gate),
-                   shifted_up = rounded<T>(bias ? up + up_shift : up);
-      store_partial(out + r * a.n, gated<Activation>(shifted_gate, shifted_up), n);
+  const T* bias = static_cast<const T*>(a.bias);
+  T* out = static_cast<T*>(a.out) + row0 * a.n + first;
+  for (int64_t r = 0; r < rows; r++, out += a.n) {
+    for (int64_t c = 0; c < columns; c += kLanes) {
+      const int64_t n = min(kLanes, columns - c);
+      f32x16 gate = sums.at(r, c, first + c, n), up = sums.at(r, kGatedPanel + c, a.n + first + c, n);
+      if (a.bias) gate = gate + load_partial(bias + first + c, n), up = up + load_partial(bias + a.n + first + c, n);
+      store_partial(out + c, gated<Activation>(rounded<T>(gate), rounded<T>(up)), n);
     }
   }
 }

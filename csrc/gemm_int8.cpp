@@ -145,11 +145,9 @@ struct ScaledSums {
   const float* row_scales;  // [rows]
   const uint32_t* offsets;  // [rows]
   const float* scales;      // of the weight's rows
-  TOKSERVE_INLINE auto columns(int64_t column, int64_t output, int64_t n) const {
-    return [this, column, scale = load_partial(scales + output, n)](int64_t row) {
-      const f32x16 dot = from_i32(load(sums + row * kPanel + column) - broadcast_u32(offsets[row]));
-      return dot * broadcast(row_scales[row]) * scale;
-    };
+  TOKSERVE_INLINE f32x16 at(int64_t row, int64_t column, int64_t output, int64_t n) const {
+    const f32x16 dot = from_i32(load(sums + row * kPanel + column) - broadcast_u32(offsets[row]));
+    return dot * broadcast(row_scales[row]) * load_partial(scales + output, n);
   }
 };
 

@@ -28,6 +28,8 @@ constexpr int64_t kLoraRows = 4;
 // more.
 constexpr int64_t kQueryRows = 32;
 constexpr int64_t kLatentRows = 64;
+// Tokens whose keys norm_rope_store holds before it writes them.
+constexpr int64_t kStoreRows = 16;
 // Log-sum-exp is taken over slices of this many logits, merged in ascending order.
 constexpr int64_t kSlice = 4096;
 
@@ -254,7 +256,7 @@ struct Kernels {
   void (*rope)(const RopeArgs&, int64_t begin, int64_t end);
   void (*store_kv)(const StoreArgs&, int64_t begin, int64_t end);
   void (*norm_rope_store)(const QkvArgs&, int64_t begin, int64_t end,
-                          char* scratch);  // scratch: k_heads * dim elements
+                          char* scratch);  // scratch: kStoreRows * k_heads * dim elements
   void (*latent_rope_store)(const LatentArgs&, int64_t begin, int64_t end);
   // Panels [begin, end) of the row block that starts at row0; scratch holds linear_scratch(args) bytes.  It first
   // converts the rows of x, a cost that pays off from linear_panels(args) panels on.

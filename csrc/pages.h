@@ -14,6 +14,7 @@
 #pragma once
 
 #include "tile.h"
+#include "transpose.h"
 
 namespace tokserve {
 namespace TOKSERVE_ISA {
@@ -41,6 +42,48 @@ struct PageLayout {
   void put_value(T* values, int64_t token, const T* row) const {
     if (arranged()) arrange_value(values, token, row);
     else std::memcpy(values + token * dim, row, dim * sizeof(T));
+  }
+
+  // The same for `count` tokens of one page, from `token` on; their rows are `stride` elements apart.
+  void put_keys(T* keys, int64_t token, int64_t count, const T* rows, int64_t stride) const {
+    constexpr int64_t word = kDepth * sizeof(T);
+    int64_t i = 0;
+    if constexpr (word == 4) {
+      for (; i + 4 <= count && arranged(); i += 4) {
+        const T* from = rows + i * stride;
+        T* to = keys + key_at(token + i);
+        int64_t c = 0;
+        for (; c + 4 * kDepth <= dim; c += 4 * kDepth) {
+          transpose_words(reinterpret_cast<const char*>(from + c), stride * static_cast<int64_t>(sizeof(T)),
+                          reinterpret_cast<char*>(to + c * page), page * word);
+        }
+        for (; c < dim; c += kDepth) {
+          for (int64_t j = 0; j < 4; j++) std::memcpy(to + c * page + j * kDepth, from + j * stride + c, word);
+        }
+      }
+    }
+    for (; i < count; i++) put_key(keys, token + i, rows + i * stride);
+  }
+  void put_values(T* values, int64_t token, int64_t count, const T* rows, int64_t stride) const {
+    for (int64_t i = 0; i < count; i++) {
+      const T* row = rows + i * stride;
+      if constexpr (kDepth == 2) {
+        if ((token + i) % 2 == 0 && i + 1 < count && arranged()) {
+          interleave_halves(&row->bits, &row[stride].bits, dim, &values[value_at(token + i)].bits);
+          i++;
+          continue;
+        }
+      }
+      put_value(values, token + i, row);
+    }
+  }
+
+  // Fetches the cache lines that put_keys and put_values are going to write: pages are scattered.
+  void prefetch(const T* keys, const T* values, int64_t token, int64_t count) const {
+    if (!arranged()) return;
+    for (int64_t c = 0; c < dim; c += kDepth) __builtin_prefetch(keys + c * page + key_at(token), 1);
+    const T *from = values + value_at(token - token % kDepth), *to = values + value_at(token + count);
+    for (; from < to; from += 64 / sizeof(T)) __builtin_prefetch(from, 1);
   }
 
   // The arranged layout, whatever arranged() says; the last pair of an odd row is padded with zero.
