@@ -14,7 +14,7 @@ from tokserve.layers.mlp import MLPSpec, make_mlp
 from tokserve.layers.norm import NormSpec, make_norm
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter, under
-from tokserve.layers.vision import attend, segments
+from tokserve.layers.vision import RunAttention, Runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,6 @@ class SiglipBlock:
     """A layer of the tower: attention of all rows to all, then feed-forward, each after a norm."""
 
     def __init__(self, spec: SiglipSpec, options: LayerOptions) -> None:
-        self.heads, self.dim = spec.heads, spec.hidden // spec.heads
         self.norm1, self.norm2 = (make_norm(spec.hidden, spec.norm, options.dtype) for _ in range(2))
         shards = dict.fromkeys(("q_proj", "k_proj", "v_proj"), spec.hidden)
         self.qkv = Linear(spec.hidden, shards, options, bias=True)
@@ -55,11 +54,11 @@ class SiglipBlock:
         parameters |= under("self_attn", self.qkv.parameters() | self.out.parameters())
         return parameters | under("mlp", self.mlp.parameters())
 
-    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # [n, hidden] each
+    def __call__(
+        self, x: Tensor, residual: Tensor, attention: RunAttention, runs: Runs
+    ) -> tuple[Tensor, Tensor]:  # [n, hidden] each
         """`x`: what this layer's first norm made of `residual`.  Returns what is to be added, and what to."""
-        q, k, v = self.qkv(x).view(-1, 3, self.heads, self.dim).unbind(1)
-        mixed = attend(q, k, v, segments([len(x)]))
-        x, residual = self.norm2.add(self.out(mixed.reshape(residual.shape)), residual)
+        x, residual = self.norm2.add(self.out(attention(self.qkv(x), runs)), residual)
         return self.mlp(x), residual
 
 

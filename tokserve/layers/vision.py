@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from tokserve import ops
 from tokserve.layers.linear import Linear
@@ -20,6 +20,8 @@ from tokserve.layers.norm import NormSpec, make_norm
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter, owned_copy, under
 from tokserve.layers.places import VectorPlace
+
+PAGE = 64  # rows of a page of keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,58 +130,62 @@ class PositionTable:
         return [(low.long(), 1 - (exact - low)), (upper.long(), exact - low)]
 
 
-def angles(theta: float, dim: int, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [n, dim] float32 of heads of `dim` for patches at (rows, columns) [n]: the first half of each
-    half of a head turns with the row, the second with the column."""
+def angles(theta: float, dim: int, rows: Tensor, columns: Tensor) -> Tensor:
+    """Cosines | sines [n, dim] float32, as `rope` takes them, of heads of `dim` for patches at (rows, columns) [n]: the
+    first half of each half of a head turns with the row, the second with the column."""
     steps = 1.0 / theta ** (torch.arange(0, dim // 2, 2, dtype=torch.float32) / (dim // 2))  # [dim / 4]
-    turned = torch.cat([index.float()[:, None] * steps for index in (rows, columns)] * 2, dim=1)
-    return turned.cos(), turned.sin()
+    turned = torch.cat([index.float()[:, None] * steps for index in (rows, columns)], dim=1)
+    return torch.cat((turned.cos(), turned.sin()), dim=1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [n, heads, dim] -> same
-    """Each head, of which element i and i + dim / 2 are a pair, turned in float32."""
-    exact = x.float()
-    low, high = exact.chunk(2, dim=-1)
-    turned = exact * cos[:, None] + torch.cat((-high, low), dim=-1) * sin[:, None]
-    return turned.to(x.dtype)
+class Runs:
+    """Runs of rows of these lengths, one after the other: the rows of a run attend to each other.
+
+    Each run has pages of its own, `pages` in all.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        sizes = torch.tensor(lengths)
+        used = (sizes + PAGE - 1) // PAGE
+        first = used.cumsum(0) - used  # the first page of each run
+        ends, total = sizes.cumsum(0), sum(lengths)
+        self.pages = int(used.sum())
+        columns = torch.arange(int(used.max()))
+        on_device = partial(torch.Tensor.to, device=ops.torch_device)
+        self.block_tables = on_device((first[:, None] + columns).clamp(max=self.pages - 1).int())  # [R, max pages]
+        self.query_start = on_device(torch.cat((torch.zeros(1), ends)).int())  # [R + 1]
+        self.seq_lens = on_device(sizes.int())
+        self.bidirectional = on_device(torch.ones(len(sizes), dtype=torch.bool))
+        self.slots = on_device(torch.repeat_interleave(first * PAGE - (ends - sizes), sizes) + torch.arange(total))
+        self.positions = on_device(torch.arange(total))
 
 
-@dataclass(frozen=True, slots=True)
-class Segments:
-    """Runs of rows that attend to each other, `count` of `length` rows each; `rows` None: all rows, in order."""
+class RunAttention:
+    """Attention of an image's rows, all of whose layers use the same pages.
 
-    count: int
-    length: int
-    rows: Tensor | None = None  # [count * length] int64
+    `table` [n, rot]: the rows' angles; `kinds`: the runs that some layer has.
+    """
 
+    def __init__(self, heads: int, dim: int, dtype: torch.dtype, table: Tensor, *kinds: Runs) -> None:
+        self.scale, self.table = dim**-0.5, table
+        shape = (max(runs.pages for runs in kinds), heads, PAGE, dim)
+        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=ops.torch_device) for _ in range(2))
 
-def segments(lengths: Sequence[int]) -> list[Segments]:
-    """For runs of these lengths, one after the other: those of equal length are computed at once."""
-    if len(set(lengths)) == 1:
-        return [Segments(len(lengths), lengths[0])]
-    sizes = torch.tensor(lengths)
-    owner = torch.repeat_interleave(sizes, sizes)  # [n] the length of each row's run
-    return [Segments(lengths.count(size), size, (owner == size).nonzero()[:, 0]) for size in sorted(set(lengths))]
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, runs: Sequence[Segments]) -> Tensor:  # [n, heads, dim] each -> same
-    """Attention of each row to all rows of its run."""
-    mixed = torch.empty_like(q)
-    for run in runs:
-        parts = (q, k, v) if run.rows is None else (x.index_select(0, run.rows) for x in (q, k, v))
-        queries, keys, values = (x.view(run.count, run.length, *x.shape[1:]).transpose(1, 2) for x in parts)
-        out = scaled_dot_product_attention(queries, keys, values).transpose(1, 2).reshape(-1, *q.shape[1:])
-        if run.rows is None:
-            return out
-        mixed.index_copy_(0, run.rows, out)
-    return mixed
+    def __call__(self, qkv: Tensor, runs: Runs) -> Tensor:  # [n, 3 * hidden] -> [n, hidden]
+        """Turn queries and keys by the rows' angles, and let each row see all rows of its run."""
+        keys, values = self.keys, self.values
+        q = ops.norm_rope_store(qkv, None, None, 0.0, self.table, runs.positions, keys, values, runs.slots)
+        mixed = ops.paged_attention(
+            q, keys, values, runs.block_tables, runs.query_start, runs.seq_lens, self.scale, 0, 1.0, 0.0, None,
+            runs.bidirectional,
+        )  # fmt: skip
+        return mixed.view(len(qkv), -1)
 
 
 class VisionBlock:
     """A layer of the tower: attention, then feed-forward, each after a norm."""
 
     def __init__(self, spec: VisionSpec, options: LayerOptions) -> None:
-        self.heads, self.dim = spec.heads, spec.hidden // spec.heads
         self.norm1, self.norm2 = (make_norm(spec.hidden, spec.norm, options.dtype) for _ in range(2))
         self.qkv = Linear(spec.hidden, {"qkv": 3 * spec.hidden}, options, bias=True)
         self.out = Linear(spec.hidden, {"proj": spec.hidden}, options, bias=True)
@@ -192,12 +198,10 @@ class VisionBlock:
         return parameters | under("mlp", self.mlp.parameters())
 
     def __call__(
-        self, x: Tensor, residual: Tensor, turned: tuple[Tensor, Tensor], runs: Sequence[Segments]
+        self, x: Tensor, residual: Tensor, attention: RunAttention, runs: Runs
     ) -> tuple[Tensor, Tensor]:  # [n, hidden] each
         """`x`: what this layer's first norm made of `residual`.  Returns what is to be added, and what to."""
-        q, k, v = self.qkv(x).view(-1, 3, self.heads, self.dim).unbind(1)
-        mixed = attend(rotate(q, *turned), rotate(k, *turned), v, runs)
-        x, residual = self.norm2.add(self.out(mixed.view(residual.shape)), residual)
+        x, residual = self.norm2.add(self.out(attention(self.qkv(x), runs)), residual)
         return self.mlp(x), residual
 
 

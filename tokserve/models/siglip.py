@@ -5,13 +5,15 @@ Images are computed one at a time, so that an image's bits do not depend on othe
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from tokserve import ops
 from tokserve.layers.norm import make_norm
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter, under
 from tokserve.layers.siglip import Projector, SiglipBlock, SiglipSpec
-from tokserve.layers.vision import PatchEmbedding, PositionTable
+from tokserve.layers.vision import PatchEmbedding, PositionTable, RunAttention, Runs
 from tokserve.models.tower import squares
 
 
@@ -42,9 +44,11 @@ class SiglipTower:
         _, height, width = grid
         order = squares(height, width, self.spec.merge)
         residual = self.patch(patches) + self.positions(order // width, order % width, height, width)
-        x = self.blocks[0].norm1(residual)
+        x, runs = self.blocks[0].norm1(residual), Runs([len(order)])
+        not_turned = torch.zeros(len(order), 0, device=ops.torch_device)
+        attention = RunAttention(self.spec.heads, self.spec.hidden // self.spec.heads, x.dtype, not_turned, runs)
         following = [*(block.norm1 for block in self.blocks[1:]), self.norm]
         for block, norm in zip(self.blocks, following, strict=True):
-            added, residual = block(x, residual)
+            added, residual = block(x, residual, attention, runs)
             x, residual = norm.add(added, residual)
         return self.projector(x)[None]

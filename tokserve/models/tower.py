@@ -16,11 +16,11 @@ from tokserve.layers.vision import (
     MergerSpec,
     PatchEmbedding,
     PositionTable,
-    Segments,
+    RunAttention,
+    Runs,
     VisionBlock,
     VisionSpec,
     angles,
-    segments,
 )
 
 
@@ -57,18 +57,20 @@ class Tower:
         x = self.patch(patches)
         if self.positions is not None:
             x = x + self.positions(order // width, order % width, height, width)
-        everything, windows, back = segments([len(order)]), None, None
+        everything = Runs([len(order)])
+        windows, back = everything, None
         if self.spec.window:
-            index, windows = window_order(height // merge, width // merge, self.spec.window, merge**2)
+            index, sizes = window_order(height // merge, width // merge, self.spec.window)
+            windows = Runs([size * merge**2 for size in sizes])
             by_patch = (index[:, None] * merge**2 + torch.arange(merge**2)).view(-1)
             x, order, back = x.index_select(0, by_patch), order.index_select(0, by_patch), index.argsort()
-        turned = angles(self.spec.theta, self.spec.hidden // self.spec.heads, order // width, order % width)
-        merged = self._layers(x, turned, everything, windows)
+        dim = self.spec.hidden // self.spec.heads
+        turned = angles(self.spec.theta, dim, order // width, order % width)
+        attention = RunAttention(self.spec.heads, dim, x.dtype, turned, everything, windows)
+        merged = self._layers(x, attention, everything, windows)
         return torch.stack([one if back is None else one.index_select(0, back) for one in merged])
 
-    def _layers(
-        self, x: Tensor, turned: tuple[Tensor, Tensor], everything: list[Segments], windows: list[Segments] | None
-    ) -> list[Tensor]:
+    def _layers(self, x: Tensor, attention: RunAttention, everything: Runs, windows: Runs) -> list[Tensor]:
         """The mergers' results for rows [n, hidden]: the last first, then the taps'."""
         taps = dict(zip(self.spec.taps, self.taps, strict=True))
         merged: dict[int, Tensor] = {}
@@ -76,20 +78,20 @@ class Tower:
         for layer, block in enumerate(self.blocks):
             if layer:
                 normed, residual = block.norm1.add(added, residual)
-            whole = windows is None or layer in self.spec.whole
-            added, residual = block(normed, residual, turned, everything if whole else windows or everything)
+            runs = everything if layer in self.spec.whole else windows
+            added, residual = block(normed, residual, attention, runs)
             if layer in taps:
                 merged[layer] = taps[layer](added + residual)
         return [self.merger(added + residual), *(merged[layer] for layer in self.spec.taps)]
 
 
-def window_order(height: int, width: int, side: int, rows: int) -> tuple[Tensor, list[Segments]]:
+def window_order(height: int, width: int, side: int) -> tuple[Tensor, list[int]]:
     """Squares of an image of height by width squares, window by window (those at the lower and right edge may be
-    smaller), and the windows as runs of rows, of which a square has `rows`."""
+    smaller), and the number of squares of each window."""
     number = torch.arange(height * width).view(height, width)
     bands = torch.split(number, side)
     windows = [part.reshape(-1) for band in bands for part in torch.split(band, side, dim=1)]
-    return torch.cat(windows), segments([len(window) * rows for window in windows])
+    return torch.cat(windows), [len(window) for window in windows]
 
 
 def squares(height: int, width: int, merge: int) -> Tensor:  # [height * width] int64
