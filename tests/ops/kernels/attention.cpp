@@ -157,7 +157,8 @@ void run_qkv(const Kernels& kernels, Results& results, const Shape& s, DType dty
   const Array table = random(Kind::f32, positions * rot, from, {-5, -1});
   const Array at = integers(Kind::i64, s.length, from, 0, positions - 1);
   const Array k_cache(kind_of(dtype), count * s.kv_heads * s.page * s.dim), v_cache(k_cache.kind(), k_cache.count());
-  const Array q(kind_of(dtype), s.length * s.heads * s.dim), memory(kind_of(dtype), s.kv_heads * s.dim);
+  const Array q(kind_of(dtype), s.length * s.heads * s.dim);
+  const Array memory(kind_of(dtype), kStoreRows * s.kv_heads * s.dim);
   const QkvArgs a{dtype,
                   weight_dtype,
                   qkv.as<void>(),

@@ -7,13 +7,18 @@ import torch
 from tokserve.ops.samples.common import Samples
 
 
+def slots_in_runs(tokens: int, page: int, blocks: int, generator: torch.Generator) -> torch.Tensor:  # [tokens] int64
+    """Slots in runs of up to seven that may begin anywhere in a page and cross into the next."""
+    runs = torch.split(torch.arange(blocks * page), 7)
+    return torch.cat([runs[i] for i in torch.randperm(len(runs), generator=generator)])[:tokens]
+
+
 def store_kv(dtype: torch.dtype) -> Samples:
-    for tokens, heads, dim, page in ((1, 2, 64, 16), (9, 1, 32, 5), (0, 2, 8, 4)):
+    for tokens, heads, dim, page in ((1, 2, 64, 16), (9, 1, 32, 5), (0, 2, 8, 4), (61, 2, 44, 16)):
         generator = torch.Generator().manual_seed(tokens)
         k, v = torch.randn(2, tokens, heads, dim, generator=generator).to(dtype).unbind()
         caches = torch.randn(2, 6, heads, page, dim, generator=generator).to(dtype)
-        slots = torch.randperm(6 * page, generator=generator)[:tokens]
-        yield k, v, caches[0], caches[1], slots
+        yield k, v, caches[0], caches[1], slots_in_runs(tokens, page, 6, generator)
 
 
 def norm_rope_store(dtype: torch.dtype) -> Samples:
@@ -28,6 +33,7 @@ def norm_rope_store(dtype: torch.dtype) -> Samples:
         (3, 4, 2, 36, 36, 16, "head", True, False),
         (7, 3, 3, 24, 24, 16, "all", False, False),
         (5, 4, 2, 20, 12, 16, "head", False, True),
+        (75, 2, 2, 36, 0, 64, "", False, False),
     )
     for tokens, heads, kv_heads, dim, rot, page, norms, interleaved, norm_last in cases:
         generator = torch.Generator().manual_seed(tokens)
@@ -36,10 +42,10 @@ def norm_rope_store(dtype: torch.dtype) -> Samples:
         weights = [torch.randn(width, generator=generator).to(dtype) if norms else None for width in widths]
         blocks = tokens // page + 2
         caches = torch.randn(2, blocks, kv_heads, page, dim, generator=generator).to(dtype)
-        slots = torch.randperm(blocks * page, generator=generator)[:tokens]
         table = torch.randn(97, rot, generator=generator)
         positions = torch.randint(0, 97, (tokens,), generator=generator)
-        arguments = (qkv, *weights, 1e-6, table, positions, caches[0], caches[1], slots)
+        where = slots_in_runs(tokens, page, blocks, generator)
+        arguments = (qkv, *weights, 1e-6, table, positions, caches[0], caches[1], where)
         yield (*arguments, 1.0, 1.0, interleaved, norm_last) if interleaved or norm_last else arguments
         if norms != "all":
             gates = torch.randn(tokens, heads, dim, generator=generator).to(dtype)
