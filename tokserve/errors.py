@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-LONGEST = 200  # characters of a client's text that an error repeats at most
+LONGEST_SHOWN = 200  # characters of a client's text that an error repeats at most
 _VALIDATION = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?$", re.DOTALL)
 _NAMED = re.compile(r"(?:unknown|missing required) field `(?P<name>.*)`", re.DOTALL)
 
@@ -56,7 +56,7 @@ def violation(error: Exception, prefix: str = "") -> Violation:
     what, path = (match["what"], match["path"] or "") if match else (str(error), "")
     named = _NAMED.search(what)
     parts = [prefix, path.lstrip("."), named["name"] if named else ""]
-    field = ".".join(part for part in parts if part).replace(".[", "[")[:LONGEST]
+    field = ".".join(part for part in parts if part).replace(".[", "[")[:LONGEST_SHOWN]
     return Violation(field, what, named["name"] if named else None)
 
 
@@ -67,7 +67,7 @@ def invalid_value(error: Exception, prefix: str = "") -> RequestError:
         return RequestError(f"unknown field {field!r}", field=field, code="unknown_field")
     if name is not None:
         return RequestError(f"{field} is required", field=field)
-    return RequestError(f"{field or 'the body'}: {what[0].lower()}{what[1 : 2 * LONGEST]}", field=field or None)
+    return RequestError(f"{field or 'the body'}: {what[0].lower()}{what[1 : 2 * LONGEST_SHOWN]}", field=field or None)
 
 
 class Unauthorized(RequestError):

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import tokserve
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.config import Config
-from tokserve.errors import NotFound, RequestError, RequestFailed, Unauthorized
+from tokserve.errors import LONGEST_SHOWN, NotFound, RequestError, RequestFailed, Unauthorized
 from tokserve.server import openapi
 from tokserve.server import reply_types as types
 from tokserve.server.admin import commands, state, weights
@@ -280,7 +280,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's errors (no such route, wrong method) as error responses."""
     assert isinstance(error, HTTPException)
     table = endpoints(request.app.state.serving.config)
-    path, shape = request.url.path[: errors.SHOWN], _errors_of(request.url.path, table)
+    path, shape = request.url.path[:LONGEST_SHOWN], _errors_of(request.url.path, table)
     if error.status_code == 404:
         suggestion = suggest_route(request.url.path.rstrip("/"))
         hint = f"; did you mean {suggestion}?" if suggestion else ""

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tokserve.errors import invalid
+from tokserve.errors import LONGEST_SHOWN, invalid
 from tokserve.image_parts import UnreadImage, anthropic_block
 from tokserve.server.anthropic.tool_list import ToolList
-from tokserve.server.http import errors
 
 ROLES = ("user", "assistant", "system")
 BLOCKS = {  # that a turn of each role may have
@@ -201,7 +200,7 @@ def _check_kind(path: str, block: Any, kinds: tuple[str, ...], where: str) -> No
         raise invalid(f"{path}.type", "must be a string" if "type" in block else "is required")
     if kind not in kinds:
         known = ", ".join(kinds)
-        raise invalid(f"{path}.type", f"must be {known} {where}, got {kind[: errors.SHOWN]!r}", code="unsupported")
+        raise invalid(f"{path}.type", f"must be {known} {where}, got {kind[:LONGEST_SHOWN]!r}", code="unsupported")
 
 
 def _text(path: str, block: dict[str, Any]) -> Part:

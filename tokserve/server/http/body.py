@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.errors import RequestError
+from tokserve.errors import LONGEST_SHOWN, RequestError
 from tokserve.server.http import errors
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -39,7 +39,7 @@ def is_msgpack(request: Request) -> bool:
         return False
     if kind in _MSGPACK_NAMES:
         return True
-    got = kind[: errors.SHOWN] if kind else "none"
+    got = kind[:LONGEST_SHOWN] if kind else "none"
     raise RequestError(f"the content type must be {JSON} or {MSGPACK}, got {got!r}", code="content_type")
 
 

@@ -13,8 +13,8 @@ from typing import Any
 from starlette.requests import Request
 
 from tokserve.config import LimitsConfig
-from tokserve.errors import Overloaded, RequestError, TimedOut, TooLarge
-from tokserve.server.http import body, errors
+from tokserve.errors import LONGEST_SHOWN, Overloaded, RequestError, TimedOut, TooLarge
+from tokserve.server.http import body
 from tokserve.server.http.disconnect import ClientDisconnected
 from tokserve.server.http.workers import off_loop
 
@@ -49,7 +49,7 @@ class BodyReader:
         encoding = request.headers.get("content-encoding", "").strip().lower()
         if encoding not in ("", "identity"):
             raise RequestError(
-                f"Content-Encoding {encoding[: errors.SHOWN]!r} is not supported; send the body uncompressed",
+                f"Content-Encoding {encoding[:LONGEST_SHOWN]!r} is not supported; send the body uncompressed",
                 code="content_encoding",
             )
         length = request.headers.get("content-length", "")

@@ -15,10 +15,9 @@ import msgspec
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from tokserve.errors import LONGEST, RequestError, invalid, invalid_value, violation
+from tokserve.errors import LONGEST_SHOWN, RequestError, invalid, invalid_value, violation
 from tokserve.server.http.json_faults import find_fault
 
-SHOWN = LONGEST
 _INSTANCE = re.compile(r"dictionary or instance of \w+|dictionary")
 
 
@@ -96,7 +95,7 @@ def malformed(error: Exception, kind: str, raw: bytes | bytearray | memoryview =
     `raw`: the body, if it is JSON, or what its field `prefix` holds.
     """
     if fault := find_fault(raw):
-        field = ".".join(part for part in (prefix, fault.path) if part)[:SHOWN]
+        field = ".".join(part for part in (prefix, fault.path) if part)[:LONGEST_SHOWN]
         return RequestError(f"{field or 'the body'}: {fault.reason}", field=field or None, code="invalid_body")
     if isinstance(error, RecursionError):
         return RequestError(f"the body is nested too deeply for {kind}", code="invalid_body")
@@ -124,9 +123,11 @@ def unknown_field(path: str, name: str, known: Iterable[str]) -> RequestError:
     """
     known = list(known)
     suggestions = [entry for entry in known if entry.rpartition(".")[2] == name and entry != path]
-    suggestions = suggestions or difflib.get_close_matches(name[:SHOWN], [k for k in known if "." not in k], 1)
+    suggestions = suggestions or difflib.get_close_matches(name[:LONGEST_SHOWN], [k for k in known if "." not in k], 1)
     hint = f"; did you mean {suggestions[0]!r}?" if suggestions else ""
-    return RequestError(f"unknown field {path[:SHOWN]!r}{hint}", field=path[:SHOWN], code="unknown_field")
+    return RequestError(
+        f"unknown field {path[:LONGEST_SHOWN]!r}{hint}", field=path[:LONGEST_SHOWN], code="unknown_field"
+    )
 
 
 def refuse_unsupported(field: str, value: Any, no_effect: Iterable[Any] = (), reason: str = "") -> None:
@@ -140,7 +141,7 @@ def from_pydantic(error: ValidationError, value: Any) -> RequestError:
     """The error with the longest path into `value`; for a union, with every form that is allowed there."""
     complaints = error.errors(include_url=False, include_context=False, include_input=False)
     first = max(complaints, key=_depth)
-    field = _path(first, value)[:SHOWN]
+    field = _path(first, value)[:LONGEST_SHOWN]
     if first["type"] == "missing":
         return RequestError(f"{field} is required", field=field)
     if not field:

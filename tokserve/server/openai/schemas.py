@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationErro
 from pydantic_core import CoreSchema
 from starlette.requests import Request
 
-from tokserve.errors import RequestError
+from tokserve.errors import LONGEST_SHOWN, RequestError
 from tokserve.params import RepetitionDetection, SamplingParams, declared
 from tokserve.server import compat
 from tokserve.server.http import errors
@@ -293,7 +293,7 @@ def _check_json(value: Any, field: str) -> None:
             if type(inner) is not int:
                 _check_json(inner, f"{field}[{i}]")
     elif not isinstance(value, str | int | float | None):
-        field = field[: errors.SHOWN]
+        field = field[:LONGEST_SHOWN]
         raise RequestError(f"{field or 'the body'} must be a value that JSON has", field=field or None)
 
 
@@ -302,13 +302,13 @@ def _check_names(value: Any) -> None:
     for name, inner in value.items() if isinstance(value, dict) else ():
         limit = MAX_NAMES.get(name, OTHER_MAX_NAMES)
         if isinstance(inner, dict) and len(inner) > limit:
-            field = name[: errors.SHOWN]
+            field = name[:LONGEST_SHOWN]
             raise RequestError(f"{field} must have at most {limit} names, got {len(inner)}", field=field)
     bias = value.get("logit_bias") if isinstance(value, dict) else None
     if isinstance(bias, dict):
         wrong = next((key for key, number in bias.items() if type(number) not in (int, float)), None)
         if wrong is not None:
-            field = f"logit_bias.{wrong}"[: errors.SHOWN]
+            field = f"logit_bias.{wrong}"[:LONGEST_SHOWN]
             raise RequestError(f"{field}: input should be a valid number", field=field)
 
 

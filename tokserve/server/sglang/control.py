@@ -10,8 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.admin import MOST_STEPS
-from tokserve.errors import Conflict, RequestError, invalid
-from tokserve.server.http import errors
+from tokserve.errors import LONGEST_SHOWN, Conflict, RequestError, invalid
 from tokserve.server.serving import Serving
 from tokserve.server.sglang import weights
 from tokserve.server.sglang.replies import json, read
@@ -87,7 +86,7 @@ async def pause_generation(serving: Serving, request: Request) -> Response:
     """POST /pause_generation: stop generating"""
     params, headers = await read(serving, request, PauseGenerationBody)
     if params.mode not in PAUSES:
-        raise invalid("mode", f"must be one of {', '.join(PAUSES)}, got {params.mode[: errors.SHOWN]!r}")
+        raise invalid("mode", f"must be one of {', '.join(PAUSES)}, got {params.mode[:LONGEST_SHOWN]!r}")
     await serving.llm.pause_generation(mode=PAUSES[params.mode], clear_cache=params.mode == "abort")
     return json({"message": "Generation paused successfully.", "status": "ok"}, headers)
 

@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.errors import Conflict, RequestError, invalid
+from tokserve.errors import LONGEST_SHOWN, Conflict, RequestError, invalid
 from tokserve.server.admin import open_updates
 from tokserve.server.http import errors
 from tokserve.server.serving import Serving
@@ -87,7 +87,7 @@ class BracketBody(msgspec.Struct):
 
 def _check_format(load_format: str | None) -> None:
     if load_format is not None and load_format not in FORMATS:
-        raise invalid("load_format", f"must be one of {', '.join(FORMATS)}, got {load_format[: errors.SHOWN]!r}")
+        raise invalid("load_format", f"must be one of {', '.join(FORMATS)}, got {load_format[:LONGEST_SHOWN]!r}")
 
 
 async def from_disk(serving: Serving, request: Request) -> Response:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tokserve.errors import RequestError, invalid
+from tokserve.errors import LONGEST_SHOWN, RequestError, invalid
 from tokserve.params import SamplingParams, StructuredOutputs
 from tokserve.server.compat import IGNORED_OPTIONS, OTHER_NAMES
 from tokserve.server.http import body, errors
@@ -80,6 +80,6 @@ def requested_format(
         close_objects = strict if strict is not None else (True if closed else None)
         return StructuredOutputs(json=response.json_schema.schema, disable_additional_properties=close_objects)
     if response.type not in ("text", "json_object"):
-        kind = response.type[: errors.SHOWN]
+        kind = response.type[:LONGEST_SHOWN]
         raise invalid("response_format.type", f"must be text, json_object or json_schema, got {kind!r}")
     return StructuredOutputs(json_object=True) if response.type == "json_object" else None
