@@ -380,6 +380,7 @@ def test_ctrl_c_stops_the_work_and_the_engine_lives(missed: bool, model: Path) -
 
         thread = threading.Thread(target=interrupt)
         thread.start()
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         if missed:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -387,6 +388,7 @@ def test_ctrl_c_stops_the_work_and_the_engine_lives(missed: bool, model: Path) -
                 hanging.generate([[4], [5]], use_tqdm=False)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            signal.signal(signal.SIGINT, handler)
         thread.join()
         end = time.monotonic() + 10
         while hanging._llm.num_inflight and time.monotonic() < end:
