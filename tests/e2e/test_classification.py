@@ -23,7 +23,8 @@ from tests.models.classifiers import classifier
 from tokserve import LLM
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.errors import RequestError, StartError
-from tokserve.models.dummy import FAMILIES, tiny_config, write_checkpoint
+from tokserve.models.dummy import tiny_config, write_checkpoint
+from tokserve.models.tiny_families import FAMILIES
 
 PROMPTS = [list(range(start, start + length)) for start, length in ((5, 70), (90, 33), (5, 64), (150, 1))]
 OPTIONS: dict[str, Any] = {"tokens_only": True, "max_model_len": 128, "cpu_threads": 1}

@@ -11,9 +11,10 @@ from transformers import AutoConfig, PretrainedConfig
 from tokserve.errors import StartError
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import RopeSpec
-from tokserve.models.dummy import FAMILIES, tiny_config
+from tokserve.models.dummy import tiny_config
 from tokserve.models.registry import ARCHITECTURES, decoder_spec
 from tokserve.models.spec import AROUND, DecoderSpec
+from tokserve.models.tiny_families import FAMILIES
 
 ABSENT = object()
 

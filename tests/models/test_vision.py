@@ -13,8 +13,9 @@ from tests.runner.drive import Driver, Job
 from tokserve import checkpoint
 from tokserve.config import Config
 from tokserve.errors import StartError
-from tokserve.models.dummy import VISION_FAMILIES, tiny_vision_config, write_checkpoint
+from tokserve.models.dummy import tiny_vision_config, write_checkpoint
 from tokserve.models.registry import decoder_spec
+from tokserve.models.tiny_families import VISION_FAMILIES
 from tokserve.params import SamplingParams
 from tokserve.runner.startup import load
 from tokserve.vision import Grid, decode_image

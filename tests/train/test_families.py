@@ -16,7 +16,8 @@ from tests.train import conftest
 from tests.train.references import cosine
 from tests.train.test_policy import expected, weights
 from tokserve.errors import StartError
-from tokserve.models.dummy import FAMILIES, tiny_config, write_checkpoint
+from tokserve.models.dummy import tiny_config, write_checkpoint
+from tokserve.models.tiny_families import FAMILIES
 from tokserve.models.weights import model_name
 from tokserve.train import PolicyModel, exact, selective_logprobs
 
