@@ -194,6 +194,7 @@ ONLY_IN = {
         "engine/admin/profiler.py",
         "engine/core.py",
         "engine/process.py",
+        "engine/admin/current_weights.py",
         "engine/admin/weights.py",
     },
     ("ops", "_C"): {"ops/cpu/kernels.py", "ops/cpu/latent.py", "ops/cpu/wna16.py"},

@@ -1,4 +1,4 @@
-"""Which weights serve, under which version and epoch, and the commands that update them, each update a transaction.
+"""The commands that update the weights, each update a transaction.
 
 New weights are staged by the executor beside those that serve, and take effect at a step boundary, or not at all.
 """
@@ -10,9 +10,9 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from tokserve.engine.admin.command import PREPARED, STEP_BOUNDARY, Command, RunningRequests, Wait, command
+from tokserve.engine.admin.current_weights import CurrentWeights
 from tokserve.engine.admin.lease import Lease, check_lease
-from tokserve.engine.admin.states import WEIGHTS, Region
-from tokserve.engine.admin.update import Origin, Update, VersionHistory, check_version
+from tokserve.engine.admin.update import Origin, Update, check_version
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.scheduler import Scheduler
 from tokserve.errors import Conflict, RequestError
@@ -22,62 +22,20 @@ from tokserve.messages import Status
 logger = logging.getLogger(__name__)
 
 
-class Weights:
+class Weights(CurrentWeights):
     """`is_settled`: no sleep is about to drop the weights.  `new_lease`: of so many seconds, or of the default."""
 
     def __init__(
         self, requests: RunningRequests, scheduler: Scheduler, cache: PrefixCache, executor: Executor, version: str,
         *, is_settled: Callable[[], bool], new_lease: Callable[[float | None], Lease],
     ) -> None:  # fmt: skip
+        super().__init__(scheduler, cache, executor, version)
         self._requests = requests
-        self._scheduler = scheduler
-        self._cache = cache
-        self._executor = executor
         self._is_settled = is_settled
         self._new_lease = new_lease
-        self.version = version
-        self.epoch = 0
-        self._memory = Region(WEIGHTS, "loaded")
         self.update: Update | None = None  # that is open
-        self.quarantine: str | None = None  # why nothing can be served
         self.failure: str | None = None  # of the last update
-        self.origin = Origin()  # of the weights that have the version
-        self.modified_by_rpc = False  # a worker call may have changed the weights since
-        self.checksum: str | None = None  # of all weights, if it is known
-        self.num_changes = 0  # of the weights, for certain or perhaps
-        self._foreign_generation = -1  # of the prefix cache, when a worker call came last
-        self._history = VersionHistory()
         self._meeting = 0  # commands that wait for a trainer
-
-    @property
-    def can_compute(self) -> bool:
-        """A step can be computed with them."""
-        return self._memory.state == "loaded"
-
-    @property
-    def are_clean(self) -> bool:
-        """There are weights, and all KV that the prefix cache may find is theirs: no worker call has changed them
-        since."""
-        return self.can_compute and self._cache.generation > self._foreign_generation
-
-    @property
-    def loaded(self) -> bool:
-        """There are some, the right ones or not."""
-        return self._memory.state in ("loaded", "mismatched", "torn")
-
-    @property
-    def lost(self) -> bool:
-        """Other weights should be here, which is the only reason for the quarantine."""
-        return self._memory.state in ("mismatched", "missing")
-
-    @property
-    def dropped(self) -> bool:
-        """There are none: a sleep released them, or they could not be read again, and no others were pushed."""
-        return self._memory.state in ("dropped", "missing")
-
-    def on_release(self) -> None:
-        """Their memory is released."""
-        self._memory.fire("release")
 
     def take_over(self, was: Status) -> Command:
         """Failover: be the weights of the engine before, and of its epoch.  If they cannot be read again, nothing is
@@ -415,28 +373,11 @@ class Weights:
             raise Conflict(f"weight_version: {reason}", field="weight_version", code="version_in_use")
         return weight_version, result
 
-    def _set_checksum(self, checksum: str | None) -> None:
-        """What the weights that serve have; None: it is not known."""
-        self.checksum = checksum
-        self._history.add(self.version, checksum)
-
     def note_worker_call(self) -> None:
         """A worker call may change the weights."""
-        self.modified_by_rpc = True
-        self.checksum = None
-        self.num_changes += 1
-        self._foreign_generation = self._cache.generation
+        super().note_worker_call()
         if self.update is not None:
             self.update.spoiled = self.update.is_delta
-
-    def _set_epoch(self, weight_version: str | None, origin: Origin, epoch: int | None = None) -> None:
-        """Begin a new epoch: KV of the old one is never found again."""
-        self.epoch = self.epoch + 1 if epoch is None else epoch
-        self.origin = origin
-        self.version = str(self.epoch) if weight_version is None else weight_version
-        self.num_changes += 1
-        self._cache.set_epoch(self.epoch)
-        self._scheduler.weights.use(self.version, self.epoch)
 
     @command("abort_weight_update")
     def abort_weight_update(self, update_id: str | None = None) -> Command:
@@ -466,40 +407,6 @@ class Weights:
         if self._memory.state == "loaded":
             self.quarantine = None
         return {"success": True, "new_version": new_version, "epoch": self.epoch}
-
-    @command("weight_checksums")
-    def weight_checksums(self) -> Command:
-        """Digests of the weights in memory, by name."""
-        if not self.loaded:
-            raise Conflict("there are no weights to look at now")
-        return (yield from self._background("checksums"))
-
-    @command("checkpoint_checksums")
-    def checkpoint_checksums(self) -> Command:
-        """Checksums of the tensors that the weights were loaded from: {"checkpoint": by name, "tied": aliases}."""
-        if not self.loaded:
-            raise Conflict("there are no weights to look at now")
-        if self.modified_by_rpc:
-            raise Conflict("a worker call may have changed the weights since they were loaded")
-        return (yield from self._background("checkpoint_checksums"))
-
-    @command("weights_checksum")
-    def weights_checksum(self) -> Command:
-        """The checksum of all weights; computed if it is not known."""
-        if not self.loaded:
-            raise Conflict("there are no weights to look at now")
-        if self.checksum is None:
-            epoch = self.epoch
-            checksum = yield from self._background("weights_checksum")
-            if self.epoch != epoch:
-                return (yield from self.weights_checksum())
-            self._set_checksum(checksum)
-        return self.checksum
-
-    @command("weight_coordinates")
-    def weight_coordinates(self) -> Command:
-        """The tensors in which deltas count elements."""
-        return (yield from self._background("weight_coordinates"))
 
     def _check_new(self, update: Update, weight_version: str) -> Generator[Wait, Any, None]:
         """Refuse the version that serves for other weights: one name would stand for two.
@@ -566,9 +473,3 @@ class Weights:
         if before in ("overwriting", "torn") or (before == "broken" and self.quarantine is None):
             self.quarantine = f"a weight update failed when the old weights were gone already: {reason}"
             self._requests.end_all("abort_quarantine")
-
-    def _background(self, method: str, **args: Any) -> Generator[Wait, Any, Any]:
-        """Call the executor's background thread; raises what it raises."""
-        future = self._executor.background(method, args)
-        yield future
-        return future.result()
