@@ -27,11 +27,6 @@ class MemorySlots:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    @property
-    def num_pinned(self) -> int:
-        """Slots that are being read or written."""
-        return len(self._pins)
-
     def use(self, key: bytes) -> int:
         """The slot of a block, which counts as used now."""
         self._by_key.move_to_end(key)

@@ -15,7 +15,6 @@ from tokserve.engine.speculation.token_index import MAX_MATCH, SEPARATOR, TokenI
 
 # by how many tokens in a row the cursor was right, up to MAX_MATCH
 _LEVEL = (0, 1, 2, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5, 5, 5, 5, 6)
-_LEVELS = max(_LEVEL) + 1
 # the probability of the next token, by level, before anything is known of the request
 _GIVEN = (0.6, 0.65, 0.7, 0.75, 0.8, 0.9, 0.95)  # of a prediction, or an output of the same seed
 _MATCHED = (0.15, 0.3, 0.4, 0.5, 0.65, 0.8, 0.9)  # of other texts
