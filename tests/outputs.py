@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tokserve.messages import Finish, Logprobs, RareFields, RowLogprobs, StepOutput, StepStats
 from tokserve.prompt import pack_ids
@@ -22,6 +23,7 @@ class Output:
     finish: Finish | None = None
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     pooled: bytes = b""
+    kv_transfer: dict[str, Any] | None = None
 
 
 def pack(outputs: Sequence[Output], stats: StepStats) -> StepOutput:
@@ -42,7 +44,6 @@ def unpack(step: StepOutput) -> list[Output]:
     outputs = []
     for rid, ids, logprobs, fields, _ in step.rows():
         e = fields or RareFields(0)
-        outputs.append(
-            Output(rid, ids, logprobs, e.prompt_logprobs, e.cached_tokens, e.finish, e.weight_versions, e.pooled)
-        )
+        rare = (e.prompt_logprobs, e.cached_tokens, e.finish, e.weight_versions, e.pooled, e.kv_transfer)
+        outputs.append(Output(rid, ids, logprobs, *rare))
     return outputs
