@@ -9,6 +9,7 @@ import pytest
 
 from tests.engine.scripted import Engine
 from tests.engine.scripted_copies import ScriptedCopies
+from tests.engine.test_kv_events import config as events_config
 from tokserve.config import Config
 from tokserve.engine.kv_cache.load_rates import FILE_RATE, LoadRates
 from tokserve.engine.kv_cache.slots import MemorySlots
@@ -113,6 +114,38 @@ def test_a_reset_of_everything_empties_the_store() -> None:
     e.call("reset_prefix_cache", reset_external=True, call_id=2)
     assert cached(e, "b") == 0 and not e.executor.copies.calls.count("read_files")
     assert e.stats.store.memory_blocks == 2
+
+
+def test_events_tell_where_blocks_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    e = engine(**events_config())
+    published: list[Any] = []
+    monkeypatch.setattr(e.core._events, "publish", published.extend)
+
+    def told(medium: str) -> list[tuple[str, int]]:
+        return [(type(event).__name__, block) for event in published if event.medium == medium
+                for block in event.block_hashes]  # fmt: skip
+
+    cached(e, "a")
+    first, second = (block for _, block in told("GPU"))
+    assert told("CPU") == told("STORAGE") == [("BlockStored", first), ("BlockStored", second)]
+    kept = [event for event in published if event.medium == "CPU"]
+    assert [event.parent_block_hash for event in kept] == [None, first]
+    assert [event.token_ids for event in kept] == [PROMPT[:4], PROMPT[4:8]]
+    copies = e.executor.copies
+    _, (_, key) = copies.files
+    copies.broken.add(key)
+    for number in range(40):  # more than the KV cache holds, and memory
+        cached(e, f"other{number}", [4 + number % 14, 4 + number // 14] * 4 + [9])
+    assert {("BlockRemoved", first), ("BlockRemoved", second)} <= set(told("CPU"))
+    assert all(kind == "BlockStored" for kind, _ in told("STORAGE"))
+    published.clear()
+    assert cached(e, "b") == 4, "the other block's file is damaged"
+    assert told("STORAGE") == [("BlockRemoved", second), ("BlockStored", second)]
+    published.clear()
+    e.call("reset_prefix_cache", reset_external=True, call_id=2)
+    e.run()
+    assert [type(event).__name__ for event in published] == ["AllBlocksCleared"]
+    e.core.close()
 
 
 def test_a_damaged_file_is_computed_again_and_counted() -> None:
