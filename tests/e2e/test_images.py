@@ -218,14 +218,20 @@ def features(server: Server) -> dict[str, Any]:
     return {"token_ids": rendered["token_ids"], "features": rendered["features"], "sampling_params": SAMPLING}
 
 
-def item(patches: int = 24, width: int = 384, dtype: str = "float32", grid: Any = None, code: int = 3) -> str:
+def item(
+    patches: int = 24, width: int = 384, dtype: str = "float32", grid: Any = None, code: int = 3, data: Any = None
+) -> str:
     size = patches * width * {"float32": 4, "uint8": 1, "float64": 8, "bfloat16": 2}[dtype]
-    pixels = {"data": [dtype, [patches, width], msgspec.msgpack.Ext(code, bytes(size))], "field": ["flat", {}]}
+    tensor = [dtype, [patches, width], msgspec.msgpack.Ext(code, bytes(size))] if data is None else data
+    pixels = {"data": tensor, "field": ["flat", {}]}
     sizes = [[1, 4, 6]] if grid is None else grid
     packed = msgspec.msgpack.encode(
         {"pixel_values": pixels, "image_grid_thw": {"data": sizes, "field": ["batched", {}]}}
     )
     return base64.b64encode(packed).decode()
+
+
+EMPTY = msgspec.msgpack.Ext(3, b"")
 
 
 def test_features_that_do_not_fit_are_refused(server: Server) -> None:
@@ -243,6 +249,10 @@ def test_features_that_do_not_fit_are_refused(server: Server) -> None:
         ({"kwargs_data": {"image": [item(code=1)]}}, "features.kwargs_data.image[0]"),
         ({"kwargs_data": {"image": [item(width=383)]}}, "features.kwargs_data.image[0].pixel_values"),
         ({"kwargs_data": {"image": [item(dtype="float64")]}}, "features.kwargs_data.image[0].pixel_values"),
+        *(({"kwargs_data": {"image": [item(data=data)]}}, "features.kwargs_data.image[0].pixel_values")
+          for data in (5, ["float32", [24, -1], EMPTY], ["float32", 24, EMPTY], ["float32", [24, 384], EMPTY])),
+        ({"kwargs_data": {"image": [item(grid=["float32", [3], EMPTY])]}},
+         "features.kwargs_data.image[0].image_grid_thw"),
         ({"kwargs_data": {"image": [item(grid=[1, 4])]}}, "features.kwargs_data.image[0].image_grid_thw"),
         ({"kwargs_data": {"image": [item(grid=[1, 3, 8])]}}, "features.kwargs_data.image[0]"),
         ({"kwargs_data": {"image": [item(grid=[2, 2, 6])]}}, "features.kwargs_data.image[0]"),

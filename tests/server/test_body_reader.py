@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from tokserve.config import LimitsConfig
 from tokserve.errors import Overloaded, RequestError, TimedOut, TooLarge
-from tokserve.server.http.body_reader import FREE, HELD, BodyReader
+from tokserve.server.http.body_reader import CONTAINER_VALUES, FREE, HELD, NAME_VALUES, BodyReader
 from tokserve.server.http.disconnect import ClientDisconnected
 
 MIB = 1 << 20
@@ -96,7 +96,7 @@ def test_bodies_together_have_a_limit_that_small_ones_do_not_meet() -> None:
 
 VALUES: list[tuple[Any, int]] = [
     ([1] * 9000, 9000), ([{}] * 9000, 81_000), (["x" * 10] * 3000, 3000), ([{"a": 1, "b": [2]}] * 2000, 38_000),
-    ([1.5, -300, None, True, 2**40] * 1000, 5000), (["ä" * 300] * 3000, 3000),
+    ([1.5, -300, None, True, 2**40] * 1000, 5000), (["ä" * 300] * 3000, 3000), ([-32] * 9000, 9000),
 ]  # fmt: skip
 
 
@@ -109,6 +109,16 @@ def test_values_are_counted_before_they_are_decoded(value: Any, about: int, pack
     with pytest.raises(TooLarge) as caught:
         few.check_values(request([raw], packed=packed), raw, packed)
     assert caught.value.code == "too_many_values"
+
+
+@pytest.mark.parametrize(("names", "objects"), [(15, 200), (16, 200), (70_000, 1)])
+def test_names_of_packed_objects_are_counted(names: int, objects: int) -> None:
+    """Whatever the width of an object's length."""
+    raw = msgspec.msgpack.encode([{f"name{index}": 1 for index in range(names)}] * objects)
+    count = CONTAINER_VALUES + objects * (CONTAINER_VALUES + NAME_VALUES * names)
+    bodies(max_body_values=count).check_values(request([raw], packed=True), raw, True)
+    with pytest.raises(TooLarge):
+        bodies(max_body_values=count - 1).check_values(request([raw], packed=True), raw, True)
 
 
 def test_packed_bytes_are_one_value() -> None:

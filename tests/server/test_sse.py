@@ -174,6 +174,9 @@ def test_a_reply_that_would_be_too_large_is_refused() -> None:
     assert not s.llm.calls, "it is refused before the engine knows"
     columns = BODY | {"sampling_params": params | {"n": 1}, "logprobs_format": "arrays"}
     assert s.post(GENERATE, columns).status_code == 400
+    fewer = BODY | {"sampling_params": params | {"n": 100, "max_tokens": 6}}
+    assert s.post(GENERATE, fewer).status_code == 400
+    assert s.post(GENERATE, fewer | {"logprobs_format": "arrays"}).status_code == 200, "columns take less"
     assert s.post(GENERATE, BODY | {"sampling_params": params | {"max_tokens": 20}}).status_code == 200
     assert s.events(GENERATE, BODY | {"sampling_params": params | {"max_tokens": 100}})
     echo = {"prompt": [5] * 500, "logprobs": 20, "echo": True, "max_tokens": 1, "n": 64, "stream": True}

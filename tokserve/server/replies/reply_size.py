@@ -56,7 +56,7 @@ def _width(top: int, vocab_size: int) -> int:
 
 
 def check(size: int, limit: int, params: SamplingParams) -> None:
-    """Raise `RequestError` for a reply of more than `most` bytes."""
+    """Raise `RequestError` for a reply of more than `limit` bytes."""
     if size <= limit:
         return
     names = ("return_sampling_mask", "prompt_logprobs", "logprobs")
