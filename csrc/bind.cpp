@@ -94,6 +94,7 @@ NB_MODULE(_C, m) {
           "end_capture", [](Graph&) { capturing.into = nullptr; }, "Stop capturing.")
       .def("replay", &Graph::replay, "Run the calls again; invalid contents of tensors raise ValueError.");
   bind_amx(m);
+  bind_deltas(m);
   bind_elementwise(m);
   bind_experts(m);
   bind_latent(m);

@@ -87,6 +87,7 @@ Product product_of(const Tensor& x, const std::optional<Tensor>& bias, const Ten
 void bind_amx(nanobind::module_& m);
 void bind_experts(nanobind::module_& m);
 void bind_experts_wna16(nanobind::module_& m);
+void bind_deltas(nanobind::module_& m);
 void bind_elementwise(nanobind::module_& m);
 void bind_latent(nanobind::module_& m);
 void bind_gradients(nanobind::module_& m);

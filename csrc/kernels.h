@@ -45,6 +45,16 @@ struct NormArgs {
   float eps, multiplier;
 };
 
+// Elements that change when a tensor becomes another one, rounded to its type.
+struct DifferenceArgs {
+  DType dtype, fresh_dtype;
+  const void* old;    // [n] of dtype
+  const void* fresh;  // [n] of fresh_dtype
+  int64_t n;
+  uint32_t* places;  // [n]: of those that differ, ascending
+  void* values;      // [n] of dtype: what they become
+};
+
 struct AddArgs {
   DType dtype;
   const void* x;         // [T, width]
@@ -311,6 +321,7 @@ struct Kernels {
   void (*sampling_mask)(const MaskArgs&, int64_t row);
   void (*filter_logits)(const FilterArgs&, int64_t row, char* scratch);
   void (*penalize)(const PenaltyArgs&, int64_t row, char* scratch);
+  int64_t (*difference)(const DifferenceArgs&);  // how many elements differ
 };
 
 namespace portable {

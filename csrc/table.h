@@ -19,7 +19,7 @@
   EACH(attention_gradients_scratch) EACH(attention_gradients_partial)                                                \
   EACH(attention_gradients) EACH(merge_attention_gradients) EACH(activation_gradients) EACH(norm_gradients)          \
   EACH(sampling_scratch) EACH(logprobs) EACH(sample) EACH(sample_fused) EACH(sampling_mask)                          \
-  EACH(filter_logits) EACH(penalize)
+  EACH(filter_logits) EACH(penalize) EACH(difference)
 // clang-format on
 
 namespace tokserve {

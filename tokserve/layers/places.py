@@ -88,10 +88,8 @@ class MatrixPlace:
         return self.packed.packed.view(-1)
 
     def positions(self, indices: Indices) -> Indices:
-        small = self.memory.numel() < 1 << 32
-        flat: NDArray[Any] = indices.astype(np.uint32 if small else np.int64, copy=False)
-        rows, columns = np.divmod(flat, self.packed.columns)
-        return np.asarray(self.packed.positions(rows + self.start, columns))
+        elements = torch.from_numpy(indices.astype(np.int64, copy=False))
+        return ops.packed_positions(self.packed, self.start, elements).numpy()
 
     def read(self, first: int, last: int) -> Tensor:
         return self.packed.unpacked(self.start + first, self.start + last)

@@ -45,7 +45,7 @@ __all__ = [
     "layer_norm", "linear", "linear_float8", "linear_heads", "linear_int8", "linear_wna16", "logprobs",
     "norm_gradients", "norm_rope_store", "pack_gated", "pack_gated_int4", "pack_gated_int8", "pack_gated_wna16",
     "pack_int4", "pack_linear", "pack_linear_float8", "pack_linear_int8", "pack_scaled_float8", "pack_wna16",
-    "paged_attention", "penalize", "prepare_step", "quantize_int4", "quantize_rows", "rms_norm", "rope", "route",
+    "packed_positions", "paged_attention", "penalize", "prepare_step", "quantize_int4", "quantize_rows", "rms_norm", "rope", "route",
     "sample", "sample_fused", "sampling_mask", "short_conv", "silu_mul", "store_kv", "wrap",
 ]  # fmt: skip
 
@@ -66,6 +66,7 @@ gelu_mul = elementwise.gelu_mul.reference
 pack_linear = dense.pack_linear.reference
 linear = dense.linear.reference
 accept_library = dense.accept_library.reference
+packed_positions = dense.packed_positions.reference
 pack_gated = dense.pack_gated.reference
 gated_linear = dense.gated_linear.reference
 embedding = dense.embedding.reference

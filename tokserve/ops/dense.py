@@ -96,6 +96,12 @@ def _aligned(size: int) -> int:
 
 
 @op(tolerance={})
+def packed_positions(packed: PackedWeight, first_row: int, elements: Tensor) -> Tensor:
+    """Where in `packed`, flat, elements are that are counted, row by row, from `first_row` on: [E] int64 -> [E] int64."""
+    return torch.as_tensor(packed.positions(elements // packed.columns + first_row, elements % packed.columns))
+
+
+@op(tolerance={})
 def accept_library(packed: PackedWeight) -> bool:
     """Let `linear` leave many rows of weights of this shape to the device's own library, if that gives them the same
     bits; whether it does.  The reference leaves it nothing."""

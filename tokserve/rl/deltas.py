@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .errors import WeightsError
+from .native import native
 from .sums import Bits, Indices, bits_of, change, in_threads
 
 FORMAT = "tokserve-delta-1"
@@ -33,7 +34,8 @@ SAFETENSORS = {
     torch.int8: "I8", torch.int32: "I32", torch.int64: "I64",  # of parts of quantized weights
 }  # fmt: skip
 DENSE_FROM = 0.25  # the share of changed elements from which a tensor is stored whole
-PIECE = 1 << 20  # bytes of a file that are made at a time
+PIECE = 1 << 20  # bytes of a file that are made at a time, and elements that are compared
+COMPARED = {torch.float32, torch.bfloat16, torch.float16}  # by the extension
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,12 @@ Deltas = dict[str, TensorDelta]
 def encode_steps(indices: Indices) -> NDArray[Any]:
     """Ascending places as steps, of the width that takes fewer bytes."""
     signed = indices.astype(np.int64, copy=False)
+    if native is not None:
+        wide, *escapes = native.count_escapes(signed)
+        narrow = not len(signed) or wide * 4 < len(signed)
+        steps = np.empty(len(signed) + escapes[not narrow], np.uint8 if narrow else np.uint16)
+        native.encode_steps(signed, steps)
+        return steps
     gaps = signed.copy()
     gaps[:1] += 1
     gaps[1:] -= signed[:-1]
@@ -104,20 +112,27 @@ def _with_escapes(gaps: NDArray[np.int64], limit: int, dtype: Any) -> NDArray[An
 
 def decode_steps(steps: NDArray[Any], count: int, size: int) -> Indices:
     """Places of `count` elements in a tensor of `size`.  Raises WeightsError if the steps do not say them."""
-    limit = np.iinfo(steps.dtype).max
+    if len(steps) and steps[-1] == 0:
+        raise WeightsError("the steps end with an escape")
+    if native is not None:
+        indices = np.empty(count, np.int64)
+        found, last = native.decode_steps(steps, indices)
+    else:
+        indices = _places(steps)
+        found, last = len(indices), indices[-1] if len(indices) else -1
+    if found != count:
+        raise WeightsError(f"there are {count} values and places for {found}")
+    if last >= size:
+        raise WeightsError(f"place {last} lies outside of the tensor's {size} elements")
+    return indices
+
+
+def _places(steps: NDArray[Any]) -> NDArray[np.int64]:
     escapes = steps == 0
     if escapes.any():
-        indices: Indices = np.cumsum(np.where(escapes, limit, steps), dtype=np.int64)[~escapes]
-        if escapes[-1]:
-            raise WeightsError("the steps end with an escape")
-    else:
-        indices = np.cumsum(steps, dtype=np.int64)
-    indices -= 1
-    if len(indices) != count:
-        raise WeightsError(f"there are {count} values and places for {len(indices)}")
-    if count and indices[-1] >= size:
-        raise WeightsError(f"place {indices[-1]} lies outside of the tensor's {size} elements")
-    return indices
+        steps = np.where(escapes, np.iinfo(steps.dtype).max, steps)
+    places: NDArray[np.int64] = np.cumsum(steps, dtype=np.int64)[~escapes] - 1
+    return places
 
 
 def max_steps(count: int, size: int, dtype: torch.dtype) -> int:
@@ -258,15 +273,18 @@ def difference(old: Tensor, new: Tensor) -> tuple[TensorDelta, int] | None:
     """What changes when `old`, a contiguous CPU tensor, becomes `new`, rounded to its dtype, and what that adds to its
     sum; None: nothing.  Bits are compared."""
     before, flat = bits_of(old), new.detach().reshape(-1)
+    compiled = native is not None and old.dtype in COMPARED
+    find = _Compiled(old.dtype, min(len(before), PIECE)) if compiled else _by_numpy
     indices, values, added = [], [], 0
     for first in range(0, len(before), PIECE):
-        piece = bits_of(flat[first : first + PIECE].to("cpu", old.dtype))
-        was = before[first : first + PIECE]
-        places = _changed(was, piece)
+        piece = flat[first : first + PIECE]
+        if not (compiled and piece.is_cpu and piece.dtype in COMPARED):
+            piece = piece.to("cpu", old.dtype)
+        places, bits, more = find(before[first : first + PIECE], piece, first)
         if len(places):
-            indices.append(places + first)
-            values.append(piece[places])
-            added += change(indices[-1], was[places], values[-1])
+            indices.append(places)
+            values.append(bits)
+            added += more
     count = sum(map(len, indices))
     if not count:
         return None
@@ -278,6 +296,27 @@ def difference(old: Tensor, new: Tensor) -> tuple[TensorDelta, int] | None:
 def as_tensor(bits: Bits, dtype: torch.dtype) -> Tensor:
     """Unsigned integers as elements of `dtype`; a view."""
     return torch.from_numpy(bits.view(f"i{bits.itemsize}")).view(dtype)
+
+
+class _Compiled:
+    """`difference` of a piece by the extension, which rounds as it compares; `dtype`: of the old elements."""
+
+    def __init__(self, dtype: torch.dtype, size: int) -> None:
+        self._dtype = dtype
+        self._places, self._indices = np.empty(size, np.uint32), np.empty(size, np.int64)
+        self._values = np.empty(size, f"u{dtype.itemsize}")
+
+    def __call__(self, old: Bits, new: Tensor, first: int) -> tuple[NDArray[np.int64], Bits, int]:
+        names, room = (dtype_name(self._dtype), dtype_name(new.dtype)), (self._places, self._indices, self._values)
+        count, added = native.difference(old, names[0], bits_of(new), names[1], first, *room)
+        return self._indices[:count].copy(), self._values[:count].copy(), added
+
+
+def _by_numpy(old: Bits, new: Tensor, first: int) -> tuple[NDArray[np.int64], Bits, int]:
+    """(indices, new bits, what they add to the sum) of a piece that begins with element `first`."""
+    bits = bits_of(new)
+    places = _changed(old, bits)
+    return places + first, bits[places], change(places + first, old[places], bits[places])
 
 
 def _changed(old: Bits, new: Bits) -> NDArray[np.int64]:

@@ -23,6 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .native import native
+
 COLUMNS = 4096  # places that share the first factor of their coefficients
 BLOCK = 64 * COLUMNS  # elements that are summed at a time
 THREADS = 2
@@ -86,6 +88,8 @@ def change(indices: Indices, old: Bits, new: Bits) -> int:
     """What is added to a tensor's sum when the elements at `indices` (flat) change."""
     if not len(indices):
         return 0
+    if native is not None and old.itemsize <= 4:
+        return int(native.change(indices.astype(np.int64, copy=False), old, new))
     rows = indices >> 12
     coefficients = row_factors(int(rows.max()) + 1)[rows] * COLUMN_FACTORS[indices & (COLUMNS - 1)]
     return int((coefficients * (new.astype(np.uint64) - old.astype(np.uint64))).sum(dtype=np.uint64))

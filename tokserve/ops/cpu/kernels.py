@@ -150,6 +150,14 @@ def _unfilled(rows: int, columns: int, dtype: torch.dtype, gated: bool) -> Packe
     return PackedWeight(rows, columns, dtype, packed, panel=PANEL, depth=2 if pairs else 1, gated=gated)
 
 
+@dense.packed_positions.implement("cpp", device="cpu")
+def packed_positions(packed: PackedWeight, first_row: int, elements: Tensor) -> Tensor:
+    out = torch.empty_like(elements)
+    sizes = packed.rows, packed.columns, packed.panel, packed.depth
+    _C.packed_positions(elements, first_row, *sizes, packed.gated, out)
+    return out
+
+
 @dense.linear.implement("cpp", device="cpu")
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
     """Rows of x need not be adjacent."""
