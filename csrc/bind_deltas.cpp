@@ -67,8 +67,8 @@ uint64_t describe(const DifferenceArgs& a, int64_t start, int64_t count, int64_t
 }
 
 std::pair<int64_t, uint64_t> difference(const AnyArray& old, const std::string& dtype, const AnyArray& fresh,
-                                        const std::string& fresh_dtype, int64_t start,
-                                        const Array<uint32_t>& places, const Array<int64_t>& indices,
+                                        const std::string& fresh_dtype, int64_t start, const Array<uint32_t>& places,
+                                        const Array<int64_t>& indices,
                                         const nb::ndarray<nb::ndim<1>, nb::c_contig, nb::device::cpu>& values) {
   const char* op = "difference";
   const DType type = type_of(dtype), fresh_type = type_of(fresh_dtype);
@@ -78,8 +78,8 @@ std::pair<int64_t, uint64_t> difference(const AnyArray& old, const std::string& 
           "old and values must have the size of their dtype");
   require(fresh.itemsize() == size_of(fresh_type) && fresh.size() == n, op, "the new elements must be as many");
   require(places.size() >= n && indices.size() >= n && values.size() >= n, op, "the outputs must have room for all");
-  const DifferenceArgs a{type, fresh_type, old.data(), fresh.data(), static_cast<int64_t>(n), places.data(),
-                         values.data()};
+  const DifferenceArgs a{type,          fresh_type,   old.data(), fresh.data(), static_cast<int64_t>(n),
+                         places.data(), values.data()};
   const nb::gil_scoped_release unlocked;
   const int64_t count = kernels().difference(a);
   const uint64_t added = type == DType::f32 ? describe<uint32_t>(a, start, count, indices.data())
@@ -155,8 +155,7 @@ std::pair<int64_t, int64_t> decode_steps(const Array<const Step>& steps, const A
   return {count, last};
 }
 
-// Where elements of rows from `first_row` on of a weight lie in its packed memory.  `gates`: rows of a gated weight's
-// gate, else 0.
+// Where elements of a weight, counted row by row from `first_row` on, lie in its packed memory.
 void packed_positions(const Tensor& elements, int64_t first_row, int64_t rows, int64_t columns, int64_t panel,
                       int64_t depth, bool gated, const Tensor& out) {
   const char* op = "packed_positions";

@@ -86,12 +86,32 @@ void pack_words(const T* weight, int64_t stride, int64_t rows, int64_t k, int64_
   }
 }
 
+// The same of a weight whose columns are adjacent, `stride` elements apart: the rows of a panel lie as they shall.
+template <class T>
+void pack_columns(const T* weight, int64_t stride, int64_t rows, int64_t k, int64_t depth, T* panel) {
+  for (int64_t c = 0; c < k; c += depth) {
+    const T* from = weight + c * stride;
+    T* to = panel + c * kPanel;
+    if (depth == 1) {
+      std::memcpy(to, from, rows * sizeof(T));
+      continue;
+    }
+    const T* then = c + 1 < k ? from + stride : nullptr;
+    for (int64_t i = 0; i < rows; i++) {
+      to[2 * i] = from[i];
+      to[2 * i + 1] = then ? then[i] : T{0};
+    }
+  }
+}
+
 // Puts a weight's rows into the panels of one with n outputs, `first` before them; of a gated one there are 2 * n rows,
 // those of the gate above those that they gate.
 template <class T>
 void put_panels(const Tensor& weight, const Tensor& packed, int64_t n, int64_t first, bool gated, int64_t depth) {
   const int64_t k = weight.size(1), size = packed_size(1, k, depth == 2), last = first + weight.size(0);
-  const int64_t width = gated ? kGatedPanel : kPanel, stride = weight.stride(0), panels = panels_of(n, gated);
+  const int64_t width = gated ? kGatedPanel : kPanel, panels = panels_of(n, gated);
+  const bool by_columns = !weight.dense(1);
+  const int64_t stride = weight.stride(by_columns ? 1 : 0), row_stride = weight.stride(0);
   const int64_t begin = gated ? 0 : first / kPanel, end = gated ? panels : panels_of(last, false);
   parallel(end - begin, [&](int64_t i) {
     const int64_t index = begin + i, lanes = std::min(width, n - index * width);
@@ -99,7 +119,9 @@ void put_panels(const Tensor& weight, const Tensor& packed, int64_t n, int64_t f
       const int64_t top = half * n + index * width, from = std::max(top, first), to = std::min(top + lanes, last);
       if (from >= to) continue;
       T* lane = packed.data<T>() + index * size + (half * width + from - top) * depth;
-      pack_words(weight.data<T>() + (from - first) * stride, stride, to - from, k, depth, lane);
+      const T* rows = weight.data<T>() + (from - first) * row_stride;
+      if (by_columns) pack_columns(rows, stride, to - from, k, depth, lane);
+      else pack_words(rows, stride, to - from, k, depth, lane);
     }
   });
 }
@@ -107,7 +129,8 @@ void put_panels(const Tensor& weight, const Tensor& packed, int64_t n, int64_t f
 void put_rows(const Tensor& weight, const Tensor& packed, int64_t rows, int64_t first, bool gated) {
   const char* op = "put_rows";
   float_type(weight, op);
-  require(weight.ndim() == 2 && weight.dense(1), op, "weight must be [N,K] with dense rows");
+  require(weight.ndim() == 2 && (weight.dense(1) || weight.stride(0) == 1), op,
+          "weight must be [N,K] with dense rows or columns");
   require(!gated || rows % 2 == 0, op, "a gated weight has an even number of rows");
   require(first >= 0 && first + weight.size(0) <= rows, op, "the rows are not all within the packed weight");
   const bool pairs = weight.kind() == Kind::bf16;

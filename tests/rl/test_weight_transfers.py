@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import httpx
@@ -12,9 +13,10 @@ from safetensors.torch import load
 
 from tests.rl.distribution import rl
 from tests.rl.scripted_http import OK, Answer, bodies, refusal, run
-from tokserve.rl import TransferError, WeightsError
+from tokserve.rl import TransferError, WeightsError, push
 from tokserve.rl.broadcast import TransferGroup
 from tokserve.rl.deltas import file_pieces
+from tokserve.rl.push import PushedWeights, ServerTensors
 
 WEIGHTS = [("a", torch.ones(2, 3)), ("b", torch.ones(4, dtype=torch.bfloat16))]
 START, PUT, FINISH, ABORT = "/start_weight_update", "/update_weights", "/finish_weight_update", "/abort_weight_update"
@@ -194,3 +196,45 @@ def test_a_transfer_between_cards_can_be_ended(interrupted: bool) -> None:
     assert played.aborted and not played.work.waited
     with pytest.raises(TransferError, match="broken"):
         group.broadcast(torch.zeros(1))
+
+
+def test_what_was_pushed_is_kept_without_the_event_loop() -> None:
+    """A trainer computes its next step after a push, and the loop stands still meanwhile."""
+    weights = {"a": torch.randn(300, 2), "b": torch.randn(5000)}
+    tensors = {name: ["float32", list(tensor.shape)] for name, tensor in weights.items()}
+    info = {"tensors": tensors, "tied": {}, "renames": [], "delta_refusal": None}
+    script: dict[str, list[Answer]] = {"/weight_info": [httpx.Response(200, json=info)]}
+
+    async def steps(client: Any) -> list[Any]:
+        await client.push(weights, delta=True)
+        weights["b"][7] = 3.0
+        done = await client.push(weights, delta=True)
+        pushed = client._transfers._pusher._pushed
+        expired = time.monotonic() + 60
+        while not pushed.tensors["b"].equal(weights["b"]) and time.monotonic() < expired:
+            time.sleep(0.001)
+        return [done.mode, done.num_changed, pushed.tensors["b"][7].item()]
+
+    _, result = run(script, steps)
+    assert result == ["delta", 1, 3.0]
+
+
+def test_a_part_is_sent_while_other_tensors_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {"a": torch.zeros(40), "b": torch.zeros(30), "c": torch.zeros(20)}
+    described = {name: (torch.float32, tuple(tensor.shape)) for name, tensor in weights.items()}
+    pushed = PushedWeights.of(ServerTensors(described, {}, [], None), weights)
+    first_sent, compare = threading.Event(), push.difference
+
+    def waiting(old: torch.Tensor, new: torch.Tensor) -> Any:
+        if len(old) < 40:
+            assert first_sent.wait(60)
+        return compare(old, new)
+
+    monkeypatch.setattr(push, "difference", waiting)
+    monkeypatch.setattr(push, "PART_BYTES", 1)
+    changed = {name: tensor.index_fill(0, torch.tensor([3]), 1.0) for name, tensor in weights.items()}
+    parts = pushed.parts(changed, dict(pushed.sums))
+    size, pieces = push.file_of(next(parts), pushed.label_of_part("1"))
+    assert len(b"".join(pieces)) == size
+    first_sent.set()
+    assert {name for part in parts for name in part} == {"b", "c"}

@@ -404,6 +404,17 @@ def test_one_bad_file_of_a_chain_changes_nothing(tmp_path: Path) -> None:
 # --- the format ---
 
 
+@pytest.fixture(params=["compiled", "numpy"])
+def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever finds and encodes what changed: the extension, or numpy where there is none."""
+    if request.param == "compiled":
+        pytest.importorskip("tokserve._C")
+    else:
+        monkeypatch.setattr("tokserve.rl.deltas.native", None)
+        monkeypatch.setattr("tokserve.rl.sums.native", None)
+
+
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("size", [1, 7, 300, 70_000, 200_000])
 def test_steps(size: int) -> None:
     generator = np.random.default_rng(size)
@@ -415,6 +426,7 @@ def test_steps(size: int) -> None:
         assert count <= len(steps) <= max_steps(count, size, dtype)
 
 
+@pytest.mark.usefixtures("loops")
 def test_steps_of_any_bytes_ascend_or_are_refused() -> None:
     generator = np.random.default_rng(1)
     for _ in range(500):
@@ -429,6 +441,7 @@ def test_steps_of_any_bytes_ascend_or_are_refused() -> None:
         assert not count or indices[-1] < size
 
 
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_differences(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -451,6 +464,34 @@ def test_differences(dtype: torch.dtype) -> None:
     assert result is not None and result[0].num_changed == 1  # the sign of a zero is a bit
 
 
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("masters", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_masters_are_rounded_as_torch_rounds_them(dtype: torch.dtype, masters: torch.dtype) -> None:
+    """Random bits but those of NaN, so ties, subnormal numbers and overflow too."""
+    generator = torch.Generator().manual_seed(2)
+    words = torch.randint(-(1 << 31), 1 << 31, (70_001,), generator=generator)
+    halves = words << 16 | torch.randint(0, 2, words.shape, generator=generator) << 15  # ties of bfloat16
+    new = torch.cat([words, halves]).to(torch.int32).view(torch.float32).nan_to_num(1.0).to(masters)
+    old = new.to(dtype).roll(1)
+    old[::2] = new.to(dtype)[::2]
+    result = difference(old, new)
+    assert result is not None
+    delta, added = result
+    assert (tensor_sum(old) + added) % (1 << 64) == tensor_sum(new.to(dtype))
+    assert delta.indices is None and bits_of(delta.values).tolist() == bits_of(new.to(dtype)).tolist()
+    result = difference(old[:10], new[:10])
+    assert result is not None and result[0].values.equal(new[:10].to(dtype))
+    old = new.to(dtype, copy=True)
+    assert difference(old, new) is None
+    old[7::1000] = -old[7::1000]
+    result = difference(old, new)
+    assert result is not None and result[0].indices is not None
+    assert result[0].indices.tolist() == list(range(7, len(old), 1000))
+    assert result[0].values.equal(new.to(dtype)[7::1000])
+
+
+@pytest.mark.usefixtures("loops")
 def test_sums_as_documented() -> None:
     """Against the definition in docs/rl.md, in plain integers; and a change is the difference of two sums."""
 

@@ -45,8 +45,8 @@ __all__ = [
     "layer_norm", "linear", "linear_float8", "linear_heads", "linear_int8", "linear_wna16", "logprobs",
     "norm_gradients", "norm_rope_store", "pack_gated", "pack_gated_int4", "pack_gated_int8", "pack_gated_wna16",
     "pack_int4", "pack_linear", "pack_linear_float8", "pack_linear_int8", "pack_scaled_float8", "pack_wna16",
-    "packed_positions", "paged_attention", "penalize", "prepare_step", "quantize_int4", "quantize_rows", "rms_norm", "rope", "route",
-    "sample", "sample_fused", "sampling_mask", "short_conv", "silu_mul", "store_kv", "wrap",
+    "packed_positions", "paged_attention", "penalize", "prepare_step", "quantize_int4", "quantize_rows", "rms_norm",
+    "rope", "route", "sample", "sample_fused", "sampling_mask", "short_conv", "silu_mul", "store_kv", "wrap",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)

@@ -97,7 +97,7 @@ def _aligned(size: int) -> int:
 
 @op(tolerance={})
 def packed_positions(packed: PackedWeight, first_row: int, elements: Tensor) -> Tensor:
-    """Where in `packed`, flat, elements are that are counted, row by row, from `first_row` on: [E] int64 -> [E] int64."""
+    """Where in `packed`, flat, elements [E] int64 are that are counted, row by row, from `first_row` on."""
     return torch.as_tensor(packed.positions(elements // packed.columns + first_row, elements % packed.columns))
 
 

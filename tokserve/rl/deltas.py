@@ -12,7 +12,6 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from .errors import WeightsError
 from .native import native
-from .sums import Bits, Indices, bits_of, change, in_threads
+from .sums import Bits, Indices, bits_of, change
 
 FORMAT = "tokserve-delta-1"
 FULL_FORMAT = "tokserve-full-1"  # of a file that a chain of deltas begins with
@@ -116,12 +115,12 @@ def decode_steps(steps: NDArray[Any], count: int, size: int) -> Indices:
         raise WeightsError("the steps end with an escape")
     if native is not None:
         indices = np.empty(count, np.int64)
-        found, last = native.decode_steps(steps, indices)
+        num_places, last = native.decode_steps(steps, indices)
     else:
         indices = _places(steps)
-        found, last = len(indices), indices[-1] if len(indices) else -1
-    if found != count:
-        raise WeightsError(f"there are {count} values and places for {found}")
+        num_places, last = len(indices), indices[-1] if len(indices) else -1
+    if num_places != count:
+        raise WeightsError(f"there are {count} values and places for {num_places}")
     if last >= size:
         raise WeightsError(f"place {last} lies outside of the tensor's {size} elements")
     return indices
@@ -142,12 +141,10 @@ def max_steps(count: int, size: int, dtype: torch.dtype) -> int:
 
 def tensors_of(deltas: Deltas) -> dict[str, Tensor]:
     """The tensors of the file."""
-    sparse = {name: delta.indices for name, delta in deltas.items() if delta.indices is not None}
-    steps = in_threads((name, partial(encode_steps, indices)) for name, indices in sparse.items())
     tensors: dict[str, Tensor] = {}
     for name, delta in deltas.items():
-        if name in steps:
-            tensors[name + STEPS] = torch.from_numpy(steps[name])
+        if delta.indices is not None:
+            tensors[name + STEPS] = torch.from_numpy(encode_steps(delta.indices))
             tensors[name + VALUES] = delta.values
         else:
             tensors[name] = delta.values
@@ -263,10 +260,16 @@ def file_pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | Non
     packed = json.dumps(header, separators=(",", ":")).encode()
     packed += b" " * (-len(packed) % 8)
     yield len(packed).to_bytes(8, "little") + packed
+    small: list[bytes] = []  # tensors, or the ends of some, that go together
     for name in tensors:
         flat = tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         for first in range(0, len(flat), PIECE):
-            yield flat[first : first + PIECE].tobytes()
+            small.append(flat[first : first + PIECE].tobytes())
+            if sum(map(len, small)) >= PIECE:
+                yield b"".join(small)
+                small.clear()
+    if small:
+        yield b"".join(small)
 
 
 def difference(old: Tensor, new: Tensor) -> tuple[TensorDelta, int] | None:

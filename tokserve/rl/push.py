@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from .deltas import DeltaLabel, Deltas, applied, difference, file_pieces, tensors_of
-from .sums import Sums, in_order, in_threads, set_checksum, tensor_sum
+from .sums import Sums, completed, in_threads, set_checksum, tensor_sum
 
 Weights = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-PART_BYTES = 2 << 20  # of changed elements that are sent together while other tensors are compared
+PART_BYTES = 1 << 20  # of changed elements that are sent, at least, while other tensors are compared
 MAX_CHANGED = 0.25  # share of a set's bytes from which a full push is sent instead
 
 
@@ -158,12 +158,12 @@ class PushedWeights:
         largest_first = sorted(known.items(), key=lambda item: -item[1].numel())
         calls = ((name, partial(difference, self.tensors[name], tensor)) for name, tensor in largest_first)
         part, size = Deltas(), 0
-        for name, changed in in_order(calls):
-            if changed is None:
-                continue
-            part[name], added = changed
-            sums[name] = (sums[name] + added) % (1 << 64)
-            size += part[name].values.nbytes
+        for results in completed(calls):
+            for name, changed in results.items():
+                if changed is not None:
+                    part[name], added = changed
+                    sums[name] = (sums[name] + added) % (1 << 64)
+                    size += part[name].values.nbytes
             if size >= PART_BYTES:
                 yield part
                 part, size = Deltas(), 0

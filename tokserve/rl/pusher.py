@@ -188,7 +188,8 @@ class Pusher:
             if code not in CURED_BY_FULL:
                 raise
             return message
-        self._keeping = asyncio.ensure_future(asyncio.to_thread(pushed.commit, deltas, sums, label))
+        # at once: the caller may go on without the event loop
+        self._keeping = asyncio.get_running_loop().run_in_executor(None, pushed.commit, deltas, sums, label)
         self._epoch = done["epoch"]
         return PushResult(
             done["weight_version"], done["epoch"], "delta", size, num_changed(deltas), pushed.num_elements

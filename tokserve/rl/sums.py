@@ -12,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, TypeVar
@@ -116,15 +116,16 @@ def in_threads(calls: Iterable[tuple[str, Callable[[], T]]]) -> dict[str, T]:
     return {name: future.result() for name, future in pending}
 
 
-def in_order(calls: Iterable[tuple[str, Callable[[], T]]]) -> Iterator[tuple[str, T]]:
-    """Results with their names as soon as they and those before them are there; what is not wanted is not begun."""
-    pending = deque((name, _workers().submit(call)) for name, call in calls)
+def completed(calls: Iterable[tuple[str, Callable[[], T]]]) -> Iterator[dict[str, T]]:
+    """Results by name, each time those that have come since, at least one; what is not wanted is not begun."""
+    names = {_workers().submit(call): name for name, call in calls}
+    pending = set(names)
     try:
         while pending:
-            name, future = pending.popleft()
-            yield name, future.result()
+            done, pending = futures.wait(pending, return_when=futures.FIRST_COMPLETED)
+            yield {names[future]: future.result() for future in done}
     finally:
-        for _, future in pending:
+        for future in pending:
             future.cancel()
 
 

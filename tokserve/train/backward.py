@@ -24,18 +24,25 @@ def pieces(count: int, size: int = PIECE) -> Iterator[slice]:
 
 
 def times(x: Tensor, matrix: Tensor) -> Tensor:  # [M, K], [N, K] -> [M, N] float32
-    """x matrix^T, one chain over K for each element."""
-    return ops.linear(x, ops.pack_linear(matrix.contiguous()), None, torch.float32)
+    """x matrix^T, one chain over K for each element.  A transposed matrix is packed as it is, without a copy."""
+    matrix = matrix if 1 in matrix.stride() else matrix.contiguous()
+    return ops.linear(x, ops.pack_linear(matrix), None, torch.float32)
 
 
 def linear_input(grad: Tensor, weights: Sequence[Tensor]) -> Tensor:  # [T, N], each [n, K] -> [T, K] of grad's dtype
     """The gradient of x in x W^T, where `weights` are W's rows in order; they are rounded to grad's dtype."""
-    transposed = torch.cat([weight.to(grad.dtype).t() for weight in weights], 1)  # [K, N]
-    return ops.linear(grad, ops.pack_linear(transposed.contiguous()), None)
+    rounded = [weight.to(grad.dtype).contiguous() for weight in weights]
+    return ops.linear(grad, ops.pack_linear((rounded[0] if len(rounded) == 1 else torch.cat(rounded)).t()), None)
 
 
 def linear_weight(grad: Tensor, x: Tensor) -> Tensor:  # [T, N], [T, K] -> [N, K] float32
-    """The gradient of W in x W^T: a sum over tokens in ascending order."""
+    """The gradient of W in x W^T: a sum over tokens in ascending order.  Both have contiguous rows.
+
+    One of the operands has to be transposed: here the smaller one, and the result too if that is x.
+    """
+    tokens, outputs, inputs = len(grad), grad.shape[1], x.shape[1]
+    if tokens * outputs > (tokens + outputs) * inputs:
+        return times(x.t().contiguous(), grad.t()).t().contiguous()
     return times(grad.t().contiguous(), x.t())
 
 

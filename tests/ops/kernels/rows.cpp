@@ -105,6 +105,29 @@ void run_rope(const Kernels& kernels, Results& results, DType dtype) {
   }
 }
 
+void run_difference(const Kernels& kernels, Results& results, DType dtype, DType fresh_dtype) {
+  Random from(4);
+  for (const int64_t n : {1, 63, 64, 65, 500}) {
+    const Array fresh = with_specials(random(fresh_dtype, n, from, {-14, 10}), from, 30);
+    Array old = random(dtype, n, from), places(Kind::i32, n), values(kind_of(dtype), n);
+    const DifferenceArgs a{dtype, fresh_dtype,           old.as<void>(),   fresh.as<void>(),
+                           n,     places.as<uint32_t>(), values.as<void>()};
+    const auto keep_first = [&](int64_t count) {  // the rest was not written, or overwritten
+      Array found(Kind::i32, count), bits(kind_of(dtype), count);
+      std::memcpy(found.as<char>(), places.as<char>(), found.bytes());
+      std::memcpy(bits.as<char>(), values.as<char>(), bits.bytes());
+      const std::string rest = text(" %s from %s n=%lld", name_of(dtype), name_of(fresh_dtype), (long long)n);
+      results.add("difference" + rest + " places", found);
+      results.add("difference" + rest + " values", bits);
+    };
+    keep_first(kernels.difference(a));
+    for (int64_t i = 0; i < n; i++) {  // all but each ninth element becomes what it was
+      if (i % 9) std::memcpy(old.at(i), values.at(i), size_of(dtype));
+    }
+    keep_first(kernels.difference(a));
+  }
+}
+
 }  // namespace
 
 void run_rows(const Kernels& kernels, Results& results) {
@@ -112,6 +135,7 @@ void run_rows(const Kernels& kernels, Results& results) {
     run_norms(kernels, results, dtype);
     run_gated(kernels, results, dtype);
     run_rope(kernels, results, dtype);
+    for (const DType fresh : kTypes) run_difference(kernels, results, dtype, fresh);
   }
 }
 
