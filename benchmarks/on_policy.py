@@ -72,7 +72,7 @@ def sequences(kind: str, vocab: int) -> tuple[list[list[int]], list[int]]:
 
 
 def with_tokserve(
-    directory: Path, dtype: str, share: bool, activation_bytes: int
+    directory: Path, dtype: str, share: bool, activation_bytes: int | None
 ) -> tuple[torch.nn.Module, Callable[..., Any]]:
     """The model, and what makes its rows of logprobs."""
     from tokserve.train import PolicyModel
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ordered", action="store_true", help="ordered_gradients")
     parser.add_argument("--no-share", action="store_true")
-    parser.add_argument("--activation-bytes", type=int, default=5 << 28)
+    parser.add_argument("--activation-bytes", type=int)
     options = parser.parse_args()
     family, shape = MODELS[options.model]
     shape = shape | ({"num_hidden_layers": options.layers} if options.layers else {})

@@ -45,7 +45,8 @@ def test_parts_in_any_order_make_the_whole(name: str, op: str, dtype: torch.dtyp
     for outputs, columns in SHAPES:
         rows = 2 * outputs if op == "pack_gated" else outputs
         wide = normal(rows, columns + 3, dtype)
-        for weight in (wide[:, :columns].contiguous(), wide[:, 3:], wide[:, 2 : columns + 2]):
+        transposed = wide[:, 1 : columns + 1].t().contiguous().t()
+        for weight in (wide[:, :columns].contiguous(), wide[:, 3:], wide[:, 2 : columns + 2], transposed):
             whole = pack(weight)
             assert torch.equal(whole.unpacked(0, rows), weight)
             for count in (1, 2, 5):

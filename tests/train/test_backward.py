@@ -236,6 +236,17 @@ def test_rows_do_not_depend_on_the_rows_beside_them() -> None:
                 assert torch.equal(gradient(rows), whole[rows])
 
 
+@DTYPES
+def test_a_weights_gradient_has_the_same_bits_whichever_operand_is_transposed(dtype: torch.dtype) -> None:
+    ops.bind("cpu")
+    for tokens, outputs, inputs in ((290, 700, 33), (290, 33, 700), (70, 64, 64), (131, 300, 7)):
+        grad, x = drawn(tokens, outputs).to(dtype), drawn(tokens, inputs, seed=1).to(dtype)
+        plain = ops.linear(grad.t().contiguous(), ops.pack_linear(x.t().contiguous()), None, torch.float32)
+        assert backward.linear_weight(grad, x).equal(plain)
+        narrow = drawn(tokens, outputs + 5).to(dtype)[:, :outputs]  # rows that are not adjacent
+        assert backward.linear_weight(narrow, x).equal(backward.linear_weight(narrow.contiguous(), x))
+
+
 def test_gradients_do_not_depend_on_the_number_of_threads() -> None:
     layer = RMSNorm(64, NormSpec(1e-6), torch.float32)
     layer.load(torch.ones(64))

@@ -46,6 +46,11 @@ def linear_weight(grad: Tensor, x: Tensor) -> Tensor:  # [T, N], [T, K] -> [N, K
     return times(grad.t().contiguous(), x.t())
 
 
+def summed(rows: Tensor, places: Tensor, count: int) -> Tensor:  # [T, H] float32, [T] int64 -> [count, H]
+    """Rows added up by place, in their order."""
+    return torch.ops.aten.embedding_dense_backward(rows, places, count, -1, False)  # type: ignore[no-any-return]
+
+
 def rope(
     grad_q: Tensor, grad_k: Tensor, table: Tensor, positions: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:  # [T, heads, D] each -> same

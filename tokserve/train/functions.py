@@ -78,8 +78,8 @@ class _Embedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         ids, weight = ctx.saved_tensors
-        total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        return None, None, total.index_add_(0, ids, grad.float(), alpha=ctx.multiplier)
+        grad = grad.float() if ctx.multiplier == 1.0 else grad.float() * ctx.multiplier
+        return None, None, backward.summed(grad, ids, len(weight))
 
 
 class _Linear(torch.autograd.Function):

@@ -29,7 +29,7 @@ from tokserve.train.requests import Masks, Params, checked
 from tokserve.train.support import trainable_spec
 
 MAX_TOKENS = 4096  # of a batch that goes through the model at once
-ACTIVATION_BYTES = 5 << 28
+ACTIVATIONS = 5 << 27  # elements that are kept for the backward pass of a call by default
 
 
 class PolicyModel(nn.Module):
@@ -39,8 +39,9 @@ class PolicyModel(nn.Module):
     is given these weights, and the same ops run on them.  Gradients arrive at the masters.
 
     Memory beside masters, their gradients and the packed copy: for the backward pass up to `activation_bytes` in a
-    call, and one hidden state per token and layer where that does not suffice (the layer is computed again then); the
-    work of one layer for `max_tokens` tokens, or for the longest sequence; pieces of 256 MiB of logits.
+    call (default: 1.25 GiB in 16 bits, 2.5 in float32), and one hidden state per token and layer where that does not
+    suffice (the layer is computed again then); the work of one layer for `max_tokens` tokens, or for the longest
+    sequence; pieces of 256 MiB of logits.
 
     `ordered_gradients`: sequences go through the model one by one, and each adds its gradient to the masters' `grad` in
     the order of the call, so that the sum has the same bits however the sequences are cut into calls, each followed by
@@ -57,7 +58,7 @@ class PolicyModel(nn.Module):
         binding: Binding,
         *,
         max_tokens: int = MAX_TOKENS,
-        activation_bytes: int = ACTIVATION_BYTES,
+        activation_bytes: int | None = None,
         ordered_gradients: bool = False,
     ) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class PolicyModel(nn.Module):
             _register(self, name, nn.Parameter(master, requires_grad=trained))
         self.config = config
         self.max_tokens = max_tokens
-        self.activation_bytes = activation_bytes
+        self.activation_bytes = ACTIVATIONS * decoder.dtype.itemsize if activation_bytes is None else activation_bytes
         self.ordered_gradients = ordered_gradients
         self._binding = binding
         self._stale = True
@@ -86,7 +87,7 @@ class PolicyModel(nn.Module):
         quantization: str | None = None,
         max_model_len: int | None = None,
         max_tokens: int = MAX_TOKENS,
-        activation_bytes: int = ACTIVATION_BYTES,
+        activation_bytes: int | None = None,
         ordered_gradients: bool = False,
         cpu_arithmetic: str = "auto",
         cpu_kernels: str | None = None,
