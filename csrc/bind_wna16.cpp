@@ -54,6 +54,46 @@ void pack(const Tensor& codes, int bits, const Tensor& packed, bool gated) {
   });
 }
 
+// A word of a row of nibbles, low halves first, as the panel's: the low halves, then the high ones.
+uint32_t by_parity(uint32_t word) {
+  const auto gathered = [](uint32_t nibbles) {  // in the low half of each byte
+    nibbles = (nibbles | nibbles >> 4) & 0x00ff00ff;
+    return (nibbles | nibbles >> 8) & 0xffff;
+  };
+  return gathered(word & 0x0f0f0f0f) | gathered(word >> 4 & 0x0f0f0f0f) << 16;
+}
+
+// pack of rows of nibbles, whose words are those of the panel but for the order within.  Sixteen rows at a time are as
+// many streams as a processor fetches ahead, and fill cache lines.
+void pack_nibbles(const Tensor& codes, const Tensor& packed, bool gated) {
+  const char* op = "pack_nibbles";
+  require(codes, Kind::u8, {-1, -1}, op, "codes must be uint8 [N,K/2]");
+  require(!gated || codes.size(0) % 2 == 0, op, "a gated weight has an even number of rows");
+  require(codes.size(1) * 2 % kDepth == 0, op, "K must be a multiple of 8");
+  const int64_t n = codes.size(0) / (gated ? 2 : 1), bytes = codes.size(1), size = panel_size(bytes * 2, 4);
+  require(packed, Kind::u8, {panels_of(n, gated) * size}, op, "packed has the wrong size or dtype");
+  nb::gil_scoped_release unlocked;
+  const int64_t width = gated ? kGatedPanel : kPanel, word = sizeof(uint32_t);
+  parallel(panels_of(n, gated), [&](int64_t i) {
+    uint8_t* panel = packed.data<uint8_t>() + i * size;
+    const int64_t rows = std::min(width, n - i * width);
+    if (rows < width) std::memset(panel, 0, size);
+    for (int64_t column = 0; column < kPanel; column += width) {
+      const uint8_t* from = codes.data<uint8_t>() + ((column > 0 ? n : 0) + i * width) * bytes;
+      for (int64_t first = 0; first < rows; first += 16) {
+        for (int64_t at = 0; at < bytes; at += word) {
+          for (int64_t r = first; r < std::min(first + 16, rows); r++) {
+            uint32_t eight;
+            std::memcpy(&eight, from + r * bytes + at, word);
+            eight = by_parity(eight);
+            std::memcpy(panel + at * kPanel + (column + r) * word, &eight, word);
+          }
+        }
+      }
+    }
+  });
+}
+
 void quantize(const Tensor& weight, int64_t group, const Tensor& codes, const Tensor& scales) {
   const char* op = "quantize_int4";
   const DType dtype = float_type(weight, op);
@@ -224,6 +264,7 @@ void bind_wna16(nb::module_& m) {
   m.def("quantize_int4", quantize, nb::arg("weight"), nb::arg("group"), nb::arg("codes"), nb::arg("scales"));
   m.def("put_rows_int4", put_rows, nb::arg("weight"), nb::arg("group"), nb::arg("packed"), nb::arg("scales"),
         nb::arg("rows"), nb::arg("first"), nb::arg("gated"));
+  m.def("pack_nibbles", pack_nibbles, nb::arg("codes"), nb::arg("packed"), nb::arg("gated"));
   m.def("pack_wna16", pack, nb::arg("codes"), nb::arg("bits"), nb::arg("packed"), nb::arg("gated"));
   m.def(
       "linear_wna16",

@@ -100,6 +100,20 @@ def test_mxfp4_has_the_bits_of_the_bfloat16_weight(name: str) -> None:
         assert torch.equal(result, call(name, "linear", x, plain, None, None))
 
 
+@pytest.mark.parametrize("op", ["pack_wna16", "pack_gated_wna16"])
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_two_codes_in_a_byte_are_packed_as_one_in_each(name: str, op: str) -> None:
+    for rows, columns in ((130, 64), (6, 40), (2, 8), (70, 36)):
+        (plain,) = (kind for kind in weights(rows, columns) if kind.folded)
+        codes = plain.codes[:, ::2] | plain.codes[:, 1::2] << 4
+        halved = replace(plain, codes=codes, nibbles=True)
+        assert halved.shape == plain.shape and torch.equal(halved.dense(), plain.dense())
+        (expected,), (part,) = call(name, op, [plain]).parts, call(name, op, [halved]).parts
+        assert torch.equal(part.packed, expected.packed) and part.columns == columns
+        both = QuantizedWeight((halved,)).joined([QuantizedWeight((plain,))])
+        assert both is not None and torch.equal(both.dense(), torch.cat([plain.dense()] * 2))
+
+
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_parts_of_different_kinds_are_joined_by_rows(name: str) -> None:
     x, kinds = normal(torch.bfloat16, 1, 9, 160), [kind for kind in weights(70, 160) if kind.order is None]
@@ -134,6 +148,10 @@ def test_parts_of_a_weight_mean_the_same_parts(kind: int) -> None:
         return part if isinstance(part, Tensor) else part.dense()
 
     assert torch.equal(meant(weight.narrow(0, 5, 9)), dense[5:14])
+    if weight.parts[0].factors is not None:
+        (part,) = weight.parts
+        halved = QuantizedWeight((replace(part, codes=part.codes[:, ::2] | part.codes[:, 1::2] << 4, nibbles=True),))
+        assert torch.equal(meant(halved.narrow(1, 256, 256)), dense[:, 256:])
     for start, length in ((0, 256), (256, 256), (7, 40)):
         assert torch.equal(meant(weight.narrow(1, start, length)), dense[:, start : start + length])
     joined = QuantizedWeight((weights(24, 512)[kind],)).joined([weight])

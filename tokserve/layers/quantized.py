@@ -101,15 +101,15 @@ def _rows(parts: Sequence[QuantizedRows], start: int, end: int) -> list[Quantize
 
 
 def _columns(part: QuantizedRows, start: int, end: int) -> QuantizedRows:
-    sizes = {"codes": 1, "scales": part.group * part.ratio, "sub_scales": part.group, "sub_mins": part.group}
-    sizes["mins"] = sizes["scales"]
+    sizes = {"codes": 1 + part.nibbles, "sub_scales": part.group, "sub_mins": part.group}
+    sizes["scales"] = sizes["mins"] = part.group * part.ratio
     return _each(part, lambda name, tensor: tensor[:, start // sizes[name] : -(-end // sizes[name])])
 
 
 def _alike(one: QuantizedRows, other: QuantizedRows) -> bool:
     def kind(part: QuantizedRows) -> tuple[object, ...]:
         dtypes = tuple(None if (t := getattr(part, name)) is None else t.dtype for name in TENSORS)
-        return part.factors, part.group, part.ratio, part.folded, part.order is None, dtypes
+        return part.factors, part.group, part.ratio, part.folded, part.nibbles, part.order is None, dtypes
 
     if kind(one) != kind(other) or (one.mins is one.scales) != (other.mins is other.scales):
         return False

@@ -39,7 +39,8 @@ class QuantizedRows:
     scale, G = ceil(K / group).  `scales` and `mins` [N,S] are floats of `ratio` groups each, S = ceil(G / ratio);
     `sub_scales` and `sub_mins` [N,G] int8 multiply them by group.  `order` [K] int32: column i belongs to input
     order[i].  `folded`: scales are powers of two that bfloat16 holds exactly with any factor, and there are no minima;
-    the product is then bit for bit `linear` of the bfloat16 weight.
+    the product is then bit for bit `linear` of the bfloat16 weight.  `nibbles`: `codes` [N,K/2] have two of 4 bits in a
+    byte, the low half first.
     """
 
     codes: Tensor
@@ -52,12 +53,19 @@ class QuantizedRows:
     ratio: int = 1
     order: Tensor | None = None
     folded: bool = False
+    nibbles: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
         """[N,K]."""
         rows, columns = self.codes.shape
-        return rows, columns
+        return rows, columns * (1 + self.nibbles)
+
+    def each_code(self) -> Tensor:
+        """The codes in a byte each: [N,K]."""
+        if not self.nibbles:
+            return self.codes
+        return torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(1)
 
     def by_group(self) -> tuple[Tensor, Tensor | None]:
         """Scales and minima of every group: [N,G] float32."""
@@ -69,7 +77,7 @@ class QuantizedRows:
         """The factors: [N,K] int8."""
         if self.factors is None:
             return self.codes.view(torch.int8)
-        return torch.tensor(self.factors, dtype=torch.int8, device=self.codes.device)[self.codes.long()]
+        return torch.tensor(self.factors, dtype=torch.int8, device=self.codes.device)[self.each_code().long()]
 
     def dense(self) -> Tensor:
         """The weight [N,K] in float32, the columns in the order of the inputs."""

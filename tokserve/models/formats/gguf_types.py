@@ -30,8 +30,9 @@ def decoded(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Tensor | Quantize
 
 def power_of_two(exponents: Tensor, bias: int) -> Tensor:
     """2 ** (exponent - bias) in bfloat16, of bytes; 255 is not-a-number."""
-    powers = torch.exp2(exponents.double() - bias).to(torch.bfloat16)
-    return torch.where(exponents == 255, torch.nan, powers)
+    powers = torch.exp2(torch.arange(256.0, dtype=torch.float64) - bias).to(torch.bfloat16)
+    powers[255] = torch.nan
+    return powers[exponents.int()]
 
 
 def _blocks(raw: Tensor, columns: int, size: int) -> Tensor:  # [N, blocks, bytes]

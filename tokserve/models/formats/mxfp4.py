@@ -46,9 +46,8 @@ class Mxfp4Experts:
 
     def expert(self, index: int) -> QuantizedWeight:
         """An expert's weight [N,K]."""
-        packed, exponents = self.blocks[index], self.exponents[index]
-        codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
-        return QuantizedWeight((QuantizedRows(codes, E2M1, GROUP, power_of_two(exponents, 128), folded=True),))
+        codes, scales = self.blocks[index].flatten(1), power_of_two(self.exponents[index], 128)
+        return QuantizedWeight((QuantizedRows(codes, E2M1, GROUP, scales, folded=True, nibbles=True),))
 
     def dense(self) -> Tensor:
         """[E,K,N] bfloat16."""

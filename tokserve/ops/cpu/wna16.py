@@ -92,7 +92,10 @@ def _pack(part: QuantizedRows, gated: bool, rounded: bool) -> PackedPart:
     rows, columns = part.shape
     bits = 8 if part.factors is None else 4
     packed = _weights.empty(_C.packed_wna16_size(rows, columns, bits, gated), torch.uint8)
-    _C.pack_wna16(part.codes.contiguous(), bits, packed, gated)
+    if part.nibbles and columns % 8 == 0:
+        _C.pack_nibbles(part.codes.contiguous(), packed, gated)
+    else:
+        _C.pack_wna16(part.each_code().contiguous(), bits, packed, gated)
     factors = torch.tensor(part.factors or [0] * 16, dtype=torch.int8)
     sub_scales, mins, sub_mins = (
         None if values is None else _panels(values, gated) for values in (part.sub_scales, part.mins, part.sub_mins)

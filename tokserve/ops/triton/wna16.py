@@ -146,7 +146,7 @@ def pack_int4(
 def _pack(part: QuantizedRows) -> PackedPart:
     (rows, columns), device = part.shape, torch_device()
     codes, bits = part.codes, 8 if part.factors is None else 4
-    if bits == 4:
+    if bits == 4 and not part.nibbles:
         even = torch.nn.functional.pad(codes, (0, columns % 2))
         codes = even[:, ::2] | even[:, 1::2] << 4
     factors = torch.tensor(part.factors or [0] * 16, dtype=torch.int8)
