@@ -165,6 +165,42 @@ TOKSERVE_INLINE void continue_chain_up_to(int64_t rows, const typename Format::R
   if constexpr (ROWS > 1) continue_chain_up_to<Format, ROWS - 1>(rows, x, x_stride, w, steps, sums, ratios);
 }
 
+#if defined(__AVX512BF16__)
+// The same of `depth` elements of K as codes of 4 bits, which become weights in registers, once for all rows.
+template <int ROWS>
+void continue_chain_of_codes(const bf16* x, int64_t x_stride, const uint8_t* codes, const CodeTable& table,
+                             int64_t depth, float* sums, const float* ratios) {
+  f32x16 sum[ROWS][kPanelVectors];
+  for (int v = 0; v < kPanelVectors; v++) {
+    for (int r = 0; r < ROWS; r++)
+      sum[r][v] = ratios ? load(sums + r * kPanel + v * kLanes) * load(ratios + v * kLanes) : zeros();
+  }
+  for (int64_t k = 0; k < depth; k += kCodeDepth) {
+    for (int v = 0; v < kPanelVectors; v++) {
+      __builtin_prefetch(codes + kCodesAhead, 0, 2);
+      const __m512i words = _mm512_loadu_si512(codes);
+      codes += sizeof words;
+      const u32x16 weights[] = {table.at<0>(words), table.at<1>(words), table.at<2>(words), table.at<3>(words)};
+      for (int j = 0; j < 4; j++) {
+        for (int r = 0; r < ROWS; r++) sum[r][v] = Pairs::add(x + r * x_stride + 2 * j, 0, weights[j], sum[r][v]);
+      }
+    }
+    x += kCodeDepth;
+  }
+  for (int r = 0; r < ROWS; r++) {
+    for (int v = 0; v < kPanelVectors; v++) store(sums + r * kPanel + v * kLanes, sum[r][v]);
+  }
+}
+
+template <int ROWS = kTileRows>
+TOKSERVE_INLINE void continue_chain_of_codes_up_to(int64_t rows, const bf16* x, int64_t x_stride, const uint8_t* codes,
+                                                   const CodeTable& table, int64_t depth, float* sums,
+                                                   const float* ratios) {
+  if (rows == ROWS) return continue_chain_of_codes<ROWS>(x, x_stride, codes, table, depth, sums, ratios);
+  if constexpr (ROWS > 1) continue_chain_of_codes_up_to<ROWS - 1>(rows, x, x_stride, codes, table, depth, sums, ratios);
+}
+#endif
+
 // The product of a task's rows with one panel.
 template <class Format>
 struct PanelProduct {
@@ -202,8 +238,22 @@ struct PanelProduct {
     if (a.folded) scale_weights(weights, depth, scales);
   }
 
-  // A folded weight, with sums in units of the group's scale: a power of two changes no rounding.  False, with nothing
-  // kept, if a scale is not between 2^-32 and 2^31: sums might leave the range of float32.
+  // Elements [k, end) of K, at most kUnpackedDepth, of a tile of rows; `ratios` as in continue_chain.
+  void continue_group(const uint8_t* panel, int64_t k, int64_t end, const float* ratios) {
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<Format, Pairs>) {
+      if (a.bits == 4) {
+        return continue_chain_of_codes_up_to(rows, x + k, stride, panel + k * kPanel / 2, CodeTable(a.factors), end - k,
+                                             sums, ratios);
+      }
+    }
+#endif
+    unpack_factors(panel, k, end - k);
+    continue_chain_up_to<Format>(rows, x + k, stride, weights, (end - k) / Format::kDepth, sums, ratios);
+  }
+
+  // A folded weight, a tile of rows, with sums in units of the group's scale: a power of two changes no rounding.
+  // False, with nothing kept, if a scale is not between 2^-32 and 2^31: sums might leave the range of float32.
   bool run_in_units(const uint8_t* panel, int64_t index) {
     constexpr uint32_t lowest = 95u << 23, range = 64u << 23;
     const int64_t groups = groups_of(a), depth = padded(a);
@@ -222,11 +272,7 @@ struct PanelProduct {
       }
       if (outside >= range) return false;
       const int64_t k = g * a.group, end = g + 1 < groups ? k + a.group : depth;
-      unpack_factors(panel, k, end - k);
-      for_tiles([&](int64_t row, int64_t count) {
-        continue_chain_up_to<Format>(count, x + row * stride + k, stride, weights, (end - k) / Format::kDepth,
-                                     sums + row * kPanel, g == 0 ? nullptr : partial);
-      });
+      continue_group(panel, k, end, g == 0 ? nullptr : partial);
     }
     for (int64_t r = 0; r < rows; r++) {
       for (int64_t c = 0; c < kPanel; c += kLanes)

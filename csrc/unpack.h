@@ -138,19 +138,31 @@ TOKSERVE_INLINE void unpack_codes_by(const Table& table, const uint8_t* codes, i
 }
 
 #if defined(__AVX512BF16__)
+// Sixteen factors as bfloat16.
+struct CodeTable {
+  __m512i table;
+  explicit CodeTable(const int8_t* factors) {
+    const __m512i high = _mm512_srli_epi32(_mm512_castps_si512(load_i8(factors).v), 16);
+    table = _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(high));  // twice: bit 4 of an index does not matter
+  }
+  // The pairs of elements 2 J and 2 J + 1 of sixteen columns.
+  template <int J>
+  TOKSERVE_INLINE u32x16 at(__m512i words) const {
+    return {_mm512_permutexvar_epi16(J == 0 ? words : _mm512_srli_epi16(words, 4 * J), table)};
+  }
+};
+
 // As pairs, [depth / 2][64][2].
 inline void unpack_codes(const uint8_t* codes, int64_t depth, const int8_t* factors, bf16* out) {
-  const __m512i high = _mm512_srli_epi32(_mm512_castps_si512(load_i8(factors).v), 16);
-  const __m256i sixteen = _mm512_cvtepi32_epi16(high);
-  const __m512i table = _mm512_broadcast_i64x4(sixteen);  // twice: bit 4 of an index does not matter
+  const CodeTable table(factors);
   for (int64_t k = 0; k < depth; k += kCodeDepth) {
     for (int64_t v = 0; v < kPanel * 2; v += 32) {
       __builtin_prefetch(codes + kCodesAhead + v * 2, 0, 2);
       const __m512i words = _mm512_loadu_si512(codes + v * 2);
-      _mm512_storeu_si512(out + v, _mm512_permutexvar_epi16(words, table));
-      _mm512_storeu_si512(out + v + kPanel * 2, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table));
-      _mm512_storeu_si512(out + v + kPanel * 4, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), table));
-      _mm512_storeu_si512(out + v + kPanel * 6, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), table));
+      _mm512_storeu_si512(out + v, table.at<0>(words).v);
+      _mm512_storeu_si512(out + v + kPanel * 2, table.at<1>(words).v);
+      _mm512_storeu_si512(out + v + kPanel * 4, table.at<2>(words).v);
+      _mm512_storeu_si512(out + v + kPanel * 6, table.at<3>(words).v);
     }
     codes += kPanel * kCodeDepth / 2;
     out += kPanel * kCodeDepth;
