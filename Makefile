@@ -8,7 +8,7 @@ ARGS ?=
 # Containers often set it; without compiled files each test process compiles all modules and rewrites all assertions.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install serve docs test test-all test-random test-clients test-trainers test-real test-asan test-tsan test-wheel test-bounds check format audit clean
+.PHONY: install serve docs test test-all coverage test-random test-clients test-trainers test-real test-asan test-tsan test-wheel test-bounds check format audit clean
 
 install: $(VENV)/.installed
 
@@ -32,6 +32,12 @@ test-all: install check
 	rm -rf build/coverage && mkdir -p build/coverage
 	$(BIN)/python -m coverage run -m pytest -q -m 'not gpu and not multi_gpu and not network'; passed=$$?; \
 	  $(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report --skip-covered --skip-empty; exit $$passed
+
+# What the fast tests cover; tests/mutation.py reads which test executes which line.
+coverage: install
+	rm -rf build/coverage && mkdir -p build/coverage
+	$(BIN)/python -m coverage run -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report --skip-covered --skip-empty
 
 # The fast tests, files and the tests in each in a random order: the same one for the same SEED.
 test-random: install
