@@ -74,7 +74,7 @@ def test_kill_9_of_the_server_takes_the_engine_along(tmp_path: Path) -> None:
 
 
 def test_sigterm_drains_exits_0_and_leaves_nothing_behind() -> None:
-    with Server("demo") as server:
+    with Server("demo", "--shutdown-timeout", "600") as server:
         url = server.url
         engine = server.engine()
         files = {Path(c.laddr).parent for c in engine.net_connections("unix") if "engine" in str(c.laddr)}
