@@ -11,6 +11,7 @@ from tokserve.errors import StartError
 
 SUFFIX = "ForSequenceClassification"
 TOKEN_SUFFIX = "ForTokenClassification"
+BASE_SUFFIX, LM_SUFFIX = "Model", "LMHeadModel"
 FROM_TOKENS = "classifier_from_token"
 TWO_WAY = "from_2_way_softmax"
 MAX_LABELS = 1 << 16
@@ -55,6 +56,20 @@ def causal_name(name: str) -> str:
     if not name.endswith((SUFFIX, TOKEN_SUFFIX)):
         return ""
     return name.removesuffix(SUFFIX).removesuffix(TOKEN_SUFFIX).removesuffix("Text") + "ForCausalLM"
+
+
+def base_name(name: str) -> str:
+    """The architecture with a head for tokens, as `LlamaForCausalLM`, of one without, as `LlamaModel`; "" if it is no
+    such."""
+    if not name.endswith(BASE_SUFFIX) or name.endswith(LM_SUFFIX):
+        return ""
+    return name.removesuffix(BASE_SUFFIX).removesuffix("Text") + "ForCausalLM"
+
+
+def is_base(hf: Mapping[str, Any]) -> bool:
+    """Whether config.json names an architecture without a head: its hidden states are what it makes."""
+    names = hf.get("architectures")
+    return isinstance(names, list) and any(isinstance(name, str) and base_name(name) for name in names)
 
 
 def head_spec(hf: Mapping[str, Any]) -> HeadSpec:

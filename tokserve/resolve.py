@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import ipaddress
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import msgspec
 
 from tokserve import checkpoint, encoders
-from tokserve.classifier import is_classifier
+from tokserve.classifier import is_base, is_classifier
 from tokserve.config import (
     BACKENDS,
     DEFAULT_BLOCK_SIZE,
@@ -30,9 +31,12 @@ from tokserve.cpu_list import cpu_list, cpus_by_node
 from tokserve.errors import StartError
 from tokserve.params import VLLM_LOGPROBS_MODES
 
+logger = logging.getLogger(__name__)
+
 DTYPES = ("float32", "bfloat16", "float16")
 GPU_BLOCK_SIZE = 64
 LONGEST_CONTEXT = 1 << 25  # tokens: limits the size of tables with a row per position
+ASSUMED_CONTEXT = 2048  # tokens, of a config.json that does not say
 POSITIONS = ("max_position_embeddings", "n_positions")  # the latter in config.json of GPT-2, GPT-J and their kin
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 GPU_FILE = Path("/dev/nvidiactl")
@@ -119,9 +123,11 @@ def _runner(runner: str, directory: Path, hf: dict[str, Any]) -> Any:
         raise StartError("option runner: the model is a classifier (config.json: architectures), it makes no tokens")
     if runner == "generate" and encoders.family(hf) is not None:
         raise StartError("option runner: the model reads both ways (config.json: architectures), it makes no tokens")
+    if runner == "generate" and is_base(hf):
+        raise StartError("option runner: the model has no head for tokens (config.json: architectures)")
     if runner != "auto":
         return runner
-    pools = classifies or encoders.family(hf) is not None or (directory / "modules.json").is_file()
+    pools = classifies or is_base(hf) or encoders.family(hf) is not None or (directory / "modules.json").is_file()
     return "pooling" if pools else "generate"
 
 
@@ -425,12 +431,14 @@ def _max_model_len(max_model_len: int | None, hf: dict[str, Any]) -> int:
         raise StartError(f"option max_model_len: must be at most {LONGEST_CONTEXT}, got {max_model_len}")
     name = next((one for one in POSITIONS if hf.get(one) is not None), None)
     if name is None:
+        if max_model_len is None and encoders.family(hf) is not None:  # it has a table of positions, or windows
+            raise StartError(f"config.json ({_architecture(hf)}) has no max_position_embeddings; give --max-model-len")
         if max_model_len is None:
-            raise StartError(
-                f"config.json ({_architecture(hf)}) has no max_position_embeddings; give --max-model-len, if the "
-                "architecture is one that is served (docs/models.md)"
-            )
-        return max_model_len
+            logger.warning(
+                "config.json (%s) has no max_position_embeddings: contexts of %d tokens are served, or those of "
+                "--max-model-len", _architecture(hf), ASSUMED_CONTEXT,
+            )  # fmt: skip
+        return max_model_len or ASSUMED_CONTEXT
     limit = hf[name]
     if type(limit) is not int or limit < 2:
         raise StartError(f"config.json: {name} must be an integer of at least 2, found {limit!r}")

@@ -14,7 +14,7 @@ import openai
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from tests.e2e.server import Server
 from tokserve import LLM
@@ -98,6 +98,21 @@ def test_the_openai_client_and_all_encodings(server: Server) -> None:
     assert np.frombuffer(base64.b64decode(text), "<f4").tolist() == floats.data[0].embedding
     cut = post(input=PROMPTS[0], truncate_prompt_tokens=64, truncation_side="right").json()
     assert cut["data"][0]["embedding"] == floats.data[2].embedding and cut["usage"]["prompt_tokens"] == 64
+
+
+@pytest.mark.parametrize(("family", "kind"), [("qwen3", "Qwen3Model"), ("gemma3_text", "Gemma3TextModel"),
+                                              ("phi3", "Phi3Model")])  # fmt: skip
+def test_a_checkpoint_without_a_head(tmp_path: Path, family: str, kind: str) -> None:
+    """As transformers' AutoModel saves it: the architecture has no head, names have no prefix."""
+    config = tiny_config(family, dtype="float32", tie_word_embeddings=False)
+    model = AutoModel.from_pretrained(write_checkpoint(tmp_path / "whole", config, seed=1), dtype=torch.float32)
+    model.save_pretrained(tmp_path / "base")
+    assert json.loads((tmp_path / "base" / "config.json").read_text())["architectures"] == [kind]
+    with torch.inference_mode():
+        want = [model(torch.tensor([ids])).last_hidden_state[0, -1].numpy() for ids in PROMPTS]
+    options = {name: value for name, value in OPTIONS.items() if name != "runner"}
+    with LLM(str(tmp_path / "base"), **options) as llm:
+        assert np.allclose(vectors(llm, PROMPTS, normalize=False), want, atol=1e-4)
 
 
 BAD: list[tuple[dict[str, Any], str, int]] = [

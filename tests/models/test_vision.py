@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests.models.image_checks import TEXT, Parts, check_bits, check_logprobs, kind_of
+from tests.models.image_checks import TEXT, Parts, check_bits, check_logprobs, kind_of, loaded
 from tests.models.pictures import Picture, prompt_of
 from tests.runner.drive import Driver, Job
 from tokserve import checkpoint
@@ -63,6 +65,25 @@ def test_an_image_is_encoded_once_until_weights_change(tmp_path: Path) -> None:
     runner.features.on_weights()
     assert run(2) == outputs[:2] and encoder.encoded == 2
     assert facts.feature_bytes["image"] == 0 and facts.images == picture.kind
+
+
+def test_experts_as_transformers_saves_them(tmp_path: Path) -> None:
+    """A model that it has not read from a released checkpoint has its tensors of all experts the other way round."""
+    directory = write_checkpoint(tmp_path, tiny_vision_config("qwen3_vl_moe"))
+    released = _outcome(directory)
+    tensors = load_file(directory / "model.safetensors")
+    turned = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor for name, tensor in tensors.items()
+    }
+    assert sum(turned[name].shape != tensors[name].shape for name in tensors) > 4
+    save_file(turned, directory / "model.safetensors")
+    assert _outcome(directory) == released
+
+
+def _outcome(directory: Path) -> Any:
+    runner, facts = loaded(directory, "float32", 1)
+    params = SamplingParams(max_tokens=4, temperature=0.0, prompt_logprobs=0, logprobs=0)
+    return Driver(runner, facts, 8).run([Job(TEXT[0], params)])[0].outcome()
 
 
 def test_pixels_are_normalized_here_as_in_the_processor(tmp_path: Path) -> None:

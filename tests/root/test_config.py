@@ -162,14 +162,26 @@ def test_a_context_of_no_length(tmp_path: Path, length: Any) -> None:
         resolve(Config.make(model=str(tmp_path)))
 
 
-def test_a_checkpoint_that_does_not_say_how_long_or_of_which_type(tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_say_how_long_or_of_which_type(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write(tmp_path)
     found = resolve(Config.make(model=str(tmp_path), max_model_len=700)).model
     assert (found.max_model_len, found.dtype, found.eos_token_ids) == (700, "float32", [])
-    with pytest.raises(StartError, match="no max_position_embeddings; give --max-model-len, if the architecture"):
-        resolve(Config.make(model=str(tmp_path)))
-    with pytest.raises(StartError, match=r"\(BloomForCausalLM\) has no"):
-        resolve(Config.make(model=str(tmp_path), hf_overrides={"architectures": ["BloomForCausalLM"]}))
+    assert not caplog.records
+    assert resolve(Config.make(model=str(tmp_path))).model.max_model_len == 2048
+    assert "has no max_position_embeddings: contexts of 2048 tokens" in caplog.text
+    with pytest.raises(StartError, match=r"\(BertModel\) has no max_position_embeddings; give --max-model-len"):
+        resolve(Config.make(model=str(tmp_path), hf_overrides={"architectures": ["BertModel"]}))
+
+
+def test_a_model_without_a_head_pools(tmp_path: Path) -> None:
+    for name, runner in (("Qwen3Model", "pooling"), ("Gemma3TextModel", "pooling"), ("GPT2LMHeadModel", "generate")):
+        write(tmp_path, architectures=[name], max_position_embeddings=64)
+        assert resolve(Config.make(model=str(tmp_path))).model.runner == runner
+    write(tmp_path, architectures=["Qwen3Model"], max_position_embeddings=64)
+    with pytest.raises(StartError, match="option runner: the model has no head for tokens"):
+        resolve(Config.make(model=str(tmp_path), runner="generate"))
 
 
 def test_api_key_from_the_environment(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +242,6 @@ def test_a_download_that_fails_says_why(error: type[Exception], reason: str, mon
         ({"allowed_weight_dirs": ["/", "/no/place"]}, "allowed_weight_dirs: no directory '/no/place'"),
         ({"otlp_traces_endpoint": "collector:4318"}, "otlp_traces_endpoint: expected an http URL"),
         ({"hf_overrides": {"torch_dtype": "float64"}}, "dtype is 'float64'; choose one with --dtype: float32, bfloat"),
-        ({"hf_overrides": {"max_position_embeddings": None}}, "give --max-model-len"),
         (
             {"hf_overrides": {"max_position_embeddings": 10**12}},
             "max_position_embeddings is 1000000000000",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tokserve.errors import StartError
+from tokserve.layers.experts import MixtureSpec
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import ALONE, WHOLE, Group, Stage
 from tokserve.layers.quant import METHODS, UNQUANTIZED, WNA16, QuantMethod
@@ -73,6 +74,7 @@ def load(
     entries = weights.with_model_names(catalogue, spec.renames)
     scales = {name: entries.pop(name) for name in kv_scales.names(len(spec.blocks)) if name in entries}
     entries = weights.by_weight(entries, spec.format)
+    spec = _as_stored(spec, entries)
     stored = spec.format.native_method(entries)
     has_products = stored != "fp8" or has_float8
     keeps = stored is not None and (quantization == stored or (quantization is None and has_products))
@@ -89,6 +91,24 @@ def load(
     decoder.provenance.add_files(catalogue, stamp)
     _scale_cache(decoder, scales, quantization_of(hf))
     return decoder
+
+
+def _as_stored(spec: DecoderSpec, entries: Mapping[str, weights.Entry]) -> DecoderSpec:
+    """The spec with tensors of all experts as this checkpoint has them: released ones are transposed, and transformers
+    saves a model that it has not read from one of these as it computes with it."""
+    straight = set()
+    for number, mlp in spec.mixtures.items():
+        names = (f"model.layers.{number}.mlp.{mlp.experts_name}.{name}" for name in ("gate_up_proj", "down_proj"))
+        shapes = tuple(entries[name].shape if name in entries else () for name in names)
+        if shapes == ((mlp.experts, 2 * mlp.inner, spec.hidden), (mlp.experts, spec.hidden, mlp.inner)):
+            straight.add(number)
+    blocks = (
+        replace(block, mlp=replace(block.mlp, transposed=False))
+        if number in straight and isinstance(block.mlp, MixtureSpec)
+        else block
+        for number, block in enumerate(spec.blocks)
+    )
+    return replace(spec, blocks=tuple(blocks))
 
 
 def _fill(decoder: Decoder, entries: dict[str, weights.Entry], directory: Path) -> None:

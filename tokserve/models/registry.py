@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from tokserve import encoders
-from tokserve.classifier import SUFFIX, TOKEN_SUFFIX, causal_name, head_spec
+from tokserve.classifier import BASE_SUFFIX, SUFFIX, TOKEN_SUFFIX, base_name, causal_name, head_spec
 from tokserve.errors import StartError
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.spec import DecoderSpec
@@ -106,8 +106,13 @@ def refuse_recurrent(hf: Mapping[str, Any]) -> None:
 
 def is_known(hf: Mapping[str, Any]) -> bool:
     """Whether a function of the table reads this config.json."""
-    known = any(name in ARCHITECTURES or causal_name(name) in ARCHITECTURES for name in _names(hf))
+    known = any(_with_head(name) in ARCHITECTURES for name in _names(hf))
     return known or encoders.family(hf) is not None
+
+
+def _with_head(name: str) -> str:
+    """The architecture with a head for tokens."""
+    return name if name in ARCHITECTURES else causal_name(name) or base_name(name)
 
 
 def _names(hf: Mapping[str, Any]) -> list[str]:
@@ -124,14 +129,16 @@ def decoder_spec(hf: Mapping[str, Any]) -> DecoderSpec:
     if family is not None:
         return _read(ENCODERS[family], hf)
     for name in names:
-        known = name if name in ARCHITECTURES else causal_name(name)
+        known = _with_head(name)
         if known in ARCHITECTURES:
             spec = _read(ARCHITECTURES[known], hf)
+            if base_name(name):  # a head that is the embedding needs no memory
+                return replace(spec, tied=True)
             return spec if known == name else _classifier(spec, hf)
     problem = f"architecture {', '.join(names)} is not supported" if names else "config.json names no architecture"
     raise StartError(
-        f"{problem}; supported are: {', '.join(ARCHITECTURES)}, of the same families those with {SUFFIX} or "
-        f"{TOKEN_SUFFIX}, and the encoders {', '.join(ENCODERS)} with {', '.join(encoders.ENDINGS)}"
+        f"{problem}; supported are: {', '.join(ARCHITECTURES)}, of the same families those with {SUFFIX}, "
+        f"{TOKEN_SUFFIX} or {BASE_SUFFIX}, and the encoders {', '.join(ENCODERS)} with {', '.join(encoders.ENDINGS)}"
     )
 
 
