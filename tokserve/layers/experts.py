@@ -6,7 +6,7 @@ all.  What is computed for a token depends on that token alone (docs/mixtures.md
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
@@ -266,14 +266,17 @@ class Experts:
 
     def load_gate_up(self, tensor: Tensor) -> None:
         """Take the gate and up projections of all experts."""
-        for expert, weight in enumerate(tensor):
-            rows = self._gate_up_rows(_deinterleaved(weight.t()) if self.spec.interleaved else weight)
-            self.gate_up[expert] = self.quant.pack_gated(_rows(rows, self.dtype))
+        for expert, rows in enumerate(_transposed(tensor) if self.spec.interleaved else tensor):
+            halves = (rows[::2], rows[1::2]) if self.spec.interleaved else rows.chunk(2)
+            for shard, half in zip(("gate", "up"), halves, strict=True):
+                part = self._part(shard, half)
+                assert isinstance(part, Tensor)
+                self._load(expert, shard, part)
 
     def load_down(self, tensor: Tensor) -> None:
         """Take the down projections of all experts."""
-        for expert, weight in enumerate(tensor):
-            part = self._part("down", weight.t() if self.spec.interleaved else weight)
+        for expert, weight in enumerate(_transposed(tensor) if self.spec.interleaved else tensor):
+            part = self._part("down", weight)
             assert isinstance(part, Tensor)
             self.down[expert] = self.quant.pack(_rows(part, self.dtype))
 
@@ -384,8 +387,17 @@ class Mixture:
 
 
 def _rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor as `dtype`, its rows without gaps."""
-    return tensor.to(dtype).contiguous()
+    """The tensor as `dtype`, each of its rows without gaps."""
+    rows = tensor.to(dtype)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _transposed(tensor: Tensor) -> Iterator[Tensor]:
+    """Each matrix [K,N] of [E,K,N] as [N,K], in memory that the next one takes: what is allocated for each would leave
+    gaps among what is kept."""
+    rows = tensor.new_empty(tensor.shape[2], tensor.shape[1])
+    for matrix in tensor:
+        yield rows.copy_(matrix.t())
 
 
 def _other(shard: str) -> str:
