@@ -94,6 +94,7 @@ EXTENSION = Need(
         "ops/test_wna16.py",
         "runner/test_arithmetic.py",
         "runner/test_cpu_graphs.py",
+        "runner/test_deltas.py",
     ),
     lambda: _has_module("tokserve._C"),
     "a C++20 compiler (Debian: apt-get install g++), then make clean install",

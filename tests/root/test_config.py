@@ -98,7 +98,7 @@ def test_resolve_fills_in_what_the_checkpoint_says(checkpoint: Path) -> None:
     assert config.server.served_model_name == [str(checkpoint)]
 
 
-@pytest.mark.parametrize(("device", "defaults"), [("cpu", (1, 128, 2048)), ("cuda", (2, 256, 8192))])
+@pytest.mark.parametrize(("device", "defaults"), [("cpu", (1, 128, 512)), ("cuda", (2, 256, 8192))])
 def test_steps_are_larger_and_overlap_on_a_gpu(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, device: str, defaults: tuple[int, ...]
 ) -> None:
@@ -109,8 +109,8 @@ def test_steps_are_larger_and_overlap_on_a_gpu(
         return found.depth, found.max_num_seqs, found.max_num_batched_tokens
 
     assert scheduler() == defaults
-    given = {"depth": 1, "max_num_seqs": 128, "max_num_batched_tokens": 2048}
-    assert scheduler(**given) == (1, 128, 2048)
+    given = {"depth": 1, "max_num_seqs": 128, "max_num_batched_tokens": 512}
+    assert scheduler(**given) == (1, 128, 512)
 
 
 @pytest.mark.parametrize("wrong", ['"</s>"', "[5, null]", "true"])

@@ -21,7 +21,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = None
     max_num_batched_tokens: Annotated[
         Positive | None,
-        about("Most tokens computed in one step; longer prompts are cut into chunks. Default: 2048, on a GPU 8192."),
+        about("Most tokens computed in one step; longer prompts are cut into chunks. Default: 512, on a GPU 8192."),
     ] = None
     max_chunk: Annotated[
         Positive | None,
@@ -63,7 +63,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     @property
     def token_budget(self) -> int:
         """`max_num_batched_tokens`, or its default on a CPU."""
-        return self.max_num_batched_tokens or 2048
+        return self.max_num_batched_tokens or 512
 
     @property
     def steps_in_flight(self) -> int:
