@@ -51,6 +51,7 @@ SIZES: dict[str, Any] = {"num_hidden_layers": 2, "dtype": "bfloat16"}
 DENSE = tiny_config("qwen3", hidden_size=1024, intermediate_size=8192, vocab_size=40_000, **SIZES)
 EXPERTS = tiny_config("qwen3_moe", hidden_size=1024, moe_intermediate_size=512, num_experts=24, **SIZES)
 GPT_OSS = tiny_config("gpt_oss", hidden_size=512, intermediate_size=1024, num_hidden_layers=4, dtype="bfloat16")
+TRANSPOSED = tiny_config("gpt_oss", hidden_size=1024, intermediate_size=1024, num_local_experts=24, **SIZES)
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ CASES = {
     "untied": Case(DENSE | {"tie_word_embeddings": False}, 1.0),
     "float32 to bfloat16": Case(DENSE, 0.5, change=as_float32),
     "experts": Case(EXPERTS, 1.0),
+    "transposed experts": Case(TRANSPOSED, 1.0),
     "int4": Case(DENSE, 0.65, options={"quantization": "int4"}),
     "int8": Case(DENSE, 0.8, options={"quantization": "int8"}),
     "experts, int4": Case(EXPERTS, 0.3, options={"quantization": "int4"}),
