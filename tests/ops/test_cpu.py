@@ -223,6 +223,7 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
         "store_kv": (*randn(2, 2000, 1, 64, dtype=bf16).unbind(), *caches.unbind(), torch.randperm(2560)[:2000]),
         "linear": (randn(300, 512, dtype=bf16), randn(700, 512, dtype=bf16), randn(700, dtype=bf16), None),
         "linear_int8": (randn(300, 512, dtype=bf16), randn(700, 512, dtype=bf16), randn(700, dtype=bf16), None),
+        "packed_positions": (CALLS["pack_linear"](randn(700, 512, dtype=bf16)), 3, torch.arange(0, 690 * 512, 7)),
         "quantize_rows": (randn(300, 512, dtype=bf16),), "quantize_int4": (randn(300, 500, dtype=bf16), 64),
         "activation_gradients": (randn(300, 512), randn(300, 1024, seed=1), "gelu_tanh", True),
         "norm_gradients": (randn(700, 512), randn(700, 512, seed=1), randn(512), 1e-6),

@@ -32,7 +32,7 @@ class Tunnel:
         self.stream, self._inner = socket.socketpair()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._pipe = self._context.socket(zmq.PAIR)
-        self._pipe.linger = self._pipe.sndtimeo = PATIENCE
+        self._pipe.linger = PATIENCE
         self._check: KeyCheck | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._arrived = memoryview(END)  # what the other end has sent, and `stream` has not taken yet
@@ -99,8 +99,22 @@ class Tunnel:
             return False
         if ready.get(self._inner.fileno(), 0) & (zmq.POLLIN | zmq.POLLERR):
             data = self._inner.recv(CHUNK)
-            self._pipe.send(data)
-            return data != END
+            return self._send(data) and data != END
+        return True
+
+    def _send(self, data: bytes) -> bool:
+        """Send to the other end, which may have to be waited for; False: it is gone."""
+        with suppress(zmq.Again):
+            self._pipe.send(data, zmq.NOBLOCK)
+            return True
+        poller = zmq.Poller()
+        poller.register(self._pipe, zmq.POLLOUT)
+        if self._monitor is not None:  # a connection that was lost leaves nobody to send to
+            poller.register(self._monitor, zmq.POLLIN)
+        if self._pipe not in dict(poller.poll(PATIENCE)):
+            self._pipe.linger = 0
+            return False
+        self._pipe.send(data, zmq.NOBLOCK)
         return True
 
     def _end(self) -> None:
