@@ -134,8 +134,9 @@ class FakeEngine:
         """End the thread."""
         self.closed.set()
         os.eventfd_write(self._wake, 1)
-        self._thread.join()
-        os.close(self._wake)
+        self._thread.join(10.0)  # the end of a libzmq context was seen to hang, once in tens of thousands
+        if not self._thread.is_alive():
+            os.close(self._wake)
 
     def send(self, *messages: FromEngine) -> None:
         """Say these to the last front end that spoke."""
