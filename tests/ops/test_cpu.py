@@ -223,8 +223,8 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
         "store_kv": (*randn(2, 2000, 1, 64, dtype=bf16).unbind(), *caches.unbind(), torch.randperm(2560)[:2000]),
         "linear": (randn(300, 512, dtype=bf16), randn(700, 512, dtype=bf16), randn(700, dtype=bf16), None),
         "linear_int8": (randn(300, 512, dtype=bf16), randn(700, 512, dtype=bf16), randn(700, dtype=bf16), None),
-        "packed_positions": (CALLS["pack_linear"](randn(700, 512, dtype=bf16)), 3, torch.arange(0, 690 * 512, 7)),
         "quantize_rows": (randn(300, 512, dtype=bf16),), "quantize_int4": (randn(300, 500, dtype=bf16), 64),
+        "packed_positions": (CALLS["pack_linear"](randn(700, 512, dtype=bf16)), 3, torch.arange(0, 690 * 512, 7)),
         "activation_gradients": (randn(300, 512), randn(300, 1024, seed=1), "gelu_tanh", True),
         "norm_gradients": (randn(700, 512), randn(700, 512, seed=1), randn(512), 1e-6),
         "attention_gradients": (  # 300 tokens, and 60 that share the first 200 of them
@@ -238,9 +238,7 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
             torch.tensor([0, 1], dtype=torch.int32), torch.tensor([2500], dtype=torch.int32), 0.125, 0,
         ),
         "gated_linear": (randn(300, 512, dtype=bf16), randn(700, 512, dtype=bf16), randn(700, dtype=bf16), "silu"),
-        "gated_linear_int8": (
-            randn(300, 512, dtype=bf16), randn(700, 512, dtype=bf16), randn(700, dtype=bf16), "gelu_tanh"
-        ),
+        "gated_linear_int8": (randn(300, 512, dtype=bf16), randn(700, 512, dtype=bf16), None, "gelu_tanh"),
         "linear_wna16": (randn(300, 512, dtype=bf16), [*weights(350, 512)[:2]], None, None),
         "gated_linear_wna16": (randn(300, 512, dtype=bf16), weights(700, 512)[2:3], randn(700, dtype=bf16), "silu"),
         "embedding_wna16": (torch.arange(300) * 7 % 700, weights(700, 512)[3:4], bf16),

@@ -102,19 +102,19 @@ class Tunnel:
             return self._send(data) and data != END
         return True
 
-    def _send(self, data: bytes) -> bool:
+    def _send(self, chunk: bytes) -> bool:
         """Send to the other end, which may have to be waited for; False: it is gone."""
         with suppress(zmq.Again):
-            self._pipe.send(data, zmq.NOBLOCK)
+            self._pipe.send(chunk, zmq.NOBLOCK)
             return True
         poller = zmq.Poller()
         poller.register(self._pipe, zmq.POLLOUT)
-        if self._monitor is not None:  # a connection that was lost leaves nobody to send to
+        if self._monitor is not None:  # a connection that was lost leaves no peer to send to
             poller.register(self._monitor, zmq.POLLIN)
         if self._pipe not in dict(poller.poll(PATIENCE)):
             self._pipe.linger = 0
             return False
-        self._pipe.send(data, zmq.NOBLOCK)
+        self._pipe.send(chunk, zmq.NOBLOCK)
         return True
 
     def _end(self) -> None:
