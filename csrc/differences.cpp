@@ -67,10 +67,10 @@ int64_t compare(const DifferenceArgs& a) {
     std::memcpy(was, old + first, rest * sizeof(Old));
     round_block(last, fresh);
     uint32_t places[kBlock];
-    Bits found[kBlock];
-    const int64_t more = compare_block(was, fresh, first, places, found, 0);
+    Bits bits[kBlock];
+    const int64_t more = compare_block(was, fresh, first, places, bits, 0);
     std::memcpy(a.places + count, places, more * sizeof places[0]);
-    std::memcpy(values + count, found, more * sizeof found[0]);
+    std::memcpy(values + count, bits, more * sizeof bits[0]);
     count += more;
   }
   return count;

@@ -28,7 +28,8 @@ from tokserve.resolve import replica_config, replica_environment
 logger = logging.getLogger(__name__)
 
 EQUAL = ("max_model_len", "vocab_size", "block_size", "eos_token_ids")  # of `Ready`: requests depend on them
-SLACK_STEPS = 2  # full steps of work that a group's engine may have more than another
+SLACK_STEPS = 2  # full steps of work that a group's engine may have more than another,
+MIN_SLACK = 4096  # and tokens, where steps are short
 
 
 class Replicas:
@@ -45,7 +46,8 @@ class Replicas:
             engine.successor_status = partial(self._successor_status, engine)
         self._config = config
         assert config.cache.block_size is not None  # it is resolved
-        self._router = PrefixRouter(size, config.cache.block_size, SLACK_STEPS * config.scheduler.token_budget)
+        slack = max(MIN_SLACK, SLACK_STEPS * config.scheduler.token_budget)
+        self._router = PrefixRouter(size, config.cache.block_size, slack)
         self._epoch: tuple[int, str] | None = None  # of the weights that cached blocks are of
 
     # --- start and end ---

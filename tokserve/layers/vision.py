@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 
 import torch
@@ -151,13 +150,12 @@ class Runs:
         ends, total = sizes.cumsum(0), sum(lengths)
         self.pages = int(used.sum())
         columns = torch.arange(int(used.max()))
-        on_device = partial(torch.Tensor.to, device=ops.torch_device)
-        self.block_tables = on_device((first[:, None] + columns).clamp(max=self.pages - 1).int())  # [R, max pages]
-        self.query_start = on_device(torch.cat((torch.zeros(1), ends)).int())  # [R + 1]
-        self.seq_lens = on_device(sizes.int())
-        self.bidirectional = on_device(torch.ones(len(sizes), dtype=torch.bool))
-        self.slots = on_device(torch.repeat_interleave(first * PAGE - (ends - sizes), sizes) + torch.arange(total))
-        self.positions = on_device(torch.arange(total))
+        self.block_tables = (first[:, None] + columns).clamp(max=self.pages - 1).int()  # [R, max pages]
+        self.query_start = torch.cat((torch.zeros_like(ends[:1]), ends)).int()  # [R + 1]
+        self.seq_lens = sizes.int()
+        self.bidirectional = torch.ones(len(sizes), dtype=torch.bool)
+        self.slots = torch.repeat_interleave(first * PAGE - (ends - sizes), sizes) + torch.arange(total)
+        self.positions = torch.arange(total)
 
 
 class RunAttention:
@@ -169,7 +167,7 @@ class RunAttention:
     def __init__(self, heads: int, dim: int, dtype: torch.dtype, table: Tensor, *kinds: Runs) -> None:
         self.scale, self.table = dim**-0.5, table
         shape = (max(runs.pages for runs in kinds), heads, PAGE, dim)
-        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=ops.torch_device) for _ in range(2))
+        self.keys, self.values = (torch.zeros(shape, dtype=dtype) for _ in range(2))
 
     def __call__(self, qkv: Tensor, runs: Runs) -> Tensor:  # [n, 3 * hidden] -> [n, hidden]
         """Turn queries and keys by the rows' angles, and let each row see all rows of its run."""

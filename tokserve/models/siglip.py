@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokserve import ops
 from tokserve.layers.norm import make_norm
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter, under
@@ -45,7 +44,7 @@ class SiglipTower:
         order = squares(height, width, self.spec.merge)
         residual = self.patch(patches) + self.positions(order // width, order % width, height, width)
         x, runs = self.blocks[0].norm1(residual), Runs([len(order)])
-        not_turned = torch.zeros(len(order), 0, device=ops.torch_device)
+        not_turned = torch.zeros(len(order), 0)
         attention = RunAttention(self.spec.heads, self.spec.hidden // self.spec.heads, x.dtype, not_turned, runs)
         following = [*(block.norm1 for block in self.blocks[1:]), self.norm]
         for block, norm in zip(self.blocks, following, strict=True):

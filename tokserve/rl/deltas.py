@@ -260,16 +260,17 @@ def file_pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | Non
     packed = json.dumps(header, separators=(",", ":")).encode()
     packed += b" " * (-len(packed) % 8)
     yield len(packed).to_bytes(8, "little") + packed
-    small: list[bytes] = []  # tensors, or the ends of some, that go together
+    pieces, size = [], 0  # of small tensors, or the ends of others, that go together
     for name in tensors:
         flat = tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         for first in range(0, len(flat), PIECE):
-            small.append(flat[first : first + PIECE].tobytes())
-            if sum(map(len, small)) >= PIECE:
-                yield b"".join(small)
-                small.clear()
-    if small:
-        yield b"".join(small)
+            pieces.append(flat[first : first + PIECE].tobytes())
+            size += len(pieces[-1])
+            if size >= PIECE:
+                yield b"".join(pieces)
+                pieces, size = [], 0
+    if pieces:
+        yield b"".join(pieces)
 
 
 def difference(old: Tensor, new: Tensor) -> tuple[TensorDelta, int] | None:
