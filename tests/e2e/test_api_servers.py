@@ -190,7 +190,7 @@ def test_any_process_shows_the_figures_of_all(two: Server) -> None:
 def test_kill_9_of_an_api_process_ends_its_requests_and_no_others(two: Server) -> None:
     doomed, other = two.api_processes()
     finished = shown(two, 1)['tokserve:request_success_total{engine="0",finished_reason="length",model_name="demo"}']
-    with in_flight(two, (0, body("lost")), (1, body("kept", n=8, max_tokens=200))) as (lost, kept):
+    with in_flight(two, (0, body("lost")), (1, body("kept", n=8, max_tokens=1000))) as (lost, kept):
         doomed.kill()
         with pytest.raises(httpx.HTTPError):
             lost.result(PATIENCE)
