@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +157,40 @@ def test_modules_of_sentence_transformers_choose_the_pooling(checkpoint: Path, t
     pooling.write_text(json.dumps({"pooling_mode_max_tokens": True}))
     with pytest.raises(StartError, match="max_tokens"):
         LLM(str(tmp_path), **OPTIONS | {"runner": "auto"})
+
+
+@pytest.fixture
+def slow(checkpoint: Path) -> Iterator[Server]:
+    """A server that computes one prompt at a time, a part of it in each step."""
+    flags = ("--max-num-seqs", "1", "--max-num-batched-tokens", "16")
+    with Server(str(checkpoint), "--runner", "pooling", "--tokens-only", "--sglang-api", *flags) as one:
+        yield one
+
+
+def asked_for_many(server: Server, asks: ThreadPoolExecutor) -> Future[httpx.Response]:
+    """A request for many vectors, of which some are there."""
+    before = server.metric("tokserve:prompt_tokens_total")
+    answer = asks.submit(server.post, "/encode", {"input_ids": [[5 + i % 90, *range(5, 70)] for i in range(300)]})
+    while server.metric("tokserve:prompt_tokens_total") < before + 200:
+        time.sleep(0.001)
+    return answer
+
+
+def test_one_version_of_the_weights_makes_all_vectors(slow: Server, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tiny_config("qwen3", dtype="float32"), seed=2)
+    with ThreadPoolExecutor(1) as asks:
+        answer = asked_for_many(slow, asks)
+        assert slow.post("/pause?mode=keep", {}).status_code == 200 and not answer.done()
+        assert slow.post("/update_weights", {"weight_dir": str(tmp_path), "weight_version": "new"}).status_code == 200
+        assert slow.post("/resume", {}).status_code == 200
+        made = answer.result().json()
+    assert {one["meta_info"]["weight_version"] for one in made} == {"new"}
+    assert slow.post("/encode", {"input_ids": [[5, *range(5, 70)]]}).json()[0]["embedding"] == made[0]["embedding"]
+
+
+def test_what_a_pause_aborts_may_be_sent_again(slow: Server) -> None:
+    with ThreadPoolExecutor(1) as asks:
+        answer = asked_for_many(slow, asks)
+        assert slow.post("/pause?mode=abort", {}).status_code == 200
+        assert answer.result().status_code == 503 and answer.result().headers["retry-after"] == "1"
+        assert "(abort_pause)" in answer.result().json()["error"]["message"]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.engine.scripted import Engine
+from tests.engine.test_control import ask, update
 from tokserve.params import PoolingParams
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
@@ -74,6 +75,34 @@ def test_a_preempted_prompt_is_computed_again(depth: int) -> None:
     engine.run()
     engine.check_complete("p")
     assert engine.executor.computed["p"] > len(PROMPT)
+    engine.check_empty()
+
+
+@DEPTHS
+def test_new_weights_make_the_whole_vector(depth: int) -> None:
+    engine = Engine(depth=depth, max_num_batched_tokens=3)
+    engine.add("p", PROMPT, task=MEAN)
+    engine.step()
+    assert not update(engine, "w2", "two").error
+    engine.run()
+    engine.check_complete("p")
+    assert engine.received["p"].outputs[-1].spans == [("two", 0, 0)]
+    assert engine.executor.computed["p"] > len(PROMPT)  # from the beginning again
+    engine.check_empty()
+
+
+@DEPTHS
+def test_a_new_adapter_makes_the_whole_vector(depth: int) -> None:
+    engine = Engine(depth=depth, max_num_batched_tokens=3, enable_lora=True, max_loras=2)
+    for name in ("x", "y"):
+        assert not ask(engine, "load_lora_adapter", lora_name=name, lora_path=f"/{name}").error
+        engine.add(name, PROMPT, adapter=name, task=MEAN)
+    engine.steps(2)
+    assert not ask(engine, "load_lora_adapter", call_id=2, lora_name="x", lora_path="/new").error
+    engine.run()
+    spans = {name: engine.received[name].outputs[-1].spans for name in ("x", "y")}
+    assert spans == {"x": [("v1+x@3", 0, 0)], "y": [("v1+y@2", 0, 0)]}
+    assert engine.executor.computed["x"] > engine.executor.computed["y"] == len(PROMPT)
     engine.check_empty()
 
 

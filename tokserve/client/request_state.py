@@ -186,7 +186,9 @@ class ChoiceState:
         delta.sampling_mask_truncated = self._masks_too_long
         count = self._num_tokens
         delta.weight_versions = [
-            (version, start, min(end, count)) for version, start, end in self._weight_versions if start < count
+            (version, start, min(end, count))
+            for version, start, end in self._weight_versions
+            if start < count or self._pooled
         ]
         if self._stop_hit is not None:
             delta.finish_reason, delta.stop_detail, delta.stop_reason = "stop", "stop_string", self._stop_hit.text

@@ -93,7 +93,9 @@ class EngineCore:
         )  # fmt: skip
         self._transfers: Transfers | None = None
         self._store = self._make_store(executor, wake)
-        self.adapters = Adapters(config.lora, self, self.cache, executor, config.server.served_model_name or [])
+        self.adapters = Adapters(
+            config.lora, self, self.scheduler, self.cache, executor, config.server.served_model_name or []
+        )
         self.grammars = Grammars(config, facts.vocab_size, eos)
         self.stopped = False
         self._executor = executor

@@ -256,9 +256,10 @@ class Request:
         self.prediction = prediction
         self._follower = DraftState(self.tokens, self.prompt_len, [corpus], (corpus, 0), searches=False)
 
-    def set_pooled(self, vector: Float32, now: float) -> None:
+    def set_pooled(self, vector: Float32, version: str, now: float) -> None:
         """The prompt of a pooling request is computed, and this is its vector."""
         self.output.set_pooled(vector)
+        self.output.set_version(version, self.adapter, 0)
         self.end("stop", "pooled", now)
 
     def on_status(self, status: int, now: float) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 from itertools import islice
 
 from tokserve.config import SchedulerConfig
+from tokserve.engine.adapter import Adapter
 from tokserve.engine.counters import Counters, WeightEpochs
 from tokserve.engine.fairness import FairQueue, Shares, choose_displaced, choose_victim
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
@@ -364,6 +365,13 @@ class Scheduler:
         for request in list(self._running):
             self._preempt(request)
 
+    def restart_pooling(self, adapter: Adapter | None = None) -> None:
+        """At a step boundary: all weights, or the adapter's, are other ones.  What is begun of a vector is computed
+        again, as one that both have made is of neither."""
+        for request in list(self._running):
+            if request.pooling and adapter in (None, request.adapter):
+                self._preempt(request)
+
     def _stop_running(self, request: Request) -> None:
         self._running.remove(request)
         self.shares.left(request)
@@ -469,7 +477,7 @@ class Scheduler:
                 elif count:
                     num_output += request.append(token_ids[first:last], logprobs, first, version, now, masks)
                 elif request.pooling and request.num_settled == request.prompt_len:
-                    request.set_pooled(result.pooled[index], now)
+                    request.set_pooled(result.pooled[index], version, now)
                 if request.num_settled >= (request.table.num_full + 1) * block_size:
                     settled = min(request.num_settled, len(request.tokens))  # a stop may have dropped accepted drafts
                     self._cache.cache_full_blocks(request.table, request.tokens, settled)

@@ -16,6 +16,7 @@ from tokserve.config import LoraConfig
 from tokserve.engine.adapter import Adapter
 from tokserve.engine.admin.command import PREPARED, STEP_BOUNDARY, Command, RunningRequests, Wait, command
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
+from tokserve.engine.scheduler import Scheduler
 from tokserve.errors import Conflict, NotFound, RequestError, StartError
 from tokserve.executor.base import Executor
 from tokserve.messages import LoadedAdapter
@@ -33,10 +34,12 @@ class Adapters:
     """
 
     def __init__(
-        self, config: LoraConfig, requests: RunningRequests, cache: PrefixCache, executor: Executor, taken: list[str]
-    ) -> None:
+        self, config: LoraConfig, requests: RunningRequests, scheduler: Scheduler, cache: PrefixCache,
+        executor: Executor, taken: list[str],
+    ) -> None:  # fmt: skip
         self._config = config
         self._requests = requests
+        self._scheduler = scheduler
         self._cache = cache
         self._executor = executor
         self._taken = taken
@@ -86,7 +89,8 @@ class Adapters:
     def load(self, lora_name: str, lora_path: str, load_inplace: bool | None = None) -> Command:
         """Load a PEFT directory under a name, in place of what has that name (`load_inplace` False: if none has).
 
-        Requests in flight go on with the new weights, and keep the KV that the old ones made.
+        Requests in flight go on with the new weights, and keep the KV that the old ones made; those that pool begin
+        again.
         """
         self._check(lora_name)
         if not lora_path:
@@ -135,6 +139,7 @@ class Adapters:
         else:
             adapter.path, adapter.generation = path, self.num_loads
             self._cache.on_adapter_replaced(adapter)
+            self._scheduler.restart_pooling(adapter)
         adapter.digest = digest
         self._uses += 1
         adapter.last_use = self._uses

@@ -77,6 +77,7 @@ class CurrentWeights:
         self.num_changes += 1
         self._cache.set_epoch(self.epoch)
         self._scheduler.weights.use(self.version, self.epoch)
+        self._scheduler.restart_pooling()
 
     def _set_checksum(self, checksum: str | None) -> None:
         """What the weights that serve have; None: it is not known."""

@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 
 from tokserve.client.pooling import LabelRules, PoolingRules, Side, VectorRules
-from tokserve.errors import RequestError, invalid
+from tokserve.errors import Overloaded, RequestError, invalid
 from tokserve.params import PoolingParams
 from tokserve.server import compat
 from tokserve.server.http.declared import OPTIONS, model
@@ -20,6 +20,7 @@ from tokserve.server.serving import FieldPaths, Prompts, Serving
 
 USED = ("priority", "cache_salt", "group_id", "deadline_ms", "queue_timeout_ms", "data_parallel_rank")
 CUT_BYTES = 1 << 20  # a text that is to be cut may have so many bytes, even if they exceed the context
+MAX_TRIES = 3  # to have all vectors of a request made by the same weights
 UNSUPPORTED = "unsupported"  # code of what this model cannot do: a 400, not a 501, which SDKs repeat
 
 _OptionFields: Any = model("_OptionFields", schemas.RequestBody, (field for field in OPTIONS if field.name in USED))
@@ -55,12 +56,14 @@ class PoolingUsage(msgspec.Struct):
 
 
 class PooledPrompts(NamedTuple):
-    """What the engine made: a vector for each prompt.  `key`: of the request, for the reply's id."""
+    """What the engine made: a vector for each prompt.  `key`: of the request, for the reply's id.  `version`: of the
+    weights, and of the adapter."""
 
     key: str
     vectors: list[bytes]
     usage: PoolingUsage
     headers: dict[str, str]
+    version: str
 
 
 def vector_rules(serving: Serving) -> VectorRules:
@@ -193,20 +196,31 @@ async def pool(
     serving: Serving, request: Request, body: PoolingBody, params: PoolingParams, prompts: Prompts,
     fields: FieldPaths, ignored: list[str],
 ) -> PooledPrompts:  # fmt: skip
-    """A vector for each prompt; all of them, or RequestError.  `ignored`: names of fields, for the reply's header."""
+    """A vector for each prompt, all of one version of the weights; all of them, or RequestError."""
     generate = serving.request_of(request, body, params, text=False)
-    generation = await serving.start(request, generate, prompts, fields)
     headers = {"X-Request-Id": generate.request_id, **schemas.ignored_header(ignored)}
-    try:
-        choices = sorted(await sse.collect(generation, request), key=lambda choice: choice.index)
-        for choice in choices:
-            if not choice.pooled:
-                raise RequestError(
-                    f"the request ended without a vector ({choice.stop_detail})", code=choice.stop_detail
-                )
-        tokens = generation.usage().prompt_tokens
-        return PooledPrompts(
-            generation.key, [choice.pooled for choice in choices], PoolingUsage(tokens, tokens), headers
-        )
-    finally:
-        await generation.close()
+    for _ in range(MAX_TRIES):
+        generation = await serving.start(request, generate, prompts, fields)
+        try:
+            choices = sorted(await sse.collect(generation, request), key=lambda choice: choice.index)
+            for choice in choices:
+                if not choice.pooled:
+                    raise _without_vector(choice.stop_detail)
+            versions = {choice.weight_versions[-1][0] for choice in choices}
+            if len(versions) == 1:
+                tokens = generation.usage().prompt_tokens
+                return PooledPrompts(
+                    generation.key, [choice.pooled for choice in choices], PoolingUsage(tokens, tokens), headers,
+                    versions.pop(),
+                )  # fmt: skip
+        finally:
+            await generation.close()
+    raise Overloaded(f"the weights changed in each of {MAX_TRIES} tries to pool these inputs", code="weights_changed")
+
+
+def _without_vector(detail: str | None) -> RequestError:
+    """Why a request has no vector: the server's own affair, for which it may be sent again, or the client's."""
+    message = f"the request ended without a vector ({detail})"
+    if detail in ("abort_pause", "abort_quarantine", "shutdown"):
+        return Overloaded(message, code=detail)
+    return RequestError(message, code=detail)

@@ -83,7 +83,6 @@ async def _respond(
     fields = FieldPaths(f"{field}[0]" if listed and len(prompts) == 1 else field)
     made = await inputs.pool(serving, request, body, rules.params, prompts, fields, ignored)
     elapsed = time.monotonic() - began
-    version = serving.llm.status.weight_version
     vectors = []
     for prompt, vector in zip(prompts, made.vectors, strict=True):
         if isinstance(rules, LabelRules):
@@ -92,7 +91,7 @@ async def _respond(
             values = rules.finish(vector, body.dimensions, body.use_activation)
         details = {
             "id": made.headers["X-Request-Id"], "finish_reason": END, "prompt_tokens": len(prompt),
-            "weight_version": version, "e2e_latency": elapsed,
+            "weight_version": made.version, "e2e_latency": elapsed,
         }  # fmt: skip
         vectors.append(SglangVector(values.tolist(), details))
     return replies.json(vectors if listed else vectors[0], made.headers)
