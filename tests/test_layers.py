@@ -40,6 +40,7 @@ ROOT_ORDER = [
     "messages",
     "plan",
     "admin",
+    "one_blas_thread",
 ]
 # package -> (packages and root files it may import, foreign modules it must not import anywhere)
 TORCH = {"torch", "transformers", "triton"}
@@ -92,6 +93,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "kv_spec",
             "vision",
             "curve",
+            "one_blas_thread",
         },
         TORCH,
     ),
@@ -114,6 +116,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "vision",
             "checkpoint",
             "kv_transfer",
+            "one_blas_thread",
         },
         TORCH,
     ),
@@ -163,7 +166,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         TORCH,
     ),
     "ray": ({"client", "server", "config", "resolve", "errors", "params"}, TORCH),
-    "cli": ({"bench", "client", "server", "executor", "config", "resolve", "errors", "log", "sockets"}, TORCH),
+    "cli": (
+        {"bench", "client", "server", "executor", "config", "resolve", "errors", "log", "sockets", "one_blas_thread"},
+        TORCH,
+    ),
     "bench": ({"client", "params", "errors"}, TORCH),
     "testing": (
         {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from concurrent.futures import Future
@@ -113,6 +114,29 @@ def test_the_runner_gets_the_configuration_and_the_plans_in_order(depth: int) ->
         call for step in range(5) for call in (("forward", step), ("sample", step, bitmask if step == 3 else None))
     ]
     assert what[1:] == [*steps, ("call", "weights", {"x": 1})]
+
+
+@DEPTHS
+def test_torch_is_imported_without_collections_and_the_model_loaded_with(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enabled: list[bool] = []
+
+    def attribute(name: str) -> Any:
+        if name == "load":
+            enabled.append(gc.isenabled())
+            return load
+        raise AttributeError(name)
+
+    def load(config: Config) -> tuple[FakeRunner, DeviceFacts]:
+        enabled.append(gc.isenabled())
+        return FakeRunner(), FACTS
+
+    startup = ModuleType("tokserve.runner.startup")
+    startup.__getattr__ = attribute  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "tokserve.runner.startup", startup)
+    started(depth)[0].close()
+    assert enabled == [False, True]
 
 
 @DEPTHS

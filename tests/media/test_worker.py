@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import os
 import struct
 import zlib
 from collections.abc import Iterator
@@ -76,6 +77,12 @@ def test_patches_are_those_of_transformers(reader: ImageReader) -> None:
         assert grid == Grid(*expected["image_grid_thw"][0].tolist()) == image_grid(prepared.encoded)
         assert prepared.length == grid.h * grid.w // 4
         np.testing.assert_allclose(patches, expected["pixel_values"], atol=1e-6)
+
+
+def test_it_starts_no_threads(reader: ImageReader) -> None:
+    read(reader, file_of(picture(40, 32)))
+    (pid,) = reader.pool.pids
+    assert len(os.listdir(f"/proc/{pid}/task")) == 1
 
 
 def test_modes_and_orientation(reader: ImageReader) -> None:

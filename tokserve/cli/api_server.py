@@ -18,7 +18,7 @@ from contextlib import suppress
 import msgspec
 import uvloop
 
-from tokserve import log
+from tokserve import log, one_blas_thread  # noqa: F401
 from tokserve.cli import listen
 from tokserve.cli.http import ApiServer, Signals
 from tokserve.client.async_llm import AsyncLLM

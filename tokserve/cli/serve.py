@@ -16,7 +16,7 @@ from typing import Any
 import uvloop
 
 import tokserve
-from tokserve import log
+from tokserve import log, one_blas_thread  # noqa: F401
 from tokserve.cli import headless, listen
 from tokserve.cli.http import ApiServer, Signals, banner, report
 from tokserve.cli.supervisor import Supervisor

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import msgspec
 
-from tokserve import log
+from tokserve import log, one_blas_thread  # noqa: F401
 from tokserve.config import Config
 from tokserve.curve import EngineKeys
 from tokserve.engine.core import EngineCore

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from tokserve.config import Config
+from tokserve.executor.collector import no_collections
 from tokserve.plan import DeviceFacts, GrammarBitmask, Int32, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ class InlineExecutor:
         return self._run(self._load)
 
     def _load(self) -> DeviceFacts:
-        from tokserve.runner.startup import load  # brings torch
+        with no_collections():
+            from tokserve.runner.startup import load  # brings torch
 
         self._runner, facts = load(self._config)
         return facts

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from tokserve import __version__, log
+from tokserve import __version__, log, one_blas_thread  # noqa: F401
 from tokserve.config import Config
 from tokserve.curve import ClientKeys
 from tokserve.errors import RequestError, StartError, sendable
@@ -44,6 +44,7 @@ from tokserve.executor.channel import (
     StoreSet,
     StoreValue,
 )
+from tokserve.executor.collector import no_collections
 from tokserve.executor.listeners import INHERITED
 from tokserve.executor.tunnel import Tunnel
 from tokserve.plan import DeviceFacts
@@ -137,7 +138,8 @@ class RankWorker:
             return 1
 
     def _load(self, begin: Begin) -> DeviceFacts:
-        from tokserve.runner.startup import join_ranks, load  # brings torch
+        with no_collections():
+            from tokserve.runner.startup import join_ranks, load  # brings torch
 
         ranks: Ranks = join_ranks(
             self._rank, begin.tensor, begin.stages, self._set, self._get, begin.config.runtime.device, begin.address

@@ -1,0 +1,42 @@
+"""numpy in the processes of ours: no threads of its BLAS, and nothing left in the environment of torch's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tokserve.one_blas_thread import VARIABLE
+
+CODE = f"""
+import os, tokserve.MODULE, numpy
+print(len(os.listdir("/proc/self/task")), os.environ.get("{VARIABLE}"))
+"""
+needs_processors = pytest.mark.skipif(os.cpu_count() == 1, reason="numpy starts a thread for each other processor")
+
+
+def imported(code: str, **variables: str) -> list[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment | variables, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+@needs_processors
+@pytest.mark.parametrize("module", ["cli.serve", "cli.api_server", "engine.process", "executor.worker"])
+def test_the_main_module_of_a_process_starts_no_threads(module: str) -> None:
+    assert imported(CODE.replace("MODULE", module)) == ["1", "None"]
+
+
+@needs_processors
+def test_what_the_user_says_holds() -> None:
+    assert imported(CODE.replace("MODULE", "engine.process"), **{VARIABLE: "2"}) == ["2", "2"]
+
+
+@needs_processors
+def test_a_library_leaves_numpy_alone() -> None:
+    """`from tokserve import LLM` may be the first import in a program that multiplies with numpy."""
+    threads, variable = imported(CODE.replace("MODULE", "client.llm, tokserve.client.async_llm"))
+    assert int(threads) > 1 and variable == "None"
