@@ -62,6 +62,8 @@ PHRASES = {  # in comments, docstrings and messages
 }
 ANY_PHRASE = re.compile(rf"\b(?:{'|'.join(PHRASES)})\b", re.IGNORECASE)
 RETIRED = CLASSES | WORDS | VARIABLES | PHRASES
+# a docstring that begins with one of these leaves out what it speaks of: "Of the tensors.", "As a result."
+NOT_A_SUBJECT = re.compile(r"(?:Of|As|By|In|From|And|Or|To|With|Without|For|At|On|Those|So|Nothing|If)\b")
 
 # packages that still speak the old dialect
 PENDING: tuple[str, ...] = ()
@@ -128,6 +130,22 @@ def test_no_retired_words() -> None:
     for path in FILES:
         if not _name(path).startswith(PENDING):
             assert not retired_words(path.read_text()), f"{_name(path)}: see docs/glossary.md"
+
+
+def docstrings_without_subject(tree: ast.AST) -> list[str]:
+    """`line: first line` of the docstrings of classes and functions that begin in the middle of a phrase."""
+    defined = (
+        node for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    first_lines = ((node.lineno, (ast.get_docstring(node) or "").partition("\n")[0]) for node in defined)
+    return [f"{line}: {text}" for line, text in first_lines if NOT_A_SUBJECT.match(text)]
+
+
+def test_docstrings_say_what_they_speak_of() -> None:
+    for path in FILES:
+        assert not docstrings_without_subject(parsed(path)), _name(path)
+    tree = ast.parse('class A:\n    """Of tensors."""\n\n    def f(self):\n        """Offer them."""\n')
+    assert docstrings_without_subject(tree) == ["1: Of tensors."]
 
 
 def test_the_scan_finds_every_kind_of_word() -> None:

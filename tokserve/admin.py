@@ -81,7 +81,7 @@ class InitTransfer(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StartUpdate(msgspec.Struct, forbid_unknown_fields=True):
-    """Of a delta, the version and the checksum of what it changes.
+    """The base of a delta is given by its version and checksum.
 
     `lease`: seconds without a call after which the update is rolled back; default: `--control-lease`.  `take_over`:
     roll back an update that is open.

@@ -54,7 +54,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Of a file, or of all shards together."""
+    """The header of a file, or of all shards together."""
 
     files: tuple[Path, ...]
     metadata: dict[str, Any]

@@ -45,7 +45,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
     @property
     def num_blocks(self) -> int:
-        """Of the first KV group."""
+        """The number of blocks of the first KV group."""
         return len(self.remote_block_ids[0]) if self.remote_block_ids else 0
 
 

@@ -108,8 +108,8 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class DraftCounts(NamedTuple):
-    """Of one request: steps that had drafts, drafts, and accepted ones; and `predicted`, the output tokens that its
-    prediction foresaw, which does not depend on what was drafted.
+    """Counts of one request: steps that had drafts, drafts, and accepted ones; and `predicted`, the output tokens that
+    its prediction foresaw, which does not depend on what was drafted.
 
     Only if the request wants them reported: `by_source`, drafts and accepted ones, and `per_step`, two bytes for each
     step that had drafts: how many, and how many of them were accepted.
@@ -140,12 +140,12 @@ class SamplingMasks(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def logprobs(self) -> NDArray[np.float32]:  # [n]
-        """Of each token among its ids."""
+        """The logprob of each token among its ids."""
         return np.frombuffer(self.rows, "<f4")[1::3]
 
     @property
     def kept_logprobs(self) -> NDArray[np.float32]:  # [n]
-        """Of all ids of each token in the model's distribution at the temperature."""
+        """The logprob of all ids of each token together, in the model's distribution at the temperature."""
         return np.frombuffer(self.rows, "<f4")[2::3]
 
     def cut(self, count: int) -> SamplingMasks:
@@ -263,7 +263,8 @@ OutputRow = tuple[str, list[int], Logprobs | None, RareFields | None, SamplingMa
 
 
 class StoreStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Of the KV store: gauges of what it keeps, then counters since the engine's start; blocks unless said otherwise.
+    """Statistics of the KV store: gauges of what it keeps, then counters since the engine's start; blocks unless said
+    otherwise.
 
     `queries`, `hits`: prompt tokens that the prefix cache had not, and those that were loaded.  `saved`, `written`: to
     memory, to files; `loaded`: to the KV cache; `read`: from files.  `dropped`, `failed_writes`: not kept in memory, in

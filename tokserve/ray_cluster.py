@@ -45,5 +45,5 @@ def _check_listening(address: str, hint: str) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Of an error's text; Ray adds pages."""
+    """The first line of an error's text; Ray adds pages."""
     return str(error).partition("\n")[0]

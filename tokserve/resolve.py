@@ -105,7 +105,7 @@ def resolve(config: Config) -> Config:
 
 
 def _with_images(model: ModelConfig, media: MediaConfig, device: str) -> ModelConfig:
-    """Without the vision tower where none is to be served."""
+    """The model's options without the vision tower where none is to be served."""
     media.max_images()  # raises StartError
     if not media.language_model_only and device != "cuda":
         return model

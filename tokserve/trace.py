@@ -102,7 +102,7 @@ class SpanTotal(msgspec.Struct):
 
 
 def totals(spans: Iterable[TraceSpan]) -> list[SpanTotal]:
-    """By name, the longest first."""
+    """The totals by name, the longest first."""
     rows: dict[str, SpanTotal] = {}
     inside: dict[str, list[tuple[int, SpanTotal]]] = {}  # by track, the spans around the one at hand, with their ends
     for span in sorted(spans, key=lambda span: (span.start, -span.duration)):

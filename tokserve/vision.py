@@ -91,8 +91,8 @@ class ImageFormat(msgspec.Struct, frozen=True):
 
 
 def image_format(directory: Path, hf: Mapping[str, Any]) -> ImageFormat | None:
-    """From config.json (`hf`, as `checkpoint.hf_config` returns it) and preprocessor_config.json; None: the model takes
-    no images.
+    """Read the format from config.json (`hf`, as `checkpoint.hf_config` returns it) and preprocessor_config.json; None:
+    the model takes no images.
 
     Raises StartError for attributes of a wrong kind.
     """
@@ -118,7 +118,7 @@ def image_format(directory: Path, hf: Mapping[str, Any]) -> ImageFormat | None:
 
 
 def processor_config(directory: Path) -> dict[str, Any]:
-    """Of the checkpoint's image processor; empty if there is none."""
+    """The options of the checkpoint's image processor; empty if there is none."""
     processor = read_json(directory, "preprocessor_config.json")
     if processor:
         return processor
@@ -193,7 +193,7 @@ def encode_image(patches: NDArray[Any], grid: Grid) -> bytes:
 
 
 def image_grid(encoded: bytes) -> Grid:
-    """Of the data of a feature that `check_image` has passed."""
+    """The grid in the data of a feature that `check_image` has passed."""
     return Grid(*HEADER.unpack_from(encoded)[:3])
 
 

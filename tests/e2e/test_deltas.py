@@ -66,7 +66,7 @@ def test_what_was_pushed_as_deltas_is_what_a_full_push_makes(
         first = await client.push(weights, "a", delta=True)
         assert (first.mode, first.weight_version) == ("full", "a") and "nothing was pushed" in str(first.reason)
         info = await client.served_weights(checksum=True)
-        assert info["checksum"] == client._transfers._pusher._pushed.checksum  # type: ignore[union-attr]
+        assert info["checksum"] == client._pusher._pushed.checksum  # type: ignore[union-attr]
         current = weights
         for step in range(3):
             current = stepped(current)

@@ -29,7 +29,7 @@ def test_a_group_that_the_server_refuses_does_not_keep_the_program(monkeypatch: 
         others_came.wait(60)
         formed.set()
 
-    monkeypatch.setattr("tokserve.rl.weight_transfers.TransferGroup", group)
+    monkeypatch.setattr("tokserve.rl.group_channel.TransferGroup", group)
     script: dict[str, list[Answer]] = {"/init_weight_transfer_engine": [refusal(409)]}
     try:
         _, error = run(script, lambda client: client.join("gloo", "127.0.0.1", 1))
@@ -94,11 +94,11 @@ def test_nobody_goes_on_sending_what_the_server_does_not_receive(failure: Answer
     group = DeafGroup()
 
     async def push(client: rl.AsyncClient) -> None:
-        client._transfers.channel._group = group  # type: ignore[assignment]
+        client._channel._group = group  # type: ignore[assignment]
         try:
             await client.update_weights(WEIGHTS)
         finally:
-            assert client._transfers.channel._group is None and group.interrupted.is_set()
+            assert client._channel._group is None and group.interrupted.is_set()
 
     sent, error = run({"/update_weights": [failure]}, push)
     assert sent == ["/start_weight_update", "/update_weights", "/abort_weight_update"]
@@ -209,7 +209,7 @@ def test_what_was_pushed_is_kept_without_the_event_loop() -> None:
         await client.push(weights, delta=True)
         weights["b"][7] = 3.0
         done = await client.push(weights, delta=True)
-        pushed = client._transfers._pusher._pushed
+        pushed = client._pusher._pushed
         expired = time.monotonic() + 60
         while not pushed.tensors["b"].equal(weights["b"]) and time.monotonic() < expired:
             time.sleep(0.001)

@@ -58,7 +58,8 @@ class AsyncLLM(AdminMethods):
 
     @classmethod
     def from_config(cls, config: Config, *, text: bool = True) -> Self:
-        """From a configuration, resolved or not.  `text` False: no tokenizer is loaded in this process."""
+        """Make a client from a configuration, resolved or not.  `text` False: no tokenizer is loaded in this
+        process."""
         llm = cls.__new__(cls)
         llm._set_up(resolve(config) if config.cache.block_size is None else config, text)
         return llm

@@ -68,12 +68,13 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
             raise invalid("beam_width", f"must be at most {choices}, as many as tokens to choose from")
 
     def alternatives(self, ready: Ready) -> int:
-        """Of each token: enough for beams that go on if every EOS is among them, and as many as were requested."""
+        """The number of alternatives of each token: enough for beams that go on if every EOS is among them, and as many
+        as were requested."""
         ends = 0 if self.ignore_eos else len(ready.eos_token_ids)
         return max(min(self.beam_width + ends, ready.vocab_size), self.logprobs or 0)
 
     def step(self, ready: Ready) -> SamplingParams:
-        """Of a request for one token."""
+        """The parameters of a step's requests, each for one token."""
         allowed = self.allowed_token_ids
         mode: LogprobsMode = "raw" if allowed is None else "processed"
         return SamplingParams(
@@ -96,7 +97,7 @@ class Beam:
     message: str | None = None
 
     def longer(self, token: int, logprob: float, row: Logprobs | None, version: str) -> Beam:
-        """With one more token; `row`: the logprobs of its position, to be kept."""
+        """The beam with one more token; `row`: the logprobs of its position, to be kept."""
         if row is None:
             return Beam((*self.tokens, token), self.total + logprob, (), (*self.versions, version))
         rank = int(np.flatnonzero(np.frombuffer(row.top_ids, "<i4") == token)[0]) + 1
@@ -106,11 +107,11 @@ class Beam:
         return Beam((*self.tokens, token), self.total + logprob, (*self.rows, drawn), (*self.versions, version))
 
     def ended(self, reason: str, detail: str | None, message: str | None = None) -> Beam:
-        """As a result."""
+        """The beam as a result."""
         return Beam(self.tokens, self.total, self.rows, self.versions, reason, detail, message)
 
     def score(self, length_penalty: float) -> float:
-        """By which results are compared."""
+        """The score by which results are compared."""
         return self.total / math.pow(max(1, len(self.tokens)), length_penalty)
 
     def spans(self) -> Spans:

@@ -79,11 +79,11 @@ class BeamTask:
         return self._task.done()
 
     async def accepted(self) -> None:
-        """As `BeamStream.accepted`."""
+        """Wait until the engine accepts the first step.  Raises the errors of a refusal."""
         await asyncio.shield(self._admission)
 
     def outputs(self, index: int) -> list[ChoiceOutput]:
-        """Of a prompt.  Raises what ended the search."""
+        """The results of a prompt.  Raises what ended the search."""
         return self._task.result()[index]
 
     def cancel(self) -> None:

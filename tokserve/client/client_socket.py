@@ -90,6 +90,6 @@ class ClientSocket:
 
 
 def _drop(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """In this order: `term` waits forever for open sockets."""
+    """Close the socket first: `term` waits forever for open sockets."""
     socket.close()
     context.term()

@@ -168,7 +168,7 @@ class EngineClient:
 
     @property
     def reports(self) -> list[EngineReport]:
-        """Of this one engine."""
+        """The report of this one engine."""
         return [EngineReport(self.rank, self.stats, self.status, self.ready, self.down is not None)]
 
     @property

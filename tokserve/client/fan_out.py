@@ -23,7 +23,7 @@ UNDONE_BY: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Answer(NamedTuple):
-    """Of one engine: what it replied, or why it refused."""
+    """What one engine replied, or why it refused."""
 
     rank: int
     result: Any = None
@@ -117,7 +117,7 @@ def _most(answers: Sequence[Answer], args: Mapping[str, Any], size: int) -> Any:
 
 
 def _best(answers: Sequence[Answer], args: Mapping[str, Any], size: int) -> Any:
-    """Of aborts, by id: the engine's result that has had the request."""
+    """The results of aborts by id: that of the engine that has had the request."""
     results: dict[str, str] = {}
     for answer in answers:
         for request_id, result in answer.result.items():

@@ -65,7 +65,7 @@ def _inline_url(content: bytes | bytearray) -> str:
 
 
 def _png(picture: Any) -> bytes:
-    """Of a Pillow image, as it is: what its EXIF data says about its orientation is left out."""
+    """Encode a Pillow image as it is, without the orientation that its EXIF data has."""
     buffer = io.BytesIO()
     (picture if picture.mode in PNG_MODES else picture.convert("RGB")).save(buffer, "PNG", compress_level=1, exif=b"")
     return buffer.getvalue()

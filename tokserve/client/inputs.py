@@ -212,7 +212,7 @@ class Inputs:
         _refuse_id(f"{field}[{index}]", f"{field}[{index}]", ids[index], size)
 
     def _check_choice_left(self, params: SamplingParams, bad_sequences: Sequence[Sequence[int]]) -> None:
-        """At least one token id must be possible at every position, as far as that can be known in advance."""
+        """Check that at least one token id is possible at every position, as far as that can be known in advance."""
         bad = set(params.bad_token_ids)
         bad.update(sequence[0] for sequence in bad_sequences if len(sequence) == 1)
         if params.min_tokens:

@@ -93,7 +93,7 @@ class EngineHandle(Protocol):
         """The address, as soon as there is one.  Raises StartError."""
 
     def describe_end(self) -> str:
-        """In words, how it has ended."""
+        """Describe in words how it has ended."""
 
     def signal(self, number: int) -> None:
         """Send a signal, if it still runs."""
@@ -146,11 +146,11 @@ class EngineProcess(ChildProcess):
         return self.address
 
     def describe_end(self) -> str:
-        """In words, how it has ended."""
+        """Describe in words how it has ended."""
         return describe_exit(self.exited.result())
 
     async def stop(self, patience: float) -> int:
-        """As for any process; the directory goes as well."""
+        """Stop the process as any other, and remove the directory."""
         try:
             return await super().stop(patience)
         finally:

@@ -131,8 +131,9 @@ class LLM(PoolingMethods):
     def score(
         self, data_1: Any, data_2: Any = None, *, lora_request: Adapters = None, **options: Any
     ) -> list[ScoringRequestOutput] | list[NDArray[np.float32]]:
-        """Of a model that pools, vLLM's `score`: of pairs 1:1, 1:N or N:N, the cosine of their embeddings, or what a
-        classifier with one label makes of both; `options`: use_activation, instruction.
+        """Score with whatever the model makes: a model that pools gives vLLM's `score`, of pairs 1:1, 1:N or N:N, the
+        cosine of their embeddings, or what a classifier with one label makes of both; `options`: use_activation,
+        instruction.
 
         Of a model that generates, `score_tokens(data_1, data_2)`.  Raises RequestError.
         """

@@ -89,7 +89,7 @@ class PairPrompts:
         return self._tokenizer.encode(given, add_special_tokens=first)
 
     def cut(self, given: Side, limit: int) -> Side:
-        """At most so many tokens of it, from its beginning; 0: all."""
+        """Cut a side after `limit` tokens; 0: not at all."""
         if not limit:
             return given
         ids = self.side(given, first=False)

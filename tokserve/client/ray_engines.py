@@ -43,7 +43,7 @@ class Assignment(msgspec.Struct, frozen=True):
 
 
 class EngineActor:
-    """On a node: an engine process, its end, and signals to it.  Errors that a user can mend are returned as text."""
+    """An engine process on a node, its end, and signals to it.  Errors that a user can mend are returned as text."""
 
     def __init__(self) -> None:
         self._process: EngineProcess | None = None
@@ -123,7 +123,7 @@ class RayEngine:
             self.exited.set_result(code)
 
     def describe_end(self) -> str:
-        """In words, how it has ended."""
+        """Describe in words how it has ended."""
         from_node = f"on node {self.address.removeprefix('tcp://')}"
         code = self.exited.result()
         if code == LOST:
@@ -139,7 +139,7 @@ class RayEngine:
             self._actor.signal.remote(number)
 
     async def stop(self, patience: float) -> int:
-        """As for a process of this machine; the actor goes as well."""
+        """Stop the process as one of this machine, and remove the actor."""
         self._placing.cancel()
         if self._actor is not None:
             if not self.exited.done():

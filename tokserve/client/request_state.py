@@ -243,7 +243,7 @@ class RequestState:
         return True
 
     def fail(self, error: RequestError) -> None:
-        """Nothing more will come."""
+        """End the request with an error; nothing more will come."""
         self._error = error
         self.notify()
 

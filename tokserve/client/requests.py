@@ -35,7 +35,7 @@ class Requests:
 
     @property
     def idle(self) -> bool:
-        """Nothing is in flight, and no output of an abandoned request is still to come."""
+        """Whether nothing is in flight, and no output of an abandoned request is still to come."""
         return not (self._requests or self._choices or self._abandoned or self._submissions)
 
     def ids(self) -> list[str]:

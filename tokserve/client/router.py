@@ -80,7 +80,7 @@ class PrefixRouter:
         return engine
 
     def _saved(self, keys: Sequence[int]) -> dict[int, int]:
-        """By engine, the tokens of the longest prefix that it has."""
+        """The tokens of the longest prefix that each engine has, by engine."""
         saved: dict[int, int] = {}
         engines = (1 << self._num_engines) - 1
         for index, key in enumerate(keys):

@@ -22,7 +22,7 @@ class Sender(Protocol):
         """Abort what has not ended."""
 
     def release_soon(self, request: RequestState) -> None:
-        """As `release`, from any thread."""
+        """Do what `release` does, from any thread."""
 
     def stall(self, request: RequestState, stalled: bool) -> None:
         """Let what has not ended make no tokens (`stalled`), or go on."""
@@ -60,7 +60,7 @@ class Stream:
 
     @property
     def ended(self) -> bool:
-        """Nothing more will come."""
+        """Whether nothing more will come."""
         return self._state.ended
 
     async def accepted(self) -> None:
@@ -92,7 +92,7 @@ class Stream:
         self._state.listen(None)
 
     async def aclose(self) -> None:
-        """As `close`."""
+        """Do what `close` does."""
         self.close()
 
     async def __aenter__(self) -> Stream:

@@ -29,7 +29,7 @@ class EngineChannel:
         return (error.code, error.message) if isinstance(error, RequestError) else (None, str(error))
 
     async def served_weights(self, *, checksum: bool = False, tensors: bool = False) -> dict[str, Any]:
-        """As GET /weight_info."""
+        """The reply of GET /weight_info."""
         return await self._engine.served_weights(checksum=checksum, tensors=tensors)
 
     async def start(self, base: dict[str, Any]) -> dict[str, Any]:
@@ -63,14 +63,14 @@ class EngineChannel:
 
 
 class WeightPushes:
-    """Of one engine; remembers what was pushed with `delta`."""
+    """The pushes to one engine; remembers what was pushed with `delta`."""
 
     def __init__(self, engine: AdminMethods) -> None:
         self._pusher: Any = None
         self._engine = engine
 
     async def push(self, weights: Any, version: str | None, **options: Any) -> Any:
-        """As `tokserve.rl.pusher.Pusher.push`."""
+        """Push weights; the arguments are those of `tokserve.rl.pusher.Pusher.push`."""
         if self._pusher is None:
             self._pusher = importlib.import_module("tokserve.rl.pusher").Pusher(EngineChannel(self._engine))
         return await self._pusher.push(weights, version, **options)

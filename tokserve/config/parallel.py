@@ -68,10 +68,10 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def num_ranks(self) -> int:
-        """Of one engine."""
+        """The number of ranks of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def ranks_here(self) -> int:
-        """Of one engine, on this machine."""
+        """The number of ranks of one engine that run on this machine."""
         return self.num_ranks // self.nnodes

@@ -71,14 +71,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.depth or 1
 
     def on_a_gpu(self) -> SchedulerConfig:
-        """With a GPU's defaults: steps are short, so the host must be ahead of them, and prompts long, to fill it."""
+        """The options with a GPU's defaults: steps are short, so the host must be ahead of them, and prompts long, to
+        fill it."""
         return msgspec.structs.replace(
             self, max_num_seqs=self.max_num_seqs or 256, depth=self.depth or 2,
             max_num_batched_tokens=self.max_num_batched_tokens or 8192,
         )  # fmt: skip
 
     def resolved(self) -> SchedulerConfig:
-        """With every default of a CPU."""
+        """The options with a CPU's defaults."""
         return msgspec.structs.replace(
             self, max_num_seqs=self.rows, depth=self.steps_in_flight, max_num_batched_tokens=self.token_budget
         )

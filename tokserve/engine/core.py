@@ -272,7 +272,7 @@ class EngineCore:
             self._front_ends.send(self._end_by_masks())
 
     def _end_by_masks(self) -> list[Request]:
-        """Of the requests whose masks are computed, those that end by them."""
+        """The requests that end by the masks that have been computed."""
         now = self._clock()
         ended: list[Request] = []
         for request in self._mask_worker.poll():
@@ -293,7 +293,8 @@ class EngineCore:
         return self._transfers is not None and self._transfers.holds_blocks
 
     def _on_idle(self) -> None:
-        """Nothing to do: check for lost blocks, and send the last gauges to front ends that were sent others."""
+        """Check for lost blocks while there is nothing to do, and send the last gauges to front ends that
+        were sent others."""
         if len(self._registry):  # frozen, and more may come in
             self._front_ends.refresh_stats(self._clock())
         elif self._last_step is not None and not self._holds_blocks:

@@ -112,7 +112,7 @@ class FairQueue:
                 yield queue[0]
 
     def __iter__(self) -> Iterator[Request]:
-        """In the order in which they would be served if all of them were admitted at once."""
+        """Iterate in the order in which they would be served if all of them were admitted at once."""
         return self.order(assume=True)
 
     def order(self, assume: bool = False) -> Iterator[Request]:

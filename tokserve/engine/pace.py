@@ -24,7 +24,7 @@ class StepPace:
         self._seconds[bucket] = average + (seconds - average) * WEIGHT
 
     def tokens_per_second(self) -> float:
-        """Of the largest steps measured, of at least SMALL tokens; 0.0: none was."""
+        """The rate of the largest steps measured, of at least SMALL tokens; 0.0: none was."""
         bucket = max((bucket for bucket in self._seconds if bucket >= SMALL), default=0)
         return 1.5 * bucket / self._seconds[bucket] if bucket and self._seconds[bucket] else 0.0
 

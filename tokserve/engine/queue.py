@@ -21,12 +21,12 @@ LONGEST_RETRY = 60  # seconds
 
 
 def fcfs(request: Request) -> Key:
-    """By arrival."""
+    """The key for the order of arrival."""
     return (0, request.arrival, request.number)
 
 
 def priority(request: Request) -> Key:
-    """By priority, lower first, then by arrival."""
+    """The key for the order by priority, lower first, then by arrival."""
     return (request.options.priority, request.arrival, request.number)
 
 
@@ -45,7 +45,7 @@ class Queue:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """In order.  The queue must not be changed meanwhile."""
+        """Iterate in order.  The queue must not be changed meanwhile."""
         return iter(self._requests)
 
     def __reversed__(self) -> Iterator[Request]:

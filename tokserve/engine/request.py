@@ -126,7 +126,7 @@ class Request:
 
     @property
     def is_first_choice(self) -> bool:
-        """Of the choices of a prompt, the one with index 0."""
+        """Whether it is the first of the choices of its prompt."""
         return self.request_id.endswith("#0")
 
     @property

@@ -366,8 +366,8 @@ class Scheduler:
             self._preempt(request)
 
     def restart_pooling(self, adapter: Adapter | None = None) -> None:
-        """At a step boundary: all weights, or the adapter's, are other ones.  What is begun of a vector is computed
-        again, as one that both have made is of neither."""
+        """Compute what is begun of a vector again, as all weights, or the adapter's, are other ones from this step
+        boundary on: a vector that both have made is of neither."""
         for request in list(self._running):
             if request.pooling and adapter in (None, request.adapter):
                 self._preempt(request)

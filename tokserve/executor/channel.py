@@ -25,7 +25,7 @@ SMALL = 1 << 16  # bytes of a message that is copied behind its length
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """With the name of its class in front."""
+    """A message, encoded with the name of its class in front."""
 
 
 # --- to a rank ---
@@ -144,7 +144,8 @@ class Stepped(_Message, frozen=True):
 
 
 class Returned(_Message, frozen=True):
-    """Of an `Invoke`; `error`: the message, `status` its kind (`errors.BY_STATUS`; 0: none of a request)."""
+    """The outcome of an `Invoke`; `error`: the message, `status` its kind (`errors.BY_STATUS`; 0: none of a
+    request)."""
 
     call_id: int
     result: Any = None

@@ -77,7 +77,7 @@ class Hub:
                 self._channels[rank].send_encoded(packed)
 
     def result(self) -> Future[StepResult]:
-        """Of the next step."""
+        """The result of the next step."""
         future: Future[StepResult] = Future()
         with self._lock:
             self._steps.append(future)

@@ -104,7 +104,7 @@ class InlineExecutor:
         return Deferred(finish(bitmask))
 
     def drafts(self) -> Int32:
-        """Of the last forward pass; with a worker thread, wait for it."""
+        """The drafts of the last forward pass; with a worker thread, wait for it."""
         if self._finish is None:
             raise RuntimeError("there is no forward pass to sample from")
         return self._drafts()

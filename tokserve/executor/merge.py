@@ -77,7 +77,7 @@ def _coordinates(replies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _written(replies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of `write_files`: a block is there if each rank has written its part."""
+    """Merge replies to `write_files`: a block is there if each rank has written its part."""
     num_keys = len(replies[0]["written"]) + replies[0]["failed"]
     written = _in_all([reply["written"] for reply in replies])
     deleted = list({key: None for reply in replies for key in reply["deleted"]})
@@ -86,7 +86,7 @@ def _written(replies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _read(replies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of `read_files`: blocks of which each rank has read its part."""
+    """Merge replies to `read_files`: blocks count of which each rank has read its part."""
     worst = {name: max(reply[name] for reply in replies) for name in ("damaged", "seconds")}
     return {"count": min(reply["count"] for reply in replies), **worst}
 

@@ -42,7 +42,7 @@ ALIVE = 60.0  # seconds for an actor to begin
 
 
 class RankActor:
-    """On a node: a rank's process, and its end."""
+    """The process of a rank on a node, and its end."""
 
     def __init__(self) -> None:
         self._process: LocalProcess | None = None
@@ -158,7 +158,7 @@ class RaySpawn:
         return [RayRank(actor, node) for actor, (node, _) in zip(actors, answers, strict=True)]
 
     def _wait_for_place(self, group: Any, resources: Mapping[str, float]) -> None:
-        """For most of `start_timeout`, as a cluster may grow.  Raises StartError."""
+        """Wait for most of `start_timeout`, as a cluster may grow.  Raises StartError."""
         count, end = self._config.parallel.num_ranks, time.monotonic() + SHARE * self._config.runtime.start_timeout
         while not group.wait(max(0.1, min(REMIND, end - time.monotonic()))):
             if time.monotonic() > end:
@@ -171,7 +171,7 @@ class RaySpawn:
         return ray.remote(RankActor).options(scheduling_strategy=place, max_restarts=0, **options).remote()
 
     def _elsewhere(self, opening: RankOpening) -> RankOpening:
-        """For another machine, where the checkpoint is at the same path."""
+        """The opening for another machine, where the checkpoint is at the same path."""
         runtime, model = rank_config(self._config, opening.rank).runtime, self._config.model
         return msgspec.structs.replace(
             opening, model=model.model, tokenizer=model.tokenizer, cpu_threads=runtime.cpu_threads, cpu_bind="none"

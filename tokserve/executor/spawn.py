@@ -27,7 +27,7 @@ class RankProcess(Protocol):
 
     @property
     def address(self) -> str | None:
-        """Of its machine, for the other ranks; None: that of its connection."""
+        """The address of its machine, for the other ranks; None: that of its connection."""
 
     def describe_end(self, patience: float) -> str:
         """How it has ended, in words; waits up to `patience` seconds for the end."""

@@ -83,7 +83,7 @@ class WorkersExecutor:
             raise
 
     def _address_of(self, rank: int, channel: Channel) -> str:
-        """Of a rank's machine, for the other ranks."""
+        """The address of a rank's machine, for the other ranks."""
         process = self._processes.get(rank)
         if process is not None and process.address is not None:
             return process.address
@@ -166,7 +166,7 @@ class WorkersExecutor:
         return future
 
     def drafts(self) -> Int32:
-        """Those of the plan: ranks draw none."""
+        """The drafts of the plan: ranks draw none."""
         return self._drafts
 
     # --- calls ---

@@ -56,7 +56,7 @@ class Conversions:
 
 
 class _Sizes:
-    """In place of the module, for converters that look up how large its parameters are."""
+    """Takes the place of the module, for converters that look up how large its parameters are."""
 
     def __init__(self, targets: Mapping[str, Parameter]) -> None:
         self._targets = targets

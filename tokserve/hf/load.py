@@ -33,7 +33,7 @@ def load(
     quantization_activations: str | None = None,
     float8_cache: bool = False,
 ) -> TransformersModel:
-    """As `models.load.load`.  Raises StartError, for what such a model cannot do as well."""
+    """Load a checkpoint as `models.load.load` does.  Raises StartError, for what such a model cannot do as well."""
     refuse_recurrent(hf)
     if float8_cache:
         raise StartError("kv_cache_dtype fp8 is not supported by --model-impl transformers")

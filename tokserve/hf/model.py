@@ -303,7 +303,7 @@ class _States(BaseModelOutputWithPast):
 
 
 class _Body(nn.Module):
-    """In place of the module's body while logits are made: it answers what the body has computed."""
+    """Takes the place of the module's body while logits are made: it answers what the body has computed."""
 
     states: Tensor
 

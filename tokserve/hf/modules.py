@@ -53,7 +53,7 @@ class Context:
 
 
 class Projection(nn.Module):
-    """In place of an `nn.Linear`; `out_dtype`: as `Linear` takes it."""
+    """Takes the place of an `nn.Linear`; `out_dtype`: as `Linear` takes it."""
 
     def __init__(self, linear: Linear, context: Context, out_dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Projection(nn.Module):
 
 
 class Normalization(nn.Module):
-    """In place of an `nn.LayerNorm` with a weight."""
+    """Takes the place of an `nn.LayerNorm` with a weight."""
 
     def __init__(self, norm: LayerNorm) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Normalization(nn.Module):
 
 
 class ElementwiseActivation(nn.Module):
-    """In place of an activation."""
+    """Takes the place of an activation."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

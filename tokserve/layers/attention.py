@@ -90,7 +90,7 @@ class Attention:
         return {"qkv": self.qkv, "out": self.out}
 
     def parameters(self) -> dict[str, Parameter]:
-        """Of the projections and, if there are any, the norms of queries and keys."""
+        """The parameters of the projections and, if there are any, of the norms of queries and keys."""
         parameters = self.qkv.parameters() | self.out.parameters()
         for name, norm in zip(self.norm_names, (self.q_norm, self.k_norm), strict=True):
             if norm is not None:

@@ -69,7 +69,7 @@ class LatentAttention:
         return first | {"q": self.q, "kv_a": self.kv_a, "out": self.out}
 
     def parameters(self) -> dict[str, Parameter]:
-        """Of the projections and norms."""
+        """The parameters of the projections and norms."""
         spec, parameters = self.spec, dict[str, Parameter]()
         for linear in self.linears().values():
             parameters |= linear.parameters()

@@ -89,13 +89,13 @@ class Linear:
         return parameters
 
     def places(self, shard: str) -> list[MatrixPlace]:
-        """Of a shard's weight; none if it is quantized."""
+        """Where a shard's weight lies; empty if it is quantized."""
         if not isinstance(self.packed, ops.PackedWeight):
             return []
         return [MatrixPlace(self.packed, self._first_row(shard))]
 
     def bias_places(self, shard: str) -> list[VectorPlace]:
-        """Of a shard's bias."""
+        """Where a shard's bias lies."""
         return [] if self.bias is None else [VectorPlace(self._rows(self.bias, shard))]
 
     def load(self, shard: str, tensor: Tensor) -> None:
@@ -163,7 +163,7 @@ class Linear:
             self._rows(self.bias, shard).copy_(tensor)
 
     def _shape(self, shard: str) -> tuple[int, int]:
-        """Of a shard's weight in the checkpoint."""
+        """The shape of a shard's weight in the checkpoint."""
         if shard not in self._whole:
             raise ValueError(f"no shard {shard!r}; there are: {', '.join(self._whole)}")
         return self._whole[shard]
@@ -244,7 +244,7 @@ class GatedLinear(Linear):
         self.activation = activation
 
     def pack(self, weight: Tensor | StoredWeight, *rest: Any) -> Packed:
-        """As any other, in the layout of the gated product."""
+        """Pack a weight in the layout of the gated product."""
         return self.quant.pack_gated(weight, *rest)
 
     def __call__(  # type: ignore[override]

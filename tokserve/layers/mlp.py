@@ -52,7 +52,7 @@ class GatedMLP:
         return {"gate_up": self.gate_up, "down": self.down}
 
     def parameters(self) -> dict[str, Parameter]:
-        """Of the projections, under the checkpoint's names."""
+        """The parameters of the projections, under the checkpoint's names."""
         return self.gate_up.parameters() | self.down.parameters()
 
     def __call__(
@@ -63,7 +63,7 @@ class GatedMLP:
 
 
 class PlainMLP(GatedMLP):
-    """Without a gate."""
+    """An MLP without a gate."""
 
     def __init__(self, hidden: int, spec: MLPSpec, options: LayerOptions) -> None:
         self.activation = spec.activation

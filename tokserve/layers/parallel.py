@@ -32,7 +32,7 @@ class Collectives(Protocol):
         """The parts (float32) of all ranks, added in rank order, on every rank."""
 
     def gather(self, part: Tensor) -> Tensor:
-        """On rank 0 the parts [n, w] of all ranks side by side, [n, size * w]; elsewhere [n, 0]."""
+        """The parts [n, w] of all ranks side by side, [n, size * w], on rank 0; elsewhere [n, 0]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Group:
         return (part if self.collectives is None else self.collectives.add(part)).to(dtype)
 
     def gather(self, part: Tensor, total: int) -> Tensor:
-        """On rank 0 the parts of `rows` of all ranks side by side, [n, total]; elsewhere [n, 0]."""
+        """The parts of `rows` of all ranks side by side, [n, total], on rank 0; elsewhere [n, 0]."""
         if self.collectives is None:
             return part
         missing = self.widest(total) - part.shape[1]
@@ -96,7 +96,7 @@ class Link(Protocol):
     """How a stage reaches its neighbours."""
 
     def send(self, tensor: Tensor) -> None:
-        """To the same rank of the next stage."""
+        """Send a tensor to the same rank of the next stage."""
 
     def receive(self, tensor: Tensor) -> Tensor:
         """What the same rank of the stage before sends, into `tensor`."""

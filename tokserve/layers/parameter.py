@@ -30,7 +30,7 @@ class StoredWeight(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what it means."""
+        """The dtype of the values that it means."""
 
     def dense(self) -> Tensor:
         """What it means: [N,K] of `dtype`."""

@@ -44,10 +44,10 @@ class QuantMethod(Protocol):
         """[T, outputs] in `out_dtype`; None: x's dtype."""
 
     def pack_gated(self, weight: Any, *rest: Any) -> Packed:
-        """As `pack`, of a gate projection's rows and the up projection's."""
+        """Pack a gate projection's rows and the up projection's, as `pack` does."""
 
     def experts(self, *arguments: Any) -> Tensor:
-        """As `ops.experts`, of packed weights; only if it covers them."""
+        """The outputs of a mixture of packed weights, as `ops.experts` gives them; only if it covers them."""
 
     def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
         """[T, outputs / 2] in x's dtype; activation None: the product itself, [T, outputs]."""
@@ -69,7 +69,7 @@ class Unquantized:
         return False
 
     def pack(self, weight: Tensor, *rest: Any) -> Packed:
-        """In the layout of `ops.linear`."""
+        """Pack a weight in the layout of `ops.linear`."""
         return ops.pack_linear(weight, *rest)
 
     def linear(self, x: Tensor, packed: Any, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
@@ -77,7 +77,7 @@ class Unquantized:
         return ops.linear(x, packed, bias, out_dtype)
 
     def pack_gated(self, weight: Tensor, *rest: Any) -> Packed:
-        """In the layout of `ops.gated_linear`."""
+        """Pack a weight in the layout of `ops.gated_linear`."""
         return ops.pack_gated(weight, *rest)
 
     def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
@@ -85,7 +85,7 @@ class Unquantized:
         return ops.gated_linear(x, packed, bias, activation)
 
     def experts(self, *arguments: Any) -> Tensor:
-        """Of a mixture; arguments as those of the op."""
+        """The outputs of a mixture; arguments as those of the op."""
         return ops.experts(*arguments)
 
 
@@ -121,7 +121,7 @@ class Int8:
         return ops.gated_linear_int8(x, packed, bias, activation)
 
     def experts(self, *arguments: Any) -> Tensor:
-        """Of a mixture; arguments as those of the op."""
+        """The outputs of a mixture; arguments as those of the op."""
         return ops.experts_int8(*arguments)
 
 
@@ -196,7 +196,7 @@ class Float8:
         return isinstance(stored, Float8Weight) and (len(stored.scales) == 1 or stored.group % ops.FLOAT8_STEP == 0)
 
     def pack(self, weight: Tensor | Float8Weight, *rest: Any) -> Packed:
-        """In the layout of `ops.linear_float8`; quantize what is not float8 yet."""
+        """Pack a weight in the layout of `ops.linear_float8`; quantize what is not float8 yet."""
         if isinstance(weight, Float8Weight):
             return ops.pack_scaled_float8(weight.values, weight.scales, weight.group)
         return ops.pack_linear_float8(weight)
@@ -206,7 +206,7 @@ class Float8:
         return ops.linear_float8(x, packed, bias, out_dtype)
 
     def pack_gated(self, weight: Tensor | Float8Weight, *rest: Any) -> Packed:
-        """As any other."""
+        """Pack a weight; the gated product takes the layout of the plain one."""
         return self.pack(weight)
 
     def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:

@@ -148,7 +148,7 @@ class Wna16:
         return isinstance(stored, QuantizedWeight)
 
     def pack(self, weight: Tensor | QuantizedWeight, *rest: Any) -> Any:
-        """In the layout of `ops.linear_wna16`; floats in that of `ops.linear`."""
+        """Pack a weight in the layout of `ops.linear_wna16`; floats in that of `ops.linear`."""
         if isinstance(weight, Tensor):
             return ops.pack_linear(weight, *rest)
         return ops.pack_wna16(weight.parts, self.rounded)
@@ -160,7 +160,7 @@ class Wna16:
         return ops.linear(x, packed, bias, out_dtype)
 
     def pack_gated(self, weight: Tensor | QuantizedWeight, *rest: Any) -> Any:
-        """In the layout of `ops.gated_linear_wna16`; floats in that of `ops.gated_linear`."""
+        """Pack a weight in the layout of `ops.gated_linear_wna16`; floats in that of `ops.gated_linear`."""
         if isinstance(weight, Tensor):
             return ops.pack_gated(weight, *rest)
         return ops.pack_gated_wna16(weight.parts, self.rounded)
@@ -172,7 +172,7 @@ class Wna16:
         return ops.gated_linear(x, packed, bias, activation)
 
     def experts(self, *arguments: Any) -> Tensor:
-        """Of a mixture; arguments as those of the op."""
+        """The outputs of a mixture; arguments as those of the op."""
         _, _, _, gate_up, _, down, *_ = arguments
         if any(isinstance(packed, ops.PackedWna16) for packed in (*gate_up, *down)):
             return ops.experts_wna16(*arguments)

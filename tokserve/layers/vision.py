@@ -25,7 +25,7 @@ PAGE = 64  # rows of a page of keys and values
 
 @dataclass(frozen=True, slots=True)
 class MergerSpec:
-    """From squares of `merge` by `merge` rows of `hidden` to one row of `outputs`: a norm and two projections.
+    """Joins squares of `merge` by `merge` rows of `hidden` into one row of `outputs`: a norm and two projections.
 
     `norm_joined`: the norm is of the joined rows, not of each.  The names are of the modules in a checkpoint.
     """

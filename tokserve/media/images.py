@@ -33,7 +33,7 @@ class PreparedImage(NamedTuple):
     encoded: bytes
 
     def feature(self, start: int) -> Feature:
-        """In a prompt, from this position on."""
+        """The image as a feature of a prompt, from position `start` on."""
         return Feature(KIND, self.hash, start, self.length, self.encoded)
 
 

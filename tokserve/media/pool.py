@@ -149,7 +149,7 @@ class WorkerPool:
 
     @property
     def num_queued(self) -> int:
-        """Those of them that no worker has begun."""
+        """The number of images that no worker has begun."""
         with self._changed:
             return sum(map(len, self._turns.values()))
 

@@ -124,7 +124,7 @@ class ImageSources:
 
     @property
     def bytes_in_memory(self) -> int:
-        """Of images that are being read or processed."""
+        """The bytes of images that are being read or processed."""
         return self._memory.used
 
     @asynccontextmanager

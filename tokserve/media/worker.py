@@ -52,7 +52,7 @@ class Preprocessor:
 
     @property
     def settings(self) -> str:
-        """Of all that the patches depend on besides the bytes of an image, as JSON."""
+        """All that the patches depend on besides the bytes of an image, as JSON."""
         from PIL import __version__ as pillow
         from transformers import __version__ as transformers
 

@@ -105,7 +105,8 @@ def modern_bert(hf: Mapping[str, Any]) -> EncoderSpec:
 
 
 def _modern_attention(fields: ConfigReader, positions: int) -> list[AttentionSpec]:
-    """By layer: full attention with one rope, or a window of half `local_attention` on each side with another."""
+    """The attention of each layer: full with one rope, or a window of half `local_attention` on each side with
+    another."""
     layers, every = fields.integer("num_hidden_layers"), fields.integer("global_attn_every_n_layers", 3)
     types = fields.texts("layer_types") or [
         "sliding_attention" if layer % every else "full_attention" for layer in range(layers)

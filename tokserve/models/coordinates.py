@@ -81,7 +81,7 @@ class Coordinates:
         return list(self._parameters[name].places())
 
     def held(self, name: str, indices: Indices, values: Tensor) -> PartDelta:
-        """Those of a tensor's changed elements that this rank has."""
+        """The changed elements of a tensor that this rank has."""
         held = self._parameters[name].held
         if held is None:
             return PartDelta(indices, indices, values)
@@ -101,7 +101,7 @@ class Coordinates:
         return in_threads((name, partial(self._sum, name)) for name in self._parameters)
 
     def checksum(self, sums: Callable[[], Sums]) -> str:
-        """Of the set whose parts here have these sums."""
+        """The checksum of the set whose parts here have these sums."""
         parts = {name: (one.held, one.shape) for name, one in self._parameters.items()}
         return set_checksum(self._total(sums, parts), self.described)
 

@@ -192,7 +192,7 @@ class Decoder:
         return tuple(block.attention.kv_spec() for block in self.blocks)
 
     def kv_scales(self) -> list[tuple[float, float]]:
-        """By layer, the multipliers of a float8 cache's keys and values."""
+        """The multipliers of a float8 cache's keys and values, by layer."""
         return [(block.attention.k_scale, block.attention.v_scale) for block in self.blocks]
 
     def parameters_by_name(self) -> dict[str, Parameter]:

@@ -46,7 +46,7 @@ class EncoderSpec(DecoderSpec):
 
 
 class Encoder(Decoder):
-    """As `Decoder`; its head for tokens is never used and takes no memory."""
+    """A `Decoder` whose head for tokens is never used and takes no memory."""
 
     spec: EncoderSpec
 
@@ -79,7 +79,7 @@ class Encoder(Decoder):
         return (KVSpec(attention.heads, attention.dim, str(self.dtype).removeprefix("torch.")),)
 
     def kv_scales(self) -> list[tuple[float, float]]:
-        """Of the layer with pages: none."""
+        """The multipliers of the layer with pages, which has none."""
         return [(1.0, 1.0)]
 
     def parameters_by_name(self) -> dict[str, Parameter]:

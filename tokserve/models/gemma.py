@@ -119,8 +119,8 @@ def _cap(fields: ConfigReader, name: str, absent: float) -> float:
 
 
 def _ropes(fields: ConfigReader, dim: int) -> tuple[RopeSpec, RopeSpec]:
-    """Of full attention and of windows: from `rope_parameters` by layer type, or from `rope_scaling` (of full attention
-    alone), `rope_theta` and `rope_local_base_freq`."""
+    """The ropes of full attention and of windows: from `rope_parameters` by layer type, or from `rope_scaling` (of full
+    attention alone), `rope_theta` and `rope_local_base_freq`."""
     positions = fields.integer("max_position_embeddings", MAX_POSITION)
     theta, local = fields.number("rope_theta", THETA), fields.number("rope_local_base_freq", LOCAL_THETA)
     scaling = fields.inner("rope_scaling")

@@ -56,7 +56,7 @@ class GgufSource:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As the model's own checkpoints have it."""
+        """The shape that the model's own checkpoints have."""
         return self.tensor.shape
 
     @property
@@ -84,7 +84,7 @@ class GgufSource:
 
 
 def rotation_order(rows: int, heads: int) -> Tensor:
-    """For each row of a checkpoint, the row of the file: that has the two halves of each head in turns."""
+    """The row of the file for each row of a checkpoint: the file has the two halves of each head in turns."""
     return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)
 
 
@@ -97,7 +97,7 @@ class GgufExperts:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As the model's own checkpoints have it."""
+        """The shape that the model's own checkpoints have."""
         experts, rows, *columns = self.tensors[0].shape
         return experts, *columns, len(self.tensors) * rows
 
@@ -215,7 +215,7 @@ def _experts(header: GgufHeader, tensor: GgufTensor) -> dict[str, Source]:
 
 
 def _gpt_oss(named: dict[str, Source]) -> dict[str, Source]:
-    """With gate and up projections of all experts as one weight."""
+    """Join the gate and up projections of all experts into one weight."""
     joined: dict[str, Source] = {}
     for name, source in named.items():
         stem, _, shard = name.rpartition(".experts.")

@@ -52,7 +52,7 @@ def gpt_oss(hf: Mapping[str, Any]) -> DecoderSpec:
 
 
 def _windows(fields: ConfigReader) -> tuple[int, ...]:
-    """By `layer_types`, or else in every other layer from the first on."""
+    """The windows by `layer_types`, or else in every other layer from the first on."""
     window = window_size(fields, 128)
     if fields.present("layer_types"):
         return windows_by_type(fields, window)

@@ -32,7 +32,7 @@ def tensors_of(model: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 
 def _held(value: object, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Tensor | float]]:
-    """Of tensors and of floats, which launches may hold as they are."""
+    """The paths of tensors and floats, which launches may hold as they are."""
     seen = set() if seen is None else seen
     if isinstance(value, float):
         yield path, value

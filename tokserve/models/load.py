@@ -189,7 +189,8 @@ def quant_methods(
 
 
 def _head_method(quant: QuantMethod, *, quantize: bool) -> QuantMethod:
-    """To quantize it, the projections' method, or int8 where these stay what they are; else it stays what it is."""
+    """The method of the head: to quantize it, that of the projections, or int8 where these stay what they are; else it
+    stays what it is."""
     if quantize:
         return METHODS["int8"] if quant.name in (None, WNA16.name) else quant
     return WNA16 if quant.name in ("int4", WNA16.name) else UNQUANTIZED

@@ -157,7 +157,8 @@ def glm4_moe(hf: Mapping[str, Any]) -> DecoderSpec:
 
 
 def _alternating_windows(fields: ConfigReader) -> tuple[int, ...]:
-    """By `layer_types`, or else in every other layer below `max_window_layers`; none unless `use_sliding_window`."""
+    """The windows by `layer_types`, or else in every other layer below `max_window_layers`; none unless
+    `use_sliding_window`."""
     window = window_size(fields, 4096) if fields.flag("use_sliding_window") else 0
     if fields.present("layer_types"):
         return windows_by_type(fields, window)

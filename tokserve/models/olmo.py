@@ -48,8 +48,8 @@ def _olmo(fields: ConfigReader, windows: tuple[int, ...], ropes: tuple[RopeSpec,
 
 
 def _ropes(fields: ConfigReader) -> tuple[RopeSpec, RopeSpec]:
-    """Of full attention and of windows: from `rope_parameters` by layer type, or from `rope_scaling` (of full attention
-    alone) and `rope_theta`."""
+    """The ropes of full attention and of windows: from `rope_parameters` by layer type, or from `rope_scaling` (of full
+    attention alone) and `rope_theta`."""
     dim, positions = head_size(fields), fields.integer("max_position_embeddings", MAX_POSITION)
     theta, scaling = fields.number("rope_theta", THETA), fields.inner("rope_scaling")
     given = fields.inner("rope_parameters")

@@ -20,7 +20,7 @@ def rope(
     rotary: float | None = None,
     interleaved: bool = False,
 ) -> RopeSpec:
-    """From `rope_scaling` with a `rope_theta` beside it, or `rope_parameters` with all inside.
+    """The rope of `rope_scaling` with a `rope_theta` beside it, or of `rope_parameters` with all inside.
 
     `theta`, and `rotary`, the part of a head of `dim` that is rotated: where the config does not say.
     `rotary` None: it must be all.
@@ -37,7 +37,7 @@ def rope(
 
 
 def rope_by_type(fields: ConfigReader, kind: str, dim: int, max_position: int, theta: float) -> RopeSpec:
-    """From the entry `kind` of `rope_parameters`; `theta`: where it gives none."""
+    """The rope of the entry `kind` of `rope_parameters`; `theta`: where it gives none."""
     given = fields.inner("rope_parameters").inner(kind)
     return rope_spec(fields, given, dim, max_position, given.number("rope_theta", theta))
 

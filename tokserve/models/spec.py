@@ -263,7 +263,7 @@ def window_everywhere(fields: ConfigReader, absent: int) -> tuple[int, ...]:
 
 
 def windows_by_layer(fields: ConfigReader, absent: int, full_layers: int) -> tuple[int, ...]:
-    """By `layer_types`, or else from layer `max_window_layers` on; none unless `use_sliding_window`."""
+    """The windows by `layer_types`, or else from layer `max_window_layers` on; none unless `use_sliding_window`."""
     window = window_size(fields, absent) if fields.flag("use_sliding_window") else 0
     if fields.present("layer_types"):
         return windows_by_type(fields, window)
@@ -272,7 +272,7 @@ def windows_by_layer(fields: ConfigReader, absent: int, full_layers: int) -> tup
 
 
 def windows_by_type(fields: ConfigReader, window: int) -> tuple[int, ...]:
-    """By `layer_types`, which must be present."""
+    """The windows by `layer_types`, which must be present."""
     types, layers = fields.texts("layer_types"), fields.integer("num_hidden_layers")
     if len(types) != layers:
         raise fields.refuse("layer_types", f"has {len(types)} entries for {layers} layers")
@@ -298,7 +298,8 @@ def window_size(fields: ConfigReader, absent: int, *, minimum: int = 1) -> int:
 
 
 def every_but(fields: ConfigReader, window: int, interval: int) -> tuple[int, ...]:
-    """By `layer_types`, or else in all layers but those whose number, from 1, is a multiple of `interval`."""
+    """The windows by `layer_types`, or else in all layers but those whose number, from 1, is a multiple of
+    `interval`."""
     if fields.present("layer_types"):
         return windows_by_type(fields, window)
     return tuple(window if (layer + 1) % interval else 0 for layer in range(fields.integer("num_hidden_layers")))

@@ -57,7 +57,7 @@ class Entry:
 
     @property
     def is_stored(self) -> bool:
-        """In a form that is not a tensor of floats."""
+        """Whether it is in a form that is not a tensor of floats."""
         return bool(self.parts) or (self.gguf is not None and not self.gguf.is_plain)
 
 
@@ -185,7 +185,8 @@ def by_weight(entries: Mapping[str, Entry], checkpoint_format: CheckpointFormat)
 
 
 def without_zero_biases(entries: Mapping[str, Entry], parameters: Mapping[str, Parameter]) -> dict[str, Entry]:
-    """Without biases of quantized layers that the model does not have and that are zero: AutoGPTQ adds them."""
+    """The entries without biases of quantized layers that the model does not have and that are zero: AutoGPTQ adds
+    them."""
     return {
         name: entry
         for name, entry in entries.items()

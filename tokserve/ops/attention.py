@@ -73,7 +73,7 @@ def norm_rope_store(
     norm_last: bool = False,
     gated: bool = False,
 ) -> Tensor:
-    """From a projection qkv [T,(Hq+2Hk)*D] to queries [T,Hq,D], with its keys and values written into the caches.
+    """Turn a projection qkv [T,(Hq+2Hk)*D] into queries [T,Hq,D], and write its keys and values into the caches.
 
     q and k heads are normed by `rms_norm` with their weights (both None: no norm), then rotated by `rope`; `norm_last`:
     rotated, then normed.  Weights of [D] norm each head, weights of [Hq*D] and [Hk*D] all heads of a token together.

@@ -111,7 +111,7 @@ def experts_int8(
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
 ) -> Tensor:
-    """As `experts`, with the products of `linear_int8` and `gated_linear_int8`."""
+    """Do what `experts` does with the products of `linear_int8` and `gated_linear_int8`."""
     outputs = _outputs(quant.linear_int8.reference, x, ids, gate_up, gate_up_bias, down, down_bias, activation)
     return _combined(outputs, weights, shared, shared_gate, x.dtype)
 
@@ -129,8 +129,8 @@ def experts_wna16(
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
 ) -> Tensor:
-    """As `experts`, with the products of `linear_wna16` and `gated_linear_wna16`, or of `linear` where a weight is one
-    of floats.  Gate and up of "clamped_swiglu" are one part."""
+    """Do what `experts` does with the products of `linear_wna16` and `gated_linear_wna16`, or of `linear` where a
+    weight is one of floats.  Gate and up of "clamped_swiglu" are one part."""
     outputs = _outputs(_product_of_either, x, ids, gate_up, gate_up_bias, down, down_bias, activation)
     return _combined(outputs, weights, shared, shared_gate, x.dtype)
 

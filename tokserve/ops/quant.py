@@ -84,7 +84,8 @@ def linear_int8(x: Tensor, packed: PackedInt8, bias: Tensor | None, out_dtype: t
 def pack_gated_int8(
     weight: Tensor, rows: int | None = None, first: int = 0, into: PackedInt8 | None = None
 ) -> PackedInt8:
-    """As `pack_linear_int8`, of a gate and, below it, what is gated [2I,K], in the layout of `gated_linear_int8`."""
+    """Pack a gate and, below it, what is gated [2I,K], as `pack_linear_int8` does, in the layout of
+    `gated_linear_int8`."""
     return pack_linear_int8.reference(weight, rows, first, into)
 
 

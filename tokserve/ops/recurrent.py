@@ -130,7 +130,7 @@ def gate_heads(mixed: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a gated delta layer: v heads, elements of a key and of a value, channels of the convolution."""
+    """The sizes of a gated delta layer: v heads, elements of a key and of a value, channels of the convolution."""
 
     heads: int
     key_dim: int
@@ -155,7 +155,7 @@ class Sizes:
         return torch.cat((mixed, rates), 1), gates.reshape(-1, self.heads, self.value_dim)
 
     def parts(self, window: Tensor, conv_weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Of the last of K entries: q and k [Hv,Dk], v [Hv,Dv], b and a [Hv], in float32."""
+        """The parts of the last of K entries: q and k [Hv,Dk], v [Hv,Dv], b and a [Hv], in float32."""
         mixed = convolve(window[:, : self.channels], conv_weight)
         mixed = mixed * torch.sigmoid(mixed)
         keys = self.key_heads * self.key_dim

@@ -202,7 +202,7 @@ def pack_gated_int4(
     weight: Tensor, group: int, rounded: bool = False, rows: int | None = None, first: int = 0,
     into: PackedWna16 | None = None,
 ) -> PackedWna16:  # fmt: skip
-    """As `pack_int4`, of a gate and, below it, what is gated [2I,K], in the layout of `gated_linear_wna16`."""
+    """Pack a gate and, below it, what is gated [2I,K], as `pack_int4` does, in the layout of `gated_linear_wna16`."""
     return pack_int4.reference(weight, group, rounded, rows, first, into)
 
 
@@ -264,7 +264,7 @@ def _rounded_product(x: Tensor, part: PackedPart) -> Tensor:
 
 @op(tolerance=TOLERANCE, follows="gated_linear_wna16")
 def pack_gated_wna16(parts: Sequence[QuantizedRows], rounded: bool = False) -> PackedWna16:
-    """As `pack_wna16`, of a gate and, below it, what is gated [2I,K], in the layout of `gated_linear_wna16`."""
+    """Pack a gate and, below it, what is gated [2I,K], as `pack_wna16` does, in the layout of `gated_linear_wna16`."""
     return pack_wna16.reference(parts, rounded)
 
 

@@ -116,7 +116,7 @@ class ReplicaLLM(AsyncLLM):
 
 
 def best(results: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Of each id, the result at the replica that had it."""
+    """The result of each id at the replica that had it."""
     merged: dict[str, str] = {}
     for result in results:
         for name, value in result.items():

@@ -36,7 +36,7 @@ def _blocking(
 
 
 class Client:
-    """For one server; use as a context manager, or `close()`.  Its methods may be called from several threads.
+    """A client of one server; use as a context manager, or `close()`.  Its methods may be called from several threads.
 
     `api_key`: an admin key where the server has one.  `connections`: limit of requests in flight.  `take_over`: the
     first update and the first pause take the place of what a trainer that has gone left open; false: they are refused

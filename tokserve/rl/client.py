@@ -26,8 +26,9 @@ from .weight_routes import WeightRoutes
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .group_channel import GroupChannel
     from .push import PushResult, Weights
-    from .weight_transfers import WeightTransfers
+    from .pusher import Pusher
 
 __all__ = ["AsyncClient", "Rollout", "RolloutDelta", "TokserveClient", "sticky_seeds"]
 
@@ -39,7 +40,7 @@ EXTENSIONS = 4  # of a pause, for each of its lease
 
 
 class AsyncClient:
-    """For one server and one event loop; use as an async context manager, or `await close()`.
+    """A client of one server, for one event loop; use as an async context manager, or `await close()`.
 
     `api_key`: an admin key where the server has one.  `connections`: limit of requests in flight.  `take_over`: the
     first update and the first pause take the place of what a trainer that has gone left open; false: they are refused
@@ -64,8 +65,8 @@ class AsyncClient:
         """Close the connections and this end of a process group.  A pause that is being ended is ended first."""
         if self._resuming:
             await asyncio.wait(self._resuming)
-        if "_transfers" in vars(self):
-            self._transfers.channel.close()
+        if "_channel" in vars(self):
+            self._channel.close()
         await self._connection.close()
 
     # --- generation ---
@@ -311,15 +312,14 @@ class AsyncClient:
     # --- weights ---
 
     @cached_property
-    def _transfers(self) -> WeightTransfers:
-        try:
-            module = importlib.import_module(".weight_transfers", __package__)
-        except ModuleNotFoundError as error:
-            if error.name != "torch":
-                raise
-            raise TorchMissing("weights are torch tensors, and torch is not installed", name="torch") from None
-        transfers: WeightTransfers = module.WeightTransfers(module.GroupChannel(self._connection))
-        return transfers
+    def _channel(self) -> GroupChannel:
+        channel: GroupChannel = _torch_module("group_channel").GroupChannel(self._connection)
+        return channel
+
+    @cached_property
+    def _pusher(self) -> Pusher:
+        pusher: Pusher = _torch_module("pusher").Pusher(self._channel)
+        return pusher
 
     async def join(
         self,
@@ -336,13 +336,13 @@ class AsyncClient:
         `address`, `port`: where this process listens, as the server sees it.  `timeout`: seconds until the server must
         have come.  Raises WeightsError for a backend that is not there, TransferError if the group cannot be formed.
         """
-        await self._transfers.channel.join(
+        await self._channel.join(
             backend, address, port, rank_offset=rank_offset, world_size=world_size, timeout=timeout
         )
 
     async def leave(self) -> None:
         """Close the process group at both ends; later updates go over HTTP.  Does nothing without one."""
-        await self._transfers.channel.leave()
+        await self._channel.leave()
 
     async def update_weights(
         self, tensors: Weights, version: str | None = None, *, recompute_kv: bool = False
@@ -354,7 +354,7 @@ class AsyncClient:
         the server would first, and so sends less.  `recompute_kv`: requests in flight go on with KV of the new weights.
         If it fails, the server keeps its old weights.
         """
-        return await self._transfers.update_weights(tensors, version, recompute_kv=recompute_kv)
+        return await self._pusher.update(tensors, version, recompute_kv=recompute_kv)
 
     async def push(
         self,
@@ -375,7 +375,7 @@ class AsyncClient:
         weights with every `anchor_every`-th.  `recompute_kv`: requests in flight go on with KV of the new weights, so
         each token after the commit has the logprob that they give it.  If it fails, the server keeps its old weights.
         """
-        return await self._transfers.push(
+        return await self._pusher.push(
             weights, version, delta=delta, directory=directory, anchor_every=anchor_every, recompute_kv=recompute_kv
         )
 
@@ -413,13 +413,24 @@ class AsyncClient:
 
         The dtype counts: pass the tensors in the dtype in which they were pushed.
         """
-        baseline = await self._transfers.checksums(tensors)
+        named_tensors, checksums = _torch_module("push").named_tensors, _torch_module("digests").checksums
+        baseline = await asyncio.to_thread(lambda: checksums(named_tensors(tensors)))
         request = {"action": "compare", "names": "checkpoint", "baseline": baseline}
         mismatches: list[str] = (await self._connection.post("/weight_checker", request))["mismatches"]
         return mismatches
 
 
 TokserveClient = AsyncClient  # its name before there was a blocking one
+
+
+def _torch_module(name: str) -> Any:
+    """A module of this package that imports torch.  Raises TorchMissing."""
+    try:
+        return importlib.import_module(f".{name}", __package__)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise TorchMissing("weights are torch tensors, and torch is not installed", name="torch") from None
 
 
 async def _together(calls: list[Any]) -> list[Any]:

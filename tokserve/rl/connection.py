@@ -23,7 +23,7 @@ INTERNAL = 500  # of an error within a stream
 
 
 class Connection:
-    """To one server, for one event loop.  Raises httpx.TransportError where a connection fails.
+    """The connections to one server, for one event loop.  Raises httpx.TransportError where a connection fails.
 
     `take_over`: the first update and the first pause take the place of what a trainer that has gone left open.
     """

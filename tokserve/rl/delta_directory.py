@@ -25,7 +25,7 @@ Identity = tuple[str, str]  # version and checksum
 
 
 class FileMetadata(msgspec.Struct):
-    """Of a file of such a directory."""
+    """The metadata of a file of such a directory."""
 
     format: str
     version: str

@@ -50,7 +50,7 @@ class DeltaLabel:
     checksum: str
 
     def metadata(self) -> dict[str, str]:
-        """Of the file."""
+        """The metadata of the file."""
         return {
             "format": FORMAT, "base_version": self.base_version, "base_checksum": self.base_checksum,
             "version": self.version,
@@ -243,7 +243,7 @@ def _split(key: str) -> tuple[str, str]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Without `torch.`."""
+    """The dtype's name without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -86,7 +86,7 @@ class ServerTensors:
 
     @classmethod
     def read(cls, reply: Mapping[str, Any]) -> ServerTensors:
-        """From the reply."""
+        """Read them from the reply."""
         described = {name: (getattr(torch, dtype), tuple(shape)) for name, (dtype, shape) in reply["tensors"].items()}
         return cls(described, reply["tied"], [(a, b) for a, b in reply["renames"]], reply["delta_refusal"])
 
@@ -138,12 +138,12 @@ class PushedWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensors."""
+        """The bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def num_elements(self) -> int:
-        """Of the tensors."""
+        """The elements of all tensors."""
         return sum(tensor.numel() for tensor in self.tensors.values())
 
     def changes(self, known: Mapping[str, Tensor]) -> tuple[Deltas, Sums]:
@@ -171,11 +171,11 @@ class PushedWeights:
             yield part
 
     def label(self, sums: Sums, version: str) -> DeltaLabel:
-        """Of the delta that leads to a set with these sums."""
+        """The label of the delta that leads to a set with these sums."""
         return replace(self.label_of_part(version), checksum=set_checksum(sums, self.described))
 
     def label_of_part(self, version: str) -> DeltaLabel:
-        """Of a part of it."""
+        """The label of a part of a delta."""
         return DeltaLabel(self.version, self.checksum, version, "")
 
     def commit(self, deltas: Deltas, sums: Sums, label: DeltaLabel) -> None:

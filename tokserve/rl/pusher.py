@@ -50,7 +50,7 @@ class WeightChannel(Protocol):
         """The code of one of `failures`, if the server refused with one, and the message."""
 
     async def served_weights(self, *, checksum: bool = False, tensors: bool = False) -> dict[str, Any]:
-        """As GET /weight_info."""
+        """The reply of GET /weight_info."""
 
     async def start(self, base: dict[str, Any]) -> dict[str, Any]:
         """Open an update; `base`: of a delta, what must be served."""
@@ -100,19 +100,6 @@ async def transaction(channel: WeightChannel, base: dict[str, str] | None = None
                 await channel.abort(handle)
 
 
-async def update(
-    channel: WeightChannel, named: Mapping[str, Tensor], version: str | None, *, recompute_kv: bool
-) -> dict[str, Any]:
-    """Replace all weights by these, as they are."""
-    async with transaction(channel) as handle:
-        if channel.has_group:
-            await channel.broadcast(announcement(named), list(named.values()), packed=True, handle=handle)
-        else:
-            await channel.put_file(body_of(file_pieces(named)), handle)
-        finish = {"weight_version": version} | ({"recompute_kv": True} if recompute_kv else {})
-        return await channel.finish(finish | handle)
-
-
 def announcement(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The `update_info` of tensors that are sent packed, in this order."""
     return {
@@ -137,7 +124,7 @@ class Pusher:
         self, weights: Weights, version: str | None, *, delta: bool, directory: str | Path | None, anchor_every: int,
         recompute_kv: bool = False,
     ) -> PushResult:  # fmt: skip
-        """As `TokserveClient.push`."""
+        """Push weights; the arguments are those of `AsyncClient.push`."""
         self._commit = {"recompute_kv": True} if recompute_kv else {}
         if self._keeping is not None:
             await self._keeping
@@ -158,6 +145,17 @@ class Pusher:
                     return result
                 reason = result
         return await self._push_full(named, version, keep=delta, reason=reason)
+
+    async def update(self, weights: Weights, version: str | None, *, recompute_kv: bool) -> dict[str, Any]:
+        """Replace all weights by these, as they are: {"weight_version", "epoch"}."""
+        named, channel = named_tensors(weights), self._channel
+        async with transaction(channel) as handle:
+            if channel.has_group:
+                await channel.broadcast(announcement(named), list(named.values()), packed=True, handle=handle)
+            else:
+                await channel.put_file(body_of(file_pieces(named)), handle)
+            finish = {"weight_version": version} | ({"recompute_kv": True} if recompute_kv else {})
+            return await channel.finish(finish | handle)
 
     async def _ask(self) -> ServerTensors:
         self._server = ServerTensors.read(await self._channel.served_weights(tensors=True))
@@ -320,7 +318,7 @@ def _obstacle(
 
 
 class _DeltaTooLarge(Exception):
-    """So much changed that all weights are pushed instead."""
+    """Raised when so much changed that all weights are pushed instead."""
 
 
 async def body_of(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:

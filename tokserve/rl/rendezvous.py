@@ -61,7 +61,7 @@ def _own(tcp: Any, group_name: str, device: str) -> Any:
 
 
 def _of_torch(tcp: Any, group_name: str, device: str) -> Any:
-    """As `torch.distributed` nests stores for the one device type of a group with a backend."""
+    """A store nested as `torch.distributed` nests it for the one device type of a group with a backend."""
     return PrefixStore(f"{device}/", PrefixStore(f"{group_name}/", PrefixStore(group_name, tcp)))
 
 

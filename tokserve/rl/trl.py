@@ -150,12 +150,12 @@ class TokserveVLLMClient(vllm_client.VLLMClient):  # type: ignore[misc]
     get_server_info = vllm_config  # TRL's name
 
     def generate(self, *args: Any, generation_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-        """As TRL's, with logprobs of the distribution at the temperature."""
+        """Generate as TRL's client does, with logprobs of the distribution at the temperature."""
         requested = {"logprobs_mode": LOGPROBS_MODE} | (generation_kwargs or {})
         return super().generate(*args, generation_kwargs=requested, **kwargs)
 
     def chat(self, *args: Any, generation_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-        """As TRL's, with logprobs of the distribution at the temperature."""
+        """Chat as TRL's client does, with logprobs of the distribution at the temperature."""
         requested = {"logprobs_mode": LOGPROBS_MODE} | (generation_kwargs or {})
         return super().chat(*args, generation_kwargs=requested, **kwargs)
 
@@ -188,7 +188,7 @@ class TokserveVLLMClient(vllm_client.VLLMClient):  # type: ignore[misc]
         return self._updates
 
     def reset_prefix_cache(self) -> None:
-        """Nothing: KV of other weights is never found."""
+        """Does nothing: KV of other weights is never found."""
 
     def close_communicator(self) -> None:
         """Close the connections of weight updates."""
@@ -198,7 +198,7 @@ class TokserveVLLMClient(vllm_client.VLLMClient):  # type: ignore[misc]
 
 
 class HTTPWeightTransfer:
-    """For `AsyncGRPOTrainer(weight_transfer=HTTPWeightTransfer(url))`: each policy is sent as one update over HTTP.
+    """Sends each policy as one update over HTTP, for `AsyncGRPOTrainer(weight_transfer=HTTPWeightTransfer(url))`.
 
     Generation goes on while tensors come, and is never paused: the server takes all weights at one step boundary, and
     requests in flight go on with them.  `recompute_kv`: on KV of theirs.  If an update fails, the server keeps its old
@@ -221,10 +221,10 @@ class HTTPWeightTransfer:
             self._updates.send(iterator, update_id)
 
     def pause(self) -> None:
-        """Nothing: an update needs no pause."""
+        """Does nothing: an update needs no pause."""
 
     def resume(self) -> None:
-        """Nothing: there was no pause."""
+        """Does nothing: there was no pause."""
 
     def destroy(self) -> None:
         """Close the connections."""
@@ -232,7 +232,7 @@ class HTTPWeightTransfer:
 
 
 class RolloutFunction:
-    """For `GRPOTrainer(rollout_func=RolloutFunction(url))`: pushes the weights of each step, and generates with them.
+    """Pushes the weights of each step and generates with them, for `GRPOTrainer(rollout_func=RolloutFunction(url))`.
 
     Sampling parameters are the trainer's; `sampling` adds to them or replaces them.  Each process of a distributed run
     generates for its own prompts.  The model has to be whole on the main process: DDP and peft work, and for sharded

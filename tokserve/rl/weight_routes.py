@@ -16,7 +16,7 @@ TENSORS = {"Content-Type": "application/octet-stream"}
 
 
 class WeightRoutes:
-    """Of one server.  `handle` of its methods: {"update_id"} of the update that is meant, or nothing."""
+    """The routes of one server.  `handle` of its methods: {"update_id"} of the update that is meant, or nothing."""
 
     not_opened = (ServerError, httpx.ConnectError)  # errors of `start` after which no update of ours is open
     failures = (ServerError, httpx.TransportError)

@@ -85,7 +85,7 @@ class Admin:
             return methods[method](**args)
 
     def interrupt(self) -> None:
-        """From any thread: make what waits for a trainer fail, a meeting or a transfer."""
+        """Make what waits for a trainer fail, a meeting or a transfer; from any thread."""
         self._sync.interrupt()
 
     def memory(self) -> dict[str, int]:

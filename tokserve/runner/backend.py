@@ -140,7 +140,7 @@ class Backend(Protocol):
 
 
 def decode_step(model: Decoder) -> Step:
-    """From a decode batch to its logits."""
+    """A step from a decode batch to its logits."""
 
     def step(batch: ForwardBatch) -> Tensor:
         return model.logits(model.forward(batch))

@@ -95,12 +95,12 @@ class ProcessGroup:
         return copy.cpu()
 
     def least(self, numbers: Sequence[int]) -> list[int]:
-        """For each number the least of the ranks'."""
+        """The least of the ranks' values, for each number."""
         parts = self.all_gather(torch.tensor(numbers, dtype=torch.int64, device=self.device))
         return [int(number) for number in torch.stack(parts).amin(0)]
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """To one rank."""
+        """Send a tensor to one rank."""
         self._group.send([tensor.contiguous()], to, 0).wait()
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:

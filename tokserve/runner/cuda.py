@@ -221,7 +221,7 @@ class CudaBackend:
         self.decode_graphs = self.prompt_graphs = self._draft_graphs = None
 
     def on_foreign_code(self, model: Decoder) -> None:
-        """Nothing: capture takes seconds here, so foreign code has to copy into the tensors."""
+        """Does nothing: capture takes seconds here, so foreign code has to copy into the tensors."""
 
     def allocate_kv(self) -> None:
         self._set_kv(kvcache.allocate_on(self.device.torch_device, self.layout, spare=1))

@@ -39,7 +39,7 @@ def from_shared_memory(staging: DeltaStaging, announced: Announcement) -> None:
 
 
 def from_group(staging: DeltaStaging, announced: Announcement, group: TransferGroup) -> None:
-    """For each tensor its indices (int32) and its new elements, in the order of the names; none where none change."""
+    """Receive each tensor's indices (int32) and new elements, in the order of the names; none where none change."""
     declared, counts = announced.declared(), announced.counts()
     described = staging.coordinates.described
     for (name, dtype, shape), count in zip(declared, counts, strict=True):

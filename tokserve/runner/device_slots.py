@@ -48,7 +48,7 @@ class DecodeRows:
 
 
 class DeviceSlots(Slots):
-    """As `Slots`; `padding_block` is the page that belongs to no request.
+    """`Slots` on the device; `padding_block` is the page that belongs to no request.
 
     `states`: of the requests in the slots, if the model has recurrent states.
     """
@@ -89,7 +89,7 @@ class DeviceSlots(Slots):
         self._token_edits += zip(slots.tolist(), positions.tolist(), singles, strict=True)
 
     def history(self, slots: Int32, width: int) -> Tensor:
-        """From the device's table, which has sampled tokens before the host does."""
+        """The tokens in the device's table, which has sampled tokens before the host does."""
         (rows,) = self._device.put([slots.astype(np.int64)])
         return self._device_tokens[:, :width].index_select(0, rows)
 

@@ -105,8 +105,8 @@ class DraftModel:
         return replace(plan, draft_token_ids=token_ids), passes
 
     def _missing(self, served: Int32, slots: Int32, lengths: Int32) -> tuple[Int32, Int32]:
-        """For each row the first position to compute, and how many of those that are missing: CATCH_UP of the rows
-        that miss a block and more, together.  `served`: positions that the served model has computed.
+        """The first position to compute for each row, and how many of those that are missing: CATCH_UP of the rows that
+        miss a block and more, together.  `served`: positions that the served model has computed.
 
         Of rows that share the block that they lack, the first computes it, and the others wait.
         """

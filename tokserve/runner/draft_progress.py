@@ -14,7 +14,7 @@ from tokserve.runner.slots import Slots
 
 
 class DraftProgress:
-    """By slot, and by block."""
+    """What the draft model has computed, by slot and by block."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
@@ -76,7 +76,7 @@ class DraftProgress:
         return len(chain) * size
 
     def _hash(self, slot: int, index: int, chain: list[int]) -> int:
-        """At the end of the slot's block `index`, where `chain` has those of all before it."""
+        """The hash at the end of the slot's block `index`, where `chain` has those of all before it."""
         size = self._slots.block_size
         tokens = np.ascontiguousarray(self._slots.tokens[slot, index * size : (index + 1) * size])
         return hash((chain[index - 1] if index else 0, tokens.tobytes()))

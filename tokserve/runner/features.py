@@ -23,7 +23,7 @@ class FeatureRows:
 
 
 class FeatureTable:
-    """By slot, the embeddings of its request's features, of `hidden` numbers each.
+    """The embeddings of the features of each slot's request, of `hidden` numbers each.
 
     An image is encoded by `encoder` when the first of its positions is computed.
     """

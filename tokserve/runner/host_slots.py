@@ -35,7 +35,7 @@ class DecodeBatch:
 
 
 class HostSlots(Slots):
-    """As `Slots`.  `states`: of the requests in the slots, if the model has recurrent states."""
+    """`Slots` in host memory.  `states`: of the requests in the slots, if the model has recurrent states."""
 
     states: StateTable | None = None
 
@@ -133,7 +133,7 @@ class HostSlots(Slots):
         )
 
     def _types(self, slots: Int32, counts: Int32, positions: Int64) -> Tensor:
-        """Of the tokens [T] of a plan's rows: 1 in the second text of a pair, else 0."""
+        """The types of the tokens [T] of a plan's rows: 1 in the second text of a pair, else 0."""
         none = self.tokens.shape[1]
         starts = np.array([self._seconds.get(slot, none) for slot in slots.tolist()], np.int64)
         return torch.from_numpy((positions >= starts.repeat(counts)).astype(np.int64))

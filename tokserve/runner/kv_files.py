@@ -204,5 +204,5 @@ class BlockFiles:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files that are known."""
+        """The bytes of all files that are known."""
         return self._total

@@ -23,7 +23,7 @@ def _digest(*values: Any) -> str:
 
 
 def weights_digest(model: Decoder) -> str:
-    """Of all tensors of the model as they lie in memory, adapters apart."""
+    """A digest of all tensors of the model as they lie in memory, adapters apart."""
     digest = hashlib.sha256()
     for path, tensor in sorted(tensors_of(model), key=lambda entry: entry[0]):
         if ".lora" in path:

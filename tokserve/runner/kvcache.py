@@ -139,7 +139,7 @@ def _tensors(layout: KVLayout, spec: LayerSpec, spare: int = 0) -> list[tuple[in
 
 
 def allocate_on(home: torch.device, layout: KVLayout, *, spare: int = 0) -> Pages:
-    """As `allocate`, in a device's own memory, with `spare` blocks more."""
+    """Allocate as `allocate` does, in a device's own memory, with `spare` blocks more."""
     try:
         return [
             tuple(

@@ -102,7 +102,7 @@ def added(total: Float64, states: Float32) -> Float64:  # [hidden], [n, hidden] 
 
 
 def _scaled(vectors: NDArray[np.floating], params: PoolingParams) -> Float32:  # [n, hidden] -> same
-    """To length 1, if the request wants that."""
+    """Scale the vectors to length 1, if the request wants that."""
     if params.normalize and not params.classify:
         exact = vectors.astype(np.float64)
         lengths = np.sqrt(np.array([np.dot(vector, vector) for vector in exact]))[:, None]

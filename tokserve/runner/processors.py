@@ -41,7 +41,7 @@ class Processor(Protocol):
         """Keep a new request's parameters in place of its slot's old ones; whether the request needs the step."""
 
     def active_rows(self, rows: LogitRows, index: Int64) -> Int64:
-        """Those of the rows `index` that need the step at their positions."""
+        """The rows of `index` that need the step at their positions."""
         return index
 
     @abstractmethod

@@ -29,7 +29,8 @@ class RankSums:
         self._group = group
 
     def total(self, sums: Callable[[], Sums], parts: Parts) -> Sums:
-        """As `Coordinates` says.  Raises what `sums` raises, and Conflict if the ranks' parts do not form tensors."""
+        """The sums of whole tensors, as `Coordinates` describes.  Raises what `sums` raises, and Conflict if the ranks'
+        parts do not form tensors."""
         names = sorted(parts)
         row = torch.zeros(1 + 3 * len(names), dtype=torch.int64)
         try:

@@ -42,7 +42,7 @@ class RoutedTable:
             self._table[rows, index, : ids.shape[1]] = ids.numpy()
 
     def results(self, plan: StepPlan, slots: Slots) -> dict[int, NDArray[Any]]:
-        """By plan row, the ids [n, layers, k] of the positions that it has computed; if it enters its slot with this
+        """The ids [n, layers, k] of the positions that each plan row has computed; if it enters its slot with this
         plan, of all positions before them too."""
         new = {row.slot for row in plan.new}
         results = {}

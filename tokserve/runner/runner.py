@@ -192,5 +192,5 @@ class Runner:
         return self.copies.call(method, args)
 
     def interrupt(self) -> None:
-        """From any thread: make what waits for a trainer fail, a meeting or a transfer."""
+        """Make what waits for a trainer fail, a meeting or a transfer; from any thread."""
         self._admin.interrupt()

@@ -185,7 +185,7 @@ class Sampler:
     def _processed(
         self, logits: Tensor, rows: LogitRows, columns: SamplingColumns, needs: int
     ) -> tuple[Tensor, Tensor | None]:
-        """As `Pipeline.run`; without it where the step's columns hold all that is needed."""
+        """The logits after `Pipeline.run`, or, where the step's columns hold all that is needed, after these alone."""
         if columns.filters is None or not needs or needs & ~self._pipeline.column_bits:
             return self._pipeline.run(logits, rows)
         top_k, top_p, min_p = columns.filters
@@ -231,7 +231,7 @@ class Sampler:
         return form if not others and form < (self._vocab_size + 1) * _KINDS else None
 
     def _sample_fused(self, logits: Tensor, columns: SamplingColumns, form: int, *, scaling: bool) -> PendingSample:
-        """For rows that need a temperature at most, and logprobs of one form."""
+        """Sample rows that need a temperature at most, and logprobs of one form."""
         k, kind = (-1, 0) if form == _NONE else divmod(form, _KINDS)
         sampled = ops.sample_fused(
             logits, columns.seeds, columns.lengths, columns.greedy, columns.temperature if scaling else None,

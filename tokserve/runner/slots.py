@@ -47,7 +47,7 @@ class SamplingColumns:
 
 
 def last_indices(ends: Int64 | Int32, counts: Int32) -> Int64:
-    """For each row the counts[i] numbers before ends[i], ascending, all rows one after the other."""
+    """The counts[i] numbers before ends[i] for each row, ascending, all rows one after the other."""
     bounds = np.add.accumulate(counts, dtype=np.int64)
     shifts: Int64 = np.subtract(ends, bounds, dtype=np.int64)
     return np.arange(bounds[-1] if len(bounds) else 0) + shifts.repeat(counts)

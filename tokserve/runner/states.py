@@ -23,7 +23,7 @@ PAIR = 3  # numbers of an entry of `saves`
 
 @dataclass(frozen=True, slots=True)
 class StateColumns:
-    """As `StateRows`, for the rows of one plan."""
+    """`StateRows` on the host, for the rows of one plan."""
 
     rows: Int64
     start: Int32

@@ -45,7 +45,7 @@ class Announcement(msgspec.Struct, forbid_unknown_fields=True):
     num_updates_list: list[int] | None = None
 
     def counts(self) -> list[int]:
-        """Of a delta, the number of changed elements of each tensor.  Raises RequestError."""
+        """The number of changed elements of each tensor of a delta.  Raises RequestError."""
         counts = self.num_updates_list
         if counts is None or len(counts) != len(self.names) or any(count < 0 for count in counts):
             raise RequestError(

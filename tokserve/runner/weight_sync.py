@@ -161,7 +161,7 @@ class WeightSync:
         return {"message": "Weight transfer shut down"}
 
     def interrupt(self) -> None:
-        """From another thread: make what waits for a trainer fail, a meeting or a transfer."""
+        """Make what waits for a trainer fail, a meeting or a transfer; from another thread."""
         self._meeting.set()
         if self._group is not None:
             self._group.interrupt()
@@ -198,7 +198,7 @@ class WeightSync:
         self._staging = DeltaStaging(model, coordinates, (version, checksum), served, check_finite=is_finite)
 
     def checksum(self, model: Decoder) -> str:
-        """Of the weights that serve.  Raises Conflict if they are quantized."""
+        """The checksum of the weights that serve.  Raises Conflict if they are quantized."""
         coordinates = self.coordinates(model)
 
         def sums() -> Sums:
@@ -208,7 +208,7 @@ class WeightSync:
         return coordinates.checksum(sums)
 
     def coordinates(self, model: Decoder) -> Coordinates:
-        """Of a model that this rank has, or a part of it."""
+        """The coordinates of a model that this rank has, or a part of it."""
         return Coordinates(model, self._total)
 
     @staticmethod

@@ -32,7 +32,7 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """Of a prediction: output tokens that it foresaw, in all choices, and its tokens that did not come."""
+    """Output tokens that a prediction foresaw, in all choices, and its tokens that did not come."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int

@@ -13,7 +13,7 @@ class Nothing(TypedDict):
 
 
 class Version(TypedDict):
-    """Of this server."""
+    """The version of this server."""
 
     version: str
 

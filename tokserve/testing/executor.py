@@ -81,7 +81,8 @@ class ScriptedSlot:
 
 
 class ScriptedModel:
-    """For one step in flight at a time.  `choices`: by request id; added before the request is submitted.
+    """The executor of a scripted model, for one step in flight at a time.  `choices`: by request id; added before the
+    request is submitted.
 
     Weight updates and adapters are accepted, and change nothing.
     """
@@ -94,7 +95,7 @@ class ScriptedModel:
         self._plan: StepPlan | None = None
 
     def start(self) -> DeviceFacts:
-        """Nothing is loaded."""
+        """Does not load anything."""
         layout = KVLayout((KVSpec(1, 1, "float32"),), NUM_BLOCKS, BLOCK_SIZE)
         return DeviceFacts(layout, self._vocab_size, "0", {"scripted": True})
 
@@ -184,7 +185,7 @@ class ScriptedModel:
         """It is never lost."""
 
     def interrupt(self) -> None:
-        """Nothing waits."""
+        """Does nothing: nothing waits."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: nothing is held."""

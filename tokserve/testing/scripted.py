@@ -40,7 +40,7 @@ class ScriptedServer(ServerProcess):
         return len(self._replies) - self._used
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """As of any server."""
+        """Stop the server, and the thread that answers it."""
         code = super().stop(number)
         self._answering.join(10)
         return code

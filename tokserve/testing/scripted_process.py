@@ -115,7 +115,7 @@ class ScriptedSocket(EngineSocket):
         self._channel = channel.makefile("rwb")
 
     def take(self, timeout: float | None) -> list[Received]:
-        """As the engine's, without the submissions that the script refuses."""
+        """The messages that the engine takes, without the submissions that the script refuses."""
         return [received for received in super().take(timeout) if not self._refused(*received)]
 
     def _refused(self, identity: bytes, message: ToEngine, _: float) -> bool:

@@ -37,7 +37,7 @@ class _TextStream(Protocol):
 
 
 class _ByteStream:
-    """For byte-level vocabularies: bytes of the tokens, through an incremental UTF-8 decoder."""
+    """Decodes byte-level vocabularies: the bytes of the tokens pass through an incremental UTF-8 decoder."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
         self._piece = tokenizer.pieces(skip_special).__getitem__
@@ -57,7 +57,7 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """For any other decoder: decode the new tokens together with the last final one, and subtract its text.
+    """Decodes any other vocabulary: the new tokens together with the last final one, whose text is subtracted.
 
     How a token decodes depends on whether there is one before it (leading space), not on which.
     """

@@ -54,7 +54,8 @@ class AdjustedRow:
 def adjustment_of(
     number: int, params: Mapping[str, Any] | None, temperature: float, *, masked: bool, vocab: int
 ) -> Adjustment | None:
-    """Of a sequence's sampling parameters; None: they change no logit.  Raises ValueError, naming what is wrong."""
+    """The adjustment that a sequence's sampling parameters make; None: they change no logit.  Raises ValueError, naming
+    what is wrong."""
     if params is None:
         return None
     try:
@@ -106,7 +107,8 @@ def adjust(logits: Tensor, rows: Sequence[AdjustedRow | None]) -> tuple[Tensor, 
 
 
 def slopes(logits: Tensor, rows: Sequence[AdjustedRow | None]) -> list[tuple[Tensor, Tensor] | None]:
-    """By row, ids and the factors by which repetition changes the gradient at them; `logits` [n, V] as the head's."""
+    """The ids and the factors by which repetition changes the gradient at them, by row; `logits` [n, V] as the
+    head's."""
     factors: list[tuple[Tensor, Tensor] | None] = []
     for logit, row in zip(logits, rows, strict=True):
         if row is None or row.adjustment.repetition == 1.0:

@@ -36,7 +36,7 @@ class PackedBatch:
         self._pages: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def attend(self, qkv: Tensor, layer: Attention, table: Tensor) -> Tensor:  # [T, (Hq + 2 Hk) D] -> [T, Hq D]
-        """As the layer does between its projections: norm, rotate, store, attend."""
+        """Do what the layer does between its projections: norm, rotate, store, attend."""
         keys, values = self._blocks(layer)
         q = _store(layer, qkv, table, self.positions, keys, values, self._slots)
         if len(self._copied):

@@ -38,7 +38,7 @@ def kept_bytes(block: DecoderBlock) -> int:
 
 
 def norm_masters(masters: Masters, name: str) -> list[Tensor]:
-    """Those of a norm: its weight and, if there is one, its bias; none without a name."""
+    """The masters of a norm: its weight and, if there is one, its bias; none without a name."""
     names = (f"{name}.weight", f"{name}.bias") if name else ()
     return [masters[one] for one in names if one in masters]
 
@@ -49,7 +49,7 @@ def joined(*names: str) -> str:
 
 
 def within(masters: Masters, module: str) -> dict[str, Tensor]:
-    """Those of a module ("": the block itself), by their names in it."""
+    """The masters of a module ("": the block itself), by their names in it."""
     prefix = joined(module, "")
     return {name.removeprefix(prefix): master for name, master in masters.items() if name.startswith(prefix)}
 

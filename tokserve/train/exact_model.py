@@ -201,7 +201,8 @@ class _ExactCausalLM(_ExactModule):
         sampling_masks: Sequence[Sequence[Mask] | None] | None = None,
         sampling_params: Params | None = None,
     ) -> list[Tensor]:
-        """As `PolicyModel.logprobs`: of lists of ids, without padding, and without logits of what is not scored."""
+        """Logprobs as `PolicyModel.logprobs` gives them: of lists of ids, without padding, and without logits of what
+        is not scored."""
         if logprobs_mode not in LOGPROBS_MODES:
             raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {logprobs_mode!r}")
         base, served = self.get_submodule("model"), self._served

@@ -142,7 +142,7 @@ class _Combine(torch.autograd.Function):
 def _shared_gradients(
     upstream: Tensor, shared: Tensor | None, gate: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Of a shared block's output [T, H], and of its gate [T, 1]."""
+    """The gradients of a shared block's output [T, H], and of its gate [T, 1]."""
     if shared is None:
         return None, None
     if gate is None:

@@ -79,7 +79,7 @@ class DecoderModules:
 
     @property
     def names(self) -> list[str]:
-        """Of all masters."""
+        """The names of all masters."""
         return list(self._parameters)
 
     def sizes(self) -> dict[str, tuple[int, int]]:
@@ -162,7 +162,7 @@ class DecoderModules:
         return cast(Tensor, functions.applied(_Recomputed, frame, x, *masters.values()))
 
     def _scales(self, prefix: str) -> dict[str, float]:
-        """Of the adapter in a block, by module."""
+        """The scales of the adapter in a block, by module."""
         scales = self._adapter if self.adapted else {}
         return {name.removeprefix(prefix): scale for name, scale in scales.items() if name.startswith(prefix)}
 

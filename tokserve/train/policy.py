@@ -165,7 +165,7 @@ class PolicyModel(nn.Module):
 
     @contextmanager
     def adapter_disabled(self) -> Iterator[None]:
-        """Without the adapter inside: the policy that training began with, as a reference."""
+        """Leave the adapter out within the block: the policy that training began with, as a reference."""
         modules = self._modules_of_decoder
         before, modules.adapted = modules.adapted, False
         try:
@@ -174,7 +174,7 @@ class PolicyModel(nn.Module):
             modules.adapted = before
 
     def forward(self, *args: Any, **kwargs: Any) -> list[Tensor]:
-        """As `logprobs`, for wrappers that call the module."""
+        """Do what `logprobs` does, for wrappers that call the module."""
         return self.logprobs(*args, **kwargs)
 
     def logprobs(

@@ -90,7 +90,7 @@ def _request(
 
 
 def _from_columns(number: int, columns: Mapping[str, Any]) -> list[Mask]:
-    """By token the ids, of `counts` and `ids` as the token route has them: lists, or int32 as bytes or base64.  A
+    """The ids by token, from `counts` and `ids` as the token route has them: lists, or int32 as bytes or base64.  A
     negative count is a row without a mask."""
     counts, ids = (_int32(columns.get(name), f"sampling_masks[{number}].{name}") for name in ("counts", "ids"))
     ends = np.maximum(counts, 0).cumsum()

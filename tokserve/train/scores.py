@@ -77,7 +77,7 @@ class Items:
         return logits if bool((divisors == 1.0).all()) else logits.div_(divisors[:, None])
 
     def probabilities(self, processed: Tensor) -> Tensor:  # [n, V], overwritten
-        """Of what `processed` returned."""
+        """The probabilities of the logits that `processed` returned."""
         if self.mode == "temperature":
             processed = processed.div_(self.divisors()[:, None])
         return torch.softmax(processed, -1, out=processed)

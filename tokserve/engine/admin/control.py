@@ -274,7 +274,7 @@ class Control:
         return {"success": True}
 
     def _release(self, tags: list[str]) -> None:
-        """At a step boundary: preempt all requests, then release the memory that `tags` name."""
+        """Preempt all requests, then release the memory that `tags` name; at a step boundary."""
         self._scheduler.preempt_all()
         self._cache.reset()
         self._executor.call("release", {"tags": tags})

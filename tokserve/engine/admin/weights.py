@@ -337,7 +337,7 @@ class Weights(CurrentWeights):
         return decision
 
     def recompute_kv(self) -> None:
-        """At a step boundary: take the KV from all requests; nothing of it is found again in this epoch."""
+        """Take the KV from all requests at a step boundary; nothing of it is found again in this epoch."""
         self._scheduler.preempt_all()
         for request in self._requests.live:
             request.output.restart_prompt_rows()

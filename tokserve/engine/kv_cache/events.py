@@ -92,7 +92,7 @@ class EventLog:
         self.removed_hash(external(block_hash), MEDIUM)
 
     def removed_hash(self, block_hash: int, medium: str) -> None:
-        """As `removed`, of a medium."""
+        """Record the removal of a block from a medium, by its hash."""
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved) and last.medium == medium:
             last.block_hashes.append(block_hash)

@@ -24,7 +24,7 @@ class LoadRates:
         self._measured = 0.0  # when files were read last
 
     def seconds_from_files(self, num_blocks: int) -> float:
-        """To read so many blocks."""
+        """The time that reading `num_blocks` blocks from files takes."""
         return num_blocks * self._block_bytes / self.files
 
     def is_worthwhile(self, num_blocks: int, from_files: int, queued: int, now: float) -> bool:
@@ -43,11 +43,11 @@ class LoadRates:
         return max(LEAST_PATIENCE, PATIENCE * self.seconds_from_files(from_files))
 
     def loaded(self, num_blocks: int, seconds: float) -> None:
-        """So many blocks came from memory."""
+        """Record that `num_blocks` blocks came from memory in this time."""
         self.memory += WEIGHT * (num_blocks * self._block_bytes / max(seconds, 1e-6) - self.memory)
 
     def read(self, num_blocks: int, seconds: float, now: float) -> None:
-        """So many blocks came from files, or would have within the time."""
+        """Record that `num_blocks` blocks came from files in this time, or would have."""
         self._measured = now
         self.files += WEIGHT * (num_blocks * self._block_bytes / max(seconds, 1e-6) - self.files)
 

@@ -152,7 +152,7 @@ class PrefixCache:
         return saves
 
     def record_saves(self, table: BlockTable, saves: Sequence[tuple[int, int]], taken: Collection[int]) -> None:
-        """Of these snapshots, those that were taken belong to full blocks of the table that are indexed now."""
+        """Record which of these snapshots were taken: they belong to full blocks of the table that are indexed now."""
         assert self.snapshots is not None
         current = table.hash_seed == self._hash_seed(table)
         for position, snapshot in saves:
@@ -256,8 +256,8 @@ class PrefixCache:
     # --- blocks that are loaded ---
 
     def num_unclaimed(self, table: BlockTable, hits: int, most: int) -> int:
-        """Of the blocks of the table after the first `hits`, how many, at most `most`, are neither cached nor being
-        computed."""
+        """The number of blocks of the table after the first `hits` that are neither cached nor being computed, at most
+        `most`."""
         count = 0
         while count < most:
             block_hash = table.hashes[hits + count]

@@ -134,7 +134,7 @@ class KVStore:
 
     @property
     def identity(self) -> bytes | None:
-        """Of the weights that serve; None: it is not known."""
+        """The identity of the weights that serve; None: it is not known."""
         return self._identity
 
     def seconds_left(self) -> float | None:

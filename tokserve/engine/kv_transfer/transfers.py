@@ -315,7 +315,7 @@ class Transfers:
             self._note(load.params, "release")
 
     def _fail(self, load: RemoteLoad, reason: str) -> bool:
-        """Nothing comes, or only a part; whether the request waits: for its end."""
+        """End a load of which nothing came, or only a part; returns whether the request waits for its own end."""
         self._loads.pop(load.request.table, None)
         self._store.counters.failed_transfers += 1
         logger.warning("KV of request %s was not transferred: %s", load.request.request_id, reason)

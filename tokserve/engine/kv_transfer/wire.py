@@ -39,7 +39,8 @@ def _code(key: bytes, *parts: Buffer) -> bytes:
 
 
 def receive_exactly(connection: socket.socket, size: int) -> bytearray:
-    """So many bytes.  Raises PeerError if the other side closes, OSError if it is silent for the socket's timeout."""
+    """Receive exactly `size` bytes.  Raises PeerError if the other side closes, OSError if it is silent for the
+    socket's timeout."""
     content = bytearray(size)
     view, done = memoryview(content), 0
     while done < size:

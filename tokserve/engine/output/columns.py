@@ -125,8 +125,8 @@ class RoutedColumns:
         self._shape, self._item = (0, 0), 1
 
     def add(self, end: int, ids: NDArray[Any]) -> None:
-        """Those of the last positions before `end`, [n, layers, chosen], in place of what is known from there on: after
-        a preemption, or where drafts were rejected."""
+        """Put in the experts of the last positions before `end`, [n, layers, chosen], in place of what is known from
+        there on: after a preemption, or where drafts were rejected."""
         self._shape, self._item = (ids.shape[1], ids.shape[2]), ids.itemsize
         start = (end - len(ids)) * ids[0].nbytes
         assert start <= len(self._ids), "a step left out routed experts"
@@ -134,7 +134,7 @@ class RoutedColumns:
         self._ids += ids.tobytes()
 
     def packed(self, start: int, end: int) -> RoutedExperts:
-        """Those of positions start ... end - 1, as far as they are computed."""
+        """The experts of positions `start` to `end` - 1, as far as they are computed."""
         layers, chosen = self._shape
         size = layers * chosen * self._item
         return RoutedExperts(bytes(self._ids[start * size : end * size]), start, layers, chosen, self._item)

@@ -137,7 +137,7 @@ class DraftState:
         return likely
 
     def drafts(self, skip: int, count: int) -> list[int]:
-        """At most `count` tokens, after `skip` that are not known yet."""
+        """Draft at most `count` tokens, after `skip` that are not known yet."""
         corpus = self._corpus
         if corpus is None:
             return []

@@ -27,8 +27,8 @@ class Drafter(Protocol):
     """Proposes drafts on the host; called by the scheduler while it plans, so it must be quick."""
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int], num_tokens: int) -> Sequence[Sequence[int]]:
-        """For each request at most its limit of ids of the vocabulary that may follow its tokens; [] for none; or as
-        many DRAWN, which the device draws.
+        """Propose for each request at most its limit of ids of the vocabulary that may follow its tokens; [] for none;
+        or as many DRAWN, which the device draws.
 
         A request's `num_in_flight` tokens are not known yet, and come before the drafts.  `num_tokens`: of the step
         without drafts.
@@ -62,7 +62,7 @@ class TextDrafter:
             self._drawn = DrawnDrafts(plan.num_drafts, computes_prompts=plan.method == "draft_model")
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int], num_tokens: int) -> Sequence[Sequence[int]]:
-        """As in `Drafter`."""
+        """Implements `Drafter`."""
         states: list[DraftState] = []
         likely: list[list[float]] = []
         for request, limit in zip(requests, limits, strict=True):
@@ -100,16 +100,16 @@ class TextDrafter:
         return DraftState(request.tokens, request.prompt_len, corpora, start, trust=trust, searches=self._searches)
 
     def on_step(self, rows: int, num_tokens: int, seconds: float) -> None:
-        """As in `Drafter`."""
+        """Implements `Drafter`."""
         self._costs.record(rows, num_tokens, seconds)
 
     def on_drawn(self, draft_passes: DraftPasses, rows: int) -> None:
-        """As in `Drafter`."""
+        """Implements `Drafter`."""
         if self._drawn is not None:
             self._drawn.on_drawn(draft_passes, rows)
 
     def on_verified(self, request: Request, proposed: int, accepted: int) -> None:
-        """As in `Drafter`."""
+        """Implements `Drafter`."""
         if self._drawn is not None:
             self._drawn.on_verified(request, proposed, accepted)
 

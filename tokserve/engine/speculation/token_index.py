@@ -71,7 +71,7 @@ class TokenIndex:
         self._index_bulk(0, indexed)
 
     def _index_bulk(self, start: int, end: int) -> None:
-        """As many single steps, with numpy: positions start + 1 .. end."""
+        """Index positions start + 1 to end with numpy, as that many single steps would."""
         first = max(start + 1, PAIR)
         self._next.extend([-1] * (end + 1 - len(self._next)))
         if first > end:

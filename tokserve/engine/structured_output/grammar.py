@@ -153,7 +153,7 @@ class GrammarState:
         return bits, complete
 
     def commit(self) -> None:
-        """In the thread that accepts tokens: the result of `compute_bitmask` may be used."""
+        """Say, in the thread that accepts tokens, that the result of `compute_bitmask` may be used."""
         self.pending = False
 
     @property
@@ -169,13 +169,13 @@ class GrammarState:
 
     @property
     def complete(self) -> bool:
-        """Nothing but EOS may come."""
+        """Whether nothing but EOS may come."""
         assert not self.pending
         return self._complete
 
 
 class Compiler:
-    """For one model.  `tokenizer`: the directory of its tokenizer.json, None: it has none."""
+    """Compiles the grammars of one model.  `tokenizer`: the directory of its tokenizer.json, None: it has none."""
 
     def __init__(self, tokenizer: str | None, vocab_size: int, eos: Sequence[int]) -> None:
         self._directory = tokenizer

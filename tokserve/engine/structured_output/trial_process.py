@@ -105,7 +105,7 @@ class Children:
         os.waitpid(pid, 0)
 
     def _run(self, order: Start, writing: int) -> NoReturn:
-        """In the child: compile in a thread with a deep stack, write the result, and exit."""
+        """Compile in the child, in a thread with a deep stack, write the result, and exit."""
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # stdout is the parent's
         _limit()
 
@@ -128,7 +128,7 @@ class Children:
 
 
 def _limit() -> None:
-    """Of this child: it dies with its parent, is the first to die when memory runs out, and has limits."""
+    """Limit this child: it dies with its parent, is the first to die when memory runs out, and has limits."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")

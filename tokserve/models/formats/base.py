@@ -32,7 +32,7 @@ class Described(Protocol):
 
     @property
     def dtype(self) -> torch.dtype | str:
-        """Of its elements."""
+        """The dtype of its elements."""
 
 
 class Grouped(Described, Protocol):
@@ -57,7 +57,7 @@ class CheckpointFormat(Protocol):
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The format's name, for messages."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -71,7 +71,7 @@ class CheckpointFormat(Protocol):
         """What a stored tensor is; None: nothing that a model takes."""
 
     def shape(self, parts: Mapping[str, Described]) -> tuple[int, ...]:
-        """Of the weight that all parts form."""
+        """The shape of the weight that all parts form."""
 
     def fits(self, role: str, tensor: Described, shape: tuple[int, ...]) -> bool:
         """Whether a tensor can have this role in a weight of `shape`."""
@@ -106,7 +106,7 @@ class DenseFormat:
         return tuple(parts[WHOLE].shape)
 
     def fits(self, role: str, tensor: Described, shape: tuple[int, ...]) -> bool:
-        """In its own shape."""
+        """Whether a whole tensor has the weight's shape."""
         return role == WHOLE and tuple(tensor.shape) == shape
 
     def assemble(self, parts: Mapping[str, Tensor]) -> Tensor:
@@ -114,7 +114,7 @@ class DenseFormat:
         return parts[WHOLE]
 
     def incomplete(self, parts: Mapping[str, Collection[str]]) -> list[tuple[str, list[str]]]:
-        """Nothing is."""
+        """No weight is incomplete."""
         return []
 
     def refusal(self, tensor: Described) -> str | None:

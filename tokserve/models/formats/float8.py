@@ -53,7 +53,7 @@ class Float8Format:
         return Part(name)
 
     def shape(self, parts: Mapping[str, Described]) -> tuple[int, ...]:
-        """Of the numbers."""
+        """The shape of the numbers."""
         return tuple(parts[VALUES].shape)
 
     def fits(self, role: str, tensor: Described, shape: tuple[int, ...]) -> bool:
@@ -141,7 +141,7 @@ def scale_shapes(shape: tuple[int, ...], block: BlockSize) -> list[tuple[int, ..
 
 
 def groups(shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> int:
-    """In how many groups a row's inputs are scaled by a scale of one of those shapes."""
+    """The number of groups in which a row's inputs are scaled by a scale of one of those shapes."""
     by_block = tuple(scale_shape) not in ((), (1,), (1, 1), (shape[0],), (shape[0], 1))
     return scale_shape[1] if by_block else 1
 

@@ -87,7 +87,7 @@ class Mxfp4Format:
     optional: frozenset[str] = frozenset()
 
     def part(self, name: str, tensor: Described) -> Part:
-        """By the ending of its name."""
+        """The part that a tensor is, by the ending of its name."""
         for ending, role in ENDINGS.items():
             if name.endswith(ending):
                 return Part(name.removesuffix(ending), role)

@@ -56,7 +56,7 @@ class PackedFormat:
         return ENDINGS["gptq" if self.layout == "gptq_v2" else self.layout]
 
     def part(self, name: str, tensor: Described) -> Part | None:
-        """By the ending of its name; a tensor of floats that ends in .weight is whole."""
+        """The part that a tensor is, by the ending of its name; a tensor of floats that ends in .weight is whole."""
         if name.endswith(UNUSED):
             return None
         for ending, role in self._endings.items():
@@ -162,7 +162,7 @@ class PackedFormat:
 
 
 def is_integer(tensor: Described) -> bool:
-    """Of a dtype that codes and zero points have."""
+    """Whether it is of a dtype that codes and zero points have."""
     return tensor.dtype in INTEGERS or tensor.dtype in INTEGERS.values()
 
 

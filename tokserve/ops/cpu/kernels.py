@@ -128,7 +128,7 @@ def pack_linear(
 def pack_gated(
     weight: Tensor, rows: int | None = None, first: int = 0, into: PackedWeight | None = None
 ) -> PackedWeight:
-    """As `pack_linear`, a panel holding 32 outputs of the gate and below them the 32 that they gate."""
+    """Pack as `pack_linear` does, a panel holding 32 outputs of the gate and below them the 32 that they gate."""
     return _packed(weight, True, rows, first, into)
 
 
@@ -229,7 +229,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def pack_linear_int8(
     weight: Tensor, rows: int | None = None, first: int = 0, into: PackedInt8 | None = None
 ) -> PackedInt8:
-    """In panels of 64 outputs, [N/64][K/4][64][4], each value plus 128: the product's unsigned operand."""
+    """Pack in panels of 64 outputs, [N/64][K/4][64][4], each value plus 128: the product's unsigned operand."""
     return _packed_int8(weight, False, rows, first, into)
 
 
@@ -237,7 +237,7 @@ def pack_linear_int8(
 def pack_gated_int8(
     weight: Tensor, rows: int | None = None, first: int = 0, into: PackedInt8 | None = None
 ) -> PackedInt8:
-    """As `pack_linear_int8`, a panel holding 32 outputs of the gate and below them the 32 that they gate."""
+    """Pack as `pack_linear_int8` does, a panel holding 32 outputs of the gate and below them the 32 that they gate."""
     return _packed_int8(weight, True, rows, first, into)
 
 

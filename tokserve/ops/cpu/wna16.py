@@ -38,7 +38,7 @@ def pack_wna16(parts: Sequence[QuantizedRows], rounded: bool = False) -> PackedW
 
 @wna16.pack_gated_wna16.implement("cpp", device="cpu")
 def pack_gated_wna16(parts: Sequence[QuantizedRows], rounded: bool = False) -> PackedWna16:
-    """Of several parts, as `pack_wna16`."""
+    """Pack several parts, as `pack_wna16` does one."""
     return _packed(parts, gated=len(parts) == 1, rounded=rounded)
 
 

@@ -330,7 +330,7 @@ class Launch:
 
 
 def divide(q: Tensor, cache: Tensor, block_tables: Tensor) -> Launch:
-    """From shapes and dtypes alone."""
+    """The launch, which follows from shapes and dtypes alone."""
     (tokens, heads, dim), (rows, width), (kv_heads, page) = q.shape, block_tables.shape, cache.shape[1:3]
     group, dim_block = heads // kv_heads, max(16, triton.next_power_of_2(dim))
     single = q.dtype == torch.float32

@@ -309,6 +309,6 @@ def linear_by_cublas(
 
 @dense.gated_linear.implement("cublas", device="cuda")
 def gated_by_cublas(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: str | None) -> Tensor:
-    """As `linear_by_cublas`, gated."""
+    """`linear_by_cublas`, gated."""
     both = linear_by_cublas(x, packed, bias)
     return both if activation is None else elementwise.gated(both, activation == "gelu_tanh")

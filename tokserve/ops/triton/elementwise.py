@@ -163,7 +163,7 @@ def rotate(x, partner, cos, sin, first):
 
 @triton.jit
 def pairing(column, ROT: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Of each element: is it the first of its pair, where is its partner, and which angle turns it."""
+    """Say of each element whether it is the first of its pair, where its partner is, and which angle turns it."""
     HALF: tl.constexpr = ROT // 2
     if INTERLEAVED:
         first = column % 2 == 0

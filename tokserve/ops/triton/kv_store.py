@@ -153,7 +153,7 @@ def norm_rope_store(
     norm_last: bool = False,
     gated: bool = False,
 ) -> Tensor:
-    """As the reference, but for the order of the norm's sum."""
+    """The reference, but for the order of the norm's sum."""
     tokens, (kv_heads, page, dim) = qkv.shape[0], k_cache.shape[1:]
     heads = (qkv.shape[1] // dim - 2 * kv_heads) // (2 if gated else 1)
     q = qkv.new_empty(tokens, heads, dim)

@@ -230,7 +230,7 @@ def gated_delta(
     end: Tensor,
     saves: Tensor,
 ) -> Tensor:
-    """As the reference, but for the order of sums over the elements of a key."""
+    """The reference, but for the order of sums over the elements of a key."""
     heads, key_dim, value_dim = state.shape[1:]
     taps, channels = conv_weight.shape
     sizes = recurrent.Sizes(heads, key_dim, value_dim, channels)
@@ -266,7 +266,7 @@ def short_conv(
     end: Tensor,
     saves: Tensor,
 ) -> Tensor:
-    """As the reference."""
+    """The reference."""
     taps, channels = conv_weight.shape
     before, _, inner = x.chunk(3, dim=1)
     entries = (before.float() * inner.float()).to(x.dtype)

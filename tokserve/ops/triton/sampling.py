@@ -78,7 +78,7 @@ def sample_slice_kernel(
     logits_ptr, seed_ptr, position_ptr, greedy_ptr, temperature_ptr, best_ptr, id_ptr, max_ptr,
     zero_best_ptr, zero_id_ptr, width, slices, TEMPERATURE: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """Of one slice of a row: largest perturbed logit and its id, the same for logits of zero, largest logit."""
+    """Reduce one slice of a row: largest perturbed logit and its id, the same for logits of zero, largest logit."""
     row, slice = tl.program_id(0).to(tl.int64), tl.program_id(1)
     id = slice * SLICE + tl.arange(0, SLICE)
     valid = id < width
@@ -162,7 +162,7 @@ def logprobs_slice_kernel(
     logits_ptr, token_ptr, temperature_ptr, finite_ptr, max_ptr, sum_ptr, greater_ptr, candidate_ptr, width, slices, k,
     TOP: tl.constexpr, TEMPERATURE: tl.constexpr, FINITE: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """Of one slice of a row: maximum, sum of exp(x - maximum), entries above the token's, the k largest as keys.
+    """Reduce one slice of a row: maximum, sum of exp(x - maximum), entries above the token's, the k largest as keys.
 
     TOP: upper limit of k.
     """
@@ -233,7 +233,7 @@ def logprobs_merge_kernel(
 def _logprobs(
     logits: Tensor, token_ids: Tensor, k: int, named: Tensor | None, temperature: Tensor | None, finite: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As the reference; rows that are not `finite` count as zeros."""
+    """The reference; rows that are not `finite` count as zeros."""
     rows, width = logits.shape
     if k > TOP_SIZES[-1]:
         largest = sampling.largest_ids(logits if finite is None else logits.where(finite[:, None], 0.0), k)

@@ -22,7 +22,7 @@ def tree_sum(x):
 
 @triton.jit
 def tree_sums(x):
-    """As `tree_sum`, of each row of x [M,N]: [M]."""
+    """`tree_sum` of each row of x [M,N]: [M]."""
     ROWS: tl.constexpr = x.shape[0]
     SIZE: tl.constexpr = x.shape[1]
     for level in tl.static_range(20):

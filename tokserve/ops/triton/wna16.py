@@ -109,7 +109,7 @@ def wna16_kernel(
 
 @wna16.quantize_int4.implement("triton", device="cuda")
 def quantize_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """By torch, on the GPU."""
+    """Quantize with torch, on the GPU."""
     return wna16.quantize_int4.reference(weight.to(torch_device()), group)
 
 

@@ -60,7 +60,7 @@ class LoopMonitor:
         return f"a thread worked for {', '.join(routes)}" if routes else "no request of this process was at work"
 
     def _look(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:
-        """In a thread: inspect the loop whenever its heartbeat is overdue."""
+        """Inspect the loop, in a thread, whenever its heartbeat is overdue."""
         while not self._stopped.wait(self._interval):
             if self._seen is None and time.monotonic() > self._deadline + LOGGED / 4:
                 self._seen = _current_activity(loop, sys._current_frames().get(thread))

@@ -48,7 +48,7 @@ class VersionNotSupported(RequestError):
 
 
 class Protocol(HttpToolsProtocol):
-    """For `uvicorn.Config(http=Protocol, ws="none")`.
+    """The class to give to uvicorn: `Config(http=Protocol, ws="none")`.
 
     `stall_timeout`: seconds that a connection may be full before it is closed, 0 for any time.
     """

@@ -55,7 +55,7 @@ class ApiVersion(msgspec.Struct):
 
 
 class Meta(msgspec.Struct):
-    """Of a reply."""
+    """What a reply says about itself."""
 
     billed_units: BilledUnits
     api_version: ApiVersion = msgspec.field(default_factory=ApiVersion)
@@ -159,7 +159,7 @@ def _check_size(serving: Serving, size: int) -> None:
 
 
 def _encoded(vector: NDArray[np.float32], kind: str) -> Any:
-    """As numbers; the signs, eight to a byte (`binary`: signed); or base64 of little-endian float32."""
+    """A vector as numbers; its signs, eight to a byte (`binary`: signed); or base64 of little-endian float32."""
     if kind == "float":
         return vector.tolist()
     if kind == "base64":

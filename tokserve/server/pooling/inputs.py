@@ -114,7 +114,7 @@ def prompts_of(serving: Serving, body: InputBody) -> list[list[int]]:
 
 
 def _min_bytes(body: PoolingBody) -> int:
-    """Of a text that need not fit into the context."""
+    """The bytes of a text that need not fit into the context."""
     return 0 if body.truncate_prompt_tokens is None else CUT_BYTES
 
 
@@ -180,8 +180,8 @@ def truncated(
 def cut(
     ids: list[int], limit: int, side: Side, frame: tuple[int, int] = (0, 0), second: int = -1
 ) -> tuple[list[int], int]:
-    """At most `limit` of the ids, without those at this side of the text; `frame`: special tokens before and after it,
-    which stay; and `second`, as in `TokenPrompt`, of what is left."""
+    """Cut the ids to `limit`, at this side of the text; `frame`: special tokens before and after it, which stay; and
+    `second`, as in `TokenPrompt`, of what is left."""
     excess = len(ids) - limit
     if excess <= 0:
         return ids, second

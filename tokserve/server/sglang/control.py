@@ -77,7 +77,7 @@ class ProfileBody(msgspec.Struct):
 
 
 class ContinueBody(msgspec.Struct):
-    """Nothing that has an effect."""
+    """A body in which nothing has an effect."""
 
     torch_empty_cache: bool = False
 

@@ -250,7 +250,7 @@ class GenerateRenderer:
         return sse.event(encode_json(reply))
 
     def tail(self) -> bytes:
-        """Nothing: the last event of a choice has its end."""
+        """Does not add an event: the last one of a choice has its end."""
         return b""
 
 

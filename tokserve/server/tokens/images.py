@@ -173,7 +173,7 @@ def _check_modalities(options: FeatureOptions) -> None:
 
 
 def _is_empty(value: Any) -> bool:
-    """Nothing but nulls."""
+    """Whether a value holds nothing but nulls."""
     if isinstance(value, Mapping):
         return all(_is_empty(inner) for inner in value.values())
     return value is None or (isinstance(value, list) and all(_is_empty(inner) for inner in value))

@@ -1,12 +1,11 @@
-"""The part of a trainer's client that handles tensors, and so needs torch: pushes, and process groups."""
+"""The trainer's end of weight updates: HTTP, and a process group for the tensors once it has been joined."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -14,10 +13,7 @@ from torch import Tensor
 from . import broadcast
 from .broadcast import TransferGroup
 from .connection import Connection
-from .digests import checksums
 from .errors import TransferError, WeightsError
-from .push import PushResult, Weights, named_tensors
-from .pusher import Pusher, update
 from .weight_routes import WeightRoutes
 
 
@@ -73,31 +69,6 @@ class GroupChannel(WeightRoutes):
                 await asyncio.wait([sending])
                 sending.exception()  # retrieved, or asyncio logs it
         await sending
-
-
-class WeightTransfers:
-    """Pushes of one client.  The arguments of its methods are described in `AsyncClient`."""
-
-    def __init__(self, channel: GroupChannel) -> None:
-        self.channel = channel
-        self._pusher = Pusher(channel)
-
-    async def update_weights(self, weights: Weights, version: str | None, *, recompute_kv: bool) -> dict[str, Any]:
-        """As of the client."""
-        return await update(self.channel, named_tensors(weights), version, recompute_kv=recompute_kv)
-
-    async def push(
-        self, weights: Weights, version: str | None, *, delta: bool, directory: str | Path | None, anchor_every: int,
-        recompute_kv: bool,
-    ) -> PushResult:  # fmt: skip
-        """As of the client."""
-        return await self._pusher.push(
-            weights, version, delta=delta, directory=directory, anchor_every=anchor_every, recompute_kv=recompute_kv
-        )
-
-    async def checksums(self, weights: Weights | Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-        """Of tensors, by name."""
-        return await asyncio.to_thread(checksums, named_tensors(weights))
 
 
 async def _in_thread(form: Callable[[], TransferGroup]) -> TransferGroup:
