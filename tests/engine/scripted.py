@@ -620,9 +620,8 @@ class ScriptedExecutor:
     def _draft_passes(self, plan: StepPlan) -> DraftPasses | None:
         if DRAWN not in plan.draft_token_ids:
             return None
-        rows = np.flatnonzero(plan.num_drafts).tolist()
         longest = int(plan.num_drafts.max())
-        return DraftPasses(0.5, longest, longest, rows if self.behind else [])
+        return DraftPasses(0.5, longest, longest, np.flatnonzero(plan.num_drafts).tolist() if self.behind else [])
 
     def _sampled(
         self, slot: Slot, step: int, num_drafts: int, masks: list[int], rows: list[tuple[float, int, Any, Any]]

@@ -72,20 +72,13 @@ class EngineCore:
         self._config, self._facts, self._clock = config, facts, clock
         self._text_drafter = make_drafter(config.speculation.resolved(), facts.vocab_size) if drafter is None else None
         drafter = self._text_drafter if drafter is None else drafter
-        layout = facts.layout
-        capacity = layout.num_blocks * layout.block_size
-        context = min(config.model.max_model_len or capacity, capacity)
-        eos = tuple(config.model.eos_token_ids or ())
-        mode = config.model.logprobs_mode
-        self.limits = Limits(
-            context, facts.vocab_size, eos, mode, facts.feature_bytes, facts.images, facts.whole_prompts
-        )
+        self.limits = _limits(config, facts)
         self._events = None if (plan := config.kv.events()) is None else EventPublisher(plan)
-        self.cache = _make_cache(config, layout, events=self._events is not None)
+        self.cache = _make_cache(config, facts.layout, events=self._events is not None)
         self.scheduler = Scheduler(
             config.scheduler, self.cache, facts.weight_version, drafter,
             image_tokens=0 if facts.images is None else facts.images.step_tokens,
-            prompt_tokens=context if facts.whole_prompts else 0,
+            prompt_tokens=self.limits.context if facts.whole_prompts else 0,
         )  # fmt: skip
         self.control = Control(
             self, self.scheduler, self.cache, executor, facts.weight_version,
@@ -96,7 +89,7 @@ class EngineCore:
         self.adapters = Adapters(
             config.lora, self, self.scheduler, self.cache, executor, config.server.served_model_name or []
         )
-        self.grammars = Grammars(config, facts.vocab_size, eos)
+        self.grammars = Grammars(config, facts.vocab_size, self.limits.eos)
         self.stopped = False
         self._executor = executor
         self._depth = config.scheduler.steps_in_flight
@@ -119,7 +112,6 @@ class EngineCore:
             (self, self.control, self.control.weights, self.adapters, drafts, self._profiler), emit=emit,
             at_boundary=lambda: not self.scheduler.in_flight, on_progress=self._send_status, wake=wake,
         )  # fmt: skip
-        _warn_of_context(context, config.model.max_model_len)
 
     def _make_store(self, executor: Executor, wake: Callable[[], None]) -> tuple[KVStore, IdentityWatch] | None:
         """What keeps KV blocks besides the KV cache, if something does, and what tells it which weights serve.  Raises
@@ -548,10 +540,17 @@ def _make_cache(config: Config, layout: KVLayout, *, events: bool) -> PrefixCach
     )  # fmt: skip
 
 
-def _warn_of_context(context: int, max_model_len: int | None) -> None:
-    if context < (max_model_len or 0):
+def _limits(config: Config, facts: DeviceFacts) -> Limits:
+    """The limits of all requests; warns if the KV cache holds less than `max_model_len`."""
+    model, capacity = config.model, facts.layout.num_blocks * facts.layout.block_size
+    context = min(model.max_model_len or capacity, capacity)
+    if context < (model.max_model_len or 0):
         logger.warning(
             "the KV cache holds %d tokens, less than max_model_len %d: prompt and output together are limited "
             "to that; raise kv_cache_memory_bytes or lower max_model_len",
-            context, max_model_len,
+            context, model.max_model_len,
         )  # fmt: skip
+    return Limits(
+        context, facts.vocab_size, tuple(model.eos_token_ids or ()), model.logprobs_mode, facts.feature_bytes,
+        facts.images, facts.whole_prompts,
+    )  # fmt: skip
