@@ -52,6 +52,13 @@ def test_links_lead_somewhere() -> None:
     assert not [link for path in FILES for link in _broken(path)]
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_bodies_are_sent_as_json(path: Path) -> None:
+    """With -d alone curl says that the body is a form, which the server refuses."""
+    commands = re.findall(r"^curl .* -d .*$", path.read_text(), re.M)
+    assert not [one for one in commands if "-H 'Content-Type: application/json'" not in one]
+
+
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.glob("*.md")}
