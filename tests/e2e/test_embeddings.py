@@ -105,7 +105,8 @@ def test_the_openai_client_and_all_encodings(server: Server) -> None:
 @pytest.mark.parametrize(("family", "kind"), [("qwen3", "Qwen3Model"), ("gemma3_text", "Gemma3TextModel"),
                                               ("phi3", "Phi3Model")])  # fmt: skip
 def test_a_checkpoint_without_a_head(tmp_path: Path, family: str, kind: str) -> None:
-    """As transformers' AutoModel saves it: the architecture has no head, names have no prefix."""
+    """As transformers' AutoModel saves it: the architecture has no head, names have no prefix.  Released embedding
+    models may have such tensors and the architecture of the model that generates."""
     config = tiny_config(family, dtype="float32", tie_word_embeddings=False)
     model = AutoModel.from_pretrained(write_checkpoint(tmp_path / "whole", config, seed=1), dtype=torch.float32)
     model.save_pretrained(tmp_path / "base")
@@ -115,6 +116,11 @@ def test_a_checkpoint_without_a_head(tmp_path: Path, family: str, kind: str) -> 
     options = {name: value for name, value in OPTIONS.items() if name != "runner"}
     with LLM(str(tmp_path / "base"), **options) as llm:
         assert np.allclose(vectors(llm, PROMPTS, normalize=False), want, atol=1e-4)
+    (tmp_path / "base" / "config.json").write_text((tmp_path / "whole" / "config.json").read_text())
+    with LLM(str(tmp_path / "base"), **OPTIONS) as llm:
+        assert np.allclose(vectors(llm, PROMPTS, normalize=False), want, atol=1e-4)
+    with pytest.raises(StartError, match=r"1 missing: lm_head\.weight"):
+        LLM(str(tmp_path / "base"), **OPTIONS | {"runner": "generate"})
 
 
 BAD: list[tuple[dict[str, Any], str, int]] = [

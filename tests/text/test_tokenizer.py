@@ -97,6 +97,9 @@ def test_templates_come_from_files_before_the_config(tmp_path: Path) -> None:
     assert Tokenizer.load(directory).chat_template == {"default": "from the file", "tool_use": "with tools"}
     listed = write_chatml(tmp_path / "listed", chat_template=[{"name": "a", "template": "A"}])
     assert Tokenizer.load(listed).chat_template == {"a": "A"}
+    older = write_chatml(tmp_path / "older", chat_template=None)
+    (older / "chat_template.json").write_text('{"chat_template": "of the processor"}')
+    assert Tokenizer.load(older).chat_template == "of the processor"
     (directory / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(StartError, match=r"chat template of .* cannot be read"):
         Tokenizer.load(directory)

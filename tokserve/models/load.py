@@ -47,6 +47,7 @@ def load(
     quantization_activations: str | None = None,
     has_float8: bool = False,
     float8_cache: bool = False,
+    needs_head: bool = True,
     group: Group = ALONE,
     stage: Stage = WHOLE,
 ) -> Decoder:
@@ -58,8 +59,9 @@ def load(
     inputs).  With None, projections that are stored in 4 or 8 bits, or as float8 where the device `has_float8`
     products, stay so, with their own scales; "none": they become `dtype` there too.
     `quantization_activations` "int8": rows that are multiplied by integers are rounded, by group.
-    `float8_cache`: keys and values will be kept as float8, by the scales that come with the weights.  `group`: the
-    ranks that divide each layer among them, of which this is one; `stage`: which of the layers it has.
+    `float8_cache`: keys and values will be kept as float8, by the scales that come with the weights.  `needs_head`:
+    tokens are drawn; else the checkpoint may leave out the head.  `group`: the ranks that divide each layer among them,
+    of which this is one; `stage`: which of the layers it has.
     """
     spec = decoder_spec(hf)
     options: dict[str, Any] = {
@@ -84,6 +86,8 @@ def load(
         raise StartError("option quantization_activations: the weights are no integers; give --quantization int4, too")
     if any(entry.is_stored for entry in entries.values()):
         _tell_what_becomes(spec.format.name, quantization, stored, dtype, keeps=keeps)
+    if not needs_head and spec.classifier is None and HEAD not in entries:
+        spec = replace(spec, tied=True)  # a head that is the embedding needs no memory
     if spec.tied and HEAD in entries:
         spec, entries = _resolve_tie(spec, entries)
     decoder = build(spec, **options)

@@ -175,7 +175,8 @@ def _model(config: Config, target: Device | Accelerator, ranks: Ranks) -> Decode
         raise
     return models.load(
         directory, hf,
-        has_float8=target.has_float8, group=ranks.group, stage=ranks.stage, **common,
+        has_float8=target.has_float8, needs_head=options.runner != "pooling", group=ranks.group, stage=ranks.stage,
+        **common,
     )  # fmt: skip
 
 

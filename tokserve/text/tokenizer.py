@@ -291,7 +291,8 @@ def _texts(value: Any) -> list[str]:
 
 
 def _chat_templates(directory: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
-    """The template files, or else tokenizer_config.json's template or list of named templates."""
+    """The template files, or else tokenizer_config.json's template or list of named templates, or else that of
+    chat_template.json, where older processors of images keep it."""
     templates: dict[str, str] = {}
     paths = [("default", directory / "chat_template.jinja")]
     paths += [(path.stem, path) for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))]
@@ -300,6 +301,8 @@ def _chat_templates(directory: Path, config: dict[str, Any]) -> str | dict[str, 
     except (OSError, ValueError) as error:
         raise StartError(f"a chat template of {directory} cannot be read: {error}") from error
     value = config.get("chat_template")
+    if not templates and not value:
+        value = (checkpoint.read_json(directory, "chat_template.json") or {}).get("chat_template")
     if not templates and isinstance(value, list):
         templates = {str(entry["name"]): str(entry["template"]) for entry in value}
     elif not templates and isinstance(value, str):
