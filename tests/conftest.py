@@ -41,14 +41,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.flaky(reruns=1))
 
 
-def pytest_collection_finish() -> None:
-    """Ten thousand tests and what they import stay: the collector need not look at them again and again."""
-    gc.collect()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Ten thousand tests and what they import stay: the collector need not look at them, now or later."""
+    gc.disable()
+    found = yield
     gc.freeze()
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()
+    gc.enable()
+    return found
 
 
 @pytest.hookimpl(wrapper=True)
