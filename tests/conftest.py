@@ -3,6 +3,7 @@
 Triton kernels run in its interpreter, on the CPU; scripts/gpu_check.sh sets TRITON_INTERPRET=0 to run them on a GPU.
 """
 
+import atexit
 import faulthandler
 import gc
 import os
@@ -48,6 +49,7 @@ def pytest_collection() -> Iterator[object]:
     found = yield
     gc.freeze()
     gc.enable()
+    atexit.register(gc.unfreeze)  # nanobind would name its objects that are still there
     return found
 
 

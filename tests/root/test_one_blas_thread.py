@@ -14,7 +14,7 @@ CODE = f"""
 import os, tokserve.MODULE, numpy
 print(len(os.listdir("/proc/self/task")), os.environ.get("{VARIABLE}"))
 """
-needs_processors = pytest.mark.skipif(os.cpu_count() == 1, reason="numpy starts a thread for each other processor")
+CPUS = os.cpu_count() or 1
 
 
 def imported(code: str, **variables: str) -> list[str]:
@@ -24,19 +24,17 @@ def imported(code: str, **variables: str) -> list[str]:
     return done.stdout.split()
 
 
-@needs_processors
 @pytest.mark.parametrize("module", ["cli.serve", "cli.api_server", "engine.process", "executor.worker"])
 def test_the_main_module_of_a_process_starts_no_threads(module: str) -> None:
     assert imported(CODE.replace("MODULE", module)) == ["1", "None"]
 
 
-@needs_processors
 def test_what_the_user_says_holds() -> None:
-    assert imported(CODE.replace("MODULE", "engine.process"), **{VARIABLE: "2"}) == ["2", "2"]
+    assert imported(CODE.replace("MODULE", "engine.process"), **{VARIABLE: "2"}) == [str(min(2, CPUS)), "2"]
 
 
-@needs_processors
 def test_a_library_leaves_numpy_alone() -> None:
     """`from tokserve import LLM` may be the first import in a program that multiplies with numpy."""
     threads, variable = imported(CODE.replace("MODULE", "client.llm, tokserve.client.async_llm"))
-    assert int(threads) > 1 and variable == "None"
+    assert int(threads) > 1 or CPUS == 1
+    assert variable == "None"
