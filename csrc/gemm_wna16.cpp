@@ -3,7 +3,8 @@
 // them, times its scale, then, if it has one, its minimum times the sum of the group's x.  A folded weight's scales are
 // powers of two that belong to its values, so that its chain is that of linear: sums are kept in units of the group's
 // scale, which rounds alike, or, for many rows and where scales are far apart, values are scaled before they are
-// multiplied.  Codes are unpacked once for all rows of a task, into memory that the first-level cache holds.
+// multiplied.  Codes are unpacked once for all rows of a task, into memory that the first-level cache holds; those of a
+// folded weight, for few rows, into registers.
 #include "epilogue.h"
 #include "table.h"
 #include "tile.h"
@@ -86,6 +87,13 @@ TOKSERVE_INLINE void add_scaled(const GroupTerms& terms, int64_t row, int64_t co
   store(to, total);
 }
 
+// f(ROWS) with 1 <= rows <= kTileRows as a constant.
+template <int ROWS = kTileRows, class F>
+TOKSERVE_INLINE void with_rows(int64_t rows, const F& f) {
+  if (rows == ROWS) return f(std::integral_constant<int, ROWS>());
+  if constexpr (ROWS > 1) with_rows<ROWS - 1>(rows, f);
+}
+
 // sums [ROWS][64] += x [ROWS][K] times w, `steps` steps of K, scaled.
 template <class Format, int ROWS>
 void add_group(const typename Format::Row* x, int64_t x_stride, const typename Format::Weight* w, int64_t steps,
@@ -116,14 +124,6 @@ void add_group(const typename Format::Row* x, int64_t x_stride, const typename F
       }
     }
   }
-}
-
-template <class Format, int ROWS = kTileRows>
-TOKSERVE_INLINE void add_group_up_to(int64_t rows, const typename Format::Row* x, int64_t x_stride,
-                                     const typename Format::Weight* w, int64_t steps, float* sums,
-                                     const GroupTerms& terms) {
-  if (rows == ROWS) return add_group<Format, ROWS>(x, x_stride, w, steps, sums, terms);
-  if constexpr (ROWS > 1) add_group_up_to<Format, ROWS - 1>(rows, x, x_stride, w, steps, sums, terms);
 }
 
 // sums [ROWS][64], times `ratios` [64] (null: from zero on), += x [ROWS][K] times w, `steps` steps of K.
@@ -157,16 +157,9 @@ void continue_chain(const typename Format::Row* x, int64_t x_stride, const typen
   }
 }
 
-template <class Format, int ROWS = kTileRows>
-TOKSERVE_INLINE void continue_chain_up_to(int64_t rows, const typename Format::Row* x, int64_t x_stride,
-                                          const typename Format::Weight* w, int64_t steps, float* sums,
-                                          const float* ratios) {
-  if (rows == ROWS) return continue_chain<Format, ROWS>(x, x_stride, w, steps, sums, ratios);
-  if constexpr (ROWS > 1) continue_chain_up_to<Format, ROWS - 1>(rows, x, x_stride, w, steps, sums, ratios);
-}
-
 #if defined(__AVX512BF16__)
-// The same of `depth` elements of K as codes of 4 bits, which become weights in registers, once for all rows.
+// The same of `depth` elements of K in codes of 4 bits, a multiple of kCodeDepth: each vector of them becomes weights
+// in registers, once for all rows.
 template <int ROWS>
 void continue_chain_of_codes(const bf16* x, int64_t x_stride, const uint8_t* codes, const CodeTable& table,
                              int64_t depth, float* sums, const float* ratios) {
@@ -190,14 +183,6 @@ void continue_chain_of_codes(const bf16* x, int64_t x_stride, const uint8_t* cod
   for (int r = 0; r < ROWS; r++) {
     for (int v = 0; v < kPanelVectors; v++) store(sums + r * kPanel + v * kLanes, sum[r][v]);
   }
-}
-
-template <int ROWS = kTileRows>
-TOKSERVE_INLINE void continue_chain_of_codes_up_to(int64_t rows, const bf16* x, int64_t x_stride, const uint8_t* codes,
-                                                   const CodeTable& table, int64_t depth, float* sums,
-                                                   const float* ratios) {
-  if (rows == ROWS) return continue_chain_of_codes<ROWS>(x, x_stride, codes, table, depth, sums, ratios);
-  if constexpr (ROWS > 1) continue_chain_of_codes_up_to<ROWS - 1>(rows, x, x_stride, codes, table, depth, sums, ratios);
 }
 #endif
 
@@ -243,17 +228,22 @@ struct PanelProduct {
 #if defined(__AVX512BF16__)
     if constexpr (std::is_same_v<Format, Pairs>) {
       if (a.bits == 4) {
-        return continue_chain_of_codes_up_to(rows, x + k, stride, panel + k * kPanel / 2, CodeTable(a.factors), end - k,
-                                             sums, ratios);
+        return with_rows(rows, [&](auto n) {
+          continue_chain_of_codes<n()>(x + k, stride, panel + k * kPanel / 2, CodeTable(a.factors), end - k, sums,
+                                       ratios);
+        });
       }
     }
 #endif
     unpack_factors(panel, k, end - k);
-    continue_chain_up_to<Format>(rows, x + k, stride, weights, (end - k) / Format::kDepth, sums, ratios);
+    with_rows(rows, [&](auto n) {
+      continue_chain<Format, n()>(x + k, stride, weights, (end - k) / Format::kDepth, sums, ratios);
+    });
   }
 
-  // A folded weight, a tile of rows, with sums in units of the group's scale: a power of two changes no rounding.
-  // False, with nothing kept, if a scale is not between 2^-32 and 2^31: sums might leave the range of float32.
+  // A folded weight, at most kTileRows rows, with sums in units of the group's scale: a power of two changes no
+  // rounding.  False, with nothing kept, if a scale is not between 2^-32 and 2^31: sums might leave the range of
+  // float32.
   bool run_in_units(const uint8_t* panel, int64_t index) {
     constexpr uint32_t lowest = 95u << 23, range = 64u << 23;
     const int64_t groups = groups_of(a), depth = padded(a);
@@ -319,8 +309,10 @@ struct PanelProduct {
       for_tiles([&](int64_t row, int64_t count) {
         GroupTerms tile = terms;
         tile.row_sums += row * groups;
-        add_group_up_to<Format>(count, x + row * stride + k, stride, weights, (end - k) / Format::kDepth,
-                                sums + row * kPanel, tile);
+        with_rows(count, [&](auto n) {
+          add_group<Format, n()>(x + row * stride + k, stride, weights, (end - k) / Format::kDepth, sums + row * kPanel,
+                                 tile);
+        });
       });
     }
   }

@@ -28,7 +28,7 @@ constexpr int kTileRows = 2, kTileVectors = 1;
 constexpr int kPanelVectors = kPanel / kLanes;
 constexpr int64_t kDepthBlockBytes = 16384;  // of a panel: stays in the L1 cache while all row tiles use it
 constexpr int64_t kWidenTiles = 3;  // from so many row tiles on, the first stores the weights widened for the others
-constexpr int kSharedLines = 2;     // cache lines of the next block that a row tile prefetches per step
+constexpr int kSharedLines = 2;     // cache lines of the next block that a row tile prefetches per step, at most
 
 // A format defines the element types of the panel (Weight), of a row of x (Row) and of a sum (Sum in registers, Element
 // in memory).  One step of the chain takes kDepth elements of K in kParts operations on each sum; the weights of one
@@ -218,9 +218,12 @@ void multiply_panel(const typename Format::Row* x, int64_t stride, int64_t rows,
           continue;
         }
       }
-      if (fetched < lines) multiply_up_to<Format, kSharedLines>(count, from, stride, now, steps, to, k == 0, next);
+      const int64_t left = (tiles - tile) * steps;  // as evenly as whole lines a step allow
+      const int64_t share = min<int64_t>(kSharedLines, (lines - fetched + left - 1) / left);
+      if (share == 2) multiply_up_to<Format, 2>(count, from, stride, now, steps, to, k == 0, next);
+      else if (share == 1) multiply_up_to<Format, 1>(count, from, stride, now, steps, to, k == 0, next);
       else multiply_up_to<Format, 0>(count, from, stride, now, steps, to, k == 0, next);
-      fetched += kSharedLines * steps;
+      fetched += share * steps;
     }
   }
 }
