@@ -3,8 +3,8 @@
 // them, times its scale, then, if it has one, its minimum times the sum of the group's x.  A folded weight's scales are
 // powers of two that belong to its values, so that its chain is that of linear: sums are kept in units of the group's
 // scale, which rounds alike, or, for many rows and where scales are far apart, values are scaled before they are
-// multiplied.  Codes are unpacked once for all rows of a task, into memory that the first-level cache holds; those of a
-// folded weight, for few rows, into registers.
+// multiplied.  Codes are unpacked once for all rows of a task, into memory that the first-level cache holds, or, for
+// few rows, into registers.
 #include "epilogue.h"
 #include "table.h"
 #include "tile.h"
@@ -73,56 +73,126 @@ void wna16_rows_typed(const Wna16Args& a, int64_t begin, int64_t end) {
   }
 }
 
-// What a group's sums are multiplied by, and what is added for it.
-struct GroupTerms {
-  const float* scales;    // [64]
-  const float* mins;      // [64], or null
-  const float* row_sums;  // of the group's x, rows row_stride apart
-  int64_t row_stride;
-};
+// Rows whose totals are kept in registers beside a group's sums, if registers allow.
+#if defined(__AVX512F__)
+constexpr int kGroupRows = 4;
+#else
+constexpr int kGroupRows = kTileRows;
+#endif
+constexpr int64_t kGroupsAtOnce = 16;  // that are unpacked at a time, at most
+constexpr int64_t kFewRowsDepth = 32;  // elements of K that are unpacked at a time for a tile of rows
 
-TOKSERVE_INLINE void add_scaled(const GroupTerms& terms, int64_t row, int64_t column, f32x16 sum, float* to) {
-  f32x16 total = fma(load(terms.scales + column), sum, load(to));
-  if (terms.mins) total = fma(terms.row_sums[row * terms.row_stride], load(terms.mins + column), total);
-  store(to, total);
-}
-
-// f(ROWS) with 1 <= rows <= kTileRows as a constant.
-template <int ROWS = kTileRows, class F>
+// f(ROWS) with 1 <= rows <= the largest ROWS as a constant.
+template <int ROWS, class F>
 TOKSERVE_INLINE void with_rows(int64_t rows, const F& f) {
   if (rows == ROWS) return f(std::integral_constant<int, ROWS>());
   if constexpr (ROWS > 1) with_rows<ROWS - 1>(rows, f);
 }
 
-// sums [ROWS][64] += x [ROWS][K] times w, `steps` steps of K, scaled.
+// f(row, count) for tiles of nearly equal height, at most ROWS.
+template <int ROWS, class F>
+TOKSERVE_INLINE void for_tiles(int64_t rows, const F& f) {
+  const int64_t tiles = (rows + ROWS - 1) / ROWS;
+  for (int64_t tile = 0, row = 0; tile < tiles; tile++) {
+    const int64_t count = (rows - row) / (tiles - tile);
+    f(row, count);
+    row += count;
+  }
+}
+
+// What the sums of consecutive groups are multiplied by, and what is added for them.
+struct GroupTerms {
+  const float* scales;    // [groups][64]
+  const float* mins;      // [groups][64], or null
+  const float* row_sums;  // of the groups' x, rows row_stride apart
+  int64_t row_stride;
+
+  TOKSERVE_INLINE GroupTerms at(int64_t row, int64_t group) const {
+    return {scales + group * kPanel, mins ? mins + group * kPanel : nullptr, row_sums + row * row_stride + group,
+            row_stride};
+  }
+  // The total of a row and sixteen columns after the first group, whose sum is `sum`.
+  TOKSERVE_INLINE f32x16 add(int64_t row, int64_t column, f32x16 sum, f32x16 total) const {
+    total = fma(load(scales + column), sum, total);
+    return mins ? fma(row_sums[row * row_stride], load(mins + column), total) : total;
+  }
+  // The same of a tile, whose totals are in memory.
+  template <int ROWS, int VECTORS>
+  TOKSERVE_INLINE void add_to(float* totals, const f32x16 (&sum)[ROWS][VECTORS]) const {
+    for (int r = 0; r < ROWS; r++) {
+      for (int v = 0; v < VECTORS; v++) {
+        float* to = totals + r * kPanel + v * kLanes;
+        store(to, add(r, v * kLanes, sum[r][v], load(to)));
+      }
+    }
+  }
+};
+
+template <int ROWS, int VECTORS>
+TOKSERVE_INLINE void load_tile(const float* from, f32x16 (&tile)[ROWS][VECTORS]) {
+  for (int r = 0; r < ROWS; r++) {
+    for (int v = 0; v < VECTORS; v++) tile[r][v] = load(from + r * kPanel + v * kLanes);
+  }
+}
+template <int ROWS, int VECTORS>
+TOKSERVE_INLINE void store_tile(const f32x16 (&tile)[ROWS][VECTORS], float* to) {
+  for (int r = 0; r < ROWS; r++) {
+    for (int v = 0; v < VECTORS; v++) store(to + r * kPanel + v * kLanes, tile[r][v]);
+  }
+}
+template <int ROWS, int VECTORS>
+TOKSERVE_INLINE void set_zero(f32x16 (&tile)[ROWS][VECTORS]) {
+  for (auto& row : tile) {
+    for (auto& sum : row) sum = zeros();
+  }
+}
+
+// sum += x [ROWS][K] times w, `steps` steps of K.
+template <class Format, int ROWS, int VECTORS>
+TOKSERVE_INLINE void add_products(const typename Format::Row* x, int64_t x_stride, const typename Format::Weight* w,
+                                  int64_t steps, f32x16 (&sum)[ROWS][VECTORS]) {
+  for (int64_t step = 0; step < steps; step++) {
+    for (int part = 0; part < Format::kParts; part++) {
+      decltype(Format::load_weight(w, part)) weight[VECTORS];
+      for (int v = 0; v < VECTORS; v++) weight[v] = Format::load_weight(w + v * kLanes * Format::kDepth, part);
+      for (int r = 0; r < ROWS; r++) {
+        for (int v = 0; v < VECTORS; v++) sum[r][v] = Format::add(x + r * x_stride, part, weight[v], sum[r][v]);
+      }
+    }
+    x += Format::kDepth;
+    w += kPanel * Format::kDepth;
+  }
+}
+
+// A tile of sums times `ratios` [64], or zeros if there are none.
+template <int ROWS, int VECTORS>
+TOKSERVE_INLINE void load_scaled(const float* sums, const float* ratios, f32x16 (&tile)[ROWS][VECTORS]) {
+  if (!ratios) return set_zero(tile);
+  for (int r = 0; r < ROWS; r++) {
+    for (int v = 0; v < VECTORS; v++) tile[r][v] = load(sums + r * kPanel + v * kLanes) * load(ratios + v * kLanes);
+  }
+}
+
+template <int ROWS>
+constexpr int kVectorsOf = ROWS == 1 ? kPanelVectors : kTileVectors;
+
+// sums [ROWS][64] += x [ROWS][K] times w, `depth` elements of K in groups of `group`, each scaled.
 template <class Format, int ROWS>
-void add_group(const typename Format::Row* x, int64_t x_stride, const typename Format::Weight* w, int64_t steps,
-               float* sums, const GroupTerms& terms) {
-  constexpr int vectors = ROWS == 1 ? kPanelVectors : kTileVectors;
-  for (int64_t first = 0; first < kPanel; first += vectors * kLanes) {
-    f32x16 sum[ROWS][vectors];
-    for (int r = 0; r < ROWS; r++) {
-      for (int v = 0; v < vectors; v++) sum[r][v] = zeros();
-    }
-    const auto* weights = w + first * Format::kDepth;
-    const auto* row = x;
-    for (int64_t step = 0; step < steps; step++) {
-      for (int part = 0; part < Format::kParts; part++) {
-        decltype(Format::load_weight(weights, part)) weight[vectors];
-        for (int v = 0; v < vectors; v++) weight[v] = Format::load_weight(weights + v * kLanes * Format::kDepth, part);
-        for (int r = 0; r < ROWS; r++) {
-          for (int v = 0; v < vectors; v++) sum[r][v] = Format::add(row + r * x_stride, part, weight[v], sum[r][v]);
-        }
-      }
-      row += Format::kDepth;
-      weights += kPanel * Format::kDepth;
-    }
-    for (int r = 0; r < ROWS; r++) {
-      for (int v = 0; v < vectors; v++) {
-        const int64_t column = first + v * kLanes;
-        add_scaled(terms, r, column, sum[r][v], sums + r * kPanel + column);
+[[gnu::noinline]] void add_groups(const typename Format::Row* x, int64_t x_stride, const typename Format::Weight* w,
+                                  int64_t depth, int64_t group, float* sums, const GroupTerms& terms) {
+  for (int64_t first = 0; first < kPanel; first += kVectorsOf<ROWS> * kLanes) {
+    f32x16 total[ROWS][kVectorsOf<ROWS>], sum[ROWS][kVectorsOf<ROWS>];
+    load_tile(sums + first, total);
+    for (int64_t k = 0, g = 0; k < depth; k += group, g++) {
+      set_zero(sum);
+      add_products<Format>(x + k, x_stride, w + k * kPanel + first * Format::kDepth,
+                           min(group, depth - k) / Format::kDepth, sum);
+      const GroupTerms now = terms.at(0, g);
+      for (int r = 0; r < ROWS; r++) {
+        for (int v = 0; v < kVectorsOf<ROWS>; v++) total[r][v] = now.add(r, first + v * kLanes, sum[r][v], total[r][v]);
       }
     }
+    store_tile(total, sums + first);
   }
 }
 
@@ -130,44 +200,20 @@ void add_group(const typename Format::Row* x, int64_t x_stride, const typename F
 template <class Format, int ROWS>
 void continue_chain(const typename Format::Row* x, int64_t x_stride, const typename Format::Weight* w, int64_t steps,
                     float* sums, const float* ratios) {
-  constexpr int vectors = ROWS == 1 ? kPanelVectors : kTileVectors;
-  for (int64_t first = 0; first < kPanel; first += vectors * kLanes) {
-    f32x16 sum[ROWS][vectors];
-    for (int v = 0; v < vectors; v++) {
-      const int64_t column = first + v * kLanes;
-      for (int r = 0; r < ROWS; r++)
-        sum[r][v] = ratios ? load(sums + r * kPanel + column) * load(ratios + column) : zeros();
-    }
-    const auto* weights = w + first * Format::kDepth;
-    const auto* row = x;
-    for (int64_t step = 0; step < steps; step++) {
-      for (int part = 0; part < Format::kParts; part++) {
-        decltype(Format::load_weight(weights, part)) weight[vectors];
-        for (int v = 0; v < vectors; v++) weight[v] = Format::load_weight(weights + v * kLanes * Format::kDepth, part);
-        for (int r = 0; r < ROWS; r++) {
-          for (int v = 0; v < vectors; v++) sum[r][v] = Format::add(row + r * x_stride, part, weight[v], sum[r][v]);
-        }
-      }
-      row += Format::kDepth;
-      weights += kPanel * Format::kDepth;
-    }
-    for (int r = 0; r < ROWS; r++) {
-      for (int v = 0; v < vectors; v++) store(sums + r * kPanel + first + v * kLanes, sum[r][v]);
-    }
+  for (int64_t first = 0; first < kPanel; first += kVectorsOf<ROWS> * kLanes) {
+    f32x16 sum[ROWS][kVectorsOf<ROWS>];
+    load_scaled(sums + first, ratios ? ratios + first : nullptr, sum);
+    add_products<Format>(x, x_stride, w + first * Format::kDepth, steps, sum);
+    store_tile(sum, sums + first);
   }
 }
 
 #if defined(__AVX512BF16__)
-// The same of `depth` elements of K in codes of 4 bits, a multiple of kCodeDepth: each vector of them becomes weights
-// in registers, once for all rows.
+// sum += x [ROWS][K] times `depth` elements of K in codes of 4 bits, a multiple of kCodeDepth: each vector of them
+// becomes weights in registers, once for all rows.
 template <int ROWS>
-void continue_chain_of_codes(const bf16* x, int64_t x_stride, const uint8_t* codes, const CodeTable& table,
-                             int64_t depth, float* sums, const float* ratios) {
-  f32x16 sum[ROWS][kPanelVectors];
-  for (int v = 0; v < kPanelVectors; v++) {
-    for (int r = 0; r < ROWS; r++)
-      sum[r][v] = ratios ? load(sums + r * kPanel + v * kLanes) * load(ratios + v * kLanes) : zeros();
-  }
+TOKSERVE_INLINE void add_codes(const bf16* x, int64_t x_stride, const uint8_t* codes, const CodeTable& table,
+                               int64_t depth, f32x16 (&sum)[ROWS][kPanelVectors]) {
   for (int64_t k = 0; k < depth; k += kCodeDepth) {
     for (int v = 0; v < kPanelVectors; v++) {
       __builtin_prefetch(codes + kCodesAhead, 0, 2);
@@ -180,9 +226,29 @@ void continue_chain_of_codes(const bf16* x, int64_t x_stride, const uint8_t* cod
     }
     x += kCodeDepth;
   }
-  for (int r = 0; r < ROWS; r++) {
-    for (int v = 0; v < kPanelVectors; v++) store(sums + r * kPanel + v * kLanes, sum[r][v]);
+}
+
+// add_groups of codes.  Inlined into a larger function, sums would not stay in registers.
+template <int ROWS>
+[[gnu::noinline]] void add_groups_of_codes(const bf16* x, int64_t x_stride, const uint8_t* codes,
+                                           const CodeTable& table, int64_t depth, int64_t group, float* sums,
+                                           const GroupTerms& terms) {
+  f32x16 sum[ROWS][kPanelVectors];
+  for (int64_t k = 0, g = 0; k < depth; k += group, g++) {
+    set_zero(sum);
+    add_codes(x + k, x_stride, codes + k * kPanel / 2, table, min(group, depth - k), sum);
+    terms.at(0, g).add_to(sums, sum);  // registers do not hold totals, too
   }
+}
+
+// continue_chain of codes.
+template <int ROWS>
+void continue_chain_of_codes(const bf16* x, int64_t x_stride, const uint8_t* codes, const CodeTable& table,
+                             int64_t depth, float* sums, const float* ratios) {
+  f32x16 sum[ROWS][kPanelVectors];
+  load_scaled(sums, ratios, sum);
+  add_codes(x, x_stride, codes, table, depth, sum);
+  store_tile(sum, sums);
 }
 #endif
 
@@ -192,26 +258,16 @@ struct PanelProduct {
   const Wna16Args& a;
   const typename Format::Row* x;
   int64_t stride, rows;
+  int64_t groups = groups_of(a), depth = padded(a), group = groups > 1 ? a.group : depth;  // the last may be shorter
   alignas(64) float sums[kRowBlock * kPanel];
   alignas(64) float partial[kRowBlock * kPanel];  // of a group that is longer than what is unpacked at a time
   alignas(64) typename Format::Weight weights[kUnpackedDepth * kPanel];
-  alignas(64) float scales[kPanel];
-  alignas(64) float mins[kPanel];
+  alignas(64) float scales[kGroupsAtOnce * kPanel];
+  alignas(64) float mins[kGroupsAtOnce * kPanel];
 
   // Not an aggregate, whose memory would be set to zero.
   PanelProduct(const Wna16Args& args, const typename Format::Row* first, int64_t x_stride, int64_t count)
       : a(args), x(first), stride(x_stride), rows(count) {}
-
-  // f(row, rows) for tiles of nearly equal height.
-  template <class F>
-  TOKSERVE_INLINE void for_tiles(const F& f) {
-    const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
-    for (int64_t tile = 0, row = 0; tile < tiles; tile++) {
-      const int64_t count = (rows - row) / (tiles - tile);
-      f(row, count);
-      row += count;
-    }
-  }
 
   void unpack_factors(const uint8_t* panel, int64_t k, int64_t depth) {
     if (a.bits == 4) unpack_codes(panel + k * kPanel / 2, depth, a.factors, weights);
@@ -227,8 +283,8 @@ struct PanelProduct {
   void continue_group(const uint8_t* panel, int64_t k, int64_t end, const float* ratios) {
 #if defined(__AVX512BF16__)
     if constexpr (std::is_same_v<Format, Pairs>) {
-      if (a.bits == 4) {
-        return with_rows(rows, [&](auto n) {
+      if (multiplies_codes()) {
+        return with_rows<kTileRows>(rows, [&](auto n) {
           continue_chain_of_codes<n()>(x + k, stride, panel + k * kPanel / 2, CodeTable(a.factors), end - k, sums,
                                        ratios);
         });
@@ -236,7 +292,7 @@ struct PanelProduct {
     }
 #endif
     unpack_factors(panel, k, end - k);
-    with_rows(rows, [&](auto n) {
+    with_rows<kTileRows>(rows, [&](auto n) {
       continue_chain<Format, n()>(x + k, stride, weights, (end - k) / Format::kDepth, sums, ratios);
     });
   }
@@ -246,8 +302,7 @@ struct PanelProduct {
   // float32.
   bool run_in_units(const uint8_t* panel, int64_t index) {
     constexpr uint32_t lowest = 95u << 23, range = 64u << 23;
-    const int64_t groups = groups_of(a), depth = padded(a);
-    if ((groups > 1 && a.group > kUnpackedDepth) || depth - (groups - 1) * a.group > kUnpackedDepth) return false;
+    if (group > kUnpackedDepth) return false;
     uint32_t before[kPanel] = {};
     for (int64_t g = 0; g < groups; g++) {
       expand(a.scales, index, groups, g, scales);
@@ -261,8 +316,7 @@ struct PanelProduct {
         before[c] = bits;
       }
       if (outside >= range) return false;
-      const int64_t k = g * a.group, end = g + 1 < groups ? k + a.group : depth;
-      continue_group(panel, k, end, g == 0 ? nullptr : partial);
+      continue_group(panel, g * group, min((g + 1) * group, depth), g == 0 ? nullptr : partial);
     }
     for (int64_t r = 0; r < rows; r++) {
       for (int64_t c = 0; c < kPanel; c += kLanes)
@@ -276,44 +330,77 @@ struct PanelProduct {
     for (; k < end; k += kUnpackedDepth, begin = false) {
       const int64_t depth = min(kUnpackedDepth, end - k);
       unpack(panel, k, depth);
-      for_tiles([&](int64_t row, int64_t count) {
+      for_tiles<kTileRows>(rows, [&](int64_t row, int64_t count) {
         multiply_up_to<Format, 0>(count, x + row * stride + k, stride, weights, depth / Format::kDepth,
                                   to + row * kPanel, begin, nullptr);
       });
     }
   }
 
-  void run(int64_t index, int64_t row0) {
-    const int64_t groups = groups_of(a), depth = padded(a);
-    const uint8_t* panel = a.packed + index * depth * kPanel * a.bits / 8;
-    if (a.folded && rows <= kTileRows && run_in_units(panel, index)) return;  // the bits are those of the other way
-    if (!a.folded) std::memset(sums, 0, rows * kPanel * sizeof(float));
+  // A folded weight, as values that were scaled before.
+  void run_scaled(const uint8_t* panel, int64_t index) {
     for (int64_t g = 0; g < groups; g++) {
-      const int64_t k = g * a.group, end = g + 1 < groups ? k + a.group : depth;  // the last one has the padding
       expand(a.scales, index, groups, g, scales);
-      if (a.folded) {
-        multiply(panel, k, end, g == 0, sums);
-        continue;
-      }
-      if (a.mins.values) expand(a.mins, index, groups, g, mins);
-      const GroupTerms terms{scales, a.mins.values ? mins : nullptr, sums_of(a) + row0 * groups + g, groups};
-      if (end - k > kUnpackedDepth) {
-        multiply(panel, k, end, true, partial);
-        for (int64_t r = 0; r < rows; r++) {
-          for (int64_t c = 0; c < kPanel; c += kLanes)
-            add_scaled(terms, r, c, load(partial + r * kPanel + c), sums + r * kPanel + c);
-        }
-        continue;
-      }
-      unpack(panel, k, end - k);
-      for_tiles([&](int64_t row, int64_t count) {
-        GroupTerms tile = terms;
-        tile.row_sums += row * groups;
-        with_rows(count, [&](auto n) {
-          add_group<Format, n()>(x + row * stride + k, stride, weights, (end - k) / Format::kDepth, sums + row * kPanel,
-                                 tile);
+      multiply(panel, g * group, min((g + 1) * group, depth), g == 0, sums);
+    }
+  }
+
+  // Whether rows are multiplied by codes that become weights in registers.
+  bool multiplies_codes() const { return std::is_same_v<Format, Pairs> && a.bits == 4 && rows <= kTileRows; }
+
+  // Elements of K that are unpacked at a time.  With few rows the products of one part are short enough to be computed
+  // while the next is read.
+  int64_t depth_at_once() const { return rows <= kTileRows && !multiplies_codes() ? kFewRowsDepth : kUnpackedDepth; }
+
+  // Elements [k, end) of K in groups, at most kUnpackedDepth.
+  void add(const uint8_t* panel, int64_t k, int64_t end, const GroupTerms& terms) {
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<Format, Pairs>) {
+      if (multiplies_codes()) {
+        return with_rows<kTileRows>(rows, [&](auto n) {
+          add_groups_of_codes<n()>(x + k, stride, panel + k * kPanel / 2, CodeTable(a.factors), end - k, group, sums,
+                                   terms);
         });
+      }
+    }
+#endif
+    unpack_factors(panel, k, end - k);
+    for_tiles<kGroupRows>(rows, [&](int64_t row, int64_t count) {
+      with_rows<kGroupRows>(count, [&](auto n) {
+        add_groups<Format, n()>(x + row * stride + k, stride, weights, end - k, group, sums + row * kPanel,
+                                terms.at(row, 0));
       });
+    });
+  }
+
+  // Elements [k, end) of K of a group that is longer than kUnpackedDepth.
+  void add_long(const uint8_t* panel, int64_t k, int64_t end, const GroupTerms& terms) {
+    multiply(panel, k, end, true, partial);
+    for (int64_t r = 0; r < rows; r++) {
+      f32x16 sum[1][kPanelVectors];
+      load_tile(partial + r * kPanel, sum);
+      terms.at(r, 0).add_to(sums + r * kPanel, sum);
+    }
+  }
+
+  void run(int64_t index, int64_t row0) {
+    const uint8_t* panel = a.packed + index * depth * kPanel * a.bits / 8;
+    if (a.folded) {
+      if (rows > kTileRows || !run_in_units(panel, index)) run_scaled(panel, index);  // the bits are the same
+      return;
+    }
+    std::memset(sums, 0, rows * kPanel * sizeof(float));
+    const int64_t step = max(int64_t{1}, min(kGroupsAtOnce, depth_at_once() / group));
+    for (int64_t g = 0; g < groups; g += step) {
+      const int64_t count = min(step, groups - g);
+      for (int64_t i = 0; i < count; i++) {
+        expand(a.scales, index, groups, g + i, scales + i * kPanel);
+        if (a.mins.values) expand(a.mins, index, groups, g + i, mins + i * kPanel);
+      }
+      const GroupTerms terms{scales, a.mins.values ? mins : nullptr, sums_of(a) + row0 * groups + g, groups};
+      const int64_t k = g * group, end = min(k + count * group, depth);
+      if (end - k > kUnpackedDepth) add_long(panel, k, end, terms);
+      else add(panel, k, end, terms);
     }
   }
 };
