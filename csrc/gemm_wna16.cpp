@@ -80,7 +80,7 @@ constexpr int kGroupRows = 4;
 constexpr int kGroupRows = kTileRows;
 #endif
 constexpr int64_t kGroupsAtOnce = 16;  // that are unpacked at a time, at most
-constexpr int64_t kFewRowsDepth = 32;  // elements of K that are unpacked at a time for a tile of rows
+constexpr int64_t kFewRowsDepth = 32;  // elements of K that are unpacked into memory at a time for one tile of rows
 
 // f(ROWS) with 1 <= rows <= the largest ROWS as a constant.
 template <int ROWS, class F>
@@ -116,13 +116,14 @@ struct GroupTerms {
     total = fma(load(scales + column), sum, total);
     return mins ? fma(row_sums[row * row_stride], load(mins + column), total) : total;
   }
-  // The same of a tile, whose totals are in memory.
+  // The same of a tile from column `first` on, whose totals are in memory.
   template <int ROWS, int VECTORS>
-  TOKSERVE_INLINE void add_to(float* totals, const f32x16 (&sum)[ROWS][VECTORS]) const {
+  TOKSERVE_INLINE void add_to(int64_t first, const f32x16 (&sum)[ROWS][VECTORS], float* totals) const {
     for (int r = 0; r < ROWS; r++) {
       for (int v = 0; v < VECTORS; v++) {
-        float* to = totals + r * kPanel + v * kLanes;
-        store(to, add(r, v * kLanes, sum[r][v], load(to)));
+        const int64_t column = first + v * kLanes;
+        float* to = totals + r * kPanel + column;
+        store(to, add(r, column, sum[r][v], load(to)));
       }
     }
   }
@@ -196,61 +197,57 @@ template <class Format, int ROWS>
   }
 }
 
-// sums [ROWS][64], times `ratios` [64] (null: from zero on), += x [ROWS][K] times w, `steps` steps of K.
-template <class Format, int ROWS>
-void continue_chain(const typename Format::Row* x, int64_t x_stride, const typename Format::Weight* w, int64_t steps,
-                    float* sums, const float* ratios) {
-  for (int64_t first = 0; first < kPanel; first += kVectorsOf<ROWS> * kLanes) {
-    f32x16 sum[ROWS][kVectorsOf<ROWS>];
+// Vectors of columns whose sums, for so many rows, fit into the registers beside what unpacks weights.
+template <int ROWS>
+constexpr int kUnpackingVectors = kTileVectors == kPanelVectors || ROWS == 1 ? kPanelVectors
+                                  : ROWS <= 3                                ? 2
+                                                                             : 1;
+
+// sum += x [ROWS][K] times `depth` elements of K of a panel, a multiple of kCodeDepth, in columns from `first` on: each
+// vector is unpacked in registers, once for all rows.
+template <class Format, int ROWS, int VECTORS, class Reader>
+TOKSERVE_INLINE void add_packed(const typename Format::Row* x, int64_t x_stride, const uint8_t* panel,
+                                const Reader& reader, int64_t depth, int64_t first, f32x16 (&sum)[ROWS][VECTORS]) {
+  for (int64_t k = 0; k < depth; k += kCodeDepth) {
+    for (int v = 0; v < VECTORS; v++) {
+      reader.read(panel, first + v * kLanes, [&](int i, auto weight) {
+        for (int r = 0; r < ROWS; r++) sum[r][v] = Format::add(x + r * x_stride + i, 0, weight, sum[r][v]);
+      });
+    }
+    x += kCodeDepth;
+    panel += kPanel * kCodeDepth * Reader::kBits / 8;
+  }
+}
+
+// add_groups of a packed panel.  Inlined into a larger function, sums would not stay in registers.
+template <class Format, int ROWS, class Reader>
+[[gnu::noinline]] void add_packed_groups(const typename Format::Row* x, int64_t x_stride, const uint8_t* panel,
+                                         const Reader& reader, int64_t depth, int64_t group, float* sums,
+                                         const GroupTerms& terms) {
+  constexpr int vectors = kUnpackingVectors<ROWS>;
+  for (int64_t first = 0; first < kPanel; first += vectors * kLanes) {
+    for (int64_t k = 0, g = 0; k < depth; k += group, g++) {
+      f32x16 sum[ROWS][vectors];
+      set_zero(sum);
+      add_packed<Format>(x + k, x_stride, panel + k * kPanel * Reader::kBits / 8, reader, min(group, depth - k), first,
+                         sum);
+      terms.at(0, g).add_to(first, sum, sums);  // registers do not hold totals, too
+    }
+  }
+}
+
+// sums [ROWS][64], times `ratios` [64] (null: from zero on), += x [ROWS][K] times `depth` elements of K of a panel.
+template <class Format, int ROWS, class Reader>
+[[gnu::noinline]] void continue_chain(const typename Format::Row* x, int64_t x_stride, const uint8_t* panel,
+                                      const Reader& reader, int64_t depth, float* sums, const float* ratios) {
+  constexpr int vectors = kUnpackingVectors<ROWS>;
+  for (int64_t first = 0; first < kPanel; first += vectors * kLanes) {
+    f32x16 sum[ROWS][vectors];
     load_scaled(sums + first, ratios ? ratios + first : nullptr, sum);
-    add_products<Format>(x, x_stride, w + first * Format::kDepth, steps, sum);
+    add_packed<Format>(x, x_stride, panel, reader, depth, first, sum);
     store_tile(sum, sums + first);
   }
 }
-
-#if defined(__AVX512BF16__)
-// sum += x [ROWS][K] times `depth` elements of K in codes of 4 bits, a multiple of kCodeDepth: each vector of them
-// becomes weights in registers, once for all rows.
-template <int ROWS>
-TOKSERVE_INLINE void add_codes(const bf16* x, int64_t x_stride, const uint8_t* codes, const CodeTable& table,
-                               int64_t depth, f32x16 (&sum)[ROWS][kPanelVectors]) {
-  for (int64_t k = 0; k < depth; k += kCodeDepth) {
-    for (int v = 0; v < kPanelVectors; v++) {
-      __builtin_prefetch(codes + kCodesAhead, 0, 2);
-      const __m512i words = _mm512_loadu_si512(codes);
-      codes += sizeof words;
-      const u32x16 weights[] = {table.at<0>(words), table.at<1>(words), table.at<2>(words), table.at<3>(words)};
-      for (int j = 0; j < 4; j++) {
-        for (int r = 0; r < ROWS; r++) sum[r][v] = Pairs::add(x + r * x_stride + 2 * j, 0, weights[j], sum[r][v]);
-      }
-    }
-    x += kCodeDepth;
-  }
-}
-
-// add_groups of codes.  Inlined into a larger function, sums would not stay in registers.
-template <int ROWS>
-[[gnu::noinline]] void add_groups_of_codes(const bf16* x, int64_t x_stride, const uint8_t* codes,
-                                           const CodeTable& table, int64_t depth, int64_t group, float* sums,
-                                           const GroupTerms& terms) {
-  f32x16 sum[ROWS][kPanelVectors];
-  for (int64_t k = 0, g = 0; k < depth; k += group, g++) {
-    set_zero(sum);
-    add_codes(x + k, x_stride, codes + k * kPanel / 2, table, min(group, depth - k), sum);
-    terms.at(0, g).add_to(sums, sum);  // registers do not hold totals, too
-  }
-}
-
-// continue_chain of codes.
-template <int ROWS>
-void continue_chain_of_codes(const bf16* x, int64_t x_stride, const uint8_t* codes, const CodeTable& table,
-                             int64_t depth, float* sums, const float* ratios) {
-  f32x16 sum[ROWS][kPanelVectors];
-  load_scaled(sums, ratios, sum);
-  add_codes(x, x_stride, codes, table, depth, sum);
-  store_tile(sum, sums);
-}
-#endif
 
 // The product of a task's rows with one panel.
 template <class Format>
@@ -269,32 +266,13 @@ struct PanelProduct {
   PanelProduct(const Wna16Args& args, const typename Format::Row* first, int64_t x_stride, int64_t count)
       : a(args), x(first), stride(x_stride), rows(count) {}
 
-  void unpack_factors(const uint8_t* panel, int64_t k, int64_t depth) {
-    if (a.bits == 4) unpack_codes(panel + k * kPanel / 2, depth, a.factors, weights);
-    else unpack_bytes(panel + k * kPanel, depth, weights);
+  // f(reader, weights of a panel from element k of K on).
+  template <class F>
+  TOKSERVE_INLINE void read(const uint8_t* panel, int64_t k, const F& f) {
+    with_reader<Format>(a.bits, a.factors, [&](const auto& reader) { f(reader, panel + k * kPanel * a.bits / 8); });
   }
-
-  void unpack(const uint8_t* panel, int64_t k, int64_t depth) {
-    unpack_factors(panel, k, depth);
-    if (a.folded) scale_weights(weights, depth, scales);
-  }
-
-  // Elements [k, end) of K, at most kUnpackedDepth, of a tile of rows; `ratios` as in continue_chain.
-  void continue_group(const uint8_t* panel, int64_t k, int64_t end, const float* ratios) {
-#if defined(__AVX512BF16__)
-    if constexpr (std::is_same_v<Format, Pairs>) {
-      if (multiplies_codes()) {
-        return with_rows<kTileRows>(rows, [&](auto n) {
-          continue_chain_of_codes<n()>(x + k, stride, panel + k * kPanel / 2, CodeTable(a.factors), end - k, sums,
-                                       ratios);
-        });
-      }
-    }
-#endif
-    unpack_factors(panel, k, end - k);
-    with_rows<kTileRows>(rows, [&](auto n) {
-      continue_chain<Format, n()>(x + k, stride, weights, (end - k) / Format::kDepth, sums, ratios);
-    });
+  void unpack_factors(const uint8_t* panel, int64_t k, int64_t count) {
+    read(panel, k, [&](const auto& reader, const uint8_t* from) { unpack<Format>(reader, from, count, weights); });
   }
 
   // A folded weight, at most kTileRows rows, with sums in units of the group's scale: a power of two changes no
@@ -316,7 +294,12 @@ struct PanelProduct {
         before[c] = bits;
       }
       if (outside >= range) return false;
-      continue_group(panel, g * group, min((g + 1) * group, depth), g == 0 ? nullptr : partial);
+      const int64_t k = g * group;
+      read(panel, k, [&](const auto& reader, const uint8_t* from) {
+        with_rows<kTileRows>(rows, [&](auto n) {
+          continue_chain<Format, n()>(x + k, stride, from, reader, min(group, depth - k), sums, g ? partial : nullptr);
+        });
+      });
     }
     for (int64_t r = 0; r < rows; r++) {
       for (int64_t c = 0; c < kPanel; c += kLanes)
@@ -328,10 +311,11 @@ struct PanelProduct {
   // Elements [k, end) of K, into `to`: the chain of linear.
   void multiply(const uint8_t* panel, int64_t k, int64_t end, bool begin, float* to) {
     for (; k < end; k += kUnpackedDepth, begin = false) {
-      const int64_t depth = min(kUnpackedDepth, end - k);
-      unpack(panel, k, depth);
-      for_tiles<kTileRows>(rows, [&](int64_t row, int64_t count) {
-        multiply_up_to<Format, 0>(count, x + row * stride + k, stride, weights, depth / Format::kDepth,
+      const int64_t count = min(kUnpackedDepth, end - k);
+      unpack_factors(panel, k, count);
+      if (a.folded) scale_weights(weights, count, scales);
+      for_tiles<kTileRows>(rows, [&](int64_t row, int64_t tile) {
+        multiply_up_to<Format, 0>(tile, x + row * stride + k, stride, weights, count / Format::kDepth,
                                   to + row * kPanel, begin, nullptr);
       });
     }
@@ -345,25 +329,26 @@ struct PanelProduct {
     }
   }
 
-  // Whether rows are multiplied by codes that become weights in registers.
-  bool multiplies_codes() const { return std::is_same_v<Format, Pairs> && a.bits == 4 && rows <= kTileRows; }
+  // Whether weights are unpacked in registers, for each tile of rows, or into memory, for all.
+  bool unpacks_in_registers() const {
+    const bool converts_slowly = std::is_same_v<Format, Pairs> && a.bits == 8;
+    return rows <= (converts_slowly ? 2 : kTileRows);
+  }
 
-  // Elements of K that are unpacked at a time.  With few rows the products of one part are short enough to be computed
-  // while the next is read.
-  int64_t depth_at_once() const { return rows <= kTileRows && !multiplies_codes() ? kFewRowsDepth : kUnpackedDepth; }
+  // Elements of K in groups that are worked on at a time, at least a group.  Products of few rows are so short that
+  // the next part should be unpacked meanwhile.
+  int64_t depth_at_once() const { return unpacks_in_registers() || rows > kTileRows ? kUnpackedDepth : kFewRowsDepth; }
 
   // Elements [k, end) of K in groups, at most kUnpackedDepth.
   void add(const uint8_t* panel, int64_t k, int64_t end, const GroupTerms& terms) {
-#if defined(__AVX512BF16__)
-    if constexpr (std::is_same_v<Format, Pairs>) {
-      if (multiplies_codes()) {
-        return with_rows<kTileRows>(rows, [&](auto n) {
-          add_groups_of_codes<n()>(x + k, stride, panel + k * kPanel / 2, CodeTable(a.factors), end - k, group, sums,
-                                   terms);
+    if (unpacks_in_registers()) {
+      read(panel, k, [&](const auto& reader, const uint8_t* from) {
+        with_rows<kTileRows>(rows, [&](auto n) {
+          add_packed_groups<Format, n()>(x + k, stride, from, reader, end - k, group, sums, terms);
         });
-      }
+      });
+      return;
     }
-#endif
     unpack_factors(panel, k, end - k);
     for_tiles<kGroupRows>(rows, [&](int64_t row, int64_t count) {
       with_rows<kGroupRows>(count, [&](auto n) {
@@ -379,7 +364,7 @@ struct PanelProduct {
     for (int64_t r = 0; r < rows; r++) {
       f32x16 sum[1][kPanelVectors];
       load_tile(partial + r * kPanel, sum);
-      terms.at(r, 0).add_to(sums + r * kPanel, sum);
+      terms.at(r, 0).add_to(0, sum, sums + r * kPanel);
     }
   }
 

@@ -94,89 +94,107 @@ struct LinearFactors {
   }
 };
 
-template <int PARITY, int J = 0, class Table>
-TOKSERVE_INLINE void unpack_nibble(u32x16 words, const Table& factors, float* out) {
-  store(out + (2 * J + PARITY) * kPanel, factors.at(shr<16 * PARITY + 4 * J>(words)));
-  if constexpr (J < 3) unpack_nibble<PARITY, J + 1>(words, factors, out);
-}
-
+// A reader makes weights of a block of eight elements of K of a panel: read(block, column, f) calls f(k, weights), k
+// ascending, for sixteen columns from `column` on.
 template <class Table>
-TOKSERVE_INLINE void unpack_codes_by(const Table& table, const uint8_t* codes, int64_t depth, float* out) {
-  for (int64_t k = 0; k < depth; k += kCodeDepth) {
-    for (int64_t v = 0; v < kPanel; v += kLanes) {
-      __builtin_prefetch(codes + kCodesAhead + v * 4, 0, 2);
-      const u32x16 words = load(reinterpret_cast<const uint32_t*>(codes) + v);
-      unpack_nibble<0>(words, table, out + v);
-      unpack_nibble<1>(words, table, out + v);
+struct Codes {  // 4 bits, as float32
+  static constexpr int kBits = 4;
+  Table table;
+  explicit Codes(const int8_t* factors) : table(factors) {}
+  template <class F, int K = 0>
+  TOKSERVE_INLINE void each(u32x16 words, const F& f) const {
+    f(K, table.at(shr<16 * (K % 2) + 4 * (K / 2)>(words)));
+    if constexpr (K + 1 < kCodeDepth) each<F, K + 1>(words, f);
+  }
+  template <class F>
+  TOKSERVE_INLINE void read(const uint8_t* block, int64_t column, const F& f) const {
+    __builtin_prefetch(block + column * 4 + kCodesAhead, 0, 2);
+    each(load(reinterpret_cast<const uint32_t*>(block) + column), f);
+  }
+};
+
+struct Values {  // 8 bits, as float32
+  static constexpr int kBits = 8;
+  template <class F>
+  TOKSERVE_INLINE void read(const uint8_t* block, int64_t column, const F& f) const {
+    for (int k = 0; k < kCodeDepth; k += 2, block += kPanel * 2) {
+      if (column % (2 * kLanes) == 0) __builtin_prefetch(block + column * 2 + kCodesAhead, 0, 2);
+      const u32x16 pairs = shr<16>(as_u32(load(reinterpret_cast<const bf16*>(block) + column)));
+      const u32x16 flipped = pairs ^ broadcast_u32(0x8080);  // value + 128
+      f(k, from_i32(flipped & broadcast_u32(0xff)) - broadcast(128.0f));
+      f(k + 1, from_i32(shr<8>(flipped)) - broadcast(128.0f));
     }
-    codes += kPanel * kCodeDepth / 2;
-    out += kPanel * kCodeDepth;
+  }
+};
+
+#if defined(__AVX512BF16__)
+struct PairCodes {  // 4 bits, as pairs
+  static constexpr int kBits = 4;
+  __m512i table;  // sixteen factors as bfloat16
+  explicit PairCodes(const int8_t* factors) {
+    const __m512i high = _mm512_srli_epi32(_mm512_castps_si512(load_i8(factors).v), 16);
+    table = _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(high));  // twice: bit 4 of an index does not matter
+  }
+  TOKSERVE_INLINE u32x16 at(__m512i words) const { return {_mm512_permutexvar_epi16(words, table)}; }
+  template <class F>
+  TOKSERVE_INLINE void read(const uint8_t* block, int64_t column, const F& f) const {
+    __builtin_prefetch(block + column * 4 + kCodesAhead, 0, 2);
+    const __m512i words = _mm512_loadu_si512(block + column * 4);
+    f(0, at(words));
+    f(2, at(_mm512_srli_epi16(words, 4)));
+    f(4, at(_mm512_srli_epi16(words, 8)));
+    f(6, at(_mm512_srli_epi16(words, 12)));
+  }
+};
+
+struct PairValues {  // 8 bits, as pairs
+  static constexpr int kBits = 8;
+  template <class F>
+  TOKSERVE_INLINE void read(const uint8_t* block, int64_t column, const F& f) const {
+    for (int k = 0; k < kCodeDepth; k += 2, block += kPanel * 2) {
+      if (column % (2 * kLanes) == 0) __builtin_prefetch(block + column * 2 + kCodesAhead, 0, 2);
+      const auto* pairs = reinterpret_cast<const int8_t*>(block) + column * 2;
+      const __m512 low = load_i8(pairs).v, high = load_i8(pairs + kLanes).v;
+      f(k, u32x16{reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low))});
+    }
+  }
+};
+#endif
+
+// f(reader) with the reader of weights of 4 or 8 bits for products of a format.
+template <class Format, class F>
+TOKSERVE_INLINE void with_reader(int bits, [[maybe_unused]] const int8_t* factors, const F& f) {
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<Format, Pairs>) return bits == 4 ? f(PairCodes(factors)) : f(PairValues());
+#endif
+  if constexpr (std::is_same_v<Format, Plain<float>>) {
+    if (bits == 8) return f(Values());
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if (LinearFactors::fit(factors)) return f(Codes<LinearFactors>(factors));
+#endif
+    return f(Codes<Factors>(factors));
   }
 }
 
-// `depth` elements of K of a panel of 4-bit codes, a multiple of kCodeDepth, as [depth][64].
-[[maybe_unused]] inline void unpack_codes(const uint8_t* codes, int64_t depth, const int8_t* factors, float* out) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  if (LinearFactors::fit(factors)) return unpack_codes_by(LinearFactors(factors), codes, depth, out);
-#endif
-  unpack_codes_by(Factors(factors), codes, depth, out);
+TOKSERVE_INLINE void store_weights(float* to, f32x16 weights) { store(to, weights); }
+[[maybe_unused]] TOKSERVE_INLINE void store_weights(bf16* to, u32x16 pairs) {
+  store(reinterpret_cast<uint32_t*>(to), pairs);
 }
 
-// The same of 8-bit values.
-[[maybe_unused]] inline void unpack_bytes(const uint8_t* values, int64_t depth, float* out) {
-  for (int64_t k = 0; k < depth; k += 2) {
-    for (int64_t v = 0; v < kPanel; v += kLanes) {
-      if (v % (2 * kLanes) == 0) __builtin_prefetch(values + kCodesAhead + v * 2, 0, 2);
-      const u32x16 pairs = shr<16>(as_u32(load(reinterpret_cast<const bf16*>(values) + v)));
-      const u32x16 flipped = pairs ^ broadcast_u32(0x8080);  // value + 128
-      store(out + v, from_i32(flipped & broadcast_u32(0xff)) - broadcast(128.0f));
-      store(out + kPanel + v, from_i32(shr<8>(flipped)) - broadcast(128.0f));
+// `depth` elements of K of a panel, a multiple of kCodeDepth, in the format's layout.
+template <class Format, class Reader>
+void unpack(const Reader& reader, const uint8_t* panel, int64_t depth, typename Format::Weight* out) {
+  for (int64_t k = 0; k < depth; k += kCodeDepth) {
+    for (int64_t column = 0; column < kPanel; column += kLanes) {
+      reader.read(panel, column,
+                  [&](int i, auto weights) { store_weights(out + i * kPanel + column * Format::kDepth, weights); });
     }
-    values += kPanel * 2;
-    out += kPanel * 2;
+    panel += kPanel * kCodeDepth * Reader::kBits / 8;
+    out += kPanel * kCodeDepth;
   }
 }
 
 #if defined(__AVX512BF16__)
-// Sixteen factors as bfloat16.
-struct CodeTable {
-  __m512i table;
-  explicit CodeTable(const int8_t* factors) {
-    const __m512i high = _mm512_srli_epi32(_mm512_castps_si512(load_i8(factors).v), 16);
-    table = _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(high));  // twice: bit 4 of an index does not matter
-  }
-  // The pairs of elements 2 J and 2 J + 1 of sixteen columns.
-  template <int J>
-  TOKSERVE_INLINE u32x16 at(__m512i words) const {
-    return {_mm512_permutexvar_epi16(J == 0 ? words : _mm512_srli_epi16(words, 4 * J), table)};
-  }
-};
-
-// As pairs, [depth / 2][64][2].
-inline void unpack_codes(const uint8_t* codes, int64_t depth, const int8_t* factors, bf16* out) {
-  const CodeTable table(factors);
-  for (int64_t k = 0; k < depth; k += kCodeDepth) {
-    for (int64_t v = 0; v < kPanel * 2; v += 32) {
-      __builtin_prefetch(codes + kCodesAhead + v * 2, 0, 2);
-      const __m512i words = _mm512_loadu_si512(codes + v * 2);
-      _mm512_storeu_si512(out + v, table.at<0>(words).v);
-      _mm512_storeu_si512(out + v + kPanel * 2, table.at<1>(words).v);
-      _mm512_storeu_si512(out + v + kPanel * 4, table.at<2>(words).v);
-      _mm512_storeu_si512(out + v + kPanel * 6, table.at<3>(words).v);
-    }
-    codes += kPanel * kCodeDepth / 2;
-    out += kPanel * kCodeDepth;
-  }
-}
-inline void unpack_bytes(const uint8_t* values, int64_t depth, bf16* out) {
-  for (int64_t i = 0; i < depth * kPanel; i += 32) {
-    if (i % 64 == 0) __builtin_prefetch(values + kCodesAhead + i, 0, 2);
-    const __m512 low = load_i8(reinterpret_cast<const int8_t*>(values) + i).v;
-    const __m512 high = load_i8(reinterpret_cast<const int8_t*>(values) + i + 16).v;
-    _mm512_storeu_si512(out + i, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
-  }
-}
-
 // Weights [depth / 2][64][2] times a scale per column; the products must be numbers of bfloat16.
 inline void scale_weights(bf16* weights, int64_t depth, const float* scales) {
   for (int64_t i = 0; i < depth * kPanel; i += 32) {
