@@ -1,4 +1,4 @@
-"""Removes the files of Unix sockets whose process has ended."""
+"""Sockets: the files of those whose process has ended, and reading so many bytes of a stream."""
 
 from __future__ import annotations
 
@@ -16,3 +16,16 @@ def remove_stale(path: str) -> None:
                 probe.connect(path)
             except ConnectionRefusedError:
                 os.unlink(path)
+
+
+def receive_exactly(connection: socket.socket, size: int) -> bytearray:
+    """The next `size` bytes of a stream.  Raises ConnectionError if the other end closes it before, OSError if it is
+    silent for the socket's timeout."""
+    content = bytearray(size)
+    view = memoryview(content)
+    while view:
+        count = connection.recv_into(view)
+        if not count:
+            raise ConnectionError("the other end has closed the connection")
+        view = view[count:]
+    return content

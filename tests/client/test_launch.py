@@ -20,10 +20,11 @@ from tests.client.fake_engine import READY, config
 from tokserve.cli import api_server
 from tokserve.client import engine_client, launch
 from tokserve.client.async_llm import AsyncLLM, collect
-from tokserve.client.launch import EngineProcess, describe_exit
+from tokserve.client.launch import EngineProcess
 from tokserve.curve import make_keys
 from tokserve.errors import EngineDead, StartError
 from tokserve.params import SamplingParams
+from tokserve.processes import describe_exit
 
 PLAIN = SamplingParams()
 
@@ -260,9 +261,9 @@ def test_a_command_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_exit_codes_in_words() -> None:
-    assert describe_exit(1) == "the engine process ended with exit code 1"
-    assert describe_exit(-9) == "the engine process was killed by SIGKILL"
-    assert describe_exit(-99) == "the engine process was killed by signal 99"
+    assert describe_exit(1) == "ended with exit code 1"
+    assert describe_exit(-9) == "was killed by SIGKILL"
+    assert describe_exit(-99) == "was killed by signal 99"
 
 
 def test_a_temporary_directory_with_a_long_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

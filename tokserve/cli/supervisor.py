@@ -21,9 +21,10 @@ from tokserve.cli import listen
 from tokserve.cli.api_server import COMMAND, ApiProcessSetup, EngineLocation, StartReport
 from tokserve.cli.http import Signals
 from tokserve.client.async_llm import AsyncLLM
-from tokserve.client.launch import ChildProcess, describe_exit
+from tokserve.client.launch import ChildProcess
 from tokserve.config import Config
 from tokserve.errors import EngineDead, StartError
+from tokserve.processes import describe_exit
 from tokserve.server.observe.counters import ApiProcess, create_shared_memory
 
 logger = logging.getLogger("tokserve.serve")
@@ -64,7 +65,7 @@ class ApiChildProcess(ChildProcess):
     def _on_end(self, exited: asyncio.Future[int]) -> None:
         asyncio.get_running_loop().remove_reader(self._channel)
         self._channel.close()
-        self._set_ready(describe_exit(exited.result(), "an API process"))
+        self._set_ready(f"an API process {describe_exit(exited.result())}")
 
     def _set_ready(self, error: str | None) -> None:
         if not self.ready.done():
@@ -155,7 +156,7 @@ class Supervisor:
             code = await asyncio.shield(process.exited)
             if self._stopping or self.llm.dead:
                 return
-            logger.error("%s; another takes its place", describe_exit(code, f"API process {index}"))
+            logger.error("API process %d %s; another takes its place", index, describe_exit(code))
             aborted = 0
             error: str | None = ""
             joined, tries = self.llm.engine, 0

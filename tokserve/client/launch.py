@@ -24,6 +24,7 @@ import msgspec
 from tokserve.config import Config
 from tokserve.curve import ClientKeys, EngineKeys
 from tokserve.errors import StartError
+from tokserve.processes import describe_exit
 
 COMMAND = (sys.executable, "-P", "-m", "tokserve.engine.process")  # -P: not a folder `tokserve` of where we are
 SOCKET = "engine.sock"
@@ -147,7 +148,7 @@ class EngineProcess(ChildProcess):
 
     def describe_end(self) -> str:
         """Describe in words how it has ended."""
-        return describe_exit(self.exited.result())
+        return f"the engine process {describe_exit(self.exited.result())}"
 
     async def stop(self, patience: float) -> int:
         """Stop the process as any other, and remove the directory."""
@@ -175,15 +176,6 @@ def _let_go(owner: int, stdin: int, directory: str | None) -> None:
     os.close(stdin)
     if directory is not None and os.getpid() == owner:  # not in a fork of it
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def describe_exit(code: int, who: str = "the engine process") -> str:
-    """An exit code in words."""
-    if code >= 0:
-        return f"{who} ended with exit code {code}"
-    with suppress(ValueError):
-        return f"{who} was killed by {signal.Signals(-code).name}"
-    return f"{who} was killed by signal {-code}"
 
 
 def _private_directory() -> str:

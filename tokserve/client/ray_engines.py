@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import threading
 from contextlib import suppress
 from typing import Any
@@ -23,6 +22,7 @@ from tokserve.client.launch import TERM_SECONDS, EngineProcess
 from tokserve.config import Config
 from tokserve.curve import EngineKeys, make_keys
 from tokserve.errors import StartError
+from tokserve.processes import describe_exit
 from tokserve.ray_cluster import connect, first_line
 from tokserve.resolve import reserved_devices
 
@@ -128,10 +128,7 @@ class RayEngine:
         code = self.exited.result()
         if code == LOST:
             return f"its Ray actor {from_node} is gone"
-        if code < 0:
-            with suppress(ValueError):
-                return f"the engine process {from_node} was killed by {signal.Signals(-code).name}"
-        return f"the engine process {from_node} ended with exit code {code}"
+        return f"the engine process {from_node} {describe_exit(code)}"
 
     def signal(self, number: int) -> None:
         """Send a signal, if it still runs."""

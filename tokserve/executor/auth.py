@@ -10,6 +10,8 @@ import hmac
 import secrets
 import socket
 
+from tokserve.sockets import receive_exactly
+
 NONCE = 32  # bytes
 SECONDS = 10.0  # for the other end to answer
 
@@ -37,10 +39,7 @@ def _proof(key: bytes, nonces: tuple[bytes, bytes], role: bytes) -> bytes:
 
 
 def _read(connection: socket.socket) -> bytes:
-    data = b""
-    while len(data) < NONCE:
-        part = connection.recv(NONCE - len(data))
-        if not part:
-            raise ConnectionError("the other end does not know the key (master_key_file)")
-        data += part
-    return data
+    try:
+        return bytes(receive_exactly(connection, NONCE))
+    except ConnectionError:
+        raise ConnectionError("the other end does not know the key (master_key_file)") from None

@@ -17,6 +17,7 @@ from tokserve.config import Config
 from tokserve.errors import BY_STATUS, RequestError, RequestFailed
 from tokserve.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
 from tokserve.plan import DeviceFacts, GrammarBitmask, StepPlan, StepResult, decode_hook, encode
+from tokserve.sockets import receive_exactly
 from tokserve.vision import ImageFormat
 
 LENGTH = struct.Struct("<Q")
@@ -48,7 +49,7 @@ class Forward(_Message, frozen=True):
 
 
 class SampleStep(_Message, frozen=True):
-    """SampleStep from the step that was begun last."""
+    """Sample from the step that was begun last."""
 
     bitmask: GrammarBitmask | None
 
@@ -223,10 +224,10 @@ class Channel:
 
     def receive_bytes(self) -> bytearray:
         """The next message, undecoded."""
-        (length,) = LENGTH.unpack(self._read(LENGTH.size))
+        (length,) = LENGTH.unpack(receive_exactly(self._socket, LENGTH.size))
         if length > LONGEST:
             raise ConnectionError("a message is too long")
-        return self._read(length)
+        return receive_exactly(self._socket, length)
 
     def to_rank(self) -> ToRank:
         """The next message to a rank."""
@@ -237,16 +238,6 @@ class Channel:
         """The next message from a rank."""
         message: FromRank = _decode_from_rank(self.receive_bytes())
         return message
-
-    def _read(self, count: int) -> bytearray:
-        data = bytearray(count)
-        view = memoryview(data)
-        while view:
-            got = self._socket.recv_into(view)
-            if not got:
-                raise ConnectionError("the other end has closed the connection")
-            view = view[got:]
-        return data
 
     def close(self) -> None:
         """Close it; a thread that receives gets ConnectionError."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from tokserve.config import Config
 from tokserve.errors import StartError
 from tokserve.executor.listeners import INHERITED, Listener, PairListener, SocketListener
 from tokserve.executor.worker import RankOpening
+from tokserve.processes import describe_exit
 
 COMMAND = (sys.executable, "-P", "-m", "tokserve.executor.worker")  # -P: not a folder `tokserve` of where we are
 PATIENCE = 3.0  # seconds between being told to leave and being killed
@@ -89,14 +89,9 @@ class LocalProcess:
     def describe_end(self, patience: float) -> str:
         """RankProcess protocol."""
         try:
-            code = self._process.wait(patience)
+            return describe_exit(self._process.wait(patience))
         except subprocess.TimeoutExpired:
             return "has closed its connection"
-        if code >= 0:
-            return f"ended with exit code {code}"
-        with suppress(ValueError):
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"was killed by signal {-code}"
 
     def end(self) -> None:
         """RankProcess protocol."""

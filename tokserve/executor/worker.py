@@ -6,7 +6,6 @@ address, it does not know (`spawn` starts `python -m tokserve.executor.worker`).
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import queue
@@ -48,6 +47,7 @@ from tokserve.executor.collector import no_collections
 from tokserve.executor.listeners import INHERITED
 from tokserve.executor.tunnel import Tunnel
 from tokserve.plan import DeviceFacts
+from tokserve.processes import end_with_parent
 from tokserve.structs import prepare_structs
 
 if TYPE_CHECKING:
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tokserve.executor.worker")  # not __name__: that is __main__ here
 
-PR_SET_PDEATHSIG = 1
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 LOST = 3  # the exit code if the engine is gone and has not said that it ends
 PAUSE = 0.2  # seconds between two attempts to connect
@@ -262,26 +261,18 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _die_with_parent(parent: int) -> None:
-    """Let the kernel end this process when its parent ends, however it does, and even if this one is stopped."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "prctl"):
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        _leave(0)
-
-
 def main() -> NoReturn:
     """Read the opening line, connect, and serve."""
     line = sys.stdin.buffer.readline()
     if not line:
         sys.exit("a rank is started by the engine")
     opening = msgspec.json.decode(line, type=RankOpening)
-    _die_with_parent(opening.parent)
+    if not end_with_parent(opening.parent):
+        _leave(0)
     visible = [name for name in os.environ.get(VISIBLE, "").split(",") if name]
     os.environ[VISIBLE] = visible[opening.device] if opening.device < len(visible) else str(opening.device)
     sys.path.append(os.getcwd())  # last: a worker extension may be a module there
-    for number in (signal.SIGINT, signal.SIGHUP):  # they go to a whole group, and are the server's to judge
+    for number in (signal.SIGINT, signal.SIGHUP):  # they go to a whole group, and are for the server to handle
         signal.signal(number, signal.SIG_IGN)
     log.setup(f"{opening.name}-rank{opening.rank}", opening.log_level, opening.log_format)  # type: ignore[arg-type]
     tunnel: Tunnel | None = None

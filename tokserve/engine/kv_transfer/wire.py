@@ -20,6 +20,8 @@ from typing import Any
 
 import msgspec
 
+from tokserve.sockets import receive_exactly
+
 MAGIC = b"TOKKVTR1"
 NONCE = CODE = 32
 REQUEST, REPLY, REFUSAL, BLOCK = range(1, 5)  # kinds
@@ -36,19 +38,6 @@ def _code(key: bytes, *parts: Buffer) -> bytes:
     for part in parts:
         digest.update(part)
     return digest.digest()
-
-
-def receive_exactly(connection: socket.socket, size: int) -> bytearray:
-    """Receive exactly `size` bytes.  Raises PeerError if the other side closes, OSError if it is silent for the
-    socket's timeout."""
-    content = bytearray(size)
-    view, done = memoryview(content), 0
-    while done < size:
-        count = connection.recv_into(view[done:])
-        if not count:
-            raise PeerError("the connection was closed")
-        done += count
-    return content
 
 
 class PeerChannel:

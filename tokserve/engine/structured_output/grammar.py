@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,7 +28,7 @@ from tokserve.plan import UInt32
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-NICENESS = 10  # of threads and processes that compile or compute slow masks: steps go first
+NICENESS = 10  # of threads that compile or compute slow masks: steps go first
 NO_TOKENIZER = "structured_outputs needs a tokenizer (tokenizer.json), and there is none"
 PAGE = os.sysconf("SC_PAGE_SIZE")
 STACK = 256 << 20  # bytes of address space; the library descends a frame per rule that another names
@@ -259,6 +260,11 @@ def resident() -> int:
     with open("/proc/self/statm", "rb") as file:
         _, total, shared, *_ = map(int, file.read().split())
     return (total - shared) * PAGE
+
+
+def lower_priority() -> None:
+    """Let the threads of steps go before the calling thread."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def give_back() -> None:

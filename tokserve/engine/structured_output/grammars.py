@@ -8,7 +8,6 @@ measured them; a grammar stays in memory for as long as an output follows it, ke
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 import time
 import weakref
@@ -20,7 +19,15 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tokserve.config import Config
-from tokserve.engine.structured_output.grammar import NICENESS, STACK, Compiler, Cost, Grammar, give_back, unusable
+from tokserve.engine.structured_output.grammar import (
+    STACK,
+    Compiler,
+    Cost,
+    Grammar,
+    give_back,
+    lower_priority,
+    unusable,
+)
 from tokserve.engine.structured_output.trials import SLICE, Trial, Trials
 from tokserve.errors import QueueFull, RequestError, Unavailable
 from tokserve.params import StructuredOutputs
@@ -60,7 +67,7 @@ class Grammars:
         self._refusals: OrderedDict[bytes, tuple[float, RequestError]] = OrderedDict()
         self.num_bytes = 0
         self.num_refused = 0
-        self._threads = {slow: ThreadPoolExecutor(1, "grammar", _yield_to_steps) for slow in (False, True)}
+        self._threads = {slow: ThreadPoolExecutor(1, "grammar", lower_priority) for slow in (False, True)}
 
     def compile(self, grammar: StructuredOutputs, client: str = "") -> Future[Grammar]:
         """The grammar; it may be there already.  Cancel the future if it is not needed any more.  Its exception is a
@@ -200,7 +207,3 @@ class Grammars:
 
 def _size(grammar: Grammar) -> int:
     return max(grammar.size, MIN_SIZE)
-
-
-def _yield_to_steps() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

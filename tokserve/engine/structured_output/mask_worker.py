@@ -11,14 +11,12 @@ of that.
 from __future__ import annotations
 
 import logging
-import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from tokserve.engine.request import Request
-from tokserve.engine.structured_output.grammar import NICENESS
+from tokserve.engine.structured_output.grammar import lower_priority
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +35,7 @@ class MaskWorker:
         self._computed: list[Request] = []  # in the loop's thread
         self._futures: dict[Request, Future[None]] = {}
         self._quick = ThreadPoolExecutor(THREADS, "masks")  # its threads start with their first work
-        self._slow = ThreadPoolExecutor(1, "slow-masks", _lower_priority)
+        self._slow = ThreadPoolExecutor(1, "slow-masks", lower_priority)
 
     def __bool__(self) -> bool:
         """Whether masks are being computed, or were not polled."""
@@ -95,10 +93,6 @@ class MaskWorker:
         """End the threads once they have computed what they have begun."""
         for pool in (self._quick, self._slow):
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _lower_priority() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _compute(request: Request) -> None:

@@ -9,7 +9,6 @@ A line of JSON on stdin is `Start` or `StopTrial`; a line on stdout is a `Result
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import select
@@ -21,15 +20,15 @@ from typing import NoReturn
 
 import msgspec
 
-from tokserve.engine.structured_output.grammar import NICENESS, STACK, Compiler, give_back
+from tokserve.engine.structured_output.grammar import STACK, Compiler, give_back, lower_priority
 from tokserve.errors import RequestError
 from tokserve.params import StructuredOutputs
+from tokserve.processes import end_with_parent
 
 READY = b"{}\n"
 MEMORY = 1 << 30  # bytes of address space that a trial may add
 CPU_SECONDS = 60  # of a child, in case the parent died
 MAX_LINE = 1 << 16  # bytes of a result
-PR_SET_PDEATHSIG = 1
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -129,7 +128,7 @@ class Children:
 
 def _limit() -> None:
     """Limit this child: it dies with its parent, is the first to die when memory runs out, and has limits."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(os.getppid())
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     with open("/proc/self/statm", "rb") as statm:
@@ -166,7 +165,7 @@ def serve(compiler: Compiler) -> None:
 def main() -> None:
     """See the module."""
     model = msgspec.json.decode(sys.argv[1], type=Model)
-    os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
+    lower_priority()
     compiler = Compiler(model.tokenizer, model.vocab_size, eos=())
     with suppress(RequestError):  # every trial reports it to its client
         compiler.load()
