@@ -36,6 +36,12 @@ class RequestError(Exception):
         self.field = field
         self.code = code
 
+    def rename_field(self, field: str) -> None:
+        """Name the same value by its path in another body, also at the start of the message."""
+        if self.field is not None and self.message.startswith(self.field):
+            self.message = field + self.message[len(self.field) :]
+        self.field = field
+
 
 def invalid(field: str, rule: str, *, code: str | None = None) -> RequestError:
     """The error of a value: the path of its field, and the rule that it breaks ("must be ...")."""

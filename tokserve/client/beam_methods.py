@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokserve.client.beam_search import BeamRun, BeamSearchParams, Engine
+from tokserve.client.async_llm import AsyncLLM
+from tokserve.client.beam_search import BeamRun, BeamSearchParams
 from tokserve.client.inputs import GenerateRequest, token_prompt
 from tokserve.client.prompts import ParsedPrompt
 from tokserve.client.results import TokenLogprobs
@@ -39,25 +40,23 @@ class BeamSearchOutput:
 
 
 async def search(
-    llm: Engine, prompts: Sequence[ParsedPrompt], params: BeamSearchParams, adapters: Sequence[str],
+    llm: AsyncLLM, prompts: Sequence[ParsedPrompt], params: BeamSearchParams, adapters: Sequence[str],
     tokenizer: Tokenizer | None, concurrency: int, progress: Any, priority: int = 0,
 ) -> list[BeamSearchOutput]:  # fmt: skip
     """One output per prompt; `concurrency` prompts at a time.  Raises RequestError, EngineDead."""
+    if len(set(adapters)) > 1:
+        raise RequestError("beam search takes one lora_request for all prompts", field="lora_request")
+    salts = {prompt.cache_salt for prompt in prompts}
+    if len(salts) > 1:
+        raise RequestError("beam search takes one cache_salt for all prompts", field="prompts")
+    options = RequestOptions(
+        adapter=next(iter(adapters), ""), cache_salt=next(iter(salts), "") or None, priority=priority
+    )
     outputs: list[BeamSearchOutput] = []
-    for adapter in adapters:
-        if adapter != adapters[0]:
-            raise RequestError("beam search takes one lora_request for all prompts", field="lora_request")
     for first in range(0, len(prompts), concurrency):
         some = [token_prompt(prompt.ids, llm.ready.vocab_size) for prompt in prompts[first : first + concurrency]]
         for prompt in some:  # checked once, as it is
-            plain = GenerateRequest(request_id="prompt", prompt=prompt, task=SamplingParams(max_tokens=1))
-            llm.prepare(plain)
-        salts = {prompt.cache_salt for prompt in prompts}
-        if len(salts) > 1:
-            raise RequestError("beam search takes one cache_salt for all prompts", field="prompts")
-        options = RequestOptions(
-            adapter=adapters[0] if adapters else "", cache_salt=next(iter(salts)) or None, priority=priority
-        )
+            llm.prepare(GenerateRequest(request_id="prompt", prompt=prompt, task=SamplingParams(max_tokens=1)))
         request = GenerateRequest(
             request_id=secrets.token_hex(16), prompt=some[0], task=SamplingParams(), options=options
         )  # fmt: skip

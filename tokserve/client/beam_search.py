@@ -13,15 +13,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 import numpy as np
 
+from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import ChoiceOutput, Logprobs, join_logprobs
 from tokserve.client.request_state import RequestState
-from tokserve.client.stream import Stream, collect
+from tokserve.client.stream import collect
 from tokserve.errors import QueueFull, invalid
 from tokserve.messages import Ready
 from tokserve.params import LogprobsMode, SamplingParams
@@ -184,20 +184,6 @@ class BeamSearch:
         return self.live[0].total / math.pow(length, self.length_penalty)
 
 
-class Engine(Protocol):
-    """What sends the requests: an `AsyncLLM`."""
-
-    @property
-    def ready(self) -> Ready:
-        """What the engine reported when it was ready."""
-
-    def prepare(self, request: GenerateRequest) -> RequestState:
-        """Check a request without sending it."""
-
-    def submit(self, requests: Sequence[RequestState], client: str = "") -> list[Stream]:
-        """Send prepared requests as one."""
-
-
 class BeamRun:
     """The searches of several prompts, a step of all of them at a time.
 
@@ -205,7 +191,7 @@ class BeamRun:
     """
 
     def __init__(
-        self, llm: Engine, request: GenerateRequest, prompts: Sequence[TokenPrompt], params: BeamSearchParams,
+        self, llm: AsyncLLM, request: GenerateRequest, prompts: Sequence[TokenPrompt], params: BeamSearchParams,
         client: str = "",
     ) -> None:  # fmt: skip
         self.params, self.prompts = params, prompts

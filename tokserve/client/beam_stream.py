@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
-from tokserve.client.beam_search import BeamRun, BeamSearchParams, Engine
+from tokserve.client.async_llm import AsyncLLM
+from tokserve.client.beam_search import BeamRun, BeamSearchParams
 from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.errors import RequestError
 from tokserve.prompt import TokenPrompt, unpack_ids
 from tokserve.text.detokenizer import Detokenizer
-from tokserve.text.tokenizer import Tokenizer
-
-
-class TextEngine(Engine, Protocol):
-    """What sends the requests and knows the tokenizer: an `AsyncLLM`."""
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None: there is none."""
 
 
 class BeamStream:
@@ -61,7 +52,7 @@ class BeamTask:
     """A run in a task of its own, and its streams, one per prompt."""
 
     def __init__(
-        self, llm: TextEngine, request: GenerateRequest, prompts: Sequence[TokenPrompt], params: BeamSearchParams,
+        self, llm: AsyncLLM, request: GenerateRequest, prompts: Sequence[TokenPrompt], params: BeamSearchParams,
         client: str,
     ) -> None:  # fmt: skip
         self.run = BeamRun(llm, request, prompts, params, client)
@@ -75,7 +66,7 @@ class BeamTask:
 
     @property
     def done(self) -> bool:
-        """There are results, or an error."""
+        """Whether there are results, or an error."""
         return self._task.done()
 
     async def accepted(self) -> None:

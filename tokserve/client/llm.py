@@ -114,7 +114,7 @@ class LLM(PoolingMethods):
         lora_request: Adapters = None, **options: Any,
     ) -> list[str]:  # fmt: skip
         """Like `enqueue`, for what `chat` takes; `options`: those of `chat` that are about the template."""
-        return self._enqueue(self._talks(messages, **options), sampling_params, lora_request)
+        return self._enqueue(self._conversations(messages, **options), sampling_params, lora_request)
 
     def _enqueue(self, parsed: Sequence[ParsedPrompt], sampling_params: Params, lora_request: Adapters) -> list[str]:
         chosen, adapters = self._params(sampling_params, len(parsed)), self._adapters(lora_request, len(parsed))
@@ -125,7 +125,7 @@ class LLM(PoolingMethods):
     def wait_for_completion(self, use_tqdm: bool = True) -> list[RequestOutput]:
         """The outputs of everything enqueued since the last call, in order."""
         queued, self._queued = self._queued, []
-        with tqdm(total=len(queued), disable=not use_tqdm, desc="requests", unit="req") as bar:
+        with _progress(len(queued), use_tqdm) as bar:
             return self._wait(_gather(queued, bar))
 
     def score(
@@ -180,24 +180,24 @@ class LLM(PoolingMethods):
 
         Parts of a content may be images: {"type": "image", "image": one as in `generate`}, or the forms of HTTP.
         """
-        parsed = self._talks(
+        parsed = self._conversations(
             messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
             tools=tools, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs,
         )  # fmt: skip
         return self._generate(parsed, sampling_params, use_tqdm, lora_request)
 
-    def _talks(
+    def _conversations(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], *, add_generation_prompt: bool | None = None,
         continue_final_message: bool = False, tools: Sequence[dict[str, Any]] | None = None,
         chat_template: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ParsedPrompt]:  # fmt: skip
         """A conversation, or several, as prompts."""
-        talks: list[Any] = list(messages) if messages and not isinstance(messages[0], Mapping) else [messages]
+        conversations: list[Any] = list(messages) if messages and not isinstance(messages[0], Mapping) else [messages]
         options = {
             "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
             "tools": tools, "template": chat_template, "kwargs": chat_template_kwargs,
         }  # fmt: skip
-        return [self._rendered(talk, options) for talk in talks]
+        return [self._rendered(conversation, options) for conversation in conversations]
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams,
@@ -217,14 +217,14 @@ class LLM(PoolingMethods):
         limit = len(parsed) or 1 if concurrency_limit is None else concurrency_limit
         if type(limit) is not int or limit < 1:
             raise RequestError("concurrency_limit must be an integer of at least 1", field="concurrency_limit")
-        with tqdm(total=len(parsed), disable=not use_tqdm, desc="requests", unit="req") as bar:
+        with _progress(len(parsed), use_tqdm) as bar:
             return self._wait(search(self._llm, parsed, params, adapters, self.tokenizer, limit, bar.update, priority))
 
     def _pool(
         self, parsed: Sequence[ParsedPrompt], task: PoolingParams, lora_request: Adapters, use_tqdm: bool
     ) -> list[tuple[ParsedPrompt, Stream, ChoiceOutput]]:
         adapters = self._adapters(lora_request, len(parsed))
-        with tqdm(total=len(parsed), disable=not use_tqdm, desc="requests", unit="req") as bar:
+        with _progress(len(parsed), use_tqdm) as bar:
             ended = self._wait(self._pooled(parsed, task, adapters, bar))
         return [(prompt, *one) for prompt, one in zip(parsed, ended, strict=True)]
 
@@ -329,13 +329,13 @@ class LLM(PoolingMethods):
             raise RequestError("chat needs a tokenizer, and this LLM was made with tokens_only")
         return ChatTemplate(self.tokenizer, self._llm.config.server.chat_template)
 
-    def _rendered(self, talk: Sequence[Message], options: Mapping[str, Any]) -> ParsedPrompt:
+    def _rendered(self, conversation: Sequence[Message], options: Mapping[str, Any]) -> ParsedPrompt:
         template, reader = self._template, self._llm.images
         slots = None
         if reader is not None:
             slots = image_slots(reader.kind, lambda token: template.tokenizer.decode([token], False))
-            talk = with_urls(talk)
-        ids = template.render(talk, images=slots, **options)
+            conversation = with_urls(conversation)
+        ids = template.render(conversation, images=slots, **options)
         images = () if slots is None else tuple(slots.images)
         return ParsedPrompt(ids, template.tokenizer.decode(ids, False), images=images)
 
@@ -343,7 +343,7 @@ class LLM(PoolingMethods):
         self, parsed: Sequence[ParsedPrompt], params: Params, use_tqdm: bool, lora_request: Adapters
     ) -> list[RequestOutput]:
         chosen, adapters = self._params(params, len(parsed)), self._adapters(lora_request, len(parsed))
-        with tqdm(total=len(parsed), disable=not use_tqdm, desc="requests", unit="req") as bar:
+        with _progress(len(parsed), use_tqdm) as bar:
             return self._wait(self._serve(parsed, chosen, adapters, bar))
 
     def _adapters(self, lora_request: Adapters, count: int) -> list[str]:
@@ -427,6 +427,11 @@ class LLM(PoolingMethods):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _progress(count: int, shown: bool) -> Any:
+    """A progress bar of requests."""
+    return tqdm(total=count, disable=not shown, desc="requests", unit="req")
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

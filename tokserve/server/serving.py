@@ -82,13 +82,11 @@ class FieldPaths(msgspec.Struct, frozen=True):
             return error
         head = re.split(r"[.[]", field, maxsplit=1)[0]
         if head in self.others:
-            error.field = self.others[head]
+            error.rename_field(self.others[head])
         elif head == "token_ids":
-            error.field = self.prompt if index is None else f"{self.prompt}[{index}]"
+            error.rename_field(self.prompt if index is None else f"{self.prompt}[{index}]")
         elif head in _PARAM_NAMES:
-            error.field = self.prefix + field
-        if error.message.startswith(field):
-            error.message = f"{error.field}{error.message[len(field) :]}"
+            error.rename_field(self.prefix + field)
         return error
 
 
@@ -300,7 +298,8 @@ class Serving:
         """Send the prompts to the engine and wait until it accepts them.  `entry_bytes`: of a logprob in the reply.
         `tasks`: one per prompt, with the same n, instead of the request's for all.  `beams`: search for n outputs.
 
-        Everything that can be refused is refused here, before a response begins.  Raises `Gone` if the client leaves.
+        Everything that can be refused is refused here, before a response begins.  Raises `ClientDisconnected` if the
+        client leaves.
         """
         params = generate.task if isinstance(generate.task, SamplingParams) else None
         if params is not None and self.pooler is not None:

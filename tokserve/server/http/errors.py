@@ -83,9 +83,7 @@ def response(error: RequestError, headers: Mapping[str, str] | None = None, shap
 def renamed(error: RequestError, field: str) -> RequestError:
     """The same error about `field`, which is the field's path in another body; so is the start of its message."""
     if error.field is not None and not error.has_final_path:
-        if error.message.startswith(error.field):
-            error.message = field + error.message[len(error.field) :]
-        error.field = field
+        error.rename_field(field)
     return error
 
 

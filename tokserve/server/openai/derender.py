@@ -396,8 +396,7 @@ def _with_prefix(field: str, make: Callable[[], R]) -> R:
         return make()
     except RequestError as error:
         if error.field is None:
-            error.message = error.message.replace("the body", field)
-        elif error.message.startswith(error.field):
-            error.message = f"{field}.{error.message}"
-        error.field = field if error.field is None else f"{field}.{error.field}"
+            error.message, error.field = error.message.replace("the body", field), field
+        else:
+            error.rename_field(f"{field}.{error.field}")
         raise

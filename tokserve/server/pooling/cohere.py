@@ -5,7 +5,6 @@ Source: docs.cohere.com/reference/embed; vLLM serves the same fields.
 
 from __future__ import annotations
 
-import base64
 from typing import Any, Literal
 
 import msgspec
@@ -25,7 +24,6 @@ from tokserve.server.serving import FieldPaths, Serving
 
 Type = Literal["float", "binary", "ubinary", "base64"]
 MAX_TEXTS = 4096
-BYTES_OF_VALUE = 24  # of a float in JSON, at most
 INPUT_TYPES = ("search_document", "search_query", "classification", "clustering", "image")
 
 
@@ -49,7 +47,7 @@ class BilledUnits(msgspec.Struct):
 
 
 class ApiVersion(msgspec.Struct):
-    """Cohere's."""
+    """The version of Cohere's API."""
 
     version: str = "2"
 
@@ -85,7 +83,7 @@ async def embed(serving: Serving, request: Request) -> Response:
     if width % 8 and not {"binary", "ubinary"}.isdisjoint(types):
         raise invalid("embedding_types", f"binary needs a dimension that is a multiple of 8, and it is {width}")
     texts = _texts(body)
-    _check_size(serving, len(texts) * width * BYTES_OF_VALUE * len(types))
+    inputs.check_reply(serving, len(texts) * width * inputs.BYTES_OF_VALUE * len(types), "texts", "fewer texts")
     prompts = await off_loop(request, size, lambda: _prompts(serving, body, texts))
     if body.input_type is not None:
         if body.input_type not in INPUT_TYPES:
@@ -149,20 +147,9 @@ def _prompts(serving: Serving, body: CohereBody, texts: list[str]) -> list[list[
     return prompts
 
 
-def _check_size(serving: Serving, size: int) -> None:
-    limit = serving.config.limits.max_reply_bytes
-    if size > limit:
-        raise RequestError(
-            f"the reply may have {size >> 20} MiB, and at most {limit >> 20} are served (--max-reply-bytes): send "
-            "fewer texts", field="texts", code="reply_too_large",
-        )  # fmt: skip
-
-
 def _encoded(vector: NDArray[np.float32], kind: str) -> Any:
     """A vector as numbers; its signs, eight to a byte (`binary`: signed); or base64 of little-endian float32."""
-    if kind == "float":
-        return vector.tolist()
-    if kind == "base64":
-        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    if kind in ("float", "base64"):
+        return inputs.encoded(vector, kind)
     packed = np.packbits(vector > 0).astype(np.int16)
     return (packed - 128 if kind == "binary" else packed).tolist()

@@ -5,7 +5,6 @@ A vector does not depend on the others of its request, on chunks or on the prefi
 
 from __future__ import annotations
 
-import base64
 import time
 from typing import Any, Literal, NamedTuple
 
@@ -25,7 +24,6 @@ from tokserve.server.pooling.inputs import PooledPrompts, PoolingUsage
 from tokserve.server.serving import Serving
 
 Encoding = Literal["float", "base64", "bytes", "bytes_only"]
-BYTES_OF_VALUE = 24  # of a float in JSON, at most
 BYTES_PACKED = 6  # in base64
 
 
@@ -118,18 +116,12 @@ async def respond(
 
 
 def _check_size(serving: Serving, call: _Call) -> None:
-    width = BYTES_OF_VALUE if call.body.encoding_format in (None, "float") else BYTES_PACKED
+    width = inputs.BYTES_OF_VALUE if call.body.encoding_format in (None, "float") else BYTES_PACKED
     values = call.body.dimensions or serving.llm.ready.facts["hidden_size"]
     if isinstance(call.rules, LabelRules):
         values = len(call.rules.labels)
     count = sum(map(len, call.prompts)) if call.rules.tokens else len(call.prompts)
-    size = count * values * width
-    limit = serving.config.limits.max_reply_bytes
-    if size > limit:
-        raise RequestError(
-            f"the reply may have {size >> 20} MiB, and at most {limit >> 20} are served (--max-reply-bytes): send "
-            "fewer inputs, or ask for base64", field="input", code="reply_too_large",
-        )  # fmt: skip
+    inputs.check_reply(serving, count * values * width, "input", "fewer inputs, or ask for base64")
 
 
 def _reply(serving: Serving, request: Request, call: _Call, made: PooledPrompts) -> Response:
@@ -144,20 +136,13 @@ def _reply(serving: Serving, request: Request, call: _Call, made: PooledPrompts)
     about = f"{prefix}-{made.key}", int(time.time()), serving.answers_as(body.model)
     if body.encoding_format in ("bytes", "bytes_only"):
         return _packed(rows, about, made, body.encoding_format)
-    encoded = [_encoded(row, body.encoding_format or "float") for row in rows]
+    encoded = [inputs.encoded(row, body.encoding_format or "float") for row in rows]
     reply: EmbeddingReply | VectorsReply
     if is_pooling:
         reply = VectorsReply(*about, [VectorItem(i, one) for i, one in enumerate(encoded)], made.usage)
     else:
         reply = EmbeddingReply(*about, [EmbeddingItem(i, one) for i, one in enumerate(encoded)], made.usage)
     return bodies.reply(request, reply, made.headers)
-
-
-def _encoded(vector: NDArray[np.float32], encoding: str) -> Any:
-    """Numbers, of several vectors in lists of their own, or a text."""
-    if encoding == "base64":
-        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    return vector.tolist()
 
 
 def _packed(

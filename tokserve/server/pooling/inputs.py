@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from starlette.requests import Request
 
 from tokserve.client.pooling import LabelRules, PoolingRules, Side, VectorRules
@@ -19,6 +22,7 @@ from tokserve.server.replies import sse
 from tokserve.server.serving import FieldPaths, Prompts, Serving
 
 USED = ("priority", "cache_salt", "group_id", "deadline_ms", "queue_timeout_ms", "data_parallel_rank")
+BYTES_OF_VALUE = 24  # of a float in JSON, at most
 CUT_BYTES = 1 << 20  # a text that is to be cut may have so many bytes, even if they exceed the context
 MAX_TRIES = 3  # to have all vectors of a request made by the same weights
 UNSUPPORTED = "unsupported"  # code of what this model cannot do: a 400, not a 501, which SDKs repeat
@@ -190,6 +194,23 @@ def cut(
         last = len(ids) - after
         return ids[: last - excess] + ids[last:], min(second, last - excess)
     return ids[:before] + ids[before + excess :], second if second < 0 else max(before, second - excess)
+
+
+def check_reply(serving: Serving, size: int, field: str, advice: str) -> None:
+    """Raise RequestError for a reply of more bytes than one may have; `advice`: what to send instead."""
+    limit = serving.config.limits.max_reply_bytes
+    if size > limit:
+        raise RequestError(
+            f"the reply may have {size >> 20} MiB, and at most {limit >> 20} are served (--max-reply-bytes): send "
+            f"{advice}", field=field, code="reply_too_large",
+        )  # fmt: skip
+
+
+def encoded(vector: NDArray[np.float32], encoding: str) -> Any:
+    """A vector, or one for each token: as numbers, or as base64 of little-endian float32."""
+    if encoding == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return vector.tolist()
 
 
 async def pool(
