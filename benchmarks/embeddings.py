@@ -1,7 +1,7 @@
 """Throughput of embeddings: tokserve beside sentence-transformers and, if it is installed, vLLM, in turns.
 
-    python benchmarks/embeddings.py ckpt/encoder --dtype float32 --threads 2 --texts 256 --rounds 5
-    python benchmarks/embeddings.py ckpt/encoder --peer ENV/bin/python --peer OTHER/bin/python:vllm
+    python -m benchmarks.embeddings ckpt/encoder --dtype float32 --threads 2 --texts 256 --rounds 5
+    python -m benchmarks.embeddings ckpt/encoder --peer ENV/bin/python --peer OTHER/bin/python:vllm
 
 The checkpoint is made if it is not there: BERT with SmolLM2-135M's width and depth, random weights.  A round embeds the
 same prompts, token ids of lengths drawn from 8 to 256, by the mean of all tokens and normalized; peers run in the
@@ -41,7 +41,7 @@ def make(directory: Path, dtype: str) -> None:
     from safetensors.torch import load_file, save_file
     from tokenizers.processors import TemplateProcessing
 
-    from tokserve.models.dummy import write_checkpoint
+    from tests.tiny_models import write_checkpoint
 
     write_checkpoint(directory, CONFIG | {"dtype": dtype})
     weights = directory / "model.safetensors"  # released encoders have names without a prefix, and vLLM reads no others

@@ -1,6 +1,6 @@
 """Every op by implementation and shape, as shares of what this machine can do at all, and beside torch's own.
 
-    python benchmarks/kernels.py [--ops linear,linear_int8] [--threads 2] [--seconds 0.3] [--quick] [--all-sets]
+    python -m benchmarks.kernels [--ops linear,linear_int8] [--threads 2] [--seconds 0.3] [--quick] [--all-sets]
         [--json FILE]
 
 Shapes are those of a 0.6B decoder (hidden 1024, inner 3072, 16 query and 8 KV heads of 128, vocabulary 151936).  The
@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.ops.samples.recurrent import columns
 from tokserve import _C, device
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
-from tokserve.ops.samples.recurrent import columns
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, VOCAB, PAGE = 1024, 3072, 16, 8, 128, 151936, 16
 BF16 = torch.bfloat16

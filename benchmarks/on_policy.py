@@ -1,7 +1,7 @@
 """Forward and backward of a policy: `tokserve.train.PolicyModel` beside transformers, with random weights.
 
-    python benchmarks/on_policy.py --impl tokserve --model smollm2 --dtype bfloat16
-    python benchmarks/on_policy.py --impl transformers --model smollm2 --dtype bfloat16 --rows groups
+    python -m benchmarks.on_policy --impl tokserve --model smollm2 --dtype bfloat16
+    python -m benchmarks.on_policy --impl transformers --model smollm2 --dtype bfloat16 --rows groups
 
 Prints one line of JSON: the best and the median seconds of the rounds, and the process's peak memory.  `--rows`:
 `even` (8 rows of 256 tokens), `groups` (one prompt of 512 tokens, 8 completions of 64), `turns` (2 rollouts of an agent
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokserve.models.dummy import tiny_config, write_checkpoint
+from tests.tiny_models import tiny_config, write_checkpoint
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm2": (

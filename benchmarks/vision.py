@@ -1,6 +1,6 @@
 """From a picture to the first token: tokserve over HTTP beside transformers in its process, in turns.
 
-    python benchmarks/vision.py ckpt/vl --dtype bfloat16 --threads 2 --rounds 5
+    python -m benchmarks.vision ckpt/vl --dtype bfloat16 --threads 2 --rounds 5
 
 The checkpoint is made if it is not there: Qwen2.5-VL-3B's tower cut to 8 layers and its text model to 4, with random
 weights.  Each round has another picture, so no cache helps: reading it from a data: URL, decoding, resizing, the tower,
@@ -45,7 +45,7 @@ PROCESSOR = {
 
 
 def make(directory: Path, dtype: str) -> None:
-    from tokserve.models.dummy import write_checkpoint
+    from tests.tiny_models import write_checkpoint
 
     write_checkpoint(directory, {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "dtype": dtype,

@@ -356,9 +356,3 @@ def test_importing_leaves_torch_out() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_only_tests_import_the_sample_inputs_of_ops() -> None:
-    for path in sources():
-        inside = path.is_relative_to(PACKAGE / "ops" / "samples")
-        assert inside or "ops.samples" not in path.read_text(), f"{path} imports sample inputs"

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM, BeamSearchParams
 from tokserve.errors import RequestError
-from tokserve.models.dummy import tiny_config, write_checkpoint
 
 EOS = 7
 

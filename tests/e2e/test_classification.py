@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.e2e.server import Server
 from tests.models.classifiers import classifier
+from tests.tiny_families import FAMILIES
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.errors import RequestError, StartError
-from tokserve.models.dummy import tiny_config, write_checkpoint
-from tokserve.models.tiny_families import FAMILIES
 
 PROMPTS = [list(range(start, start + length)) for start, length in ((5, 70), (90, 33), (5, 64), (150, 1))]
 OPTIONS: dict[str, Any] = {"tokens_only": True, "max_model_len": 128, "cpu_threads": 1}

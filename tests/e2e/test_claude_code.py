@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from tests.e2e.server import Server
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.checkpoint import DEMO_DIR
-from tokserve.models.dummy import tiny_config, write_checkpoint
 
 RECORDED = json.loads((Path(__file__).parent / "claude_code.json").read_text())
 CONTEXT = 32768

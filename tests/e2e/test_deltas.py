@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.e2e.server import Server
-from tokserve.models.dummy import tiny_config, write_checkpoint
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.rl import PushResult, ServerError, TokserveClient, checksums, push
 
 Weights = dict[str, Tensor]

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from transformers import AutoModel, AutoModelForCausalLM
 
 from tests.e2e.server import Server
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM
 from tokserve.errors import RequestError, StartError
-from tokserve.models.dummy import tiny_config, write_checkpoint
 
 PROMPTS = [list(range(start, start + length)) for start, length in ((5, 70), (90, 33), (5, 64), (150, 1))]
 OPTIONS: dict[str, Any] = {"tokens_only": True, "max_model_len": 128, "runner": "pooling", "cpu_threads": 1}

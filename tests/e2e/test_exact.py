@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM, SamplingParams
-from tokserve.models.dummy import tiny_config, write_checkpoint
 
 Case = tuple[list[int], SamplingParams]
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.adapters import merge, write_adapter
 from tests.e2e.test_exact import alone, result, together
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM, SamplingParams
 from tokserve.errors import StartError
-from tokserve.models.dummy import tiny_config, write_checkpoint
 
 OPTIONS: dict[str, Any] = {"tokens_only": True, "max_model_len": 256, "cpu_threads": 1}
 DENSE = {"first_k_dense_replace": 3}  # in all layers

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.e2e.server import Server
-from tokserve.models.dummy import tiny_config, write_checkpoint
+from tests.tiny_models import tiny_config, write_checkpoint
 
 LENGTH, VOCAB = 32768, 16384  # all logits at once would take 2 GiB
 LIMIT = 300 << 20

@@ -10,10 +10,10 @@ import pytest
 
 from tests.adapters import write_adapter
 from tests.e2e.test_exact import columns
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM, LoRARequest, SamplingParams
 from tokserve.client.results import RequestOutput
 from tokserve.errors import Conflict, NotFound, RequestError
-from tokserve.models.dummy import tiny_config, write_checkpoint
 
 PROMPTS = [[*range(5, 40)], [7, 8, 9], [*range(5, 40)], [*range(5, 40), 3]]
 PARAMS = SamplingParams(max_tokens=20, logprobs=2, prompt_logprobs=1, seed=4, ignore_eos=True)

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from tests.e2e.server import Server
 from tests.e2e.test_exact import alone, columns, together
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM, SamplingParams
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.config import Config
 from tokserve.errors import StartError
 from tokserve.executor.inline import InlineExecutor
-from tokserve.models.dummy import tiny_config, write_checkpoint
 
 OPTIONS: dict[str, Any] = {"tokens_only": True, "max_model_len": 256}
 ROUTED: dict[str, Any] = {"enable_return_routed_experts": True}

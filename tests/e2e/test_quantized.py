@@ -11,8 +11,8 @@ from tests.e2e.test_exact import alone, columns, together
 from tests.models import gguf_models
 from tests.models import test_mxfp4 as mxfp4
 from tests.models import test_packed as packed
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM, SamplingParams
-from tokserve.models.dummy import tiny_config, write_checkpoint
 
 INT4: dict[str, Any] = {"quantization": "int4", "quantization_group_size": 32}
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # config.json, options

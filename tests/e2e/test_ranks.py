@@ -26,9 +26,9 @@ from tests.e2e import test_quantized
 from tests.e2e.server import Server
 from tests.e2e.test_exact import alone, together
 from tests.models import gguf_models
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM, LoRARequest, SamplingParams, rl
 from tokserve.errors import StartError
-from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.rl.broadcast import TransferGroup, send
 
 PROMPT = [*range(3, 200)]

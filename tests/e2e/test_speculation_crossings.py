@@ -24,8 +24,8 @@ from tests.e2e.server import Server
 from tests.e2e.test_speculation import comparable
 from tests.models.pictures import png, write_served
 from tests.runner.test_speculation import drafts_for
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.checkpoint import DEMO_DIR
-from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.rl import TokserveClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.tiny_models import tiny_vision_config
 from tokserve import checkpoint
 from tokserve.config import Config
 from tokserve.errors import RequestError
 from tokserve.image_parts import ImageUrl
 from tokserve.media.images import ImageReader, PreparedImage
-from tokserve.models.dummy import tiny_vision_config
 from tokserve.vision import Grid, decode_image, image_format, image_grid
 
 PROCESSOR = {

@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.checkpoint import DEMO_DIR
-from tokserve.models.dummy import tiny_config, write_checkpoint
 
 LABELS = {"0": "bad", "1": "fair", "2": "good"}
 

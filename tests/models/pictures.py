@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from tokserve.models.dummy import tiny_gemma_vision_config, tiny_vision_config, write_checkpoint
+from tests.tiny_models import tiny_gemma_vision_config, tiny_vision_config, write_checkpoint
 from tokserve.prompt import Feature
 from tokserve.vision import KIND, Grid, ImageFormat, encode_image
 

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.adapters import write_adapter
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.errors import RequestError
 from tokserve.layers.lora import LowRank
 from tokserve.models import adapters
-from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.models.llama import HEADLESS
 
 HIDDEN, INNER = 64, 160

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from tests.models.driver import Driver, prefill, random_ids
+from tests.tiny_families import FAMILIES
+from tests.tiny_models import tiny_config
 from tokserve.kv_spec import KVSpec
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import RopeSpec
 from tokserve.models import dummy
 from tokserve.models.decoder import Decoder
-from tokserve.models.dummy import tiny_config
 from tokserve.models.load import build, load
 from tokserve.models.registry import decoder_spec
 from tokserve.models.spec import AROUND, windowed
-from tokserve.models.tiny_families import FAMILIES
 from tokserve.models.weights import load_into
 
 SLOW = {  # families whose parts are those of others

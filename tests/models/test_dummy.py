@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.models.driver import prefill, random_ids
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import checkpoint
 from tokserve.models import dummy, weights
 from tokserve.models.decoder import Decoder
-from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.models.load import load
 
 CALIBRATED = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma2", "phi3", "olmo2", "smollm3", "ministral")

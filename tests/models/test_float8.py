@@ -13,13 +13,13 @@ from torch import Tensor
 
 from tests.models.driver import prefill
 from tests.models.test_load import IDS, logits, opened, refusal, rewrite, stored
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import ops
 from tokserve.config import WeightsConfig
 from tokserve.device import Host
 from tokserve.errors import RequestError
 from tokserve.models import weights
 from tokserve.models.decoder import Decoder
-from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.runner.weight_sync import WeightSync
 
 HF = tiny_config("qwen3", hidden_size=96, intermediate_size=200, dtype="bfloat16")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.models.driver import prefill
 from tests.models.test_load import IDS, logits, opened, rewrite, stored
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import ops
 from tokserve.errors import RequestError
 from tokserve.layers.linear import Linear
@@ -22,7 +23,6 @@ from tokserve.layers.parameter import StoredWeight
 from tokserve.layers.quant import FLOAT8, METHODS, UNQUANTIZED, Float8Weight, Unquantized
 from tokserve.models import load as loading
 from tokserve.models.decoder import Decoder
-from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.models.formats import pick
 from tokserve.models.formats.base import DENSE, WHOLE, DenseFormat, Described, Part, group
 from tokserve.models.formats.float8 import Float8Format

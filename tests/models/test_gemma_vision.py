@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from tests.models.image_checks import TEXT, Parts, check_bits, check_logprobs, kind_of
 from tests.models.pictures import Picture
 from tests.runner.drive import plan_of
+from tests.tiny_models import tiny_gemma_vision_config, write_checkpoint
 from tokserve import checkpoint
 from tokserve.errors import RequestError, StartError
 from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.siglip import SiglipSpec
-from tokserve.models.dummy import tiny_gemma_vision_config, write_checkpoint
 from tokserve.models.load import load as load_model
 from tokserve.models.registry import decoder_spec
 from tokserve.prompt import Feature

@@ -14,8 +14,8 @@ from torch import Tensor
 from tests.models.driver import prefill
 from tests.models.test_float8 import compressed, quantize
 from tests.models.test_load import IDS, opened, refusal, rewrite, stored
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.models.checksums import checksums
-from tokserve.models.dummy import tiny_config, write_checkpoint
 
 HF = tiny_config("qwen3", num_hidden_layers=2)
 LAYER = "model.layers.1.self_attn."

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.driver import prefill, random_ids
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.errors import StartError
 from tokserve.layers.latent import LatentAttention
 from tokserve.models import weights
 from tokserve.models.coordinates import Coordinates
 from tokserve.models.decoder import Decoder
-from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.models.load import load
 from tokserve.models.quantized_copy import QuantizedCopy
 from tokserve.models.staging import Staging

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.models.driver import prefill, random_ids
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import ops
 from tokserve.errors import StartError
 from tokserve.models import weights
 from tokserve.models.decoder import Decoder
-from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.models.load import load
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

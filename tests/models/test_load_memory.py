@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from tests.models import test_mxfp4 as mxfp4
 from tests.models import test_packed as packed
 from tests.models.test_load import rewrite, stored
-from tokserve.models.dummy import tiny_config, write_checkpoint
+from tests.tiny_models import tiny_config, write_checkpoint
 
 LOADING = """
 import json, sys

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.models.driver import Driver, prefill, random_ids
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.errors import RequestError, StartError
 from tokserve.layers.quantized import quantize_int4
 from tokserve.models import weights
 from tokserve.models.coordinates import Coordinates
 from tokserve.models.decoder import Decoder
-from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.models.load import build, load
 from tokserve.models.registry import decoder_spec
 from tokserve.models.staging import Staging

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tests.models.driver import Driver, prefill
 from tests.models.test_load import IDS, opened, rewrite, stored
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.errors import RequestError, StartError
-from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.models.formats.base import is_finite
 from tokserve.models.formats.packed import PackedFormat
 from tokserve.models.staging import Staging

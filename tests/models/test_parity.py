@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.models.driver import Driver, cache_argument, prefill, random_ids
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import checkpoint
 from tokserve.models.decoder import Decoder
-from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.models.load import load
 
 transformers.utils.logging.set_verbosity_error()

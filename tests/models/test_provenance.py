@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.errors import Conflict
 from tokserve.models import weights
-from tokserve.models.dummy import tensors, tiny_config, write_checkpoint
+from tokserve.models.dummy import tensors
 from tokserve.models.load import load
 from tokserve.models.provenance import Provenance
 from tokserve.rl import checksum, checksums

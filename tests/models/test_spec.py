@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PretrainedConfig
 
+from tests.tiny_families import FAMILIES
+from tests.tiny_models import tiny_config
 from tokserve.errors import StartError
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import RopeSpec
-from tokserve.models.dummy import tiny_config
 from tokserve.models.registry import ARCHITECTURES, decoder_spec
 from tokserve.models.spec import AROUND, DecoderSpec
-from tokserve.models.tiny_families import FAMILIES
 
 ABSENT = object()
 

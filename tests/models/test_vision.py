@@ -12,12 +12,12 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from tests.models.image_checks import TEXT, Parts, check_bits, check_logprobs, kind_of, loaded
 from tests.models.pictures import Picture, prompt_of
 from tests.runner.drive import Driver, Job
+from tests.tiny_families import VISION_FAMILIES
+from tests.tiny_models import tiny_vision_config, write_checkpoint
 from tokserve import checkpoint
 from tokserve.config import Config
 from tokserve.errors import StartError
-from tokserve.models.dummy import tiny_vision_config, write_checkpoint
 from tokserve.models.registry import decoder_spec
-from tokserve.models.tiny_families import VISION_FAMILIES
 from tokserve.params import SamplingParams
 from tokserve.runner.startup import load
 from tokserve.vision import Grid, decode_image

@@ -22,10 +22,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from tests.ops.samples.wna16 import weights as integer_weights
 from tokserve import ops
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
-from tokserve.ops.samples.wna16 import weights as integer_weights
 from tokserve.ops.triton import launch, wna16
 
 TARGET = GPUTarget("cuda", 90, 32)

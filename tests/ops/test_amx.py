@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from tests.models.driver import Driver, prefill, random_ids
+from tests.ops.samples import samples
 from tests.ops.test_cpu import CALLS, PACKING, outputs, run
+from tests.tiny_models import tiny_config
 from tokserve import ops
-from tokserve.models.dummy import tiny_config
 from tokserve.models.load import load
 from tokserve.ops.registry import OPS
-from tokserve.ops.samples import samples
 
 _C = pytest.importorskip("tokserve._C")
 if "avx512_bf16" not in _C.instruction_sets():

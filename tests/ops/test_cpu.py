@@ -16,11 +16,11 @@ from torch import Tensor
 
 from tests.ops import pages
 from tests.ops.packing import PACKING, pack_arguments
+from tests.ops.samples import recurrent, samples
+from tests.ops.samples.wna16 import weights
 from tokserve import ops
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
-from tokserve.ops.samples import recurrent, samples
-from tokserve.ops.samples.wna16 import weights
 
 _C = pytest.importorskip("tokserve._C")
 registry.load_extension("cpu")

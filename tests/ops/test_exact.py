@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tests.ops import pages
 from tests.ops.packing import pack_arguments
+from tests.ops.samples import samples
 from tokserve import ops  # noqa: F401  (declares the ops)
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
-from tokserve.ops.samples import samples
 
 registry.load_extension("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

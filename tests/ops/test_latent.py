@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from tests.ops.packing import pack_arguments
+from tests.ops.samples import samples
 from tests.ops.test_exact import DTYPES, MOST, Outputs, cuts, every, named, packing, randn, rows_are_batch_invariant
 from tokserve import ops
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
-from tokserve.ops.samples import samples
 
 registry.load_extension("cpu")
 

@@ -11,9 +11,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tests.ops.packing import pack_arguments
+from tests.ops.samples import samples
 from tokserve import ops  # noqa: F401  (declares the ops)
 from tokserve.ops.registry import OPS, REFERENCE
-from tokserve.ops.samples import samples
 from tokserve.ops.serial import one_thread
 
 THREADS = 3

@@ -19,14 +19,14 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 from tests.ops.packing import takes_packed  # noqa: E402
+from tests.ops.samples import samples  # noqa: E402
+from tests.ops.samples.wna16 import weights  # noqa: E402
 from tests.ops.test_exact import Outputs, Paged, by_row, outputs, randn, same  # noqa: E402
 from tests.ops.test_latent import PagedRows  # noqa: E402
 from tests.ops.test_ops import close, run  # noqa: E402
 from tokserve import ops  # noqa: E402, F401  (declares the ops)
 from tokserve.ops import float8, registry  # noqa: E402
 from tokserve.ops.registry import OPS, Op  # noqa: E402
-from tokserve.ops.samples import samples  # noqa: E402
-from tokserve.ops.samples.wna16 import weights  # noqa: E402
 from tokserve.ops.triton import attention, dense  # noqa: E402
 from tokserve.ops.triton import latent as latent_kernels  # noqa: E402
 from tokserve.ops.triton.sums import strided_sums  # noqa: E402

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.samples.common import normal
+from tests.ops.samples.wna16 import E2M1, weights
 from tokserve import ops  # noqa: F401  (declares the ops)
 from tokserve.layers.quantized import QuantizedWeight, quantize_int4
 from tokserve.ops import registry
 from tokserve.ops.quant import quantize_rows
 from tokserve.ops.registry import OPS
-from tokserve.ops.samples.common import normal
-from tokserve.ops.samples.wna16 import E2M1, weights
 from tokserve.ops.wna16 import QuantizedRows
 
 registry.load_extension("cpu")

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from tests.runner.fake_device import FakeDevice
+from tests.tiny_models import tiny_config
 from tokserve import device
 from tokserve.config import Config
-from tokserve.models.dummy import tiny_config
 from tokserve.params import SamplingParams
 from tokserve.plan import OK, DeviceFacts, LogprobRows, NewRow, SamplingMaskRows, StepPlan, StepResult
 from tokserve.prompt import Feature

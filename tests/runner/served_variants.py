@@ -24,8 +24,8 @@ from triton.runtime.jit import JITFunction, KernelParam
 from tests.runner.drive import Driver, Job, make_runner
 from tests.runner.fake_device import FakeDevice, Leaving
 from tests.runner.test_runner import prompt
+from tests.tiny_models import tiny_config
 from tokserve import device, ops
-from tokserve.models.dummy import tiny_config
 from tokserve.ops.triton import dense, float8, int8, launch, wna16
 from tokserve.params import SamplingParams
 

@@ -13,9 +13,9 @@ from tests.adapters import write_adapter
 from tests.runner import test_lora
 from tests.runner.drive import Driver, make_runner
 from tests.runner.test_runner import jobs, outcomes
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.checkpoint import DEMO_DIR, hf_config
 from tokserve.errors import StartError
-from tokserve.models.dummy import tiny_config, write_checkpoint
 
 if not needs.EXTENSION.is_there():
     pytest.skip(needs.EXTENSION.reason, allow_module_level=True)

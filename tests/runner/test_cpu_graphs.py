@@ -13,9 +13,9 @@ from tests import needs
 from tests.runner.drive import Driver, make_runner
 from tests.runner.test_drafts import SomeRight
 from tests.runner.test_runner import jobs, outcomes
+from tests.tiny_families import FAMILIES
+from tests.tiny_models import tiny_config
 from tokserve.models.decoder import Decoder
-from tokserve.models.dummy import tiny_config
-from tokserve.models.tiny_families import FAMILIES
 from tokserve.ops.registry import load_extension
 from tokserve.runner.cpu_graphs import MAX_TOKENS, CpuGraphs
 from tokserve.runner.host import HostBackend

@@ -18,8 +18,8 @@ from tests.runner.drive import Driver, Job, make_runner, masks_of, plan_of
 from tests.runner.drive import row as plain_row
 from tests.runner.fake_device import FakeDevice, same_bytes
 from tests.runner.test_runner import jobs, outcomes, prompt
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import device, ops
-from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.ops.registry import OPS
 from tokserve.params import SamplingParams
 from tokserve.plan import OK, DeviceFacts, NewRow, StepPlan

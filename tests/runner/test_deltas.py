@@ -20,15 +20,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.runner.test_weight_sync import Trainer, announcement, feed, outcome, segment, start
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.errors import Conflict, RequestError
 from tokserve.models.checksums import checksums
 from tokserve.models.coordinates import Coordinates
-from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.rl import WeightsError
 from tokserve.rl import checksums as digests
 from tokserve.rl.delta_directory import WeightDirectory
 from tokserve.rl.deltas import (
-        DeltaLabel,
+    DeltaLabel,
     decode_steps,
     difference,
     encode_steps,

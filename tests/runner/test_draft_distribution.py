@@ -12,7 +12,7 @@ from scipy.stats import chi2
 
 from tests.runner.drive import Driver, Job, make_runner
 from tests.runner.test_runner import prompt
-from tokserve.models.dummy import tiny_config
+from tests.tiny_models import tiny_config
 from tokserve.params import SamplingParams
 from tokserve.plan import DRAWN
 

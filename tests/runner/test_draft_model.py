@@ -15,9 +15,9 @@ import torch
 from tests.runner.drive import Driver, Job, make_runner, plan_of
 from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import jobs, outcomes, prompt
+from tests.tiny_models import tiny_config
 from tokserve import device
 from tokserve.errors import StartError
-from tokserve.models.dummy import tiny_config
 from tokserve.params import SamplingParams
 from tokserve.plan import DRAWN, DeviceFacts, NewRow, StepPlan
 from tokserve.runner import draft_model

@@ -12,8 +12,8 @@ import pytest
 from tests.runner.drive import Driver, Job, make_runner, plan_of
 from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import jobs, outcomes, prompt
+from tests.tiny_models import tiny_config
 from tokserve import device
-from tokserve.models.dummy import tiny_config
 from tokserve.params import SamplingParams, StructuredOutputs
 from tokserve.plan import (
     NO_LEGAL_TOKEN,

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.tiny_models import tiny_config
 from tokserve import ops
 from tokserve.config import LoraConfig
 from tokserve.layers.linear import GatedLinear, Linear
 from tokserve.models.decoder import Decoder
-from tokserve.models.dummy import tiny_config
 from tokserve.models.load import load
 from tokserve.runner import exactness
 from tokserve.runner.lora import LoraTables

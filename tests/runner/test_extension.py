@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.runner.drive import make_runner
+from tests.tiny_models import tiny_config
 from tokserve.errors import Forbidden, NotFound, RequestError, StartError
-from tokserve.models.dummy import tiny_config
 from tokserve.runner import extension
 
 HERE = __name__

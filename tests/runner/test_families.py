@@ -16,11 +16,11 @@ from tests.runner.drive import make_runner
 from tests.runner.test_lora import load, scores
 from tests.runner.test_runner import prompt
 from tests.runner.test_with_engine import RealEngine
-from tokserve.models.dummy import tiny_config, write_checkpoint
+from tests.tiny_families import FAMILIES
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.models.load import load as load_model
 from tokserve.models.provenance import HEAD
 from tokserve.models.staging import Staging
-from tokserve.models.tiny_families import FAMILIES
 
 NEW = sorted(FAMILIES.keys() - {"llama", "mistral", "qwen2", "qwen3", "gemma3_text"})
 FAST = ("gemma2", "cohere2")

@@ -24,8 +24,8 @@ from tests.runner.test_weight_sync import (
     outcome,
     start,
 )
+from tests.tiny_models import write_checkpoint
 from tokserve.errors import RequestError
-from tokserve.models.dummy import write_checkpoint
 from tokserve.rl import checksums
 from tokserve.runner.runner import Runner
 

@@ -20,7 +20,7 @@ from tests.runner.test_lora import jobs as adapter_jobs
 from tests.runner.test_lora import load
 from tests.runner.test_runner import jobs, outcomes, prompt
 from tests.runner.test_weight_sync import by_stream
-from tokserve.models.dummy import tiny_config, write_checkpoint
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts
 from tokserve.runner.runner import Runner

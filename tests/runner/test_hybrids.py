@@ -12,11 +12,11 @@ import torch
 from tests.engine.scripted import OneByOne
 from tests.runner.fake_device import FakeDevice
 from tests.runner.test_with_engine import KINDS, RealEngine
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import device
 from tokserve.engine.request import Request
 from tokserve.errors import StartError
 from tokserve.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
-from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.runner import kvcache
 from tokserve.train import PolicyModel
 

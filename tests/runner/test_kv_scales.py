@@ -15,9 +15,9 @@ from tests.runner.drive import Driver, Job, make_runner
 from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import outcomes, prompt
 from tests.runner.test_weight_sync import by_disk, by_shared_memory, by_stream
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import device, ops
 from tokserve.errors import RequestError
-from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.ops.registry import OPS
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts

@@ -13,9 +13,9 @@ from tests.adapters import merge, write_adapter
 from tests.runner.drive import Driver, Job, make_runner
 from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import outcomes, prompt
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import device as device_module
 from tokserve.errors import Forbidden, RequestError
-from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts
 from tokserve.runner.runner import Runner

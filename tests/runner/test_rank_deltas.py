@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import checkpoint, ops
 from tokserve.errors import Conflict, RequestError
 from tokserve.layers.parallel import Group, Stage
@@ -20,7 +21,6 @@ from tokserve.models.checksums import checksums
 from tokserve.models.coordinates import Coordinates
 from tokserve.models.decoder import Decoder
 from tokserve.models.delta_staging import DeltaStaging
-from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.models.load import load
 from tokserve.rl.deltas import difference
 from tokserve.rl.sums import Sums, set_checksum, tensor_sum

@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 from tests.adapters import write_adapter
 from tests.runner.test_speculation import OPTIONS, drafts_for
 from tests.runner.test_with_engine import RealEngine
+from tests.tiny_models import tiny_config
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.messages import FromEngine, StepOutput, Submit
-from tokserve.models.dummy import tiny_config
 from tokserve.params import StructuredOutputs
 from tokserve.prompt import pack_ids
 

@@ -24,10 +24,10 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from tests.runner.drive import Driver, Job
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.config import Config
 from tokserve.errors import Conflict, Forbidden, RequestError, TransferFailed
 from tokserve.models import weights
-from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.models.formats.base import is_finite
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts

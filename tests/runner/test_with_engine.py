@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from tests.engine.scripted import Clock, Engine, OneByOne
 from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import prompt
+from tests.tiny_models import tiny_config
 from tokserve import device
 from tokserve.config import Config
 from tokserve.engine.core import EngineCore
@@ -20,7 +21,6 @@ from tokserve.engine.request import Request
 from tokserve.engine.speculation.drafter import Drafter
 from tokserve.executor.inline import InlineExecutor
 from tokserve.messages import DraftCounts
-from tokserve.models.dummy import tiny_config
 
 VOCAB = 320
 KINDS: list[dict[str, Any]] = [

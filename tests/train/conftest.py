@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import ops
-from tokserve.models.dummy import tiny_config, write_checkpoint
 
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

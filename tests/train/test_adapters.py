@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from tests.adapters import write_adapter
+from tests.tiny_models import tiny_config, write_checkpoint
 from tests.train import references
 from tests.train.references import cosine
 from tests.train.test_policy import gradients, half, rollouts, weights
 from tokserve.errors import RequestError
-from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.train import PolicyModel
 
 TARGETS = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tiny_models import tiny_config, write_checkpoint
 from tests.train.test_policy import half, rollouts
-from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.train import PolicyModel
 
 ROOT = Path(__file__).parents[2]

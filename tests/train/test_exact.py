@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from tests.models.driver import cache_argument
+from tests.tiny_models import tiny_config, write_checkpoint
 from tests.train.references import cosine
 from tests.train.test_policy import DTYPES, rollouts, weights
 from tokserve import ops
-from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.train import PolicyModel, exact, selective_logprobs
 
 

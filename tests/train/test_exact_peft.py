@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.needs import PEFT
+from tests.tiny_models import tiny_config, write_checkpoint
 from tests.train.references import cosine
 from tests.train.test_exact import assert_equal, padded, scored
 from tests.train.test_policy import DTYPES, rollouts, weights
-from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.train import PolicyModel, exact, selective_logprobs
 
 pytestmark = [

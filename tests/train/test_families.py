@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.models.driver import random_ids
+from tests.tiny_families import FAMILIES
+from tests.tiny_models import tiny_config, write_checkpoint
 from tests.train import conftest
 from tests.train.references import cosine
 from tests.train.test_policy import expected, weights
 from tokserve.errors import StartError
-from tokserve.models.dummy import tiny_config, write_checkpoint
-from tokserve.models.tiny_families import FAMILIES
 from tokserve.models.weights import model_name
 from tokserve.train import PolicyModel, exact, selective_logprobs
 

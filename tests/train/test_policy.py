@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.models.driver import prefill, random_ids
+from tests.tiny_models import tiny_config, write_checkpoint
 from tests.train import references
 from tests.train.references import cosine
 from tokserve import ops
 from tokserve.errors import StartError
-from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.models.load import load
 from tokserve.runner import processors
 from tokserve.train import PolicyModel, adjustments, scores

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.e2e.server import Server
 from tests.models.driver import random_ids
+from tests.tiny_models import tiny_config, write_checkpoint
 from tests.train.conftest import FAMILIES, MIXTURES
 from tests.train.test_exact import padded, scored
 from tokserve.checkpoint import DEMO_DIR
-from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.rl import TokserveClient
 from tokserve.rl.client import Rollout
 from tokserve.train import PolicyModel, exact, selective_logprobs

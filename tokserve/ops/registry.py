@@ -45,7 +45,7 @@ class Op(Generic[P, R]):
     """A named operation.
 
     `tolerance` maps each dtype that the op takes to the (absolute, relative) distance that an implementation may have
-    from the reference; tokserve/ops/samples has inputs to compare them with.  `follows`: the op whose choice of
+    from the reference; tests/ops/samples has inputs to compare them with.  `follows`: the op whose choice of
     implementation this one shares.
     """
 

@@ -57,7 +57,7 @@ class QuantizedRows:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[N,K]."""
+        """The shape [N,K] of the matrix."""
         rows, columns = self.codes.shape
         return rows, columns * (1 + self.nibbles)
 
@@ -74,7 +74,7 @@ class QuantizedRows:
         return scales, None if self.mins is None else _by_group(self.mins, self.sub_mins, self.ratio, groups)
 
     def integers(self) -> Tensor:
-        """The factors: [N,K] int8."""
+        """The factors of the groups as integers: [N,K] int8."""
         if self.factors is None:
             return self.codes.view(torch.int8)
         return torch.tensor(self.factors, dtype=torch.int8, device=self.codes.device)[self.each_code().long()]

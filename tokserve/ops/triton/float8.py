@@ -77,7 +77,7 @@ def pack(weight: Tensor) -> PackedFloat8:
 @float8.pack_scaled_float8.implement("cublas", device="cuda")
 @float8.pack_scaled_float8.implement("triton", device="cuda")
 def pack_scaled(values: Tensor, scales: Tensor, group: int) -> PackedFloat8:
-    """Copies on the GPU."""
+    """Pack values that have scales already: copies on the GPU."""
     rows, columns = values.shape
     copy = values.to(torch_device(), copy=True, memory_format=torch.contiguous_format)
     return PackedFloat8(rows, columns, copy, scales.to(torch_device(), copy=True).contiguous(), group)

@@ -14,7 +14,7 @@ CHUNK = 1024  # entries per step of a program
 
 @triton.jit(do_not_specialize=["table_stride"])
 def edit_kernel(table_ptr, edit_ptr, value_ptr, table_stride, CHUNK: tl.constexpr):
-    """One edit."""
+    """Apply one edit of a table."""
     edit = edit_ptr + tl.program_id(0) * 4
     slot, column = tl.load(edit).to(tl.int64), tl.load(edit + 1)
     start, count = tl.load(edit + 2), tl.load(edit + 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokserve.ops.samples.common import Samples
+from tests.ops.samples.common import Samples
 
 
 def linear_heads(dtype: torch.dtype) -> Samples:

@@ -1,4 +1,4 @@
-"""What config.json says of a tiny model of every family, beyond what all of them have in common (`models/dummy`)."""
+"""What config.json says of a tiny model of every family, beyond what all of them have in common (`tiny_models`)."""
 
 from __future__ import annotations
 

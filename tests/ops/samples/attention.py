@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokserve.ops.samples.common import Samples
+from tests.ops.samples.common import Samples
 
 
 def slots_in_runs(tokens: int, page: int, blocks: int, generator: torch.Generator) -> torch.Tensor:  # [tokens] int64

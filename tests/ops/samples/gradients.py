@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import torch
 
-from tokserve.ops.samples.common import Samples, normal
+from tests.ops.samples.common import Samples, normal
 
 
 def activation_gradients(dtype: torch.dtype) -> Samples:

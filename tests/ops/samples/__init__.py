@@ -1,14 +1,13 @@
 """Sample inputs of the ops, with which tests compare every implementation with its reference.
 
-A module per reference module holds a generator per op, named after it: `linear(dtype)` yields argument tuples.  Only
-tests import this package.
+A module per reference module holds a generator per op, named after it: `linear(dtype)` yields argument tuples.
 """
 
 from __future__ import annotations
 
 import torch
 
-from tokserve.ops.samples import (
+from tests.ops.samples import (
     attention,
     dense,
     elementwise,
@@ -23,7 +22,7 @@ from tokserve.ops.samples import (
     step,
     wna16,
 )
-from tokserve.ops.samples.common import Samples
+from tests.ops.samples.common import Samples
 
 MODULES = (
     attention, dense, elementwise, float8, gradients, latent, lora, mixture, quant, recurrent, sampling, step, wna16,

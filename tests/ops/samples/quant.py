@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokserve.ops.samples.common import PRODUCTS, Samples, gated_products, normal
+from tests.ops.samples.common import PRODUCTS, Samples, gated_products, normal
 
 
 def quantize_rows(dtype: torch.dtype) -> Samples:

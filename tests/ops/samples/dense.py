@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokserve.ops.samples.common import PRODUCTS, Samples, gated_products
+from tests.ops.samples.common import PRODUCTS, Samples, gated_products
 
 
 def linear(dtype: torch.dtype) -> Samples:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokserve.ops.samples.common import Samples, normal
-from tokserve.ops.samples.wna16 import weights as integer_weights
+from tests.ops.samples.common import Samples, normal
+from tests.ops.samples.wna16 import weights as integer_weights
 
 
 def route(dtype: torch.dtype) -> Samples:

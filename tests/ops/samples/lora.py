@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokserve.ops.samples.common import Samples, normal
+from tests.ops.samples.common import Samples, normal
 
 
 def add_lora(dtype: torch.dtype) -> Samples:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokserve.ops.samples.common import Samples, normal
+from tests.ops.samples.common import Samples, normal
 
 Row = tuple[int, int, int, int]  # new tokens, length, and the positions of the state before and after
 ROWS: tuple[tuple[tuple[Row, ...], tuple[tuple[int, int, int], ...]], ...] = (  # and saves: row, position, state row

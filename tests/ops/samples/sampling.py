@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokserve.ops.samples.common import Samples
+from tests.ops.samples.common import Samples
 
 NEVER = float("-inf")
 

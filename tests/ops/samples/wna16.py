@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokserve.ops.samples.common import PRODUCTS, Samples, normal
+from tests.ops.samples.common import PRODUCTS, Samples, normal
 from tokserve.ops.wna16 import SIGNED, UNSIGNED, QuantizedRows
 
 NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
