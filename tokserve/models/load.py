@@ -86,15 +86,21 @@ def load(
         raise StartError("option quantization_activations: the weights are no integers; give --quantization int4, too")
     if any(entry.is_stored for entry in entries.values()):
         _tell_what_becomes(spec.format.name, quantization, stored, dtype, keeps=keeps)
-    if not needs_head and spec.classifier is None and HEAD not in entries:
-        spec = replace(spec, tied=True)  # a head that is the embedding needs no memory
-    if spec.tied and HEAD in entries:
-        spec, entries = _resolve_tie(spec, entries)
+    spec, entries = _with_head(spec, entries, needed=needs_head)
     decoder = build(spec, **options)
     _fill(decoder, entries, directory)
     decoder.provenance.add_files(catalogue, stamp)
     _scale_cache(decoder, scales, quantization_of(hf))
     return decoder
+
+
+def _with_head(
+    spec: DecoderSpec, entries: dict[str, weights.Entry], *, needed: bool
+) -> tuple[DecoderSpec, dict[str, weights.Entry]]:
+    """Spec and entries with the head as this checkpoint has it, which may lack one that is not `needed`."""
+    if not needed and spec.classifier is None and HEAD not in entries:
+        spec = replace(spec, tied=True)  # a head that is the embedding needs no memory
+    return _resolve_tie(spec, entries) if spec.tied and HEAD in entries else (spec, entries)
 
 
 def _as_stored(spec: DecoderSpec, entries: Mapping[str, weights.Entry]) -> DecoderSpec:
