@@ -23,7 +23,7 @@ TorchOption = Literal["record_shapes", "with_stack", "profile_memory", "with_flo
 
 
 class NoParameters(msgspec.Struct, forbid_unknown_fields=True):
-    """None."""
+    """The parameters of a command that has none."""
 
 
 class Pause(msgspec.Struct, forbid_unknown_fields=True):
@@ -68,7 +68,7 @@ class AddDraftCorpus(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RemoveDraftCorpus(msgspec.Struct, forbid_unknown_fields=True):
-    """Which group."""
+    """Names the group to remove."""
 
     draft_group: str
 
@@ -158,7 +158,7 @@ class LoadAdapter(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class UnloadAdapter(msgspec.Struct, forbid_unknown_fields=True):
-    """Which adapter."""
+    """Names the adapter to unload."""
 
     lora_name: str
 

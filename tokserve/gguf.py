@@ -62,7 +62,7 @@ class GgufHeader:
 
     @property
     def architecture(self) -> str:
-        """ggml's name of it."""
+        """ggml's name of the architecture."""
         return str(self.metadata.get("general.architecture", ""))
 
 
@@ -143,7 +143,7 @@ class _Reader:
             raise self._error(f"{what} is not UTF-8") from None
 
     def header(self) -> GgufHeader:
-        """All of it."""
+        """The header, read to its end."""
         if bytes(self._content[:4]) != MAGIC:
             raise self._error("it does not begin with GGUF")
         self._at = 4

@@ -62,11 +62,11 @@ class StateSpec:
         return sum(ITEM_BYTES.get(dtype, 2) * prod(shape) for shape, dtype in self.state_shapes(spare_inputs))
 
     def block_bytes(self, block_size: int) -> int:
-        """None: nothing is kept in pages."""
+        """No bytes: nothing is kept in pages."""
         return 0
 
     def bytes_per_token(self) -> int:
-        """None."""
+        """No bytes: nothing is kept per token."""
         return 0
 
 
@@ -99,11 +99,11 @@ class KVLayout:
     states: StateLayout | None = None
 
     def bytes(self) -> int:
-        """Bytes of all pages."""
+        """The bytes of all pages."""
         return self.num_blocks * sum(spec.block_bytes(self.block_size) for spec in self.specs)
 
     def state_bytes(self) -> int:
-        """Bytes of all states."""
+        """The bytes of all states."""
         states = self.states
         return 0 if states is None else (states.slots + states.snapshots) * one_state(self.specs, states.spare_inputs)
 

@@ -300,7 +300,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def reports_drafts(self) -> bool:
-        """The reply says something about its drafts."""
+        """Whether the reply says something about its drafts."""
         return self.spec_decode_metrics not in (None, "none")
 
     def validate(self) -> None:

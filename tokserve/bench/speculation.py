@@ -28,7 +28,7 @@ class SpeculationCheck:
     seconds: tuple[float, float]
 
     def summary(self) -> str:
-        """One line."""
+        """The outcome in one line."""
         off, on = self.seconds
         verdict = "equal" if not self.different else f"{len(self.different)} differ, the first is {self.different[0]}"
         return f"{self.count} requests without and with speculation: {verdict}; {off:.2f} s and {on:.2f} s"

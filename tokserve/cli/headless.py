@@ -25,7 +25,7 @@ TURN = 0.2  # seconds between two looks at the processes
 
 
 class _Stopped(Exception):
-    """A signal came."""
+    """Raised when a signal came."""
 
 
 def hold(config: Config) -> int:

@@ -208,7 +208,7 @@ class AsyncLLM(AdminMethods):
 
     @property
     def hung(self) -> bool:
-        """The engine has not finished a step for longer than `step_timeout`."""
+        """Whether the engine has not finished a step for longer than `step_timeout`."""
         return self._engine.hung
 
     @property

@@ -227,7 +227,7 @@ class EngineClient:
             self._socket.send(Abort(request_ids, "abort_disconnect"))
 
     def release_soon(self, request: RequestState) -> None:
-        """`release`, from any thread."""
+        """Do what `release` does, from any thread."""
         if self._loop is not None and not self._loop.is_closed():
             with suppress(RuntimeError):  # the loop was closed meanwhile
                 self._loop.call_soon_threadsafe(self.release, request)
@@ -270,7 +270,7 @@ class EngineClient:
 
     @property
     def hung(self) -> bool:
-        """The engine has not finished a step for longer than `step_timeout`."""
+        """Whether the engine has not finished a step for longer than `step_timeout`."""
         return self._heartbeat.hung
 
     def _on_message(self, message: FromEngine) -> None:

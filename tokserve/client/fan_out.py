@@ -65,7 +65,7 @@ def outcome(method: str, args: Mapping[str, Any], answers: Sequence[Answer], siz
 
 
 def is_mixed(answers: Sequence[Answer]) -> bool:
-    """One engine refused, and another did not."""
+    """Whether one engine refused, and another did not."""
     kinds = {answer.error is None for answer in answers if not isinstance(answer.error, EngineDead)}
     return len(kinds) == 2
 

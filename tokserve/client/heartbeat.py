@@ -54,7 +54,7 @@ class Heartbeat:
 
     @property
     def hung(self) -> bool:
-        """There has been no answer for longer than the timeout."""
+        """Whether there has been no answer for longer than the timeout."""
         return self.silence > self._timeout
 
     def _beat(self) -> None:

@@ -161,7 +161,7 @@ def _finished(rules: PoolingRules, vector: bytes, use_activation: bool | None, h
 
 
 def _side(prompt: Prompt) -> Side:
-    """A text, or ids."""
+    """One side of a pair, as a text or as ids."""
     if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
         return str(prompt["prompt"])
     return prompt if isinstance(prompt, str) else read(prompt, None).ids

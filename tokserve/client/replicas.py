@@ -131,7 +131,7 @@ class Replicas:
 
     @property
     def hung(self) -> bool:
-        """No engine that is there finishes its steps."""
+        """Whether no engine that is there finishes its steps."""
         up = [engine for engine in self.engines if engine.down is None]
         return bool(up) and all(engine.hung for engine in up)
 

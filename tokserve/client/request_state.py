@@ -142,7 +142,7 @@ class ChoiceState:
 
     @property
     def ready(self) -> bool:
-        """There is something to take."""
+        """Whether there is something to take."""
         return not self.awaits_scores and (self.finished or (self._rules.stream and self._stop_hit is None))
 
     def share_scores(self, others: Sequence[ChoiceState]) -> list[ChoiceState]:
@@ -266,7 +266,7 @@ class RequestState:
 
     @property
     def ended(self) -> bool:
-        """All choices have ended, and their last deltas are taken."""
+        """Whether all choices have ended, and their last deltas are taken."""
         return self.num_open == 0 and not self._queue
 
     def take(self) -> Iterator[ChoiceOutput]:

@@ -105,12 +105,12 @@ class KVTransferPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def produces(self) -> bool:
-        """Prompts are computed for others."""
+        """Whether this engine computes prompts for others."""
         return self.role != "kv_consumer"
 
     @property
     def consumes(self) -> bool:
-        """Prompts that others have computed are gone on with."""
+        """Whether this engine goes on with prompts that others have computed."""
         return self.role != "kv_producer"
 
     @property

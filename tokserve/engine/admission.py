@@ -123,7 +123,7 @@ class Admission:
 
     @property
     def busy(self) -> bool:
-        """A large submission is neither accepted nor refused yet."""
+        """Whether a large submission is neither accepted nor refused yet."""
         return bool(self._in_progress)
 
     def concerns(self, request_ids: Iterable[str]) -> bool:

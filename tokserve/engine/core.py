@@ -173,12 +173,12 @@ class EngineCore:
 
     @property
     def _may_plan(self) -> bool:
-        """Neither the engine's state nor a command that waits for the steps in flight forbids another step."""
+        """Whether neither the engine's state nor a command that waits for the steps in flight forbids another step."""
         return not self.control.frozen and not self._commands.wait_for_boundary
 
     @property
     def _may_wait(self) -> bool:
-        """Requests may wait although nothing runs: for a command, a grammar, a late mask, or their client."""
+        """Whether requests may wait although nothing runs: for a command, a grammar, a late mask, or their client."""
         if self.control.idle_is_fine or self._admission.pending or self._mask_worker:
             return True
         if self._store is not None and self._store[0].busy:
@@ -279,7 +279,7 @@ class EngineCore:
 
     @property
     def _holds_blocks(self) -> bool:
-        """Blocks are in use, although no request is: they are being loaded, or held for another server."""
+        """Whether blocks are in use, although no request is: they are being loaded, or held for another server."""
         if self._store is not None and self._store[0].loading:
             return True
         return self._transfers is not None and self._transfers.holds_blocks
@@ -425,7 +425,7 @@ class EngineCore:
 
     @command("hello")
     def _hello(self) -> Ready:
-        """What the engine serves."""
+        """Reply with what the engine serves."""
         layout = self._facts.layout
         return Ready(
             self.limits.context, self.limits.vocab_size, layout.num_blocks, layout.block_size,

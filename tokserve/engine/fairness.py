@@ -60,7 +60,7 @@ class Shares:
         return [request for turn in turns for request in turn if request is not None]
 
     def rank(self, share: str) -> tuple[int, int]:
-        """The lowest is next."""
+        """The order of clients that wait: the lowest is next."""
         return self.running[share], self._turns.get(share, 0)
 
 

@@ -53,7 +53,7 @@ class InFlightStep:
         self.grammar_rows = [row for row in self.rows if row.num_logits and row.request.grammar is not None]
 
     def can_sample(self) -> bool:
-        """No earlier step is still to bring a token that a grammar's mask depends on."""
+        """Whether no earlier step is still to bring a token that a grammar's mask depends on."""
         return all(
             row.request.finish is not None or row.request.num_in_flight == row.num_logits for row in self.grammar_rows
         )

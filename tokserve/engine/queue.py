@@ -82,7 +82,7 @@ class QueueLimits:
 
     @property
     def active(self) -> bool:
-        """There is a limit."""
+        """Whether there is a limit."""
         return self._max_requests is not None or self._max_tokens is not None
 
     def added(self, length: int) -> None:

@@ -136,7 +136,7 @@ class Request:
 
     @property
     def num_output(self) -> int:
-        """Known output tokens."""
+        """The number of known output tokens."""
         return len(self.tokens) - self.prompt_len
 
     @property
@@ -168,19 +168,19 @@ class Request:
 
     @property
     def is_ready_to_sample(self) -> bool:
-        """Its grammar is compiled, and the mask of its newest known token is computed."""
+        """Whether its grammar is compiled, and the mask of its newest known token is computed."""
         return self.pending_grammar is None and not self.withheld and (self.grammar is None or not self.grammar.pending)
 
     @property
     def may_be_drafted(self) -> bool:
-        """A step may verify drafts of it.  Those under a grammar need masks, made of tokens that are known."""
+        """Whether a step may verify drafts of it.  Those under a grammar need masks, made of tokens that are known."""
         if self.grammar is None:
             return self.options.speculate
         return self.options.speculate and not self.num_in_flight and not self.grammar.is_slow
 
     @property
     def released(self) -> bool:
-        """Ended, and its slot and blocks are free."""
+        """Whether it has ended, and its slot and blocks are free."""
         return self.state is State.ENDED and self.slot < 0
 
     @property

@@ -84,7 +84,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a slot."""
+        """The number of requests without a slot."""
         return len(self._waiting) + len(self._parked)
 
     @property
@@ -102,7 +102,7 @@ class Scheduler:
 
     @property
     def num_free_slots(self) -> int:
-        """Slots without a request."""
+        """The number of slots without a request."""
         return len(self._free_slots)
 
     @property
@@ -302,8 +302,8 @@ class Scheduler:
                 builder.add_drafts(row, drafts)
 
     def _is_idle(self, request: Request) -> bool:
-        """It gets no tokens, as its client does not read.  Its prompt is computed all the same, since others may wait
-        for that; and a command that waits for the end of all requests waits for no client."""
+        """Whether it gets no tokens, as its client does not read.  Its prompt is computed all the same, since others
+        may wait for that; and a command that waits for the end of all requests waits for no client."""
         return request.stalled and request.is_decoding and self.barrier is None
 
     def _chunk(self, request: Request, budget: int, most: int, computed: int | None = None) -> int:
@@ -354,7 +354,8 @@ class Scheduler:
         return self.counters.displaced > before
 
     def _may_enter(self, request: Request) -> bool:
-        """It waits neither for the barrier, its grammar or mask, a prefix that is being computed, nor its client."""
+        """Whether it waits neither for the barrier, its grammar or mask, a prefix that is being computed, nor its
+        client."""
         if self.barrier is not None and request.number >= self.barrier:
             return False
         stalled = request.stalled and self.barrier is None

@@ -70,7 +70,7 @@ class Interrupt(_Message, frozen=True):
 
 
 class End(_Message, frozen=True):
-    """Leave."""
+    """End the process of the rank."""
 
 
 class StoreValue(_Message, frozen=True):
@@ -117,7 +117,7 @@ class Loaded(_Message, frozen=True):
         )  # fmt: skip
 
     def device_facts(self) -> DeviceFacts:
-        """What `of` was given."""
+        """The facts that `of` was given."""
         specs = tuple(
             msgspec.convert(spec, StateSpec) if spec["kind"] == "state" else msgspec.convert(spec, KVSpec)
             for spec in self.specs

@@ -201,7 +201,7 @@ class RankCall:
         self.future: Future[list[Any]] = Future()
 
     def finish(self) -> None:
-        """All replies are there."""
+        """Resolve the future: all replies are there."""
         replies = [self.replies[rank] for rank in sorted(self.replies)]
         errors = [error for reply in replies if (error := reply.exception()) is not None]
         if errors:  # one that is the request's own fault says more than what followed from it elsewhere

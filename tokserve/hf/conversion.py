@@ -106,7 +106,7 @@ class TensorGroup:
         return load
 
     def _convert(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The targets' tensors."""
+        """The tensors of the targets that a conversion makes."""
         converter = deepcopy(self._converter)
         for name, pattern in self._patterns.items():
             converter.add_tensor(self._target, name, pattern, tensors[name])

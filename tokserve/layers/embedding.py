@@ -48,7 +48,7 @@ class Embedding:
         self.head = head
 
     def parameters(self) -> dict[str, Parameter]:
-        """`weight`."""
+        """The parameter `weight`."""
         return {
             "weight": Parameter(
                 (self.vocab, self.hidden), self.load, self.dtype, self.load_stored, places=self.places,
@@ -117,11 +117,11 @@ class Table:
         self.weight = torch.zeros(self.shape, dtype=dtype, device=ops.torch_device)
 
     def parameters(self) -> dict[str, Parameter]:
-        """`weight`."""
+        """The parameter `weight`."""
         return {"weight": Parameter(self.shape, self.load, self.dtype, places=self.places)}
 
     def places(self) -> list[VectorPlace]:
-        """The weight."""
+        """Where the weight lies."""
         return [VectorPlace(self.weight.view(-1))]
 
     def load(self, tensor: Tensor) -> None:
@@ -149,7 +149,7 @@ class Head:
         self.linear = Linear(hidden, {"lm_head": vocab}, options, split="column", rows=rows)
 
     def parameters(self) -> dict[str, Parameter]:
-        """`lm_head.weight`."""
+        """The parameter `lm_head.weight`."""
         return self.linear.parameters()
 
     def tie(self, weight: Tensor, packed: ops.PackedWeight) -> None:
@@ -164,7 +164,7 @@ class Head:
 
     @property
     def _is_plain(self) -> bool:
-        """Floats stay floats."""
+        """Whether floats are kept as floats."""
         return self.linear.quant in (UNQUANTIZED, WNA16)
 
     def widens(self, dtype: torch.dtype) -> bool:

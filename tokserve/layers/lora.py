@@ -56,5 +56,5 @@ class LoraSlots:
         ops.add_lora(out, x, adapters, self._down, self._up, self._ranks, self._scales, self._sizes)
 
     def num_bytes(self) -> int:
-        """Memory of all slots."""
+        """The bytes of all slots."""
         return sum(tensor.numel() * tensor.element_size() for tensor in (self._down, self._up))

@@ -30,10 +30,10 @@ class NormSpec:
 
 
 class NoNorm:
-    """What it is given."""
+    """Returns what it is given."""
 
     def parameters(self) -> dict[str, Parameter]:
-        """None."""
+        """There are no parameters."""
         return {}
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class RMSNorm(NoNorm):
         self.loaded: Tensor | None = None  # [size], of a weight with an offset
 
     def parameters(self) -> dict[str, Parameter]:
-        """`weight`."""
+        """The parameter `weight`."""
         return {"weight": Parameter((self.size,), self.load, self.dtype, offset=self.offset, places=self.places)}
 
     def places(self) -> list[VectorPlace]:

@@ -112,12 +112,12 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """It has the embedding."""
+        """Whether this stage has the embedding."""
         return self.number == 0
 
     @property
     def is_last(self) -> bool:
-        """It has the final norm and the head."""
+        """Whether this stage has the final norm and the head."""
         return self.number == self.count - 1
 
     def layers(self, total: int) -> range:

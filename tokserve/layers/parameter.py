@@ -26,7 +26,7 @@ class StoredWeight(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[N,K]."""
+        """The shape [N,K] of the matrix."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -108,7 +108,7 @@ def elsewhere(named: dict[str, Parameter]) -> dict[str, Parameter]:
 
 
 def _drop(weight: object) -> None:
-    """Another rank keeps it."""
+    """Ignore a weight that another rank keeps."""
 
 
 def under(prefix: str, named: dict[str, T]) -> dict[str, T]:

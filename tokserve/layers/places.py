@@ -155,7 +155,7 @@ def gather(place: Place, positions: Indices, dtype: torch.dtype) -> Tensor:
 
 
 def scatter(place: Place, positions: Indices, values: Tensor) -> None:
-    """Replace elements."""
+    """Replace the elements at these positions of a place."""
     memory, stored = place.memory, place.stored(values)
     if not memory.is_cpu:
         memory[torch.from_numpy(positions.astype(np.int64)).to(memory.device)] = stored.to(memory.device)

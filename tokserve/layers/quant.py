@@ -61,11 +61,11 @@ class Unquantized:
     packs_rows = True
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The same."""
+        """A weight is kept in its own dtype."""
         return dtype
 
     def accepts(self, stored: StoredWeight) -> bool:
-        """None."""
+        """False: it takes tensors of floats alone."""
         return False
 
     def pack(self, weight: Tensor, *rest: Any) -> Packed:
@@ -73,7 +73,7 @@ class Unquantized:
         return ops.pack_linear(weight, *rest)
 
     def linear(self, x: Tensor, packed: Any, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-        """Summed in float32."""
+        """Multiply with `ops.linear`, which sums in float32."""
         return ops.linear(x, packed, bias, out_dtype)
 
     def pack_gated(self, weight: Tensor, *rest: Any) -> Packed:
@@ -81,7 +81,7 @@ class Unquantized:
         return ops.pack_gated(weight, *rest)
 
     def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
-        """One op."""
+        """Multiply and gate in one op."""
         return ops.gated_linear(x, packed, bias, activation)
 
     def experts(self, *arguments: Any) -> Tensor:
@@ -101,7 +101,7 @@ class Int8:
         return torch.int8
 
     def accepts(self, stored: StoredWeight) -> bool:
-        """None."""
+        """False: it takes tensors of floats alone."""
         return False
 
     def pack(self, weight: Tensor, *rest: Any) -> Packed:
@@ -109,7 +109,7 @@ class Int8:
         return ops.pack_linear_int8(weight, *rest)
 
     def linear(self, x: Tensor, packed: Any, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-        """Summed as integers."""
+        """Multiply with `ops.linear_int8`, which sums integers."""
         return ops.linear_int8(x, packed, bias, out_dtype)
 
     def pack_gated(self, weight: Tensor, *rest: Any) -> Packed:
@@ -117,7 +117,7 @@ class Int8:
         return ops.pack_gated_int8(weight, *rest)
 
     def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
-        """One op."""
+        """Multiply and gate in one op."""
         return ops.gated_linear_int8(x, packed, bias, activation)
 
     def experts(self, *arguments: Any) -> Tensor:
@@ -135,12 +135,12 @@ class Float8Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[N,K]."""
+        """The shape [N,K] of the matrix."""
         return self.values.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """float32."""
+        """The dtype of what the values mean: float32."""
         return self.scales.dtype
 
     def dense(self) -> Tensor:
@@ -149,7 +149,7 @@ class Float8Weight:
         return self.values.float() * spread[:, : self.values.shape[1]]
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Values and scales."""
+        """The values and the scales."""
         return self.values, self.scales
 
     def clone(self) -> Float8Weight:
@@ -192,7 +192,7 @@ class Float8:
         return torch.float8_e4m3fn
 
     def accepts(self, stored: StoredWeight) -> bool:
-        """Float8 with one group, or groups of whole steps of the product."""
+        """Whether it is float8 with one group, or groups of whole steps of the product."""
         return isinstance(stored, Float8Weight) and (len(stored.scales) == 1 or stored.group % ops.FLOAT8_STEP == 0)
 
     def pack(self, weight: Tensor | Float8Weight, *rest: Any) -> Packed:
@@ -202,7 +202,7 @@ class Float8:
         return ops.pack_linear_float8(weight)
 
     def linear(self, x: Tensor, packed: Any, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-        """Summed in float32."""
+        """Multiply with `ops.linear_float8`, which sums in float32."""
         return ops.linear_float8(x, packed, bias, out_dtype)
 
     def pack_gated(self, weight: Tensor | Float8Weight, *rest: Any) -> Packed:

@@ -29,7 +29,7 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[N,K]."""
+        """The shape [N,K] of the matrix."""
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
     @property
@@ -144,7 +144,7 @@ class Wna16:
         return torch.uint8
 
     def accepts(self, stored: StoredWeight) -> bool:
-        """All that are quantized in groups."""
+        """Whether it is quantized in groups."""
         return isinstance(stored, QuantizedWeight)
 
     def pack(self, weight: Tensor | QuantizedWeight, *rest: Any) -> Any:
@@ -154,7 +154,7 @@ class Wna16:
         return ops.pack_wna16(weight.parts, self.rounded)
 
     def linear(self, x: Tensor, packed: Any, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-        """Summed in float32."""
+        """Multiply with `ops.linear_wna16`, which sums in float32."""
         if isinstance(packed, ops.PackedWna16):
             return ops.linear_wna16(x, packed, bias, out_dtype)
         return ops.linear(x, packed, bias, out_dtype)
@@ -166,7 +166,7 @@ class Wna16:
         return ops.pack_gated_wna16(weight.parts, self.rounded)
 
     def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
-        """One op."""
+        """Multiply and gate in one op."""
         if isinstance(packed, ops.PackedWna16):
             return ops.gated_linear_wna16(x, packed, bias, activation)
         return ops.gated_linear(x, packed, bias, activation)

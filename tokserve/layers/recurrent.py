@@ -88,7 +88,7 @@ class Recurrent:
         """There is no cache to scale."""
 
     def row_elements(self) -> int:
-        """None beside the projections."""
+        """No elements beside those of the projections."""
         return 0
 
     def borrow(self, other: object) -> None:

@@ -104,7 +104,7 @@ class PositionTable:
         return {"weight": Parameter(self.shape, self.load, self.dtype, places=self.places)}
 
     def places(self) -> list[VectorPlace]:
-        """The weight."""
+        """Where the weight lies."""
         return [VectorPlace(self.weight.view(-1))]
 
     def load(self, tensor: Tensor) -> None:

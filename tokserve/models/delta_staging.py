@@ -69,7 +69,7 @@ class DeltaStaging:
         self._reader.announce([(self._name(name), shape, dtype) for name, shape, dtype in tensors])
 
     def push(self, name: str, tensor: Tensor) -> None:
-        """One of them."""
+        """Stage one of the announced tensors."""
         complete = self._reader.put(self._name(name), tensor)
         if complete is not None:
             self.add(*complete)

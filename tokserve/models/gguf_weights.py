@@ -61,7 +61,7 @@ class GgufSource:
 
     @property
     def is_plain(self) -> bool:
-        """Stored as floats."""
+        """Whether it is stored as floats."""
         return self.tensor.kind in PLAIN
 
     def raw(self) -> Tensor:
@@ -103,12 +103,12 @@ class GgufExperts:
 
     @property
     def tensor(self) -> GgufTensor:
-        """The first."""
+        """The first tensor."""
         return self.tensors[0]
 
     @property
     def is_plain(self) -> bool:
-        """Stored as floats, all of them."""
+        """Whether all tensors are stored as floats."""
         return all(tensor.kind in PLAIN for tensor in self.tensors)
 
     def raw(self) -> Tensor:
@@ -132,12 +132,12 @@ class GgufExpertWeights:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[E,K,N]."""
+        """The shape [E,K,N] of the weight."""
         return self.source.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """float32."""
+        """The dtype of what the bytes mean: float32."""
         return torch.float32
 
     def expert(self, index: int) -> Tensor | StoredWeight:
@@ -160,7 +160,7 @@ class GgufExpertWeights:
         return torch.stack(experts)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The bytes."""
+        """The bytes as they are stored."""
         return (self.source.raw(),)
 
     def clone(self) -> GgufExpertWeights:
@@ -172,7 +172,7 @@ class GgufExpertWeights:
         return self.dense().narrow(dim, start, length)
 
     def joined(self, others: Sequence[StoredWeight]) -> None:
-        """Experts are not joined."""
+        """Returns None: a weight holds all experts, and is not joined with others."""
 
 
 def _of_expert(tensor: GgufTensor, index: int) -> GgufTensor:

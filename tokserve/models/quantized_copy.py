@@ -39,7 +39,7 @@ class QuantizedCopy:
         self._borrow()
 
     def num_bytes(self) -> int:
-        """Memory of the copies."""
+        """The bytes of the copies."""
         return sum(tensor.nbytes for linear in _linears(self.decoder).values() for tensor in _tensors(linear.packed))
 
     def follow(self, source: Decoder) -> None:

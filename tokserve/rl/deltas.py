@@ -102,7 +102,7 @@ def encode_steps(indices: Indices) -> NDArray[Any]:
 
 
 def _with_escapes(gaps: NDArray[np.int64], limit: int, dtype: Any) -> NDArray[Any]:
-    """`gaps` is overwritten."""
+    """Steps of `dtype`, with an escape for each `limit` that a gap exceeds; `gaps` is overwritten."""
     large = np.flatnonzero(gaps > limit)
     escapes = (gaps[large] - 1) // limit
     gaps[large] -= escapes * limit

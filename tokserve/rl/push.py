@@ -131,7 +131,7 @@ class PushedWeights:
 
     @classmethod
     def of(cls, server: ServerTensors, known: Mapping[str, Tensor]) -> PushedWeights:
-        """A whole set."""
+        """Copy and sum a whole set."""
         tensors = {name: server.rounded(name, tensor) for name, tensor in known.items()}
         sums = in_threads((name, partial(tensor_sum, tensor)) for name, tensor in tensors.items())
         return cls(tensors, sums, server.described)
@@ -199,7 +199,7 @@ def file_of(deltas: Deltas, label: DeltaLabel) -> tuple[int, Iterator[bytes]]:
 
 
 def num_changed(deltas: Deltas) -> int:
-    """Elements."""
+    """The number of changed elements."""
     return sum(delta.num_changed for delta in deltas.values())
 
 

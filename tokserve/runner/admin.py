@@ -89,7 +89,7 @@ class Admin:
         self._sync.interrupt()
 
     def memory(self) -> dict[str, int]:
-        """Bytes by use."""
+        """The bytes by use."""
         parameters = self._runner.model.parameters_by_name().values()
         weights = sum(int(math.prod(one.shape) * one.share) * one.dtype.itemsize for one in parameters)
         sizes = {"weight_bytes": weights, "kv_bytes": self._backend.layout.bytes()}

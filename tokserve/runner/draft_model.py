@@ -43,7 +43,7 @@ class DraftModel:
         self.progress = None if draft.first_layer == 0 else DraftProgress(backend.slots)
 
     def num_bytes(self) -> int:
-        """Memory of its weights."""
+        """The bytes of its weights."""
         copy = self._draft.copy
         if copy is not None:
             return copy.num_bytes()

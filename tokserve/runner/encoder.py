@@ -44,7 +44,7 @@ class ImageEncoder:
         return embeddings
 
     def forget(self) -> None:
-        """The weights are others."""
+        """Forget all embeddings: the weights are others."""
         self._cache.clear()
         self.num_bytes = 0
 

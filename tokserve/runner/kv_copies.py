@@ -59,7 +59,7 @@ class KVCopies:
         }  # fmt: skip
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
-        """A method by name."""
+        """Call a method by name."""
         return self._methods[method](**args)
 
     def identity_parts(self) -> dict[str, str]:
@@ -105,7 +105,7 @@ class KVCopies:
         return [bytes(content) for content in contents]
 
     def _write_blocks(self, blocks: list[int], contents: list[bytearray]) -> None:
-        """Pages with these contents."""
+        """Put these contents into pages."""
         for pages, place in self._tensors():
             for block, content in zip(blocks, contents, strict=True):
                 copyto(pages[block], frombuffer(content, uint8)[place])

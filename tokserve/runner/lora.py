@@ -66,7 +66,7 @@ class LoraTables:
             slots.place(slot, shard, weights.get(name))
 
     def num_bytes(self) -> int:
-        """Memory of all slots."""
+        """The bytes of all slots."""
         return sum(slots.num_bytes() for slots in self._layers.values())
 
 

@@ -42,7 +42,7 @@ class TorchEvent(msgspec.Struct):
 
 
 class TorchTrace(msgspec.Struct):
-    """Torch's file."""
+    """The file that torch's profiler writes."""
 
     events: list[msgspec.Raw] = msgspec.field(name="traceEvents")
     base: int = msgspec.field(name="baseTimeNanoseconds", default=0)

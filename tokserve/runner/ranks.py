@@ -31,7 +31,7 @@ class ReceivedSample:
     token_ids: Tensor  # [n] int64
 
     def result(self) -> SampledTokens:
-        """They are there."""
+        """The tokens, which are there at once."""
         return self.tokens
 
 
@@ -66,7 +66,7 @@ class Ranks:
 
     @property
     def answers(self) -> bool:
-        """This rank samples."""
+        """Whether this rank samples."""
         return self.rank == self.answering
 
     def least(self, number: int) -> int:

@@ -33,7 +33,7 @@ class ServedSums:
             return self._known[1] if self._known is not None and self._known[0]() is model else None
 
     def of(self, model: Decoder, coordinates: Coordinates) -> Sums:
-        """The model's sums."""
+        """The sums of the model's tensors."""
         while (sums := self.known(model)) is None:
             changes, computed = self._unchanged(coordinates.sums)
             with self._lock:

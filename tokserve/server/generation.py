@@ -64,7 +64,7 @@ class Observer(Protocol):
         """`count` choices were given up before they finished."""
 
     def closed(self) -> None:
-        """The last call."""
+        """The request is over; nothing is called after this."""
 
 
 class ReplyContext(Protocol):
@@ -143,7 +143,7 @@ class Generation:
 
     @property
     def ended(self) -> bool:
-        """Every choice's last delta has been taken."""
+        """Whether every choice's last delta has been taken."""
         return self._ended == self.num_choices
 
     def take(self) -> Iterator[ChoiceOutput]:

@@ -9,7 +9,7 @@ from typing import Any, NotRequired, TypedDict
 
 
 class Nothing(TypedDict):
-    """{}."""
+    """An empty object."""
 
 
 class Version(TypedDict):
@@ -60,7 +60,7 @@ class IsSleeping(TypedDict):
 
 
 class WorldSize(TypedDict):
-    """Ranks."""
+    """The number of ranks."""
 
     world_size: int
 

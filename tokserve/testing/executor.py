@@ -179,10 +179,10 @@ class ScriptedModel:
         return done
 
     def watch(self, wake: Callable[[], object]) -> None:
-        """It is never lost."""
+        """Does nothing: the device is never lost."""
 
     def check(self) -> None:
-        """It is never lost."""
+        """Does nothing: the device is never lost."""
 
     def interrupt(self) -> None:
         """Does nothing: nothing waits."""

@@ -52,7 +52,7 @@ FAULTS = (
 
 
 class _Refusal(jinja2.TemplateError):
-    """The template called raise_exception."""
+    """Raised when the template calls raise_exception."""
 
 
 class _Generation(Extension):

@@ -45,7 +45,7 @@ class Items:
         return len(self.rows)
 
     def part(self, piece: slice) -> Items:
-        """Some of them."""
+        """Some of the rows."""
         return Items(
             self.rows[piece], self.token_ids[piece], self.temperatures[piece], self.mode, self.masks[piece],
             self.adjusted[piece],

@@ -46,7 +46,7 @@ class RunningRequests(Protocol):
 
     @property
     def live(self) -> Iterable[Request]:
-        """All of them."""
+        """All requests that have not ended."""
 
     @property
     def num_received(self) -> int:

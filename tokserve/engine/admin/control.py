@@ -69,7 +69,7 @@ class Control:
 
     @property
     def seconds_to_expiry(self) -> float | None:
-        """Until a lease expires."""
+        """The seconds until a lease expires; None: none will."""
         pause = None if self._pause is None else self._pause.seconds_left
         ends = [seconds for seconds in (pause, self.weights.seconds_to_expiry) if seconds is not None]
         return min(ends, default=None)
@@ -109,12 +109,12 @@ class Control:
 
     @property
     def frozen(self) -> bool:
-        """No step may be planned."""
+        """Whether no step may be planned."""
         return self._paused or bool(self._asleep) or not self.weights.can_compute
 
     @property
     def idle_is_fine(self) -> bool:
-        """Requests may wait although nothing runs."""
+        """Whether requests may wait although nothing runs."""
         return self.frozen or bool(self._barriers)
 
     @property

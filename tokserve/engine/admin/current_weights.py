@@ -34,28 +34,29 @@ class CurrentWeights:
 
     @property
     def can_compute(self) -> bool:
-        """A step can be computed with them."""
+        """Whether a step can be computed with them."""
         return self._memory.state == "loaded"
 
     @property
     def are_clean(self) -> bool:
-        """There are weights, and all KV that the prefix cache may find is theirs: no worker call has changed them
-        since."""
+        """Whether there are weights, and all KV that the prefix cache may find is theirs: no worker call has changed
+        them since."""
         return self.can_compute and self._cache.generation > self._foreign_generation
 
     @property
     def loaded(self) -> bool:
-        """There are some, the right ones or not."""
+        """Whether there are weights in memory, the right ones or not."""
         return self._memory.state in ("loaded", "mismatched", "torn")
 
     @property
     def lost(self) -> bool:
-        """Other weights should be here, which is the only reason for the quarantine."""
+        """Whether other weights should be here, which is the only reason for the quarantine."""
         return self._memory.state in ("mismatched", "missing")
 
     @property
     def dropped(self) -> bool:
-        """There are none: a sleep released them, or they could not be read again, and no others were pushed."""
+        """Whether there are no weights: a sleep released them, or they could not be read again, and no others were
+        pushed."""
         return self._memory.state in ("dropped", "missing")
 
     def on_release(self) -> None:

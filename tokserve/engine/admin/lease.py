@@ -32,7 +32,7 @@ class Lease:
 
     @property
     def in_use(self) -> bool:
-        """A call of its holder is in progress."""
+        """Whether a call of its holder is in progress."""
         return self._calls > 0
 
     def extend(self) -> None:

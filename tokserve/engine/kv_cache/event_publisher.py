@@ -74,7 +74,7 @@ class EventPublisher:
     # --- the loop's side ---
 
     def publish(self, events: list[Event]) -> None:
-        """Hand over a batch."""
+        """Hand a batch of events to the publishing thread."""
         sequence, self._sequence = self._sequence, self._sequence + 1
         if len(self._queue) >= self._plan.max_queue_size:
             if not self._dropping:

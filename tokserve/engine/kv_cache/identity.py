@@ -28,7 +28,7 @@ class WeightChanges(Protocol):
 
     @property
     def are_clean(self) -> bool:
-        """There are weights, and all KV that can be found is theirs."""
+        """Whether there are weights, and all KV that can be found is theirs."""
 
 
 class IdentityWatch:
@@ -60,7 +60,7 @@ class IdentityWatch:
 
     @property
     def busy(self) -> bool:
-        """The identity is being computed."""
+        """Whether the identity is being computed."""
         return self._pending is not None
 
     def _await(self, future: Future[Any]) -> None:

@@ -63,7 +63,7 @@ class Snapshots:
         self._kept[block_hash] = snapshot
 
     def clear(self) -> None:
-        """Let none be found."""
+        """Forget all snapshots, so that none is found."""
         self._free.extend(self._kept.values())
         self._kept.clear()
 

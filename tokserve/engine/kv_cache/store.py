@@ -124,12 +124,12 @@ class KVStore:
 
     @property
     def busy(self) -> bool:
-        """Copies are on their way."""
+        """Whether copies are on their way."""
         return bool(self._saves or self._writes or self._loads)
 
     @property
     def loading(self) -> bool:
-        """Requests may wait for blocks."""
+        """Whether requests may wait for blocks."""
         return any(load.loading is not None for load in self._loads)
 
     @property

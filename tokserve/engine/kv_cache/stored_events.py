@@ -71,6 +71,6 @@ class StoredEvents:
             del self._media[key], self._blocks[key]
 
     def cleared(self) -> None:
-        """Subscribers forget everything."""
+        """Tell subscribers to forget all blocks."""
         self._blocks.clear()
         self._media.clear()

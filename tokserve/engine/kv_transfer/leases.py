@@ -40,12 +40,12 @@ class LeaseTable:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are held."""
+        """The number of blocks that are held."""
         with self._lock:
             return sum(len(lease.table.blocks) for lease in (*self._leases.values(), *self._ended))
 
     def add(self, request_id: str, table: BlockTable, keys: list[bytes]) -> BlockLease:
-        """Hold a table's blocks."""
+        """Hold the blocks of a table until the lease ends."""
         lease = BlockLease(request_id, table, keys, self._clock() + self.seconds)
         with self._lock:
             self._end(request_id)

@@ -100,12 +100,12 @@ class Transfers:
 
     @property
     def busy(self) -> bool:
-        """Requests may wait although nothing runs."""
+        """Whether requests may wait although nothing runs."""
         return bool(self._loads or self._pulls or self.failed)
 
     @property
     def holds_blocks(self) -> bool:
-        """Blocks are in use although no request is."""
+        """Whether blocks are in use although no request is."""
         return bool(self._pulls or len(self._leases))
 
     def seconds_left(self) -> float | None:
@@ -309,7 +309,7 @@ class Transfers:
         return self._fail(load, "files of its blocks are missing, damaged or late")
 
     def _over(self, load: RemoteLoad) -> None:
-        """Everything is here already."""
+        """End a load whose blocks are all here already."""
         self._loads.pop(load.request.table, None)
         if self._has_peer(load.params):
             self._note(load.params, "release")

@@ -76,7 +76,7 @@ class PeerChannel:
         return cls(connection, _code(key, b"session", other, nonce), is_server=False, max_block=max_block)
 
     def send(self, kind: int, body: bytes | memoryview) -> None:
-        """One frame."""
+        """Send one frame."""
         head = bytes([kind])
         code = _code(self._key, self._out, self._num_sent.to_bytes(8, "big"), head, body)
         self._num_sent += 1
@@ -85,7 +85,7 @@ class PeerChannel:
         self._connection.sendall(code)
 
     def send_message(self, kind: int, message: dict[str, Any]) -> None:
-        """A frame of msgpack."""
+        """Send a frame of msgpack."""
         self.send(kind, msgspec.msgpack.encode(message))
 
     def receive(self) -> tuple[int, bytearray]:

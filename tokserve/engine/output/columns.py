@@ -232,7 +232,7 @@ class StepColumns:
         )  # fmt: skip
 
     def step(self, stats: StepStats) -> StepOutput:
-        """The message."""
+        """The message that has the columns."""
         count = len(self._request_ids)
         single = self._counts.count(1) == count
         return StepOutput(

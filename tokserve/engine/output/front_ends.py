@@ -42,7 +42,7 @@ class FrontEnds:
             self._remember(identity, None)
 
     def leave(self, identity: bytes) -> None:
-        """Its process has ended."""
+        """Forget a front end whose process has ended."""
         self._left.add(identity)
         self._sent.pop(identity, None)
 

@@ -145,12 +145,12 @@ class NoDrafts:
 
     @command("add_draft_corpus")
     def add_corpus(self, **_: Any) -> Any:
-        """Refuse."""
+        """Refuse the command: there are no drafts."""
         raise Conflict("this server keeps no drafts: it was started with the speculative method none")
 
     @command("remove_draft_corpus")
     def remove_corpus(self, **_: Any) -> Any:
-        """Refuse."""
+        """Refuse the command: there are no drafts."""
         self.add_corpus()
 
 

@@ -74,7 +74,7 @@ class Children:
         return list(self._numbers)
 
     def start(self, order: Start) -> None:
-        """Fork a child."""
+        """Fork a child that compiles the grammar."""
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -163,7 +163,7 @@ def serve(compiler: Compiler) -> None:
 
 
 def main() -> None:
-    """See the module."""
+    """Serve trials until the end of stdin, as the module describes."""
     model = msgspec.json.decode(sys.argv[1], type=Model)
     lower_priority()
     compiler = Compiler(model.tokenizer, model.vocab_size, eos=())

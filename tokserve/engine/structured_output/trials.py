@@ -79,7 +79,7 @@ class Trials:
         return None if process is None else process.pid
 
     def submit(self, trial: Trial) -> None:
-        """Try a grammar."""
+        """Have a grammar compiled in the trial process."""
         if self._closed:
             return trial.done(Unavailable("the server is shutting down"))
         if self._thread is None:

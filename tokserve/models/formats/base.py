@@ -28,7 +28,7 @@ class Described(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its sizes."""
+        """The sizes of its dimensions."""
 
     @property
     def dtype(self) -> torch.dtype | str:
@@ -102,7 +102,7 @@ class DenseFormat:
         return Part(name)
 
     def shape(self, parts: Mapping[str, Described]) -> tuple[int, ...]:
-        """The tensor's."""
+        """The shape of the tensor."""
         return tuple(parts[WHOLE].shape)
 
     def fits(self, role: str, tensor: Described, shape: tuple[int, ...]) -> bool:
@@ -110,11 +110,11 @@ class DenseFormat:
         return role == WHOLE and tuple(tensor.shape) == shape
 
     def assemble(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """The tensor."""
+        """The tensor itself is the weight."""
         return parts[WHOLE]
 
     def incomplete(self, parts: Mapping[str, Collection[str]]) -> list[tuple[str, list[str]]]:
-        """No weight is incomplete."""
+        """No weight can be incomplete: each is one tensor."""
         return []
 
     def refusal(self, tensor: Described) -> str | None:

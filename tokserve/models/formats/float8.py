@@ -57,7 +57,7 @@ class Float8Format:
         return tuple(parts[VALUES].shape)
 
     def fits(self, role: str, tensor: Described, shape: tuple[int, ...]) -> bool:
-        """Scales have one of the shapes of `scale_shapes`."""
+        """Whether scales have one of the shapes of `scale_shapes`."""
         if role == VALUES or len(shape) != 2:
             return tuple(tensor.shape) == shape and len(shape) == 2
         return tensor.dtype in FLOATS.values() and tuple(tensor.shape) in scale_shapes(shape, self.block)
@@ -74,7 +74,7 @@ class Float8Format:
         ]
 
     def refusal(self, tensor: Described) -> str | None:
-        """The dtype says all."""
+        """Refuses nothing: the dtype says all."""
         return None
 
     def native_method(self, weights: Mapping[str, Grouped]) -> str | None:

@@ -50,14 +50,14 @@ class Mxfp4Experts:
         return QuantizedWeight((QuantizedRows(codes, E2M1, GROUP, scales, folded=True, nibbles=True),))
 
     def dense(self) -> Tensor:
-        """[E,K,N] bfloat16."""
+        """The weight [E,K,N] in bfloat16."""
         whole = torch.empty(self.shape, dtype=self.dtype)
         for index, weight in enumerate(whole):
             weight.copy_(self.expert(index).dense().t())
         return whole
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Blocks and exponents."""
+        """The blocks and the exponents."""
         return self.blocks, self.exponents
 
     def clone(self) -> Mxfp4Experts:
@@ -69,7 +69,7 @@ class Mxfp4Experts:
         return self.dense().narrow(dim, start, length)
 
     def joined(self, others: Sequence[StoredWeight]) -> None:
-        """Experts are not joined."""
+        """Returns None: a weight holds all experts, and is not joined with others."""
 
 
 def weight_shape(blocks: tuple[int, ...]) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ class Mxfp4Format:
         return weight_shape(shape) if len(shape) == 4 else shape
 
     def fits(self, role: str, tensor: Described, shape: tuple[int, ...]) -> bool:
-        """Bytes, of the one shape for each role."""
+        """Whether a part is of bytes, in the one shape for its role."""
         if len(shape) != 3 or tensor.dtype not in BYTES:
             return False
         experts, inputs, outputs = shape
@@ -116,7 +116,7 @@ class Mxfp4Format:
         return [("without both blocks and scales", list(parts))]
 
     def refusal(self, tensor: Described) -> str | None:
-        """The dtype says all."""
+        """Refuses nothing: the dtype says all."""
         return None
 
     def native_method(self, weights: Mapping[str, Grouped]) -> str | None:

@@ -48,7 +48,7 @@ class PackedFormat:
 
     @property
     def name(self) -> str:
-        """The layout's."""
+        """The name of the layout."""
         return self.layout
 
     @property
@@ -153,7 +153,7 @@ class PackedFormat:
         return [(f"without all of {', '.join(sorted(self.needs))}", list(parts))]
 
     def refusal(self, tensor: Described) -> str | None:
-        """The dtype says all."""
+        """Refuses nothing: the dtype says all."""
         return None
 
     def native_method(self, weights: Mapping[str, Grouped]) -> str | None:

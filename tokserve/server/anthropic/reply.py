@@ -34,7 +34,7 @@ EmitEvent = Callable[[str, dict[str, Any]], None]  # takes the type of an event 
 
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
-    """Text."""
+    """A block of text."""
 
     text: str = ""
 
@@ -47,7 +47,7 @@ class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
 
 
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use", kw_only=True):
-    """A call."""
+    """A block with a call of a tool."""
 
     id: str
     name: str

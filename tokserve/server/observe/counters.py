@@ -43,7 +43,7 @@ class SharedCounters:
 
 
 class CounterColumns:
-    """Columns of the table."""
+    """Some columns of the table."""
 
     def __init__(self, cells: memoryview[float], row: int, first: int, size: int) -> None:
         self._cells = cells

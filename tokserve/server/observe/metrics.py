@@ -62,7 +62,7 @@ class Histogram:
         return self._cells.total(len(self.bounds) + 1)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, cumulative count)."""
+        """The buckets: (upper bound, cumulative count)."""
         labels = [*(repr(bound) for bound in self.bounds), "+Inf"]
         cumulative = 0.0
         buckets: list[tuple[str, float]] = []

@@ -167,7 +167,7 @@ def _body(value: Any) -> tuple[SglangGenerateBody, list[str]]:
 
 
 def _is_blank(value: Any) -> bool:
-    """null, nothing, or lists of that: what clients send who always send a field."""
+    """Whether a value is null, nothing, or lists of that: what clients send who always send a field."""
     rest = [value]
     while rest:
         part = rest.pop()
