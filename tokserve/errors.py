@@ -76,6 +76,14 @@ def invalid_value(error: Exception, prefix: str = "") -> RequestError:
     return RequestError(f"{field or 'the body'}: {what[0].lower()}{what[1 : 2 * LONGEST_SHOWN]}", field=field or None)
 
 
+def mistyped(error: Exception, prefix: str = "") -> RequestError:
+    """The error of a value of the wrong type, by msgspec's message; the path leaves out keys, which msgspec does not
+    name."""
+    path, what, _ = violation(error, prefix)
+    field = path.replace("[...]", "")
+    return RequestError(f"{field}: {what}" if field else what, field=field or None)
+
+
 class Unauthorized(RequestError):
     """401: the API key is missing or wrong."""
 

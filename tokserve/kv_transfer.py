@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from tokserve.errors import RequestError
+from tokserve.errors import RequestError, mistyped
 
 FIELD = "kv_transfer_params"
-MAX_BYTES = 8 << 20  # of the whole object, encoded
 MAX_BLOCKS = 1 << 20
 
 Name = Annotated[str, Meta(max_length=256)]
@@ -59,9 +57,7 @@ def transfer_params(value: Any) -> KVTransferParams:
     try:
         params = msgspec.convert(value, KVTransferParams)
     except msgspec.ValidationError as error:
-        what, _, path = str(error).partition(" - at `$")
-        field = FIELD + re.sub(r"\[\.\.\.\]", "", path.rstrip("`"))
-        raise RequestError(f"{field}: {what}", field=field) from None
+        raise mistyped(error, FIELD) from None
     if params.do_remote_decode and params.do_remote_prefill:
         raise RequestError(
             f"{FIELD}.do_remote_prefill and do_remote_decode exclude each other", field=f"{FIELD}.do_remote_prefill"

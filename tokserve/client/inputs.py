@@ -21,7 +21,7 @@ from tokserve import checkpoint
 from tokserve.client.request_state import ChoiceState, DeliveryRules, RequestState
 from tokserve.client.transfer_check import check_transfer
 from tokserve.config import Config, LimitsConfig, ModelConfig
-from tokserve.errors import RequestError, StartError
+from tokserve.errors import RequestError, StartError, mistyped
 from tokserve.messages import EngineRequest, Ready
 from tokserve.params import PoolingParams, RequestOptions, SamplingParams, check_ranges, wrap_seed
 from tokserve.prompt import TokenPrompt, pack_ids, without_content
@@ -377,9 +377,7 @@ def typed(kind: type[S], value: Any) -> S:
     except msgspec.ValidationError as error:
         if isinstance(values, dict):
             check_ranges(kind, values)
-        what, _, path = str(error).partition(" - at `$.")
-        field = path.rstrip("`").replace("[...]", "") or None
-        raise RequestError(f"{field}: {what}" if field else what, field=field) from None
+        raise mistyped(error) from None
 
 
 def _refuse(field: str, rule: str) -> NoReturn:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import re
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import msgspec
 from tokserve.admin import COMMANDS
 from tokserve.engine.output.front_ends import Emit
 from tokserve.engine.request import Request
-from tokserve.errors import Conflict, RequestError, StartError, Unavailable
+from tokserve.errors import Conflict, RequestError, StartError, Unavailable, violation
 from tokserve.messages import Call, Ready, Reply
 
 logger = logging.getLogger(__name__)
@@ -246,8 +245,7 @@ def _parameters(call: Call) -> dict[str, Any]:
     try:
         parameters = msgspec.convert(call.args, COMMANDS[call.method].parameters)
     except msgspec.ValidationError as error:
-        path = re.search(r"`\$\.(\w+)", str(error))
-        raise RequestError(f"{call.method}: {error}", field=path and path[1]) from None
+        raise RequestError(f"{call.method}: {error}", field=violation(error).field or None) from None
     return {name: getattr(parameters, name) for name in parameters.__struct_fields__}
 
 

@@ -18,7 +18,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 from starlette.requests import Request
 
-from tokserve.errors import RequestError, Unavailable, invalid
+from tokserve.errors import RequestError, Unavailable, invalid, mistyped
 from tokserve.image_parts import ImageUrl, check_count, content_parts
 from tokserve.media.feature_cache import FeatureCache
 from tokserve.media.images import refuse_images, with_images
@@ -120,7 +120,7 @@ def read_features(
     try:
         options = msgspec.convert(value, FeatureOptions)
     except msgspec.ValidationError as error:
-        raise _misfit(error) from None
+        raise mistyped(error, "features") from None
     _check_modalities(options)
     names, places = options.mm_hashes.get("image", []), options.mm_placeholders.get("image", [])
     data = (options.kwargs_data or {}).get("image") or [None] * len(names)
@@ -152,12 +152,6 @@ def read_features(
         if features[before].start + features[before].length > features[after].start:
             raise invalid(f"features.{PLACE}[{after}]", f"overlaps [{before}]")
     return TokenPrompt(packed.tobytes(), tuple(features[i] for i in order))
-
-
-def _misfit(error: msgspec.ValidationError) -> RequestError:
-    problem, _, path = str(error).partition(" - at `$")
-    field = "features" + path.rstrip("`").replace("[...]", "")
-    return RequestError(f"{field}: {problem}", field=field)
 
 
 def _check_modalities(options: FeatureOptions) -> None:
