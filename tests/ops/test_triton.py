@@ -38,7 +38,7 @@ assert registry.load_extension("cuda") is None
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 pytestmark = [
-    pytest.mark.usefixtures("products_in_order"),
+    pytest.mark.usefixtures("interpreter"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of infinities the kernels mean
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # by Triton 3.6
 ]

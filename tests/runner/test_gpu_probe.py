@@ -19,7 +19,7 @@ from tokserve.ops.registry import OPS  # noqa: E402
 
 PROGRAM = Path(__file__).parents[2] / "scripts" / "gpu_probe.py"
 pytestmark = [
-    pytest.mark.usefixtures("products_in_order"),
+    pytest.mark.usefixtures("interpreter"),
     pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="for the interpreter"),
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # by Triton 3.6
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),

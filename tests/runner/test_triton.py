@@ -27,7 +27,7 @@ from tokserve.params import SamplingParams  # noqa: E402
 from tokserve.runner import cuda, exactness  # noqa: E402
 
 pytestmark = [
-    pytest.mark.usefixtures("products_in_order"),
+    pytest.mark.usefixtures("interpreter"),
     pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="for the interpreter"),
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # by Triton 3.6
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
