@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from functools import cache
 from typing import Any, Literal
 
 from fastapi import FastAPI
@@ -16,7 +17,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import tokserve
@@ -208,7 +209,7 @@ def build_app(
             logger.warning("the model has no chat template: chat is refused; --chat-template gives one")
     table = endpoints(config)
     for endpoint in table:
-        _add_route(app, serving, endpoint)
+        app.router.routes += _routes(endpoint, endpoint.text and not serving.text, endpoint.is_served(config))
     server = config.server
     hosts = server.allowed_hosts
     keys = Keys(
@@ -223,29 +224,30 @@ def build_app(
     return app
 
 
-def _add_route(app: FastAPI, serving: Serving, endpoint: Endpoint) -> None:
-    """A route for each method, as FastAPI's document has an operation for each; HEAD goes with GET."""
-    handler = introspection.refuse_text_route if endpoint.text and not serving.text else endpoint.handler
-    answer = _with_error_responses(serving, handler, endpoint)
+@cache
+def _routes(endpoint: Endpoint, refuses: bool, is_served: bool) -> tuple[Route, ...]:
+    """A route for each method, as FastAPI's document has an operation for each; HEAD goes with GET.  They hold nothing
+    of a server: a process makes them once, however many applications it has."""
+    answer = _with_error_responses(introspection.refuse_text_route if refuses else endpoint.handler, endpoint)
+    routes: list[Route] = []
     for method in endpoint.methods:
-        app.router.add_api_route(
+        routes.append(EndpointRoute(
             endpoint.path, answer, methods=[method], name=endpoint.path, response_model=None, response_class=Response,
-            status_code=200 if endpoint.replies else min(endpoint.statuses),
-            include_in_schema=endpoint.is_served(serving.config), route_class_override=EndpointRoute,
+            status_code=200 if endpoint.replies else min(endpoint.statuses), include_in_schema=is_served,
             **openapi.route_options(endpoint, method),
-        )  # fmt: skip
+        ))  # fmt: skip
         if method == "GET":
-            app.router.add_route(endpoint.path, answer, methods=["HEAD"], include_in_schema=False)
+            routes.append(Route(endpoint.path, answer, methods=["HEAD"], include_in_schema=False))
+    return tuple(routes)
 
 
-def _with_error_responses(
-    serving: Serving, handler: Handler, endpoint: Endpoint
-) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+def _with_error_responses(handler: Handler, endpoint: Endpoint) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     """The handler, with exceptions turned into responses, in a task named after the route."""
 
     async def answer(request: Request) -> Response:
         if task := asyncio.current_task():
             task.set_name(f"{request.method} {endpoint.path}")
+        serving: Serving = request.app.state.serving
         state = serving.llm.status.state
         try:
             response = await handler(serving, request)
