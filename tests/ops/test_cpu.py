@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from tests.ops import pages
 from tests.ops.packing import PACKING, pack_arguments
-from tests.ops.samples import recurrent, samples
+from tests.ops.samples import recurrent
 from tests.ops.samples.wna16 import weights
 from tokserve import ops
 from tokserve.ops import registry
@@ -79,35 +80,6 @@ FMA = [name for name in _C.instruction_sets() if _C.arithmetic(name) == "fma"]
 def test_the_last_kernels_run_anywhere_and_multiply_with_fma() -> None:
     assert FMA[-1] == "portable" == _C.instruction_sets()[-1]
     assert {_C.arithmetic(name) for name in _C.instruction_sets()} <= {"fma", "pairs", "amx"}
-
-
-@pytest.mark.parametrize("isa", FMA[:-1])
-@pytest.mark.parametrize("name", NAMES)
-def test_instruction_sets_of_one_arithmetic_have_the_same_bits(name: str, isa: str) -> None:
-    op = OPS[name]
-    for dtype in op.tolerance:
-        for arguments in samples(op.name, dtype):
-            _C.select("portable")
-            expected = run(name, arguments)
-            _C.select(isa)
-            for result, reference in zip(run(name, arguments), expected, strict=True):
-                assert torch.equal(result.isnan(), reference.isnan())
-                assert torch.equal(result.nan_to_num(0), reference.nan_to_num(0))
-
-
-@pytest.mark.parametrize("isa", [isa for isa in _C.instruction_sets()[1:] if not isa.endswith("_vnni")])
-@pytest.mark.parametrize("name", NAMES)
-def test_other_instruction_sets_are_close_to_the_reference(name: str, isa: str) -> None:
-    """The sets named _vnni differ from those without in linear_int8 only, which has other tests on all sets."""
-    op = OPS[name]
-    for dtype, (absolute, relative) in op.tolerance.items():
-        for arguments in samples(op.name, dtype):
-            copies = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
-            copies = pack_arguments(name, "torch", copies)
-            expected = outputs(op.reference(*copies), copies)
-            _C.select(isa)
-            for a, e in zip(run(name, arguments), expected, strict=True):
-                torch.testing.assert_close(a, e, atol=absolute, rtol=relative, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", ["linear", "linear_int8"])
@@ -190,6 +162,7 @@ def integer_mixture(dtype: torch.dtype) -> tuple[Any, ...]:
     return x, ids, chosen, up, bias, [[kind] for kind in weights(128, 96)], None, "silu", shared, gate
 
 
+@cache
 def large_cases() -> dict[str, tuple[Any, ...]]:
     """Arguments large enough that the work is given to threads."""
     bf16 = torch.bfloat16
