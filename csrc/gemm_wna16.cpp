@@ -283,7 +283,7 @@ struct PanelProduct {
     if (group > kUnpackedDepth) return false;
     uint32_t before[kPanel] = {};
     for (int64_t g = 0; g < groups; g++) {
-      expand(a.scales, index, groups, g, scales);
+      expand(a.scales, index, groups, g, 1, scales);
       uint32_t outside = 0;
       for (int64_t c = 0; c < kPanel; c++) {
         uint32_t bits;
@@ -324,7 +324,7 @@ struct PanelProduct {
   // A folded weight, as values that were scaled before.
   void run_scaled(const uint8_t* panel, int64_t index) {
     for (int64_t g = 0; g < groups; g++) {
-      expand(a.scales, index, groups, g, scales);
+      expand(a.scales, index, groups, g, 1, scales);
       multiply(panel, g * group, min((g + 1) * group, depth), g == 0, sums);
     }
   }
@@ -378,10 +378,8 @@ struct PanelProduct {
     const int64_t step = max(int64_t{1}, min(kGroupsAtOnce, depth_at_once() / group));
     for (int64_t g = 0; g < groups; g += step) {
       const int64_t count = min(step, groups - g);
-      for (int64_t i = 0; i < count; i++) {
-        expand(a.scales, index, groups, g + i, scales + i * kPanel);
-        if (a.mins.values) expand(a.mins, index, groups, g + i, mins + i * kPanel);
-      }
+      expand(a.scales, index, groups, g, count, scales);
+      if (a.mins.values) expand(a.mins, index, groups, g, count, mins);
       const GroupTerms terms{scales, a.mins.values ? mins : nullptr, sums_of(a) + row0 * groups + g, groups};
       const int64_t k = g * group, end = min(k + count * group, depth);
       if (end - k > kUnpackedDepth) add_long(panel, k, end, terms);
@@ -410,8 +408,8 @@ void unpack_row(const Wna16Args& a, int64_t id, T* out) {
   const uint8_t* panel = a.packed + id / kPanel * depth * kPanel * a.bits / 8;
   alignas(64) float scales[kPanel], mins[kPanel] = {}, values[kLanes];
   for (int64_t g = 0; g < groups; g++) {
-    expand(a.scales, id / kPanel, groups, g, scales);
-    if (a.mins.values) expand(a.mins, id / kPanel, groups, g, mins);
+    expand(a.scales, id / kPanel, groups, g, 1, scales);
+    if (a.mins.values) expand(a.mins, id / kPanel, groups, g, 1, mins);
     const int64_t end = min((g + 1) * a.group, a.k);
     for (int64_t k = g * a.group; k < end; k += kLanes) {
       const int64_t n = min(kLanes, end - k);

@@ -343,8 +343,8 @@ void linear_rounded(const Wna16Args& a, int64_t row0, int64_t begin, int64_t end
     std::memset(sums, 0, count * kPanel * sizeof(float));
     for (int64_t g = 0; g < groups; g++) {
       const int64_t k = g * a.group, stop = g + 1 < groups ? k + a.group : depth, first = row0 * groups + g;
-      expand(a.scales, panel, groups, g, scales);
-      if (a.mins.values) expand(a.mins, panel, groups, g, mins);
+      expand(a.scales, panel, groups, g, 1, scales);
+      if (a.mins.values) expand(a.mins, panel, groups, g, 1, mins);
       const PanelGroup part{rows.values + row0 * depth + k,
                             rows.scales + first,
                             rows.totals + first,

@@ -12,16 +12,23 @@ namespace TOKSERVE_ISA {
 inline int64_t groups_of(const Wna16Args& a) { return (a.k + a.group - 1) / a.group; }
 inline int64_t padded(const Wna16Args& a) { return round_up(a.k, kCodeDepth); }
 
-// A panel's scales or minima of a group, as float32.
-inline void expand(const GroupScales& s, int64_t panel, int64_t groups, int64_t group, float* out) {
+constexpr int64_t kScalesAhead = 16;  // groups whose scales are prefetched ahead of their use
+
+// A panel's scales or minima of `count` groups from `first` on, as float32 [count][64].
+inline void expand(const GroupScales& s, int64_t panel, int64_t groups, int64_t first, int64_t count, float* out) {
   const int64_t shared = (groups + s.ratio - 1) / s.ratio;
-  const int64_t at = (panel * shared + group / s.ratio) * kPanel;
-  const int8_t* parts = s.parts ? s.parts + (panel * groups + group) * kPanel : nullptr;
+  const int8_t* parts = s.parts ? s.parts + (panel * groups + first) * kPanel : nullptr;
   with_type(s.dtype, [&](auto type) {
-    const auto* values = static_cast<const decltype(type)*>(s.values) + at;
-    for (int64_t v = 0; v < kPanel; v += kLanes) {
-      const f32x16 value = load(values + v);
-      store(out + v, parts ? value * load_i8(parts + v) : value);
+    const auto* values = static_cast<const decltype(type)*>(s.values) + (panel * shared + first / s.ratio) * kPanel;
+    for (int64_t i = 0, of_value = first % s.ratio; i < count; i++, out += kPanel) {
+      if (parts) __builtin_prefetch(parts + kScalesAhead * kPanel, 0, 2);
+      for (int64_t v = 0; v < kPanel; v += kLanes) {
+        if (v % (64 / sizeof type) == 0) __builtin_prefetch(values + v + kScalesAhead * kPanel / s.ratio, 0, 2);
+        const f32x16 value = load(values + v);
+        store(out + v, parts ? value * load_i8(parts + v) : value);
+      }
+      if (parts) parts += kPanel;
+      if (++of_value == s.ratio) of_value = 0, values += kPanel;
     }
   });
 }
