@@ -6,8 +6,9 @@ process from starting and is printed without a traceback.
 
 from __future__ import annotations
 
+import copy
 import re
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 LONGEST_SHOWN = 200  # characters of a client's text that an error repeats at most
 _VALIDATION = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?$", re.DOTALL)
@@ -41,6 +42,10 @@ class RequestError(Exception):
         if self.field is not None and self.message.startswith(self.field):
             self.message = field + self.message[len(self.field) :]
         self.field = field
+
+    def again(self) -> Self:
+        """A copy to raise where the error itself is kept: raised, it refers to frames, and they may refer to it."""
+        return copy.copy(self)
 
 
 def invalid(field: str, rule: str, *, code: str | None = None) -> RequestError:
@@ -191,12 +196,6 @@ class EngineDead(RequestError):
         super().__init__(message, code=code)
         self.private = private
         self.retry_after = retry_after
-
-    def again(self) -> EngineDead:
-        """A copy for another waiter: an exception object is raised only once."""
-        return EngineDead(
-            self.message, private=self.private, code=self.code or "engine_dead", retry_after=self.retry_after
-        )
 
 
 _KINDS = (RequestError, Forbidden, NotFound, Conflict, TransferFailed, Unavailable, RequestFailed)

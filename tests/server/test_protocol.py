@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import weakref
 from functools import partial
 from typing import Any
 
@@ -49,7 +50,7 @@ class Served(Caller):
 
     def _write(self, events: bytes) -> bool:
         self.past += 1
-        return _write(self.cycle, events)
+        return _write(weakref.ref(self.cycle), events)
 
     async def _send(self, message: Any) -> None:
         await self.cycle.send(message)
@@ -88,7 +89,7 @@ def test_what_cannot_be_written_at_once_is_left_to_send(state: str) -> None:
     async def scene() -> tuple[bool, bytes]:
         transport = Transport()
         cycle = cycle_on(transport)
-        write = partial(_write, cycle)
+        write = partial(_write, weakref.ref(cycle))
         if state != "not begun":
             await cycle.send({"type": "http.response.start", "status": 200, "headers": []})
         if state == "paused":

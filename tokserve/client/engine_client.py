@@ -262,6 +262,7 @@ class EngineClient:
             raise RequestError(f"{method}: {error}") from None
         finally:
             self._calls.pop(call_id, None)
+            del reply  # its exception refers to this frame
 
     @property
     def silence(self) -> float:

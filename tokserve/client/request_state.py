@@ -9,6 +9,7 @@ only says when the engine must end a choice.
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -44,9 +45,9 @@ class ChoiceState:
     __slots__ = (
         "_cached_tokens", "_detokenizer", "_finish", "_kv_transfer",
         "_logprobs", "_masks", "_masks_too_long", "_num_tokens", "_pooled",
-        "_prompt_logprobs", "_routed_experts", "_rules", "_stop_hit", "_texts", "_token_ids", "_weight_versions",
-        "awaits_scores",
-        "finished", "index", "queued", "request", "request_id", "scored",
+        "_prompt_logprobs", "_request", "_routed_experts", "_rules", "_stop_hit", "_texts", "_token_ids",
+        "_weight_versions", "awaits_scores",
+        "finished", "index", "queued", "request_id", "scored",
     )  # fmt: skip
 
     def __init__(
@@ -55,7 +56,7 @@ class ChoiceState:
     ) -> None:  # fmt: skip
         self.index = index
         self.request_id = request_id  # the engine's
-        self.request: RequestState
+        self._request: weakref.ref[RequestState]
         self.awaits_scores = awaits_scores
         self.scored = False  # the prompt's logprobs have come, or will not
         self.finished = False
@@ -76,6 +77,17 @@ class ChoiceState:
         self._masks_too_long = 0  # of all tokens so far
         self._prompt_logprobs: Logprobs | None = None
         self._cached_tokens = 0
+
+    def belongs_to(self, request: weakref.ref[RequestState]) -> None:
+        """It is a choice of this request, which holds it: a reference, not a cycle, as there may be thousands."""
+        self._request = request
+
+    @property
+    def request(self) -> RequestState:
+        """The request that it is a choice of, while that is in use."""
+        request = self._request()
+        assert request is not None
+        return request
 
     def accept(
         self, token_ids: list[int], logprobs: Logprobs | None, rare: RareFields | None,
@@ -222,8 +234,9 @@ class RequestState:
         self._queue: deque[ChoiceState] = deque()  # choices with something to take
         self._listener: Callable[[], None] | None = None
         self._error: RequestError | None = None
+        reference = weakref.ref(self)
         for choice in choices:
-            choice.request = self
+            choice.belongs_to(reference)
 
     def open_ids(self) -> list[str]:
         """The engine's ids of the choices that have not ended."""
@@ -277,7 +290,7 @@ class RequestState:
             choice.queued = False
             yield choice.take()
         if self._error is not None:
-            raise self._error
+            raise self._error.again()
 
     async def next_delta(self) -> ChoiceOutput | None:
         """The next delta of any choice; None when all have ended.  Raises the request's error."""

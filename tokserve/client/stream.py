@@ -70,7 +70,7 @@ class Stream:
         """
         error = await shield(self._state.admission)
         if error is not None:
-            raise error
+            raise error.again()
 
     def __aiter__(self) -> AsyncIterator[ChoiceOutput]:
         return self

@@ -33,6 +33,8 @@ class CancelOnDisconnect:
         self._task.cancel()
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._watcher.cancel()
-        if self._disconnected and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+        watcher, task = self._watcher, self._task
+        del self._watcher, self._task  # the frames of a cancelled task refer to this: a cycle, for every request
+        watcher.cancel()
+        if self._disconnected and task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise ClientDisconnected

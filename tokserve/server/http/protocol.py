@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
 from functools import partial
 from typing import Any, NoReturn
 
@@ -132,9 +133,9 @@ class Protocol(HttpToolsProtocol):
             super().on_headers_complete()
             if self.parser.get_http_version() == "1.0":
                 cycle: Any = self.cycle  # its task has not begun, and reads `send` when it begins
-                cycle.send = _without_chunks(self.cycle)
+                cycle.send = _without_chunks(weakref.ref(self.cycle))
             self.scope[client_names.PEER] = self.client and self.client[0]  # type: ignore[literal-required]
-            self.scope[WRITE] = partial(_write, self.cycle)  # type: ignore[literal-required]
+            self.scope[WRITE] = partial(_write, weakref.ref(self.cycle))  # type: ignore[literal-required]
             self.headers = []  # what comes from here on are trailers, which are not part of the request's headers
 
     def _check_head(self) -> None:
@@ -201,7 +202,7 @@ class Protocol(HttpToolsProtocol):
     def _refuse(self, error: RequestError) -> NoReturn:
         """Stop the parser, from within one of its callbacks."""
         self._refusal = error
-        raise error
+        raise error.again()
 
     def _hang_up(self, error: RequestError) -> None:
         """Respond with an error and close, or, behind a request that has all of its body, close after its response."""
@@ -221,29 +222,34 @@ def _head_too_large() -> HeadTooLarge:
     return HeadTooLarge(f"the request line and headers are larger than {MAX_HEAD >> 10} KiB", code="head_too_large")
 
 
-def _without_chunks(cycle: RequestResponseCycle) -> Send:
+# A request's cycle holds its scope and its `send`, so those refer to it weakly.
+
+
+def _without_chunks(reference: weakref.ref[RequestResponseCycle]) -> Send:
     """`cycle.send` for HTTP/1.0, which has no chunks: closing the connection ends a body of unknown length."""
-    send = cycle.send
     unknown = False
 
     async def plain(message: Message) -> None:
         nonlocal unknown
+        cycle = reference()
+        assert cycle is not None  # it runs the task that sends
         if message["type"] == "http.response.start":
             unknown = all(name.lower() != b"content-length" for name, _ in message["headers"])
             cycle.chunked_encoding = False if unknown else None
         elif unknown:
             cycle.expected_content_length = len(message.get("body", b""))
-        await send(message)  # type: ignore[arg-type]
+        await RequestResponseCycle.send(cycle, message)  # type: ignore[arg-type]
 
     return plain
 
 
-def _write(cycle: RequestResponseCycle, body: bytes) -> bool:
+def _write(reference: weakref.ref[RequestResponseCycle], body: bytes) -> bool:
     """Write part of a body of unknown length without waiting.  False: not written, use `cycle.send`.
 
     Writes the bytes that `cycle.send` would write, without the cost of a coroutine, a message and its checks.
     """
-    if cycle.flow.write_paused or not cycle.chunked_encoding:
+    cycle = reference()
+    if cycle is None or cycle.flow.write_paused or not cycle.chunked_encoding:
         return False
     if not cycle.disconnected:
         cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))

@@ -65,11 +65,10 @@ async def answer(
     """The reply that `render` makes from all choices; a large one is made in a thread, in parts, while it is sent.
     Raises as `collect`."""
     choices = await collect(generation, request)
-    size = sum(map(columns_size, choices))
-    if size < LARGE:
-        return body.reply(request, render(choices, None), headers)
-    if body.wants_msgpack(request):
-        return await workers.run(size, lambda: body.reply(request, render(choices, None), headers))
+    columns = sum(map(columns_size, choices))
+    size = columns + workers.ITEM * len(choices)
+    if columns < LARGE or body.wants_msgpack(request):
+        return await workers.off_loop(request, size, lambda: body.reply(request, render(choices, None), headers))
     parts = DeferredParts()
     json = await workers.run(size, lambda: body.encode_json(render(choices, parts)))
     return PartedResponse(parts.encode(json), headers)
@@ -162,6 +161,10 @@ class EventStream(Response):
 
 def _never_write(events: bytes) -> bool:
     return False
+
+
+def _ignore(*_: object) -> None:
+    """What a stopped writer calls: not the pump, which holds it."""
 
 
 class _Pump:
@@ -278,6 +281,8 @@ class StreamWriter:
                 timer.cancel()
         if self._rest:
             self._rest.cancel()
+        self._rest = None
+        self._on_free = self._on_stall = _ignore
 
     def write(self, events: bytes) -> None:
         """Send events.  If the client reads too slowly, `send` waits, and the connection is blocked meanwhile."""
