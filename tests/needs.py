@@ -154,7 +154,7 @@ HUGE = Need(
     "transparent huge pages", ("ops/test_arena.py",), HUGE_PAGES.exists, "a Linux kernel with TRANSPARENT_HUGEPAGE"
 )
 SMAPS = Need("/proc/self/smaps", ("ops/test_arena.py",), MAPPINGS.exists, "a Linux kernel with /proc mounted")
-GLIBC = Need("glibc", ("root/test_device.py",), lambda: platform.libc_ver()[0] == "glibc", "a Linux that is not musl")
+GLIBC = Need("glibc", ("root/test_memory.py",), lambda: platform.libc_ver()[0] == "glibc", "a Linux that is not musl")
 ARM = Need(
     "a compiler and an emulator for 64-bit ARM",
     ("ops/test_aarch64.py",),

@@ -15,6 +15,7 @@ PACKAGE = ROOT / "tokserve"
 ROOT_ORDER = [
     "errors",
     "structs",
+    "memory",
     "log",
     "trace",
     "sockets",
@@ -48,7 +49,7 @@ TORCH = {"torch", "transformers", "triton"}
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "root": (set(), TORCH),
     "config": ({"errors", "params"}, TORCH),
-    "device": ({"errors", "cpu_list"}, {"transformers"}),
+    "device": ({"errors", "cpu_list", "memory"}, {"transformers"}),
     "ops": ({"errors", "_C"}, {"transformers"}),
     "text": ({"errors", "image_parts", "jsonschema", "params", "checkpoint"}, TORCH),
     "media": ({"errors", "image_parts", "config", "log", "prompt", "vision"}, TORCH),
@@ -62,6 +63,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "train": ({"models", "layers", "ops", "rl", "kv_spec", "checkpoint", "errors", "params"}, {"transformers"}),
     "runner": (
         {
+            "memory",
             "hf",
             "models",
             "layers",
@@ -102,6 +104,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "engine": (
         {
+            "memory",
             "structs",
             "admin",
             "messages",
@@ -152,6 +155,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "server": (
         {
+            "memory",
             "structs",
             "admin",
             "client",
@@ -173,6 +177,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "ray": ({"client", "server", "config", "resolve", "errors", "params"}, TORCH),
     "cli": (
         {
+            "memory",
             "bench",
             "client",
             "server",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import threading
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from tokserve.cpu_list import cpu_list, cpus_by_node
 from tokserve.errors import StartError
+from tokserve.memory import give_back
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
@@ -60,13 +60,6 @@ def bound_cpus(option: str, threads: int) -> list[int]:
     if len(nodes) < 2 or threads != len(os.sched_getaffinity(0)):
         return []
     return [cpu for node in nodes for cpu in node]
-
-
-def give_back_memory() -> None:
-    """Return memory that the C allocator holds unused to the system, where the allocator can (glibc)."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
 
 
 def free_memory() -> int:
@@ -178,7 +171,7 @@ class Host:
         return free_memory()
 
     def give_back_memory(self) -> None:
-        give_back_memory()
+        give_back()
 
     def require_float8(self, option: str) -> None:
         pass  # what has no instructions for it converts
@@ -222,7 +215,7 @@ class Cuda:
 
     def give_back_memory(self) -> None:
         self._empty_cache()
-        give_back_memory()
+        give_back()
 
     def _empty_cache(self) -> None:
         with self._capturing:  # torch gives nothing back meanwhile, but raises

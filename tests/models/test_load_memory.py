@@ -27,7 +27,7 @@ import json, sys
 from pathlib import Path
 import torch
 from tokserve import ops
-from tokserve.device import give_back_memory
+from tokserve.memory import give_back
 from tokserve.models import weights
 from tokserve.models.load import load
 
@@ -43,7 +43,7 @@ list(weights.catalogue(directory))
 before = resident("VmRSS")
 decoder = load(directory, hf, **options)
 peak = resident("VmHWM") - before
-give_back_memory()  # as a start does at its end
+give_back()  # as a start does at its end
 print(json.dumps([peak, resident("VmRSS") - before]))
 """
 SLACK = 32.0  # MiB: rope tables, Python's objects, pages of 2 MiB that are not full, what malloc keeps

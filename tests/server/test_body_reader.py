@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import mmap
+import threading
 from typing import Any
 
 import msgspec
 import pytest
 from starlette.requests import Request
 
+from tokserve import memory
 from tokserve.config import LimitsConfig
 from tokserve.errors import Overloaded, RequestError, TimedOut, TooLarge
+from tokserve.server.http import body_reader
 from tokserve.server.http.body_reader import CONTAINER_VALUES, FREE, HELD, NAME_VALUES, BodyReader
 from tokserve.server.http.disconnect import ClientDisconnected
 
@@ -134,3 +138,20 @@ def test_what_is_no_msgpack_is_counted_to_its_end(raw: bytes) -> None:
         bodies(max_body_values=1000).check_values(request([raw], packed=True), raw, True)
     except RequestError as error:
         assert error.code == "too_many_values"
+
+
+def test_the_pages_of_a_body_that_is_refused_go_back_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, done = [], threading.Event()
+
+    def unmap(pages: mmap.mmap) -> None:
+        names.append(threading.current_thread().name)
+        memory.unmap(pages)
+        done.set()
+
+    monkeypatch.setattr(body_reader, "unmap", unmap)
+    buffer = body_reader._BodyBuffer(0)
+    buffer.add(bytes(body_reader.FREE + 1))
+    pages = buffer._pages
+    assert pages is not None
+    buffer.clear()
+    assert done.wait(10) and pages.closed and names[0].startswith("tokserve-work")

@@ -7,8 +7,8 @@ that still run.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
+import os
 import signal
 import socket
 import sys
@@ -22,6 +22,7 @@ from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.outputs import StepStats, total
 from tokserve.config import Config
 from tokserve.errors import RequestError, StartError
+from tokserve.memory import LOOK, FullCollections, keep_apart
 from tokserve.server.observe.counters import ApiProcess
 
 logger = logging.getLogger("tokserve.serve")
@@ -68,9 +69,11 @@ class ApiServer:
         """Serve until a signal or the engine's death; returns the exit code."""
         server, app, tracing, loop_monitor, stop_workers = self._http
         sys.setswitchinterval(SWITCH)
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else each text is handed to another thread
+        keep_apart()
         signals.act = _stopper(server, app, self.llm, self._config.server.shutdown_timeout)
-        gc.freeze()  # objects made so far live as long as the process: collections skip them
-        watching = [asyncio.create_task(coroutine) for coroutine in (_watch(self.llm, server), loop_monitor.watch())]
+        coroutines = (_watch(self.llm, server), loop_monitor.watch(), _collect_garbage())
+        watching = [asyncio.create_task(coroutine) for coroutine in coroutines]
         try:
             await server.serve(sockets=[sock])
         finally:
@@ -156,6 +159,13 @@ def _stopper(server: Any, app: Any, llm: AsyncLLM, timeout: float) -> Callable[[
         stopping.insert(0, asyncio.ensure_future(drain(0.0 if again else timeout, HANG_UP[again])))
 
     return on_signal
+
+
+async def _collect_garbage() -> None:
+    garbage = FullCollections()
+    while True:
+        await asyncio.sleep(LOOK)
+        garbage.run_if_due()
 
 
 async def _watch(llm: AsyncLLM, server: Any) -> None:

@@ -6,7 +6,6 @@ the parent is gone.  This file has start-up, the loop around `EngineCore.step`, 
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import select
@@ -27,6 +26,7 @@ from tokserve.engine.core import EngineCore
 from tokserve.engine.socket import EngineSocket
 from tokserve.errors import DeviceLost, StartError, sendable
 from tokserve.executor.base import Executor, make
+from tokserve.memory import FullCollections
 from tokserve.messages import Dead
 from tokserve.sockets import remove_stale
 from tokserve.structs import prepare_structs
@@ -60,12 +60,14 @@ class Opening(msgspec.Struct, frozen=True):
 def serve(core: EngineCore, socket: EngineSocket, executor: Executor) -> None:
     """Turn until a front end asks for the end; asleep when there is nothing to do."""
     executor.watch(socket.wake)
+    garbage = FullCollections()
     busy = True
     while not core.stopped:
         executor.check()
         for identity, message, received in socket.take(0 if busy else core.seconds_to_deadline()):
             core.receive(identity, message, received)
         busy = core.step()
+        garbage.run_if_due()
 
 
 def run(address: str, config: Config, executor: Executor, bind: Callable[[str], EngineSocket] = EngineSocket) -> int:
@@ -114,7 +116,6 @@ def _start(config: Config, executor: Executor, socket: EngineSocket) -> EngineCo
         )  # fmt: skip
     core = EngineCore(config, executor, facts, socket.send, wake=socket.wake)
     prepare_structs()
-    gc.freeze()  # what start-up made lives as long as the process; later collections need not look at it
     return core
 
 

@@ -19,6 +19,7 @@ from tokserve.config import Config, KVStorePlan, RuntimeConfig
 from tokserve.device import Accelerator, Device
 from tokserve.errors import NotBuiltIn, StartError
 from tokserve.layers.recurrent import GatedDeltaSpec, ShortConvSpec
+from tokserve.memory import give_back
 from tokserve.models import load as models
 from tokserve.models.decoder import Decoder
 from tokserve.models.encoder import Encoder
@@ -88,7 +89,7 @@ def _load(config: Config, ranks: Ranks) -> tuple[Runner, DeviceFacts]:
             backend.capture(model)
         if model.spec.classifier is not None:
             model.classify(torch.zeros(1, model.spec.hidden, device=target.torch_device))
-    device.give_back_memory()  # loading and warming up leave holes; what a card holds, steps take again
+    give_back()  # loading and warming up leave holes; what a card holds, steps take again
     facts = {
         "ops": bound,
         "threads": threads,

@@ -8,13 +8,11 @@ hundred bytes of grammar can need all the memory there is, so `trials` compiles 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tokserve.errors import RequestError
+from tokserve.memory import give_back
 from tokserve.params import WHITE, StructuredOutputs
 from tokserve.plan import UInt32
 
@@ -265,12 +264,6 @@ def resident() -> int:
 def lower_priority() -> None:
     """Let the threads of steps go before the calling thread."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-
-
-def give_back() -> None:
-    """Return freed memory to the system, where the C library can: a few milliseconds."""
-    with suppress(AttributeError):  # only glibc has it
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def unusable(field: str, reason: str) -> RequestError:

@@ -20,8 +20,9 @@ from typing import NoReturn
 
 import msgspec
 
-from tokserve.engine.structured_output.grammar import STACK, Compiler, give_back, lower_priority
+from tokserve.engine.structured_output.grammar import STACK, Compiler, lower_priority
 from tokserve.errors import RequestError
+from tokserve.memory import give_back
 from tokserve.params import StructuredOutputs
 from tokserve.processes import end_with_parent
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 
 from tokserve.config import LimitsConfig
 from tokserve.errors import LONGEST_SHOWN, Overloaded, RequestError, TimedOut, TooLarge
+from tokserve.memory import unmap
 from tokserve.server.http import body
 from tokserve.server.http.disconnect import ClientDisconnected
-from tokserve.server.http.workers import off_loop
+from tokserve.server.http.workers import in_background, off_loop
 
 Buffer = bytes | bytearray | memoryview
 HELD = "tokserve.body_memory"  # key in the scope: bytes of memory counted for the request's body
@@ -175,7 +177,7 @@ class _BodyBuffer:
     def clear(self) -> None:
         self._small.clear()
         if self._pages is not None:
-            self._pages.close()
+            in_background(partial(unmap, self._pages))
 
 
 def _json_values(raw: Buffer) -> int:

@@ -6,7 +6,6 @@ Large work has separate threads, so that medium work does not wait for it.  `loo
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,11 +15,13 @@ from typing import NamedTuple, TypeVar
 
 from starlette.requests import Request
 
+from tokserve.memory import give_back
 from tokserve.server.http.disconnect import CancelOnDisconnect
 
 T = TypeVar("T")
 SMALL = 1 << 15  # work on fewer bytes is done in the event loop
 LARGE = 1 << 20  # work on so many bytes uses the threads for large work
+ITEM = 256  # bytes that a prompt or a choice counts as, besides its own: what is done for each of a list
 TRIMMED = 1 << 16  # after work on so many bytes, free memory is returned to the system
 RECENT = 64  # finished pieces of work in the log
 TRIM_SECONDS = 1.0  # between the end of large work and the return of free memory to the system
@@ -97,9 +98,12 @@ def trim_soon() -> None:
 
 def _trim() -> None:
     _trims.clear()
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        _medium.submit(libc.malloc_trim, 0)
+    in_background(give_back)
+
+
+def in_background(work: Callable[[], object]) -> None:
+    """Have a thread do what no request waits for."""
+    _medium.submit(work)
 
 
 def stop() -> None:

@@ -1,0 +1,81 @@
+"""The memory of a process: full collections wait for few objects, and what is free goes back to the system."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import psutil
+
+from tests import needs
+from tokserve.memory import give_back
+
+# in processes of their own, whose collector and allocator stay as they are made here
+COLLECTIONS = """
+import gc, weakref
+import msgspec
+from tokserve.memory import LATEST, LOOK, SOON, FullCollections
+
+class Node: pass
+now = 0.0
+garbage = FullCollections(lambda: now)
+full = []
+gc.callbacks.append(lambda phase, info: phase == "start" and info["generation"] == 2 and full.append(now))
+bodies = [msgspec.json.decode(b"[" + b"{}," * 300_000 + b"{}]") for _ in range(3)]
+assert not full, "decoding began a full collection"
+node = Node()
+node.me, gone = node, weakref.ref(node)
+gc.collect(1)
+del node
+now = SOON + LOOK
+garbage.run_if_due()
+assert not full and gone() is not None, "there are many objects"
+now = LATEST
+garbage.run_if_due()
+assert full == [LATEST] and gone() is None
+now += SOON - LOOK
+del bodies
+garbage.run_if_due()
+assert full == [LATEST], "there was one"
+now += LOOK
+garbage.run_if_due()
+assert full == [LATEST, now], "there are few objects"
+"""
+APART = """
+import psutil
+from tokserve.memory import keep_apart
+keep_apart()
+larger = b"x" * (8 << 20)
+del larger  # from here on glibc would take what is smaller from the heap
+blocks = [b"x" * (1 << 20) for _ in range(64)]
+process = psutil.Process()
+full = process.memory_info().rss
+del blocks[:-1]
+print(full - process.memory_info().rss)
+"""
+
+
+def run(program: str) -> str:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_full_collections_wait_until_there_are_few_objects() -> None:
+    run(COLLECTIONS)
+
+
+@needs.GLIBC.skips()  # other allocators have no such threshold
+def test_a_large_allocation_goes_back_when_it_is_freed() -> None:
+    assert int(run(APART)) > 60 << 20
+
+
+@needs.GLIBC.skips()  # other allocators have nothing to trim
+def test_memory_between_what_is_in_use_goes_back_to_the_system() -> None:
+    blocks = [bytes(20_000) for _ in range(4_000)]  # small enough to come from the heap, not from a mapping
+    last = blocks[-1]
+    process = psutil.Process()
+    full = process.memory_info().rss
+    del blocks
+    give_back()
+    assert len(last) == 20_000 and process.memory_info().rss < full - 40_000_000

@@ -1,0 +1,76 @@
+"""The memory of a long-lived process: when full collections of garbage run, and free memory that goes back.
+
+A full collection visits every object that Python keeps, and holds the interpreter's lock meanwhile: a fifth of a second
+beside a few large bodies, whose decoding would begin one after the other.  Requests leave no cycles, so nearly
+everything is freed by its reference count, and what is left can wait.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+NEVER = 1 << 30  # collections of the middle generation before Python begins a full one
+LOOK = 1.0  # seconds between two looks at whether a full collection is due
+SOON = 10.0  # seconds from one full collection to the next while there are few objects
+LATEST = 60.0  # and at any moment
+FEW = 200_000  # blocks of memory beyond those of the start: they are visited in some milliseconds
+MMAP_THRESHOLD, ARENA_MAX = -3, -8  # of mallopt(3)
+MAPPED = 1 << 18  # bytes of an allocation that has pages of its own, which go back when it is freed
+ARENAS = 2
+_LIBC = ctypes.CDLL(None)
+
+
+class FullCollections:
+    """The full collections of this process from here on: those of `run_if_due`.  Objects made so far are never visited:
+    they live as long as the process."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        gc.freeze()
+        young, middle, _ = gc.get_threshold()
+        gc.set_threshold(young, middle, NEVER)
+        self._clock = clock
+        self._blocks = sys.getallocatedblocks()
+        self._last = clock()
+        self._next = self._last + SOON
+
+    def run_if_due(self) -> None:
+        """Run one if the last is long enough ago.  Call it often: it costs nothing in between."""
+        now = self._clock()
+        if now < self._next:
+            return
+        if sys.getallocatedblocks() - self._blocks < FEW or now >= self._last + LATEST:
+            gc.collect()
+            self._last = self._clock()
+            self._next = self._last + SOON
+        else:
+            self._next = now + LOOK
+
+
+def give_back() -> None:
+    """Return memory that the C allocator holds unused to the system, where the allocator can (glibc): some
+    milliseconds."""
+    with suppress(AttributeError):
+        _LIBC.malloc_trim(0)
+
+
+def unmap(pages: mmap.mmap) -> None:
+    """Close anonymous pages, from any thread.  They go back before that without the interpreter's lock, which `close`
+    would hold meanwhile: for some milliseconds, or many where other threads use the memory's tables too."""
+    first = ctypes.c_char.from_buffer(pages)
+    _LIBC.madvise(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(pages)), mmap.MADV_DONTNEED)
+    del first  # pages that it refers to cannot be closed
+    pages.close()
+
+
+def keep_apart() -> None:
+    """Give large allocations pages of their own, and threads two arenas, so that less of what is freed stays between
+    what is in use: for a process whose requests are of all sizes.  Only with glibc; before its threads work."""
+    with suppress(AttributeError):
+        _LIBC.mallopt(MMAP_THRESHOLD, MAPPED)
+        _LIBC.mallopt(ARENA_MAX, ARENAS)
