@@ -137,12 +137,15 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`.  Raises RequestError for invalid Unicode."""
+        return self.encode_each([text], add_special_tokens)[0]
+
+    def encode_each(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each of several texts.  Raises RequestError for invalid Unicode."""
         try:  # `encode` would hold the interpreter's lock, and take twice the time
-            encoded = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except TypeError:
             raise RequestError("text must be valid Unicode, but it holds half of a surrogate pair") from None
-        ids: list[int] = encoded[0].ids
-        return ids
+        return [one.ids for one in encoded]
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
         """Token ids of two texts, joined with special tokens as the tokenizer joins a pair, and the first position of

@@ -24,7 +24,7 @@ from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
 from tokserve.server.generation import ReplyContext, Usage
 from tokserve.server.http.body import encode_json, wants_msgpack
-from tokserve.server.http.workers import off_loop
+from tokserve.server.http.workers import ITEM, off_loop
 from tokserve.server.openai import schemas
 from tokserve.server.openai.beams import beam_params
 from tokserve.server.openai.prediction import with_prediction
@@ -118,6 +118,7 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
         raise RequestError(f"n: beam search takes at most {MAX_BEAMS} beams of all prompts together", field="n")
     listed = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
     special = body.add_special_tokens is not False
+    size += ITEM * len(prompts)
     ids = await off_loop(request, size, lambda: tokenized(serving, prompts, special, listed))
     generate = await off_loop(request, size, lambda: with_prediction(serving, body, bare))
     others = {"extra_args": "vllm_xargs", "max_tokens": schemas.output_limit(body)[1]}
@@ -201,15 +202,16 @@ def tokenized(
     min_bytes: int = 0,
 ) -> list[list[int]]:  # fmt: skip
     """The prompts as token ids.  `min_bytes`: of a text that need not fit into the context."""
-    made = []
-    for index, prompt in enumerate(prompts):
-        where = f"{field}[{index}]" if listed else field
+    where = [f"{field}[{index}]" if listed else field for index in range(len(prompts))]
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    for prompt, name in zip(prompts, where, strict=True):
         if isinstance(prompt, str):
-            serving.check_text(prompt, where, min_bytes)
-            prompt = serving.tokenizer.encode(prompt, add_special_tokens=special)
-            if not prompt:
-                raise RequestError(f"{where} must not be empty", field=where)
-        made.append(prompt)
+            serving.check_text(prompt, name, min_bytes)
+    encoded = iter(serving.tokenizer.encode_each(texts, special) if texts else ())
+    made = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+    for ids, name in zip(made, where, strict=True):
+        if not ids:
+            raise RequestError(f"{name} must not be empty", field=name)
     return made
 
 

@@ -20,7 +20,7 @@ from tokserve.errors import RequestError, invalid
 from tokserve.params import SamplingParams
 from tokserve.server import compat
 from tokserve.server.http import body, declared, errors
-from tokserve.server.http.workers import off_loop
+from tokserve.server.http.workers import ITEM, off_loop
 from tokserve.server.openai import schemas
 from tokserve.server.openai.completions import MAX_CHOICES, MAX_PROMPTS, drop_output
 from tokserve.server.replies import sse
@@ -77,7 +77,7 @@ class GenerateCall(NamedTuple):
 async def generate(serving: Serving, request: Request) -> Response:
     """POST /generate: text or ids in, text and ids out"""
     value, size = await serving.bodies.load(request)
-    call = await off_loop(request, size, lambda: read(serving, value))
+    call = await off_loop(request, size + ITEM * _num_prompts(value), lambda: read(serving, value))
     sent = call.body
     lora = _same(sent.lora_path, "lora_path")
     if lora and (not serving.config.lora.enable_lora or serving.adapter(lora) != lora):
@@ -107,8 +107,14 @@ async def generate(serving: Serving, request: Request) -> Response:
         return sse.EventStream(generation, render, serving.keep_alive, headers, close=last_events)
     choices: list[ChoiceOutput] = await sse.collect(generation, request)
     columns = sum(map(sse.columns_size, choices))
-    raw = await off_loop(request, columns, lambda: render.reply(choices))
+    raw = await off_loop(request, columns + ITEM * len(choices), lambda: render.reply(choices))
     return Response(raw, headers=headers, media_type=body.JSON)
+
+
+def _num_prompts(value: Any) -> int:
+    """About how many prompts a body that is not checked yet has."""
+    given = value.get("text") or value.get("input_ids") if isinstance(value, dict) else None
+    return len(given) if isinstance(given, list) and given and not isinstance(given[0], int) else 1
 
 
 def _rank(sent: SglangGenerateBody) -> int | None:
@@ -192,20 +198,22 @@ def prompts_of(serving: Serving, sent: PromptFields) -> tuple[list[list[int]], s
         raise invalid(field, f"must have at most {MAX_PROMPTS} entries, got {len(listed)}")
     places = [f"{field}[{index}]" if batched else field for index in range(len(listed))]
     if field == "text":
-        return [_encode(serving, text, place) for text, place in zip(listed, places, strict=True)], field, batched
+        return _encode(serving, listed, places), field, batched
     for ids, place in zip(listed, places, strict=True):
         _check_ids(ids, place)
     return listed, field, batched
 
 
-def _encode(serving: Serving, text: str, field: str) -> list[int]:
+def _encode(serving: Serving, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
     if not serving.text:
         raise invalid("text", "needs a tokenizer, and this is a tokens-only server: send input_ids", code="tokens_only")
-    serving.check_text(text, field)
-    ids = serving.tokenizer.encode(text, add_special_tokens=True)
-    if not ids:
-        raise invalid(field, "must not be empty")
-    return ids
+    for text, place in zip(texts, places, strict=True):
+        serving.check_text(text, place)
+    encoded = serving.tokenizer.encode_each(texts)
+    for ids, place in zip(encoded, places, strict=True):
+        if not ids:
+            raise invalid(place, "must not be empty")
+    return encoded
 
 
 def _check_ids(ids: Any, field: str) -> None:

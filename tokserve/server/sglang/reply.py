@@ -215,17 +215,16 @@ class GenerateRenderer:
         self._echo = echo
         self._version = version
         self._start = time.monotonic()
-        n = generation.n
-        self._choices = [
-            ChoiceDetails(forms[index // n], name, generation.streams[index // n].prompt_len)
-            for index in range(generation.num_choices)
-        ]
-        self._begun: set[int] = set()
+        self._forms = forms
+        self._name = name
+        self._choices: dict[int, ChoiceDetails] = {}  # those that have begun
 
     def _add(self, c: ChoiceOutput) -> SglangReply:
-        choice = self._choices[c.index]
-        if c.index not in self._begun:
-            self._begun.add(c.index)
+        choice = self._choices.get(c.index)
+        if choice is None:
+            index = c.index // self._generation.n
+            prompt_len = self._generation.streams[index].prompt_len
+            choice = self._choices[c.index] = ChoiceDetails(self._forms[index], self._name, prompt_len)
             choice.begin(self._generation.prompt_ids(c.index), c.prompt_logprobs)
         choice.add(c)
         elapsed = (c.times[2] if c.finish_reason is not None else 0.0) or time.monotonic() - self._start
