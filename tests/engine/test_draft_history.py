@@ -49,6 +49,17 @@ def test_short_outputs_and_those_larger_than_the_bound_are_not_kept() -> None:
     assert DraftHistory(0).find(key(), 1, CONTEXT) is None
 
 
+def test_a_client_that_keeps_much_drops_its_own() -> None:
+    history = DraftHistory(200_000)
+    history.add(key(client="good"), 1, array("i", range(20)))
+    for number in range(100):
+        history.add(key(str(number), client="greedy"), 1, array("i", range(1000)))
+    assert history.find(key(client="good"), 1, CONTEXT) is not None
+    assert history.find(key("99", client="greedy"), 1, CONTEXT) is not None
+    assert history.find(key("0", client="greedy"), 1, CONTEXT) is None
+    assert history.num_bytes <= 200_000
+
+
 def filled(bound: int, count: int, looked_up: float, *, measured: bool = False) -> DraftHistory:
     """A history that got so many outputs, of a few groups and of many, short and long ones.  `measured`: what it takes,
     all the while, with Python's own objects."""

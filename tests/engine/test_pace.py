@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.engine.scripted import Engine
 from tests.engine.test_drafter import Fixed
 from tokserve.engine.pace import MAX_SLOWDOWN, SMALL, StepPace
+from tokserve.engine.request import Request
 from tokserve.engine.scheduler import LINGER
 from tokserve.plan import StepPlan
 
@@ -126,6 +128,49 @@ def test_drafts_within_the_share_of_a_client_come_before_what_exceeds_the_shares
     while not engine.received.get("light") or engine.received["light"].finish is None:
         engine.step()
     assert len(engine.executor.plans) - before <= 5, "20 tokens, of which a share has at least 8 a step"
+    engine.run()
+    for request_id in engine.requests:
+        engine.check_complete(request_id)
+
+
+def steps_of_light(engine: TimedEngine) -> int:
+    """Steps until a request for 20 tokens has ended."""
+    before = len(engine.executor.plans)
+    engine.add("light", [5, 6, 7], max_tokens=20, ignore_eos=True, client="light")
+    while not engine.received.get("light") or engine.received["light"].finish is None:
+        engine.step()
+    return len(engine.executor.plans) - before
+
+
+def test_requests_that_enter_beyond_the_share_of_their_client_leave_drafts_their_place() -> None:
+    engine = TimedEngine(num_blocks=1200, max_num_seqs=64, max_num_batched_tokens=16, enable_prefix_caching=False)
+    for i in range(600):
+        engine.add(f"h{i}", [i % 20], max_tokens=1, ignore_eos=True, client="heavy", seed=i)
+    engine.steps(2)
+    engine.core.scheduler._drafter = Fixed(engine, right=16)
+    assert steps_of_light(engine) <= 5, "a share has 8 tokens a step"
+    assert all(int(plan.num_tokens.sum()) == 16 for plan in engine.executor.plans[3:8]), "budget was wasted"
+    engine.run()
+
+
+class Likeliest(Fixed):
+    """Gives the drafts of a call to the first requests that have some, as many as the largest limit."""
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int], num_tokens: int) -> list[list[int]]:
+        left, proposals = max(limits), []
+        for request, limit in zip(requests, limits, strict=True):
+            proposals.append(self.propose_one(request, limit)[: min(left, limit)])
+            left -= len(proposals[-1])
+        return proposals
+
+
+def test_the_drafts_of_one_client_do_not_take_the_place_of_anothers() -> None:
+    engine = TimedEngine(num_blocks=1200, max_num_seqs=8, max_num_batched_tokens=32)
+    for i in range(3):
+        engine.add(f"h{i}", [3, i], max_tokens=50, ignore_eos=True, client="heavy", seed=i)
+    engine.steps(2)
+    engine.core.scheduler._drafter = Likeliest(engine, right=16)
+    assert steps_of_light(engine) <= 4
     engine.run()
     for request_id in engine.requests:
         engine.check_complete(request_id)

@@ -209,13 +209,13 @@ class Scheduler:
             least = min(limit, len(self._running) + self._joint_tokens) if self._joint_tokens else 0
             budget = min(limit, max(len(present), self._pace.max_tokens(limit), least))
         builder = PlanBuilder.of(budget, present, self._num_active() if len(present) > 1 else 1)
-        self._deferred = 0
         order = self.shares.in_turns(self._running) if builder.shares else list(self._running)
         self._continue(builder, order)
-        if not builder.short and not builder.held:
-            self._admit(builder, now)
+        self._admit(builder, now, beyond=not builder.shares)
         if self._drafter is not None and not builder.short:
             self._add_drafts(builder, self._drafter)  # of a client's share, so before what exceeds the shares
+        if builder.shares:
+            self._admit(builder, now, beyond=True)
         if builder.budget and builder.shares:
             self._fill(builder, self.shares.in_turns(self._running) if builder.new else order)
         self._short = builder.short
@@ -282,13 +282,23 @@ class Scheduler:
                     builder.add(request, 1)
 
     def _add_drafts(self, builder: PlanBuilder, drafter: Drafter) -> None:
-        """Propose drafts for rows that sample, with what is left of their client's share and without preempting."""
+        """Propose drafts for rows that sample, without preempting.  Of several clients each has drafts for what is left
+        of its share: else those that are likeliest would take the place of the others'."""
+        rows: dict[str, list[ScheduledRow]] = {}
+        for row in builder.rows:
+            if row.num_logits and row.request.may_be_drafted:
+                rows.setdefault(row.request.share if builder.shares else "", []).append(row)
+        for of_client in rows.values():
+            self._draft(builder, drafter, of_client)
+
+    def _draft(self, builder: PlanBuilder, drafter: Drafter, candidates: Sequence[ScheduledRow]) -> None:
+        """Drafts for these rows."""
         rows: list[ScheduledRow] = []
         limits: list[int] = []
-        for row in builder.rows:
+        for row in candidates:
             request = row.request
             limit = min(builder.allowed(request), request.limit - request.num_tokens - 1)
-            if limit > 0 and row.num_logits and request.may_be_drafted:
+            if limit > 0:
                 rows.append(row)
                 limits.append(limit)
         if not rows:
@@ -383,17 +393,18 @@ class Scheduler:
         request.state = State.LEAVING
         self._release_slot(request)
 
-    def _admit(self, builder: PlanBuilder, now: float) -> None:
+    def _admit(self, builder: PlanBuilder, now: float, beyond: bool) -> None:
         """Waiting requests in order, while slots, budget and blocks last.  One whose prefix is being computed for
         another, whose grammar or mask is not ready, or that is behind the barrier, is passed over; one that does
-        not fit holds up those behind it.
+        not fit holds up those behind it.  `beyond`: also those of a client whose share of this step is used up.
 
         No more requests run than tokens fit in a step, so each gets on.
         """
+        self._deferred = 0
         order = self._waiting.order()
         while builder.budget and self._num_open > 0 and not builder.short and not builder.held:
             request = next(order, None)
-            if request is None:
+            if request is None or not (beyond or builder.allowed(request)):
                 break
             hits = None
             if self._may_enter(request):

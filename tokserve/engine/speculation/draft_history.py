@@ -1,7 +1,8 @@
 """Earlier outputs, kept by group as drafts for later requests of the same group, within a bound of memory.
 
 A group's key holds what separates tenants: the adapter, the cache salt and, unless the request names its group, the
-client.  The groups used least recently are dropped first, and within a group its oldest outputs.
+client.  Of the client that has the most, the groups used least recently are dropped first, and within a group its
+oldest outputs.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from operator import attrgetter
 
 from tokserve.engine.speculation.draft_state import Corpus
 from tokserve.engine.speculation.token_index import SEPARATOR, TokenIndex
 
-GroupKey = tuple[str, str, str, bytes]  # adapter, cache salt, client, group
+GroupKey = tuple[str, str, str, bytes]  # adapter, cache salt, client ("" of groups that requests name), group
 MIN_OUTPUT = 4  # tokens; shorter outputs are not kept
 MAX_OUTPUTS = 256  # of a group
 # what Python's objects take, at most: of a group without outputs, and of an output without tokens
@@ -64,12 +66,26 @@ class _Group:
         return self._corpus, self._starts.get(seed)
 
 
+class _Kept:
+    """What is kept of a client: its groups, the least recently used first, and their bytes."""
+
+    __slots__ = ("groups", "num_bytes")
+
+    def __init__(self) -> None:
+        self.groups: OrderedDict[GroupKey, None] = OrderedDict()
+        self.num_bytes = 0
+
+
+_bytes_of = attrgetter("num_bytes")
+
+
 class DraftHistory:
     """`max_bytes`: of all groups together; 0: nothing is kept."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._groups: OrderedDict[GroupKey, _Group] = OrderedDict()  # the least recently used first
+        self._groups: dict[GroupKey, _Group] = {}
+        self._clients: dict[str, _Kept] = {}
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -82,23 +98,40 @@ class DraftHistory:
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = _Group()
-            self.num_bytes += group.num_bytes
-        self._groups.move_to_end(key)
-        self.num_bytes -= group.num_bytes
+            self._count(key, group.num_bytes)
+        before = group.num_bytes
         group.add(seed, tokens)
         while len(group.outputs) > MAX_OUTPUTS or (group.num_bytes > self._max_bytes and len(group.outputs) > 1):
             group.halve()
-        self.num_bytes += group.num_bytes
+        self._count(key, group.num_bytes - before)
         while self.num_bytes > self._max_bytes:
-            _, dropped = self._groups.popitem(last=False)
-            self.num_bytes -= dropped.num_bytes
+            most = max(self._clients.values(), key=_bytes_of)
+            self._drop(next(iter(most.groups)))
+
+    def _count(self, key: GroupKey, num_bytes: int) -> None:
+        """A group was used, and has so many more bytes."""
+        kept = self._clients.setdefault(key[2], _Kept())
+        kept.groups[key] = None
+        kept.groups.move_to_end(key)
+        kept.num_bytes += num_bytes
+        self.num_bytes += num_bytes
+
+    def _drop(self, key: GroupKey) -> _Group:
+        group = self._groups.pop(key)
+        self._count(key, -group.num_bytes)
+        client = key[2]
+        kept = self._clients[client]
+        del kept.groups[key]
+        if not kept.groups:
+            del self._clients[client]
+        return group
 
     def find(self, key: GroupKey, seed: int, context: Sequence[int]) -> tuple[Corpus, int | None] | None:
         """The outputs of the group, and the position where one of the same seed begins."""
         group = self._groups.get(key)
         if group is None:
             return None
-        self._groups.move_to_end(key)
+        self._count(key, 0)
         return group.corpus(seed, context)
 
     def count(self, key: GroupKey) -> int:
@@ -108,15 +141,10 @@ class DraftHistory:
 
     def remove(self, group: bytes) -> int:
         """Drop a group that requests name, with all adapters and salts; returns how many outputs it had."""
-        keys = [key for key in self._groups if key[3] == group]
-        count = 0
-        for key in keys:
-            dropped = self._groups.pop(key)
-            self.num_bytes -= dropped.num_bytes
-            count += len(dropped.outputs)
-        return count
+        return sum(len(self._drop(key).outputs) for key in list(self._groups) if key[3] == group)
 
     def clear(self) -> None:
         """Drop everything."""
         self._groups.clear()
+        self._clients.clear()
         self.num_bytes = 0
