@@ -71,7 +71,9 @@ def answer_of(status: int, content: bytes, retry_after: bool = False) -> Answer:
     error: dict[str, Any] = {}
     if status >= 400:
         error = json.loads(content).get("error", {})
-    return Answer(status, error.get("code"), error.get("param"), len(content), retry_after)
+    code = error.get("code")
+    named = code if isinstance(code, str) else None  # SGLang repeats the status there
+    return Answer(status, named, error.get("param"), len(content), retry_after)
 
 
 def post(url: str, path: str, body: Any, headers: dict[str, str] | None = None) -> Answer:
