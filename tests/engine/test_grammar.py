@@ -14,6 +14,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
 from tests.engine.grammars import Matcher
 from tokserve.checkpoint import DEMO_DIR
@@ -326,3 +327,16 @@ def test_the_models_vocabulary_may_be_narrower_or_wider_than_the_tokenizers(widt
     made.advance(*spelled("b"))
     assert allowed(made) == [eos] and made.complete
     assert max(allowed(Matcher(Compiler(str(DEMO_DIR), width, []).compile(ANY), ends=True))) < width
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_no_space_is_put_before_a_text(tmp_path: Path, inside: bool) -> None:
+    """The library's default for byte-level tokenizers; grammars with a text that has only one form were refused."""
+    made = tokenizers.Tokenizer.from_file(str(DEMO_DIR / "tokenizer.json"))
+    spaced = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(), spaced]) if inside else spaced
+    made.save(str(tmp_path / "tokenizer.json"))
+    for asked in ({"json_object": True}, {"choice": ["the cat", "a dog"]}):
+        outputs = StructuredOutputs(**asked)
+        outputs.validate()
+        assert Compiler(str(tmp_path), WIDTH, [EOS]).try_out(outputs.plain()).seconds > 0

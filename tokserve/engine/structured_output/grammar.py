@@ -8,15 +8,18 @@ hundred bytes of grammar can need all the memory there is, so `trials` compiles 
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from tokserve.errors import RequestError
@@ -228,13 +231,39 @@ class Compiler:
             path = None if self._directory is None else Path(self._directory) / "tokenizer.json"
             if path is None or not path.is_file():
                 raise RequestError(NO_TOKENIZER, field="structured_outputs")
-            text = path.read_text(encoding="utf-8")
+            text = _without_prefix(path.read_text(encoding="utf-8"))
             try:
                 width = LLTokenizer(text, slices=[]).vocab_size
                 self._tokenizer = LLTokenizer(text, n_vocab=max(width, self._vocab_size))
             except ValueError as error:
                 raise unusable("structured_outputs", f"of this model's tokenizer: {error}") from None
         return self._tokenizer
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The part of tokenizer.json that may put a space before a text."""
+
+    pre_tokenizer: Any = None
+
+
+def _without_prefix(text: str) -> str:
+    """tokenizer.json without the space that a byte-level tokenizer may put before a text: an output continues one."""
+
+    def may_put_space(step: Any) -> bool:
+        if isinstance(step, dict) and step.get("type") == "Sequence":
+            return any(map(may_put_space, step.get("pretokenizers", ())))
+        return isinstance(step, dict) and step.get("type") == "ByteLevel" and bool(step.get("add_prefix_space"))
+
+    def without(step: dict[str, Any]) -> dict[str, Any]:
+        if step["type"] == "Sequence":
+            return step | {"pretokenizers": [without(inner) for inner in step["pretokenizers"]]}
+        return step | {"add_prefix_space": False} if may_put_space(step) else step
+
+    with suppress(msgspec.DecodeError):  # the library says what is wrong
+        if may_put_space(msgspec.json.decode(text, type=_TokenizerFile).pre_tokenizer):
+            described = json.loads(text)
+            return json.dumps(described | {"pre_tokenizer": without(described["pre_tokenizer"])})
+    return text
 
 
 def _walk(grammar: Grammar, chance: random.Random, until: float) -> int:
