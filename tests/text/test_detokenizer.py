@@ -1,4 +1,5 @@
-"""Detokenizer: joined deltas equal the full decode, and stops do not depend on how ids were cut into pushes."""
+"""Detokenizer: joined deltas continue a text as a full decode does, and stops do not depend on how ids were cut into
+pushes."""
 
 from itertools import pairwise
 
@@ -41,14 +42,27 @@ def run(detokenizer: Detokenizer, parts: list[list[int]]) -> tuple[list[str], St
 @pytest.mark.parametrize("skip", [True, False])
 @settings(derandomize=True, max_examples=80, deadline=None)
 @given(ids=IDS, cuts=CUTS)
-def test_joined_deltas_equal_the_full_decode(name: str, skip: bool, ids: list[int], cuts: list[int]) -> None:
+def test_joined_deltas_equal_the_full_continuation(name: str, skip: bool, ids: list[int], cuts: list[int]) -> None:
     tokenizer = TOKENIZERS[name]
     ids = [token % (tokenizer.vocab_size + 2) for token in ids]
-    full = tokenizer.decode(ids, skip)
+    full = tokenizer.continuation(ids, skip)
     deltas, _ = run(Detokenizer(tokenizer, skip_special=skip), portions(ids, cuts))
     assert "".join(deltas) == full
     deltas, _ = run(Detokenizer(tokenizer, ["no such text"], skip_special=skip), portions(ids, cuts))
     assert "".join(deltas) == full
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_an_output_continues_its_prompt(name: str) -> None:
+    """Prompt and output are the text of all their ids, though a decoder strips or adds a space at its beginning."""
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode("the win the win", False)
+    for cut in range(1, len(ids)):
+        prompt = tokenizer.decode(ids[:cut])
+        if not prompt:
+            continue
+        deltas, _ = run(Detokenizer(tokenizer), [[token] for token in ids[cut:]])
+        assert prompt + "".join(deltas) == tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("name", ["byte_level", "llama2", "metaspace", "word_piece"])
@@ -60,7 +74,7 @@ def test_stops_do_not_depend_on_the_cutting(
 ) -> None:
     tokenizer = TOKENIZERS[name]
     ids = [token % (tokenizer.vocab_size + 2) for token in ids]
-    text = tokenizer.decode(ids, True)
+    text = tokenizer.continuation(ids, True)
     pieces = [text[i : i + n] for i in range(len(text)) for n in (1, 2, 4)] + ["aa", "never"]
     stop = data.draw(st.lists(st.sampled_from(pieces), min_size=1, max_size=3))
     results = []
@@ -147,8 +161,8 @@ def test_special_tokens_in_a_row_without_spaces() -> None:
     ids = [hello, sep, sep, hello]
     with_spaces, _ = run(Detokenizer(tokenizer, skip_special=False), [ids])
     without, _ = run(Detokenizer(tokenizer, skip_special=False, spaces_between_special=False), [[i] for i in ids])
-    assert "".join(with_spaces) == tokenizer.decode(ids, False) == "hello [SEP] [SEP] hello"
-    assert "".join(without) == "hello [SEP][SEP] hello"
+    assert "".join(with_spaces) == tokenizer.continuation(ids, False) == " hello [SEP] [SEP] hello"
+    assert "".join(without) == " hello [SEP][SEP] hello"
 
 
 def test_cost_does_not_grow_with_the_length() -> None:
@@ -167,7 +181,7 @@ def test_cost_does_not_grow_with_the_length() -> None:
         ids = tokenizer.encode("the win and a wing 漢 é \u200b" * 100, False)
         detokenizer = Detokenizer(counted, ["never"])
         joined = "".join(detokenizer.push([token])[0] for token in ids) + detokenizer.push((), True)[0]
-        assert joined == tokenizer.decode(ids)
+        assert joined == tokenizer.continuation(ids)
         assert decoded <= 10 * len(ids)
 
 

@@ -2,8 +2,8 @@
 
 Three things are held back until they are decided: the bytes of an incomplete character, a run of byte-fallback
 tokens (one wrong byte changes how the whole run decodes), and text that may be the beginning of a stop string.
-The joined deltas equal `Tokenizer.decode` of all ids, and a stop match does not depend on how the ids were split into
-pushes.
+The joined deltas equal `Tokenizer.continuation` of all ids: an output continues its prompt, so a leading space belongs
+to it.  A stop match does not depend on how the ids were split into pushes.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class _WindowStream:
         self._tokenizer = tokenizer
         self._skip = tokenizer.special_ids if skip_special else frozenset()
         self._spaces = spaces
-        self._anchor: list[int] = []  # final tokens whose text is not empty
-        self._anchor_len = 0
+        self._anchor = tokenizer.context  # final tokens whose text is not empty
+        self._anchor_len = len(self._decode(self._anchor))
         self._pending: list[int] = []
 
     def feed(self, ids: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from string import ascii_letters
 from typing import Any
 
 import tokenizers
@@ -174,6 +175,23 @@ class Tokenizer:
         except OverflowError:
             raise RequestError("token ids must be from 0 to 4294967295") from None
         return text
+
+    @cached_property
+    def context(self) -> list[int]:
+        """A letter that outputs are decoded behind, as they continue a text; empty where that makes no difference.
+
+        Decoders with words or leading spaces decode a token at the beginning of a text otherwise than inside.
+        """
+        if self.is_byte_level:
+            return []
+        ids = (self._backend.token_to_id(letter) for letter in ascii_letters)
+        known = next((token for token in ids if token is not None and token not in self.added_ids), None)
+        tokens = range(self.vocab_size) if known is None else (known,)
+        return next(([token] for token in tokens if self.decode([token], True).isalnum()), [])
+
+    def continuation(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text that `ids` add to a text: a leading space stays."""
+        return self.decode([*self.context, *ids], skip_special_tokens)[len(self.decode(self.context)) :]
 
     def spelling(self, token: int) -> str | None:
         """The token as the vocabulary spells it (`Ġthe`), None if there is no such id."""
