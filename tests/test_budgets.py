@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.sources import parsed
+from tests.sources import nodes, parsed
 from tokserve import config, ops
 
 PACKAGE = Path(__file__).parent.parent / "tokserve"
@@ -99,7 +99,7 @@ def test_device_kinds_are_named_only_where_they_may_be() -> None:
         name = str(path.relative_to(PACKAGE))
         if name.startswith("ops/") or name in ("device.py", "resolve.py"):
             continue
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Compare):
                 constants = {c.value for c in ast.walk(node) if isinstance(c, ast.Constant)}
                 assert not constants & {"cpu", "cuda"}, f"{name}:{node.lineno} tests for a device kind"

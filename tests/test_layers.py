@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources import parsed
+from tests.sources import nodes
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tokserve"
@@ -277,8 +277,8 @@ def package_of(path: Path) -> str:
     return "device" if path.stem == "device" else "root"
 
 
-def imported(tree: ast.AST) -> Iterator[tuple[str, ...]]:
-    for node in ast.walk(tree):
+def imported(path: Path) -> Iterator[tuple[str, ...]]:
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (tuple(alias.name.split(".")) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -301,7 +301,7 @@ def _check_levels(path: Path) -> None:
     name = str(path.relative_to(PACKAGE))
     package = package_of(path)
     allowed, banned = ALLOWED[package]
-    for module in imported(parsed(path)):
+    for module in imported(path):
         is_exempt = module[0] in FOREIGN_IN.get(name, ())
         assert module[0] not in banned or is_exempt, f"{name} must not import {module[0]}"
         if module[0] != "tokserve" or len(module) == 1:
@@ -324,16 +324,16 @@ def test_rooms_import_only_what_is_below_them(room: str) -> None:
     inside = {p.name for p in (PACKAGE / parent).iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert {f"{parent}/{package}" for package in inside} <= set(ROOMS), "a package without a row"
     for path in sorted((PACKAGE / room).glob("*.py")):
-        for module in imported(parsed(path)):
+        for module in imported(path):
             if module[:2] == ("tokserve", parent) and len(module) > 2 and module[2] in inside:
                 assert module[2] in ROOMS[room] | {name}, f"{path} must not import {'.'.join(module)}"
 
 
 def test_relative_imports_are_of_the_package_that_is_a_distribution_of_its_own() -> None:
     for path in sources():
-        relative = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.ImportFrom) and node.level]
+        relative = [node for node in nodes(path) if isinstance(node, ast.ImportFrom) and node.level]
         above = [node for node in relative if node.level > 1]
-        others = [module for module in imported(parsed(path)) if module[0] == "tokserve"]
+        others = [module for module in imported(path) if module[0] == "tokserve"]
         if package_of(path) == "rl":
             assert len(others) == len(above), f"{path.name} imports {others}: tokserve-client has no server"
         else:
@@ -345,7 +345,7 @@ def test_imports_in_functions_are_allow_listed() -> None:
         name = str(path.relative_to(PACKAGE))
         if name in LAZY_IMPORTS or name == "__init__.py":
             continue
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 inner = [n.lineno for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom)]
                 assert not inner, f"{name}:{inner} imports inside a function"

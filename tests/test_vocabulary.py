@@ -5,10 +5,10 @@ import io
 import re
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tests.sources import parsed
+from tests.sources import nodes
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tokserve"
@@ -75,9 +75,9 @@ def _name(path: Path) -> str:
     return str(path.relative_to(PACKAGE))
 
 
-def _names(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+def _names(syntax: Iterable[ast.AST]) -> Iterator[tuple[int, str, str]]:
     """(line, kind, name) of what a file defines: classes, functions, variables, parameters and attributes."""
-    for node in ast.walk(tree):
+    for node in syntax:
         if isinstance(node, ast.ClassDef):
             yield node.lineno, "class", node.name
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -97,10 +97,10 @@ def _texts(source: str) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
-def retired_words(source: str) -> list[str]:
-    """`line: old -> new` for each retired word of a file."""
+def retired_words(source: str, syntax: Iterable[ast.AST] | None = None) -> list[str]:
+    """`line: old -> new` for each retired word of a file.  `syntax`: its nodes, if they are known."""
     lines = []
-    for line, kind, name in _names(ast.parse(source)):
+    for line, kind, name in _names(ast.walk(ast.parse(source)) if syntax is None else syntax):
         bare = name.strip("_")
         if kind == "class" and bare in CLASSES:
             lines.append(f"{line}: class {name} -> {CLASSES[bare]}")
@@ -119,7 +119,7 @@ def retired_words(source: str) -> list[str]:
 def test_no_class_name_is_used_twice() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path in FILES:
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(f"{_name(path)}:{node.lineno}")
     repeated = {name: where for name, where in places.items() if len(where) > 1 and name not in DUPLICATES}
@@ -129,23 +129,21 @@ def test_no_class_name_is_used_twice() -> None:
 def test_no_retired_words() -> None:
     for path in FILES:
         if not _name(path).startswith(PENDING):
-            assert not retired_words(path.read_text()), f"{_name(path)}: see docs/glossary.md"
+            assert not retired_words(path.read_text(), nodes(path)), f"{_name(path)}: see docs/glossary.md"
 
 
-def docstrings_without_subject(tree: ast.AST) -> list[str]:
+def docstrings_without_subject(syntax: Iterable[ast.AST]) -> list[str]:
     """`line: first line` of the docstrings of classes and functions that begin in the middle of a phrase."""
-    defined = (
-        node for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-    )
+    defined = (node for node in syntax if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))
     first_lines = ((node.lineno, (ast.get_docstring(node) or "").partition("\n")[0]) for node in defined)
     return [f"{line}: {text}" for line, text in first_lines if NOT_A_SUBJECT.match(text)]
 
 
 def test_docstrings_say_what_they_speak_of() -> None:
     for path in FILES:
-        assert not docstrings_without_subject(parsed(path)), _name(path)
+        assert not docstrings_without_subject(nodes(path)), _name(path)
     tree = ast.parse('class A:\n    """Of tensors."""\n\n    def f(self):\n        """Offer them."""\n')
-    assert docstrings_without_subject(tree) == ["1: Of tensors."]
+    assert docstrings_without_subject(ast.walk(tree)) == ["1: Of tensors."]
 
 
 def test_the_scan_finds_every_kind_of_word() -> None:
