@@ -277,3 +277,11 @@ def test_a_refused_prompt_takes_the_others_along() -> None:
 )  # fmt: skip
 def test_refused_fields(fields: dict[str, Any], param: str) -> None:
     assert refusal(**fields) == (400, param)
+
+
+@pytest.mark.parametrize(("count", "status"), [(4096, 200), (4097, 400), (100_000, 400)])
+def test_a_prediction_has_so_many_parts(count: int, status: int) -> None:
+    prediction = {"type": "content", "content": [{"type": "text", "text": ""}] * count}
+    answer = site(says("x")).post(COMPLETIONS, {"prompt": "ab", "prediction": prediction})
+    assert answer.status_code == status
+    assert status == 200 or answer.json()["error"]["param"].startswith("prediction.content")

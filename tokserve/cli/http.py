@@ -28,7 +28,7 @@ from tokserve.server.observe.counters import ApiProcess
 logger = logging.getLogger("tokserve.serve")
 HANG_UP = (2.0, 0.5)  # seconds to send the last bytes of replies, after the first signal and after further ones
 ABORT_SECONDS = 5.0  # limit for the engine to abort requests: it may hang
-SWITCH = 1e-3  # seconds after which a thread with large work hands the interpreter's lock to the event loop
+SWITCH = 1e-4  # seconds after which a thread with large work hands the interpreter's lock to the event loop
 DEAD_GRACE = 5.0  # seconds of 503s after the engine's death, before the process exits
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema
 from starlette.requests import Request
 
@@ -44,6 +44,7 @@ WITHIN = re.compile(r"^(chat|completion)_request\.")
 Body = TypeVar("Body", bound="RequestBody")
 MAX_NAMES = {"logit_bias": 1 << 18}  # entries of an object at the top of a body
 OTHER_MAX_NAMES = 1 << 12
+MAX_PARTS = 4096  # of a prediction: pydantic makes all of them in one call, which holds the interpreter's lock
 
 
 def _fail_fast(schema: Any) -> None:
@@ -115,7 +116,7 @@ class Prediction(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["content"]
-    content: str | list[PredictionPart]
+    content: str | Annotated[list[PredictionPart], Field(max_length=MAX_PARTS)]
 
 
 class TextBody(_TextFields):  # type: ignore[misc]
