@@ -27,17 +27,21 @@ _LIBC = ctypes.CDLL(None)
 
 
 class FullCollections:
-    """The full collections of this process from here on: those of `run_if_due`.  Objects made so far are never visited:
-    they live as long as the process."""
+    """The full collections of this process from here on: those of `run_if_due`, until `stop`.  Objects made so far are
+    never visited: they live as long as the process."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         gc.freeze()
-        young, middle, _ = gc.get_threshold()
-        gc.set_threshold(young, middle, NEVER)
+        self._thresholds = gc.get_threshold()
+        gc.set_threshold(*self._thresholds[:2], NEVER)
         self._clock = clock
         self._blocks = sys.getallocatedblocks()
         self._last = clock()
         self._next = self._last + SOON
+
+    def stop(self) -> None:
+        """Let Python decide again."""
+        gc.set_threshold(*self._thresholds)
 
     def run_if_due(self) -> None:
         """Run one if the last is long enough ago.  Call it often: it costs nothing in between."""

@@ -40,6 +40,9 @@ assert full == [LATEST], "there was one"
 now += LOOK
 garbage.run_if_due()
 assert full == [LATEST, now], "there are few objects"
+garbage.stop()
+bodies = [msgspec.json.decode(b"[" + b"{}," * 300_000 + b"{}]") for _ in range(3)]
+assert len(full) > 2, "they are Python's again"
 """
 APART = """
 import psutil

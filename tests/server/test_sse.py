@@ -105,7 +105,7 @@ def test_a_long_reply_is_made_in_parts_beside_the_loop(
 ) -> None:
     s = site(max_logprobs=-1)
     whole = s.post(path, asked | {"request_id": "r"})
-    monkeypatch.setattr(sse, "LARGE", 1)
+    monkeypatch.setattr(sse, "PARTED", 1)
     monkeypatch.setattr(reply_parts, "PART", 3)
     parts = s.post(path, asked | {"request_id": "r"})
     assert whole.status_code == parts.status_code == 200, parts.text

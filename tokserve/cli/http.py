@@ -163,9 +163,12 @@ def _stopper(server: Any, app: Any, llm: AsyncLLM, timeout: float) -> Callable[[
 
 async def _collect_garbage() -> None:
     garbage = FullCollections()
-    while True:
-        await asyncio.sleep(LOOK)
-        garbage.run_if_due()
+    try:
+        while True:
+            await asyncio.sleep(LOOK)
+            garbage.run_if_due()
+    finally:
+        garbage.stop()
 
 
 async def _watch(llm: AsyncLLM, server: Any) -> None:

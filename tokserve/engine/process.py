@@ -34,6 +34,7 @@ from tokserve.structs import prepare_structs
 logger = logging.getLogger("tokserve.engine.process")  # not __name__: that is __main__ here
 
 PARENT_ENDS = 1.0  # seconds from the end of stdin to that of the parent, if it is ending
+SWITCH = 1e-4  # seconds after which a thread hands the interpreter's lock to another, as the loop to the socket's
 FIRST_HELLO = 2.0  # seconds that a failed start waits for the first front end
 DIRECTORY_PREFIX = "tokserve-"  # of the directory a front end makes for the socket
 
@@ -62,12 +63,15 @@ def serve(core: EngineCore, socket: EngineSocket, executor: Executor) -> None:
     executor.watch(socket.wake)
     garbage = FullCollections()
     busy = True
-    while not core.stopped:
-        executor.check()
-        for identity, message, received in socket.take(0 if busy else core.seconds_to_deadline()):
-            core.receive(identity, message, received)
-        busy = core.step()
-        garbage.run_if_due()
+    try:
+        while not core.stopped:
+            executor.check()
+            for identity, message, received in socket.take(0 if busy else core.seconds_to_deadline()):
+                core.receive(identity, message, received)
+            busy = core.step()
+            garbage.run_if_due()
+    finally:
+        garbage.stop()
 
 
 def run(address: str, config: Config, executor: Executor, bind: Callable[[str], EngineSocket] = EngineSocket) -> int:
@@ -141,6 +145,7 @@ def main(make_executor: Callable[[Config], Executor] = make) -> NoReturn:
     server = opening.config.server
     log.setup(opening.name, server.log_level, server.log_format)
     _watch(opening.address, server.uds)
+    sys.setswitchinterval(SWITCH)
     code = run(opening.address, opening.config, make_executor(opening.config), opening.bind)
     _leave(opening.address, code)
 

@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 CLIENT_FAULTS = ("forbidden", "grammar_limit")  # stop details of errors caused by the request's parameters
-LARGE = 1 << 15  # bytes of logprobs that take milliseconds to render
+LARGE = 1 << 13  # bytes of logprobs that take milliseconds to render
+PARTED = 1 << 15  # bytes of the logprobs of a whole reply that is sent while it is rendered
 REPEATED = 1 << 20  # bytes of a stream's logprobs that take milliseconds to render if the last events repeat them
 PATIENCE = 0.25  # seconds of a blocked connection after which the request is stalled
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -66,8 +67,8 @@ async def answer(
     Raises as `collect`."""
     choices = await collect(generation, request)
     columns = sum(map(columns_size, choices))
-    size = columns + workers.ITEM * len(choices)
-    if columns < LARGE or body.wants_msgpack(request):
+    size = columns * (workers.SMALL // LARGE) + workers.ITEM * len(choices)
+    if columns < PARTED or body.wants_msgpack(request):
         return await workers.off_loop(request, size, lambda: body.reply(request, render(choices, None), headers))
     parts = DeferredParts()
     json = await workers.run(size, lambda: body.encode_json(render(choices, parts)))
