@@ -96,6 +96,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "kv_spec",
             "vision",
             "curve",
+            "memory",
             "one_blas_thread",
             "sockets",
             "processes",

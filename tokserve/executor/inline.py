@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from tokserve.config import Config
-from tokserve.executor.collector import no_collections
+from tokserve.memory import no_collections
 from tokserve.plan import DeviceFacts, GrammarBitmask, Int32, StepPlan, StepResult
 
 if TYPE_CHECKING:

@@ -43,9 +43,9 @@ from tokserve.executor.channel import (
     StoreSet,
     StoreValue,
 )
-from tokserve.executor.collector import no_collections
 from tokserve.executor.listeners import INHERITED
 from tokserve.executor.tunnel import Tunnel
+from tokserve.memory import no_collections
 from tokserve.plan import DeviceFacts
 from tokserve.processes import end_with_parent
 from tokserve.structs import prepare_structs
