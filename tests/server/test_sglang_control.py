@@ -214,6 +214,7 @@ def test_what_routers_read() -> None:
     for path in ("/model_info", "/get_model_info"):
         info = s.get(path).json()
         assert info["is_generation"] is True and info["weight_version"] == "v3" and info["architectures"]
+        assert info["has_image_understanding"] is False and info["load_format"] == "auto"
     load = s.get("/v1/loads?include=core").json()["loads"][0]
     assert (load["num_running_reqs"], load["num_waiting_reqs"], load["cache_hit_rate"]) == (2, 1, 0.5)
     assert load["num_used_tokens"] == 48 and load["max_total_num_tokens"] == 1024

@@ -14,7 +14,7 @@ from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import RopeSpec
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.llama import HEADLESS
-from tokserve.models.rope_config import rope, rope_by_type, rope_spec
+from tokserve.models.rope_config import rope, ropes_with_windows
 from tokserve.models.spec import (
     AROUND,
     BEFORE,
@@ -58,7 +58,10 @@ def gemma3(hf: Mapping[str, Any]) -> DecoderSpec:
     """Gemma 3 without its vision tower: norms of query and key heads, windows in five layers of six."""
     fields = ConfigReader(dict(hf) | {"attn_logit_softcapping": None})  # its attention does not read it
     windows = every_but(fields, window_size(fields, 4096), fields.integer("sliding_window_pattern", 6))
-    full, local = _ropes(fields, head_size(fields, 256))
+    full, local = ropes_with_windows(
+        fields, head_size(fields, 256), fields.integer("max_position_embeddings", MAX_POSITION), THETA,
+        fields.number("rope_local_base_freq", LOCAL_THETA),
+    )  # fmt: skip
     ropes = tuple(local if window else full for window in windows)
     return _gemma(fields, ropes, windows, max_position=MAX_POSITION, qk_norm=True)
 
@@ -116,17 +119,3 @@ def _cap(fields: ConfigReader, name: str, absent: float) -> float:
     if name in fields.values and not fields.present(name):
         return 0.0
     return fields.number(name, absent) if absent or fields.present(name) else 0.0
-
-
-def _ropes(fields: ConfigReader, dim: int) -> tuple[RopeSpec, RopeSpec]:
-    """The ropes of full attention and of windows: from `rope_parameters` by layer type, or from `rope_scaling` (of full
-    attention alone), `rope_theta` and `rope_local_base_freq`."""
-    positions = fields.integer("max_position_embeddings", MAX_POSITION)
-    theta, local = fields.number("rope_theta", THETA), fields.number("rope_local_base_freq", LOCAL_THETA)
-    scaling = fields.inner("rope_scaling")
-    if scaling.values:
-        return rope_spec(fields, scaling, dim, positions, theta), RopeSpec(dim, local)
-    return (
-        rope_by_type(fields, "full_attention", dim, positions, theta),
-        rope_by_type(fields, "sliding_attention", dim, positions, local),
-    )

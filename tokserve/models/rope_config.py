@@ -36,6 +36,26 @@ def rope(
     return replace(spec, interleaved=True) if interleaved else spec
 
 
+def ropes_with_windows(
+    fields: ConfigReader, dim: int, max_position: int, theta: float, window_theta: float | None = None
+) -> tuple[RopeSpec, RopeSpec]:
+    """The ropes of layers without a window and of those with one: from `rope_parameters` by layer type, or from
+    `rope_scaling` or flat `rope_parameters`, which stretch only the former.
+
+    `theta`, and `window_theta` of layers with a window (None: the same): where the config does not say.
+    """
+    theta, given = fields.number("rope_theta", theta), fields.inner("rope_scaling")
+    parameters = fields.inner("rope_parameters")
+    if not given.values and any(isinstance(value, Mapping) for value in parameters.values.values()):
+        return (
+            rope_by_type(fields, "full_attention", dim, max_position, theta),
+            rope_by_type(fields, "sliding_attention", dim, max_position, window_theta or theta),
+        )
+    given = given if given.values else parameters
+    theta = given.number("rope_theta", theta)
+    return rope_spec(fields, given, dim, max_position, theta), RopeSpec(dim, window_theta or theta)
+
+
 def rope_by_type(fields: ConfigReader, kind: str, dim: int, max_position: int, theta: float) -> RopeSpec:
     """The rope of the entry `kind` of `rope_parameters`; `theta`: where it gives none."""
     given = fields.inner("rope_parameters").inner(kind)

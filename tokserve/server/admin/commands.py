@@ -73,17 +73,28 @@ class WorkerCallBody(admin.WorkerCall, forbid_unknown_fields=True):
 
 
 async def read(serving: Serving, request: Request, kind: type[T]) -> T:
-    """The parameters from query and body.  Unknown names in the query are ignored: proxies may add some."""
+    """The parameters from query and body."""
+    query, sent, size = await query_and_body(serving, request, kind)
+    return await off_loop(request, size, lambda: body.convert(query | sent, kind, strict=False))
+
+
+async def query_and_body(
+    serving: Serving, request: Request, kind: type[msgspec.Struct]
+) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """The parameters in the query, those in the body, and the body's size in bytes; there may be no body.
+
+    Names in the query that `kind` does not know are ignored: proxies may add some.
+    """
     query = request.query_params
     names = [name for name in kind.__struct_encode_fields__ if name in query]
     values: dict[str, Any] = {name: query.getlist(name) if name == "tags" else query[name] for name in names}
     raw = await serving.bodies.read(request)
-    if len(raw) > BLANK or bytes(raw).strip():
-        sent = await serving.bodies.decode(request, raw)
-        if sent is not None and not isinstance(sent, dict):
-            raise RequestError("the body must be an object")
-        values |= sent or {}
-    return await off_loop(request, len(raw), lambda: body.convert(values, kind, strict=False))
+    if len(raw) <= BLANK and not bytes(raw).strip():
+        return values, {}, len(raw)
+    sent = await serving.bodies.decode(request, raw)
+    if sent is not None and not isinstance(sent, dict):
+        raise RequestError("the body must be an object")
+    return values, sent or {}, len(raw)
 
 
 def handler_of(command: admin.AdminCommand, kind: type[msgspec.Struct]) -> Handler:

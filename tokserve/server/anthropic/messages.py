@@ -92,8 +92,7 @@ async def render(serving: Serving, request: Request) -> Response:
 async def read(serving: Serving, request: Request, *, replies: bool = True) -> ChatCall:
     """The chat call made from the body; errors name the fields of the body."""
     request_body, ignored, size = await schemas.read(serving, request, MessagesBody)
-    if request_body.stream and replies and body.wants_msgpack(request):
-        raise RequestError("a stream is server-sent events with JSON; msgpack needs stream: false", field="stream")
+    sse.check_format(request_body.stream, replies and body.wants_msgpack(request))
     converted = await off_loop(request, size, lambda: _as_chat(serving, request_body))
     try:
         call = await chat.call_of(serving, request, converted.body, converted.ignored, size)

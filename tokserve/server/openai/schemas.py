@@ -23,6 +23,7 @@ from tokserve.server.http.body import convert, is_msgpack, unpack_ids
 from tokserve.server.http.declared import OPTIONS, model
 from tokserve.server.http.workers import off_loop
 from tokserve.server.openai import tools
+from tokserve.server.replies import sse
 from tokserve.server.serving import Serving
 from tokserve.server.tokens import structured
 
@@ -379,8 +380,7 @@ def check_stream(body: GeneratingBody, packed: bool) -> None:
     """Refuse stream options without a stream, and a stream in msgpack."""
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", field="stream_options")
-    if body.stream and packed:
-        raise RequestError("a stream is server-sent events with JSON; msgpack needs stream: false", field="stream")
+    sse.check_format(body.stream, packed)
 
 
 def usage_options(body: TextBody) -> tuple[bool, bool]:

@@ -38,6 +38,12 @@ Close = Callable[[RequestError | None], bytes]  # makes the last events of a str
 Write = Callable[[bytes], bool]  # sends part of a body without waiting; False: not sent, use `send`
 
 
+def check_format(stream: bool | None, packed: bool) -> None:
+    """Raise `RequestError` for a stream to a client that accepts msgpack."""
+    if stream and packed:
+        raise RequestError("a stream is server-sent events with JSON; msgpack needs stream: false", field="stream")
+
+
 def event(json: bytes) -> bytes:
     return b"data: " + json + b"\n\n"
 

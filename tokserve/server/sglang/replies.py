@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.errors import RequestError
-from tokserve.server.admin.commands import BLANK
+from tokserve.server.admin.commands import query_and_body
 from tokserve.server.http import body, errors
 from tokserve.server.openai import schemas
 from tokserve.server.serving import Serving
@@ -59,17 +59,10 @@ SGLANG = errors.ErrorShape(SglangError, encode, plain=frozenset({409, 502}))
 
 async def read(serving: Serving, request: Request, kind: type[T]) -> tuple[T, dict[str, str]]:
     """The parameters from query and body, and the header that names those which were ignored."""
-    query = request.query_params
-    values: dict[str, Any] = {name: query[name] for name in kind.__struct_encode_fields__ if name in query}
-    raw = await serving.bodies.read(request)
-    ignored: list[str] = []
-    if len(raw) > BLANK or bytes(raw).strip():
-        sent = await serving.bodies.decode(request, raw)
-        if sent is not None and not isinstance(sent, dict):
-            raise RequestError("the body must be an object")
-        ignored = [str(name) for name in sent or {} if name not in kind.__struct_encode_fields__]
-        values |= {name: value for name, value in (sent or {}).items() if value is not None}
-    return body.convert(values, kind, strict=False), schemas.ignored_header(ignored)
+    query, sent, _ = await query_and_body(serving, request, kind)
+    ignored = [str(name) for name in sent if name not in kind.__struct_encode_fields__]
+    given = {name: value for name, value in sent.items() if value is not None}
+    return body.convert(query | given, kind, strict=False), schemas.ignored_header(ignored)
 
 
 def json(value: Any, headers: dict[str, str] | None = None) -> Response:

@@ -268,8 +268,7 @@ async def generate_tokens(serving: Serving, request: Request) -> Response:
         return body, structured.with_default(params, serving.closed_schemas)
 
     body, params = await off_loop(request, len(raw), decode)
-    if body.stream and wants_msgpack(request):
-        raise RequestError("a stream is server-sent events with JSON; msgpack needs stream: false", field="stream")
+    sse.check_format(body.stream, wants_msgpack(request))
     await serving.find_model(body.model)
     generate = serving.request_of(request, body, params, text=body.output_mode == "text")
     ids, fields = prompt_of(body)
