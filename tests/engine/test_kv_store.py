@@ -276,7 +276,7 @@ def test_rates_decide_and_files_that_were_slow_are_tried_again() -> None:
     for _ in range(40):
         rates.read(10, 0.001, now=2.0)
     assert rates.is_worthwhile(10, 10, 0, now=3.0) and not rates.is_worthwhile(10, 10, 100_000, now=3.0)
-    rates.gave_up(10, 100.0, now=4.0)
+    rates.timed_out(10, 100.0, now=4.0)
     assert rates.files < FILE_RATE and rates.patience(10) > 100
     rate[0] = 1e3
     assert not rates.is_worthwhile(10, 10, 0, now=5.0) and rates.is_worthwhile(10, 10, 0, now=100.0)

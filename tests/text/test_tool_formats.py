@@ -26,13 +26,13 @@ def template(source: str) -> ChatTemplate:
 
 @pytest.mark.parametrize(("name", "source"), SHOWS)
 def test_a_template_shows_its_format(name: str, source: str) -> None:
-    found = tool_formats.recognise(template(source))
+    found = tool_formats.recognize(template(source))
     assert found is not None and found.name == name
 
 
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_a_template_that_shows_none_that_is_known(kind: str) -> None:
-    assert tool_formats.recognise(template(UNKNOWN[kind])) is None
+    assert tool_formats.recognize(template(UNKNOWN[kind])) is None
 
 
 @pytest.mark.parametrize(("name", "source"), SHOWS)

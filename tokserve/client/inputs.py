@@ -169,7 +169,7 @@ class Inputs:
             index = int(np.flatnonzero((ids < 0) | (ids >= self.ready.vocab_size))[0])
             self._refuse_prompt_id(index, int(ids[index]))
         if length + outputs > self.ready.max_model_len:
-            raise RequestError(  # clients recognise this error, and shorten the prompt, by the first words or the code
+            raise RequestError(  # clients recognize this error, and shorten the prompt, by the first words or the code
                 f"This model's maximum context length is {self.ready.max_model_len} tokens (max_model_len), and the "
                 f"prompt has {length}{': no room for at least one output token' if outputs else ''}",
                 field="token_ids", code="context_length_exceeded",

@@ -179,7 +179,7 @@ class EngineCore:
     @property
     def _may_wait(self) -> bool:
         """Whether requests may wait although nothing runs: for a command, a grammar, a late mask, or their client."""
-        if self.control.idle_is_fine or self._admission.pending or self._mask_worker:
+        if self.control.may_be_idle or self._admission.pending or self._mask_worker:
             return True
         if self._store is not None and self._store[0].busy:
             return True

@@ -51,7 +51,7 @@ class Shares:
         """A request gave up its slot."""
         _subtract(self.running, request.share)
 
-    def in_turns(self, requests: Iterable[Request]) -> list[Request]:
+    def round_robin(self, requests: Iterable[Request]) -> list[Request]:
         """The requests of all clients in turns; of one client, the one whose last step is longest ago first."""
         by_client: dict[str, list[Request]] = {}
         for request in sorted(requests, key=_last_step):

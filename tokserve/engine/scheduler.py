@@ -209,7 +209,7 @@ class Scheduler:
             least = min(limit, len(self._running) + self._joint_tokens) if self._joint_tokens else 0
             budget = min(limit, max(len(present), self._pace.max_tokens(limit), least))
         builder = PlanBuilder.of(budget, present, self._num_active() if len(present) > 1 else 1)
-        order = self.shares.in_turns(self._running) if builder.shares else list(self._running)
+        order = self.shares.round_robin(self._running) if builder.shares else list(self._running)
         self._continue(builder, order)
         self._admit(builder, now, beyond=not builder.shares)
         if self._drafter is not None and not builder.short:
@@ -217,7 +217,7 @@ class Scheduler:
         if builder.shares:
             self._admit(builder, now, beyond=True)
         if builder.budget and builder.shares:
-            self._fill(builder, self.shares.in_turns(self._running) if builder.new else order)
+            self._fill(builder, self.shares.round_robin(self._running) if builder.new else order)
         self._short = builder.short
         return builder
 

@@ -139,7 +139,7 @@ class Broken(_Message, frozen=True):
 
 
 class Stepped(_Message, frozen=True):
-    """The result of a step, of the rank that answers."""
+    """The result of a step, of the rank that samples."""
 
     result: StepResult
 

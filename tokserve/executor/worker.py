@@ -199,7 +199,7 @@ class RankWorker:
                 step = runner.forward(message.plan)
             elif isinstance(message, SampleStep):
                 result = runner.sample(step, message.bitmask).result()
-                if runner.ranks.answers:
+                if runner.ranks.samples:
                     self._channel.send(Stepped(result))
             elif isinstance(message, Invoke):
                 self._return(message, runner.call)

@@ -126,16 +126,15 @@ class WorkersExecutor:
         return channels
 
     def _facts(self, loaded: Sequence[Loaded]) -> DeviceFacts:
-        """What the answering rank says, with the memory of all."""
+        """What the sampling rank says, with the memory of all."""
         parallel = self._config.parallel
-        answering = (parallel.pipeline_parallel_size - 1) * parallel.tensor_parallel_size
-        first = loaded[answering]
+        sampling_rank = (parallel.pipeline_parallel_size - 1) * parallel.tensor_parallel_size
+        first = loaded[sampling_rank]
         for rank, other in enumerate(loaded):
             for name in EQUAL:
                 if other.facts.get(name) != first.facts.get(name):
-                    raise StartError(
-                        f"rank {rank} has {name} {other.facts.get(name)}, and rank {answering} {first.facts.get(name)}"
-                    )
+                    theirs, ours = other.facts.get(name), first.facts.get(name)
+                    raise StartError(f"rank {rank} has {name} {theirs}, and rank {sampling_rank} {ours}")
         facts = dict(first.facts)
         for name in {name for one in loaded for name in one.facts if name.endswith("_bytes")} - {"routed_bytes"}:
             facts[name] = sum(one.facts.get(name, 0) for one in loaded)
@@ -159,7 +158,7 @@ class WorkersExecutor:
         self._connected().send(Forward(plan))
 
     def sample(self, bitmask: GrammarBitmask | None) -> Future[StepResult]:
-        """Let the answering rank sample; the others need to know only which rows are withheld."""
+        """Let the sampling rank sample; the others need to know only which rows are withheld."""
         hub = self._connected()
         future = hub.result()
         hub.send(SampleStep(bitmask))

@@ -164,7 +164,7 @@ class Attention:
         return None if norm is None else norm.weight
 
 
-class WindowBothWays(Attention):
+class BidirectionalWindow(Attention):
     """Attention in a model that reads both ways, to a window of as many keys before a query as after it.
 
     A query that is taken to be `ahead` positions later sees them in a causal window of twice the width.  Those at the

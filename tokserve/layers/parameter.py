@@ -99,7 +99,7 @@ def part_of(weight: Tensor | StoredWeight, dim: int, spans: Sequence[Span]) -> T
     return torch.cat([one if isinstance(one, Tensor) else one.dense() for one in parts], dim)
 
 
-def elsewhere(named: dict[str, Parameter]) -> dict[str, Parameter]:
+def on_another_rank(named: dict[str, Parameter]) -> dict[str, Parameter]:
     """The same of which nothing is kept: another rank has these tensors."""
     return {
         name: replace(one, load=_drop, load_stored=_drop, places=tuple, share=0.0, held=NOWHERE)

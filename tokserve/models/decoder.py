@@ -14,7 +14,7 @@ from torch import Tensor
 from tokserve import ops
 from tokserve.errors import RequestError, StartError
 from tokserve.kv_spec import LayerSpec
-from tokserve.layers.attention import Attention, AttentionSpec, WindowBothWays
+from tokserve.layers.attention import Attention, AttentionSpec, BidirectionalWindow
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.classifier import Classifier, EncoderHead
 from tokserve.layers.embedding import Embedding, Head
@@ -25,7 +25,7 @@ from tokserve.layers.mlp import GatedMLP, MLPSpec, make_mlp
 from tokserve.layers.norm import NoNorm, make_norm
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import ALONE, OPTION, WHOLE, Stage
-from tokserve.layers.parameter import Parameter, elsewhere, under
+from tokserve.layers.parameter import Parameter, on_another_rank, under
 from tokserve.layers.recurrent import GatedDelta, GatedDeltaSpec, ShortConv
 from tokserve.layers.rope import rope_table, rows_of_axes
 from tokserve.layers.siglip import SiglipSpec
@@ -45,7 +45,7 @@ def token_mixer(
 ) -> Attention | LatentAttention | GatedDelta | ShortConv:
     """The part of a block in which tokens meet.  Recurrent layers are not divided: every rank has them whole."""
     if isinstance(spec.attention, AttentionSpec):
-        return (WindowBothWays if spec.attention.ahead else Attention)(hidden, spec.attention, options)
+        return (BidirectionalWindow if spec.attention.ahead else Attention)(hidden, spec.attention, options)
     if isinstance(spec.attention, LatentAttentionSpec):
         return LatentAttention(hidden, spec.attention, options)
     options = replace(options, group=ALONE)
@@ -200,19 +200,19 @@ class Decoder:
         stage = self.stage
         embedding = under("model.embed_tokens", self.embedding.parameters())
         is_needed = stage.is_first or (self.spec.tied and stage.is_last)
-        parameters = embedding if is_needed else elsewhere(embedding)
+        parameters = embedding if is_needed else on_another_rank(embedding)
         for number in range(len(self.spec.blocks)):
             parameters |= under(f"model.layers.{number}", self._block_parameters(number))
         last = under(f"model.{self.spec.norm_name}", self.norm.parameters())
         last |= {} if self.classifier is None else self.classifier.parameters()
         last |= {} if self.spec.tied else self.head.parameters()
-        parameters |= last if stage.is_last else elsewhere(last)
+        parameters |= last if stage.is_last else on_another_rank(last)
         return parameters | ({} if self.tower is None else self.tower.parameters())
 
     def _block_parameters(self, number: int) -> dict[str, Parameter]:
         if number in self.numbers:
             return self.blocks[number - self.numbers.start].parameters()
-        return elsewhere(DecoderBlock(self.spec.hidden, self.spec.blocks[number], self.options).parameters())
+        return on_another_rank(DecoderBlock(self.spec.hidden, self.spec.blocks[number], self.options).parameters())
 
     def stacked_parameters(self) -> dict[str, StackedParameter]:
         """Tensors that a checkpoint may have in place of some of `parameters_by_name`, under their names."""
@@ -226,7 +226,7 @@ class Decoder:
             prefix = f"model.layers.{number}.{spec.mlp_name}."
             for name, one in mixture.stacked_parameters().items():
                 covers = tuple(prefix + covered for covered in one.covers)
-                parameter = one.parameter if is_mine else elsewhere({name: one.parameter})[name]
+                parameter = one.parameter if is_mine else on_another_rank({name: one.parameter})[name]
                 stacked[prefix + name] = StackedParameter(parameter, covers)
         return stacked
 

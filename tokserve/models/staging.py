@@ -79,7 +79,7 @@ class Staging:
                 part.role, entry, self._known[part.weight].shape
             ):
                 entries[target] = replace(entry, dtype=torch.float32)  # its dtype is right for its role
-        problems = weights.misfits(entries, self._known, complete=False)
+        problems = weights.mismatches(entries, self._known, complete=False)
         if twice:
             problems.append(weights.counted("sent twice", twice))
         problems += sorted({why for entry in entries.values() if (why := self._format.refusal(entry))})

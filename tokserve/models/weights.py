@@ -273,7 +273,7 @@ def check(entries: Mapping[str, Entry | Tensor], parameters: Mapping[str, Parame
 
     `source` says whose tensors they are.
     """
-    if problems := misfits(entries, parameters):
+    if problems := mismatches(entries, parameters):
         raise StartError(f"the tensors of {source} do not fit the model: {'; '.join(problems)}")
 
 
@@ -287,7 +287,7 @@ def layout(
     return kept | {name: one.parameter for name, one in present.items()}
 
 
-def misfits(
+def mismatches(
     entries: Mapping[str, Entry | Tensor], parameters: Mapping[str, Parameter], *, complete: bool = True
 ) -> list[str]:
     """The problems of `entries`, kind by kind; `complete` False: some may still be missing."""

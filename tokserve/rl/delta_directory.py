@@ -94,7 +94,7 @@ def chain(files: Sequence[VersionFile], version: str | None, have: Identity | No
         raise WeightsConflict(f"the directory has different weights of version {version!r}")
     deltas = {file.identity: file for file in files if file.base is not None}
     anchors = {file.identity: file for file in files if file.base is None}
-    way = list(_back(deltas, target))
+    way = list(_chain_to(deltas, target))
     if have is not None and (have == target or have in [file.base for file in way]):
         length = [target, *(file.base for file in way)].index(have)
         return way[:length][::-1]
@@ -108,7 +108,7 @@ def chain(files: Sequence[VersionFile], version: str | None, have: Identity | No
     )
 
 
-def _back(deltas: Mapping[Identity, VersionFile], target: Identity) -> Iterator[VersionFile]:
+def _chain_to(deltas: Mapping[Identity, VersionFile], target: Identity) -> Iterator[VersionFile]:
     """The deltas that lead to `target`, from the last one on."""
     seen = set()
     current: Identity | None = target

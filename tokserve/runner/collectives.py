@@ -94,7 +94,7 @@ class ProcessGroup:
         self._group.broadcast(copy, root).wait()
         return copy.cpu()
 
-    def least(self, numbers: Sequence[int]) -> list[int]:
+    def minimum(self, numbers: Sequence[int]) -> list[int]:
         """The least of the ranks' values, for each number."""
         parts = self.all_gather(torch.tensor(numbers, dtype=torch.int64, device=self.device))
         return [int(number) for number in torch.stack(parts).amin(0)]

@@ -67,7 +67,7 @@ class CudaBackend:
         self.layout = kvcache.layout(
             specs, config.cache, max_num_seqs=self._max_rows, max_model_len=max_model_len,
             free_bytes=max(0, device.free_memory() - activations), bounded=False,
-            most_drafts=self._most_drafts, agree=ranks.least,
+            most_drafts=self._most_drafts, agree=ranks.minimum,
         )  # fmt: skip
         self.slots = DeviceSlots(
             device, self._max_rows, max_model_len, self.layout.block_size, padding_block=self.layout.num_blocks

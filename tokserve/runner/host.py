@@ -45,7 +45,7 @@ class HostBackend:
         self.layout = kvcache.layout(
             specs, config.cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
             free_bytes=max(0, device.free_memory()), most_drafts=config.speculation.resolved().num_drafts,
-            agree=ranks.least,
+            agree=ranks.minimum,
         )  # fmt: skip
         self.slots = HostSlots(max_num_seqs, max_model_len, self.layout.block_size)
         self.kv: Pages = kvcache.allocate(self.layout)

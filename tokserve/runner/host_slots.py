@@ -46,7 +46,7 @@ class HostSlots(Slots):
         self._last_columns: tuple[bytes, Tensor, Tensor, Tensor] | None = None
         # of slots with images: positions along three axes [3, n] up to the last image's end, and the shift after it
         self._axes: dict[int, tuple[Int64, int]] = {}
-        self._both_ways: dict[int, list[Span]] = {}  # of slots with images whose tokens see each other
+        self._bidirectional: dict[int, list[Span]] = {}  # of slots with images whose tokens see each other
         self._seconds: dict[int, int] = {}  # of slots with pairs: where the second text begins
 
     def assign(self, row: NewRow) -> None:
@@ -56,7 +56,7 @@ class HostSlots(Slots):
         if self.states is not None:
             self.states.assign(row)
         self._axes.pop(row.slot, None)
-        self._both_ways.pop(row.slot, None)
+        self._bidirectional.pop(row.slot, None)
         self._seconds.pop(row.slot, None)
         if row.second >= 0:
             self._seconds[row.slot] = row.second
@@ -65,24 +65,26 @@ class HostSlots(Slots):
             grids = [(feature.start, image_grid(feature.data)) for feature in images]
             self._axes[row.slot] = rope_positions(grids, kind.merge)
         if images and kind is not None and kind.bidirectional:
-            self._both_ways[row.slot] = [(feature.start, feature.start + feature.length) for feature in images]
+            self._bidirectional[row.slot] = [(feature.start, feature.start + feature.length) for feature in images]
 
-    def _turned(self, slots: Int32, computed: Int32, counts: Int32, positions: Int64) -> tuple[Int64, Int64 | None]:
+    def _rope_positions(
+        self, slots: Int32, computed: Int32, counts: Int32, positions: Int64
+    ) -> tuple[Int64, Int64 | None]:
         """Where the tokens [T] of a plan's rows stand in the rope tables; and if some of them are an image's, this by
         axis [3, T]."""
-        pictured = [row for row, slot in enumerate(slots.tolist()) if slot in self._axes]
-        if not pictured:
+        with_images = [row for row, slot in enumerate(slots.tolist()) if slot in self._axes]
+        if not with_images:
             return positions, None
-        turned, axes = positions.copy(), np.broadcast_to(positions, (3, len(positions))).copy()
+        rope, axes = positions.copy(), np.broadcast_to(positions, (3, len(positions))).copy()
         starts = np.add.accumulate(counts, dtype=np.int64) - counts
-        for row in pictured:
+        for row in with_images:
             known, shift = self._axes[int(slots[row])]
             start, count, first = int(starts[row]), int(counts[row]), int(computed[row])
             axes[:, start : start + count] += shift
             part = known[:, first : first + count]
             axes[:, start : start + part.shape[1]] = part
-            turned[start : start + count] = axes[0, start : start + count]
-        return turned, axes if (axes != turned).any() else None
+            rope[start : start + count] = axes[0, start : start + count]
+        return rope, axes if (axes != rope).any() else None
 
     def columns(self, slots: Int32, lengths: Int64) -> SamplingColumns:
         """The columns of these rows."""
@@ -110,16 +112,16 @@ class HostSlots(Slots):
         seq_lens = computed + counts
         pages, offsets = np.divmod(positions, self.block_size)
         width = -(-int(seq_lens.max()) // self.block_size)
-        divided = divide(plan, self._both_ways) if self._both_ways else None
+        divided = divide(plan, self._bidirectional) if self._bidirectional else None
         tables = slots
         if divided is not None:
             query_start = np.zeros(len(divided.counts) + 1, np.int32)
             np.add.accumulate(divided.counts, out=query_start[1:])
             seq_lens, tables = divided.ends, slots[divided.owners]
-        turned, axes = self._turned(slots, computed, counts, positions) if self._axes else (positions, None)
+        rope, axes = self._rope_positions(slots, computed, counts, positions) if self._axes else (positions, None)
         return ForwardBatch(
             input_ids=torch.from_numpy(self.tokens[owner, positions].astype(np.int64)),  # [T]
-            positions=torch.from_numpy(turned),  # [T]
+            positions=torch.from_numpy(rope),  # [T]
             query_start=torch.from_numpy(query_start),  # [R + 1]
             seq_lens=torch.from_numpy(seq_lens),  # [R]
             block_tables=torch.from_numpy(self.blocks[tables, :width]),  # [R, width]
@@ -173,7 +175,7 @@ class HostSlots(Slots):
         width = int(np.maximum.reduce(pages)) + 1
         into.positions[:] = positions
         if self._axes:
-            into.positions[:] = self._turned(slots, positions, plan.num_tokens, positions.astype(np.int64))[0]
+            into.positions[:] = self._rope_positions(slots, positions, plan.num_tokens, positions.astype(np.int64))[0]
         into.input_ids[:] = self.tokens[slots, positions]
         into.block_tables[:, :width] = self.blocks[slots, :width]
         np.multiply(self.blocks[slots, pages], self.block_size, out=into.slot_mapping, dtype=np.int64)
@@ -192,8 +194,8 @@ class HostSlots(Slots):
         np.add(plan.num_computed, counts, out=into.seq_lens[:rows])
         into.seq_lens[rows:] = 0
         into.block_tables[:rows, :width] = self.blocks[plan.slots, :width]
-        turned = self._turned(plan.slots, plan.num_computed, counts, positions)[0] if self._axes else positions
-        into.positions[:] = turned
+        rope = self._rope_positions(plan.slots, plan.num_computed, counts, positions)[0] if self._axes else positions
+        into.positions[:] = rope
         into.input_ids[:] = self.tokens[owner, positions]
         into.slot_mapping[:] = self.blocks[owner, pages] * np.int64(self.block_size) + offsets
         if into.adapters is not None:
@@ -203,7 +205,7 @@ class HostSlots(Slots):
         """The last counts[i] tokens of each row; None if these are all of the batch."""
         if np.add.reduce(counts) == len(batch.input_ids):
             return None
-        divided = None if batch.bidirectional is None else divide(plan, self._both_ways)
+        divided = None if batch.bidirectional is None else divide(plan, self._bidirectional)
         row_counts = counts if divided is None else divided.last(counts)
         rows = row_counts.nonzero()[0]  # [R']
         query_start = np.zeros(len(rows) + 1, np.int32)

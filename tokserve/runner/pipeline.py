@@ -53,7 +53,7 @@ class Pipeline:
         self.temperature_bit = 1 << self.processors.index(temperature)
         self.column_bits = self.temperature_bit | 1 << self.processors.index(filters)  # all they need is in columns
         self._needs: Int64 = np.zeros(len(slots.seeds), np.int64)  # bit i: processor i
-        self._needy: set[int] = set()  # slots that need any
+        self._with_needs: set[int] = set()  # slots that need any
         self._buffer = torch.empty(0, vocab_size)  # kept: fresh pages would cost more than the work on them
 
     def assign(self, row: NewRow, params: SamplingParams) -> None:
@@ -62,12 +62,12 @@ class Pipeline:
         needs = sum(1 << i for i, step in enumerate(self.processors) if step.assign(row, params))
         if needs:
             self._needs[row.slot] = needs
-            self._needy.add(row.slot)
+            self._with_needs.add(row.slot)
 
     def release(self, slot: int) -> None:
         """The slot is free."""
         self._needs[slot] = 0
-        self._needy.discard(slot)
+        self._with_needs.discard(slot)
 
     def set_bitmask(self, bitmask: GrammarBitmask | None) -> None:
         """What the rows with a grammar may sample in this step."""
@@ -75,7 +75,7 @@ class Pipeline:
 
     def needs(self, rows: LogitRows) -> int:
         """Bit i: some row needs processor i; 0 if all rows are sampled from as they are."""
-        return int(np.bitwise_or.reduce(self._needs[rows.slots])) if self._needy else 0
+        return int(np.bitwise_or.reduce(self._needs[rows.slots])) if self._with_needs else 0
 
     def run(self, logits: Tensor, rows: LogitRows) -> tuple[Tensor, Tensor | None]:
         """Processed logits [n, V], good until the next call (`logits` itself if no row needs anything), and

@@ -1,4 +1,4 @@
-"""This process among those that compute one model: its share of each layer, its layers, and who answers.
+"""This process among those that compute one model: its share of each layer, its layers, and who samples.
 
 Rank `stage * tensor + n` has the n-th part of the layers of a stage.  The first rank of the last stage samples, and
 tells the others which tokens follow: only it needs the logits.
@@ -62,38 +62,39 @@ class Ranks:
         self.group, self.world, self.total = group, world, total
         link = None if world is None or stages == 1 else Neighbours(world, rank, tensor)
         self.stage = WHOLE if stages == 1 else Stage(rank // tensor, stages, link)
-        self.answering = (stages - 1) * tensor
+        self.sampling_rank = (stages - 1) * tensor
 
     @property
-    def answers(self) -> bool:
+    def samples(self) -> bool:
         """Whether this rank samples."""
-        return self.rank == self.answering
+        return self.rank == self.sampling_rank
 
-    def least(self, number: int) -> int:
+    def minimum(self, number: int) -> int:
         """The least of the ranks' numbers."""
-        return number if self.world is None else self.world.least([number])[0]
+        return number if self.world is None else self.world.minimum([number])[0]
 
-    def text(self, text: str) -> str:
-        """What the answering rank says, of up to 255 bytes."""
+    def broadcast_text(self, text: str) -> str:
+        """The sampling rank's text, of up to 255 bytes; that of the others is ignored."""
         if self.world is None:
             return text
         packed = np.zeros(256, np.uint8)
         encoded = text.encode()
         packed[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-        return bytes(self.world.broadcast(torch.from_numpy(packed), self.answering).numpy()).rstrip(b"\0").decode()
+        return bytes(self.world.broadcast(torch.from_numpy(packed), self.sampling_rank).numpy()).rstrip(b"\0").decode()
 
-    def tell(self, sample: Any) -> None:
-        """Tell the other ranks what was sampled."""
+    def broadcast_sample(self, sample: Any) -> None:
+        """Send the other ranks what was sampled here."""
         if self.world is None:
             return
         tokens: SampledTokens = sample.result()
         status = np.full(len(tokens.token_ids), OK, np.int32) if tokens.status is None else tokens.status
-        self.world.broadcast(torch.from_numpy(np.stack([tokens.token_ids, status.astype(np.int32)])), self.answering)
+        packed = np.stack([tokens.token_ids, status.astype(np.int32)])
+        self.world.broadcast(torch.from_numpy(packed), self.sampling_rank)
 
-    def hear(self, count: int) -> ReceivedSample:
-        """What the answering rank tells of `count` rows."""
+    def receive_sample(self, count: int) -> ReceivedSample:
+        """What the sampling rank broadcasts of `count` rows."""
         assert self.world is not None
-        received = self.world.broadcast(torch.empty(2, count, dtype=torch.int32), self.answering)
+        received = self.world.broadcast(torch.empty(2, count, dtype=torch.int32), self.sampling_rank)
         ids, status = received.numpy()
         return ReceivedSample(
             SampledTokens(ids, status.astype(np.uint8), None), received[0].long().to(self.world.device)

@@ -102,10 +102,10 @@ class Runner:
         self, logits: Tensor, rows: LogitRows, columns: SamplingColumns, bitmask: GrammarBitmask | None
     ) -> PendingSample | ReceivedSample:
         """New tokens, by the rank that has the logits."""
-        if not self.ranks.answers:
-            return self.ranks.hear(len(rows.slots))
+        if not self.ranks.samples:
+            return self.ranks.receive_sample(len(rows.slots))
         sample = self._sampler.sample(logits, rows, columns, bitmask)
-        self.ranks.tell(sample)
+        self.ranks.broadcast_sample(sample)
         return sample
 
     def _update_tables(self, plan: StepPlan) -> None:
@@ -148,7 +148,7 @@ class Runner:
             step.prompt_logprobs = {row: score for row, score in scores.items() if score is not None}
             for row, count in pooled.items():
                 end = int(hidden.ends[row])
-                if not self.ranks.answers:
+                if not self.ranks.samples:
                     continue
                 vector = self._pooler.pool(self.model, plan, row, hidden.states[end - count : end])
                 if vector is not None:
@@ -174,7 +174,7 @@ class Runner:
         parts = []
         for j in range(first, last, self._score_chunk):
             logits = self.model.logits(hidden.states[j + shift : min(j + self._score_chunk, last) + shift])
-            if self.ranks.answers:
+            if self.ranks.samples:
                 parts.append(self._sampler.score(logits, slot, j))
         return join(parts) if parts else None
 

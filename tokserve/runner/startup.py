@@ -62,8 +62,8 @@ def _load(config: Config, ranks: Ranks) -> tuple[Runner, DeviceFacts]:
     cpus = device.bound_cpus(runtime.cpu_bind, threads)
     bound = ops.bind(runtime.device, runtime.ops, threads, cpus=cpus, exact=runtime.exact)
     kernels = cpu_kernels(bound, _with_arithmetic(config, ranks), config.model.dtype)
-    if ranks.answers:
-        ranks.text("" if kernels is None else kernels.arithmetic)
+    if ranks.samples:
+        ranks.broadcast_text("" if kernels is None else kernels.arithmetic)
     if bound["linear"] != "torch":
         device.set_threads(1)  # the compiled ops have their own threads; torch's would fight them for the cores
     model = _model(config, target, ranks)
@@ -248,8 +248,8 @@ def join_ranks(
 
 
 def _with_arithmetic(config: Config, ranks: Ranks) -> RuntimeConfig:
-    """What the answering rank has measured to be the fastest holds for all: norms and routers are computed by each."""
-    if ranks.answers or not (arithmetic := ranks.text("")):
+    """What the sampling rank has measured to be the fastest holds for all: norms and routers are computed by each."""
+    if ranks.samples or not (arithmetic := ranks.broadcast_text("")):
         return config.runtime
     return msgspec.structs.replace(config.runtime, cpu_arithmetic=arithmetic)
 

@@ -115,8 +115,8 @@ ENDPOINTS = (
              reply=tokenize.DetokenizeReply, raises=PROMPT),
     Endpoint(GET, "/v1/models", introspection.models, reply=introspection.ModelList),
     Endpoint(GET, "/v1/models/{id:path}", introspection.model, reply=introspection.ModelCard, raises=ENGINE | MISSING),
-    Endpoint(GET, "/health", introspection.health, reply=types.Nothing, query=(("deep", bool),)),
-    Endpoint(("GET", "POST"), "/ping", introspection.health, reply=types.Nothing, query=(("deep", bool),)),
+    Endpoint(GET, "/health", introspection.health, reply=types.EmptyObject, query=(("deep", bool),)),
+    Endpoint(("GET", "POST"), "/ping", introspection.health, reply=types.EmptyObject, query=(("deep", bool),)),
     Endpoint(GET, "/ready", introspection.readiness, reply=introspection.Readiness,
              also=((503, introspection.Readiness),)),
     Endpoint(GET, "/version", introspection.version, reply=types.Version, raises=NEVER),
@@ -127,7 +127,7 @@ ENDPOINTS = (
     Endpoint(GET, "/openapi.json", introspection.openapi_schema, reply=types.JsonObject, raises=NEVER),
     Endpoint(GET, "/docs", api_pages.swagger, reply=HTML, page=True, raises=NEVER),
     Endpoint(GET, "/redoc", api_pages.redoc, reply=HTML, page=True, raises=NEVER),
-    Endpoint(GET, "/liveness", state.liveness, reply=types.Nothing),
+    Endpoint(GET, "/liveness", state.liveness, reply=types.EmptyObject),
     Endpoint(GET, "/inference/v1/state", state.state, reply=types.ServerState, guarded=True),
     Endpoint(GET, "/kv_event_sources", state.kv_event_sources, reply=list[types.JsonObject], guarded=True),
     Endpoint(GET, "/is_paused", state.is_paused, reply=types.IsPaused, guarded=True),
@@ -308,7 +308,7 @@ def _errors_of(path: str, table: Sequence[Endpoint]) -> errors.ErrorShape:
     return next(shapes, errors.OPENAI)
 
 
-def is_frameworks(path: str) -> bool:
+def is_alias(path: str) -> bool:
     """Whether it is a training framework's own name for another route."""
     return path.startswith("/skyrl/")
 
@@ -318,7 +318,7 @@ def suggest_route(path: str) -> str | None:
     candidates = [
         endpoint.path
         for endpoint in ENDPOINTS
-        if path and (endpoint.path.endswith(path) or path.endswith(endpoint.path)) and not is_frameworks(endpoint.path)
+        if path and (endpoint.path.endswith(path) or path.endswith(endpoint.path)) and not is_alias(endpoint.path)
     ]
     return min(candidates, key=len, default=None)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -22,6 +22,7 @@ from tokserve.params import DraftReport, SamplingParams
 from tokserve.server.replies import draft_metrics
 from tokserve.server.replies.draft_metrics import ReplyMetrics
 
+T = TypeVar("T")
 Render = Callable[[ChoiceOutput], bytes]  # writes a delta
 
 
@@ -96,7 +97,7 @@ class Generation:
         self.kv_transfer_params: dict[str, Any] | None = None
         self.streams: Sequence[Stream | BeamStream] = ()
         self.adjust: Callable[[ChoiceOutput], ChoiceOutput] | None = None
-        self.timed: Callable[[Render], Render] = _as_it_is
+        self.timed: Callable[[Render], Render] = _unchanged
         self.rename: Callable[[RequestError], RequestError] = _unchanged  # names fields as in the route's body
         self.on_close: Callable[[], None] = _nothing
         self.cause: str | None = "abort_disconnect"  # for the metrics, if it is closed before its end
@@ -235,9 +236,5 @@ def _nothing() -> None:
     pass
 
 
-def _unchanged(error: RequestError) -> RequestError:
-    return error
-
-
-def _as_it_is(render: Render) -> Render:
-    return render
+def _unchanged(value: T) -> T:
+    return value

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NotRequired, TypedDict
 
 
-class Nothing(TypedDict):
+class EmptyObject(TypedDict):
     """An empty object."""
 
 
@@ -132,7 +132,7 @@ class Removed(TypedDict):
     removed: int
 
 
-class Kept(TypedDict):
+class DraftCorpusSize(TypedDict):
     """The number of outputs that are drafts now."""
 
     outputs: int
@@ -154,7 +154,7 @@ JsonObject = dict[str, Any]
 OF_COMMANDS: dict[str, Any] = {
     "pause": CommandStatus, "extend_pause": CommandStatus, "resume": CommandStatus, "sleep": CommandStatus,
     "wake_up": CommandStatus, "release_kv_cache_memory": Success, "reset_prefix_cache": Success,
-    "add_draft_corpus": Kept, "remove_draft_corpus": Removed, "init_weight_transfer_engine": Done,
+    "add_draft_corpus": DraftCorpusSize, "remove_draft_corpus": Removed, "init_weight_transfer_engine": Done,
     "shutdown_weight_transfer_engine": Done, "start_weight_update": Done, "finish_weight_update": Done,
     "abort_weight_update": Done, "update_weight_version": Renamed, "load_lora_adapter": AdapterReply,
     "unload_lora_adapter": AdapterReply, "start_profile": JsonObject, "stop_profile": JsonObject,

@@ -184,7 +184,7 @@ class Serving:
             return None
         if server.tool_call_parser != "auto":
             return tool_formats.named(tool_formats.TOOL_FORMATS, server.tool_call_parser)
-        recognised = tool_formats.recognise(self.template)
+        recognised = tool_formats.recognize(self.template)
         if recognised is not None:
             logger.info("tool calls: %s, as the chat template writes them", recognised.name)
         elif server.enable_auto_tool_choice:

@@ -1,4 +1,4 @@
-"""The formats in which models write tool calls and reasoning, and how to recognise the one of a chat template.
+"""The formats in which models write tool calls and reasoning, and how to recognize the one of a chat template.
 
 A format is a row of a table, which `parsing` interprets.  The names are those of vLLM's parsers.  The format of a model
 is recognised by the call that its template renders in a conversation, not by the model's name.
@@ -17,7 +17,7 @@ from tokserve.text.parsing import OutputFormat, Parser, Thinking, ToolFormat
 
 F = TypeVar("F", ToolFormat, Thinking)
 
-# In the order in which `recognise` tries them.
+# In the order in which `recognize` tries them.
 TOOL_FORMATS = (
     # <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>: Hermes, Qwen 2.5, Qwen 3
     ToolFormat("hermes", opens=("<tool_call>",), closes="</tool_call>"),
@@ -58,7 +58,7 @@ def named(table: tuple[F, ...], name: str) -> F:
     return next(row for row in table if row.name == name)
 
 
-def recognise(template: ChatTemplate) -> ToolFormat | None:
+def recognize(template: ChatTemplate) -> ToolFormat | None:
     """The format in which a template renders calls of an earlier turn; None if it renders none, or is unknown."""
     tools = [{"type": "function", "function": FUNCTION}]
     try:
@@ -68,11 +68,11 @@ def recognise(template: ChatTemplate) -> ToolFormat | None:
         whole = template.text(history, tools=tools, add_generation_prompt=False)
     except RequestError:
         return None
-    turn, answer = _behind(question, whole), _behind(prompt, whole)
+    turn, answer = _without_common_prefix(question, whole), _without_common_prefix(prompt, whole)
     return next((form for form in TOOL_FORMATS if _reads(form, answer if form.bare else turn)), None)
 
 
-def _behind(prefix: str, whole: str) -> str:
+def _without_common_prefix(prefix: str, whole: str) -> str:
     """`whole` without the common beginning."""
     return whole[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prefix, whole, strict=False))) :]
 

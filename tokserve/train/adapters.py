@@ -35,15 +35,15 @@ class TrainedAdapter:
     @property
     def rank(self) -> int:
         """The largest of any module."""
-        return max(len(self.factors[down(module)]) for module in self.scales)
+        return max(len(self.factors[lora_a_name(module)]) for module in self.scales)
 
 
-def down(module: str) -> str:
+def lora_a_name(module: str) -> str:
     """The name of a module's factor [r, inputs]."""
     return f"{module}.lora_A.weight"
 
 
-def up(module: str) -> str:
+def lora_b_name(module: str) -> str:
     """The name of a module's factor [outputs, r]."""
     return f"{module}.lora_B.weight"
 
@@ -65,15 +65,15 @@ def drawn(
     for module, (inputs, outputs) in sizes.items():
         if any(_is(module, target) for target in targets):
             bound = 1.0 / math.sqrt(inputs)
-            factors[down(module)] = torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator)
-            factors[up(module)] = torch.zeros(outputs, rank)
+            factors[lora_a_name(module)] = torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator)
+            factors[lora_b_name(module)] = torch.zeros(outputs, rank)
     scale = alpha / (math.sqrt(rank) if use_rslora else rank)
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0,
         "bias": "none", "target_modules": list(targets), "use_rslora": use_rslora, "use_dora": False,
         "fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None, "init_lora_weights": True,
     }  # fmt: skip
-    return TrainedAdapter(config, {module: scale for module in sizes if down(module) in factors}, factors)
+    return TrainedAdapter(config, {module: scale for module in sizes if lora_a_name(module) in factors}, factors)
 
 
 def read(directory: Path, sizes: Sizes, renames: tuple[tuple[str, str], ...]) -> TrainedAdapter:
@@ -81,7 +81,7 @@ def read(directory: Path, sizes: Sizes, renames: tuple[tuple[str, str], ...]) ->
     weights = adapters.read(directory, sizes, renames, MAX_RANK)
     factors: dict[str, Tensor] = {}
     for module, pair in weights.items():
-        factors[down(module)], factors[up(module)] = pair.down.float().clone(), pair.up.float().clone()
+        factors[lora_a_name(module)], factors[lora_b_name(module)] = pair.down.float().clone(), pair.up.float().clone()
     config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
     return TrainedAdapter(config, {module: pair.scale for module, pair in weights.items()}, factors)
 

@@ -23,7 +23,7 @@ def pieces(count: int, size: int = PIECE) -> Iterator[slice]:
         yield slice(start, min(start + size, count))
 
 
-def times(x: Tensor, matrix: Tensor) -> Tensor:  # [M, K], [N, K] -> [M, N] float32
+def times_transposed(x: Tensor, matrix: Tensor) -> Tensor:  # [M, K], [N, K] -> [M, N] float32
     """x matrix^T, one chain over K for each element.  A transposed matrix is packed as it is, without a copy."""
     matrix = matrix if 1 in matrix.stride() else matrix.contiguous()
     return ops.linear(x, ops.pack_linear(matrix), None, torch.float32)
@@ -42,8 +42,8 @@ def linear_weight(grad: Tensor, x: Tensor) -> Tensor:  # [T, N], [T, K] -> [N, K
     """
     tokens, outputs, inputs = len(grad), grad.shape[1], x.shape[1]
     if tokens * outputs > (tokens + outputs) * inputs:
-        return times(x.t().contiguous(), grad.t()).t().contiguous()
-    return times(grad.t().contiguous(), x.t())
+        return times_transposed(x.t().contiguous(), grad.t()).t().contiguous()
+    return times_transposed(grad.t().contiguous(), x.t())
 
 
 def summed(rows: Tensor, places: Tensor, count: int) -> Tensor:  # [T, H] float32, [T] int64 -> [count, H]

@@ -16,7 +16,7 @@ from tokserve.layers.norm import NoNorm
 from tokserve.models.decoder import DecoderBlock
 from tokserve.train import experts, functions, norms
 from tokserve.train.activations import activate
-from tokserve.train.adapters import down, up
+from tokserve.train.adapters import lora_a_name, lora_b_name
 from tokserve.train.batch import PackedBatch
 from tokserve.train.products import Products
 
@@ -95,7 +95,9 @@ class BlockPass:
         biases = [] if layer.bias is None else [self.masters[f"{name}.bias"] for name in names.values()]
         out = functions.linear(x, layer, weights, biases, self.products)
         factors = [
-            functions.Factors(shard, self.masters[down(name)], self.masters[up(name)], self.scales[name])
+            functions.Factors(
+                shard, self.masters[lora_a_name(name)], self.masters[lora_b_name(name)], self.scales[name]
+            )
             for shard, name in names.items()
             if name in self.scales
         ]

@@ -132,10 +132,10 @@ class _LowRank(torch.autograd.Function):
         grads: list[Tensor] = []
         for (shard, scale), down, up in zip(ctx.shards, masters[::2], masters[1::2], strict=True):
             down, up, part = down.to(x.dtype), up.to(x.dtype), parts[shard].contiguous()
-            inner = backward.times(x, down).mul_(scale).to(x.dtype)  # [T, r]
-            grad_inner = backward.times(part, up.t()).mul_(scale).to(x.dtype)
+            inner = backward.times_transposed(x, down).mul_(scale).to(x.dtype)  # [T, r]
+            grad_inner = backward.times_transposed(part, up.t()).mul_(scale).to(x.dtype)
             grads += [backward.linear_weight(grad_inner, x), backward.linear_weight(part, inner)]
-            grad_x += backward.times(grad_inner, down.t())
+            grad_x += backward.times_transposed(grad_inner, down.t())
         return grad, grad_x.to(x.dtype), None, None, *grads
 
 

@@ -18,7 +18,7 @@ from tokserve.layers.lora import LoraSlots, LowRank
 from tokserve.models.decoder import Decoder
 from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.train import experts, functions, norms, scores, support
-from tokserve.train.adapters import down, up
+from tokserve.train.adapters import lora_a_name, lora_b_name
 from tokserve.train.batch import PackedBatch
 from tokserve.train.blocks import BlockPass, Masters, joined, kept_bytes, norm_masters
 from tokserve.train.byte_budget import ByteBudget
@@ -107,7 +107,7 @@ class DecoderModules:
 
     def _sync_adapter(self, masters: Masters, everything: bool) -> None:
         for module, scale in self._adapter.items() if self.adapted else ():
-            names = (down(module), up(module))
+            names = (lora_a_name(module), lora_b_name(module))
             if names[0] in masters and self._changed(names, masters, everything):
                 name, shard = self._targets[module]
                 slots = self._linears[name].lora

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tokserve import ops
-from tokserve.train.adapters import MAX_RANK, down, up
+from tokserve.train.adapters import MAX_RANK, lora_a_name, lora_b_name
 
 PEFT_LINEAR = ("peft.tuners.lora.layer", "Linear")
 
@@ -90,12 +90,12 @@ def _add_adapter(weights: ModelWeights, place: str, layer: Any) -> None:
     for name in active:
         _check(layer, place, name)
         factors = layer.lora_A[name], layer.lora_B[name]
-        weights.masters[down(place)], weights.masters[up(place)] = (
+        weights.masters[lora_a_name(place)], weights.masters[lora_b_name(place)] = (
             parameter(factor, f"{place}.{kind}", "weight")
             for factor, kind in zip(factors, ("lora_A", "lora_B"), strict=True)
         )
         weights.scales[place] = float(layer.scaling[name])
-        weights.rank = max(weights.rank, len(weights.masters[down(place)]))
+        weights.rank = max(weights.rank, len(weights.masters[lora_a_name(place)]))
         if weights.rank > MAX_RANK:
             raise ValueError(f"{place}: the rank of adapter {name} is above {MAX_RANK}")
 

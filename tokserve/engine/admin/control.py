@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Control:
-    """`frozen`, `idle_is_fine` and `status` are for the core.
+    """`frozen`, `may_be_idle` and `status` are for the core.
 
     `update_lease`: seconds without a call after which an open weight update is rolled back; 0: never.
     """
@@ -113,7 +113,7 @@ class Control:
         return self._paused or bool(self._asleep) or not self.weights.can_compute
 
     @property
-    def idle_is_fine(self) -> bool:
+    def may_be_idle(self) -> bool:
         """Whether requests may wait although nothing runs."""
         return self.frozen or bool(self._barriers)
 

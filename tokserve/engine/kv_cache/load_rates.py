@@ -51,7 +51,7 @@ class LoadRates:
         self._measured = now
         self.files += WEIGHT * (num_blocks * self._block_bytes / max(seconds, 1e-6) - self.files)
 
-    def gave_up(self, num_blocks: int, seconds: float, now: float) -> None:
+    def timed_out(self, num_blocks: int, seconds: float, now: float) -> None:
         """Files were not read within the time: they are at best so fast."""
         self._measured = now
         self.files = min(self.files, num_blocks * self._block_bytes / max(seconds, 1e-6))

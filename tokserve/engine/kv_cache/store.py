@@ -401,7 +401,7 @@ class KVStore:
         """Reading takes too long: the requests that wait compute."""
         assert load.loading is not None
         self.counters.given_up += 1
-        self._rates.gave_up(len(load.read), now - load.began, now)
+        self._rates.timed_out(len(load.read), now - load.began, now)
         self._cache.end_load(load.loading, load.tokens, 0)
         load.loading = None
 

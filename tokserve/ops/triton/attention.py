@@ -30,8 +30,8 @@ from tokserve.ops.triton.elementwise import tanh
 from tokserve.ops.triton.launch import (
     is_dependent,
     is_last_of,
+    launch_dependents,
     launched,
-    let_next_begin,
     multiprocessors,
     tuned,
     wait_for_inputs,
@@ -149,7 +149,7 @@ def work_kernel(
     start = tl.load(start_ptr + index, mask=inside, other=0)
     queries = tl.load(start_ptr + index + 1, mask=inside, other=0) - start
     length = tl.load(len_ptr + index, mask=inside, other=0)
-    let_next_begin(DEPENDENT)
+    launch_dependents(DEPENDENT)
     first = tl.maximum(length - queries + 1 - WINDOW, 0) // SPLIT if WINDOW > 0 else tl.zeros_like(length)
     splits = tl.where((queries > 0) & (queries <= packed), (length + SPLIT - 1) // SPLIT - first, 0)
     tiles = tl.where(queries > packed, (queries + QUERIES - 1) // QUERIES, 0)
@@ -237,7 +237,7 @@ def decode_kernel(
                 row += (kv_head + 1) // KV_HEADS
         else:
             row += 1
-    let_next_begin(DEPENDENT)
+    launch_dependents(DEPENDENT)
 
 
 @triton.jit
@@ -312,7 +312,7 @@ def prefill_kernel(
         out = finished(acc, row_max, row_sum, sinks_ptr, head, valid, v_scale, SINKS)
         offset = (token * (GROUP * KV_HEADS) + head)[:, None] * DIM + column
         tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=inside)
-    let_next_begin(DEPENDENT)
+    launch_dependents(DEPENDENT)
 
 
 @dataclass(frozen=True, slots=True)

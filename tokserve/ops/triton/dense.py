@@ -28,8 +28,8 @@ from tokserve.ops.triton.launch import (
     counters,
     is_dependent,
     is_last_of,
+    launch_dependents,
     launched,
-    let_next_begin,
     prefetch,
     torch_device,
     tuned,
@@ -140,7 +140,7 @@ def linear_kernel(
                 x_ptrs, weight_ptrs, weight_scale_ptr, x_valid, weight_valid, output, outputs, inputs, chain * length,
                 length, SCALED, GROUP, EVEN, BLOCK_K,
             )  # fmt: skip
-    let_next_begin(DEPENDENT)
+    launch_dependents(DEPENDENT)
     offset = row.to(tl.int64)[:, None] * outputs + output[None, :]
     valid = (row < rows)[:, None] & (output < outputs)[None, :]
     if APART:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokserve.ops import elementwise
-from tokserve.ops.triton.launch import EXACT, is_dependent, launched, let_next_begin, wait_for_inputs, warps
+from tokserve.ops.triton.launch import EXACT, is_dependent, launch_dependents, launched, wait_for_inputs, warps
 from tokserve.ops.triton.sums import tree_sum
 
 GATED_BLOCK = 1024  # outputs of one program
@@ -55,7 +55,7 @@ def norm_kernel(
         total = (x * multiplier + residual).to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row + column, total, mask=inside)
         x = total.to(tl.float32)
-    let_next_begin(DEPENDENT)
+    launch_dependents(DEPENDENT)
     if CENTERED:
         x = tl.where(inside, x - tree_sum(x) / WIDTH, 0.0)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
@@ -277,7 +277,7 @@ def activate_kernel(
     x = active(tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32), KIND)
     if GATED:
         x = x * tl.load(x_ptr + row * x_stride + inner + column, mask=inside, other=0.0).to(tl.float32)
-    let_next_begin(DEPENDENT)
+    launch_dependents(DEPENDENT)
     tl.store(out_ptr + row * inner + column, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from tokserve.ops import float8
 from tokserve.ops.float8 import PackedFloat8
 from tokserve.ops.triton.dense import product
-from tokserve.ops.triton.launch import is_dependent, launched, let_next_begin, torch_device, wait_for_inputs, warps
+from tokserve.ops.triton.launch import is_dependent, launch_dependents, launched, torch_device, wait_for_inputs, warps
 
 MAX = tl.constexpr(float8.MAX)
 MIN_MAGNITUDE = tl.constexpr(float8.MIN_MAGNITUDE)
@@ -42,7 +42,7 @@ def float8_rows_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    let_next_begin(DEPENDENT)
+    launch_dependents(DEPENDENT)
     largest = tl.max(tl.abs(x), 0)
     has_nan = tl.sum((x != x).to(tl.int32), 0) > 0
     finite = (largest < float("inf")) & (has_nan == 0)

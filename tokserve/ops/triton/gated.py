@@ -27,7 +27,7 @@ from tokserve.ops.triton.dense import (
     tile_of,
 )
 from tokserve.ops.triton.elementwise import ACTIVATIONS, active
-from tokserve.ops.triton.launch import is_dependent, launched, let_next_begin, prefetch, tuned, wait_for_inputs
+from tokserve.ops.triton.launch import is_dependent, launch_dependents, launched, prefetch, tuned, wait_for_inputs
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -65,7 +65,7 @@ def gated_linear_kernel(
             of_up = tl.load(up_ptrs + start, mask=weight_valid & remaining, other=0.0)
         gate = add_step(gate, x, of_gate, weight_scale_ptr, start, output, inner, inner, SCALED, 0, BLOCK_K)
         up = add_step(up, x, of_up, weight_scale_ptr, start, output, inner, inner, SCALED, 0, BLOCK_K)
-    let_next_begin(DEPENDENT)
+    launch_dependents(DEPENDENT)
     gate = finished(gate, bias_ptr, x_scale_ptr, weight_scale_ptr, row, output, rows, inner, 0, SCALED, BIAS)
     up = finished(up, bias_ptr, x_scale_ptr, weight_scale_ptr, row, output, rows, inner, inner, SCALED, BIAS)
     dtype = out_ptr.dtype.element_ty

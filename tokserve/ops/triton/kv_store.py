@@ -12,7 +12,7 @@ from torch import Tensor
 from tokserve.ops import attention
 from tokserve.ops.triton.elementwise import pairing, rotate
 from tokserve.ops.triton.float8 import nearest
-from tokserve.ops.triton.launch import EXACT, is_dependent, launched, let_next_begin, wait_for_inputs, warps
+from tokserve.ops.triton.launch import EXACT, is_dependent, launch_dependents, launched, wait_for_inputs, warps
 from tokserve.ops.triton.sums import tree_sum, tree_sums
 
 
@@ -130,7 +130,7 @@ def norm_rope_store_kernel(
     )  # fmt: skip
     v = tl.load(qkv + Q_HEADS * Q_STRIDE + (K_HEADS + head) * DIM + column, mask=inside)
     offset = ((slot // PAGE * K_HEADS + head) * PAGE + slot % PAGE) * DIM + column
-    let_next_begin(DEPENDENT)
+    launch_dependents(DEPENDENT)
     # rounded to the dtype of the projection first, as a key that is stored by itself
     tl.store(k_cache + offset, to_cache(k.to(qkv_ptr.dtype.element_ty), k_cache, k_scale), mask=inside)
     tl.store(v_cache + offset, to_cache(v, v_cache, v_scale), mask=inside)

@@ -39,7 +39,7 @@ def prefetch(pointers):
 
 
 @triton.jit
-def let_next_begin(DEPENDENT: tl.constexpr):
+def launch_dependents(DEPENDENT: tl.constexpr):
     """The next kernel may take the places that this one's programs leave free, up to its `wait_for_inputs`."""
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
