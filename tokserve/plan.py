@@ -116,6 +116,10 @@ class LogprobRows(msgspec.Struct, frozen=True):
     top_ids: Int32  # [n, width]
     top_logprobs: Float32  # [n, width]
 
+    def take(self, kept: NDArray[np.bool_]) -> LogprobRows:
+        """The rows that are `kept` [n]."""
+        return LogprobRows(self.token_logprobs[kept], self.ranks[kept], self.top_ids[kept], self.top_logprobs[kept])
+
 
 class SamplingMaskRows(msgspec.Struct, frozen=True):
     """What n tokens were drawn from.

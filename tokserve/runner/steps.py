@@ -108,7 +108,7 @@ class PendingResult:
         else:
             counts, status, self.kept = verify(plan, sampled, self._withheld)
             token_ids = token_ids[self.kept]
-            logprobs = None if logprobs is None else take(logprobs, self.kept)
+            logprobs = None if logprobs is None else logprobs.take(self.kept)
             masks = None if masks is None else masks.take(self.kept)
         for row, vector in self._pooled.items():
             if not np.isfinite(vector).all():
@@ -159,8 +159,3 @@ def verify(
     counts[rows] = first - starts + (sampled_status[first] == OK)
     status[rows] = np.where(counts[rows] > 0, np.uint8(OK), sampled_status[first])
     return counts, status, index - np.repeat(starts, num_logits[rows]) < np.repeat(counts[rows], num_logits[rows])
-
-
-def take(rows: LogprobRows, kept: NDArray[np.bool_]) -> LogprobRows:
-    """These rows only."""
-    return LogprobRows(rows.token_logprobs[kept], rows.ranks[kept], rows.top_ids[kept], rows.top_logprobs[kept])
