@@ -169,6 +169,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "prompt",
             "params",
             "errors",
+            "processes",
             "config",
             "log",
             "checkpoint",

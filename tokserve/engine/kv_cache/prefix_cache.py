@@ -139,7 +139,7 @@ class PrefixCache:
     def plan_saves(self, table: BlockTable, start: int, end: int) -> list[tuple[int, int]]:
         """(position, snapshot) of those to be taken of a state that goes on from position `start` to `end`."""
         snapshots, size = self.snapshots, self.block_size
-        if snapshots is None or not snapshots.total or table.hash_seed != self._hash_seed(table):
+        if snapshots is None or not snapshots.total or not self.is_current(table):
             return []
         first, last = start // size + 1, end // size
         saves = []
@@ -154,10 +154,10 @@ class PrefixCache:
     def record_saves(self, table: BlockTable, saves: Sequence[tuple[int, int]], taken: Collection[int]) -> None:
         """Record which of these snapshots were taken: they belong to full blocks of the table that are indexed now."""
         assert self.snapshots is not None
-        current = table.hash_seed == self._hash_seed(table)
+        is_current = self.is_current(table)
         for position, snapshot in saves:
             index = position // self.block_size
-            if current and snapshot in taken and index <= table.num_full:
+            if is_current and snapshot in taken and index <= table.num_full:
                 self.snapshots.keep(snapshot, table.hashes[index - 1])
             else:
                 self.snapshots.release(snapshot)
@@ -217,7 +217,7 @@ class PrefixCache:
         full = num_settled // self.block_size
         if full <= table.num_full:
             return
-        if self.enabled and table.hash_seed == self._hash_seed(table):
+        if self.enabled and self.is_current(table):
             self._extend_hashes(table, tokens, full)
             new = []
             for index in range(table.num_full, full):
