@@ -169,7 +169,6 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "prompt",
             "params",
             "errors",
-            "processes",
             "config",
             "log",
             "checkpoint",

@@ -83,6 +83,7 @@ class Recurrent:
     """What these layers have in common with attention for a decoder: no keys, no values, no scales of a cache."""
 
     k_scale = v_scale = 1.0
+    out: Linear
 
     def scale_cache(self, k_scale: float, v_scale: float) -> None:
         """There is no cache to scale."""
@@ -94,6 +95,12 @@ class Recurrent:
     def borrow(self, other: object) -> None:
         """A draft model has the states of its layers nowhere."""
         raise StartError("speculative_config: a draft model is not supported with recurrent states")
+
+    def _project_out(self, mixed: Tensor, batch: ForwardBatch, logits_rows: LogitsRows | None) -> Tensor:
+        """The output projection of all tokens [T], or of the n tokens of `logits_rows`."""
+        if logits_rows is None:
+            return self.out(mixed, adapters=batch.adapters)
+        return self.out(mixed.index_select(0, logits_rows.tokens), adapters=logits_rows.adapters)
 
 
 class GatedDelta(Recurrent):
@@ -150,9 +157,7 @@ class GatedDelta(Recurrent):
             self.dt_bias, self.norm_weight, spec.eps, spec.grouped, memory, ring, batch.query_start, batch.seq_lens,
             rows.rows, rows.start, rows.end, rows.saves,
         )  # [T, heads * dim]  # fmt: skip
-        if logits_rows is None:
-            return self.out(mixed, adapters=adapters)
-        return self.out(mixed.index_select(0, logits_rows.tokens), adapters=logits_rows.adapters)
+        return self._project_out(mixed, batch, logits_rows)
 
 
 class ShortConv(Recurrent):
@@ -186,6 +191,4 @@ class ShortConv(Recurrent):
             self.project(x, adapters=batch.adapters), self.conv.weight, self.conv.bias, ring, batch.query_start,
             batch.seq_lens, rows.rows, rows.start, rows.end, rows.saves,
         )  # [T, hidden]  # fmt: skip
-        if logits_rows is None:
-            return self.out(mixed, adapters=batch.adapters)
-        return self.out(mixed.index_select(0, logits_rows.tokens), adapters=logits_rows.adapters)
+        return self._project_out(mixed, batch, logits_rows)

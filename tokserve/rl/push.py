@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .deltas import DeltaLabel, Deltas, applied, difference, file_pieces, tensors_of
+from .deltas import DeltaLabel, Deltas, applied, difference, dtype_name, file_pieces, tensors_of
 from .sums import Sums, completed, in_threads, set_checksum, tensor_sum
 
 Weights = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -217,7 +217,7 @@ def sparse_broadcast(deltas: Deltas) -> tuple[dict[str, Any], list[Tensor]]:
         tensors += [torch.from_numpy(indices.astype(np.int32)), delta.values.view(-1)]
     announced = {
         "names": names,
-        "dtype_names": [str(deltas[name].values.dtype).removeprefix("torch.") for name in names],
+        "dtype_names": [dtype_name(deltas[name].values.dtype) for name in names],
         "num_updates_list": [deltas[name].num_changed for name in names],
     }
     return announced, tensors
