@@ -5,8 +5,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from tokenizers import Tokenizer as Backend
 
+from tests.server import fake_llm
 from tests.server.fake_llm import NOWHERE, TOKENIZER, Site, endless, ids, says, site
+from tests.text.checkpoints import sentence_piece_json
+from tokserve.text.tokenizer import Tokenizer
 
 COMPLETIONS = "/v1/completions"
 
@@ -171,6 +175,20 @@ def test_offsets_are_places_in_the_text(fields: dict[str, Any], offsets: list[in
 
 def test_offsets_of_ids_leave_out_what_the_text_leaves_out() -> None:
     assert logprobs_of(site(says("c")), [*ids("a"), 2, *ids("b")])["text_offset"] == [0, 1, 1, 2, 3]
+
+
+def test_offsets_of_a_prompt_whose_first_space_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Llama 2's tokenizer does; the output's first space stays."""
+    tokenizer = Tokenizer(Backend.from_str(sentence_piece_json()))
+    monkeypatch.setattr(fake_llm, "TOKENIZER", tokenizer)
+    monkeypatch.setattr(fake_llm, "VOCAB", tokenizer.vocab_size)
+    prompt = tokenizer.encode("the win", False)
+    s = site(lambda p, i: [*prompt, 0])
+    reply = ask(s, prompt, echo=True, logprobs=0, max_tokens=len(prompt))["choices"][0]
+    text, found = reply["text"], reply["logprobs"]
+    assert text == "the win the win"
+    places = zip(found["tokens"][1:], found["text_offset"][1:], strict=True)
+    assert found["text_offset"][0] == 0 and all(text.startswith(token, at) for token, at in places)
 
 
 def test_choices_of_all_prompts_have_a_limit() -> None:

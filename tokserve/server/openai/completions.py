@@ -284,8 +284,10 @@ class CompletionRenderer:
         shown = TextLogprobs()
         if begins and self._echo:
             ids = self._generation.prompt_ids(c.index)
-            exact = self._tokenizer.decode(ids, False) == self._prompt_text(c.index)
-            place = logprobs.TextOffset(self._tokenizer.pieces(not exact))
+            text = self._prompt_text(c.index)
+            exact = self._tokenizer.decode(ids, False) == text
+            spaced = self._tokenizer.continuation(ids, not exact).startswith(" ") and not text.startswith(" ")
+            place = logprobs.TextOffset(self._tokenizer.pieces(not exact), -spaced)
             shown.add(None, ids[:1], self._spelling, place, 0)
             top = c.prompt_logprobs.width if c.prompt_logprobs and self._top == -1 else max(0, self._top or 0)
             shown.add(c.prompt_logprobs, ids[1:], self._spelling, place, top)

@@ -69,7 +69,8 @@ class Spelling:
 class TextOffset:
     """An offset in a choice's text, advanced token by token: the characters so far, and the bytes of an incomplete one.
 
-    `pieces`: the bytes that tokens add to the text; b"" for skipped tokens.  `offset`: number of characters.
+    `pieces`: the bytes that tokens add to the text; b"" for skipped tokens.  `offset`: number of characters, below 0
+    where the text lacks some that its tokens begin with.
     """
 
     def __init__(self, pieces: Pieces, offset: int = 0) -> None:
@@ -89,7 +90,7 @@ class TextOffset:
         length = len(self.text(piece))
         self.offset += len(text)
         self._rest = (self._rest + piece)[used:]
-        return self.offset - length
+        return max(0, self.offset - length)
 
 
 class TokenAlternative(msgspec.Struct, gc=False):
