@@ -13,7 +13,7 @@ from tests.engine.scripted import Engine
 from tokserve.admin import COMMANDS, AdminCommand
 from tokserve.client.admin import AdminMethods
 from tokserve.client.llm import LLM
-from tokserve.engine.admin.states import GENERATION, WEIGHTS, as_markdown
+from tokserve.engine.admin.states import GENERATION, WEIGHTS
 
 RL = Path(__file__).parents[2] / "docs" / "rl.md"
 CLIENT_NAMES = {
@@ -44,6 +44,14 @@ def test_clients_have_a_method(name: str) -> None:
     if method is not None:
         assert hasattr(AdminMethods, method)
         assert hasattr(LLM, method) or method in ASYNC_ONLY
+
+
+def as_markdown(table: Any) -> str:
+    """The table for the documentation: a row for each state, a column for each event."""
+    events = list(dict.fromkeys(event for row in table.values() for event in row))
+    lines = [f"| state | {' | '.join(events)} |", "|---|" + "---|" * len(events)]
+    lines += [f"| **{state}** | {' | '.join(row.get(event, '') for event in events)} |" for state, row in table.items()]
+    return "\n".join(lines)
 
 
 @pytest.mark.parametrize("table", [GENERATION, WEIGHTS], ids=["generation", "weights"])

@@ -200,13 +200,8 @@ class Channel:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @property
-    def local_address(self) -> str:
-        """This end's address; of a Unix socket the loopback address."""
-        return "127.0.0.1" if self._socket.family == socket.AF_UNIX else str(self._socket.getsockname()[0])
-
-    @property
     def remote_address(self) -> str:
-        """The other end's address."""
+        """The other end's address; of a Unix socket the loopback address."""
         return "127.0.0.1" if self._socket.family == socket.AF_UNIX else str(self._socket.getpeername()[0])
 
     def send(self, message: ToRank | FromRank) -> None:

@@ -69,11 +69,3 @@ class Region(Generic[S, E]):
     def fire(self, event: E) -> None:
         """Go where the event leads."""
         self.state = self._table[self.state][event]
-
-
-def as_markdown(table: Table[S, E]) -> str:
-    """The table for the documentation: a row for each state, a column for each event."""
-    events = list(dict.fromkeys(event for row in table.values() for event in row))
-    lines = [f"| state | {' | '.join(events)} |", "|---|" + "---|" * len(events)]
-    lines += [f"| **{state}** | {' | '.join(row.get(event, '') for event in events)} |" for state, row in table.items()]
-    return "\n".join(lines)
