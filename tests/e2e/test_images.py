@@ -257,7 +257,7 @@ def test_features_that_do_not_fit_are_refused(server: Server) -> None:
         ({"kwargs_data": {"image": [item(grid=[1, 3, 8])]}}, "features.kwargs_data.image[0]"),
         ({"kwargs_data": {"image": [item(grid=[2, 2, 6])]}}, "features.kwargs_data.image[0]"),
         ({"kwargs_data": {"image": [item(patches=20)]}}, "features.kwargs_data.image[0]"),
-        ({"other": 1}, "features"),
+        ({"other": 1}, "features.other"),
     ]  # fmt: skip
     for change, field in cases:
         body = good | {"features": good["features"] | change}

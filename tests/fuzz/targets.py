@@ -157,7 +157,7 @@ def detokenizer(given: bytes) -> None:
     tokenizer, skip = TOKENIZERS[given[0] % len(TOKENIZERS)], bool(given[0] & 64)
     ids = [int.from_bytes(given[i : i + 2], "big") % (tokenizer.vocab_size + 2) for i in range(4, len(given) - 1, 2)]
     edges = sorted({0, len(ids), given[1] % (len(ids) + 1), given[2] % (len(ids) + 1)})
-    full = tokenizer.decode(ids, skip)
+    full = tokenizer.continuation(ids, skip)
     plain = Detokenizer(tokenizer, skip_special=skip)
     parts = [plain.push(ids[a:b])[0] for a, b in pairwise(edges)]
     assert "".join(parts) + plain.push((), True)[0] == full, (ids, edges)

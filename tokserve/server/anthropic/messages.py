@@ -176,7 +176,9 @@ def _response_format(request_body: CountTokensBody) -> dict[str, Any] | None:
 
 def _with_messages_field(error: RequestError, message_fields: Sequence[str]) -> RequestError:
     """The error of a chat body with the field of this body."""
-    return error if error.field is None else errors.renamed(error, _messages_field(error.field, message_fields))
+    if error.field is None or error.has_final_path:  # a final path has no place in the chat body
+        return error
+    return errors.renamed(error, _messages_field(error.field, message_fields))
 
 
 def _messages_field(field: str, message_fields: Sequence[str]) -> str:
