@@ -115,7 +115,8 @@ def test_abort_all_returns_partial_outputs(server: Server) -> None:
     """slime at the end of a rollout: what runs comes back with status 200."""
     with ThreadPoolExecutor(2) as pool:
         body = {"input_ids": IDS, "return_logprob": True}
-        running = [pool.submit(generate, server, body, max_new_tokens=900, ignore_eos=True) for _ in range(2)]
+        long = {"max_new_tokens": 1900, "ignore_eos": True, "temperature": 2.0}  # no draft of earlier outputs is right
+        running = [pool.submit(generate, server, body, **long) for _ in range(2)]
         while sum(server.get("/v1/loads").json()["loads"][0][name] for name in ("num_running_reqs",)) < 2:
             assert not any(one.done() for one in running)
             time.sleep(0.01)
@@ -124,7 +125,7 @@ def test_abort_all_returns_partial_outputs(server: Server) -> None:
         for one in running:
             reply = one.result()
             assert reply["meta_info"]["finish_reason"]["type"] == "abort"
-            assert len(reply["meta_info"]["output_token_logprobs"]) == len(reply["output_ids"]) < 900
+            assert len(reply["meta_info"]["output_token_logprobs"]) == len(reply["output_ids"]) < 1900
 
 
 def test_an_update_between_pause_and_continue(server: Server, demo_dir: Path) -> None:
