@@ -165,7 +165,7 @@ template <class Format, int ROWS, class Reader>
       set_zero(sum);
       add_packed<Format>(x + k, x_stride, panel + k * kPanel * Reader::kBits / 8, reader, min(group, depth - k), first,
                          sum);
-      terms.at(0, g).add_to(first, sum, sums);  // registers do not hold totals, too
+      terms.at(0, g).add_to(first, sum, sums);  // the registers do not hold totals as well
     }
   }
 }

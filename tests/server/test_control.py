@@ -263,7 +263,8 @@ def test_a_sender_that_leaves_is_told_to_the_engine() -> None:
     [
         ("/chat/completions", "/v1/chat/completions"), ("/completions", "/v1/completions"),
         ("/v1/v1/models", "/v1/models"), ("/v1/generate", "/inference/v1/generate"), ("/v1", None),
-        ("/v1/moderations", None),
+        ("/v1/moderations", None), ("/v1/completion", "/v1/completions"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
     ],
 )  # fmt: skip
 def test_an_unknown_route_is_told_with_the_one_that_was_meant(path: str, meant: str | None) -> None:

@@ -7,6 +7,7 @@ responses of one form here.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from functools import cache
@@ -314,12 +315,11 @@ def is_alias(path: str) -> bool:
 
 
 def suggest_route(path: str) -> str | None:
-    """The shortest route that ends with `path`, or with which `path` ends: base URLs lack /v1, or have it twice."""
-    candidates = [
-        endpoint.path
-        for endpoint in ENDPOINTS
-        if path and (endpoint.path.endswith(path) or path.endswith(endpoint.path)) and not is_alias(endpoint.path)
-    ]
+    """The shortest route that ends with `path`, or with which `path` ends: base URLs lack /v1, or have it twice.  Else
+    one that is written nearly so."""
+    routes = [endpoint.path for endpoint in ENDPOINTS if not is_alias(endpoint.path)]
+    candidates = [route for route in routes if path and (route.endswith(path) or path.endswith(route))]
+    candidates = candidates or difflib.get_close_matches(path[:LONGEST_SHOWN], routes, 1, cutoff=0.85)
     return min(candidates, key=len, default=None)
 
 
