@@ -9,6 +9,11 @@ from typing import Literal
 ITEM_BYTES = {"float32": 4, "float8_e4m3fn": 1}  # 2 for other dtypes
 
 
+def dtype_name(dtype: object) -> str:
+    """The name of a torch dtype without `torch.`, as specs and options have it."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True, slots=True)
 class KVSpec:
     """What one attention layer stores per token: K and V of `heads` x `dim` elements of `dtype`.

@@ -23,7 +23,7 @@ from tokserve.errors import StartError
 from tokserve.hf.config import configuration
 from tokserve.hf.conversion import Conversions
 from tokserve.hf.modules import ACTIVATIONS, Context, ElementwiseActivation, Normalization, Projection, attend
-from tokserve.kv_spec import KVSpec
+from tokserve.kv_spec import KVSpec, dtype_name
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.experts import StackedParameter
 from tokserve.layers.linear import Linear
@@ -273,7 +273,7 @@ class TransformersModel(Decoder):
 
     def kv_specs(self) -> tuple[KVSpec, ...]:
         """What each layer keeps in the cache."""
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         calls = (self.context.calls[layer] for layer in sorted(self.context.calls))
         return tuple(KVSpec(call.kv_heads, call.dim, dtype, call.window) for call in calls)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.errors import StartError
-from tokserve.kv_spec import KVSpec
+from tokserve.kv_spec import KVSpec, dtype_name
 from tokserve.layers.batch import ForwardBatch, LogitsRows
 from tokserve.layers.linear import Linear
 from tokserve.layers.norm import NormSpec, RMSNorm
@@ -114,7 +114,7 @@ class Attention:
 
     def kv_spec(self) -> KVSpec:
         """What the cache keeps for this layer."""
-        return KVSpec(self.kv_heads, self.dim, str(self.dtype).removeprefix("torch."), self.window)
+        return KVSpec(self.kv_heads, self.dim, dtype_name(self.dtype), self.window)
 
     def row_elements(self) -> int:
         """Elements of a token's queries and outputs that are no linear layer's: none worth counting."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.kv_spec import KVSpec
+from tokserve.kv_spec import KVSpec, dtype_name
 from tokserve.layers.batch import ForwardBatch, LogitsRows
 from tokserve.layers.linear import Linear
 from tokserve.layers.norm import NormSpec, RMSNorm
@@ -97,7 +97,7 @@ class LatentAttention:
     def kv_spec(self) -> KVSpec:
         """What the cache keeps for this layer."""
         width = self.spec.latent + self.spec.rope.dim
-        return KVSpec(1, width, str(self.dtype).removeprefix("torch."), kind="latent")
+        return KVSpec(1, width, dtype_name(self.dtype), kind="latent")
 
     def row_elements(self) -> int:
         """Elements of a token's queries and outputs that are no linear layer's."""

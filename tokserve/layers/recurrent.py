@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.errors import StartError
-from tokserve.kv_spec import StateSpec
+from tokserve.kv_spec import StateSpec, dtype_name
 from tokserve.layers.batch import ForwardBatch, LogitsRows
 from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
@@ -143,7 +143,7 @@ class GatedDelta(Recurrent):
         """What a state has of this layer."""
         spec = self.spec
         entry = self.channels + 2 * spec.heads
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         return StateSpec(spec.taps, entry, dtype, memory=(spec.heads, spec.key_dim, spec.dim))
 
     def __call__(
@@ -180,7 +180,7 @@ class ShortConv(Recurrent):
 
     def kv_spec(self) -> StateSpec:
         """What a state has of this layer."""
-        return StateSpec(self.taps, self.hidden, str(self.dtype).removeprefix("torch."))
+        return StateSpec(self.taps, self.hidden, dtype_name(self.dtype))
 
     def __call__(
         self, x: Tensor, batch: ForwardBatch, layer: int, table: Tensor, logits_rows: LogitsRows | None = None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.errors import StartError
-from tokserve.kv_spec import KVSpec, LayerSpec
+from tokserve.kv_spec import KVSpec, LayerSpec, dtype_name
 from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.classifier import EncoderHead, EncoderHeadSpec
@@ -76,7 +76,7 @@ class Encoder(Decoder):
         """The pages of one layer, which all use one after the other."""
         attention = self.spec.blocks[0].attention
         assert isinstance(attention, AttentionSpec)
-        return (KVSpec(attention.heads, attention.dim, str(self.dtype).removeprefix("torch.")),)
+        return (KVSpec(attention.heads, attention.dim, dtype_name(self.dtype)),)
 
     def kv_scales(self) -> list[tuple[float, float]]:
         """The multipliers of the layer with pages, which has none."""

@@ -111,16 +111,15 @@ class DeviceSlots(Slots):
         count = rows if tokens is None else tokens
         query_start = torch.arange(rows + 1, dtype=torch.int32, device=home)
         query_start[-1] = count  # the last row has the rest
-        return ForwardBatch(
-            input_ids=torch.zeros(count, dtype=torch.int64, device=home),
-            positions=torch.zeros(count, dtype=torch.int64, device=home),
-            query_start=query_start,
-            seq_lens=query_start.diff(),
-            block_tables=self._device_blocks[self._padding_slot].repeat(rows, 1),
-            slot_mapping=torch.full((count,), self._padding_index, dtype=torch.int64, device=home),
-            kv=kv,
-            adapters=torch.full((count,), -1, dtype=torch.int32, device=home) if adapters else None,
-        )
+        batch = self._unfilled(count, rows, self._device_blocks.shape[1], query_start, kv)
+        batch.input_ids.zero_()
+        batch.positions.zero_()
+        batch.seq_lens.copy_(query_start.diff())
+        batch.block_tables.copy_(self._device_blocks[self._padding_slot])
+        batch.slot_mapping.fill_(self._padding_index)
+        if adapters:
+            batch.adapters = torch.full((count,), -1, dtype=torch.int32, device=home)
+        return batch
 
     def build(self, plan: StepPlan, kv: Pages, into: ForwardBatch | None = None) -> ForwardBatch:
         """The plan's tokens as one batch; `into`: fill this one, of `empty_batch`, which has room for them.
@@ -134,7 +133,7 @@ class DeviceSlots(Slots):
             arrays += [self.states.step.rows, self.states.step.start, self.states.step.end, self.states.step.saves]
         slots_dev, computed_dev, starts, adapters_dev, *states = self._put(plan, arrays)
         width = -(-int((plan.num_computed + plan.num_tokens).max()) // self.block_size)
-        batch = self._empty(int(query_start[-1]), len(slots), width, starts, kv) if into is None else into
+        batch = self._unfilled(int(query_start[-1]), len(slots), width, starts, kv) if into is None else into
         ops.prepare_step(
             self._device_tokens, self._device_blocks, slots_dev, computed_dev, starts, self.block_size,
             batch.input_ids, batch.positions, batch.slot_mapping, batch.seq_lens, batch.block_tables,
@@ -231,7 +230,8 @@ class DeviceSlots(Slots):
         np.cumsum(counts, out=query_start[1:])
         return slots, computed, query_start
 
-    def _empty(self, tokens: int, rows: int, width: int, query_start: Tensor, kv: Pages) -> ForwardBatch:
+    def _unfilled(self, tokens: int, rows: int, width: int, query_start: Tensor, kv: Pages) -> ForwardBatch:
+        """A batch of uninitialized tensors; `width`: columns of the block tables."""
         home = self._device.torch_device
         return ForwardBatch(
             input_ids=torch.empty(tokens, dtype=torch.int64, device=home),

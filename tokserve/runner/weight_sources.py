@@ -66,14 +66,14 @@ class Announcement(msgspec.Struct, forbid_unknown_fields=True):
                 "only checkpoint format is supported: the names and shapes of a Hugging Face checkpoint",
                 field="update_info.is_checkpoint_format",
             )
-        unknown = sorted({name for name in self.dtype_names if name.removeprefix("torch.") not in dtypes})
-        if unknown:
+        type_names = [name.removeprefix("torch.") for name in self.dtype_names]
+        if unknown := sorted(set(type_names) - set(dtypes)):
             raise RequestError(
                 f"unsupported dtype {unknown[0]!r}; there are: {', '.join(dtypes)}", field="update_info.dtype_names"
             )
         if any(size < 0 for shape in self.shapes for size in shape):
             raise RequestError("a shape has a negative size", field="update_info.shapes")
-        types = [dtypes[name.removeprefix("torch.")] for name in self.dtype_names]
+        types = [dtypes[name] for name in type_names]
         return [(n, d, tuple(s)) for n, d, s in zip(self.names, types, self.shapes, strict=True)]
 
 

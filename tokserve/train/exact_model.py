@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tokserve.errors import StartError
+from tokserve.kv_spec import dtype_name
 from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.models.registry import ARCHITECTURES
 from tokserve.models.spec import DecoderSpec
@@ -60,7 +61,7 @@ def exact(
     with whole tensors of floats on the CPU, and ValueError for an architecture or a setting that the server has not.
     """
     causal = _causal(model)
-    name = _dtype_of(causal) if dtype is None else str(dtype).removeprefix("torch.")
+    name = _dtype_of(causal) if dtype is None else dtype_name(dtype)
     if name not in DTYPES.values():
         raise ValueError(f"dtype must be one of {', '.join(DTYPES.values())}, got {name}")
     options = ServedOptions(

@@ -128,8 +128,7 @@ async def from_distributed(serving: Serving, request: Request) -> Response:
     _check_format(params.load_format)
     if params.abort_all_requests:
         await serving.llm.abort_all()
-    dtypes = [name.removeprefix("torch.") for name in params.dtypes]
-    update = {"names": params.names, "dtype_names": dtypes, "shapes": params.shapes}
+    update = {"names": params.names, "dtype_names": params.dtypes, "shapes": params.shapes}
     is_whole = await open_updates.stage(serving.llm, update)
     _note_version(serving, params.weight_version)
     message = f"Received {len(params.names)} tensors; the update takes effect at /continue_generation or " \

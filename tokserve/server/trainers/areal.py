@@ -103,8 +103,7 @@ async def join_group(serving: Serving, request: Request) -> Response:
 async def announce(serving: Serving, request: Request) -> Response:
     """POST /areal_set_update_weight_meta: which tensors the next /areal_update_weights_xccl receives"""
     params = await read(serving, request, ArealMetaBody)
-    dtypes = [name.removeprefix("torch.") for name in params.dtypes]
-    serving.announced_by_areal = {"names": params.names, "dtype_names": dtypes, "shapes": params.shapes}
+    serving.announced_by_areal = {"names": params.names, "dtype_names": params.dtypes, "shapes": params.shapes}
     return _done(request, f"{len(params.names)} tensors announced")
 
 
