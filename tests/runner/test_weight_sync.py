@@ -99,7 +99,7 @@ def feed(runner: Runner, chunk: bytes, **changes: Any) -> None:
 
 
 def announcement(tensors: Tensors, **more: Any) -> dict[str, Any]:
-    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()]
+    dtypes = [str(tensor.dtype) for tensor in tensors.values()]  # with the prefix that trainers may send
     shapes = [list(tensor.shape) for tensor in tensors.values()]
     return {"names": list(tensors), "dtype_names": dtypes, "shapes": shapes} | more
 

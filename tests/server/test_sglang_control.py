@@ -16,7 +16,7 @@ JOINED = {"master_address": "h", "master_port": 29500, "rank_offset": 1, "world_
           "rendezvous": "torch", "group_name": "g"}  # fmt: skip
 DISK = {"weight_dir": "/w", "weight_version": None}
 TENSORS = {"names": ["a"], "dtypes": ["torch.bfloat16"], "shapes": [[1]]}
-STAGED = {"update": {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[1]]}}
+STAGED = {"update": {"names": ["a"], "dtype_names": ["torch.bfloat16"], "shapes": [[1]]}}
 ABORTED = {"clear_cache": True, "mode": "abort"}
 ROUTES: list[tuple[str, dict[str, Any] | None, list[tuple[str, dict[str, Any]]]]] = [
     ("/pause_generation", None, [("pause", ABORTED)]),

@@ -19,7 +19,7 @@ AREAL_GROUP = {"master_address": "10.0.0.1", "master_port": "29500", "rank_offse
                "backend": "gloo", "group_name": "update_weight_group"}  # fmt: skip
 AREAL_META = {"names": ["a", "b"], "dtypes": ["torch.bfloat16", "float32"], "shapes": [[2, 3], [4]],
               "group_name": "update_weight_group"}  # fmt: skip
-STAGED = {"names": ["a", "b"], "dtype_names": ["bfloat16", "float32"], "shapes": [[2, 3], [4]]}
+STAGED = {"names": ["a", "b"], "dtype_names": ["torch.bfloat16", "float32"], "shapes": [[2, 3], [4]]}
 JOINED = AREAL_GROUP | {"master_port": 29500, "rendezvous": "torch"}
 PRIME_RL = {"host": "trainer", "port": 29501, "rank_offset": 0, "inference_world_size": 1, "timeout": 1200,
             "quantize_in_weight_transfer": False}  # fmt: skip

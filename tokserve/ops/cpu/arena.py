@@ -52,6 +52,9 @@ class Arena:
         return tensor
 
 
+packed_weights = Arena()  # of the process
+
+
 def _reserve(size: int) -> tuple[mmap.mmap, int]:
     """A mapping, and the offset of the huge page where its `size` bytes begin; memory is allocated on first touch."""
     chunk = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -12,14 +12,10 @@ import torch
 from torch import Tensor
 
 from tokserve import _C
-from tokserve.ops import mixture, wna16
-from tokserve.ops.cpu.arena import Arena
-from tokserve.ops.dense import PackedWeight
+from tokserve.ops import wna16
+from tokserve.ops.cpu.arena import packed_weights
+from tokserve.ops.cpu.dense import PANEL
 from tokserve.ops.wna16 import PackedPart, PackedWna16, QuantizedRows
-
-PANEL = 64
-
-_weights = Arena()
 
 
 @wna16.quantize_int4.implement("cpp", device="cpu")
@@ -47,9 +43,7 @@ def pack_int4(
     weight: Tensor, group: int, rounded: bool = False, rows: int | None = None, first: int = 0,
     into: PackedWna16 | None = None,
 ) -> PackedWna16:  # fmt: skip
-    into = into or _unfilled(len(weight) if rows is None else rows, weight.shape[1], group, rounded, gated=False)
-    _C.put_rows_int4(weight, group, into.parts[0].packed, into.parts[0].scales, into.rows, first, False)
-    return into
+    return _packed_int4(weight, group, rounded, rows, first, into, gated=False)
 
 
 @wna16.pack_gated_int4.implement("cpp", device="cpu")
@@ -57,8 +51,14 @@ def pack_gated_int4(
     weight: Tensor, group: int, rounded: bool = False, rows: int | None = None, first: int = 0,
     into: PackedWna16 | None = None,
 ) -> PackedWna16:  # fmt: skip
-    into = into or _unfilled(len(weight) if rows is None else rows, weight.shape[1], group, rounded, gated=True)
-    _C.put_rows_int4(weight, group, into.parts[0].packed, into.parts[0].scales, into.rows, first, True)
+    return _packed_int4(weight, group, rounded, rows, first, into, gated=True)
+
+
+def _packed_int4(
+    weight: Tensor, group: int, rounded: bool, rows: int | None, first: int, into: PackedWna16 | None, *, gated: bool
+) -> PackedWna16:
+    into = into or _unfilled(len(weight) if rows is None else rows, weight.shape[1], group, rounded, gated=gated)
+    _C.put_rows_int4(weight, group, into.parts[0].packed, into.parts[0].scales, into.rows, first, gated)
     return into
 
 
@@ -66,11 +66,11 @@ def _unfilled(rows: int, columns: int, group: int, rounded: bool, *, gated: bool
     """A weight of 4 bits without its rows; what pads the last panel is there."""
     if gated and rows % 2:
         raise ValueError("pack_gated_int4: a gated weight has an even number of rows")
-    packed = _weights.empty(_C.packed_wna16_size(rows, columns, 4, gated), torch.uint8)
+    packed = packed_weights.empty(_C.packed_wna16_size(rows, columns, 4, gated), torch.uint8)
     packed[-_C.packed_wna16_size(1, columns, 4, False) :].zero_()
     outputs, width = (rows // 2, PANEL // 2) if gated else (rows, PANEL)
     panels, groups = -(-outputs // width), -(-columns // group)
-    scales = _weights.empty(panels * groups * PANEL, torch.bfloat16).view(panels, groups, PANEL)
+    scales = packed_weights.empty(panels * groups * PANEL, torch.bfloat16).view(panels, groups, PANEL)
     scales[-1].zero_()
     factors = torch.tensor(wna16.SIGNED, dtype=torch.int8)
     part = PackedPart(
@@ -91,7 +91,7 @@ def _packed(parts: Sequence[QuantizedRows], *, gated: bool, rounded: bool) -> Pa
 def _pack(part: QuantizedRows, gated: bool, rounded: bool) -> PackedPart:
     rows, columns = part.shape
     bits = 8 if part.factors is None else 4
-    packed = _weights.empty(_C.packed_wna16_size(rows, columns, bits, gated), torch.uint8)
+    packed = packed_weights.empty(_C.packed_wna16_size(rows, columns, bits, gated), torch.uint8)
     if part.nibbles and columns % 8 == 0:
         _C.pack_nibbles(part.codes.contiguous(), packed, gated)
     else:
@@ -113,7 +113,7 @@ def _panels(values: Tensor, gated: bool) -> Tensor:
     halves = values.chunk(2) if gated else (values,)
     padded = [torch.nn.functional.pad(half, (0, 0, 0, -len(half) % width)) for half in halves]
     panels = torch.cat([half.view(-1, width, values.shape[1]) for half in padded], 1).transpose(1, 2)
-    return _weights.empty(panels.numel(), values.dtype).view(panels.shape).copy_(panels)
+    return packed_weights.empty(panels.numel(), values.dtype).view(panels.shape).copy_(panels)
 
 
 def _arguments(part: PackedPart) -> tuple[object, ...]:
@@ -147,34 +147,6 @@ def gated_linear_wna16(x: Tensor, packed: PackedWna16, bias: Tensor | None, acti
     out = x.new_empty(x.shape[0], packed.rows // 2)
     (_C.silu_mul if activation == "silu" else _C.gelu_mul)(both, out)
     return out
-
-
-@mixture.experts_wna16.implement("cpp", device="cpu")
-def experts_wna16(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up: Sequence[PackedWna16 | PackedWeight],
-    gate_up_bias: Tensor | None,
-    down: Sequence[PackedWna16 | PackedWeight],
-    down_bias: Tensor | None,
-    activation: str,
-    shared: Tensor | None = None,
-    shared_gate: Tensor | None = None,
-) -> Tensor:
-    """Rows of x need not be adjacent."""
-    if not x.shape[-1] == gate_up[0].columns == down[0].rows or gate_up[0].rows != 2 * down[0].columns:
-        raise ValueError(f"experts_wna16: x has {x.shape[-1]} columns, and the weights do not fit it")
-    out = x.new_empty(x.shape[0], x.shape[1])
-    _C.experts_wna16(
-        x, ids, weights, _handles(gate_up), gate_up_bias, _handles(down), down_bias, activation, down[0].columns,
-        shared, shared_gate, out,
-    )  # fmt: skip
-    return out
-
-
-def _handles(weights: Sequence[PackedWna16 | PackedWeight]) -> list[object]:
-    return [one.handle if isinstance(one, PackedWna16) else one.packed for one in weights]
 
 
 @wna16.embedding_wna16.implement("cpp", device="cpu")
