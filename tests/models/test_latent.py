@@ -93,6 +93,6 @@ def test_kv_b_proj_is_not_quantized(quantization: str, tmp_path: Path) -> None:
 
 def test_a_quantized_copy_draws_with_the_models_kv_b_proj(tmp_path: Path) -> None:
     source = opened(written(tmp_path, tie_word_embeddings=False, **DENSE))
-    copy = QuantizedCopy(source, "int8", 32).decoder
+    copy = QuantizedCopy(source, "int8").decoder
     assert 0 < (prefill(copy, IDS) - prefill(source, IDS)).abs().mean() < 0.2
     assert copy.blocks[1].attention.linears()["q"] is not source.blocks[1].attention.linears()["q"]

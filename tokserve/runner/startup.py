@@ -197,7 +197,7 @@ def _draft(config: Config, target: Device | Accelerator, model: Decoder) -> Draf
     """The model that draws drafts, if there is to be one."""
     plan = config.speculation.resolved()
     if plan.method == "self":
-        copy = QuantizedCopy(model, plan.quantization or "int8", config.model.quantization_group_size)
+        copy = QuantizedCopy(model, plan.quantization or "int8")
         return Draft(copy.decoder, 0, copy)
     if plan.method != "draft_model":
         return None
