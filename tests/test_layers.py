@@ -261,6 +261,7 @@ LAZY_IMPORTS = {
     "engine/structured_output/grammar.py",
     "cli/bench.py",
     "cli/main.py",
+    "cli/words.py",
     "cli/http.py",
     "testing/plugin.py",
     "testing/process.py",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import ipaddress
 import logging
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ GPU_BLOCK_SIZE = 64
 LONGEST_CONTEXT = 1 << 25  # tokens: limits the size of tables with a row per position
 ASSUMED_CONTEXT = 2048  # tokens, of a config.json that does not say
 POSITIONS = ("max_position_embeddings", "n_positions")  # the latter in config.json of GPT-2, GPT-J and their kin
+QUANTIZATIONS_AT_LOAD = ("int8", "int4", "fp8", "none")
+KEY_VARIABLES = ("TOKSERVE_API_KEY", "VLLM_API_KEY")
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 GPU_FILE = Path("/dev/nvidiactl")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -56,8 +59,7 @@ def resolve(config: Config) -> Config:
     generation = checkpoint.read_json(directory, "generation_config.json") or {}
     names = config.server.served_model_name or [model.model]
     keys = list(config.server.api_key or [])
-    if os.environ.get("TOKSERVE_API_KEY"):
-        keys.append(os.environ["TOKSERVE_API_KEY"])
+    keys += [os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)]
     for name, given in (("api_key", keys), ("admin_api_key", config.server.admin_api_key or [])):
         if any(not key for key in given):
             raise StartError(f"option {name}: must not be empty")
@@ -75,6 +77,7 @@ def resolve(config: Config) -> Config:
             model=str(directory),
             tokenizer=_tokenizer(config),
             dtype=_dtype(model.dtype, hf),
+            quantization=_quantization(model.quantization, hf),
             max_model_len=max_model_len,
             eos_token_ids=_eos(model.eos_token_ids, hf, generation),
             runner=_runner(model.runner, directory, hf),
@@ -426,6 +429,18 @@ def _dtype(dtype: str, hf: dict[str, Any]) -> Any:
     return name
 
 
+def _quantization(given: Any, hf: dict[str, Any]) -> Any:
+    """The option, without the name of the kind that the checkpoint is of.  Raises StartError if it is of another."""
+    if given in (None, *QUANTIZATIONS_AT_LOAD):
+        return given
+    stored = hf.get("quantization_config") or hf.get("compression_config") or {}
+    kind = stored.get("quant_method") if isinstance(stored, dict) else None
+    if kind != given:
+        stated = "is not quantized" if kind is None else f"is of kind {kind}"
+        raise StartError(f"option quantization: the checkpoint {stated}, not {given}; leave the option out")
+    return None
+
+
 def _max_model_len(max_model_len: int | None, hf: dict[str, Any]) -> int:
     if max_model_len is not None and max_model_len > LONGEST_CONTEXT:
         raise StartError(f"option max_model_len: must be at most {LONGEST_CONTEXT}, got {max_model_len}")
@@ -447,13 +462,22 @@ def _max_model_len(max_model_len: int | None, hf: dict[str, Any]) -> int:
         raise StartError(
             f"config.json's {name} is {limit}, and at most {LONGEST_CONTEXT} can be served; give --max-model-len"
         )
-    if max_model_len is not None and max_model_len > limit:
+    if max_model_len is not None and max_model_len > max(limit, _stretched(hf)):
         raise StartError(
             f"max_model_len {max_model_len} is above the checkpoint's {name} {limit}; to go beyond it "
             f"give --hf-overrides '{{\"{name}\": {max_model_len}}}' "
             "(and a rope_scaling, if it needs one)"
         )
     return max_model_len or limit
+
+
+def _stretched(hf: dict[str, Any]) -> float:
+    """The positions that yarn makes of those it says the model was trained on; 0 where it does not."""
+    for given in (hf.get("rope_scaling"), hf.get("rope_parameters")):
+        if isinstance(given, dict) and "yarn" in (given.get("rope_type"), given.get("type")):
+            numbers = given.get("factor"), given.get("original_max_position_embeddings")
+            return math.prod(one if isinstance(one, int | float) else 0 for one in numbers)
+    return 0
 
 
 def _architecture(hf: dict[str, Any]) -> str:

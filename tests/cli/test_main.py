@@ -1,4 +1,7 @@
-"""The command line as a newcomer gets it wrong."""
+"""The command line as a newcomer gets it wrong, and as one who comes from vLLM writes it."""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,10 +12,14 @@ from tokserve.cli.main import main
     ("words", "message"),
     [
         ("serve demo --tokens-onlly", "serve: error: unknown option --tokens-onlly; did you mean --tokens-only?"),
-        ("serve demo --max_model_len=5", "unknown option --max_model_len; did you mean --max-model-len?"),
+        ("serve demo --max_model_lne=5", "unknown option --max-model-lne; did you mean --max-model-len?"),
         ("serve demo --no-tokens-onli", "did you mean --no-tokens-only?"),
-        ("serve --model demo", "the model is named without a flag: tokserve serve MODEL"),
-        ("serve --modle demo", "unknown option --modle; the model is named without a flag: tokserve serve MODEL"),
+        ("serve --modle demo", "unknown option --modle; did you mean --model?"),
+        ("serve one --model two", "two models are named: 'one' and 'two'"),
+        ("serve --served-model-name a demo", "'demo' is a value of --served-model-name here, and no model is named"),
+        ("serve --api-key a tests", "'tests' is a value of --api-key here, and no model is named"),
+        ("serve demo --max-model-len 4x", "not a number of tokens: '4x'"),
+        ("serve demo --config /no/such", "--config: '/no/such' cannot be read: No such file or directory"),
         ("bench serve --modle demo", "did you mean --model?"),
         ("serve --xyzzy", "unknown option --xyzzy; see tokserve serve --help"),
         ("serve one two", "tokserve serve: error: unexpected argument 'two'"),
@@ -31,3 +38,76 @@ def test_a_wrong_command_line_is_told_by_its_command_in_two_lines(
     assert ended.value.code == 2
     told = capsys.readouterr()
     assert message in told.err and told.err.count("\n") == 2 and not told.out
+
+
+def values(words: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `tokserve serve` would serve with, without what is not given."""
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr("tokserve.cli.serve.serve", lambda given: made.append(given) or 0)
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", *words])
+    assert ended.value.code == 0
+    return {name: value for name, value in made[0].items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("", {"model": "demo"}),
+        ("--model X", {"model": "X"}),
+        ("X --model X", {"model": "X"}),
+        ("X --served-model-name a b --served_model_name c", {"model": "X", "served_model_name": ["a", "b", "c"]}),
+        ("X --api-key a b", {"model": "X", "api_key": ["a", "b"]}),
+        ("X --max_model_len 4k", {"model": "X", "max_model_len": 4000}),
+        ("X --max-model-len=4K", {"model": "X", "max_model_len": 4096}),
+        ("X --max-model-len auto --max-num-batched-tokens 1.5k", {"model": "X", "max_num_batched_tokens": 1500}),
+        ("X --max-model-len -1", {"model": "X"}),
+        ("X --dtype half --log-level INFO", {"model": "X", "dtype": "float16", "log_level": "info"}),
+        ("X -q awq_marlin -asc 2", {"model": "X", "quantization": "awq", "api_server_count": 2}),
+        ("X -tp=2 -dp 3 -O3", {"model": "X", "tensor_parallel_size": 2, "data_parallel_size": 3,
+                               "optimization_level": "3"}),
+        ("X --swap-space 4 --no-enable-chunked-prefill", {"model": "X", "swap_space": "4",
+                                                          "enable_chunked_prefill": False}),
+        ("X --hf-overrides.rope_theta 5 --hf_overrides.rope_parameters.rope_type=yarn",
+         {"model": "X", "hf_overrides": {"rope_theta": 5, "rope_parameters": {"rope_type": "yarn"}}}),
+        ("X --chat-template a_b.jinja", {"model": "X", "chat_template": "a_b.jinja"}),
+    ],
+)  # fmt: skip
+def test_spellings_of_vllm(words: str, wanted: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert values(words.split(), monkeypatch) == wanted
+
+
+def test_a_file_of_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text(
+        "model: X\nport: 8001\nmax_model_len: 4k\nserved-model-name: [a, b]\nadmin-api-key: [c, d]\n"
+        "enable-prefix-caching: false\nenable-lora: true\nhf-overrides: {rope_theta: 5}\neos-token-ids: [1, 2]\n"
+        "uvicorn-log-level: info\nseed: null\n"
+    )
+    wanted = {
+        "model": "X", "port": 8001, "max_model_len": 4000, "served_model_name": ["a", "b"],
+        "admin_api_key": ["c", "d"], "enable_prefix_caching": False, "enable_lora": True,
+        "hf_overrides": {"rope_theta": 5}, "eos_token_ids": [1, 2], "uvicorn_log_level": "info",
+    }  # fmt: skip
+    assert values(["--config", str(file)], monkeypatch) == wanted
+    words = ["Y", "--config", str(file), "--port=1", "--served-model-name", "c", "--enable_prefix_caching"]
+    others = {"model": "Y", "port": 1, "served_model_name": ["c"], "enable_prefix_caching": True}
+    assert values(words, monkeypatch) == wanted | others
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a", "must map names of options to values"),
+        ("{", "is not YAML"),
+        ("porrt: 1", "unknown option 'porrt'"),
+        ("enable_lora: 1", "enable-lora must be true or false, got 1"),
+        ("port: x", "argument --port: invalid int value: 'x'"),
+    ],
+)
+def test_a_wrong_file_of_options(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "options.yaml").write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--config", str(tmp_path / "options.yaml")])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

@@ -21,7 +21,7 @@ def test_adapters_of_the_start_follow_one_flag_or_several() -> None:
 
 
 def test_other_lists_take_a_value_a_flag() -> None:
-    assert parsed("--api-key", "a", "--api-key", "b").api_key == ["a", "b"]
+    assert parsed("--admin-api-key", "a", "--admin-api-key", "b").admin_api_key == ["a", "b"]
 
 
 def test_sizes_have_suffixes() -> None:

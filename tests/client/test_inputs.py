@@ -302,6 +302,14 @@ def test_generation_defaults(tmp_path: Path) -> None:
     assert defaults(generation_config="auto") == SamplingParams(temperature=0.6, top_k=20)
     assert defaults(generation_config="none") == SamplingParams()
     assert defaults(generation_config=str(tmp_path)) == SamplingParams(temperature=0.6, top_k=20)
+    over: dict[str, Any] = {"top_k": 5, "min_p": 0.1, "temperature": None}
+    merged = SamplingParams(temperature=0.6, top_k=5, min_p=0.1)
+    assert defaults(generation_config="auto", override_generation_config=over) == merged
+    assert defaults(generation_config="none", override_generation_config=over) == SamplingParams(top_k=5, min_p=0.1)
+    with pytest.raises(StartError, match="option override_generation_config: top_x is not one of temperature, top_p"):
+        defaults(override_generation_config={"top_x": 5})
+    with pytest.raises(StartError, match=r"override_generation_config or generation_config.json of the model has"):
+        defaults(override_generation_config={"top_p": 5})
     with pytest.raises(StartError, match="not a directory"):
         defaults(generation_config="/no/such")
     (tmp_path / "generation_config.json").write_text('{"temperature": 9}')

@@ -18,6 +18,12 @@ OPTIONS_HEAD = """# Options
 
 Every option of `tokserve serve`, and, with underscores, of `LLM(...)`, `AsyncLLM(...)` and `Config.make(...)`. This
 page is made from `tokserve/config/` (`python -m tests.docs.reference`); `tokserve serve --help` says the same.
+
+On the command line, `--config FILE` reads options from a YAML file (`max-model-len: 4096`, and `model`), which those of
+the command line replace; `--option.key value` sets one key of a JSON option, underscores are as good as dashes, and
+numbers of tokens may be written as `4k` (4000) or `4K` (4096). Options of vLLM's that are not here are known, on the
+command line and as arguments: as another name of one of these (`--enable-log-requests`), without effect, which a
+warning says (`--swap-space`, `--trust-remote-code`), or refused with what to do instead (`--revision`).
 """
 ROUTES_HEAD = """# Routes
 

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import errors as hub
 
 from tokserve.checkpoint import DEMO_DIR
-from tokserve.config import Config, RuntimeConfig
+from tokserve.config import Config, RuntimeConfig, fields, vllm
 from tokserve.errors import StartError
 from tokserve.resolve import replica_config, resolve
 
@@ -37,7 +37,8 @@ def test_unknown_option_names_the_nearest() -> None:
         ({"port": 70000}, "must be at most 65535, got 70000"),
         ({"max_num_seqs": 0}, "must be at least 1, got 0"),
         ({"dtype": "int4"}, "must be one of auto, float32, bfloat16, float16, got 'int4'"),
-        ({"quantization": "gptq"}, "must be one of int8, int4, fp8, none, got 'gptq'"),
+        ({"quantization": "bits"}, "must be one of int8, int4, fp8, none, gptq, awq, compressed-tensors, mxfp4, gguf, "
+                                   "got 'bits'"),
         ({"depth": 3}, "must be one of 1, 2, got 3"),
         ({"scheduling_policy": "lifo"}, "must be one of priority, fcfs, got 'lifo'"),
         ({"gpu_memory_utilization": 1.5}, "must be at most 1.0, got 1.5"),
@@ -148,6 +149,15 @@ def test_asking_for_more_context_than_the_checkpoint_has(checkpoint: Path) -> No
     assert resolve(overridden).model.max_model_len == 1024
 
 
+def test_yarn_stretches_the_context_that_may_be_asked_for(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    write(tmp_path, max_position_embeddings=512, rope_scaling=yarn)
+    assert resolve(Config.make(model=str(tmp_path))).model.max_model_len == 512
+    assert resolve(Config.make(model=str(tmp_path), max_model_len=2048)).model.max_model_len == 2048
+    with pytest.raises(StartError, match="max_model_len 2049 is above"):
+        resolve(Config.make(model=str(tmp_path), max_model_len=2049))
+
+
 def test_the_context_of_gpt2_has_a_name_of_its_own(tmp_path: Path) -> None:
     write(tmp_path, n_positions=512)
     assert resolve(Config.make(model=str(tmp_path))).model.max_model_len == 512
@@ -187,6 +197,59 @@ def test_a_model_without_a_head_pools(tmp_path: Path) -> None:
 def test_api_key_from_the_environment(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKSERVE_API_KEY", "from-env")
     assert resolve(Config.make(model=str(checkpoint), api_key=["a"])).server.api_key == ["a", "from-env"]
+    monkeypatch.setenv("VLLM_API_KEY", "vllms")
+    assert resolve(Config.make(model=str(checkpoint))).server.api_key == ["from-env", "vllms"]
+
+
+def test_the_kind_of_a_quantized_checkpoint_may_be_named(tmp_path: Path) -> None:
+    write(tmp_path, max_position_embeddings=64, quantization_config={"quant_method": "gptq", "bits": 4})
+    for name in ("gptq", "gptq_marlin"):
+        assert resolve(Config.make(model=str(tmp_path), quantization=name)).model.quantization is None
+    with pytest.raises(StartError, match="option quantization: the checkpoint is of kind gptq, not awq; leave"):
+        resolve(Config.make(model=str(tmp_path), quantization="awq"))
+    write(tmp_path, max_position_embeddings=64)
+    with pytest.raises(StartError, match="option quantization: the checkpoint is not quantized, not gptq; leave"):
+        resolve(Config.make(model=str(tmp_path), quantization="gptq"))
+
+
+def test_options_of_vllm(caplog: pytest.LogCaptureFixture) -> None:
+    config = Config.make(
+        model="demo", dtype="half", generation_config="vllm", enable_log_requests=True, log_requests=True,
+        max_num_queued_reqs=5, skip_tokenizer_init=True, response_role="assistant", trust_remote_code=True,
+        swap_space=4, revision=None, convert="none",
+    )  # fmt: skip
+    assert (config.model.dtype, config.model.generation_config) == ("float16", "none")
+    assert (config.server.log_requests, config.server.tokens_only) == (True, True)
+    assert config.scheduler.max_queued_requests == 5
+    told = [record.args[0] for record in caplog.records if record.args]
+    assert told == ["response_role", "trust_remote_code", "swap_space", "convert"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"revision": "main"}, "option revision is not supported: download the model first and name its directory"),
+        ({"response_role": "user"}, "option response_role is not supported: answers are the assistant's"),
+        ({"allowed_origins": ["*"]}, "option allowed_origins is not supported: no CORS headers are sent"),
+        ({"enable_log_requests": True, "log_requests": False}, "options enable_log_requests and log_requests are the"),
+    ],
+)
+def test_options_of_vllm_that_would_change_something(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(StartError, match=message):
+        Config.make(**given)
+
+
+def test_no_option_of_vllm_is_one_of_ours() -> None:
+    assert not vllm.OPTIONS.keys() & {name for _, name, _ in fields()}
+    assert all(option.same_as in {name for _, name, _ in fields()} for option in vllm.SAME.values())
+
+
+def test_adapters_in_vllms_json() -> None:
+    given = ["a=/x=y", '{"name": "b", "path": "/z", "base_model_name": "m"}']
+    assert Config.make(lora_modules=given).lora.modules() == [("a", "/x=y"), ("b", "/z")]
+    for wrong in ("a", "=b", '{"name": "b"}', '{"name": 5, "path": "/z"}'):
+        with pytest.raises(StartError, match="option lora_modules: expected NAME=DIRECTORY"):
+            Config.make(lora_modules=[wrong]).lora.modules()
 
 
 @pytest.mark.parametrize(

@@ -314,6 +314,14 @@ def test_no_template(tmp_path: Path) -> None:
     assert template.text(TALK, template="{{ messages|length }}") == "4"
 
 
+def test_default_variables(chatml: Pair) -> None:
+    template = ChatTemplate(chatml.tokenizer, "{{ a }} {{ b }}", {"a": 1, "b": 2})
+    assert template.text(TALK) == "1 2"
+    assert template.text(TALK, kwargs={"b": 3}) == "1 3"
+    with pytest.raises(StartError, match="option default_chat_template_kwargs must not hold 'messages'"):
+        ChatTemplate(chatml.tokenizer, None, {"messages": []})
+
+
 def test_override_is_a_file_or_a_template(chatml: Pair, tmp_path: Path) -> None:
     path = tmp_path / "other.jinja"
     path.write_text("from file {{ messages|length }}")

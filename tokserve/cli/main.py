@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import re
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 import tokserve
 from tokserve.cli.bench import add_bench, bench
-from tokserve.cli.options import add_flags
+from tokserve.cli.options import add_flags, add_foreign_flags
+from tokserve.cli.words import dashed, read_options
 from tokserve.errors import StartError
+
+SEVERAL = ("served_model_name", "api_key")  # options that take all values that follow
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,9 +35,14 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     serve.add_argument(
-        "model", nargs="?", default="demo", help="checkpoint directory, hub name `owner/name`, or `demo` (default)"
+        "model", nargs="?", default=None, help="checkpoint directory, hub name `owner/name`, or `demo` (default)"
+    )
+    serve.add_argument("--model", dest="same_model", metavar="MODEL", help="The same as MODEL.")
+    serve.add_argument(
+        "--config", metavar="FILE", default=None, help="YAML file of options by name; those of the command line win."
     )
     add_flags(serve, skip=("model",))
+    add_foreign_flags(serve)
     serve.set_defaults(parser=serve)
     add_bench(commands)
     return root
@@ -45,23 +53,51 @@ def _refuse(command: argparse.ArgumentParser, argument: str) -> NoReturn:
     if not argument.startswith("-"):
         command.error(f"unexpected argument {argument!r}")
     name = argument.partition("=")[0]
-    matches = re.findall(r"^ +(?:-\w+(?: [A-Z]+)?, )?(--[\w-]+)(?:, (--[\w-]+))?", command.format_help(), re.MULTILINE)
-    flags = [flag for pair in matches for flag in pair if flag]
-    close = difflib.get_close_matches(name.replace("_", "-"), [*flags, "--model"], 1)
+    shown = [action for action in command._actions if action.help != argparse.SUPPRESS]
+    flags = [flag for action in shown for flag in action.option_strings if flag.startswith("--")]
+    close = difflib.get_close_matches(name.replace("_", "-"), flags, 1)
     hint = f"; did you mean {close[0]}?" if close else f"; see {command.prog} --help"
-    if close == ["--model"] and "--model" not in flags:
-        hint = f"; the model is named without a flag: {command.prog} MODEL"
     command.error(f"unknown option {name}{hint}")
+
+
+def _parsed(root: argparse.ArgumentParser, words: Sequence[str]) -> dict[str, Any]:
+    """The values of these words; exits with 2 if one of them is unknown."""
+    parsed, unknown = root.parse_known_args(words)
+    values = vars(parsed)
+    if unknown:
+        _refuse(
+            values.get("parser", root),
+            next((argument for argument in unknown if argument.startswith("-")), unknown[0]),
+        )
+    return values
+
+
+def _model(command: argparse.ArgumentParser, values: dict[str, Any]) -> str:
+    """The model to serve; exits with 2 if two are named, or if it seems to have been taken for another option's."""
+    named, flagged = values["model"], values.pop("same_model")
+    if named and flagged and named != flagged:
+        command.error(f"two models are named: {named!r} and {flagged!r}")
+    for option in () if named or flagged else SEVERAL:
+        last = (values[option] or [""])[-1]
+        if last == "demo" or (last and Path(last).is_dir()):
+            flag = "--" + option.replace("_", "-")
+            command.error(f"{last!r} is a value of {flag} here, and no model is named; name the model before {flag}")
+    return named or flagged or "demo"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; exits with 2 on a bad command line, 1 when the server cannot start or its engine died."""
     root = parser()
-    parsed, unknown = root.parse_known_args(argv)
-    values = vars(parsed)
+    given = dashed(sys.argv[1:] if argv is None else argv)
+    values = _parsed(root, given)
+    if values.get("config") is not None:
+        try:
+            words, model = read_options(values["config"], values["parser"], given)
+        except StartError as error:
+            values["parser"].error(str(error))
+        values = _parsed(root, [given[0], *words, *given[1:]])
+        values["model"] = values["model"] or values["same_model"] or model
     chosen = values.pop("parser", root)
-    if unknown:
-        _refuse(chosen, next((argument for argument in unknown if argument.startswith("-")), unknown[0]))
     command = values.pop("command")
     if command is None:
         root.print_help()
@@ -74,7 +110,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             from tokserve.cli.serve import serve
 
-            code = serve(values)
+            values.pop("config")
+            code = serve(values | {"model": _model(chosen, values)})
     except StartError as error:
         print(f"tokserve: error: {error}", file=sys.stderr)
         code = 1

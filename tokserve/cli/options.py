@@ -9,19 +9,30 @@ from __future__ import annotations
 import argparse
 import json
 import types
+from functools import partial
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
 from tokserve import config as options
+from tokserve.config import vllm
 
 SHORT = {  # vLLM's short names of options
+    "api_server_count": "-asc",
+    "compilation_config": "-cc",
     "data_parallel_size": "-dp",
     "data_parallel_backend": "-dpb",
+    "enable_expert_parallel": "-ep",
+    "nnodes": "-n",
+    "node_rank": "-r",
+    "optimization_level": "-O",
+    "quantization": "-q",
     "speculative_config": "-sc",
     "tensor_parallel_size": "-tp",
     "pipeline_parallel_size": "-pp",
 }
+COUNTS_OF_TOKENS = ("max_model_len", "max_num_batched_tokens", "max_queued_tokens")
+_DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9}
 _SUFFIX = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -36,9 +47,23 @@ def add_flags(parser: argparse.ArgumentParser, *, skip: tuple[str, ...] = ()) ->
         _add(groups[group], name, hint)
 
 
+def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
+    """Add vLLM's other options, which help does not show: what they mean is known where all options are checked."""
+    for name, arity in vllm.flags():
+        common: dict[str, Any] = {"dest": name, "default": None, "help": argparse.SUPPRESS}
+        if arity == "flag":
+            parser.add_argument(*_flags(name), action=argparse.BooleanOptionalAction, **common)
+        else:
+            parser.add_argument(*_flags(name), nargs="+" if arity == "values" else None, **common)
+
+
+def _flags(name: str) -> list[str]:
+    return [*([SHORT[name]] if name in SHORT else []), "--" + name.replace("_", "-")]
+
+
 def _add(group: Any, name: str, hint: Any) -> None:
     base, text, several = _unwrap(hint)
-    flags = [*([SHORT[name]] if name in SHORT else []), "--" + name.replace("_", "-")]
+    flags = _flags(name)
     default = _default(name)
     if default not in (None, [], ""):
         text += f" Default: {_shown(default)}."
@@ -47,7 +72,8 @@ def _add(group: Any, name: str, hint: Any) -> None:
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
     elif get_origin(base) is Literal:
         choices = get_args(base)
-        group.add_argument(*flags, type=type(choices[0]), choices=choices, **common)
+        of_vllm = partial(vllm.own_value, name)
+        group.add_argument(*flags, type=int if type(choices[0]) is int else of_vllm, choices=choices, **common)
     elif base == list[str] and several:
         group.add_argument(*flags, action="extend", nargs="+", metavar="TEXT", **common)
     elif base == list[str]:
@@ -55,7 +81,8 @@ def _add(group: Any, name: str, hint: Any) -> None:
     elif get_origin(base) in (dict, list):
         group.add_argument(*flags, type=_json, metavar="JSON", **common)
     elif base is int:
-        group.add_argument(*flags, type=_size if name.endswith("_bytes") else int, metavar="N", **common)
+        kind: Any = _size if name.endswith("_bytes") else _count if name in COUNTS_OF_TOKENS else int
+        group.add_argument(*flags, type=kind, metavar="N", **common)
     else:
         group.add_argument(*flags, type=base, metavar=base.__name__.upper(), **common)
 
@@ -100,3 +127,14 @@ def _size(text: str) -> int:
         return int(float(number) * scale) if scale > 1 else int(number)
     except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"not a size: {text!r} (examples: 512M, 4G)") from None
+
+
+def _count(text: str) -> int | None:
+    """A number of tokens, as vLLM reads it: 4k is 4000, 4K is 4096, auto and -1 are the default."""
+    if text in ("auto", "-1"):
+        return None
+    scale = _DECIMAL.get(text[-1:]) or _SUFFIX.get(text[-1:].lower(), 1)
+    try:
+        return int(float(text[:-1]) * scale) if scale > 1 else int(text)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"not a number of tokens: {text!r} (examples: 4096, 4k, 4K)") from None

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import uvloop
@@ -20,7 +20,8 @@ from tokserve import log, one_blas_thread  # noqa: F401
 from tokserve.cli import headless, listen
 from tokserve.cli.http import ApiServer, Signals, banner, report
 from tokserve.cli.supervisor import Supervisor
-from tokserve.config import SECRET, Config, fields
+from tokserve.config import SECRET, WITHOUT_EFFECT, Config, fields
+from tokserve.config.vllm import own_options
 from tokserve.errors import StartError
 from tokserve.resolve import model_name, resolve
 
@@ -29,13 +30,19 @@ logger = logging.getLogger("tokserve.serve")
 
 def serve(values: dict[str, Any]) -> int:
     """Serve with these options until a signal; returns the exit code (1: the engine died).  Raises StartError."""
-    return serve_config(Config.make(**values))
+    options, without = own_options(values)
+    return serve_config(Config.make(**options), without=without)
 
 
-def serve_config(given: Config, make_server: Callable[[Config], ApiServer] = ApiServer) -> int:
-    """`serve` with a configuration.  `make_server`: makes the only API process's server."""
+def serve_config(
+    given: Config, make_server: Callable[[Config], ApiServer] = ApiServer, without: Sequence[str] = ()
+) -> int:
+    """`serve` with a configuration.  `make_server`: makes the only API process's server.  `without`: options that were
+    given and have no effect."""
     started = time.monotonic()
     log.setup("server", given.server.log_level, given.server.log_format)
+    for name in without:
+        logger.warning(WITHOUT_EFFECT, name)
     try:
         config = resolve(given)
         if config.parallel.headless:

@@ -353,20 +353,37 @@ def bare_id(request_id: str) -> str:
 
 
 def generation_defaults(model: ModelConfig) -> SamplingParams:
-    """The sampling parameters that the checkpoint's generation_config.json recommends.  Raises StartError."""
-    if model.generation_config == "none":
-        return SamplingParams()
-    directory = Path(model.model if model.generation_config == "auto" else model.generation_config)
-    if not directory.is_dir():
-        raise StartError(f"option generation_config: {str(directory)!r} is not a directory")
-    given = checkpoint.read_json(directory, "generation_config.json") or {}
-    values = {name: given[name] for name in RECOMMENDED if given.get(name) is not None}
+    """The sampling parameters that the checkpoint's generation_config.json recommends, or the options.
+
+    Raises StartError.
+    """
+    values = _recommended(model) | _overrides(model)
     try:
         params = msgspec.convert(values, SamplingParams)
         params.validate()
     except (msgspec.ValidationError, RequestError) as error:
-        raise StartError(f"generation_config.json of the model has a bad value: {error}") from None
+        place = "override_generation_config or " if model.override_generation_config else ""
+        raise StartError(f"{place}generation_config.json of the model has a bad value: {error}") from None
     return params
+
+
+def _recommended(model: ModelConfig) -> dict[str, Any]:
+    if model.generation_config == "none":
+        return {}
+    directory = Path(model.model if model.generation_config == "auto" else model.generation_config)
+    if not directory.is_dir():
+        raise StartError(f"option generation_config: {str(directory)!r} is not a directory")
+    given = checkpoint.read_json(directory, "generation_config.json") or {}
+    return {name: given[name] for name in RECOMMENDED if given.get(name) is not None}
+
+
+def _overrides(model: ModelConfig) -> dict[str, Any]:
+    given = model.override_generation_config or {}
+    if unknown := given.keys() - set(RECOMMENDED):
+        raise StartError(
+            f"option override_generation_config: {sorted(unknown)[0]} is not one of {', '.join(RECOMMENDED)}"
+        )
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def typed(kind: type[S], value: Any) -> S:

@@ -327,7 +327,8 @@ class LLM(PoolingMethods):
     def _template(self) -> ChatTemplate:
         if self.tokenizer is None:
             raise RequestError("chat needs a tokenizer, and this LLM was made with tokens_only")
-        return ChatTemplate(self.tokenizer, self._llm.config.server.chat_template)
+        server = self._llm.config.server
+        return ChatTemplate(self.tokenizer, server.chat_template, server.default_chat_template_kwargs)
 
     def _rendered(self, conversation: Sequence[Message], options: Mapping[str, Any]) -> ParsedPrompt:
         template, reader = self._template, self._llm.images

@@ -8,6 +8,7 @@ its group only; a module here holds the groups of one subject.  `resolve` replac
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
 from functools import cache
@@ -33,6 +34,7 @@ from tokserve.config.profiler import ProfilerConfig, ProfilerPlan
 from tokserve.config.runtime import RuntimeConfig, SchedulerConfig
 from tokserve.config.server import LimitsConfig, ServerConfig
 from tokserve.config.speculation import SpeculationPlan, SpeculativeConfig
+from tokserve.config.vllm import own_options
 from tokserve.errors import StartError
 
 __all__ = [
@@ -62,6 +64,8 @@ __all__ = [
     "WeightsConfig",
     "fields",
 ]
+WITHOUT_EFFECT = "option %s has no effect here"
+logger = logging.getLogger("tokserve.config")
 SECRET = ("api_key", "admin_api_key")  # options that are never shown
 
 # what --rl changes where an option is not given
@@ -87,7 +91,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @classmethod
     def make(cls, **values: Any) -> Config:
-        """Build from flat field names; None means the default.  Raises StartError naming the field at fault."""
+        """Build from flat field names, or vLLM's; None means the default.  Raises StartError naming the field."""
+        values, without = own_options(values)
+        for name in without:
+            logger.warning(WITHOUT_EFFECT, name)
         if values.get("rl"):
             values = values | {name: value for name, value in RL_DEFAULTS.items() if values.get(name) is None}
         groups: dict[str, dict[str, Any]] = {}

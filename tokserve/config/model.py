@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -31,12 +32,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         about("Type of the output projection's input and weight; auto: the model's. Logits are float32 always."),
     ] = "auto"
     quantization: Annotated[
-        Literal["int8", "int4", "fp8", "none"] | None,
+        Literal["int8", "int4", "fp8", "none", "gptq", "awq", "compressed-tensors", "mxfp4", "gguf"] | None,
         about(
             "Quantize the projections of a floating checkpoint as it loads. int4: weights by groups of inputs, "
             "activations as they are. Per channel, activations per token: int8, and fp8 (e4m3) on a GPU of compute "
             "capability 8.9 or more (a CPU can, slowly). none: compute with a quantized checkpoint in the model's "
-            "dtype. Default: as the checkpoint stores its weights, float8 only on such a GPU."
+            "dtype. gptq to gguf: the checkpoint must be of that kind. Default: as the checkpoint stores its weights, "
+            "float8 only on such a GPU."
         ),
     ] = None
     quantization_group_size: Annotated[
@@ -78,6 +80,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         about("Where the text routes take sampling defaults from: auto (the model), none, or a directory."),
     ] = "auto"
+    override_generation_config: Annotated[
+        dict[str, Any] | None,
+        about('JSON object of sampling defaults of the text routes, such as {"temperature": 0.7}, which win over those '
+              "of --generation-config."),
+    ] = None  # fmt: skip
     seed: Annotated[int, about("Seed of dummy weights.")] = 0
     max_logprobs: Annotated[
         int, about("Most top logprobs per position that a request may ask for; -1: the whole vocabulary.", ge=-1)
@@ -225,8 +232,18 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def modules(self) -> list[tuple[str, str]]:
         """(name, directory) of each of `lora_modules`.  Raises StartError."""
-        pairs = [module.partition("=") for module in self.lora_modules or []]
-        for module, (name, equals, path) in zip(self.lora_modules or [], pairs, strict=True):
-            if not (name and equals and path):
+        pairs = [_name_and_path(module) for module in self.lora_modules or []]
+        for module, (name, path) in zip(self.lora_modules or [], pairs, strict=True):
+            if not (name and path):
                 raise StartError(f"option lora_modules: expected NAME=DIRECTORY, got {module!r}")
-        return [(name, path) for name, _, path in pairs]
+        return pairs
+
+
+def _name_and_path(module: str) -> tuple[str, str]:
+    """An adapter's name and directory, from NAME=DIRECTORY or vLLM's JSON; empty where they are not said."""
+    if module.startswith("{"):
+        with suppress(msgspec.DecodeError):
+            held = msgspec.json.decode(module, type=dict[str, str | None])
+            return held.get("name") or "", held.get("path") or ""
+    name, _, path = module.partition("=")
+    return name, path

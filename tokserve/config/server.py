@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -20,8 +20,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 1
     served_model_name: Annotated[
         list[str] | None,
-        about("Names the model answers to (repeatable); the first is used in replies. Default: MODEL as it was given."),
-    ] = None
+        about("Names the model answers to (several may follow one flag; repeatable); the first is used in replies. "
+              "Default: MODEL as it was given.", extra={"several": True}),
+    ] = None  # fmt: skip
     rl: Annotated[
         bool,
         about("Defaults for reinforcement learning: --logprobs-mode processed (the distribution that tokens are drawn "
@@ -38,8 +39,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = False  # fmt: skip
     api_key: Annotated[
         list[str] | None,
-        about("Key clients must send, as bearer token or x-api-key (repeatable; or TOKSERVE_API_KEY). Default: none."),
-    ] = None
+        about("Key clients must send, as bearer token or x-api-key (several may follow one flag; repeatable; or "
+              "TOKSERVE_API_KEY or VLLM_API_KEY). Default: none.", extra={"several": True}),
+    ] = None  # fmt: skip
     admin_api_key: Annotated[
         list[str] | None,
         about("Key for the control routes (repeatable); with one, api_key does not open them. Default: api_key does."),
@@ -59,6 +61,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         10.0
     )
     chat_template: Annotated[str | None, about("Jinja file, or the template itself, instead of the model's.")] = None
+    default_chat_template_kwargs: Annotated[
+        dict[str, Any] | None,
+        about('JSON object of variables of the chat template, such as {"enable_thinking": false}, for requests that do '
+              "not set them (chat_template_kwargs, reasoning_effort)."),
+    ] = None  # fmt: skip
     trust_request_chat_template: Annotated[
         bool, about("Run templates from the chat_template of requests: one can use any amount of time and memory.")
     ] = False

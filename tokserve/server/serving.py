@@ -169,7 +169,8 @@ class Serving:
     @cached_property
     def template(self) -> ChatTemplate:
         """The chat template, the operator's or the model's own."""
-        return ChatTemplate(self.tokenizer, self.config.server.chat_template)
+        server = self.config.server
+        return ChatTemplate(self.tokenizer, server.chat_template, server.default_chat_template_kwargs)
 
     @cached_property
     def takes_later_system(self) -> bool:

@@ -112,11 +112,18 @@ def _variables(source: str) -> frozenset[str]:
 class ChatTemplate:
     """Renders conversations with the tokenizer's template, or with `override`: a template file or a template.
 
+    `defaults`: variables of the template where a conversation's `kwargs` do not set them.
     Raises StartError for an override that cannot be read and for templates that do not compile.
     """
 
-    def __init__(self, tokenizer: Tokenizer, override: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, override: str | None = None, defaults: Mapping[str, Any] | None = None
+    ) -> None:
         self.tokenizer = tokenizer
+        try:
+            self._defaults = _checked_kwargs(defaults)
+        except RequestError as error:
+            raise StartError(f"option default_{error}") from None
         template = tokenizer.chat_template if override is None else _read_template(override)
         self._templates = {"default": template} if isinstance(template, str) else template or {}
         for name, source in self._templates.items():
@@ -180,7 +187,7 @@ class ChatTemplate:
         chat = [_plain_message(i, message, images) for i, message in enumerate(messages)]
         if not chat:
             raise invalid("messages", "must not be empty")
-        variables = self.tokenizer.special_tokens | _checked_kwargs(kwargs)
+        variables = self.tokenizer.special_tokens | self._defaults | _checked_kwargs(kwargs)
         variables["tools"] = _objects("tools", tools)
         variables["documents"] = _objects("documents", documents)
         variables["add_generation_prompt"] = (
