@@ -30,19 +30,27 @@ void over_rows(int64_t rows, double cost, F&& f) {
   parallel(pieces, [&](int64_t piece) { f(rows * piece / pieces, rows * (piece + 1) / pieces); });
 }
 
+// Bytes of x that the cache which all threads share keeps while weights stream through it.
+constexpr int64_t kSharedBytes = int64_t{4} << 20;
+
 // Calls f(row, begin, end) in all threads, for blocks of kRowBlock of m rows and ranges of a weight's panels: pieces of
 // about 8 us, small enough to balance, but of `fewest` panels where a thread has as many, to share what a piece
-// prepares.  All blocks of a range come in a row, so that a thread keeps its part of the weight.  `cost`: about ns of
-// one core for all.
+// prepares.  All blocks of a range come in a row, so that a thread keeps its part of the weight, as far as their rows
+// fit in kSharedBytes; then the weight is read again for the next.  `bytes`: of all rows as the kernel reads them.
+// `cost`: about ns of one core for all.
 template <class F>
-void over_panels(int64_t m, int64_t panels, int64_t fewest, double cost, const F& f) {
+void over_panels(int64_t m, int64_t bytes, int64_t panels, int64_t fewest, double cost, const F& f) {
   const int64_t blocks = (m + kRowBlock - 1) / kRowBlock;
   const int64_t target = std::min(static_cast<int64_t>(cost / blocks / 8000.0), panels / fewest);
   const int64_t pieces = std::min<int64_t>(panels, std::max<int64_t>(pool().threads(), target));
-  parallel(blocks * pieces, [&](int64_t i) {
-    const int64_t block = i % blocks, piece = i / blocks;
-    f(block * kRowBlock, panels * piece / pieces, panels * (piece + 1) / pieces);
-  });
+  const int64_t groups = std::min(blocks, (bytes + kSharedBytes - 1) / kSharedBytes);
+  for (int64_t group = 0; group < groups; group++) {
+    const int64_t first = blocks * group / groups, count = blocks * (group + 1) / groups - first;
+    parallel(count * pieces, [&](int64_t i) {
+      const int64_t block = first + i % count, piece = i / count;
+      f(block * kRowBlock, panels * piece / pieces, panels * (piece + 1) / pieces);
+    });
+  }
 }
 
 // Sizes of a layer's cache.

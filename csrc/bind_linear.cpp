@@ -195,9 +195,9 @@ void multiply(const LinearArgs& a, int64_t panels, int64_t sums) {
     return;
   }
   const Unlocked unlocked;
-  over_panels(a.m, panels, kernel.linear_panels(a), cost, [&](int64_t row, int64_t begin, int64_t end) {
-    kernel.linear(a, row, begin, end, thread_scratch(scratch));
-  });
+  over_panels(
+      a.m, a.m * a.k * (a.dtype == DType::f32 ? 4 : 2), panels, kernel.linear_panels(a), cost,
+      [&](int64_t row, int64_t begin, int64_t end) { kernel.linear(a, row, begin, end, thread_scratch(scratch)); });
 }
 
 void linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, const Tensor& out, Gate gate) {

@@ -98,7 +98,7 @@ void multiply(Int8Args a, int64_t panels, int64_t sums) {
     const int64_t pieces = std::min<int64_t>(m, pool().threads() * 4);
     parallel(pieces, [&](int64_t i) { kernel.int8_rows(a, m * i / pieces, m * (i + 1) / pieces); });
   }
-  over_panels(m, panels, 1, cost,
+  over_panels(m, kernel.int8_rows_size(a), panels, 1, cost,
               [&](int64_t row, int64_t begin, int64_t end) { kernel.linear_int8(a, row, begin, end); });
 }
 

@@ -197,7 +197,7 @@ void multiply(Wna16Args a, int64_t panels) {
     const int64_t pieces = std::min<int64_t>(m, pool().threads() * 4);
     parallel(pieces, [&](int64_t i) { kernel.wna16_rows(a, m * i / pieces, m * (i + 1) / pieces); });
   }
-  over_panels(m, panels, 1, cost,
+  over_panels(m, std::max(kernel.wna16_rows_size(a), m * a.k * 2), panels, 1, cost,
               [&](int64_t row, int64_t begin, int64_t end) { kernel.linear_wna16(a, row, begin, end); });
 }
 

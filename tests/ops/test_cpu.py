@@ -329,6 +329,19 @@ assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.1
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("linear", torch.float32), ("linear", torch.bfloat16), ("linear_int8", torch.float32)]
+)
+def test_rows_that_exceed_the_shared_cache_are_multiplied_in_groups(name: str, dtype: torch.dtype) -> None:
+    """400 rows of 16,384 values: four blocks of rows, in groups by their bytes, 26, 13 and 7 MB."""
+    x, weight = randn(400, 16384).to(dtype), randn(70, 16384).to(dtype)
+    packed = CALLS[PACKING[name]](weight)
+    whole = CALLS[name](x, packed, None)
+    assert whole.isfinite().all()
+    for rows in (slice(0, 1), slice(127, 129), slice(250, 400)):
+        assert torch.equal(whole[rows], CALLS[name](x[rows].contiguous(), packed, None))
+
+
 def test_bind_sets_the_threads_every_time() -> None:
     bound = {name: getattr(ops, name) for name in OPS}
     for count in (3, 1, 2):
