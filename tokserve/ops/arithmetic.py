@@ -60,9 +60,8 @@ def choose_kernels(
     arithmetic is `fma`.  `kernels` names an instruction set and implies its arithmetic.  Raises StartError if this
     machine cannot run what is named, or if both are named and disagree.
     """
-    extension = (
-        extension or importlib.import_module("tokserve.ops.cpu.kernels")._C
-    )  # which tells it how to read tensors
+    if extension is None:  # that module also tells the extension how to read tensors
+        extension = importlib.import_module("tokserve.ops.cpu.kernels")._C
     best = best_kernels(extension)
     rates: dict[str, float] = {}
     if kernels is not None:

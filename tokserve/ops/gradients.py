@@ -18,12 +18,10 @@ from tokserve.ops.serial import one_thread
 
 QUERIES = 256  # of a node whose weights are in memory at a time
 TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (3e-2, 2e-2), torch.float16: (1e-5, 1e-5)}
+ROW_TOLERANCE = {torch.float32: (5e-5, 1e-5), torch.bfloat16: (5e-5, 1e-2), torch.float16: (5e-5, 2e-3)}
 
 
-ROWS = {torch.float32: (5e-5, 1e-5), torch.bfloat16: (5e-5, 1e-2), torch.float16: (5e-5, 2e-3)}
-
-
-@op(tolerance=ROWS)
+@op(tolerance=ROW_TOLERANCE)
 def activation_gradients(grad: Tensor, x: Tensor, activation: str, gated: bool = False) -> Tensor:
     """The gradient of x in `activate(x, activation, gated)`, like x, from that of its result [T,I].
 
@@ -53,7 +51,7 @@ def _slope(x: Tensor, activation: str) -> Tensor:
     return 2.0 * x.clamp(min=0.0) if activation == "relu2" else (x > 0.0).float()
 
 
-@op(tolerance=ROWS)
+@op(tolerance=ROW_TOLERANCE)
 def norm_gradients(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, carried: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -131,12 +129,12 @@ def _node(
         members = slice(head * group, (head + 1) * group)
         queries, upstream = (x[:, members].reshape(-1, dim) for x in (q, grad))  # [n G,D]
         scores = queries @ k[:, head].t() * scale
-        bent = torch.tanh(scores / softcap) if softcap else None
-        weights = (scores if bent is None else bent * softcap).masked_fill(hidden, float("-inf")).softmax(-1)
+        capped = torch.tanh(scores / softcap) if softcap else None
+        weights = (scores if capped is None else capped * softcap).masked_fill(hidden, float("-inf")).softmax(-1)
         slopes = upstream @ v[:, head].t()
         slopes = weights * (slopes - (weights * slopes).sum(-1, keepdim=True))
-        if bent is not None:
-            slopes = slopes * (1.0 - bent * bent)
+        if capped is not None:
+            slopes = slopes * (1.0 - capped * capped)
         grad_q[:, members] = (slopes @ k[:, head] * scale).view(count, group, dim)
         grad_k[:, head] = slopes.t() @ queries * scale
         grad_v[:, head] = weights.t() @ upstream

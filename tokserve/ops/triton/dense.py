@@ -311,4 +311,4 @@ def linear_by_cublas(
 def gated_by_cublas(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: str | None) -> Tensor:
     """`linear_by_cublas`, gated."""
     both = linear_by_cublas(x, packed, bias)
-    return both if activation is None else elementwise.gated(both, activation == "gelu_tanh")
+    return both if activation is None else elementwise.activate(both, activation, True)

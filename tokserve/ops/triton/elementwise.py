@@ -296,16 +296,11 @@ def activate(x: Tensor, activation: str, gated: bool = False) -> Tensor:
     return out
 
 
-def gated(x: Tensor, gelu: bool) -> Tensor:
-    """act(first half) * second half of each row of x [T,2I]; SiLU, or GELU in its tanh approximation."""
-    return activate(x, "gelu_tanh" if gelu else "silu", True)
-
-
 @elementwise.silu_mul.implement("triton", device="cuda")
 def silu_mul(x: Tensor) -> Tensor:
-    return gated(x, False)
+    return activate(x, "silu", True)
 
 
 @elementwise.gelu_mul.implement("triton", device="cuda")
 def gelu_mul(x: Tensor) -> Tensor:
-    return gated(x, True)
+    return activate(x, "gelu_tanh", True)

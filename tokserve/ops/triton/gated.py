@@ -112,7 +112,7 @@ def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activatio
     """Two kernels where a library serves, or where the weight has several chains."""
     if activation is None or chains(packed.rows, packed.columns) > 1 or is_library_used(len(x), packed):
         both = linear(x, packed, bias)
-        return both if activation is None else elementwise.gated(both, activation == "gelu_tanh")
+        return both if activation is None else elementwise.activate(both, activation, True)
     out = x.new_empty(len(x), packed.rows // 2)
     return gated_product(x, packed.packed, bias, out, activation, None)
 

@@ -139,7 +139,7 @@ def attend_rows(
     LATENT_BLOCK: tl.constexpr, ROT_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Queries q [M,L], q_rope [M,R] at `position` [M] over the rows of a split before `end`; elements `value` [1,V] of
-    values.  Returns as `attention.attend_split` does."""
+    values.  Returns what `attention.attend` does."""
     column, turned = tl.arange(0, LATENT_BLOCK)[None, :], tl.arange(0, ROT_BLOCK)[None, :]
     row_max = tl.full([q.shape[0]], NEG_INF, tl.float32)
     row_sum = tl.zeros([q.shape[0]], tl.float32)

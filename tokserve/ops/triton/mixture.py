@@ -311,7 +311,7 @@ def mixed(
     sorting = order, counts.cumsum(0, dtype=torch.int32)
     both = up(sorting)
     clamped = activation == "clamped_swiglu"
-    inner = mixture.gated(both, activation) if clamped else elementwise.gated(both, activation == "gelu_tanh")
+    inner = mixture.gated(both, activation) if clamped else elementwise.activate(both, activation, True)
     outputs = torch.empty(len(order), width, dtype=torch.float32, device=x.device)
     back(inner, outputs, sorting)
     places = torch.empty_like(order)

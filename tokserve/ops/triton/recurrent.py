@@ -76,28 +76,19 @@ def gated_delta_kernel(
         memory = tl.zeros([KEY_BLOCK, VALUE_BLOCK], tl.float32)
         if start > 0:
             memory = tl.load(state + index * size + place, mask=inside, other=0.0)
-        kept, rows = ring + index * WINDOW * entry, entries + token * entry
+        ring_row, rows = ring + index * WINDOW * entry, entries + token * entry
         rate = tl.exp(tl.load(a_log + head))
         bias = tl.load(dt_bias + head)
         for position in range(tl.minimum(start, first), length):
             q = silu(
                 convolve(
-                    rows,
-                    kept,
-                    weight,
-                    head // GROUP * KEY + key,
-                    is_key,
-                    position,
-                    first,
-                    CHANNELS,
-                    entry,
-                    TAPS,
+                    rows, ring_row, weight, head // GROUP * KEY + key, is_key, position, first, CHANNELS, entry, TAPS,
                     WINDOW,
                 )
-            )
+            )  # fmt: skip
             k = silu(
                 convolve(
-                    rows, kept, weight, keys + head // GROUP * KEY + key, is_key, position, first, CHANNELS, entry,
+                    rows, ring_row, weight, keys + head // GROUP * KEY + key, is_key, position, first, CHANNELS, entry,
                     TAPS, WINDOW,
                 )
             )  # fmt: skip
@@ -106,14 +97,14 @@ def gated_delta_kernel(
             if position >= start:
                 v = silu(
                     convolve(
-                        rows, kept, weight, 2 * keys + head * VALUE + value, is_value, position, first, CHANNELS, entry,
-                        TAPS, WINDOW,
+                        rows, ring_row, weight, 2 * keys + head * VALUE + value, is_value, position, first, CHANNELS,
+                        entry, TAPS, WINDOW,
                     )
                 )  # fmt: skip
                 if position >= first:
                     both = rows + (position - first) * entry + CHANNELS + head
                 else:
-                    both = kept + position % WINDOW * entry + CHANNELS + head
+                    both = ring_row + position % WINDOW * entry + CHANNELS + head
                 b, a = tl.load(both).to(tl.float32), tl.load(both + HEADS).to(tl.float32)
                 memory = memory * tl.exp(-rate * softplus(a + bias))
                 change = (v - tl.sum(memory * k[:, None], 0)) / (1.0 + tl.exp(-b))
@@ -158,7 +149,7 @@ def keep_inputs_kernel(
     if (count > 0) & (index >= 0):
         length = tl.load(seq_lens + number)
         first = length - count
-        rows, kept = entries + token * ENTRY + channel, ring + index * WINDOW * ENTRY + channel
+        rows, ring_row = entries + token * ENTRY + channel, ring + index * WINDOW * ENTRY + channel
         for save in range(saves):
             if tl.load(save_ptr + 3 * save) == number:
                 until = tl.load(save_ptr + 3 * save + 1)
@@ -167,11 +158,11 @@ def keep_inputs_kernel(
                     if position >= first:
                         one = tl.load(rows + (position - first) * ENTRY, mask=inside, other=0.0)
                     else:
-                        one = tl.load(kept + position % WINDOW * ENTRY, mask=inside, other=0.0)
+                        one = tl.load(ring_row + position % WINDOW * ENTRY, mask=inside, other=0.0)
                     tl.store(target + position % WINDOW * ENTRY, one, mask=inside)
         for position in range(tl.maximum(first, length - WINDOW), length):
             one = tl.load(rows + (position - first) * ENTRY, mask=inside, other=0.0)
-            tl.store(kept + position % WINDOW * ENTRY, one, mask=inside)
+            tl.store(ring_row + position % WINDOW * ENTRY, one, mask=inside)
 
 
 @triton.jit
@@ -189,9 +180,9 @@ def short_conv_kernel(
     if (count > 0) & (index >= 0):
         length = tl.load(seq_lens + number)
         first = length - count
-        rows, kept = entries + token * CHANNELS, ring + index * WINDOW * CHANNELS
+        rows, ring_row = entries + token * CHANNELS, ring + index * WINDOW * CHANNELS
         for position in range(first, length):
-            mixed = convolve(rows, kept, weight, channel, inside, position, first, CHANNELS, CHANNELS, TAPS, WINDOW)
+            mixed = convolve(rows, ring_row, weight, channel, inside, position, first, CHANNELS, CHANNELS, TAPS, WINDOW)
             if HAS_BIAS:
                 mixed += tl.load(bias + channel, mask=inside, other=0.0)
             at = token + position - first

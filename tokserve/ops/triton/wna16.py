@@ -207,7 +207,7 @@ def linear(x: Tensor, packed: PackedWna16, bias: Tensor | None, out_dtype: torch
 def gated_linear(x: Tensor, packed: PackedWna16, bias: Tensor | None, activation: str | None) -> Tensor:
     """Two kernels: the product, then the gate."""
     both = linear(x, packed, bias)
-    return both if activation is None else elementwise.gated(both, activation == "gelu_tanh")
+    return both if activation is None else elementwise.activate(both, activation, True)
 
 
 @wna16.embedding_wna16.implement("triton", device="cuda")
