@@ -94,10 +94,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     def validate(self) -> None:
         """Raise `RequestError` with the field's name unless one thing is asked for, and it is not too large."""
         at = "structured_outputs"
-        given = [name for name in GRAMMAR_BYTES if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
-            got = f"got {' and '.join(given)}" if given else "got none"
-            _refuse(at, f"must have exactly one of {', '.join(GRAMMAR_BYTES)}; {got}")
+        forms = [name for name in GRAMMAR_BYTES if getattr(self, name) not in (None, False)]
+        if len(forms) != 1:
+            _refuse(at, f"must have exactly one of {', '.join(GRAMMAR_BYTES)}; got {' and '.join(forms) or 'none'}")
         if self.json is None and self.json_object is not True:
             for name in ("disable_any_whitespace", "whitespace_pattern"):
                 if getattr(self, name):

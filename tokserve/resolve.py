@@ -60,8 +60,8 @@ def resolve(config: Config) -> Config:
     names = config.server.served_model_name or [model.model]
     keys = list(config.server.api_key or [])
     keys += [os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)]
-    for name, given in (("api_key", keys), ("admin_api_key", config.server.admin_api_key or [])):
-        if any(not key for key in given):
+    for name, values in (("api_key", keys), ("admin_api_key", config.server.admin_api_key or [])):
+        if any(not key for key in values):
             raise StartError(f"option {name}: must not be empty")
     replace, both_ways = msgspec.structs.replace, encoders.family(hf) is not None
     max_model_len = _max_model_len(model.max_model_len, hf)
@@ -200,8 +200,8 @@ def replica_config(config: Config, rank: int) -> Config:
     cpus = [] if config.parallel.on_ray else _replica_cpus(runtime, size)
     if cpus:
         count = len(cpus) // size
-        mine = ",".join(map(str, cpus[rank * count : (rank + 1) * count]))
-        runtime = replace(runtime, cpu_bind=mine)
+        rank_cpus = ",".join(map(str, cpus[rank * count : (rank + 1) * count]))
+        runtime = replace(runtime, cpu_bind=rank_cpus)
     kv = config.kv
     if kv.events() is not None:
         kv = replace(kv, kv_events_config=(kv.kv_events_config or {}) | {"data_parallel_rank": rank})
@@ -216,14 +216,14 @@ def rank_config(config: Config, rank: int) -> Config:
     Options that only the server needs, its keys above all, are left out.
     """
     replace, parallel, runtime, cache = msgspec.structs.replace, config.parallel, config.runtime, config.cache
-    here = parallel.ranks_here
+    num_ranks = parallel.ranks_here
     if runtime.device == "cpu":
         if cache.kv_cache_memory_bytes is None:  # all ranks look at the same memory
-            cache = replace(cache, gpu_memory_utilization=cache.gpu_memory_utilization / here)
-        runtime = replace(runtime, cpu_threads=max(1, (runtime.cpu_threads or here) // here))
+            cache = replace(cache, gpu_memory_utilization=cache.gpu_memory_utilization / num_ranks)
+        runtime = replace(runtime, cpu_threads=max(1, (runtime.cpu_threads or num_ranks) // num_ranks))
         if runtime.cpu_bind not in ("auto", "none"):
             cpus, count = cpu_list(runtime.cpu_bind), runtime.cpu_threads or 1
-            first = rank % here * count
+            first = rank % num_ranks * count
             runtime = replace(runtime, cpu_bind=",".join(map(str, cpus[first : first + count])))
         else:
             runtime = replace(runtime, cpu_bind="none")
@@ -252,13 +252,13 @@ def replica_environment(config: Config, rank: int) -> dict[str, str] | None:
     """
     if config.runtime.device != "cuda" or config.parallel.on_ray:
         return None
-    size, given = config.parallel.data_parallel_size, os.environ.get(VISIBLE)
+    size, devices = config.parallel.data_parallel_size, os.environ.get(VISIBLE)
     num_ranks = config.parallel.ranks_here
-    if given is None:
+    if devices is None:
         num_files = len([path for path in GPU_FILE.parent.glob("nvidia*") if path.name[6:].isdigit()])
         visible = [str(index) for index in range(num_files)]
     else:
-        visible = [name for name in given.split(",") if name]
+        visible = [name for name in devices.split(",") if name]
     if len(visible) < size * num_ranks:
         number = "a GPU" if num_ranks == 1 else f"{num_ranks} GPUs"
         raise StartError(f"option data_parallel_size: {size} engines need {number} each, and there are {len(visible)}")
@@ -289,10 +289,10 @@ def ray_address() -> str:
 
 def _kv_events(config: Config) -> dict[str, Any] | None:
     """The object with what wildcards stand for: the loopback address if only this machine can reach the server."""
-    given, server = config.kv.kv_events_config, config.server
+    options, server = config.kv.kv_events_config, config.server
     if config.kv.events() is None or not (server.uds or server.host == "localhost" or _is_loopback(server.host)):
-        return given
-    return {"interface": LOCAL_HOSTS[1]} | (given or {})
+        return options
+    return {"interface": LOCAL_HOSTS[1]} | (options or {})
 
 
 def _ui(server: ServerConfig) -> bool:
@@ -373,8 +373,8 @@ def _check(config: Config) -> None:
     if model.quantization_activations and (model.quantization in ("fp8", "none") or config.runtime.device != "cpu"):
         raise StartError("quantization_activations is for integer weights on a CPU")
     runtime = config.runtime
-    for name, given in (("cpu_arithmetic", runtime.cpu_arithmetic != "auto"), ("cpu_kernels", runtime.cpu_kernels)):
-        if given and runtime.device != "cpu":
+    for name, value in (("cpu_arithmetic", runtime.cpu_arithmetic != "auto"), ("cpu_kernels", runtime.cpu_kernels)):
+        if value and runtime.device != "cpu":
             raise StartError(f"option {name} is for a CPU, and the device is {runtime.device}")
     if config.cache.kv_cache_dtype != "auto" and config.runtime.device == "cpu":
         raise StartError(f"kv_cache_dtype {config.cache.kv_cache_dtype} needs a GPU; on a CPU leave it at auto")
@@ -406,8 +406,8 @@ def _check(config: Config) -> None:
     if config.parallel.data_parallel_backend == "ray" and server.api_server_count > 1:
         raise StartError("data_parallel_backend ray goes with api_server_count 1")
     text = ("chat_template", server.chat_template), ("reasoning_parser", server.reasoning_parser)
-    for name, given in (*text, ("enable_auto_tool_choice", server.enable_auto_tool_choice)):
-        if server.tokens_only and given:
+    for name, value in (*text, ("enable_auto_tool_choice", server.enable_auto_tool_choice)):
+        if server.tokens_only and value:
             raise StartError(f"{name} has no use with tokens_only")
 
 
@@ -429,15 +429,15 @@ def _dtype(dtype: str, hf: dict[str, Any]) -> Any:
     return name
 
 
-def _quantization(given: Any, hf: dict[str, Any]) -> Any:
+def _quantization(option: Any, hf: dict[str, Any]) -> Any:
     """The option, without the name of the kind that the checkpoint is of.  Raises StartError if it is of another."""
-    if given in (None, *QUANTIZATIONS_AT_LOAD):
-        return given
+    if option in (None, *QUANTIZATIONS_AT_LOAD):
+        return option
     stored = hf.get("quantization_config") or hf.get("compression_config") or {}
     kind = stored.get("quant_method") if isinstance(stored, dict) else None
-    if kind != given:
+    if kind != option:
         stated = "is not quantized" if kind is None else f"is of kind {kind}"
-        raise StartError(f"option quantization: the checkpoint {stated}, not {given}; leave the option out")
+        raise StartError(f"option quantization: the checkpoint {stated}, not {option}; leave the option out")
     return None
 
 
@@ -473,9 +473,9 @@ def _max_model_len(max_model_len: int | None, hf: dict[str, Any]) -> int:
 
 def _stretched(hf: dict[str, Any]) -> float:
     """The positions that yarn makes of those it says the model was trained on; 0 where it does not."""
-    for given in (hf.get("rope_scaling"), hf.get("rope_parameters")):
-        if isinstance(given, dict) and "yarn" in (given.get("rope_type"), given.get("type")):
-            numbers = given.get("factor"), given.get("original_max_position_embeddings")
+    for scaling in (hf.get("rope_scaling"), hf.get("rope_parameters")):
+        if isinstance(scaling, dict) and "yarn" in (scaling.get("rope_type"), scaling.get("type")):
+            numbers = scaling.get("factor"), scaling.get("original_max_position_embeddings")
             return math.prod(one if isinstance(one, int | float) else 0 for one in numbers)
     return 0
 

@@ -138,10 +138,10 @@ def _gemma_format(hf: Mapping[str, Any], vision: Mapping[str, Any], processor: M
     channels = _integer(vision, "vision_config.num_channels", vision.get("num_channels", 3))
     pixels = _integer(vision, "vision_config.image_size", vision.get("image_size", 224))
     size = _integer(vision, "vision_config.patch_size", vision.get("patch_size", 16))
-    made = processor.get("size") or {"height": pixels, "width": pixels}
-    if made != {"height": pixels, "width": pixels}:
+    size_field = processor.get("size") or {"height": pixels, "width": pixels}
+    if size_field != {"height": pixels, "width": pixels}:
         raise StartError(
-            f"the model's image processor: size must be {pixels} by {pixels} as image_size, found {made!r}"
+            f"the model's image processor: size must be {pixels} by {pixels} as image_size, found {size_field!r}"
         )
     across = isqrt(_integer(hf, "mm_tokens_per_image", hf.get("mm_tokens_per_image", 256)))
     side = pixels // size
@@ -174,11 +174,11 @@ def _integer(values: Mapping[str, Any], path: str, value: Any = None, *, minimum
 def _numbers(
     values: Mapping[str, Any], name: str, count: int, absent: Mapping[str, tuple[float, ...]]
 ) -> tuple[float, ...]:
-    given = values.get(name)
-    given = [absent[name][channel % len(absent[name])] for channel in range(count)] if given is None else given
-    if not isinstance(given, list) or len(given) != count:
-        raise StartError(f"preprocessor_config.json: {name} must be a list of {count} numbers, found {given!r}")
-    return tuple(_number(name, one) for one in given)
+    numbers = values.get(name)
+    numbers = [absent[name][channel % len(absent[name])] for channel in range(count)] if numbers is None else numbers
+    if not isinstance(numbers, list) or len(numbers) != count:
+        raise StartError(f"preprocessor_config.json: {name} must be a list of {count} numbers, found {numbers!r}")
+    return tuple(_number(name, one) for one in numbers)
 
 
 def _number(name: str, value: Any) -> float:

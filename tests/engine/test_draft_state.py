@@ -15,13 +15,13 @@ from tokserve.engine.speculation.token_index import SEPARATOR, TokenIndex
 PROMPT = [1, 2, 3]
 
 
-def corpus(ids: Sequence[int], *, given: bool = False) -> Corpus:
-    return Corpus("prediction" if given else "history", TokenIndex(array("i", ids)), given=given)
+def corpus(ids: Sequence[int], *, expected: bool = False) -> Corpus:
+    return Corpus("prediction" if expected else "history", TokenIndex(array("i", ids)), expected=expected)
 
 
 def predicted(ids: Sequence[int]) -> tuple[array[int], DraftState]:
     """The tokens of a request with a prediction, to append to, and its state."""
-    tokens, text = array("i", PROMPT), corpus(ids, given=True)
+    tokens, text = array("i", PROMPT), corpus(ids, expected=True)
     state = DraftState(tokens, len(PROMPT), [text], (text, 0), trust=16)
     state.advance()
     return tokens, state
@@ -85,7 +85,7 @@ def test_a_separator_is_never_a_draft() -> None:
 def test_random_corpora_propose_ids_of_their_own() -> None:
     rng = random.Random(0)
     for _ in range(300):
-        texts = [corpus([rng.randrange(4) for _ in range(rng.randrange(30))], given=rng.random() < 0.5)]
+        texts = [corpus([rng.randrange(4) for _ in range(rng.randrange(30))], expected=rng.random() < 0.5)]
         tokens = array("i", [rng.randrange(4) for _ in range(rng.randrange(1, 8))])
         start = (texts[0], rng.randrange(4)) if rng.random() < 0.5 else None
         state = DraftState(tokens, len(tokens), texts, start)

@@ -88,14 +88,14 @@ def _model(command: argparse.ArgumentParser, values: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; exits with 2 on a bad command line, 1 when the server cannot start or its engine died."""
     root = parser()
-    given = dashed(sys.argv[1:] if argv is None else argv)
-    values = _parsed(root, given)
+    words = dashed(sys.argv[1:] if argv is None else argv)
+    values = _parsed(root, words)
     if values.get("config") is not None:
         try:
-            words, model = read_options(values["config"], values["parser"], given)
+            file_words, model = read_options(values["config"], values["parser"], words)
         except StartError as error:
             values["parser"].error(str(error))
-        values = _parsed(root, [given[0], *words, *given[1:]])
+        values = _parsed(root, [words[0], *file_words, *words[1:]])
         values["model"] = values["model"] or values["same_model"] or model
     chosen = values.pop("parser", root)
     command = values.pop("command")

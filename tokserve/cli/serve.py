@@ -35,16 +35,16 @@ def serve(values: dict[str, Any]) -> int:
 
 
 def serve_config(
-    given: Config, make_server: Callable[[Config], ApiServer] = ApiServer, without: Sequence[str] = ()
+    options: Config, make_server: Callable[[Config], ApiServer] = ApiServer, without: Sequence[str] = ()
 ) -> int:
     """`serve` with a configuration.  `make_server`: makes the only API process's server.  `without`: options that were
     given and have no effect."""
     started = time.monotonic()
-    log.setup("server", given.server.log_level, given.server.log_format)
+    log.setup("server", options.server.log_level, options.server.log_format)
     for name in without:
         logger.warning(WITHOUT_EFFECT, name)
     try:
-        config = resolve(given)
+        config = resolve(options)
         if config.parallel.headless:
             logger.info("tokserve %s: %s", tokserve.__version__, chosen(config))
             return headless.hold(config)
@@ -52,7 +52,7 @@ def serve_config(
             logger.info("tokserve %s: %s", tokserve.__version__, chosen(config))
             return uvloop.run(_run(config, sock, started, make_server))
     except StartError as error:
-        if given.server.log_format == "text":
+        if options.server.log_format == "text":
             raise
         logger.error("%s", error)  # a reader of JSON expects only JSON
         return 1

@@ -13,22 +13,22 @@ from tokserve.errors import StartError
 
 def dashed(words: Sequence[str]) -> list[str]:
     """The words with dashes in the names of options, and `--option.key value` as `--option {"key": value}`."""
-    made: list[str] = []
+    result: list[str] = []
     objects: dict[str, dict[str, Any]] = {}
     rest = iter(words)
     for word in rest:
         name, equals, value = word.partition("=")
         option, *keys = name.split(".")
         if not word.startswith("--"):
-            made.append(word)
+            result.append(word)
         elif keys and all(keys):
             inner = objects.setdefault(option.replace("_", "-"), {})
             for key in keys[:-1]:
                 inner = inner.setdefault(key, {})
             inner[keys[-1]] = _json_or_text(value if equals else next(rest, ""))
         else:
-            made.append(name.replace("_", "-") + equals + value)
-    return [*made, *(part for option, held in objects.items() for part in (option, json.dumps(held)))]
+            result.append(name.replace("_", "-") + equals + value)
+    return [*result, *(part for option, held in objects.items() for part in (option, json.dumps(held)))]
 
 
 def _json_or_text(text: str) -> Any:
@@ -46,16 +46,16 @@ def read_options(path: str, parser: argparse.ArgumentParser, words: Sequence[str
     values = _read(path)
     model = values.pop("model", None)
     known = parser._option_string_actions
-    given = {id(known.get(word.partition("=")[0])) for word in words if word.startswith("-")}
-    made: list[str] = []
+    chosen = {id(known.get(word.partition("=")[0])) for word in words if word.startswith("-")}
+    result: list[str] = []
     for key, value in values.items():
         flag = "--" + key.replace("_", "-")
         action = known.get(flag)
         if action is None:
             raise StartError(f"{path}: unknown option {key!r}")
-        if value is not None and id(action) not in given:
-            made += _words(flag, action, value)
-    return made, None if model is None else str(model)
+        if value is not None and id(action) not in chosen:
+            result += _words(flag, action, value)
+    return result, None if model is None else str(model)
 
 
 def _read(path: str) -> dict[str, Any]:

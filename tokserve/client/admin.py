@@ -147,8 +147,8 @@ class AdminMethods(ABC):
         """
         if isinstance(request, Mapping) and "weight_dir" in request and request.get("update_info") is None:
             names = UpdateFromDirectory.__struct_fields__
-            given = {name: request[name] for name in names if request.get(name) is not None}
-            await self.call("update_weights_from_dir", **given)
+            arguments = {name: request[name] for name in names if request.get(name) is not None}
+            await self.call("update_weights_from_dir", **arguments)
             return
         is_request = "update_info" in request if isinstance(request, Mapping) else hasattr(request, "update_info")
         if not is_request:

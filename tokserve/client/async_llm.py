@@ -227,15 +227,15 @@ class AsyncLLM(AdminMethods):
         The request is sent when iteration begins, and aborted when it is left early.  Prompts are as in
         `LLM.generate`, everything else as in `stream`.
         """
-        given, params = read(prompt, self.tokenizer), typed(SamplingParams, sampling_params)
-        options["cache_salt"] = options.get("cache_salt") or given.cache_salt
-        options.setdefault("draft_token_ids", given.draft_token_ids)
+        parsed, params = read(prompt, self.tokenizer), typed(SamplingParams, sampling_params)
+        options["cache_salt"] = options.get("cache_salt") or parsed.cache_salt
+        options.setdefault("draft_token_ids", parsed.draft_token_ids)
         stream = self.stream(
-            await self.with_images(given.ids, given.images), params, request_id=request_id,
+            await self.with_images(parsed.ids, parsed.images), params, request_id=request_id,
             text=self.tokenizer is not None, lora_request=lora_request, **options,
         )  # fmt: skip
         async with stream:
-            async for output in follow(stream, given.text, params):
+            async for output in follow(stream, parsed.text, params):
                 yield output
 
     def stream(
@@ -293,10 +293,10 @@ class AsyncLLM(AdminMethods):
 
         Ids may have a reply's prefix.  The result is "aborted", "finished" or "not_found" for every id as given.
         """
-        given_ids = [request_ids] if isinstance(request_ids, str) else request_ids
-        bare_ids = {given: bare_id(given) for given in given_ids}
+        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        bare_ids = {request_id: bare_id(request_id) for request_id in ids}
         results = await self.call("abort", keys=list(bare_ids.values()), reason=reason) if bare_ids else {}
-        return {given: results[bare] for given, bare in bare_ids.items()}
+        return {request_id: results[bare] for request_id, bare in bare_ids.items()}
 
     async def abort_group(self, group_id: str, reason: str = "abort_user") -> dict[str, str]:
         """The same for all requests of a group; the result is by bare id."""

@@ -33,22 +33,22 @@ class Answer(NamedTuple):
 def args_for(method: str, args: Mapping[str, Any], rank: int, size: int, num_ranks: int = 1) -> dict[str, Any]:
     """The arguments of a command for one engine of `size`: its part of an update's id, the first of its `num_ranks` in
     a process group, its entry of a list with one per engine.  Raises RequestError."""
-    mine = dict(args)
-    if isinstance(update_id := mine.get("update_id"), str):
+    arguments = dict(args)
+    if isinstance(update_id := arguments.get("update_id"), str):
         parts = update_id.split(PART)
-        mine["update_id"] = parts[rank] if len(parts) == size else update_id
+        arguments["update_id"] = parts[rank] if len(parts) == size else update_id
     if method == "init_weight_transfer_engine":
-        given = mine.get("init_info")
-        if isinstance(given, Mapping) and type(given.get("rank_offset")) is int:
-            mine["init_info"] = {**given, "rank_offset": given["rank_offset"] + rank * num_ranks}
-    if method == "update_weights" and isinstance(mine.get("update"), list):
-        updates = mine["update"]
+        info = arguments.get("init_info")
+        if isinstance(info, Mapping) and type(info.get("rank_offset")) is int:
+            arguments["init_info"] = {**info, "rank_offset": info["rank_offset"] + rank * num_ranks}
+    if method == "update_weights" and isinstance(arguments.get("update"), list):
+        updates = arguments["update"]
         if len(updates) != size:
             raise RequestError(
                 f"update_info must have an entry for each of {size} ranks, got {len(updates)}", field="update_info"
             )
-        mine["update"] = updates[rank]
-    return mine
+        arguments["update"] = updates[rank]
+    return arguments
 
 
 def outcome(method: str, args: Mapping[str, Any], answers: Sequence[Answer], size: int) -> Any:

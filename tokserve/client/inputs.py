@@ -373,17 +373,17 @@ def _recommended(model: ModelConfig) -> dict[str, Any]:
     directory = Path(model.model if model.generation_config == "auto" else model.generation_config)
     if not directory.is_dir():
         raise StartError(f"option generation_config: {str(directory)!r} is not a directory")
-    given = checkpoint.read_json(directory, "generation_config.json") or {}
-    return {name: given[name] for name in RECOMMENDED if given.get(name) is not None}
+    config = checkpoint.read_json(directory, "generation_config.json") or {}
+    return {name: config[name] for name in RECOMMENDED if config.get(name) is not None}
 
 
 def _overrides(model: ModelConfig) -> dict[str, Any]:
-    given = model.override_generation_config or {}
-    if unknown := given.keys() - set(RECOMMENDED):
+    values = model.override_generation_config or {}
+    if unknown := values.keys() - set(RECOMMENDED):
         raise StartError(
             f"option override_generation_config: {sorted(unknown)[0]} is not one of {', '.join(RECOMMENDED)}"
         )
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def typed(kind: type[S], value: Any) -> S:

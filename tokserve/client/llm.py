@@ -388,11 +388,11 @@ class LLM(PoolingMethods):
         async with AsyncExitStack() as stack:
             streams = []
             for prompt, sampling, adapter in zip(parsed, params, adapters, strict=True):
-                given = await self._llm.with_images(prompt.ids, prompt.images)
+                token_prompt = await self._llm.with_images(prompt.ids, prompt.images)
                 if prompt.second >= 0:
-                    given = msgspec.structs.replace(given, second=prompt.second)
+                    token_prompt = msgspec.structs.replace(token_prompt, second=prompt.second)
                 stream = self._llm.stream(
-                    given, sampling, stream=False, text=text,
+                    token_prompt, sampling, stream=False, text=text,
                     cache_salt=prompt.cache_salt, lora_request=adapter, draft_token_ids=prompt.draft_token_ids,
                 )  # fmt: skip
                 streams.append(await stack.enter_async_context(stream))

@@ -80,20 +80,20 @@ class PairPrompts:
         first = self.side(query, True)
         return [*first, *self.side(document, False)], len(first)
 
-    def side(self, given: Side, first: bool = True) -> list[int]:
+    def side(self, value: Side, first: bool = True) -> list[int]:
         """The ids of one side alone; `first`: with the tokenizer's special tokens."""
-        if not isinstance(given, str):
-            return list(given)
+        if not isinstance(value, str):
+            return list(value)
         if self._tokenizer is None:
             raise RequestError("texts need a tokenizer; without one (tokens_only) inputs are token ids")
-        return self._tokenizer.encode(given, add_special_tokens=first)
+        return self._tokenizer.encode(value, add_special_tokens=first)
 
-    def cut(self, given: Side, limit: int) -> Side:
+    def cut(self, value: Side, limit: int) -> Side:
         """Cut a side after `limit` tokens; 0: not at all."""
         if not limit:
-            return given
-        ids = self.side(given, first=False)
+            return value
+        ids = self.side(value, first=False)
         if len(ids) <= limit:
-            return given
-        assert self._tokenizer is not None or not isinstance(given, str)
-        return self._tokenizer.decode(ids[:limit]) if isinstance(given, str) and self._tokenizer else ids[:limit]
+            return value
+        assert self._tokenizer is not None or not isinstance(value, str)
+        return self._tokenizer.decode(ids[:limit]) if isinstance(value, str) and self._tokenizer else ids[:limit]

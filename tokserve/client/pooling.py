@@ -186,12 +186,12 @@ def _of_modules(directory: Path, hf: Mapping[str, Any]) -> VectorRules:
     return usual._replace(pooling=pooling, normalize="Normalize" in kinds)
 
 
-def _modes(given: Mapping[str, Any]) -> list[str]:
+def _modes(config: Mapping[str, Any]) -> list[str]:
     """The kinds of pooling that a module's config names, in its newer spelling or by flags; without any, the mean."""
-    named = given.get("pooling_mode")
+    named = config.get("pooling_mode")
     if named is not None:
         return [str(one) for one in named] if isinstance(named, list) else [str(named)]
-    flags = [name for name, value in given.items() if name.startswith("pooling_mode_") and value is True]
+    flags = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     return flags or ["mean"]
 
 

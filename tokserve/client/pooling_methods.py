@@ -137,8 +137,8 @@ class PoolingMethods(ABC):
                 for a, b in pairs
             ]
         check_scores_pairs(rules)
-        made = [prompts.pair(_side(first[a]), _side(second[b]), instruction) for a, b in pairs]
-        joined = [ParsedPrompt(ids, second=start) for ids, start in made]
+        joined_ids = [prompts.pair(_side(first[a]), _side(second[b]), instruction) for a, b in pairs]
+        joined = [ParsedPrompt(ids, second=start) for ids, start in joined_ids]
         ended = self._pool(joined, rules.params, lora_request, use_tqdm)
         return [_score(float(rules.finish(one[2].pooled, use_activation)[0]), one) for one in ended]
 

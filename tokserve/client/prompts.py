@@ -59,12 +59,12 @@ def read(prompt: Prompt, tokenizer: Tokenizer | None) -> ParsedPrompt:
 
 
 def _from_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer | None) -> ParsedPrompt:
-    given = {key: value for key, value in prompt.items() if value is not None and value != {}}
-    text, ids, salt = given.pop("prompt", None), given.pop("prompt_token_ids", None), given.pop("cache_salt", "")
-    drafts = given.pop("draft_token_ids", None)
-    images = read_images(given.pop("multi_modal_data", None), given.pop("multi_modal_uuids", None))
-    if given:
-        raise RequestError(f"unknown key {next(iter(given))!r} in a prompt, which is {FORMS}", field="prompts")
+    fields = {key: value for key, value in prompt.items() if value is not None and value != {}}
+    text, ids, salt = fields.pop("prompt", None), fields.pop("prompt_token_ids", None), fields.pop("cache_salt", "")
+    drafts = fields.pop("draft_token_ids", None)
+    images = read_images(fields.pop("multi_modal_data", None), fields.pop("multi_modal_uuids", None))
+    if fields:
+        raise RequestError(f"unknown key {next(iter(fields))!r} in a prompt, which is {FORMS}", field="prompts")
     if not isinstance(text, str | None) or (text is None and ids is None) or not isinstance(salt, str):
         raise RequestError(f"a prompt must be {FORMS}", field="prompts")
     if drafts is not None:

@@ -51,9 +51,9 @@ class EngineActor:
     async def start(self, packed: bytes) -> tuple[str, int, str | None]:
         """Start what an encoded `Assignment` says; returns its address and process id, or an error."""
         node = ray.util.get_node_ip_address()
-        theirs = msgspec.json.decode(packed)["version"]
-        if theirs != tokserve.__version__:
-            return "", 0, f"node {node} has tokserve {tokserve.__version__}, and the front end {theirs}"
+        version = msgspec.json.decode(packed)["version"]
+        if version != tokserve.__version__:
+            return "", 0, f"node {node} has tokserve {tokserve.__version__}, and the front end {version}"
         assignment = msgspec.json.decode(packed, type=Assignment)
         try:
             self._process = EngineProcess(assignment.config, name=assignment.name, host=node, keys=assignment.keys)

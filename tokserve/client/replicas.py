@@ -238,10 +238,10 @@ def _common(ready: Sequence[Ready]) -> Ready:
     first = ready[0]
     for rank, other in enumerate(ready):
         for name in EQUAL:
-            mine, its = getattr(first, name), getattr(other, name)
-            if mine != its:
+            first_value, other_value = getattr(first, name), getattr(other, name)
+            if first_value != other_value:
                 hint = "; give --kv-cache-memory-bytes" if name == "max_model_len" else ""
-                raise StartError(f"engine {rank} has {name} {its}, and engine 0 {mine}{hint}")
+                raise StartError(f"engine {rank} has {name} {other_value}, and engine 0 {first_value}{hint}")
         if other.facts.get("ops") != first.facts.get("ops"):
             raise StartError(f"engine {rank} has bound other ops than engine 0; name them with --ops")
     return msgspec.structs.replace(first, num_blocks=min(one.num_blocks for one in ready))

@@ -298,9 +298,9 @@ class RequestState:
             delta = next(self.take(), None)
             if delta is not None or self.ended:
                 return delta
-            news = asyncio.Event()
-            self.listen(news.set)
+            has_output = asyncio.Event()
+            self.listen(has_output.set)
             try:
-                await news.wait()
+                await has_output.wait()
             finally:
                 self.listen(None)

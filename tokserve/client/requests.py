@@ -27,7 +27,7 @@ class Requests:
         self._choices: dict[str, ChoiceState] = {}  # by the engine's request id
         self._abandoned: Counter[str] = Counter()  # engine requests given up that have not ended, by id
         self._submissions: dict[int, Sequence[RequestState]] = {}  # waiting for their admission, by call
-        self._news: deque[RequestState] = deque()  # with something to take, the longest waiting first
+        self._ready: deque[RequestState] = deque()  # with something to take, the longest waiting first
         self._notifying_later = False
 
     def __len__(self) -> int:
@@ -96,16 +96,16 @@ class Requests:
                     self._requests.remove(request)
                     self.tokens -= request.work
             if request.enqueue(choice):
-                self._news.append(request)
+                self._ready.append(request)
         return stopped
 
     def notify(self) -> None:
         """Notify the consumers, once for all the output received so far.  After `TURN` seconds of it the event loop's
         other work comes first."""
         end = time.monotonic() + TURN
-        while self._news and not self._notifying_later:
-            self._news.popleft().notify()
-            if self._news and time.monotonic() > end:
+        while self._ready and not self._notifying_later:
+            self._ready.popleft().notify()
+            if self._ready and time.monotonic() > end:
                 self._notifying_later = True
                 asyncio.get_running_loop().call_soon(self._notify_rest)
 

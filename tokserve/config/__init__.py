@@ -141,8 +141,8 @@ def _readable(message: str, values: dict[str, Any]) -> str:
         what = f"must be {words[bound[1]]} {bound[2]}"
     elif kind := re.match(r"Expected `([^`]+)`, got", what):
         what = f"must be {kind[1].replace(' | null', '').replace(' | ', ' or ').replace('array', 'list')}"
-    given = "" if name in SECRET else f", got {values[name]!r}"
-    return f"option {name}{'[' if inside else ''}{inside}: {what}{given}"
+    value = "" if name in SECRET else f", got {values[name]!r}"
+    return f"option {name}{'[' if inside else ''}{inside}: {what}{value}"
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:

@@ -95,9 +95,9 @@ class KVConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def events(self) -> KVEventsPlan | None:
         """How KV events are published; None: they are not.  Raises StartError."""
-        given = {name: value for name, value in (self.kv_events_config or {}).items() if value is not None}
+        fields = {name: value for name, value in (self.kv_events_config or {}).items() if value is not None}
         try:
-            plan = msgspec.convert(given, KVEventsPlan)
+            plan = msgspec.convert(fields, KVEventsPlan)
         except msgspec.ValidationError as error:
             raise StartError(f"option kv_events_config: {error}") from None
         for name, endpoint in (("endpoint", plan.endpoint), ("replay_endpoint", plan.replay_endpoint)):

@@ -133,11 +133,11 @@ class KVTransferPlan(msgspec.Struct, frozen=True, kw_only=True):
         return key
 
 
-def _config(given: dict[str, Any] | None) -> _TransferConfig | None:
-    if given is None:
+def _config(fields: dict[str, Any] | None) -> _TransferConfig | None:
+    if fields is None:
         return None
     try:
-        config = msgspec.convert({name: value for name, value in given.items() if value is not None}, _TransferConfig)
+        config = msgspec.convert({name: value for name, value in fields.items() if value is not None}, _TransferConfig)
     except msgspec.ValidationError as error:
         raise StartError(f"{OPTION}: {error}") from None
     name = config.kv_connector
@@ -160,9 +160,9 @@ def _extra(config: _TransferConfig, kind: Any) -> Any:
         raise StartError(f"{OPTION}: kv_connector_extra_config: {error}") from None
 
 
-def transfer_store(given: dict[str, Any] | None) -> KVStorePlan | None:
+def transfer_store(fields: dict[str, Any] | None) -> KVStorePlan | None:
     """The KV store that a connector is, or has.  Raises StartError."""
-    config = _config(given)
+    config = _config(fields)
     if config is None:
         return None
     if config.kv_connector in SHARED_STORAGE:
@@ -183,9 +183,9 @@ def transfer_store(given: dict[str, Any] | None) -> KVStorePlan | None:
     )
 
 
-def transfer_plan(given: dict[str, Any] | None) -> KVTransferPlan | None:
+def transfer_plan(fields: dict[str, Any] | None) -> KVTransferPlan | None:
     """What a connector between servers amounts to.  Raises StartError."""
-    config = _config(given)
+    config = _config(fields)
     if config is None or config.kv_connector == OFFLOADING:
         return None
     engine_id, rank = config.engine_id or secrets.token_hex(16), config.data_parallel_rank

@@ -49,33 +49,33 @@ class ProfilerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def resolved(self) -> ProfilerPlan:
         """What the options amount to.  Raises StartError."""
-        given = {name: value for name, value in (self.profiler_config or {}).items() if value is not None}
-        kind = given.pop("profiler", "torch")
+        options = {name: value for name, value in (self.profiler_config or {}).items() if value is not None}
+        kind = options.pop("profiler", "torch")
         if kind != "torch":
             raise StartError(f"option profiler_config: profiler must be torch, got {kind!r}")
-        directory = given.pop("torch_profiler_dir", self.profiler_dir)
+        directory = options.pop("torch_profiler_dir", self.profiler_dir)
         if directory is not None and (not isinstance(directory, str) or not directory):
             raise StartError(f"option profiler_config: torch_profiler_dir must be a directory, got {directory!r}")
         if self.profiler_dir not in (None, directory):
             raise StartError("options profiler_dir and profiler_config name different directories")
-        delay, steps = _count(given, "delay_iterations", 0), _count(given, "max_iterations", 0)
-        flags = {name: _flag(given, name) for name in (*TORCH_OPTIONS, "torch_profiler_use_gzip")}
+        delay, steps = _count(options, "delay_iterations", 0), _count(options, "max_iterations", 0)
+        flags = {name: _flag(options, name) for name in (*TORCH_OPTIONS, "torch_profiler_use_gzip")}
         compress = flags.pop("torch_profiler_use_gzip")
-        if unknown := sorted(given.keys() - set(IGNORED)):
+        if unknown := sorted(options.keys() - set(IGNORED)):
             raise StartError(f"option profiler_config: unknown key {unknown[0]!r}")
         options = {TORCH_OPTIONS[name]: True for name, on in flags.items() if on}
         return ProfilerPlan(directory, options, compress, delay, steps or DEFAULT_STEPS)
 
 
-def _count(given: dict[str, Any], name: str, default: int) -> int:
-    value = given.pop(name, default)
+def _count(options: dict[str, Any], name: str, default: int) -> int:
+    value = options.pop(name, default)
     if type(value) is not int or not 0 <= value <= MAX_STEPS:
         raise StartError(f"option profiler_config: {name} must be an integer from 0 to {MAX_STEPS}, got {value!r}")
     return value
 
 
-def _flag(given: dict[str, Any], name: str) -> bool:
-    value = given.pop(name, False)
+def _flag(options: dict[str, Any], name: str) -> bool:
+    value = options.pop(name, False)
     if not isinstance(value, bool):
         raise StartError(f"option profiler_config: {name} must be true or false, got {value!r}")
     return value

@@ -84,9 +84,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def resolved(self) -> SpeculationPlan:
         """What the options amount to.  Raises StartError for what is not served."""
-        given = self._given()
-        model, quantization = given.pop("model", None), given.pop("quantization", None)
-        method = given.pop("method", None)
+        options = self._options()
+        model, quantization = options.pop("model", None), options.pop("quantization", None)
+        method = options.pop("method", None)
         method = _OF_VLLM.get(method, method) if isinstance(method, str) else method
         method = method or (SPECULATION_METHODS[0] if model is None else "draft_model")
         if method not in SPECULATION_METHODS:
@@ -102,7 +102,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 f"option speculative_config: quantization is {' or '.join(SELF_QUANTIZATIONS)}, for the methods "
                 f"{' and '.join(DRAWING)}; got {quantization!r} for {method}"
             )
-        most = given.pop("num_speculative_tokens", None)
+        most = options.pop("num_speculative_tokens", None)
         most = DEFAULT_DRAFTS if most is None else most
         if type(most) is not int or not 1 <= most <= MAX_DRAFTS:
             raise StartError(
@@ -110,9 +110,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 f"got {most!r}"
             )
         for name, value in _AS_HERE.items():
-            if given.pop(name, None) not in (None, value):
+            if options.pop(name, None) not in (None, value):
                 raise StartError(f"option speculative_config: {name} is served as {json.dumps(value)} only")
-        unknown = [name for name in given if given[name] is not None and name not in SPECULATION_HINTS]
+        unknown = [name for name in options if options[name] is not None and name not in SPECULATION_HINTS]
         if unknown:
             raise StartError(
                 f"option speculative_config: unknown key {unknown[0]!r}; keys are method, model, quantization and "
@@ -121,9 +121,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         history = self.speculative_history_bytes if method in ("suffix", *DRAWING) else 0
         return SpeculationPlan(method, most, history, model, quantization)
 
-    def _given(self) -> dict[str, Any]:
+    def _options(self) -> dict[str, Any]:
         """The object, with what the flags say."""
-        given = dict(self.speculative_config or {})
+        options = dict(self.speculative_config or {})
         flags: dict[str, Any] = {
             "method": self.spec_method, "model": self.spec_model, "num_speculative_tokens": self.spec_tokens,
         }  # fmt: skip
@@ -131,6 +131,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if name == "self" and quantization:
             flags |= {"method": name, "quantization": quantization}
         for name, flag in flags.items():
-            if flag is not None and given.setdefault(name, flag) != flag:
-                raise StartError(f"option speculative_config: {name} is {given[name]!r}, and {flag!r} by its own flag")
-        return given
+            if flag is not None and options.setdefault(name, flag) != flag:
+                conflict = f"{name} is {options[name]!r}, and {flag!r} by its own flag"
+                raise StartError(f"option speculative_config: {conflict}")
+        return options

@@ -252,7 +252,7 @@ class Request:
 
     def expect(self, prediction: TokenIndex) -> None:
         """The output may be these tokens."""
-        corpus = Corpus("prediction", prediction, given=True)
+        corpus = Corpus("prediction", prediction, expected=True)
         self.prediction = prediction
         self._follower = DraftState(self.tokens, self.prompt_len, [corpus], (corpus, 0), searches=False)
 
@@ -265,9 +265,9 @@ class Request:
     def on_status(self, status: int, now: float) -> None:
         """No token was sampled: by the request's own doing, by the model's, or because its mask was late."""
         if status == NO_LEGAL_TOKEN:
-            given = [label for name, label in RESTRICTIONS.items() if getattr(self.task, name)]
+            labels = [label for name, label in RESTRICTIONS.items() if getattr(self.task, name)]
             message = f"no token may be sampled after {self.num_output} output tokens: all are excluded"
-            self.end("error", "forbidden", now, message=message + (f" by {', '.join(given)}" if given else ""))
+            self.end("error", "forbidden", now, message=message + (f" by {', '.join(labels)}" if labels else ""))
         elif status == NOT_FINITE:
             self.end("error", "nan", now, message="the model's logits are not finite")
         else:

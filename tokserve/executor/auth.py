@@ -22,10 +22,10 @@ def prove(connection: socket.socket, key: bytes, *, listens: bool) -> None:
         return
     connection.settimeout(SECONDS)
     try:
-        mine = secrets.token_bytes(NONCE)
-        connection.sendall(mine)
-        theirs = _read(connection)
-        nonces = (mine, theirs) if listens else (theirs, mine)
+        nonce = secrets.token_bytes(NONCE)
+        connection.sendall(nonce)
+        peer_nonce = _read(connection)
+        nonces = (nonce, peer_nonce) if listens else (peer_nonce, nonce)
         connection.sendall(_proof(key, nonces, b"engine" if listens else b"rank"))
         if not hmac.compare_digest(_read(connection), _proof(key, nonces, b"rank" if listens else b"engine")):
             raise ConnectionError("the other end does not know the key (master_key_file)")

@@ -125,8 +125,8 @@ class PairListener(StreamListener):
     def invite(self, rank: int) -> Invitation:
         """Listener protocol."""
         try:
-            ours, theirs = socket.socketpair()
+            local, remote = socket.socketpair()
         except OSError as error:
             raise StartError(f"there are no sockets for rank {rank}: {error.strerror}") from None
-        self.expect(rank, ours)
-        return Invitation(f"{INHERITED}{theirs.detach()}")
+        self.expect(rank, local)
+        return Invitation(f"{INHERITED}{remote.detach()}")

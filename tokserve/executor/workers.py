@@ -133,8 +133,8 @@ class WorkersExecutor:
         for rank, other in enumerate(loaded):
             for name in EQUAL:
                 if other.facts.get(name) != first.facts.get(name):
-                    theirs, ours = other.facts.get(name), first.facts.get(name)
-                    raise StartError(f"rank {rank} has {name} {theirs}, and rank {sampling_rank} {ours}")
+                    other_value, first_value = other.facts.get(name), first.facts.get(name)
+                    raise StartError(f"rank {rank} has {name} {other_value}, and rank {sampling_rank} {first_value}")
         facts = dict(first.facts)
         for name in {name for one in loaded for name in one.facts if name.endswith("_bytes")} - {"routed_bytes"}:
             facts[name] = sum(one.facts.get(name, 0) for one in loaded)

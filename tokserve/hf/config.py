@@ -66,11 +66,11 @@ def _check_lengths(config: PretrainedConfig, name: str, max_model_len: int | Non
         limits["floor_scale"] = int(values.get("floor_scale") or 0) - 1
         config.attn_temperature_tuning = False
     rope = values.get("rope_parameters") or {}
-    for given in (rope, *(part for part in rope.values() if isinstance(part, Mapping))):
-        if given.get("rope_type") in BY_LENGTH:
+    for entry in (rope, *(part for part in rope.values() if isinstance(part, Mapping))):
+        if entry.get("rope_type") in BY_LENGTH:
             of_config = "max_position_embeddings", "original_max_position_embeddings"
-            before = of_config[given["rope_type"] == "longrope"]
-            limits[before] = int(given.get(before) or values.get(before) or values.get(of_config[0]) or 0)
+            before = of_config[entry["rope_type"] == "longrope"]
+            limits[before] = int(entry.get(before) or values.get(before) or values.get(of_config[0]) or 0)
             values[before] = limits[before]
     for attribute, most in limits.items():
         if max_model_len is None or max_model_len > most:

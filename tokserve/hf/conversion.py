@@ -100,8 +100,8 @@ class TensorGroup:
             self._received[name] = tensor.to(dtype, copy=True)
             if len(self._received) == len(self._patterns):
                 received, self._received = self._received, {}
-                for target, made in self._convert(received).items():
-                    self.targets[target].load(made)
+                for target, tensor in self._convert(received).items():
+                    self.targets[target].load(tensor)
 
         return load
 
@@ -111,7 +111,7 @@ class TensorGroup:
         for name, pattern in self._patterns.items():
             converter.add_tensor(self._target, name, pattern, tensors[name])
         try:
-            made = converter.convert(self._target, model=self._sizes, config=self._module.config)
+            converted = converter.convert(self._target, model=self._sizes, config=self._module.config)
         except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
             raise StartError(f"the tensors of {self._target} do not fit each other: {error}") from None
-        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in converted.items()}

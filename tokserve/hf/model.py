@@ -133,15 +133,15 @@ class TransformersModel(Decoder):
     def _replace_linear(self, parent: nn.Module, path: str, linear: nn.Linear, *, is_head: bool) -> None:
         name = path.rpartition(".")[2]
         options = self._head_options if is_head else self.options
-        ours = Linear(linear.in_features, {name: linear.out_features}, options, bias=linear.bias is not None)
-        setattr(parent, name, Projection(ours, self.context, torch.float32 if is_head else None))
+        layer = Linear(linear.in_features, {name: linear.out_features}, options, bias=linear.bias is not None)
+        setattr(parent, name, Projection(layer, self.context, torch.float32 if is_head else None))
         self._parameters |= {
-            f"{path.rpartition('.')[0]}.{part}".lstrip("."): one for part, one in ours.parameters().items()
+            f"{path.rpartition('.')[0]}.{part}".lstrip("."): one for part, one in layer.parameters().items()
         }
         if is_head:
-            self._head = ours
+            self._head = layer
         else:
-            self._linears[path] = ours
+            self._linears[path] = layer
 
     def _tie_others(self) -> None:
         """Parameters that have another's values, beside the head's weight: a checkpoint holds the other."""

@@ -206,13 +206,13 @@ def _shards(spec: AttentionSpec, group: Group) -> tuple[dict[str, int], dict[str
     width = spec.dim * (2 if spec.gated else 1)
     queries, keys = spec.heads * width, spec.kv_heads * spec.dim
     first, number = group.span(spec.heads, "heads")
-    mine = [Span(first * width, number * width)]
+    spans = [Span(first * width, number * width)]
     first, number = group.heads(spec.kv_heads, "kv heads")
-    mine += [Span(first * spec.dim, number * spec.dim)] * 2
+    spans += [Span(first * spec.dim, number * spec.dim)] * 2
     if len(spec.qkv_names) > 1:
         names = spec.qkv_names
-        rows = {name: [span] for name, span in zip(names, mine, strict=True)}
+        rows = {name: [span] for name, span in zip(names, spans, strict=True)}
         return dict(zip(names, (queries, keys, keys), strict=True)), rows
     (name,), starts = spec.qkv_names, (0, queries, queries + keys)
-    spans = [Span(start + span.start, span.length) for start, span in zip(starts, mine, strict=True)]
+    spans = [Span(start + span.start, span.length) for start, span in zip(starts, spans, strict=True)]
     return {name: queries + 2 * keys}, {name: spans}

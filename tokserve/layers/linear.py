@@ -54,9 +54,9 @@ class Linear:
         self._group, self._split = options.group, split if options.group.size > 1 else None
         self._adds = adds and self._split == "row"
         self.inputs = self._group.share(inputs, "the input width") if split == "row" else inputs
-        given = rows or {}
+        spans = rows or {}
         self._spans = {
-            shard: tuple(given[shard] if shard in given else (self._group.span(outputs, shard),))
+            shard: tuple(spans[shard] if shard in spans else (self._group.span(outputs, shard),))
             for shard, outputs in (shards.items() if self._split == "column" else ())
         }
         self.shards = dict(shards) | {shard: sum(span.length for span in spans) for shard, spans in self._spans.items()}

@@ -39,8 +39,8 @@ class GatedMLP:
         width = 2 * spec.inner // len(spec.up_names)
         rows = None
         if len(spec.up_names) == 1:  # the gate's, then as many that it gates
-            mine = options.group.span(spec.inner, spec.up_names[0])
-            rows = {spec.up_names[0]: (mine, Span(spec.inner + mine.start, mine.length))}
+            span = options.group.span(spec.inner, spec.up_names[0])
+            rows = {spec.up_names[0]: (span, Span(spec.inner + span.start, span.length))}
         self.gate_up = GatedLinear(
             hidden, dict.fromkeys(spec.up_names, width), spec.activation, options, bias=spec.bias, split="column",
             rows=rows,

@@ -119,10 +119,10 @@ class TensorPart(NamedTuple):
             inside = (line >= start) & (line < start + length)
             number[inside] = line[inside] - start + taken
             taken += length
-        here = np.flatnonzero(number >= 0)
+        present = np.flatnonzero(number >= 0)
         if self.dim:
-            return here, row[here] * taken + number[here]
-        return here, number[here] * int(np.prod(shape[1:])) + column[here]
+            return present, row[present] * taken + number[present]
+        return present, number[present] * int(np.prod(shape[1:])) + column[present]
 
     def taken(self, tensor: Tensor) -> Tensor:
         """What is here of a whole tensor."""
@@ -130,12 +130,12 @@ class TensorPart(NamedTuple):
 
     def spread(self, read: Callable[[int, int], Tensor], first: int, rows: Tensor) -> Tensor:
         """`rows`, zeros, are those of the tensor from `first` on: fill in what is here; `read` takes rows from it."""
-        here = read(first, first + len(rows)) if self.dim else rows
+        elements = read(first, first + len(rows)) if self.dim else rows
         taken = 0
         for start, length in self.spans:
             low, high = max(first, start), min(first + len(rows), start + length)
             if self.dim:
-                rows[:, start : start + length] = here[:, taken : taken + length]
+                rows[:, start : start + length] = elements[:, taken : taken + length]
             elif low < high:
                 rows[low - first : high - first] = read(taken + low - start, taken + high - start)
             taken += length

@@ -86,7 +86,7 @@ class ImageReader:
             name = image.hash if uuid is None else hashlib.sha256(image.hash + uuid.encode()).digest()
             return await loop.run_in_executor(None, partial(self._prepared, image, name))
 
-        tasks = [asyncio.create_task(one(*given)) for given in zip(contents, fields, uuids, strict=True)]
+        tasks = [asyncio.create_task(one(*image)) for image in zip(contents, fields, uuids, strict=True)]
         try:
             return [await task for task in tasks]
         finally:

@@ -96,11 +96,11 @@ class Preprocessor:
 
     def _patches(self, image: Any) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
         """uint8 pixels [n, elements of a patch], and the grid [3]."""
-        made = self._processor(images=[image], return_tensors="np", do_rescale=False, do_normalize=False)
-        pixels = np.asarray(made["pixel_values"]).astype(np.uint8)
+        processed = self._processor(images=[image], return_tensors="np", do_rescale=False, do_normalize=False)
+        pixels = np.asarray(processed["pixel_values"]).astype(np.uint8)
         if self._settings.side:
             return _in_patches(pixels[0], self._settings.patch_size, self._settings.merge_size)
-        return pixels, np.asarray(made["image_grid_thw"], np.int32)[0]
+        return pixels, np.asarray(processed["image_grid_thw"], np.int32)[0]
 
 
 def _processor(model: str, settings: WorkerSettings) -> Any:

@@ -115,20 +115,20 @@ def _modern_attention(fields: ConfigReader, positions: int) -> list[AttentionSpe
         raise fields.refuse("layer_types", f"must name full_attention or sliding_attention for {layers} layers")
     dim, bias = head_size(fields), fields.flag("attention_bias")
     side = fields.integer("local_attention", 128) // 2
-    made = []
+    specs = []
     for kind in types:
         is_full = kind == "full_attention"
         theta = fields.number("global_rope_theta", 160000.0)
         if not is_full:
             theta = fields.number("local_rope_theta", 10000.0)
         rope: RopeSpec = rope_by_type(fields, kind, dim, positions, theta)
-        made.append(
+        specs.append(
             AttentionSpec(
                 **_heads(fields), rope=rope, qkv_bias=bias, out_bias=bias, qkv_names=("Wqkv",), out_name="Wo",
                 kind="full" if is_full else "window", window=0 if is_full else side + 1, ahead=0 if is_full else side,
             )
         )  # fmt: skip
-    return made
+    return specs
 
 
 def _heads(fields: ConfigReader) -> dict[str, Any]:

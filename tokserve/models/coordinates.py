@@ -85,8 +85,8 @@ class Coordinates:
         held = self._parameters[name].held
         if held is None:
             return PartDelta(indices, indices, values)
-        here, local = held.local(indices, self.described[name][1])
-        return PartDelta(indices[here], local, values[torch.from_numpy(here)])
+        inside, local = held.local(indices, self.described[name][1])
+        return PartDelta(indices[inside], local, values[torch.from_numpy(inside)])
 
     def held_values(self, name: str, tensor: Tensor) -> tuple[Tensor, int]:
         """This rank's part of a whole tensor, and the sum of that part."""

@@ -268,8 +268,8 @@ class Decoder:
         """The inputs of the first layer."""
         rows = self.embedding(batch.input_ids)
         if batch.embeds is not None:
-            given, embeddings = batch.embeds
-            rows.index_copy_(0, given, embeddings.to(rows.dtype))
+            index, embeddings = batch.embeds
+            rows.index_copy_(0, index, embeddings.to(rows.dtype))
         return rows
 
     def forward(self, batch: ForwardBatch) -> Tensor:  # [T, hidden], or [n, hidden] of `batch.logits_rows`

@@ -127,10 +127,10 @@ def _attention(fields: ConfigReader, interleaved: bool, max_position: int, value
     positions = fields.integer("max_position_embeddings", max_position)
     table = rope(fields, rotated, positions, interleaved=interleaved)
     plain = fields.integer("qk_nope_head_dim")
-    given = fields.inner("rope_scaling")
-    given = given if given.values else fields.inner("rope_parameters")
-    stretched = table.kind != "default" and bool(given.values.get("mscale_all_dim"))
-    mscale = yarn_scale(table.factor, given.number("mscale_all_dim")) if stretched else 1.0
+    scaling = fields.inner("rope_scaling")
+    scaling = scaling if scaling.values else fields.inner("rope_parameters")
+    stretched = table.kind != "default" and bool(scaling.values.get("mscale_all_dim"))
+    mscale = yarn_scale(table.factor, scaling.number("mscale_all_dim")) if stretched else 1.0
     return LatentAttentionSpec(
         heads=heads,
         plain=plain,

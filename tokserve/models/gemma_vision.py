@@ -33,8 +33,8 @@ ABSENT = {
 
 def gemma3(hf: Mapping[str, Any]) -> DecoderSpec:
     """Gemma 3 with its tower; without it if the config has none any more."""
-    given = {name: value for name, value in hf.items() if value is not None or name not in ABSENT}
-    fields = ConfigReader(ABSENT | given)
+    values = {name: value for name, value in hf.items() if value is not None or name not in ABSENT}
+    fields = ConfigReader(ABSENT | values)
     spec = gemma.gemma3(fields.values)
     if not fields.present("vision_config"):
         unused: Renames = tuple((name, "") for name in (*TOWERS, *PROJECTORS))

@@ -73,8 +73,8 @@ def exaone(hf: Mapping[str, Any]) -> DecoderSpec:
 def internlm3(hf: Mapping[str, Any]) -> DecoderSpec:
     """InternLM 3: Llama, whose biases its config calls otherwise."""
     older = {"qkv_bias": "attention_bias", "bias": "mlp_bias"}
-    given = {older[name]: hf[name] for name in older if name in hf} | dict(hf)
-    return llama({"rms_norm_eps": 1e-5, "num_key_value_heads": 2, "head_dim": 128} | given)
+    values = {older[name]: hf[name] for name in older if name in hf} | dict(hf)
+    return llama({"rms_norm_eps": 1e-5, "num_key_value_heads": 2, "head_dim": 128} | values)
 
 
 def mistral(hf: Mapping[str, Any]) -> DecoderSpec:
@@ -188,11 +188,11 @@ def hunyuan(hf: Mapping[str, Any]) -> DecoderSpec:
     fields = ConfigReader(hf)
     bias, layers = fields.flag("attention_bias"), fields.integer("num_hidden_layers")
     dim, positions = head_size(fields), fields.integer("max_position_embeddings", 2048)
-    given = fields.inner("rope_scaling") if fields.inner("rope_scaling").values else fields.inner("rope_parameters")
-    if given.values.get("alpha") and given.text("rope_type", given.text("type", "default")) == "dynamic":
+    scaling = fields.inner("rope_scaling") if fields.inner("rope_scaling").values else fields.inner("rope_parameters")
+    if scaling.values.get("alpha") and scaling.text("rope_type", scaling.text("type", "default")) == "dynamic":
         plain = ConfigReader({key: value for key, value in hf.items() if not key.startswith("rope_")})
-        theta = given.number("rope_theta", fields.number("rope_theta", 10000.0))
-        table = rope(plain, dim, positions, theta=theta * given.number("alpha") ** (dim / (dim - 2)))
+        theta = scaling.number("rope_theta", fields.number("rope_theta", 10000.0))
+        table = rope(plain, dim, positions, theta=theta * scaling.number("alpha") ** (dim / (dim - 2)))
     else:
         table = rope(fields, dim, positions)
     return dense(

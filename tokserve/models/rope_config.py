@@ -25,14 +25,14 @@ def rope(
     `theta`, and `rotary`, the part of a head of `dim` that is rotated: where the config does not say.
     `rotary` None: it must be all.
     """
-    given = fields.inner("rope_scaling")
-    if not given.values:
-        given = fields.inner("rope_parameters")
-    nested = [name for name, value in given.values.items() if isinstance(value, Mapping)]
+    scaling = fields.inner("rope_scaling")
+    if not scaling.values:
+        scaling = fields.inner("rope_parameters")
+    nested = [name for name, value in scaling.values.items() if isinstance(value, Mapping)]
     if nested:
-        raise given.unsupported(nested[0], "(rope parameters by layer type) is not supported by this architecture")
-    theta = given.number("rope_theta", fields.number("rope_theta", theta))
-    spec = rope_spec(fields, given, dim, max_position, theta, rotary=rotary)
+        raise scaling.unsupported(nested[0], "(rope parameters by layer type) is not supported by this architecture")
+    theta = scaling.number("rope_theta", fields.number("rope_theta", theta))
+    spec = rope_spec(fields, scaling, dim, max_position, theta, rotary=rotary)
     return replace(spec, interleaved=True) if interleaved else spec
 
 
@@ -44,87 +44,88 @@ def ropes_with_windows(
 
     `theta`, and `window_theta` of layers with a window (None: the same): where the config does not say.
     """
-    theta, given = fields.number("rope_theta", theta), fields.inner("rope_scaling")
+    theta, scaling = fields.number("rope_theta", theta), fields.inner("rope_scaling")
     parameters = fields.inner("rope_parameters")
-    if not given.values and any(isinstance(value, Mapping) for value in parameters.values.values()):
+    if not scaling.values and any(isinstance(value, Mapping) for value in parameters.values.values()):
         return (
             rope_by_type(fields, "full_attention", dim, max_position, theta),
             rope_by_type(fields, "sliding_attention", dim, max_position, window_theta or theta),
         )
-    given = given if given.values else parameters
-    theta = given.number("rope_theta", theta)
-    return rope_spec(fields, given, dim, max_position, theta), RopeSpec(dim, window_theta or theta)
+    scaling = scaling if scaling.values else parameters
+    theta = scaling.number("rope_theta", theta)
+    return rope_spec(fields, scaling, dim, max_position, theta), RopeSpec(dim, window_theta or theta)
 
 
 def rope_by_type(fields: ConfigReader, kind: str, dim: int, max_position: int, theta: float) -> RopeSpec:
     """The rope of the entry `kind` of `rope_parameters`; `theta`: where it gives none."""
-    given = fields.inner("rope_parameters").inner(kind)
-    return rope_spec(fields, given, dim, max_position, given.number("rope_theta", theta))
+    scaling = fields.inner("rope_parameters").inner(kind)
+    return rope_spec(fields, scaling, dim, max_position, scaling.number("rope_theta", theta))
 
 
 def rope_spec(
-    fields: ConfigReader, given: ConfigReader, dim: int, max_position: int, theta: float, *, rotary: float | None = None
-) -> RopeSpec:
-    """The rope that the object `given` describes, with this theta.
+    fields: ConfigReader, scaling: ConfigReader, dim: int, max_position: int, theta: float, *,
+    rotary: float | None = None,
+) -> RopeSpec:  # fmt: skip
+    """The rope that the object `scaling` describes, with this theta.
 
     `rotary`: the part of a head that is rotated where the config does not say; None: this family rotates whole heads.
     """
-    part = given.number("partial_rotary_factor", fields.number("partial_rotary_factor", rotary or 1.0))
+    part = scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", rotary or 1.0))
     if rotary is None and part != 1.0:
-        raise given.unsupported("partial_rotary_factor", "is not 1; this architecture rotates whole heads")
+        raise scaling.unsupported("partial_rotary_factor", "is not 1; this architecture rotates whole heads")
     if not 2 <= int(dim * part) <= dim or int(dim * part) % 2:
-        raise given.refuse("partial_rotary_factor", f"must rotate an even part of a head of {dim}, found {part}")
+        raise scaling.refuse("partial_rotary_factor", f"must rotate an even part of a head of {dim}, found {part}")
     dim = int(dim * part)
-    kind = given.text("rope_type", given.text("type", "default"))
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
     if kind not in ROPE_KINDS:
-        raise given.unsupported("rope_type", f"{kind!r} is not supported; supported are: {', '.join(ROPE_KINDS)}")
+        raise scaling.unsupported("rope_type", f"{kind!r} is not supported; supported are: {', '.join(ROPE_KINDS)}")
     if kind == "default":
         return RopeSpec(dim, theta)
     if kind == "linear":
-        return RopeSpec(dim, theta, "linear", factor=given.number("factor"))
+        return RopeSpec(dim, theta, "linear", factor=scaling.number("factor"))
     if kind == "dynamic":
         if dim < 4:
             raise fields.refuse("head_dim", f"must be 4 or more with dynamic rope, found {dim}")
-        return RopeSpec(dim, theta, "dynamic", factor=given.number("factor"), original=max_position)
+        return RopeSpec(dim, theta, "dynamic", factor=scaling.number("factor"), original=max_position)
     before = "original_max_position_embeddings"
-    original = fields.integer(before, given.integer(before, max_position))
+    original = fields.integer(before, scaling.integer(before, max_position))
     if kind == "llama3":
-        return _llama3(given, dim, theta, original)
+        return _llama3(scaling, dim, theta, original)
     if kind in ("longrope", "su"):
-        return _longrope(given, dim, theta, original, max_position)
-    return _yarn(given, dim, theta, original, max_position)
+        return _longrope(scaling, dim, theta, original, max_position)
+    return _yarn(scaling, dim, theta, original, max_position)
 
 
-def _llama3(given: ConfigReader, dim: int, theta: float, original: int) -> RopeSpec:
-    low, high = given.number("low_freq_factor"), given.number("high_freq_factor")
+def _llama3(scaling: ConfigReader, dim: int, theta: float, original: int) -> RopeSpec:
+    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
     if high <= low:
-        raise given.refuse("high_freq_factor", f"must be above low_freq_factor {low}, found {high}")
+        raise scaling.refuse("high_freq_factor", f"must be above low_freq_factor {low}, found {high}")
     return RopeSpec(
-        dim, theta, "llama3", given.number("factor"), original, low_freq_factor=low, high_freq_factor=high
+        dim, theta, "llama3", scaling.number("factor"), original, low_freq_factor=low, high_freq_factor=high
     )  # fmt: skip
 
 
-def _longrope(given: ConfigReader, dim: int, theta: float, original: int, max_position: int) -> RopeSpec:
+def _longrope(scaling: ConfigReader, dim: int, theta: float, original: int, max_position: int) -> RopeSpec:
     return RopeSpec(
-        dim, theta, "longrope", given.number("factor", max_position / original), original,
-        attention_factor=given.number("attention_factor") if given.present("attention_factor") else None,
-        short=given.numbers("short_factor", dim // 2),
-        long=given.numbers("long_factor", dim // 2),
+        dim, theta, "longrope", scaling.number("factor", max_position / original), original,
+        attention_factor=scaling.number("attention_factor") if scaling.present("attention_factor") else None,
+        short=scaling.numbers("short_factor", dim // 2),
+        long=scaling.numbers("long_factor", dim // 2),
     )  # fmt: skip
 
 
-def _yarn(given: ConfigReader, dim: int, theta: float, original: int, max_position: int) -> RopeSpec:
+def _yarn(scaling: ConfigReader, dim: int, theta: float, original: int, max_position: int) -> RopeSpec:
     def optional(name: str) -> float:
-        return given.number(name) if given.values.get(name) else 0.0
+        return scaling.number(name) if scaling.values.get(name) else 0.0
 
     if theta == 1.0:
-        raise given.refuse("rope_theta", "must not be 1 with yarn")
+        raise scaling.refuse("rope_theta", "must not be 1 with yarn")
     return RopeSpec(
-        dim, theta, "yarn", given.number("factor", max_position / original), original,
+        dim, theta, "yarn", scaling.number("factor", max_position / original), original,
         beta_fast=optional("beta_fast") or 32.0,
         beta_slow=optional("beta_slow") or 1.0,
-        truncate=given.flag("truncate", True),
-        attention_factor=given.number("attention_factor") if given.present("attention_factor") else None,
+        truncate=scaling.flag("truncate", True),
+        attention_factor=scaling.number("attention_factor") if scaling.present("attention_factor") else None,
         mscale=optional("mscale"),
         mscale_all_dim=optional("mscale_all_dim"),
     )  # fmt: skip

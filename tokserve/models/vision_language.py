@@ -98,13 +98,15 @@ def _with_axes(fields: ConfigReader, block: BlockSpec) -> BlockSpec:
     if not isinstance(block.attention, AttentionSpec):
         return block
     name, values = _rope_of(fields.values)
-    given, count = fields.inner(name), block.attention.rope.dim // 2
+    scaling, count = fields.inner(name), block.attention.rope.dim // 2
     absent = [16, 24, 24] if name == "rope_scaling" else [24, 20, 20]
     sections = values.get("mrope_section", absent)
     if not (isinstance(sections, list) and len(sections) == 3 and all(type(n) is int and n > 0 for n in sections)):
-        raise given.refuse("mrope_section", f"must be three positive integers, found {sections!r}")
+        raise scaling.refuse("mrope_section", f"must be three positive integers, found {sections!r}")
     if sum(sections) != count:
-        raise given.refuse("mrope_section", f"must add up to {count}, half of a head's rotated part, found {sections}")
+        raise scaling.refuse(
+            "mrope_section", f"must add up to {count}, half of a head's rotated part, found {sections}"
+        )
     if _is_interleaved(fields):
         axes = [axis if axis and index < 3 * sections[axis] else 0 for index, axis in enumerate([0, 1, 2] * count)]
         axes = axes[:count]

@@ -35,11 +35,11 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     `autoscaling_config`, `num_replicas`, `ray_actor_options` and others.  A replica reserves a GPU with `device`
     cuda, else `cpu_threads` CPUs.  Raises StartError.
     """
-    given = dict(args)
-    deployment = given.pop("deployment", {})
+    engine_options = dict(args)
+    deployment = engine_options.pop("deployment", {})
     if not isinstance(deployment, Mapping):
         raise StartError("deployment must be an object with the options of Ray Serve's deployment")
-    options = {name: _typed(name, value) for name, value in given.items()}
+    options = {name: _typed(name, value) for name, value in engine_options.items()}
     config = Config.make(**options)  # what is wrong is said here, not by every replica
     _check(config)
     settings = _defaults(config, "num_replicas" in deployment) | dict(deployment)

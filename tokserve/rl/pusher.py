@@ -293,9 +293,9 @@ class RoundedTensors(Mapping[str, Tensor]):
         return len(self._tensors)
 
 
-def _write(directory: WeightDirectory, pushed: PushedWeights, made: tuple[Deltas, Sums, DeltaLabel]) -> int:
+def _write(directory: WeightDirectory, pushed: PushedWeights, delta: tuple[Deltas, Sums, DeltaLabel]) -> int:
     """Write a delta, and a full file if its turn has come."""
-    deltas, sums, label = made
+    deltas, sums, label = delta
     written = tensors_of(deltas)
     pushed.commit(deltas, sums, label)
     full = pushed.tensors if directory.needs_anchor else None

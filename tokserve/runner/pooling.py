@@ -72,8 +72,8 @@ class Pooler:
         prompt = self._prompts[int(plan.slots[row])]
         params, ends = prompt.params, plan.num_computed[row] + plan.num_tokens[row] == prompt.length
         if params.pooling == "all":
-            made = model.classify(states) if params.classify else states.float()
-            prompt.rows.append(made.cpu().numpy())
+            values = model.classify(states) if params.classify else states.float()
+            prompt.rows.append(values.cpu().numpy())
             if not ends:
                 return None
             rows: Float32 = np.concatenate([_scaled(part, params) for part in prompt.rows]).reshape(-1)

@@ -111,7 +111,7 @@ class Generation:
         self._ended = 0
         self._drafts: list[DraftCounts] = []  # of the choices that have ended
         self._closed = False
-        self._news: deque[int] = deque()  # indexes of streams that have something to take
+        self._ready: deque[int] = deque()  # indexes of streams that have something to take
 
     @property
     def num_choices(self) -> int:
@@ -134,12 +134,12 @@ class Generation:
     def listen(self, listener: Callable[[], None]) -> None:
         """Call `listener` at once, and whenever there is something new to `take`; it must not raise."""
         for index, stream in enumerate(self.streams):
-            self._news.append(index)
-            stream.listen(partial(self._on_news, index, listener))
+            self._ready.append(index)
+            stream.listen(partial(self._on_output, index, listener))
         listener()
 
-    def _on_news(self, index: int, listener: Callable[[], None]) -> None:
-        self._news.append(index)
+    def _on_output(self, index: int, listener: Callable[[], None]) -> None:
+        self._ready.append(index)
         listener()
 
     @property
@@ -149,13 +149,13 @@ class Generation:
 
     def take(self) -> Iterator[ChoiceOutput]:
         """The deltas available now, of all choices; after them, raises the request's error, if any."""
-        news = self._news
-        while news:
-            index = news[0]
+        ready = self._ready
+        while ready:
+            index = ready[0]
             for delta in self.streams[index].take():
                 delta.index += index * self.n
                 yield self._noted(delta)
-            news.popleft()
+            ready.popleft()
 
     def _noted(self, delta: ChoiceOutput) -> ChoiceOutput:
         """The delta, adjusted, counted for usage and, at a choice's end, reported to the observers."""

@@ -272,8 +272,8 @@ class Serving:
         score_each: bool = False,
     ) -> GenerateRequest:
         """What the body of any generating route asks for, without the prompts: `start` puts them in."""
-        given = request.scope[GIVEN_ID] = given_request_id(request, body.request_id)
-        request_id = given or secrets.token_hex(16)
+        client_id = request.scope[GIVEN_ID] = given_request_id(request, body.request_id)
+        request_id = client_id or secrets.token_hex(16)
         log.request_id.set(bare_id(request_id))  # in this request's task: what it logs from here on carries the id
         options = declared.options(body, self.adapter(body.model))
         rank = given_rank(request, options.data_parallel_rank)

@@ -47,12 +47,12 @@ class ServerProcess:
         self._client: TokserveClient | None = None
         self._started = threading.Event()
         config = Config.make(**{"port": 0, **options})
-        self._channel, theirs = socket.socketpair()
-        with theirs:
+        self._channel, remote = socket.socketpair()
+        with remote:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", self.module, str(theirs.fileno())], stdin=subprocess.DEVNULL,
+                [sys.executable, "-P", "-m", self.module, str(remote.fileno())], stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
-                pass_fds=[theirs.fileno()],
+                pass_fds=[remote.fileno()],
             )  # fmt: skip
         self._channel.sendall(msgspec.json.encode(config) + b"\n")
         self._reader = threading.Thread(target=self._read_log, daemon=True)

@@ -148,15 +148,15 @@ class _ExactBackbone(_ExactModule):
         **kwargs: Any,
     ) -> Any:
         """transformers' output of hidden states [B, L, H], zeros at padding."""
-        given = {"cache": cache, "inputs_embeds": inputs_embeds, "use_cache": use_cache, **kwargs}
+        arguments = {"cache": cache, "inputs_embeds": inputs_embeds, "use_cache": use_cache, **kwargs}
         for name in (*NOT_SUPPORTED, "use_cache"):
-            value = given.get(name)
+            value = arguments.get(name)
             if value is not None and value is not False:
                 raise ValueError(f"{name} is not supported by an exact model: it computes whole sequences of ids")
         if input_ids is None:
             raise ValueError("input_ids are needed")
         config: Any = self.config
-        streams = given.get("output_hidden_states")
+        streams = arguments.get("output_hidden_states")
         streams = bool(config.output_hidden_states if streams is None else streams)
         served = self._served
         with torch.autocast(input_ids.device.type, enabled=False):
@@ -171,7 +171,7 @@ class _ExactBackbone(_ExactModule):
         outputs = import_module("transformers.modeling_outputs")
         kind = outputs.MoeModelOutputWithPast if served.spec.mixtures else outputs.BaseModelOutputWithPast
         out = kind(last_hidden_state=last, hidden_states=(*states, last) if streams else None)
-        return out.to_tuple() if given.get("return_dict") is False else out
+        return out.to_tuple() if arguments.get("return_dict") is False else out
 
 
 class _ExactHead(_ExactModule):

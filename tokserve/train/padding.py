@@ -31,12 +31,12 @@ def unpad(
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids must be [batch, length], got {list(input_ids.shape)}")
     ids = input_ids.detach().cpu().numpy()
-    kept = np.ones(ids.shape, np.bool_) if attention_mask is None else _mask(attention_mask, ids.shape)
-    given = None if position_ids is None else _positions(position_ids, ids.shape)
+    visible = np.ones(ids.shape, np.bool_) if attention_mask is None else _mask(attention_mask, ids.shape)
+    table = None if position_ids is None else _positions(position_ids, ids.shape)
     sequences, cells = [], []
     for row in range(len(ids)):
-        columns = np.flatnonzero(kept[row])
-        for part in _parts(row, columns, None if given is None else given[row, columns]):
+        columns = np.flatnonzero(visible[row])
+        for part in _parts(row, columns, None if table is None else table[row, columns]):
             tokens = ids[row, part]
             if tokens.min() < 0 or tokens.max() >= vocab:
                 raise ValueError(f"input_ids[{row}] holds an id outside the vocabulary of {vocab}")
@@ -55,15 +55,15 @@ def _mask(attention_mask: Tensor, shape: tuple[int, ...]) -> NDArray[np.bool_]:
     mask = attention_mask.detach().cpu().to(torch.float32).numpy()
     if not np.isin(mask, (0.0, 1.0)).all():
         raise ValueError("attention_mask must hold zeros and ones")
-    hidden: NDArray[np.bool_] = mask == 1.0
-    return hidden
+    visible: NDArray[np.bool_] = mask == 1.0
+    return visible
 
 
 def _positions(position_ids: Tensor, shape: tuple[int, ...]) -> Int64:
-    given = position_ids.detach().cpu().numpy()
-    if given.ndim != 2 or given.shape not in (shape, (1, shape[1])):
-        raise ValueError(f"position_ids must have the shape of input_ids, {list(shape)}, got {list(given.shape)}")
-    return np.broadcast_to(given, shape).astype(np.int64)
+    positions = position_ids.detach().cpu().numpy()
+    if positions.ndim != 2 or positions.shape not in (shape, (1, shape[1])):
+        raise ValueError(f"position_ids must have the shape of input_ids, {list(shape)}, got {list(positions.shape)}")
+    return np.broadcast_to(positions, shape).astype(np.int64)
 
 
 def _parts(row: int, columns: Int64, positions: Int64 | None) -> list[Int64]:

@@ -57,9 +57,9 @@ def checked(
     ]
     return [
         replace(request, adjustment=adjustment_of(
-            number, given, request.temperature, masked=request.masks is not None, vocab=vocab
+            number, task, request.temperature, masked=request.masks is not None, vocab=vocab
         ))
-        for number, (request, given) in enumerate(zip(requests, params, strict=True))
+        for number, (request, task) in enumerate(zip(requests, params, strict=True))
     ]  # fmt: skip
 
 

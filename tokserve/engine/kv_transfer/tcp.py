@@ -30,9 +30,9 @@ MAX_KEYS = 1 << 20
 Parts = Mapping[str, str]
 
 
-def differences(ours: Parts, theirs: Parts) -> str:
+def differences(local: Parts, remote: Parts) -> str:
     """The parts of two identities that differ, for people; "" if none does."""
-    return ", ".join(name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name))
+    return ", ".join(name for name in sorted({*local, *remote}) if local.get(name) != remote.get(name))
 
 
 class PullRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -144,10 +144,10 @@ class BlockServer:
         """The lease, or why there is none."""
         if request.engine_id != self._engine_id:
             return None, f"the server is engine {self._engine_id}, not {request.engine_id}: it was restarted"
-        ours = self._identity()
-        if not ours:
+        local = self._identity()
+        if not local:
             return None, "the weights are changing"
-        if differing := differences(ours, request.identity):
+        if differing := differences(local, request.identity):
             return None, f"the two servers differ in: {differing}"
         lease = self._leases.begin_read(request.request_id)
         return lease, "the blocks are not held any more: the lease has ended"

@@ -250,8 +250,8 @@ class Transfers:
         """Why nothing can be loaded."""
         if self._store.identity is None:
             return "the weights are changing"
-        theirs = params.remote_identity
-        if theirs is not None and (differing := differences(shortened(self._watch.parts), theirs)):
+        remote = params.remote_identity
+        if remote is not None and (differing := differences(shortened(self._watch.parts), remote)):
             return f"the two servers differ in: {differing}"
         if self._has_peer(params) != (self._plan.connector == "tcp"):
             return "the two servers have different connectors"

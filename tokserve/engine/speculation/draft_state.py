@@ -16,7 +16,7 @@ from tokserve.engine.speculation.token_index import MAX_MATCH, SEPARATOR, TokenI
 # by how many tokens in a row the cursor was right, up to MAX_MATCH
 _LEVEL = (0, 1, 2, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5, 5, 5, 5, 6)
 # the probability of the next token, by level, before anything is known of the request
-_GIVEN = (0.6, 0.65, 0.7, 0.75, 0.8, 0.9, 0.95)  # of a prediction, or an output of the same seed
+_EXPECTED = (0.6, 0.65, 0.7, 0.75, 0.8, 0.9, 0.95)  # of a prediction, or an output of the same seed
 _MATCHED = (0.15, 0.3, 0.4, 0.5, 0.65, 0.8, 0.9)  # of other texts
 _PRIOR_WEIGHT, _MIN_RATE = 3, 0.06
 _SURE = 8  # tokens; a cursor that was right so often in a row is not searched for
@@ -28,14 +28,14 @@ _MIN_DRAWN_RATE = 0.03  # of a new drawn draft in a request's moving average
 
 
 class Corpus:
-    """Tokens to follow.  `name`: the source, for reports.  `given`: its text is expected, not only possible."""
+    """Tokens to follow.  `name`: the source, for reports.  `expected`: its text is expected, not only possible."""
 
-    __slots__ = ("given", "index", "name")
+    __slots__ = ("expected", "index", "name")
 
-    def __init__(self, name: str, index: TokenIndex, *, given: bool = False) -> None:
+    def __init__(self, name: str, index: TokenIndex, *, expected: bool = False) -> None:
         self.name = name
         self.index = index
-        self.given = given
+        self.expected = expected
 
 
 class DraftState:
@@ -52,7 +52,7 @@ class DraftState:
         self._own = Corpus("prompt", TokenIndex(tokens))
         self._corpora = [*corpora, *([self._own] if searches else [])]
         self._estimates = {
-            True: [[p, _PRIOR_WEIGHT] for p in _GIVEN],
+            True: [[p, _PRIOR_WEIGHT] for p in _EXPECTED],
             False: [[p, _PRIOR_WEIGHT] for p in _MATCHED],
         }
         self._corpus: Corpus | None = None
@@ -87,7 +87,7 @@ class DraftState:
             return
         self._is_tried = True
         hit = text[position] == token
-        estimate = self._estimates[corpus.given][_LEVEL[self._matched]]
+        estimate = self._estimates[corpus.expected][_LEVEL[self._matched]]
         estimate[1] += 1
         estimate[0] += ((1.0 if hit else 0.0) - estimate[0]) * max(_MIN_RATE, 1 / estimate[1])
         self._position = position + 1
@@ -104,14 +104,14 @@ class DraftState:
     def _search(self) -> None:
         tokens, best = self._tokens, 0.0
         if self._corpus is not None:
-            best = self._estimates[self._corpus.given][_LEVEL[self._matched]][0]
+            best = self._estimates[self._corpus.expected][_LEVEL[self._matched]][0]
         for corpus in self._corpora:
             index = corpus.index
             index.catch_up(len(tokens) - 1 if corpus is self._own else len(index.tokens), _CATCH_UP)
             match = index.find(tokens)
             if match is None or match[0] >= len(index.tokens) or index.tokens[match[0]] == SEPARATOR:
                 continue
-            probability = self._estimates[corpus.given][_LEVEL[match[1]]][0]
+            probability = self._estimates[corpus.expected][_LEVEL[match[1]]][0]
             if probability > best:
                 best = probability
                 self._corpus, (self._position, self._matched), self._misses = corpus, match, 0
@@ -124,7 +124,7 @@ class DraftState:
         if not self._is_tried:
             limit = min(limit, _UNTRIED)
         room = limit if corpus is self._own else min(limit, len(corpus.index.tokens) - self._position - skip)
-        estimates, matched, product = self._estimates[corpus.given], self._matched, 1.0
+        estimates, matched, product = self._estimates[corpus.expected], self._matched, 1.0
         likely: list[float] = []
         for count in range(skip + room):
             product *= estimates[_LEVEL[matched]][0]

@@ -87,7 +87,7 @@ class TextDrafter:
     def _state(self, request: Request) -> DraftState:
         corpora, start, trust = [], None, 0
         if request.prediction is not None:
-            prediction = Corpus("prediction", request.prediction, given=True)
+            prediction = Corpus("prediction", request.prediction, expected=True)
             corpora.append(prediction)
             start, trust = (prediction, 0), PREDICTION_TRUST
         context = request.tokens[max(0, request.prompt_len - PAIR) : request.prompt_len]
@@ -96,7 +96,7 @@ class TextDrafter:
             history, position = outputs
             corpora.append(history)
             if position is not None and start is None:
-                start, trust = (Corpus("history", history.index, given=True), position), MAX_MATCH
+                start, trust = (Corpus("history", history.index, expected=True), position), MAX_MATCH
         return DraftState(request.tokens, request.prompt_len, corpora, start, trust=trust, searches=self._searches)
 
     def on_step(self, rows: int, num_tokens: int, seconds: float) -> None:

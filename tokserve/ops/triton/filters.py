@@ -94,8 +94,8 @@ def cutoff_kernel(
     cutoff = tl.full([1], MIN_KEY, tl.int64)
     if is_small(top_k, width, MAX_K):
         candidate = tl.arange(0, SLICES * MAX_K)
-        given = (candidate < slices * MAX_K) & (candidate % MAX_K < top_k)
-        key = tl.load(key_ptr + row * slices * MAX_K + candidate, mask=given, other=MIN_KEY)
+        valid = (candidate < slices * MAX_K) & (candidate % MAX_K < top_k)
+        key = tl.load(key_ptr + row * slices * MAX_K + candidate, mask=valid, other=MIN_KEY)
         place = tl.arange(0, MAX_K)
         best = tl.full([MAX_K], MIN_KEY, tl.int64)  # descending
         for i in range(top_k):
@@ -178,8 +178,8 @@ def pick(
         target = tl.load(state_ptr + TARGET)
     reached = above + total - tl.cumsum(held, 0) + held  # with this digit's entries
     picked = tl.maximum(tl.sum((reached >= target).to(tl.int32), 0) - 1, 0)
-    here = tl.sum(tl.where(digit == picked, held, 0), 0)
-    above = tl.sum(tl.where(digit == picked, reached, 0), 0) - here
+    at_digit = tl.sum(tl.where(digit == picked, held, 0), 0)
+    above = tl.sum(tl.where(digit == picked, reached, 0), 0) - at_digit
     prefix = (prefix << BITS) + picked
     tl.store(state_ptr + PREFIX, prefix)
     tl.store(state_ptr + ABOVE, above)
@@ -191,7 +191,7 @@ def pick(
             tl.store(state_ptr + TIES, (target - above + one - 1) // one)
         else:
             tl.store(state_ptr + TIES, target - above)
-            tl.store(state_ptr + SURPLUS, here - (target - above))
+            tl.store(state_ptr + SURPLUS, at_digit - (target - above))
 
 
 @triton.jit(do_not_specialize_on_alignment=["top_k_ptr", "top_p_ptr"])

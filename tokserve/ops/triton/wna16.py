@@ -131,13 +131,13 @@ def pack_int4(
     into: PackedWna16 | None = None,
 ) -> PackedWna16:  # fmt: skip
     codes, scales = quantize_int4(weight, group)
-    made = pack((QuantizedRows(codes, SIGNED, group, scales),), rounded)
-    (part,) = made.parts
+    packed_weight = pack((QuantizedRows(codes, SIGNED, group, scales),), rounded)
+    (part,) = packed_weight.parts
     if into is None:
         if rows is None or rows == len(weight):
-            return made
+            return packed_weight
         packed, spread = (tensor.new_empty(rows, tensor.shape[1]) for tensor in (part.packed, part.scales))
-        into = replace(made, rows=rows, parts=(replace(part, rows=rows, packed=packed, scales=spread),))
+        into = replace(packed_weight, rows=rows, parts=(replace(part, rows=rows, packed=packed, scales=spread),))
     filled = slice(first, first + len(weight))
     into.parts[0].packed[filled], into.parts[0].scales[filled] = part.packed, part.scales
     return into

@@ -39,8 +39,8 @@ def is_msgpack(request: Request) -> bool:
         return False
     if kind in _MSGPACK_NAMES:
         return True
-    got = kind[:LONGEST_SHOWN] if kind else "none"
-    raise RequestError(f"the content type must be {JSON} or {MSGPACK}, got {got!r}", code="content_type")
+    shown = kind[:LONGEST_SHOWN] if kind else "none"
+    raise RequestError(f"the content type must be {JSON} or {MSGPACK}, got {shown!r}", code="content_type")
 
 
 def wants_msgpack(request: Request) -> bool:
@@ -56,8 +56,8 @@ def wants_msgpack(request: Request) -> bool:
 def _weight(part: str) -> tuple[str, float]:
     """A media type of an Accept header and its q (RFC 9110, 12.4.2); a malformed q counts as 1."""
     kind, *parameters = (word.strip() for word in part.split(";"))
-    said = next((word[2:].strip() for word in parameters if word.startswith("q=")), "")
-    return kind, float(said) if _Q.fullmatch(said) else 1.0
+    quality = next((word[2:].strip() for word in parameters if word.startswith("q=")), "")
+    return kind, float(quality) if _Q.fullmatch(quality) else 1.0
 
 
 def decode(raw: bytes | bytearray | memoryview, packed: bool, field: str = "") -> Any:
@@ -100,27 +100,28 @@ def reply(request: Request, value: Any, headers: dict[str, str] | None = None) -
     return Response(encode_json(value), headers=headers, media_type=JSON)
 
 
-def given_rank(request: Request, given: int | None) -> int | None:
-    """The engine that the client chose, by the X-data-parallel-rank header or the body (`given`).  Raises if they
+def given_rank(request: Request, rank: int | None) -> int | None:
+    """The engine that the client chose, by the X-data-parallel-rank header or the body (`rank`).  Raises if they
     differ, or if the header is no number."""
     header = request.headers.get(RANK_HEADER)
     if header is None:
-        return given
+        return rank
     if not (header.isascii() and header.isdigit() and len(header) < 10):
         raise RequestError(f"{RANK_HEADER} must be the number of an engine, from 0", field=RANK_HEADER)
-    if given not in (None, int(header)):
+    if rank not in (None, int(header)):
         raise RequestError(
             f"data_parallel_rank differs from the header {RANK_HEADER}; send one of them", field="data_parallel_rank"
         )
     return int(header)
 
 
-def given_request_id(request: Request, given: str | None) -> str | None:
-    """The client's own id, from the X-Request-Id header or the body (`given`).  Raises if they differ, or are no id."""
+def given_request_id(request: Request, request_id: str | None) -> str | None:
+    """The client's own id, from the X-Request-Id header or the body (`request_id`).  Raises if they differ, or it is no
+    id."""
     header = request.headers.get("x-request-id")
-    if header and given and header != given:
+    if header and request_id and header != request_id:
         raise RequestError("request_id differs from the X-Request-Id header; send one of them", field="request_id")
-    chosen = header or given
+    chosen = header or request_id
     if chosen is not None and not (0 < len(chosen) <= MAX_ID and chosen.isascii() and chosen.isprintable()):
         raise RequestError(f"request_id must be 1 to {MAX_ID} printable ASCII characters", field="request_id")
     return chosen

@@ -35,9 +35,9 @@ def model(name: str, base: type[BaseModel], fields: Iterable[Field]) -> Any:
 def options(body: Any, adapter: str) -> RequestOptions:
     """The options in a body.  Raises `RequestError` for one that is out of its range."""
     values = {f.name: value for f in OPTIONS if (value := getattr(body, f.name, None)) is not None}
-    made = RequestOptions(**values, adapter=adapter)
-    made.validate()
-    return made
+    options = RequestOptions(**values, adapter=adapter)
+    options.validate()
+    return options
 
 
 def limits(*types: Any) -> dict[str, dict[str, Any]]:

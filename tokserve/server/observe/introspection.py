@@ -22,7 +22,7 @@ from tokserve.server.serving import Serving
 
 DEEP_SECONDS = 3.0  # an engine that takes longer to answer /health?deep=1 counts as hung
 FRESH_SECONDS = 0.5  # if a step takes longer than this, the engine's last known state is shown
-LOGPROBS_MODE_NAMES = {ours: name for name, ours in VLLM_LOGPROBS_MODES.items()}
+LOGPROBS_MODE_NAMES = {mode: name for name, mode in VLLM_LOGPROBS_MODES.items()}
 ENGINE_FIELDS = ("max_model_len", "vocab_size", "num_blocks", "block_size", "eos_token_ids")
 
 

@@ -383,10 +383,10 @@ class ChatRenderer:
         events = b""
         if delta.index not in self._begun:
             events += self._role(delta)
-        news = Delta(content=delta.text or "") if self._reader is None else _delta(self._reader.read(delta))
+        delta_fields = Delta(content=delta.text or "") if self._reader is None else _delta(self._reader.read(delta))
         by_token = self._ids or self._has_masks or delta.logprobs
-        if news.content or news.reasoning or news.tool_calls or (delta.token_ids and by_token):
-            choice = ChunkChoice(delta.index, news, self._logprobs(delta))
+        if delta_fields.content or delta_fields.reasoning or delta_fields.tool_calls or (delta.token_ids and by_token):
+            choice = ChunkChoice(delta.index, delta_fields, self._logprobs(delta))
             if self._ids:
                 choice.token_ids = delta.token_ids
             if self._has_masks:

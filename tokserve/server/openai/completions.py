@@ -208,11 +208,11 @@ def tokenized(
         if isinstance(prompt, str):
             serving.check_text(prompt, name, min_bytes)
     encoded = iter(serving.tokenizer.encode_each(texts, special) if texts else ())
-    made = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
-    for ids, name in zip(made, where, strict=True):
+    ids_of_prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+    for ids, name in zip(ids_of_prompts, where, strict=True):
         if not ids:
             raise RequestError(f"{name} must not be empty", field=name)
-    return made
+    return ids_of_prompts
 
 
 class CompletionRenderer:
@@ -266,8 +266,8 @@ class CompletionRenderer:
             prompt = self._begin(choice, c.prompt_logprobs, parts)
             self._places[c.index] = logprobs.TextOffset(self._tokenizer.pieces(self._skip_special), len(prompt))
         if self._has_logprobs:
-            made = partial(self._logprobs, c, begins)
-            choice.logprobs = made() if parts is None else parts.defer(single_part(made))
+            make_logprobs = partial(self._logprobs, c, begins)
+            choice.logprobs = make_logprobs() if parts is None else parts.defer(single_part(make_logprobs))
         if self._has_masks:
             sampling_masks.add(choice, c, "lists", parts)
         if self._ids:

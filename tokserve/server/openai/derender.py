@@ -182,14 +182,14 @@ class ReplyReader:
             end.index += first
             self.ends.append(end)
 
-    def _prompt(self, reply: ParsedReply, field: str, given: Sequence[int] | None, index: str) -> list[int] | None:
+    def _prompt(self, reply: ParsedReply, field: str, prompt_ids: Sequence[int] | None, index: str) -> list[int] | None:
         """The prompt's ids, if the client sends them or the reply has them."""
         echoed = reply.prompt_token_ids
         echoed_ids = None if echoed is None else self._ids(echoed, f"{field}.prompt_token_ids")
-        given_ids = None if given is None else self._ids(list(given), f"prompt_token_ids{index}")
-        if echoed_ids is not None and given_ids is not None and echoed_ids != given_ids:
+        sent_ids = None if prompt_ids is None else self._ids(list(prompt_ids), f"prompt_token_ids{index}")
+        if echoed_ids is not None and sent_ids is not None and echoed_ids != sent_ids:
             raise invalid(f"prompt_token_ids{index}", f"differs from {field}.prompt_token_ids")
-        ids = echoed_ids if given_ids is None else given_ids
+        ids = echoed_ids if sent_ids is None else sent_ids
         if self._needs_prompt and not ids:
             raise RequestError(
                 "prompt_token_ids is required: the reply has to repeat or score the prompt",

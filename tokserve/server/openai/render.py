@@ -64,18 +64,18 @@ async def rendered_chat(serving: Serving, request: Request, call: chat.ChatCall)
     refuse_beams(call.beams)
     forbidden = await serving.check(request, call.generate, [call.prompt], call.fields)
     echo = bool(call.body.return_token_ids) or call.params.prompt_logprobs is not None
-    given = given_request_id(request, call.body.request_id)
+    request_id = given_request_id(request, call.body.request_id)
     params = _portable(call.params, forbidden)
-    made = _rendered(serving, call.body, params, call.generate, call.ids, echo=echo, request_id=given)
+    rendered = _rendered(serving, call.body, params, call.generate, call.ids, echo=echo, request_id=request_id)
     reader = serving.images
     if reader is not None and call.prompt.features:
         images.keep(call.prompt, serving.features, call.generate.options.cache_salt or "")
         with_patches = call.body.mm_payload != "none" and call.body.return_mm_kwargs is not False
         size = 8 * sum(len(feature.data) for feature in call.prompt.features)
-        made.features = await off_loop(
+        rendered.features = await off_loop(
             request, size, lambda: images.rendered_features(call.prompt, reader.kind, with_patches=with_patches)
         )
-    return reply(request, made, _headers(given, call.ignored))
+    return reply(request, rendered, _headers(request_id, call.ignored))
 
 
 async def render_completions(serving: Serving, request: Request) -> Response:
@@ -86,19 +86,18 @@ async def render_completions(serving: Serving, request: Request) -> Response:
     body = call.body
     params = _portable(call.params, forbidden)
     echo = bool(body.return_token_ids or body.echo) or call.params.prompt_logprobs is not None
-    given = given_request_id(request, body.request_id)
-    several = given is not None and len(call.ids) > 1
-    made = [
-        _rendered(
-            serving, body, params, call.generate, ids, echo=echo, request_id=f"{given}-{index}" if several else given
-        )
-        for index, ids in enumerate(call.ids)
+    request_id = given_request_id(request, body.request_id)
+    several = request_id is not None and len(call.ids) > 1
+    names = [f"{request_id}-{index}" if several else request_id for index in range(len(call.ids))]
+    rendered = [
+        _rendered(serving, body, params, call.generate, ids, echo=echo, request_id=name)
+        for ids, name in zip(call.ids, names, strict=True)
     ]
-    return reply(request, made, _headers(given, call.ignored))
+    return reply(request, rendered, _headers(request_id, call.ignored))
 
 
-def _headers(given: str | None, ignored: list[str]) -> dict[str, str]:
-    return ({"X-Request-Id": given} if given else {}) | schemas.ignored_header(ignored)
+def _headers(request_id: str | None, ignored: list[str]) -> dict[str, str]:
+    return ({"X-Request-Id": request_id} if request_id else {}) | schemas.ignored_header(ignored)
 
 
 def _portable(params: SamplingParams, forbidden: list[list[int]]) -> SamplingParams:

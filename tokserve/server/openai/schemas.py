@@ -359,8 +359,8 @@ def output_limit(body: TextBody, default: int | None = None) -> tuple[int | None
 
 
 def _repetition(value: dict[str, Any]) -> RepetitionDetection:
-    given = {name: inner for name, inner in value.items() if inner is not None}
-    return convert(given, RepetitionDetection, "repetition_detection")
+    fields = {name: inner for name, inner in value.items() if inner is not None}
+    return convert(fields, RepetitionDetection, "repetition_detection")
 
 
 def count(value: bool | int | None) -> int | None:

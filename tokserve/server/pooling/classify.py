@@ -53,16 +53,16 @@ async def respond(serving: Serving, request: Request, body: ClassifyBody, ignore
     if rules.tokens:
         raise RequestError("the model labels tokens here (/pooling)", field="model", code=inputs.UNSUPPORTED)
     prompts = await off_loop(request, size, lambda: inputs.prompts_of(serving, body))
-    made = await inputs.pool(serving, request, body, rules.params, prompts, inputs.fields_of(body), ignored)
+    pooled = await inputs.pool(serving, request, body, rules.params, prompts, inputs.fields_of(body), ignored)
     name = serving.answers_as(body.model)
-    return await off_loop(request, 1 << 20, lambda: _reply(request, body, rules, made, name))
+    return await off_loop(request, 1 << 20, lambda: _reply(request, body, rules, pooled, name))
 
 
-def _reply(request: Request, body: ClassifyBody, rules: LabelRules, made: PooledPrompts, name: str) -> Response:
+def _reply(request: Request, body: ClassifyBody, rules: LabelRules, pooled: PooledPrompts, name: str) -> Response:
     items = []
-    for index, vector in enumerate(made.vectors):
+    for index, vector in enumerate(pooled.vectors):
         values = rules.finish(vector, body.use_activation)
         items.append(ClassifyItem(index, rules.label(values), values.tolist(), len(values)))
     return bodies.reply(
-        request, ClassifyReply(f"classify-{made.key}", int(time.time()), name, items, made.usage), made.headers
+        request, ClassifyReply(f"classify-{pooled.key}", int(time.time()), name, items, pooled.usage), pooled.headers
     )

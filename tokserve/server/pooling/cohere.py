@@ -90,13 +90,13 @@ async def embed(serving: Serving, request: Request) -> Response:
             raise invalid("input_type", f"must be one of {', '.join(INPUT_TYPES)}")
         ignored = [*ignored, "input_type"]
     paths = FieldPaths("texts[0]" if len(texts) == 1 else "texts")
-    made = await inputs.pool(serving, request, body, rules.params, prompts, paths, ignored)
+    pooled = await inputs.pool(serving, request, body, rules.params, prompts, paths, ignored)
 
     def reply() -> Response:
-        rows = [rules.finish(vector, body.output_dimension, body.use_activation) for vector in made.vectors]
+        rows = [rules.finish(vector, body.output_dimension, body.use_activation) for vector in pooled.vectors]
         by_type: dict[str, list[Any]] = {kind: [_encoded(row, kind) for row in rows] for kind in types}
-        units = Meta(BilledUnits(made.usage.prompt_tokens))
-        return bodies.reply(request, CohereReply(f"embd-{made.key}", by_type, texts, units), made.headers)
+        units = Meta(BilledUnits(pooled.usage.prompt_tokens))
+        return bodies.reply(request, CohereReply(f"embd-{pooled.key}", by_type, texts, units), pooled.headers)
 
     return await off_loop(request, 1 << 20, reply)
 
@@ -107,10 +107,10 @@ def _texts(body: CohereBody) -> list[str]:
         raise invalid("images", "are not supported: texts are embedded here", code=inputs.UNSUPPORTED)
     if (body.texts is None) == (body.inputs is None):
         raise invalid("texts", "or inputs must be given, and not both")
-    name, given = ("texts", body.texts) if body.texts is not None else ("inputs", body.inputs)
-    if not given or len(given) > MAX_TEXTS:
-        raise invalid(name, f"must have 1 to {MAX_TEXTS} entries, got {len(given or ())}")
-    return body.texts if body.texts is not None else [_text(i, entry) for i, entry in enumerate(given)]
+    name, entries = ("texts", body.texts) if body.texts is not None else ("inputs", body.inputs)
+    if not entries or len(entries) > MAX_TEXTS:
+        raise invalid(name, f"must have 1 to {MAX_TEXTS} entries, got {len(entries or ())}")
+    return body.texts if body.texts is not None else [_text(i, entry) for i, entry in enumerate(entries)]
 
 
 def _text(index: int, entry: Any) -> str:

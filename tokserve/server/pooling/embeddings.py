@@ -109,10 +109,10 @@ async def respond(
     prompts = await off_loop(request, size, lambda: inputs.prompts_of(serving, body))
     call = _Call(body, ignored, prompts, rules)
     _check_size(serving, call)
-    made = await inputs.pool(
+    pooled = await inputs.pool(
         serving, request, call.body, call.rules.params, call.prompts, inputs.fields_of(call.body), call.ignored
     )
-    return await off_loop(request, 1 << 20, lambda: _reply(serving, request, call, made))
+    return await off_loop(request, 1 << 20, lambda: _reply(serving, request, call, pooled))
 
 
 def _check_size(serving: Serving, call: _Call) -> None:
@@ -124,32 +124,32 @@ def _check_size(serving: Serving, call: _Call) -> None:
     inputs.check_reply(serving, count * values * width, "input", "fewer inputs, or ask for base64")
 
 
-def _reply(serving: Serving, request: Request, call: _Call, made: PooledPrompts) -> Response:
+def _reply(serving: Serving, request: Request, call: _Call, pooled: PooledPrompts) -> Response:
     body, rules, hidden = call.body, call.rules, serving.llm.ready.facts["hidden_size"]
     rows: list[NDArray[np.float32]]
     if isinstance(rules, VectorRules):
-        rows = [rules.finish(vector, body.dimensions, body.use_activation, hidden) for vector in made.vectors]
+        rows = [rules.finish(vector, body.dimensions, body.use_activation, hidden) for vector in pooled.vectors]
     else:
-        rows = [rules.finish(vector, body.use_activation) for vector in made.vectors]
+        rows = [rules.finish(vector, body.use_activation) for vector in pooled.vectors]
     is_pooling = isinstance(body, VectorsBody)
     prefix = "pool" if is_pooling else "embd"
-    about = f"{prefix}-{made.key}", int(time.time()), serving.answers_as(body.model)
+    about = f"{prefix}-{pooled.key}", int(time.time()), serving.answers_as(body.model)
     if body.encoding_format in ("bytes", "bytes_only"):
-        return _packed(rows, about, made, body.encoding_format)
+        return _packed(rows, about, pooled, body.encoding_format)
     encoded = [inputs.encoded(row, body.encoding_format or "float") for row in rows]
     reply: EmbeddingReply | VectorsReply
     if is_pooling:
-        reply = VectorsReply(*about, [VectorItem(i, one) for i, one in enumerate(encoded)], made.usage)
+        reply = VectorsReply(*about, [VectorItem(i, one) for i, one in enumerate(encoded)], pooled.usage)
     else:
-        reply = EmbeddingReply(*about, [EmbeddingItem(i, one) for i, one in enumerate(encoded)], made.usage)
-    return bodies.reply(request, reply, made.headers)
+        reply = EmbeddingReply(*about, [EmbeddingItem(i, one) for i, one in enumerate(encoded)], pooled.usage)
+    return bodies.reply(request, reply, pooled.headers)
 
 
 def _packed(
-    rows: list[NDArray[np.float32]], about: tuple[str, int, str], made: PooledPrompts, encoding: str
+    rows: list[NDArray[np.float32]], about: tuple[str, int, str], pooled: PooledPrompts, encoding: str
 ) -> Response:
     """All vectors as little-endian float32; the header `metadata` has the rest of the reply."""
-    headers = made.headers
+    headers = pooled.headers
     if encoding == "bytes":
         (name, created, model_name), ends = about, np.cumsum([row.nbytes for row in rows]).tolist()
         places = [
@@ -157,7 +157,7 @@ def _packed(
              "shape": list(row.shape)}
             for i, (row, end) in enumerate(zip(rows, ends, strict=True))
         ]  # fmt: skip
-        rest = {"id": name, "created": created, "model": model_name, "data": places, "usage": made.usage}
+        rest = {"id": name, "created": created, "model": model_name, "data": places, "usage": pooled.usage}
         headers = headers | {"metadata": msgspec.json.encode(rest).decode()}
     content = b"".join(row.astype("<f4").tobytes() for row in rows)
     return Response(content, headers=headers, media_type="application/octet-stream")

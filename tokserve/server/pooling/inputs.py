@@ -110,10 +110,10 @@ def prompts_of(serving: Serving, body: InputBody) -> list[list[int]]:
     rules, context = any_rules(serving), serving.llm.ready.max_model_len
     framed = serving.text and body.messages is None and body.add_special_tokens is not False
     frame = serving.tokenizer.frame if framed else (0, 0)
-    given = body.input if is_listed(body.input) else [body.input]
+    values = body.input if is_listed(body.input) else [body.input]
     return [
         truncated(ids, body, context, rules.side, frame if isinstance(one, str) else (0, 0))[0]
-        for ids, one in zip(prompts, given if body.messages is None else prompts, strict=True)
+        for ids, one in zip(prompts, values if body.messages is None else prompts, strict=True)
     ]
 
 
@@ -125,9 +125,9 @@ def _min_bytes(body: PoolingBody) -> int:
 def fields_of(body: InputBody) -> FieldPaths:
     """Where the prompts of the body are, for errors."""
     name = "messages" if body.input is None else "input"
-    given: Any = body.messages if body.input is None else body.input
-    listed = is_listed(given) and (body.messages is None or isinstance(given[0], list))
-    return FieldPaths(f"{name}[0]" if listed and len(given) == 1 else name)
+    value: Any = body.messages if body.input is None else body.input
+    listed = is_listed(value) and (body.messages is None or isinstance(value[0], list))
+    return FieldPaths(f"{name}[0]" if listed and len(value) == 1 else name)
 
 
 def is_listed(value: Any) -> bool:
@@ -137,7 +137,7 @@ def is_listed(value: Any) -> bool:
 
 def _conversations(serving: Serving, body: InputBody, messages: list[Any]) -> list[list[int]]:
     several = bool(messages) and isinstance(messages[0], list)
-    made = []
+    prompts = []
     for index, one in enumerate(messages if several else [messages]):
         field = f"messages[{index}]" if several else "messages"
         if not isinstance(one, list):
@@ -151,8 +151,8 @@ def _conversations(serving: Serving, body: InputBody, messages: list[Any]) -> li
             )  # fmt: skip
         except RequestError as error:
             raise _within(error, field) from None
-        made.append(ids)
-    return made
+        prompts.append(ids)
+    return prompts
 
 
 def _within(error: RequestError, field: str) -> RequestError:

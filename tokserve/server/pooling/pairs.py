@@ -60,7 +60,7 @@ class Scored(NamedTuple):
     """A score for each pair, and what the engine said."""
 
     scores: list[float]
-    made: PooledPrompts
+    pooled: PooledPrompts
 
 
 def entries(value: Any, field: str) -> list[Side]:
@@ -98,12 +98,12 @@ async def score(
     bare = _Prompts(serving, body, sides)
     if isinstance(rules, VectorRules):
         prompts, paths = await off_loop(request, size, bare.alone)
-        made = await inputs.pool(serving, request, body, rules.params, prompts, _paths(paths), ignored)
-        vectors = [rules.finish(vector) for vector in made.vectors]
-        return Scored([similarity(vectors[a], vectors[len(sides.first) + b]) for a, b in pairs], made)
+        pooled = await inputs.pool(serving, request, body, rules.params, prompts, _paths(paths), ignored)
+        vectors = [rules.finish(vector) for vector in pooled.vectors]
+        return Scored([similarity(vectors[a], vectors[len(sides.first) + b]) for a, b in pairs], pooled)
     prompts, paths = await off_loop(request, size * max(1, len(pairs) // 8), lambda: bare.joined(pairs))
-    made = await inputs.pool(serving, request, body, rules.params, prompts, _paths(paths), ignored)
-    return Scored([float(rules.finish(vector, body.use_activation)[0]) for vector in made.vectors], made)
+    pooled = await inputs.pool(serving, request, body, rules.params, prompts, _paths(paths), ignored)
+    return Scored([float(rules.finish(vector, body.use_activation)[0]) for vector in pooled.vectors], pooled)
 
 
 def _paths(paths: Sequence[str]) -> PairPaths:
@@ -133,37 +133,37 @@ class _Prompts:
                 "instruction is for models that read both texts together: write it into the queries",
                 field="instruction", code=inputs.UNSUPPORTED,
             )  # fmt: skip
-        made, paths = [], []
-        for side, given in ((0, self._sides.first), (1, self._sides.second)):
-            for index in range(len(given)):
+        prompts, paths = [], []
+        for side, entries in ((0, self._sides.first), (1, self._sides.second)):
+            for index in range(len(entries)):
                 path = self._sides.path(side, index)
-                made.append(self._checked(self._prompts.side(self._entry(side, index)), path))
+                prompts.append(self._checked(self._prompts.side(self._entry(side, index)), path))
                 paths.append(path)
-        return made, paths
+        return prompts, paths
 
     def joined(self, pairs: Sequence[tuple[int, int]]) -> tuple[list[TokenPrompt], list[str]]:
         """A prompt of each pair."""
         queries: dict[int, Side] = {}
-        made, paths, total = [], [], 0
+        prompts, paths, total = [], [], 0
         for first, second in pairs:
             if first not in queries:
                 queries[first] = self._entry(0, first)
             path = self._sides.path(1, second)
             ids, start = self._prompts.pair(queries[first], self._entry(1, second), self._body.instruction)
-            made.append(self._checked(ids, path, start))
+            prompts.append(self._checked(ids, path, start))
             paths.append(path)
-            total += len(made[-1].ids) // 4
+            total += len(prompts[-1].ids) // 4
             if total > MAX_PAIR_TOKENS:
                 raise invalid(self._sides.fields[1], f"the pairs must have at most {MAX_PAIR_TOKENS} tokens together")
-        return made, paths
+        return prompts, paths
 
     def _entry(self, side: int, index: int) -> Side:
-        given, path = (self._sides.first, self._sides.second)[side][index], self._sides.path(side, index)
+        entry, path = (self._sides.first, self._sides.second)[side][index], self._sides.path(side, index)
         limit = self._limits[side]
-        if isinstance(given, str):
+        if isinstance(entry, str):
             is_cut = limit or self._body.truncate_prompt_tokens is not None
-            self._serving.check_text(given, path, inputs.CUT_BYTES if is_cut else 0)
-        return self._prompts.cut(given, limit)
+            self._serving.check_text(entry, path, inputs.CUT_BYTES if is_cut else 0)
+        return self._prompts.cut(entry, limit)
 
     def _checked(self, ids: list[int], path: str, start: int = -1) -> TokenPrompt:
         if not ids:

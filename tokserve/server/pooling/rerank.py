@@ -66,9 +66,9 @@ async def rerank(serving: Serving, request: Request) -> Response:
         RankedItem(index, scored.scores[index], UNSET if body.return_documents is False else _document(sides, index))
         for index in order[: body.top_n or None]
     ]
-    made = scored.made
-    reply = RerankReply(f"rerank-{made.key}", serving.answers_as(body.model), made.usage, results)
-    return await off_loop(request, size, lambda: bodies.reply(request, reply, made.headers))
+    pooled = scored.pooled
+    reply = RerankReply(f"rerank-{pooled.key}", serving.answers_as(body.model), pooled.usage, results)
+    return await off_loop(request, size, lambda: bodies.reply(request, reply, pooled.headers))
 
 
 def _sides(body: RerankBody) -> Sides:
@@ -81,5 +81,5 @@ def _sides(body: RerankBody) -> Sides:
 
 
 def _document(sides: Sides, index: int) -> RankedDocument:
-    given = sides.second[index]
-    return RankedDocument(text=given) if isinstance(given, str) else RankedDocument(token_ids=list(given))
+    side = sides.second[index]
+    return RankedDocument(text=side) if isinstance(side, str) else RankedDocument(token_ids=list(side))

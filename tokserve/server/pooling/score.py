@@ -59,17 +59,17 @@ async def score(serving: Serving, request: Request) -> Response:
     sides = await off_loop(request, size, lambda: _sides(body))
     scored = await pairs.score(serving, request, body, sides, size, ignored)
     items = [ScoreItem(index, value) for index, value in enumerate(scored.scores)]
-    made = scored.made
-    reply = ScoreReply(f"score-{made.key}", int(time.time()), serving.answers_as(body.model), items, made.usage)
-    return bodies.reply(request, reply, made.headers)
+    pooled = scored.pooled
+    reply = ScoreReply(f"score-{pooled.key}", int(time.time()), serving.answers_as(body.model), items, pooled.usage)
+    return bodies.reply(request, reply, pooled.headers)
 
 
 def _sides(body: ScoreBody) -> Sides:
-    given = [name for name in dict.fromkeys(sum(NAMES, ())) if getattr(body, name) is not None]
-    fields = next((names for names in NAMES if set(given) == set(names)), None)
+    names = [name for name in dict.fromkeys(sum(NAMES, ())) if getattr(body, name) is not None]
+    fields = next((names for names in NAMES if set(names) == set(names)), None)
     if fields is None:
-        expected = next((names for names in NAMES if given and given[0] in names), NAMES[0])
-        field = next((name for name in expected if name not in given), given[-1] if given else expected[0])
+        expected = next((names for names in NAMES if names and names[0] in names), NAMES[0])
+        field = next((name for name in expected if name not in names), names[-1] if names else expected[0])
         raise RequestError(
             "give queries and documents (or items), or text_1 and text_2, or data_1 and data_2", field=field
         )

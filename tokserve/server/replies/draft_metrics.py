@@ -50,23 +50,23 @@ def speculative_decoding(choices: Sequence[DraftCounts], level: DraftReport, mos
     steps = sum(one.steps for one in choices)
     proposed, accepted = sum(one.proposed for one in choices), sum(one.accepted for one in choices)
     columns = np.frombuffer(b"".join(one.per_step for one in choices), np.uint8).reshape(-1, 2)  # [steps, 2]
-    made = SpeculativeDecoding(
+    metrics = SpeculativeDecoding(
         mean_acceptance_length=1 + accepted / steps if steps else None,
         draft_acceptance_rate=accepted / proposed if proposed else None,
         acceptance_histogram=np.bincount(columns[:, 1]).tolist(),
         num_spec_steps=steps, num_accepted_draft_tokens=accepted, num_draft_tokens=proposed, num_spec_tokens=most,
     )  # fmt: skip
     if level == "detailed" and len(choices) == 1:
-        made.per_step_drafted, made.per_step_accepted = columns.T.tolist()
-    return made
+        metrics.per_step_drafted, metrics.per_step_accepted = columns.T.tolist()
+    return metrics
 
 
 def by_source(choices: Sequence[DraftCounts]) -> dict[str, SourceCounts]:
     """Drafts and accepted ones of the choices, by where they came from."""
-    made: dict[str, SourceCounts] = {}
+    by_source: dict[str, SourceCounts] = {}
     for one in choices:
         for source, (proposed, accepted) in one.by_source.items():
-            counts = made.setdefault(source, SourceCounts(0, 0))
+            counts = by_source.setdefault(source, SourceCounts(0, 0))
             counts.num_draft_tokens += proposed
             counts.num_accepted_draft_tokens += accepted
-    return made
+    return by_source

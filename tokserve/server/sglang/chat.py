@@ -47,8 +47,8 @@ class SglangChatRenderer(chat.ChatRenderer):
         """The whole answer."""
         body, generation = self.body, self.generation
         assert isinstance(body, SglangChatBody)
-        made = super().reply(completions, parts)
-        for choice, completion in zip(made.choices, completions, strict=True):
+        reply = super().reply(completions, parts)
+        for choice, completion in zip(reply.choices, completions, strict=True):
             choice.message.content = choice.message.content or ""
             if body.return_prompt_token_ids:
                 choice.prompt_token_ids = generation.prompt_ids()
@@ -58,4 +58,4 @@ class SglangChatRenderer(chat.ChatRenderer):
                 details.add(completion)
                 version = last_version([completion]) or ""
                 choice.meta_info = details.details(generation.key, completion.times[2], version)
-        return made
+        return reply

@@ -113,8 +113,8 @@ async def generate(serving: Serving, request: Request) -> Response:
 
 def _num_prompts(value: Any) -> int:
     """About how many prompts a body that is not checked yet has."""
-    given = value.get("text") or value.get("input_ids") if isinstance(value, dict) else None
-    return len(given) if isinstance(given, list) and given and not isinstance(given[0], int) else 1
+    prompts = value.get("text") or value.get("input_ids") if isinstance(value, dict) else None
+    return len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
 
 
 def _rank(sent: SglangGenerateBody) -> int | None:
@@ -186,14 +186,14 @@ def _is_blank(value: Any) -> bool:
 
 def prompts_of(serving: Serving, sent: PromptFields) -> tuple[list[list[int]], str, bool]:
     """The prompts as ids, the name of their field, and whether they came as a batch."""
-    given: list[Any] | str | None = sent.text if sent.input_ids is None else sent.input_ids
+    value: list[Any] | str | None = sent.text if sent.input_ids is None else sent.input_ids
     field = "text" if sent.input_ids is None else "input_ids"
-    if given is None:
+    if value is None:
         raise RequestError("text or input_ids is required", field="input_ids")
-    if not given:
+    if not value:
         raise invalid(field, "must not be empty")
-    batched = isinstance(given, list) and not isinstance(given[0], int)
-    listed: list[Any] = given if batched else [given]  # type: ignore[assignment]
+    batched = isinstance(value, list) and not isinstance(value[0], int)
+    listed: list[Any] = value if batched else [value]  # type: ignore[assignment]
     if len(listed) > MAX_PROMPTS:
         raise invalid(field, f"must have at most {MAX_PROMPTS} entries, got {len(listed)}")
     places = [f"{field}[{index}]" if batched else field for index in range(len(listed))]
@@ -244,13 +244,13 @@ def _same(value: Any, field: str) -> str | None:
     return (value[0] if value else None) or None
 
 
-def request_id(given: str | list[str] | None, count: int) -> str | None:
+def request_id(request_ids: str | list[str] | None, count: int) -> str | None:
     """The one id of a request with so many prompts."""
-    if isinstance(given, list):
-        if count > 1 or len(given) > 1:
+    if isinstance(request_ids, list):
+        if count > 1 or len(request_ids) > 1:
             raise invalid("rid", "must be one string: a batch is one request here")
-        return given[0] if given else None
-    return given
+        return request_ids[0] if request_ids else None
+    return request_ids
 
 
 def _cache_salt(sent: SglangGenerateBody) -> str | None:
@@ -287,11 +287,11 @@ def _forms(serving: Serving, sent: SglangGenerateBody, prompts: Sequence[Sequenc
 
 
 def _token_ids(sent: SglangGenerateBody, count: int) -> list[list[int] | None]:
-    given = sent.token_ids_logprob
-    if given and not isinstance(given[0], int):
-        lists: list[list[int] | None] = _each(given, count, "token_ids_logprob")
+    value = sent.token_ids_logprob
+    if value and not isinstance(value[0], int):
+        lists: list[list[int] | None] = _each(value, count, "token_ids_logprob")
     else:
-        lists = [given or None] * count
+        lists = [value or None] * count
     for ids in lists:
         if ids is not None:
             _check_ids(ids, "token_ids_logprob")
@@ -299,14 +299,14 @@ def _token_ids(sent: SglangGenerateBody, count: int) -> list[list[int] | None]:
 
 
 def _task(
-    serving: Serving, given: sampling.SglangSamplingParams, form: ReplyForm, named: list[int] | None,
+    serving: Serving, sent: sampling.SglangSamplingParams, form: ReplyForm, named: list[int] | None,
     prompt: Sequence[int],
 ) -> SamplingParams:  # fmt: skip
     scores = form.start is not None and form.start + 1 < len(prompt)
-    mode = given.logprobs_mode or "temperature"
-    if scores and given.logprobs_mode is None and given.temperature not in (None, 0, 1):
+    mode = sent.logprobs_mode or "temperature"
+    if scores and sent.logprobs_mode is None and sent.temperature not in (None, 0, 1):
         # SGLang divides the output's logits by the temperature, and not the prompt's; a request has one mode here
-        if given.max_new_tokens not in (0, 1):
+        if sent.max_new_tokens not in (0, 1):
             raise invalid(
                 "logprob_start_len",
                 "with a temperature other than 1 needs sampling_params.logprobs_mode: raw or temperature, for the "
@@ -319,8 +319,8 @@ def _task(
     if scores and form.start is not None:
         computed |= {"prompt_logprobs": form.top, "prompt_logprobs_start": form.start + 1}
     computed["return_sampling_mask"] = form.has_masks
-    made = sampling.translate(given, **computed)
-    return structured.with_default(made, serving.closed_schemas)
+    params = sampling.translate(sent, **computed)
+    return structured.with_default(params, serving.closed_schemas)
 
 
 def _names(serving: Serving, sent: SglangGenerateBody) -> Any:

@@ -81,20 +81,20 @@ async def _respond(
     prompts, field, listed = await off_loop(request, size, lambda: generate.prompts_of(serving, body))
     body.request_id = generate.request_id(body.given_id, len(prompts)) or body.request_id
     fields = FieldPaths(f"{field}[0]" if listed and len(prompts) == 1 else field)
-    made = await inputs.pool(serving, request, body, rules.params, prompts, fields, ignored)
+    pooled = await inputs.pool(serving, request, body, rules.params, prompts, fields, ignored)
     elapsed = time.monotonic() - began
     vectors = []
-    for prompt, vector in zip(prompts, made.vectors, strict=True):
+    for prompt, vector in zip(prompts, pooled.vectors, strict=True):
         if isinstance(rules, LabelRules):
             values = rules.finish(vector, bool(body.use_activation))
         else:
             values = rules.finish(vector, body.dimensions, body.use_activation)
         details = {
-            "id": made.headers["X-Request-Id"], "finish_reason": END, "prompt_tokens": len(prompt),
-            "weight_version": made.version, "e2e_latency": elapsed,
+            "id": pooled.headers["X-Request-Id"], "finish_reason": END, "prompt_tokens": len(prompt),
+            "weight_version": pooled.version, "e2e_latency": elapsed,
         }  # fmt: skip
         vectors.append(SglangVector(values.tolist(), details))
-    return replies.json(vectors if listed else vectors[0], made.headers)
+    return replies.json(vectors if listed else vectors[0], pooled.headers)
 
 
 def _check(rules: PoolingRules, dimensions: int | None) -> None:

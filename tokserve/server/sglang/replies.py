@@ -61,8 +61,8 @@ async def read(serving: Serving, request: Request, kind: type[T]) -> tuple[T, di
     """The parameters from query and body, and the header that names those which were ignored."""
     query, sent, _ = await query_and_body(serving, request, kind)
     ignored = [str(name) for name in sent if name not in kind.__struct_encode_fields__]
-    given = {name: value for name, value in sent.items() if value is not None}
-    return body.convert(query | given, kind, strict=False), schemas.ignored_header(ignored)
+    values = {name: value for name, value in sent.items() if value is not None}
+    return body.convert(query | values, kind, strict=False), schemas.ignored_header(ignored)
 
 
 def json(value: Any, headers: dict[str, str] | None = None) -> Response:

@@ -90,12 +90,12 @@ class _TokenLists:
 
     def fields(self, side: str) -> dict[str, Any]:
         """Their names in meta_info; `side`: input or output."""
-        made: dict[str, Any] = {f"{side}_token_logprobs": self.tokens.json()}
+        fields: dict[str, Any] = {f"{side}_token_logprobs": self.tokens.json()}
         if self._form.top:
-            made[f"{side}_top_logprobs"] = self.top.json()
+            fields[f"{side}_top_logprobs"] = self.top.json()
         if self._form.named:
-            made[f"{side}_token_ids_logprobs"] = self.named.json()
-        return made
+            fields[f"{side}_token_ids_logprobs"] = self.named.json()
+        return fields
 
 
 def _triples(ids: Sequence[int], values: Sequence[float], name: Name) -> list[Triple]:
@@ -158,7 +158,7 @@ class ChoiceDetails:
     def details(self, request_id: str, elapsed: float, version: str) -> dict[str, Any]:
         """All of `meta_info`.  `version`: of the weights that serve now."""
         end, count = self._end, self._ids.length
-        made: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "id": request_id,
             "finish_reason": None if end is None else self._finish_reason(end, count),
             "prompt_tokens": self._prompt_len,
@@ -171,20 +171,20 @@ class ChoiceDetails:
         }
         if end is not None:
             spans = versions(end)
-            made["weight_versions"] = spans
+            fields["weight_versions"] = spans
             if spans:
-                made["weight_version"] = spans[-1].version
+                fields["weight_version"] = spans[-1].version
             if self.form.has_drafts:
-                made |= _draft_counts(end.drafts)
+                fields |= _draft_counts(end.drafts)
         if self.form.has_logprobs:
-            made |= self._output.fields("output")
-            made["output_token_logprobs_length"] = self._output.tokens.length
-            made |= self._input.fields("input")
+            fields |= self._output.fields("output")
+            fields["output_token_logprobs_length"] = self._output.tokens.length
+            fields |= self._input.fields("input")
         if self.form.has_masks:
-            made["output_token_sampling_mask"] = self._masks.json()
-            made["output_token_sampling_logprobs"] = self._mask_logprobs.json()
-            made["output_token_sampling_mask_length"] = self._masks.length
-        return made
+            fields["output_token_sampling_mask"] = self._masks.json()
+            fields["output_token_sampling_logprobs"] = self._mask_logprobs.json()
+            fields["output_token_sampling_mask_length"] = self._masks.length
+        return fields
 
     def _finish_reason(self, end: ChoiceOutput, count: int) -> dict[str, Any]:
         if end.finish_reason == "stop":

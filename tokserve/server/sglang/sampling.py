@@ -81,22 +81,22 @@ def read(value: Any, field: str) -> SglangSamplingParams:
     return params
 
 
-def translate(given: SglangSamplingParams, **computed: Any) -> SamplingParams:
+def translate(sent: SglangSamplingParams, **computed: Any) -> SamplingParams:
     """The parameters under this server's names; `computed`: what other fields of the body say.  As in SGLang, what the
     model recommends has no effect.  `max_new_tokens` 0 becomes one token, which the reply leaves out."""
     values: dict[str, Any] = {}
-    for name, ours in (*((name, name) for name in _SAME), *_RENAMED.items()):
-        value = getattr(given, name)
+    for name, target in (*((name, name) for name in _SAME), *_RENAMED.items()):
+        value = getattr(sent, name)
         if value is not None:
-            values[ours] = value
+            values[target] = value
     if 0 <= values.get("temperature", 1.0) < GREEDY:
         values["temperature"] = 0.0
-    values["max_tokens"] = 1 if given.max_new_tokens == 0 else given.max_new_tokens
-    if given.max_new_tokens == 0:
+    values["max_tokens"] = 1 if sent.max_new_tokens == 0 else sent.max_new_tokens
+    if sent.max_new_tokens == 0:
         values["min_tokens"] = 0
-    if given.logit_bias is not None:
-        values["logit_bias"] = {_token(key): bias for key, bias in given.logit_bias.items()}
-    values["structured_outputs"] = _form(given)
+    if sent.logit_bias is not None:
+        values["logit_bias"] = {_token(key): bias for key, bias in sent.logit_bias.items()}
+    values["structured_outputs"] = _form(sent)
     return SamplingParams(**(values | computed))
 
 
@@ -106,14 +106,14 @@ def _token(key: str) -> int:
     return int(key)
 
 
-def _form(given: SglangSamplingParams) -> StructuredOutputs | None:
-    forms = [name for name in FORMS if getattr(given, name) not in (None, "")]
+def _form(sent: SglangSamplingParams) -> StructuredOutputs | None:
+    forms = [name for name in FORMS if getattr(sent, name) not in (None, "")]
     if len(forms) > 1:
         raise RequestError(f"give only one of {' and '.join(forms)}", field=PREFIX + forms[1])
     if not forms:
         return None
     if forms == ["json_schema"]:
-        if given.json_schema == ANY_JSON:
+        if sent.json_schema == ANY_JSON:
             return StructuredOutputs(json_object=True)
-        return StructuredOutputs(json=given.json_schema)
-    return StructuredOutputs(**{forms[0]: getattr(given, forms[0])})
+        return StructuredOutputs(json=sent.json_schema)
+    return StructuredOutputs(**{forms[0]: getattr(sent, forms[0])})

@@ -37,13 +37,13 @@ class AbortReply(msgspec.Struct):
 async def read(request: Request, bodies: BodyReader) -> AbortBody:
     value, _ = await bodies.load(request)
     target = body.convert(value, AbortBody)
-    given = [name for name in AbortBody.__struct_fields__ if getattr(target, name) not in (None, [], False, "")]
-    if not given and target.request_ids is None:
+    selectors = [name for name in AbortBody.__struct_fields__ if getattr(target, name) not in (None, [], False, "")]
+    if not selectors and target.request_ids is None:
         raise RequestError('say which requests: request_ids, group_id or "all": true', field="request_ids")
     if len(target.request_ids or ()) > MAX_IDS:
         raise invalid("request_ids", f"must have at most {MAX_IDS} entries")
-    if len(given) > 1:
-        raise RequestError(f"give only one of {' and '.join(given)}", field=given[1])
+    if len(selectors) > 1:
+        raise RequestError(f"give only one of {' and '.join(selectors)}", field=selectors[1])
     return target
 
 

@@ -225,16 +225,16 @@ def _without_ignored(values: dict[Any, Any]) -> dict[Any, Any]:
     return kept
 
 
-def with_mask(params: SamplingParams, given: bool | None) -> SamplingParams:
+def with_mask(params: SamplingParams, value: bool | None) -> SamplingParams:
     """The parameters with the body's own `return_sampling_mask`."""
-    if given is None or given == params.return_sampling_mask:
+    if value is None or value == params.return_sampling_mask:
         return params
     if params.return_sampling_mask is not None:
         raise RequestError(
-            f"return_sampling_mask is {str(given).lower()} and {SAMPLING}return_sampling_mask is not; send one of them",
+            f"return_sampling_mask is {str(value).lower()} and {SAMPLING}return_sampling_mask is not; send one of them",
             field="return_sampling_mask",
         )
-    return msgspec.structs.replace(params, return_sampling_mask=given)
+    return msgspec.structs.replace(params, return_sampling_mask=value)
 
 
 def prompt_of(body: AnyBody) -> tuple[list[int] | bytes, FieldPaths]:
@@ -391,18 +391,18 @@ class _Render:
         frame = self._frames.get(delta.index)
         if frame is None:
             frame = self._frames[delta.index] = self._frame(delta.index)
-        made = frame[0] + encode_json(delta.token_ids)
+        event = frame[0] + encode_json(delta.token_ids)
         if self._has_logprobs:
-            made += frame[1] + encode_json(self._logprobs(delta.logprobs or NO_ROWS, delta.token_ids))
+            event += frame[1] + encode_json(self._logprobs(delta.logprobs or NO_ROWS, delta.token_ids))
         text_at = -5 if self._has_masks else -2
         if self._text:
-            made += frame[text_at] + encode_json(delta.text or "")
+            event += frame[text_at] + encode_json(delta.text or "")
         if self._has_masks:
             masks, form = delta.sampling_masks or sampling_masks.NO_MASKS, self._mask_form
-            made += frame[-4] + encode_json(sampling_masks.mask_of(masks, form))
-            made += frame[-3] + encode_json(sampling_masks.logprobs_of(masks.logprobs, form))
-            made += frame[-2] + encode_json(sampling_masks.logprobs_of(masks.kept_logprobs, form))
-        return made + frame[-1]
+            event += frame[-4] + encode_json(sampling_masks.mask_of(masks, form))
+            event += frame[-3] + encode_json(sampling_masks.logprobs_of(masks.logprobs, form))
+            event += frame[-2] + encode_json(sampling_masks.logprobs_of(masks.kept_logprobs, form))
+        return event + frame[-1]
 
     def _frame(self, index: int) -> list[bytes]:
         """The constant parts of an event: around the token ids and, if these are wanted, the logprobs, the text, and
