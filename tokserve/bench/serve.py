@@ -148,18 +148,18 @@ class LoadRunner:
 
     async def _request(self, body: bytes, outcome: Outcome, reply: ReceivedReply) -> None:
         outcome.sent = self._now()
-        async with self._session.post(self._url, data=body, headers={"Content-Type": "application/json"}) as answer:
-            if answer.status != 200:
-                text = (await answer.read())[:300].decode(errors="replace")
-                raise BadReply(f"HTTP {answer.status}: {text}")
+        async with self._session.post(self._url, data=body, headers={"Content-Type": "application/json"}) as response:
+            if response.status != 200:
+                text = (await response.read())[:300].decode(errors="replace")
+                raise BadReply(f"HTTP {response.status}: {text}")
             if self._load.shape.stream:
                 lines = EventLines()
-                async for piece in answer.content.iter_any():
+                async for piece in response.content.iter_any():
                     now = self._now()
                     for payload in lines.feed(piece):
                         reply.take(payload, now)
             else:
-                reply.take(await answer.read(), self._now())
+                reply.take(await response.read(), self._now())
         outcome.end = self._now()
         reply.check()
 
@@ -215,10 +215,10 @@ async def first_model(load: Load, session: aiohttp.ClientSession) -> str:
     """The first model that the server lists.  Raises StartError."""
     url = load.root + "/v1/models"
     try:
-        async with session.get(url) as answer:
-            raw = await answer.read()
-            if answer.status != 200:
-                raise StartError(f"{url} answered HTTP {answer.status}: {raw[:300].decode(errors='replace')}")
+        async with session.get(url) as response:
+            raw = await response.read()
+            if response.status != 200:
+                raise StartError(f"{url} answered HTTP {response.status}: {raw[:300].decode(errors='replace')}")
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise StartError(f"cannot reach {url}: {why}; is a server running there? --base-url names another") from None

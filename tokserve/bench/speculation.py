@@ -68,10 +68,10 @@ async def _run(
         body = msgspec.json.decode(load.shape.body(prompt, turn.output_len))
         target = body["sampling_params"] if backend == "tokens" else body
         target["seed"], body["speculate"] = index, speculate
-        async with gate, session.post(load.root + PATHS[backend], data=msgspec.json.encode(body)) as answer:
-            raw = await answer.read()
-            if answer.status != 200:
-                raise StartError(f"HTTP {answer.status}: {raw[:300].decode(errors='replace')}")
+        async with gate, session.post(load.root + PATHS[backend], data=msgspec.json.encode(body)) as response:
+            raw = await response.read()
+            if response.status != 200:
+                raise StartError(f"HTTP {response.status}: {raw[:300].decode(errors='replace')}")
             return msgspec.json.decode(raw)["choices"]
 
     began = time.perf_counter()

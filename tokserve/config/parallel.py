@@ -9,6 +9,11 @@ import msgspec
 from tokserve.config.common import about
 
 
+def sampling_rank(tensor: int, stages: int) -> int:
+    """The rank that samples, the first of the last stage, where each of `stages` has `tensor` ranks."""
+    return (stages - 1) * tensor
+
+
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many engines serve the model, and on what (docs/scale.md)."""
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from tokserve import __version__
 from tokserve.config import Config
+from tokserve.config.parallel import sampling_rank
 from tokserve.errors import RequestError, StartError
 from tokserve.executor import merge
 from tokserve.executor.channel import Begin, Channel, End, Forward, Interrupt, Loaded, SampleStep
@@ -128,13 +129,13 @@ class WorkersExecutor:
     def _facts(self, loaded: Sequence[Loaded]) -> DeviceFacts:
         """What the sampling rank says, with the memory of all."""
         parallel = self._config.parallel
-        sampling_rank = (parallel.pipeline_parallel_size - 1) * parallel.tensor_parallel_size
-        first = loaded[sampling_rank]
+        samples = sampling_rank(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        first = loaded[samples]
         for rank, other in enumerate(loaded):
             for name in EQUAL:
                 if other.facts.get(name) != first.facts.get(name):
                     other_value, first_value = other.facts.get(name), first.facts.get(name)
-                    raise StartError(f"rank {rank} has {name} {other_value}, and rank {sampling_rank} {first_value}")
+                    raise StartError(f"rank {rank} has {name} {other_value}, and rank {samples} {first_value}")
         facts = dict(first.facts)
         for name in {name for one in loaded for name in one.facts if name.endswith("_bytes")} - {"routed_bytes"}:
             facts[name] = sum(one.facts.get(name, 0) for one in loaded)

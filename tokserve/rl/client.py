@@ -119,8 +119,8 @@ class AsyncClient:
                 "request_id": secrets.token_hex(12)} | options  # fmt: skip
         headers = {"Content-Type": MSGPACK, "Accept": MSGPACK}
         content = msgspec.msgpack.encode(body)
-        answer = await self._connection.send("POST", GENERATE, again=True, content=content, headers=headers)
-        reply: dict[str, Any] = msgspec.msgpack.decode(answer.content)
+        response = await self._connection.send("POST", GENERATE, again=True, content=content, headers=headers)
+        reply: dict[str, Any] = msgspec.msgpack.decode(response.content)
         return reply
 
     async def stream(

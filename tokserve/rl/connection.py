@@ -45,10 +45,10 @@ class Connection:
             async with asyncio.timeout(seconds):
                 while True:
                     try:
-                        answer = await self.http.get("/health")
-                        if answer.status_code == OK:
+                        response = await self.http.get("/health")
+                        if response.status_code == OK:
                             return
-                        last = f"it answered {answer.status_code}"
+                        last = f"it answered {response.status_code}"
                     except httpx.TransportError as error:
                         last = str(error) or type(error).__name__
                     await asyncio.sleep(WAIT)
@@ -76,37 +76,37 @@ class Connection:
         reconnect = again  # once
         while True:
             try:
-                answer = await self.http.request(method, path, **kwargs)
+                response = await self.http.request(method, path, **kwargs)
             except httpx.ConnectError:
                 if not reconnect:
                     raise
                 reconnect = False
                 await asyncio.sleep(WAIT)
                 continue
-            if answer.status_code == OK:
-                return answer
-            if not again or (delay := _retry_after(answer)) is None:
-                raise server_error(answer)
+            if response.status_code == OK:
+                return response
+            if not again or (delay := _retry_after(response)) is None:
+                raise server_error(response)
             await asyncio.sleep(delay)
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
         """The events of a stream, as JSON.  Leaving it early closes the connection, which aborts the request."""
         while True:
-            async with self.http.stream("POST", path, json=body) as answer:
-                if answer.status_code == OK:
-                    async with aclosing(_events(answer)) as events:
+            async with self.http.stream("POST", path, json=body) as response:
+                if response.status_code == OK:
+                    async with aclosing(_events(response)) as events:
                         async for event in events:
                             yield event
                     return
-                await answer.aread()
-            delay = _retry_after(answer)
+                await response.aread()
+            delay = _retry_after(response)
             if delay is None:
-                raise server_error(answer)
+                raise server_error(response)
             await asyncio.sleep(delay)
 
 
-async def _events(answer: httpx.Response) -> AsyncGenerator[Any, None]:
-    async for line in answer.aiter_lines():
+async def _events(response: httpx.Response) -> AsyncGenerator[Any, None]:
+    async for line in response.aiter_lines():
         if line == "data: [DONE]":
             return
         if line.startswith("data: "):
@@ -117,20 +117,20 @@ async def _events(answer: httpx.Response) -> AsyncGenerator[Any, None]:
     raise httpx.RemoteProtocolError("the stream ended without [DONE]")
 
 
-def _retry_after(answer: httpx.Response) -> float | None:
+def _retry_after(response: httpx.Response) -> float | None:
     """Seconds after which the same request may be sent again."""
-    if answer.status_code == UNAVAILABLE:
+    if response.status_code == UNAVAILABLE:
         with suppress(KeyError, ValueError):
-            return float(answer.headers["retry-after"])
+            return float(response.headers["retry-after"])
     return None
 
 
-def server_error(answer: httpx.Response) -> ServerError:
+def server_error(response: httpx.Response) -> ServerError:
     """The error of a response."""
     try:
-        return _described(answer.status_code, answer.json()["error"])
+        return _described(response.status_code, response.json()["error"])
     except (ValueError, KeyError, TypeError):
-        return ServerError(answer.status_code, answer.text[:500])
+        return ServerError(response.status_code, response.text[:500])
 
 
 def _described(status: int, error: dict[str, Any]) -> ServerError:

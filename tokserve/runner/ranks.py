@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokserve.config.parallel import sampling_rank
 from tokserve.layers.parallel import ALONE, WHOLE, Group, Stage
 from tokserve.models.coordinates import Parts, of_one_rank
 from tokserve.plan import OK
@@ -62,7 +63,7 @@ class Ranks:
         self.group, self.world, self.total = group, world, total
         link = None if world is None or stages == 1 else Neighbours(world, rank, tensor)
         self.stage = WHOLE if stages == 1 else Stage(rank // tensor, stages, link)
-        self.sampling_rank = (stages - 1) * tensor
+        self.sampling_rank = sampling_rank(tensor, stages)
 
     @property
     def samples(self) -> bool:

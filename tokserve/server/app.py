@@ -229,23 +229,23 @@ def build_app(
 def _routes(endpoint: Endpoint, refuses: bool, is_served: bool) -> tuple[Route, ...]:
     """A route for each method, as FastAPI's document has an operation for each; HEAD goes with GET.  They hold nothing
     of a server: a process makes them once, however many applications it has."""
-    answer = _with_error_responses(introspection.refuse_text_route if refuses else endpoint.handler, endpoint)
+    handler = _with_error_responses(introspection.refuse_text_route if refuses else endpoint.handler, endpoint)
     routes: list[Route] = []
     for method in endpoint.methods:
         routes.append(EndpointRoute(
-            endpoint.path, answer, methods=[method], name=endpoint.path, response_model=None, response_class=Response,
+            endpoint.path, handler, methods=[method], name=endpoint.path, response_model=None, response_class=Response,
             status_code=200 if endpoint.replies else min(endpoint.statuses), include_in_schema=is_served,
             **openapi.route_options(endpoint, method),
         ))  # fmt: skip
         if method == "GET":
-            routes.append(Route(endpoint.path, answer, methods=["HEAD"], include_in_schema=False))
+            routes.append(Route(endpoint.path, handler, methods=["HEAD"], include_in_schema=False))
     return tuple(routes)
 
 
 def _with_error_responses(handler: Handler, endpoint: Endpoint) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     """The handler, with exceptions turned into responses, in a task named after the route."""
 
-    async def answer(request: Request) -> Response:
+    async def respond(request: Request) -> Response:
         if task := asyncio.current_task():
             task.set_name(f"{request.method} {endpoint.path}")
         serving: Serving = request.app.state.serving
@@ -267,7 +267,7 @@ def _with_error_responses(handler: Handler, endpoint: Endpoint) -> Callable[[Req
         finally:
             serving.bodies.release(request)
 
-    return answer
+    return respond
 
 
 def _echoed_id(request: Request) -> dict[str, str]:

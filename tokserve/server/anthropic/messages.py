@@ -44,7 +44,7 @@ class ContextManagement(msgspec.Struct):
 
 
 class TokenCount(msgspec.Struct):
-    """The answer of count_tokens."""
+    """The reply of count_tokens."""
 
     input_tokens: int
     context_management: ContextManagement
@@ -67,7 +67,7 @@ async def create(serving: Serving, request: Request) -> Response:
     headers = {"X-Request-Id": request_id, "request-id": request_id, **schemas.ignored_header(call.ignored)}
     if call.generate.options.stream:
         return sse.EventStream(generation, renderer, serving.keep_alive, headers, close=renderer.close)
-    return await sse.answer(generation, request, renderer.reply, headers)
+    return await sse.respond(generation, request, renderer.reply, headers)
 
 
 async def count_tokens(serving: Serving, request: Request) -> Response:

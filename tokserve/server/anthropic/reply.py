@@ -201,7 +201,7 @@ class MessagesRenderer:
         self._begun = False
 
     def reply(self, choices: list[ChoiceOutput], parts: DeferredParts | None = None) -> MessagesReply:
-        """The whole answer.  There is one choice, and no value is deferred."""
+        """The whole reply.  There is one choice, and no value is deferred."""
         for completion in choices:  # there is one
             self._push(completion)
         assert self._last is not None

@@ -65,9 +65,9 @@ async def readiness(serving: Serving, request: Request) -> Response:
     """GET /ready: 200 while new requests are served, else 503 with the reason"""
     state = serving.llm.status.state
     status = next((name for name, holds in CONDITIONS if holds(serving)), "ready" if state == "running" else state)
-    answer = body.reply(request, Readiness(status))
-    answer.status_code = 200 if status in ("ready", "updating") else 503
-    return answer
+    response = body.reply(request, Readiness(status))
+    response.status_code = 200 if status in ("ready", "updating") else 503
+    return response
 
 
 async def health(serving: Serving, request: Request) -> Response:

@@ -70,7 +70,7 @@ class ChatChoice(MaskFields):
 
 
 class ChatReply(msgspec.Struct):
-    """The whole answer."""
+    """The whole reply."""
 
     id: str
     created: int
@@ -164,7 +164,7 @@ async def respond(
     headers = {"X-Request-Id": call.generate.request_id, **schemas.ignored_header(call.ignored)}
     if call.generate.options.stream:
         return sse.EventStream(generation, render, serving.keep_alive, headers)
-    return await sse.answer(generation, request, render.reply, headers)
+    return await sse.respond(generation, request, render.reply, headers)
 
 
 async def read(serving: Serving, request: Request, *, prompt: str = "messages", replies: bool = True) -> ChatCall:
@@ -328,7 +328,7 @@ class ChatRenderer:
         self._scores_due = params.prompt_logprobs is not None
 
     def reply(self, completions: list[ChoiceOutput], parts: DeferredParts | None = None) -> ChatReply:
-        """The whole answer; with `parts`, logprobs are made later."""
+        """The whole reply; with `parts`, logprobs are made later."""
         scores: Any = None
         if self._scores_due:
             columns = next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None)

@@ -46,7 +46,7 @@ MAX_CHOICES = 1 << 14  # of all prompts together: each is a request in the engin
 
 
 class CompletionChoice(MaskFields):
-    """A choice, or a delta of one.  In a whole answer, ids and scores that were not requested are null."""
+    """A choice, or a delta of one.  In a whole reply, ids and scores that were not requested are null."""
 
     index: int
     text: str
@@ -62,7 +62,7 @@ class CompletionChoice(MaskFields):
 
 
 class CompletionReply(msgspec.Struct):
-    """The whole answer, or an event of a stream."""
+    """The whole reply, or an event of a stream."""
 
     id: str
     created: int
@@ -100,7 +100,7 @@ async def completions(serving: Serving, request: Request) -> Response:
     headers = {"X-Request-Id": call.generate.request_id, **schemas.ignored_header(call.ignored)}
     if call.generate.options.stream:
         return sse.EventStream(generation, render, serving.keep_alive, headers)
-    return await sse.answer(generation, request, render.reply, headers)
+    return await sse.respond(generation, request, render.reply, headers)
 
 
 async def read(serving: Serving, request: Request, *, replies: bool = True) -> CompletionCall:
@@ -242,7 +242,7 @@ class CompletionRenderer:
         self._places: dict[int, logprobs.TextOffset] = {}  # by choice that has begun: how far its text has come
 
     def reply(self, ends: list[ChoiceOutput], parts: DeferredParts | None = None) -> CompletionReply:
-        """The whole answer; with `parts`, logprobs are made later."""
+        """The whole reply; with `parts`, logprobs are made later."""
         choices = [self._choice(c, parts) for c in ends]
         for choice, name in product(choices, ("prompt_token_ids", "token_ids", "prompt_logprobs")):
             if getattr(choice, name) is UNSET:

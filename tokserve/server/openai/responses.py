@@ -131,7 +131,7 @@ async def create(serving: Serving, request: Request) -> Response:
         return sse.EventStream(
             generation, render, serving.keep_alive, headers, opening=render.opening(), close=render.close
         )
-    return await sse.answer(generation, request, render.reply, headers)
+    return await sse.respond(generation, request, render.reply, headers)
 
 
 async def stored(serving: Serving, request: Request) -> Response:
@@ -279,7 +279,7 @@ class ResponsesRenderer:
         self._num_events = 0
 
     def reply(self, choices: list[ChoiceOutput], parts: DeferredParts | None = None) -> ResponsesReply:
-        """The whole answer.  There is one choice, and no value is deferred: items include their logprobs."""
+        """The whole reply.  There is one choice, and no value is deferred: items include their logprobs."""
         for completion in choices:  # there is one
             self._push(completion)
         return self._final_reply()

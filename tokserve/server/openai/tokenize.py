@@ -19,7 +19,7 @@ MIN_BYTES = 1 << 20  # so many bytes may be tokenized even if they exceed the co
 
 
 class TokenizeReply(msgspec.Struct):
-    """The answer of /tokenize."""
+    """The reply of /tokenize."""
 
     count: int
     max_model_len: int
@@ -28,7 +28,7 @@ class TokenizeReply(msgspec.Struct):
 
 
 class DetokenizeReply(msgspec.Struct, omit_defaults=True):
-    """The answer of /detokenize.  `text`: the same under SGLang's name, with --sglang-api."""
+    """The reply of /detokenize.  `text`: the same under SGLang's name, with --sglang-api."""
 
     prompt: str
     text: str | None = None
@@ -42,8 +42,8 @@ async def tokenize(serving: Serving, request: Request) -> Response:
         if request_body.prompt is not None:
             raise RequestError("give prompt or messages, not both", field="prompt")
         ids = unpack_ids((await prompt_of(serving, request, request_body, size)).ids)
-    answer = await off_loop(request, size, lambda: _tokens(serving, request_body, ids))
-    return body.reply(request, answer, schemas.ignored_header(ignored))
+    reply = await off_loop(request, size, lambda: _tokens(serving, request_body, ids))
+    return body.reply(request, reply, schemas.ignored_header(ignored))
 
 
 def _tokens(serving: Serving, request_body: TokenizeBody, ids: list[int] | None) -> TokenizeReply:
@@ -67,5 +67,5 @@ async def detokenize(serving: Serving, request: Request) -> Response:
     serving.check_ids(request_body.tokens, "tokens")
     skip = bool(request_body.skip_special_tokens)
     text = await off_loop(request, size, lambda: serving.tokenizer.decode(request_body.tokens, skip))
-    answer = DetokenizeReply(text, text if serving.config.server.sglang_api else None)
-    return body.reply(request, answer, schemas.ignored_header(ignored))
+    reply = DetokenizeReply(text, text if serving.config.server.sglang_api else None)
+    return body.reply(request, reply, schemas.ignored_header(ignored))

@@ -32,7 +32,7 @@ class ClassifyItem(msgspec.Struct):
 
 
 class ClassifyReply(msgspec.Struct):
-    """The answer of /classify."""
+    """The reply of /classify."""
 
     id: str
     created: int

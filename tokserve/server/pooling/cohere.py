@@ -60,7 +60,7 @@ class Meta(msgspec.Struct):
 
 
 class CohereReply(msgspec.Struct):
-    """The answer of /v2/embed: by type, a vector for each text."""
+    """The reply of /v2/embed: by type, a vector for each text."""
 
     id: str
     embeddings: dict[str, list[Any]]

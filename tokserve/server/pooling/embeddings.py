@@ -50,7 +50,7 @@ class EmbeddingItem(msgspec.Struct):
 
 
 class EmbeddingReply(msgspec.Struct):
-    """The answer of /v1/embeddings."""
+    """The reply of /v1/embeddings."""
 
     id: str
     created: int
@@ -69,7 +69,7 @@ class VectorItem(msgspec.Struct):
 
 
 class VectorsReply(msgspec.Struct):
-    """The answer of /pooling."""
+    """The reply of /pooling."""
 
     id: str
     created: int

@@ -46,7 +46,7 @@ class RankedItem(msgspec.Struct):
 
 
 class RerankReply(msgspec.Struct):
-    """The answer of /rerank; the best document is the first."""
+    """The reply of /rerank; the best document is the first."""
 
     id: str
     model: str

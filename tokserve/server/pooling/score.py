@@ -43,7 +43,7 @@ class ScoreItem(msgspec.Struct):
 
 
 class ScoreReply(msgspec.Struct):
-    """The answer of /score."""
+    """The reply of /score."""
 
     id: str
     created: int

@@ -63,7 +63,7 @@ class Renderer(Protocol):
         """The events between the last delta and the last events."""
 
 
-async def answer(
+async def respond(
     generation: Generation,
     request: Request,
     render: Callable[[list[ChoiceOutput], DeferredParts | None], Any],

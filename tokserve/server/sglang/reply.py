@@ -237,7 +237,7 @@ class GenerateRenderer:
         return reply
 
     def reply(self, completions: Sequence[ChoiceOutput]) -> bytes:
-        """The whole answer as JSON: an object, or a list of them."""
+        """The whole reply as JSON: an object, or a list of them."""
         replies = [self._add(c) for c in completions]
         return encode_json(replies if self._listed else replies[0])
 

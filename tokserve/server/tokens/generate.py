@@ -123,7 +123,7 @@ class PlaceholderRange(msgspec.Struct):
 
 
 class GenerateReply(msgspec.Struct):
-    """The whole answer."""
+    """The whole reply."""
 
     request_id: str
     id: str
@@ -287,7 +287,7 @@ async def generate_tokens(serving: Serving, request: Request) -> Response:
     headers = {"X-Request-Id": generate.request_id}
     if body.stream:
         return sse.EventStream(generation, render, serving.keep_alive, headers)
-    return await sse.answer(generation, request, render.reply, headers)
+    return await sse.respond(generation, request, render.reply, headers)
 
 
 class _Render:
@@ -365,7 +365,7 @@ class _Render:
         return make(columns, first) if deferred is None else deferred.defer(single_part(lambda: make(columns, first)))
 
     def reply(self, completions: list[ChoiceOutput], deferred: DeferredParts | None = None) -> GenerateReply:
-        """The whole answer; with `deferred`, logprobs are made later."""
+        """The whole reply; with `deferred`, logprobs are made later."""
         generation = self._generation
         scores = None
         if self._scores_due:
