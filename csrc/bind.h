@@ -31,7 +31,7 @@ void over_rows(int64_t rows, double cost, F&& f) {
 }
 
 // Bytes of x that the cache which all threads share keeps while weights stream through it.
-constexpr int64_t kSharedBytes = int64_t{4} << 20;
+constexpr int64_t kSharedBytes = int64_t{2} << 20;
 
 // Calls f(row, begin, end) in all threads, for blocks of kRowBlock of m rows and ranges of a weight's panels: pieces of
 // about 8 us, small enough to balance, but of `fewest` panels where a thread has as many, to share what a piece
