@@ -52,6 +52,12 @@ CASES: dict[str, tuple[str, dict[str, Any], Edit]] = {
          "moe_intermediate_size": 24, "use_expert_bias": False, "block_auto_adjust_ff_dim": False},
         dict,
     ),
+    "lfm2-moe-activation": (
+        "lfm2_moe",
+        {"layer_types": ["conv", "full_attention"], "num_experts": 3, "num_experts_per_tok": 2, "num_dense_layers": 1,
+         "moe_intermediate_size": 24, "hidden_act": "gelu_pytorch_tanh"},
+        dict,
+    ),
     "no-architectures": ("llama", {}, lambda config: config.pop("architectures")),
     "no-model-type": ("qwen2", {}, lambda config: config.pop("model_type")),
     "older": ("mistral", {"head_dim": 16}, _older),

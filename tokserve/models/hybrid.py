@@ -73,8 +73,9 @@ def lfm2_moe(hf: Mapping[str, Any]) -> DecoderSpec:
         scale=fields.number("routed_scaling_factor", 1.0),
         correction_bias="expert_bias" if fields.flag("use_expert_bias", True) else None,
     )
+    activated = ConfigReader(dict(fields.values) | {"hidden_act": "silu"})  # whatever the config says
     experts = mixture(
-        fields, router, count=("num_experts", 32), inner=("moe_intermediate_size", 1792), names=("w1", "w3", "w2")
+        activated, router, count=("num_experts", 32), inner=("moe_intermediate_size", 1792), names=("w1", "w3", "w2")
     )
     dense = fields.integer("num_dense_layers", 2, minimum=0)
     return with_mixture(spec, experts, [layer >= dense for layer in range(len(spec.blocks))], "feed_forward")
