@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.engine.scripted import VOCAB, Engine
-from tokserve.engine import admission
+from tokserve.engine import admission, core
 from tokserve.messages import Abort, Call, EngineRequest, Reply, Submit, SubmitReply
 from tokserve.params import StructuredOutputs
 
@@ -268,3 +268,29 @@ def test_the_limits_hold_for_what_was_accepted_while_a_large_submission_was_made
         engine.add(f"small{i}", [3], max_tokens=2)
     engine.run()
     assert (engine.submit_replies[-1].call_id, engine.submit_replies[-1].refusal) == (8, "queue_full")
+
+
+@DEPTHS
+def test_a_large_abort_is_made_in_slices_and_an_id_is_free_at_once(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    """A client with thousands of choices leaves: others' steps do not wait for all of them to be ended."""
+    engine = Engine(depth=depth)
+    monkeypatch.setattr(core, "SLICE", 3)
+    engine.add("running", [3], max_tokens=30, ignore_eos=True)
+    names = [f"large#{i}" for i in range(12)]
+    assert not engine.submit(
+        "large", *(engine.make(name, [4], max_tokens=20, ignore_eos=True) for name in names)
+    ).refusal
+
+    def ended() -> int:
+        return sum(name in engine.received and engine.received[name].finish is not None for name in names)
+
+    engine.core.receive(b"A", Abort(names))
+    assert ended() == 3
+    before = engine.core.scheduler.counters.output_tokens
+    engine.step()
+    engine.step()
+    assert 3 < ended() < 12 and engine.core.scheduler.counters.output_tokens > before
+    assert not engine.submit("large", engine.make("again", [5], max_tokens=2)).refusal
+    assert ended() >= 11, "what is left of the aborted is ended first"
+    engine.run()
+    engine.check_complete("running")

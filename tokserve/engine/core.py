@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,7 +25,7 @@ from tokserve.engine.admin.adapters import Adapters
 from tokserve.engine.admin.command import Command, Commands, command
 from tokserve.engine.admin.control import Control
 from tokserve.engine.admin.profiler import LOOP, Profiler
-from tokserve.engine.admission import Admission
+from tokserve.engine.admission import SLICE, Admission
 from tokserve.engine.deadlines import Deadlines
 from tokserve.engine.kv_cache.event_publisher import EventPublisher
 from tokserve.engine.kv_cache.events import EventLog
@@ -104,6 +105,7 @@ class EngineCore:
             transfers=self._transfers,
         )  # fmt: skip
         self._held: list[tuple[bytes, Call | Abort | Stall]] = []  # until no submission is being admitted
+        self._leaving: deque[tuple[list[Request], str]] = deque()  # to be aborted, a part in each turn, and why
         self._status = self._state_now()
         drafts = self._text_drafter or NoDrafts()
         self._profiler = Profiler(config.profiler, self, executor, clock)
@@ -155,6 +157,8 @@ class EngineCore:
                 part.poll()
         if self._transfers is not None:
             self._poll_transfers(self._transfers)
+        if self._leaving:
+            self._abort_leaving()
         if self._admission.busy:
             self._admit_more()
         self._commands.resume()
@@ -164,7 +168,7 @@ class EngineCore:
         if in_flight:
             self._collect()
             return True
-        if self._admission.busy:
+        if self._admission.busy or self._leaving:
             return True
         if self.scheduler.num_waiting and not self._may_wait:
             raise RuntimeError(f"{self.scheduler.num_waiting} requests wait, but nothing runs: a bug of the scheduler")
@@ -323,6 +327,8 @@ class EngineCore:
 
     def _take(self, identity: bytes, message: ToEngine, received: float | None) -> None:
         if isinstance(message, Submit):
+            while self._leaving and self._registry.in_use(message.request_id, ()):
+                self._abort_leaving()
             now = self._clock()
             self._admission.submit(identity, message, now if received is None else received, self._status, now)
             self.control.note_request()
@@ -334,7 +340,10 @@ class EngineCore:
             owned = (self._registry.get(request_id, identity) for request_id in message.request_ids)
             requests = [request for request in owned if request is not None]
             if isinstance(message, Abort):
-                self._abort(requests, message.reason)
+                for start in range(0, len(requests), SLICE):
+                    self._leaving.append((requests[start : start + SLICE], message.reason))
+                if requests:
+                    self._abort_leaving()
             elif isinstance(message, Stall):
                 for request in requests:
                     self.scheduler.stall(request, message.stalled)
@@ -358,6 +367,11 @@ class EngineCore:
             request.end("abort", reason, self._clock())
             self._end(request)
         self._front_ends.send(requests)
+
+    def _abort_leaving(self) -> None:
+        """Abort the next requests whose client has left: thousands at once would hold up others' steps."""
+        requests, reason = self._leaving.popleft()
+        self._abort([request for request in requests if request.finish is None], reason)
 
     def _fail(self, request: Request, message: str) -> None:
         """End a request that cannot go on."""
