@@ -261,6 +261,18 @@ def tiny_segments(url: str, rng: random.Random) -> list[Answer]:
     return together(10, send)
 
 
+@attack
+def pipelined_requests(url: str, rng: random.Random) -> list[Answer]:
+    """As many requests as ten connections take, one behind the other, whose answers nobody reads."""
+    requests = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50_000
+    with ExitStack() as stack:
+        for sock in [stack.enter_context(connect(url)) for _ in range(10)]:
+            sock.settimeout(0.5)
+            with suppress(TimeoutError):
+                sock.sendall(requests)
+    return []
+
+
 # --- row 10: replies ---
 
 

@@ -67,6 +67,11 @@ def test_bodies_in_tiny_pieces(scene: Scene) -> None:
 
 
 @pytest.mark.slow
+def test_requests_behind_others_on_a_connection(scene: Scene) -> None:
+    assert scene.under(attack.pipelined_requests) == []
+
+
+@pytest.mark.slow
 def test_large_replies_are_sent_while_they_are_made(scene: Scene) -> None:
     answers = scene.under(attack.large_replies)
     assert [answer.status for answer in answers] == [200, 200] and all(answer.size > 50e6 for answer in answers)

@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from tokserve.server.http.protocol import MAX_HEAD, Protocol
+from tokserve.server.http.protocol import MAX_HEAD, PARSED_AT_ONCE, Protocol
 from tokserve.server.replies.sse import STALLED
 
 HEAD = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
@@ -313,3 +313,46 @@ def test_a_head_that_a_proxy_may_read_in_another_way_is_refused(head: bytes, sta
             assert wire.closed == (status == 400) or head.endswith(b"1.0"), "what follows must not be read"
 
     asyncio.run(scene())
+
+
+def test_requests_behind_others_are_parsed_when_those_are_answered() -> None:
+    """Ten thousand in one packet: kilobytes each, and milliseconds for every hundred."""
+    most = 0
+
+    class Watched(Wire):
+        paused = False
+
+        def pause_reading(self) -> None:
+            self.paused = True
+
+        def resume_reading(self) -> None:
+            self.paused = False
+
+    async def scene() -> None:
+        nonlocal most
+        requests = [b"POST /%d HTTP/1.1\r\nHost: a\r\nContent-Length: 9000\r\n\r\n" % i + b"x" * 9000 for i in range(9)]
+        requests += [b"GET /%d HTTP/1.1\r\nHost:a\r\n\r\n" % i for i in range(9, 10_000)]
+        seen = []
+
+        async def counted(scope: Any, receive: Any, send: Any) -> None:
+            nonlocal most
+            seen.append(scope["path"])
+            most = max(most, len(connection.pipeline))
+            await app(scope, receive, send)
+
+        config = uvicorn.Config(counted, http=Protocol, ws="none", log_config=None)
+        config.load()
+        connection, wire = Protocol(config, ServerState(), {}), Watched()
+        connection.connection_made(wire)
+        for i in range(0, 10_000, 5000):
+            connection.data_received(b"".join(requests[i : i + 5000]))
+            assert wire.paused and not wire.closed
+        while wire.written.count(b"HTTP/1.1 200 OK") < 10_000:
+            assert not wire.closed
+            await asyncio.sleep(0)
+        assert seen == [f"/{i}" for i in range(10_000)]
+        assert not wire.paused, "the connection is not read any more"
+        connection.connection_lost(None)
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+    assert 0 < most <= PARSED_AT_ONCE // 27

@@ -1,9 +1,10 @@
-"""HTTP/1.1 on a connection: uvicorn's protocol, with seven differences.
+"""HTTP/1.1 on a connection: uvicorn's protocol, with eight differences.
 
 Upgrades are declined and versions other than 1.0 and 1.1 refused; refusals have the form of other errors; a request's
 head is limited in size and in time; HTTP/1.0 (nginx's default towards upstreams) gets no chunked response; the pieces
 of a body are gathered before the application is woken, and many tiny chunks are refused; a client that does not read
-its reply is disconnected after a time.  Java's HTTP client offers h2c with every plain request, and the parser would
+its reply is disconnected after a time; requests behind others of their connection are parsed when those are answered.
+Java's HTTP client offers h2c with every plain request, and the parser would
 take such a request's body for the other protocol.  RFC 9110 (7.8) lets a server ignore the offer, so the request is
 parsed again without it.
 """
@@ -33,7 +34,9 @@ FREE_CHUNKS = 1024  # so many chunks of a body may have any size
 MIN_CHUNK = 64  # mean bytes of a chunk, at least, in a body of more chunks
 WRITE = "tokserve.write"  # key of a `Write` in the scope of a request: writes to its connection without a task
 STALLED = "tokserve.stalled"  # key in the scope of a request whose client was disconnected because it did not read
+MAX_DIGITS = 18  # of a body's length
 MAX_HEAD = 64 << 10  # bytes of a request before its body
+PARSED_AT_ONCE = 1 << 13  # bytes, but for those of a body: 300 requests at most, which take some milliseconds
 
 
 class HeadTooLarge(RequestError):
@@ -65,6 +68,8 @@ class Protocol(HttpToolsProtocol):
         self._gathered = 0  # their bytes
         self._gathering: asyncio.TimerHandle | None = None
         self._chunks = self._chunked = 0  # of the current body, and their bytes
+        self._left = 0  # bytes of the current body that have not come, if its length was announced
+        self._unparsed = memoryview(b"")  # what follows requests that wait for their turn
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the keep-alive timer, which limits the time for the first head, too."""
@@ -99,18 +104,31 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_stall_timer()
         self._give()
+        self._unparsed = memoryview(b"")
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
 
     def _read(self, received: bytes) -> None:
-        if self._ended:
-            return
+        """Parse what was received, unless requests wait for their turn: thousands of them fit into one packet, and each
+        takes kilobytes."""
+        rest = memoryview(b"".join((self._unparsed, received)) if self._unparsed else received)
+        while rest and not (self.pipeline or self._ended or self.transport.is_closing()):
+            size = max(PARSED_AT_ONCE, self._left)
+            part, rest = rest[:size], rest[size:]
+            self._parse(part)
+        if self._ended or self.transport.is_closing():
+            rest = memoryview(b"")
+        self._unparsed = rest
+        if rest:
+            self.flow.pause_reading()
+
+    def _parse(self, received: bytes | memoryview) -> None:
         if self._head is not None:
             self._head += len(received)
         try:
             self.parser.feed_data(received)
         except httptools.HttpParserUpgrade as offered:
-            self._decline(received[offered.args[0] :])
+            self._decline(bytes(received[offered.args[0] :]))
         except httptools.HttpParserError:
             self.logger.info("not HTTP/1.1")
             invalid = RequestError("the request is not valid HTTP/1.1", code="invalid_http")
@@ -121,10 +139,16 @@ class Protocol(HttpToolsProtocol):
 
     data_received = _read  # type: ignore[assignment]  # asyncio's name for it; there, the argument is `data`
 
+    def on_response_complete(self) -> None:
+        """Go on with the requests that follow on this connection."""
+        super().on_response_complete()
+        if self._unparsed:
+            self._read(b"")
+
     def on_headers_complete(self) -> None:
         """Begin the request, unless it offers an upgrade: then it is first parsed again."""
         self._head = None
-        self._chunks = self._chunked = 0
+        self._chunks = self._chunked = self._left = 0
         if self.parser.get_http_version() not in VERSIONS:
             self._refuse(VersionNotSupported("this server speaks HTTP/1.1", code="http_version"))
         self._check_head()
@@ -145,6 +169,8 @@ class Protocol(HttpToolsProtocol):
             size += len(name) + len(value) + len(": \r\n")
             if name == b"host":
                 hosts += 1
+            elif name == b"content-length" and value.isdigit() and len(value) < MAX_DIGITS:
+                self._left = int(value)
             elif name == b"transfer-encoding" and value.strip().lower() != b"chunked":
                 what = "the only transfer-encoding that this server knows is chunked"
                 self._refuse(RequestError(what, code="invalid_http"))
@@ -165,6 +191,7 @@ class Protocol(HttpToolsProtocol):
         """Gather parts of the body."""
         self._head = None
         self._chunked += len(body)
+        self._left = max(0, self._left - len(body))
         self._pieces.append(body)
         self._gathered += len(body)
         if self._gathered >= GATHERED:
@@ -183,7 +210,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._give()
-        self._head = 0
+        self._head = self._left = 0
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
@@ -197,7 +224,7 @@ class Protocol(HttpToolsProtocol):
         lines += [name + b": " + value for name, value in self.headers if name not in OFFER]
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        self._read(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
+        self._parse(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
     def _refuse(self, error: RequestError) -> NoReturn:
         """Stop the parser, from within one of its callbacks."""
