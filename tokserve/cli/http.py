@@ -23,6 +23,7 @@ from tokserve.client.outputs import StepStats, total
 from tokserve.config import Config
 from tokserve.errors import RequestError, StartError
 from tokserve.memory import LOOK, FullCollections, keep_apart
+from tokserve.processes import wake_promptly
 from tokserve.server.observe.counters import ApiProcess
 
 logger = logging.getLogger("tokserve.serve")
@@ -69,6 +70,7 @@ class ApiServer:
         """Serve until a signal or the engine's death; returns the exit code."""
         server, app, tracing, loop_monitor, stop_workers = self._http
         sys.setswitchinterval(SWITCH)
+        wake_promptly()
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else each text is handed to another thread
         keep_apart()
         signals.act = _stopper(server, app, self.llm, self._config.server.shutdown_timeout)

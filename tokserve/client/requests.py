@@ -14,7 +14,7 @@ from tokserve.client.request_state import ChoiceState, RequestState
 from tokserve.errors import Conflict, EngineDead, RequestError, refused
 from tokserve.messages import StepOutput, SubmitReply
 
-TURN = 0.02  # seconds of notifying consumers before the event loop's other work gets its turn
+TURN = 0.005  # seconds of notifying consumers before the event loop's other work gets its turn
 
 
 class Requests:

@@ -28,6 +28,7 @@ from tokserve.errors import DeviceLost, StartError, sendable
 from tokserve.executor.base import Executor, make
 from tokserve.memory import FullCollections
 from tokserve.messages import Dead
+from tokserve.processes import wake_promptly
 from tokserve.sockets import remove_stale
 from tokserve.structs import prepare_structs
 
@@ -146,6 +147,7 @@ def main(make_executor: Callable[[Config], Executor] = make) -> NoReturn:
     log.setup(opening.name, server.log_level, server.log_format)
     _watch(opening.address, server.uds)
     sys.setswitchinterval(SWITCH)
+    wake_promptly()
     code = run(opening.address, opening.config, make_executor(opening.config), opening.bind)
     _leave(opening.address, code)
 

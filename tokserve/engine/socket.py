@@ -21,6 +21,7 @@ import zmq
 from tokserve.curve import EngineKeys, KeyCheck
 from tokserve.errors import StartError
 from tokserve.messages import FromEngine, ToEngine, decode_to_engine, encode
+from tokserve.processes import wake_promptly
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ class EngineSocket:
 
     def _run(self) -> None:
         failed = True
+        wake_promptly()
         try:
             self._serve()
             failed = False
