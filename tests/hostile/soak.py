@@ -2,11 +2,11 @@
 
 `python -m tests.hostile.soak --seconds 1200 --out benchmarks/results/hostile.png` starts `tokserve serve demo` with
 default options and SGLang's routes, measures the good client alone, then beside hostile clients that draw attacks at
-random (`tests.hostile.attacker`, processes of their own at the lowest priority), prints a table and a line of JSON, and
-draws the curves if matplotlib is installed.  The exit status is 1 if a promise is broken: each reply of the good client
-is that of its solo run, its p99 stays below five times that of the quiet time, no 5xx but a 503 with Retry-After (a
-budget is used up) and the 505 for a version of HTTP that does not exist, nothing is left running, and the memory comes
-back.
+random (`tests.hostile.attacker`, processes of their own that take what the processors have left), prints a table and a
+line of JSON, and draws the curves if matplotlib is installed.  The exit status is 1 if a promise is broken: each reply
+of the good client is that of its solo run, its p99 stays below five times that of the quiet time, no 5xx but a 503 with
+Retry-After (a budget is used up) and the 505 for a version of HTTP that does not exist, nothing is left running, and
+the memory comes back.
 """
 
 from __future__ import annotations
