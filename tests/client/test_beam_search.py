@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,12 @@ import torch
 
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM, BeamSearchParams
+from tokserve.client.async_llm import AsyncLLM
+from tokserve.client.beam_search import BeamRun
+from tokserve.client.inputs import GenerateRequest
 from tokserve.errors import RequestError
+from tokserve.params import RequestOptions, SamplingParams
+from tokserve.prompt import TokenPrompt, pack_ids
 
 EOS = 7
 
@@ -110,3 +117,51 @@ def test_what_is_wrong_is_named(llm: LLM, prompt: list[int], params: dict[str, A
     with pytest.raises(RequestError) as caught:
         llm.beam_search([{"prompt_token_ids": prompt}], BeamSearchParams(**params))
     assert field is None or caught.value.field == field
+
+
+ABORTS: list[Callable[[AsyncLLM], Awaitable[dict[str, str]]]] = [
+    lambda llm: llm.abort("cmpl-beams"), lambda llm: llm.abort_group("g"), lambda llm: llm.abort_all(),
+    lambda llm: llm.abort_own(),
+]  # fmt: skip
+
+
+def test_an_abort_between_two_steps_ends_the_search(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, between, go_on = 0, threading.Event(), threading.Event()
+    prepared = BeamRun._prepared
+
+    def slow(run: BeamRun, live: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 4:
+            between.set()
+            assert go_on.wait(60)
+        return prepared(run, live)
+
+    async def check() -> None:
+        nonlocal steps
+        async with AsyncLLM(str(model), dtype="float32", tokens_only=True, max_model_len=256) as llm:
+            for abort in ABORTS:
+                steps = 0
+                between.clear()
+                go_on.clear()
+                request = GenerateRequest(
+                    request_id="beams", prompt=TokenPrompt(pack_ids([9])), task=SamplingParams(),
+                    options=RequestOptions(group_id="g"),
+                )  # fmt: skip
+                params = BeamSearchParams(beam_width=2, max_tokens=50, ignore_eos=True)
+                run = BeamRun(llm, request, [request.prompt], params)
+                searching = asyncio.ensure_future(run.run(lambda: None, lambda: None))
+                await asyncio.to_thread(between.wait, 60)
+                results = await abort(llm)
+                assert list(results.values()) == ["aborted"]
+                go_on.set()
+                await searching
+                outputs = run.outputs(0, None)
+                assert [(one.finish_reason, one.stop_detail, len(one.token_ids)) for one in outputs] == [
+                    ("abort", "abort_user", 3)
+                ] * 2
+                assert steps == 4 and not llm.searches
+            assert await llm.abort("beams") == {"beams": "finished"}
+
+    monkeypatch.setattr(BeamRun, "_prepared", slow)
+    asyncio.run(check())

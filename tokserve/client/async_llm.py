@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Seque
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from tokserve import checkpoint
 from tokserve.client.admin import AdminMethods
@@ -42,6 +42,21 @@ from tokserve.vision import image_format
 __all__ = ["AsyncLLM", "ChoiceOutput", "GenerateRequest", "StepStats", "Stream", "collect"]
 
 logger = logging.getLogger(__name__)
+
+
+class Search(Protocol):
+    """One request that is made of several in turn."""
+
+    @property
+    def request_id(self) -> str:
+        """The bare id of all of them."""
+
+    @property
+    def group_id(self) -> str | None:
+        """The name of the group that they belong to."""
+
+    def end(self, reason: str) -> None:
+        """Make no further request: the results are what there is."""
 
 
 class AsyncLLM(AdminMethods):
@@ -71,6 +86,7 @@ class AsyncLLM(AdminMethods):
         several = config.parallel.data_parallel_size > 1
         self._engine: EngineClient | Replicas = Replicas(config) if several else EngineClient(config)
         self._pushes = WeightPushes(self)
+        self.searches: list[Search] = []  # that are under way: between two steps the engine has no request of theirs
         self._inputs: Inputs | None = None
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_lock = threading.Lock()
@@ -295,24 +311,31 @@ class AsyncLLM(AdminMethods):
         """
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
         bare_ids = {request_id: bare_id(request_id) for request_id in ids}
-        results = await self.call("abort", keys=list(bare_ids.values()), reason=reason) if bare_ids else {}
+        keys = list(bare_ids.values())
+        results = await self._abort("abort", keys, reason, keys=keys) if bare_ids else {}
         return {request_id: results[bare] for request_id, bare in bare_ids.items()}
 
     async def abort_group(self, group_id: str, reason: str = "abort_user") -> dict[str, str]:
         """The same for all requests of a group; the result is by bare id."""
-        return await self._abort("abort_group", group=group_id, reason=reason)
+        searched = [search.request_id for search in self.searches if search.group_id == group_id]
+        return await self._abort("abort_group", searched, reason, group=group_id)
 
     async def abort_all(self, reason: str = "abort_user") -> dict[str, str]:
         """The same for all requests of this engine."""
-        return await self._abort("abort_all", reason=reason)
+        return await self._abort("abort_all", [search.request_id for search in self.searches], reason)
 
     async def abort_own(self, reason: str = "abort_user") -> dict[str, str]:
         """The same for all requests sent from here."""
-        return await self._abort("abort", keys=self._engine.request_ids(), reason=reason)
+        searched = [search.request_id for search in self.searches]
+        return await self._abort("abort", searched, reason, keys=self._engine.request_ids())
 
-    async def _abort(self, command: str, **which: Any) -> dict[str, str]:
-        results: dict[str, str] = await self.call(command, **which)
-        return results
+    async def _abort(self, command: str, searched: Sequence[str], reason: str, **which: Any) -> dict[str, str]:
+        """`searched`: ids whose searches go no further, if there are such."""
+        ending = [search for search in self.searches if search.request_id in searched]
+        for search in ending:
+            search.end(reason)
+        results: dict[str, str] = await self.call(command, reason=reason, **which)
+        return results | {search.request_id: "aborted" for search in ending}
 
     # --- the engine's commands ---
 

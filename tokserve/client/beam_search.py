@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from tokserve.client.async_llm import AsyncLLM
-from tokserve.client.inputs import GenerateRequest
+from tokserve.client.inputs import GenerateRequest, bare_id
 from tokserve.client.outputs import ChoiceOutput, Logprobs, join_logprobs
 from tokserve.client.request_state import RequestState
 from tokserve.client.stream import collect
@@ -198,6 +198,8 @@ class BeamRun:
         self.cached = [0] * len(prompts)
         self.times = (0.0, 0.0, 0.0)
         self._llm, self._client = llm, client
+        self._aborted: str | None = None
+        self.request_id, self.group_id = bare_id(request.request_id), request.options.group_id
         self._request = msgspec.structs.replace(request, task=params.step(llm.ready), text=False)
         ready = llm.ready
         ends = frozenset(() if params.ignore_eos else ready.eos_token_ids)
@@ -212,9 +214,26 @@ class BeamRun:
     async def run(self, accepted: Callable[[], None], progress: Callable[[], None]) -> None:
         """Search; `accepted` is called when the engine has accepted the first step, `progress` for each prompt that is
         done.  Raises what a submission raises.  Cancelling aborts the step's requests."""
+        self._llm.searches.append(self)
+        try:
+            await self._search(accepted, progress)
+        finally:
+            self._llm.searches.remove(self)
+
+    def end(self, reason: str) -> None:
+        """Submit no further step."""
+        self._aborted = reason
+
+    async def _search(self, accepted: Callable[[], None], progress: Callable[[], None]) -> None:
         began = time.monotonic()
         while live := [index for index, search in enumerate(self.searches) if not search.ended]:
             requests = await asyncio.to_thread(self._prepared, live)
+            if self._aborted is not None:
+                accepted()
+                for index in live:
+                    self.searches[index].give_up("abort", self._aborted, None)
+                    progress()
+                return
             async with AsyncExitStack() as stack:
                 streams = self._llm.submit(requests, self._client)
                 for stream in streams:
