@@ -48,6 +48,12 @@ def test_where_a_token_costs_little_the_step_may_be_large() -> None:
     assert measured(0.03, 0.00001, 1, 8, 64, 256, 2048).max_tokens(2048) == 2048
 
 
+def test_a_size_measured_while_the_machine_was_busy_is_measured_again() -> None:
+    pace = measured(0.03, 0.00001, 1, 8, 64)
+    pace.record(128, 100.0)
+    assert 128 <= pace.max_tokens(2048) < 256
+
+
 def test_no_bound_is_below_the_smallest() -> None:
     assert measured(0.0, 0.001, 1, 2, 4, 8, 16, 32).max_tokens(2048) == SMALL
     assert measured(0.0, 0.001, 1, 2, 4, 8, 16, 32).max_tokens(4) == 4

@@ -38,8 +38,10 @@ class StepPace:
             return limit
         tokens = max(bucket for bucket, seconds in self._seconds.items() if seconds <= bound)
         seconds = self._seconds[tokens]
-        while tokens < limit:  # a size that was never measured takes time in proportion to the one below
-            larger = self._seconds.get(2 * tokens, 2 * seconds)
+        while tokens < limit:
+            # twice the tokens take at most twice the time: so does a size that was never measured, or once while the
+            # machine was busy, which would not be measured again otherwise
+            larger = min(self._seconds.get(2 * tokens, 2 * seconds), 2 * seconds)
             if larger > bound:
                 part = (bound - seconds) / (larger - seconds) if larger > seconds else 0.0
                 return min(limit, max(SMALL, tokens + int(max(0.0, part) * tokens)))
