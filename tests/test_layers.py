@@ -229,8 +229,8 @@ ONLY_IN = {
     ("rl", "_C"): {"rl/native.py"},
     ("ops", "_C"): {path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / "ops" / "cpu").glob("*.py")},
 }
-# rooms of the engine and the server: which packages a module of a package may import, besides modules beside them
-ROOMS: dict[str, set[str]] = {
+# subpackages of the engine and the server: which of them a module of one may import, besides modules beside it
+SUBPACKAGES: dict[str, set[str]] = {
     "engine/kv_cache": set(),
     "engine/kv_transfer": {"kv_cache"},
     "engine/output": set(),
@@ -320,15 +320,15 @@ def _check_levels(path: Path) -> None:
         assert files is None or name in files, f"{package} may import {target} only in {files}, not in {name}"
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_rooms_import_only_what_is_below_them(room: str) -> None:
-    parent, name = room.split("/")
+@pytest.mark.parametrize("package", SUBPACKAGES)
+def test_subpackages_import_only_what_is_below_them(package: str) -> None:
+    parent, name = package.split("/")
     inside = {p.name for p in (PACKAGE / parent).iterdir() if p.is_dir() and p.name != "__pycache__"}
-    assert {f"{parent}/{package}" for package in inside} <= set(ROOMS), "a package without a row"
-    for path in sorted((PACKAGE / room).glob("*.py")):
+    assert {f"{parent}/{package}" for package in inside} <= set(SUBPACKAGES), "a package without a row"
+    for path in sorted((PACKAGE / package).glob("*.py")):
         for module in imported(path):
             if module[:2] == ("tokserve", parent) and len(module) > 2 and module[2] in inside:
-                assert module[2] in ROOMS[room] | {name}, f"{path} must not import {'.'.join(module)}"
+                assert module[2] in SUBPACKAGES[package] | {name}, f"{path} must not import {'.'.join(module)}"
 
 
 def test_relative_imports_are_of_the_package_that_is_a_distribution_of_its_own() -> None:
