@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tokserve.layers.linear import Linear
-from tokserve.layers.mlp import MLPSpec, make_mlp
+from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec, make_norm
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter, under
-from tokserve.layers.vision import RunAttention, Runs
+from tokserve.layers.vision import BlockNames
+
+BLOCK_NAMES = BlockNames(("layer_norm1", "layer_norm2"), "self_attn", ("q_proj", "k_proj", "v_proj"), "out_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,30 +38,6 @@ class SiglipSpec:
     outputs: int
     name: str = "model.vision_tower"
     projector_name: str = "model.multi_modal_projector"
-
-
-class SiglipBlock:
-    """A layer of the tower: attention of all rows to all, then feed-forward, each after a norm."""
-
-    def __init__(self, spec: SiglipSpec, options: LayerOptions) -> None:
-        self.norm1, self.norm2 = (make_norm(spec.hidden, spec.norm, options.dtype) for _ in range(2))
-        shards = dict.fromkeys(("q_proj", "k_proj", "v_proj"), spec.hidden)
-        self.qkv = Linear(spec.hidden, shards, options, bias=True)
-        self.out = Linear(spec.hidden, {"out_proj": spec.hidden}, options, bias=True)
-        self.mlp = make_mlp(spec.hidden, spec.mlp, options)
-
-    def parameters(self) -> dict[str, Parameter]:
-        """Under the names of checkpoints."""
-        parameters = under("layer_norm1", self.norm1.parameters()) | under("layer_norm2", self.norm2.parameters())
-        parameters |= under("self_attn", self.qkv.parameters() | self.out.parameters())
-        return parameters | under("mlp", self.mlp.parameters())
-
-    def __call__(
-        self, x: Tensor, residual: Tensor, attention: RunAttention, runs: Runs
-    ) -> tuple[Tensor, Tensor]:  # [n, hidden] each
-        """`x`: what this layer's first norm made of `residual`.  Returns what is to be added, and what to."""
-        x, residual = self.norm2.add(self.out(attention(self.qkv(x), runs)), residual)
-        return self.mlp(x), residual
 
 
 class Projector:

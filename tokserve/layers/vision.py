@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokserve import ops
+from tokserve.layers.embedding import Table
 from tokserve.layers.linear import Linear
 from tokserve.layers.mlp import MLPSpec, make_mlp
 from tokserve.layers.norm import NormSpec, make_norm
 from tokserve.layers.options import LayerOptions
-from tokserve.layers.parameter import Parameter, owned_copy, under
-from tokserve.layers.places import VectorPlace
+from tokserve.layers.parameter import Parameter, under
 
 PAGE = 64  # rows of a page of keys and values
 
@@ -66,6 +67,18 @@ class VisionSpec:
     name: str = "model.visual"
 
 
+class BlockNames(NamedTuple):
+    """Names of a layer's modules in a checkpoint; `qkv`: one for all of queries, keys and values, or one for each."""
+
+    norms: tuple[str, str]
+    attention: str
+    qkv: tuple[str, ...]
+    out: str
+
+
+BLOCK_NAMES = BlockNames(("norm1", "norm2"), "attn", ("qkv",), "proj")  # of Qwen's towers
+
+
 class PatchEmbedding:
     """A patch's pixels to a row of `hidden`; a checkpoint stores the weight as that of a convolution.
 
@@ -92,26 +105,14 @@ class PatchEmbedding:
         return self.linear(patches.to(self.linear.dtype))
 
 
-class PositionTable:
+class PositionTable(Table):
     """Learned positions on a square grid of `side`, resampled bilinearly to an image's grid, corners on corners."""
 
     def __init__(self, side: int, hidden: int, dtype: torch.dtype) -> None:
-        self.side, self.shape, self.dtype = side, (side * side, hidden), dtype
-        self.weight = torch.zeros(self.shape, dtype=dtype, device=ops.torch_device)
+        super().__init__(side * side, hidden, dtype)
+        self.side = side
 
-    def parameters(self) -> dict[str, Parameter]:
-        """`weight` [side * side, hidden]."""
-        return {"weight": Parameter(self.shape, self.load, self.dtype, places=self.places)}
-
-    def places(self) -> list[VectorPlace]:
-        """Where the weight lies."""
-        return [VectorPlace(self.weight.view(-1))]
-
-    def load(self, tensor: Tensor) -> None:
-        """Take the weight."""
-        self.weight = owned_copy(tensor, self.shape, self.dtype)
-
-    def __call__(self, rows: Tensor, columns: Tensor, height: int, width: int) -> Tensor:  # [n] each -> [n, hidden]
+    def resampled(self, rows: Tensor, columns: Tensor, height: int, width: int) -> Tensor:  # [n] each -> [n, hidden]
         """Positions of patches at (rows, columns) of a grid of height by width."""
         total: Tensor | None = None
         for row, row_weight in self._taps(rows, height):
@@ -183,16 +184,20 @@ class RunAttention:
 class VisionBlock:
     """A layer of the tower: attention, then feed-forward, each after a norm."""
 
-    def __init__(self, spec: VisionSpec, options: LayerOptions) -> None:
-        self.norm1, self.norm2 = (make_norm(spec.hidden, spec.norm, options.dtype) for _ in range(2))
-        self.qkv = Linear(spec.hidden, {"qkv": 3 * spec.hidden}, options, bias=True)
-        self.out = Linear(spec.hidden, {"proj": spec.hidden}, options, bias=True)
-        self.mlp = make_mlp(spec.hidden, spec.mlp, options)
+    def __init__(
+        self, hidden: int, norm: NormSpec, mlp: MLPSpec, options: LayerOptions, names: BlockNames = BLOCK_NAMES
+    ) -> None:
+        self.names = names
+        self.norm1, self.norm2 = (make_norm(hidden, norm, options.dtype) for _ in range(2))
+        self.qkv = Linear(hidden, dict.fromkeys(names.qkv, 3 * hidden // len(names.qkv)), options, bias=True)
+        self.out = Linear(hidden, {names.out: hidden}, options, bias=True)
+        self.mlp = make_mlp(hidden, mlp, options)
 
     def parameters(self) -> dict[str, Parameter]:
         """Under the names of checkpoints."""
-        parameters = under("norm1", self.norm1.parameters()) | under("norm2", self.norm2.parameters())
-        parameters |= under("attn", self.qkv.parameters() | self.out.parameters())
+        first, second = self.names.norms
+        parameters = under(first, self.norm1.parameters()) | under(second, self.norm2.parameters())
+        parameters |= under(self.names.attention, self.qkv.parameters() | self.out.parameters())
         return parameters | under("mlp", self.mlp.parameters())
 
     def __call__(

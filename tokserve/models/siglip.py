@@ -11,8 +11,8 @@ from torch import Tensor
 from tokserve.layers.norm import make_norm
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter, under
-from tokserve.layers.siglip import Projector, SiglipBlock, SiglipSpec
-from tokserve.layers.vision import PatchEmbedding, PositionTable, RunAttention, Runs
+from tokserve.layers.siglip import BLOCK_NAMES, Projector, SiglipSpec
+from tokserve.layers.vision import PatchEmbedding, PositionTable, RunAttention, Runs, VisionBlock
 from tokserve.models.tower import squares
 
 
@@ -24,7 +24,7 @@ class SiglipTower:
         options = LayerOptions(options.dtype)
         self.patch = PatchEmbedding(spec.hidden, spec.patch, options, bias=True, name="patch_embedding")
         self.positions = PositionTable(spec.side, spec.hidden, options.dtype)
-        self.blocks = [SiglipBlock(spec, options) for _ in range(spec.layers)]
+        self.blocks = [VisionBlock(spec.hidden, spec.norm, spec.mlp, options, BLOCK_NAMES) for _ in range(spec.layers)]
         self.norm = make_norm(spec.hidden, spec.norm, options.dtype)
         self.projector = Projector(spec, options)
 
@@ -42,7 +42,7 @@ class SiglipTower:
         `merge` by `merge`; `grid`: (1, side, side)."""
         _, height, width = grid
         order = squares(height, width, self.spec.merge)
-        residual = self.patch(patches) + self.positions(order // width, order % width, height, width)
+        residual = self.patch(patches) + self.positions.resampled(order // width, order % width, height, width)
         x, runs = self.blocks[0].norm1(residual), Runs([len(order)])
         not_turned = torch.zeros(len(order), 0)
         attention = RunAttention(self.spec.heads, self.spec.hidden // self.spec.heads, x.dtype, not_turned, runs)

@@ -32,7 +32,7 @@ class Tower:
         options = LayerOptions(options.dtype)
         self.patch = PatchEmbedding(spec.hidden, spec.patch, options, bias=spec.patch_bias)
         self.positions = PositionTable(spec.side, spec.hidden, options.dtype) if spec.side else None
-        self.blocks = [VisionBlock(spec, options) for _ in range(spec.layers)]
+        self.blocks = [VisionBlock(spec.hidden, spec.norm, spec.mlp, options) for _ in range(spec.layers)]
         self.merger = Merger(spec.merger, options)
         self.taps = [Merger(_joined(spec.merger), options) for _ in spec.taps]
 
@@ -56,7 +56,7 @@ class Tower:
         order = squares(height, width, merge)
         x = self.patch(patches)
         if self.positions is not None:
-            x = x + self.positions(order // width, order % width, height, width)
+            x = x + self.positions.resampled(order // width, order % width, height, width)
         everything = Runs([len(order)])
         windows, back = everything, None
         if self.spec.window:
