@@ -12,12 +12,13 @@ import hashlib
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from tokserve.errors import Overloaded, RequestError, Unavailable, invalid
+from tokserve.media.cache import ByteCache
 from tokserve.media.frames import Array, BrokenFrame, Refused
 from tokserve.media.worker_process import Worker
 
@@ -37,46 +38,6 @@ class ProcessedImage(msgspec.Struct, frozen=True):
     @property
     def num_bytes(self) -> int:
         return sum(len(array.buffer) for array in self.arrays.values())
-
-
-class ImageCache:
-    """Processed images by the digest of their bytes; the least recently used go first.  Thread-safe."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._images: OrderedDict[bytes, ProcessedImage] = OrderedDict()
-        self._lock = threading.Lock()
-        self.num_bytes = self.hits = self.misses = 0
-        self.on_lookup: Callable[[bool], None] | None = None  # told whether an image was there
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def get(self, digest: bytes) -> ProcessedImage | None:
-        with self._lock:
-            image = self._images.get(digest)
-            if image is None:
-                self.misses += 1
-            else:
-                self.hits += 1
-                self._images.move_to_end(digest)
-        if self.on_lookup is not None:
-            self.on_lookup(image is not None)
-        return image
-
-    def put(self, digest: bytes, image: ProcessedImage) -> None:
-        with self._lock:
-            if digest in self._images or image.num_bytes > self._max_bytes:
-                return
-            self._images[digest] = image
-            self.num_bytes += image.num_bytes
-            while self.num_bytes > self._max_bytes:
-                self.num_bytes -= self._images.popitem(last=False)[1].num_bytes
-
-    def clear(self) -> None:
-        with self._lock:
-            self._images.clear()
-            self.num_bytes = 0
 
 
 class Refusal(NamedTuple):
@@ -99,7 +60,7 @@ ENDED = Refusal("cannot be decoded: it ends the process that decodes it", UNREAD
 
 
 class Waiter:
-    """A request that waits for an image, in an event loop or in a thread."""
+    """A request that waits for an image in its event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -139,7 +100,7 @@ class WorkerPool:
         self._turns: OrderedDict[str, deque[_ImageJob]] = OrderedDict()  # by client, the next one first
         self._jobs: dict[bytes, _ImageJob] = {}  # that wait or are being processed, by digest
         self._closed = False
-        self.cache = ImageCache(cache_bytes)
+        self.cache = ByteCache[bytes, ProcessedImage](cache_bytes, lambda image: image.num_bytes)  # by digest
         self.num_lost = 0  # workers that were ended by an image
 
     @property

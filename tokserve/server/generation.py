@@ -93,6 +93,8 @@ class Generation:
         self.request_id = request_id
         self.key = bare_id(request_id)
         self.n = n
+        self.is_stream = False  # the reply is a stream of events,
+        self.keep_alive = 0.0  # which sends a comment after so many seconds without one
         self.fingerprint: str | None = None
         self.kv_transfer_params: dict[str, Any] | None = None
         self.streams: Sequence[Stream | BeamStream] = ()

@@ -31,7 +31,7 @@ from tokserve.client.stream import Stream
 from tokserve.config import Config
 from tokserve.errors import EngineDead, NotFound, Overloaded, RequestError, StartError
 from tokserve.kv_transfer import transfer_params
-from tokserve.media.feature_cache import FeatureCache
+from tokserve.media.cache import NamedImages
 from tokserve.media.sources import ByteCount
 from tokserve.params import PoolingParams, SamplingParams
 from tokserve.prompt import TokenPrompt
@@ -123,7 +123,7 @@ class Serving:
         self.api_process = api_process or ApiProcess(0, int(time.time()), None)
         self.images = llm.images
         self._image_memory = ByteCount(config.media.max_media_memory)
-        self.features = FeatureCache(config.media.mm_processor_cache_bytes)
+        self.features = NamedImages(config.media.mm_processor_cache_bytes, lambda image: len(image[1]))
         counters = SharedCounters(self.api_process.counters, self.api_process.index, config.server.api_server_count)
         self._clients = ClientNames(config.server)
         self.metrics = Metrics(llm, config, self.name, counters)
@@ -308,6 +308,7 @@ class Serving:
                 "the model makes vectors here (--runner pooling), not tokens", field="model", code="unsupported"
             )
         generation = Generation(generate.request_id, 1 if params is None else params.n, self._observers(request))
+        generation.is_stream, generation.keep_alive = generate.options.stream, self.keep_alive
         generation.timed = self.metrics.timed
         generation.rename = fields.rename
         generation.draft_report = generate.options.spec_decode_metrics or "none"

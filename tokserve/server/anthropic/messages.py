@@ -63,11 +63,8 @@ async def create(serving: Serving, request: Request) -> Response:
     call = await read(serving, request)
     generation = await serving.start(request, call.generate, [call.prompt], call.fields)
     renderer = MessagesRenderer(serving, generation, call)
-    request_id = call.generate.request_id
-    headers = {"X-Request-Id": request_id, "request-id": request_id, **schemas.ignored_header(call.ignored)}
-    if call.generate.options.stream:
-        return sse.EventStream(generation, renderer, serving.keep_alive, headers, close=renderer.close)
-    return await sse.respond(generation, request, renderer.reply, headers)
+    headers = {"request-id": generation.request_id, **schemas.ignored_header(call.ignored)}
+    return await sse.respond(generation, request, renderer, headers, close=renderer.close)
 
 
 async def count_tokens(serving: Serving, request: Request) -> Response:

@@ -161,10 +161,7 @@ async def respond(
     render = (renderer or ChatRenderer)(
         serving, generation, call.body, call.params, reader_of(serving, call.plan, generation.key, call.ids)
     )
-    headers = {"X-Request-Id": call.generate.request_id, **schemas.ignored_header(call.ignored)}
-    if call.generate.options.stream:
-        return sse.EventStream(generation, render, serving.keep_alive, headers)
-    return await sse.respond(generation, request, render.reply, headers)
+    return await sse.respond(generation, request, render, schemas.ignored_header(call.ignored))
 
 
 async def read(serving: Serving, request: Request, *, prompt: str = "messages", replies: bool = True) -> ChatCall:

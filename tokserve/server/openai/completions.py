@@ -97,10 +97,7 @@ async def completions(serving: Serving, request: Request) -> Response:
     render = CompletionRenderer(serving, generation, body, call.params, call.prompts)
     if schemas.output_limit(body)[0] == 0:
         generation.adjust = drop_output
-    headers = {"X-Request-Id": call.generate.request_id, **schemas.ignored_header(call.ignored)}
-    if call.generate.options.stream:
-        return sse.EventStream(generation, render, serving.keep_alive, headers)
-    return await sse.respond(generation, request, render.reply, headers)
+    return await sse.respond(generation, request, render, schemas.ignored_header(call.ignored))
 
 
 async def read(serving: Serving, request: Request, *, replies: bool = True) -> CompletionCall:

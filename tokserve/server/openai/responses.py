@@ -126,12 +126,9 @@ async def create(serving: Serving, request: Request) -> Response:
     request_body, call = await read(serving, request)
     generation = await serving.start(request, call.generate, [call.prompt], call.fields)
     render = ResponsesRenderer(serving, generation, request_body, call)
-    headers = {"X-Request-Id": call.generate.request_id, **schemas.ignored_header(call.ignored)}
-    if call.generate.options.stream:
-        return sse.EventStream(
-            generation, render, serving.keep_alive, headers, opening=render.opening(), close=render.close
-        )
-    return await sse.respond(generation, request, render.reply, headers)
+    return await sse.respond(
+        generation, request, render, schemas.ignored_header(call.ignored), opening=render.opening, close=render.close
+    )
 
 
 async def stored(serving: Serving, request: Request) -> Response:

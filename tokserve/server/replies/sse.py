@@ -63,21 +63,31 @@ class Renderer(Protocol):
         """The events between the last delta and the last events."""
 
 
+class ReplyRenderer(Renderer, Protocol):
+    """Makes whole replies, too."""
+
+    def reply(self, choices: list[ChoiceOutput], parts: DeferredParts | None, /) -> Any:
+        """The reply with all choices; with `parts`, some of its values are encoded later."""
+
+
 async def respond(
-    generation: Generation,
-    request: Request,
-    render: Callable[[list[ChoiceOutput], DeferredParts | None], Any],
-    headers: dict[str, str],
-) -> Response:
-    """The reply that `render` makes from all choices; a large one is made in a thread, in parts, while it is sent.
-    Raises as `collect`."""
+    generation: Generation, request: Request, renderer: ReplyRenderer, headers: Mapping[str, str], *,
+    opening: Callable[[], bytes] = bytes, close: Close = final_events,
+) -> Response:  # fmt: skip
+    """The events of a stream (`opening`, `close`: see `EventStream`), or the reply with all choices; a large one is
+    made in a thread, in parts, while it is sent.  `headers`: besides the request's id.  Raises as `collect`."""
+    headers = {"X-Request-Id": generation.request_id, **headers}
+    if generation.is_stream:
+        return EventStream(generation, renderer, headers, opening=opening(), close=close)
     choices = await collect(generation, request)
     columns = sum(map(columns_size, choices))
     size = columns * (workers.SMALL // LARGE) + workers.ITEM * len(choices)
     if columns < PARTED or body.wants_msgpack(request):
-        return await workers.off_loop(request, size, lambda: body.reply(request, render(choices, None), headers))
+        return await workers.off_loop(
+            request, size, lambda: body.reply(request, renderer.reply(choices, None), headers)
+        )
     parts = DeferredParts()
-    json = await workers.run(size, lambda: body.encode_json(render(choices, parts)))
+    json = await workers.run(size, lambda: body.encode_json(renderer.reply(choices, parts)))
     return PartedResponse(parts.encode(json), headers)
 
 
@@ -132,11 +142,12 @@ def request_failure(ends: list[ChoiceOutput]) -> RequestError | None:
 
 
 class EventStream(Response):
-    """The deltas of a generation as server-sent events.  `opening`: events to send before the first delta."""
+    """The deltas of a generation as server-sent events.  `opening`: events to send before the first delta; `close`
+    makes the last ones."""
 
     def __init__(
-        self, generation: Generation, renderer: Renderer, keep_alive: float, headers: Mapping[str, str], *,
-        opening: bytes = b"", close: Close = final_events,
+        self, generation: Generation, renderer: Renderer, headers: Mapping[str, str], *, opening: bytes = b"",
+        close: Close = final_events,
     ) -> None:  # fmt: skip
         self.background = None
         self.status_code = 200
@@ -144,7 +155,6 @@ class EventStream(Response):
         self._renderer = renderer
         self._opening = opening
         self._close = close
-        self._interval = keep_alive
         self.init_headers({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -152,7 +162,7 @@ class EventStream(Response):
             self._generation,
             self._renderer,
             self._close,
-            StreamWriter(send, self._interval, scope.get(WRITE, _never_write)),
+            StreamWriter(send, self._generation.keep_alive, scope.get(WRITE, _never_write)),
         )
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -104,7 +104,7 @@ async def generate(serving: Serving, request: Request) -> Response:
     )  # fmt: skip
     headers = {"X-Request-Id": bare.request_id, **schemas.ignored_header(call.ignored)}
     if sent.stream:
-        return sse.EventStream(generation, render, serving.keep_alive, headers, close=last_events)
+        return sse.EventStream(generation, render, headers, close=last_events)
     choices: list[ChoiceOutput] = await sse.collect(generation, request)
     columns = sum(map(sse.columns_size, choices))
     raw = await off_loop(request, columns + ITEM * len(choices), lambda: render.reply(choices))

@@ -284,10 +284,7 @@ async def generate_tokens(serving: Serving, request: Request) -> Response:
     body.features, expands = None, body.content_parts is not None
     body.content_parts = None
     render = _Render(serving, generation, body, params, packed=wants_msgpack(request), expands=expands)
-    headers = {"X-Request-Id": generate.request_id}
-    if body.stream:
-        return sse.EventStream(generation, render, serving.keep_alive, headers)
-    return await sse.respond(generation, request, render.reply, headers)
+    return await sse.respond(generation, request, render, {})
 
 
 class _Render:
@@ -323,16 +320,16 @@ class _Render:
         )
         self._scores_due = params.prompt_logprobs is not None
 
-    def _choice(self, c: ChoiceOutput, deferred: DeferredParts | None = None) -> GenerateChoice:
+    def _choice(self, c: ChoiceOutput, parts: DeferredParts | None = None) -> GenerateChoice:
         choice = GenerateChoice(
             c.index, self._ids(c.token_ids), c.finish_reason, c.stop_reason,
-            self._logprobs(c.logprobs or NO_ROWS, c.token_ids, deferred) if self._has_logprobs else None,
+            self._logprobs(c.logprobs or NO_ROWS, c.token_ids, parts) if self._has_logprobs else None,
             UNSET if c.finish_reason is None else versions(c),
             UNSET if c.finish_reason is None else StopDetail(c.stop_detail, c.message),
             c.text or "" if self._text else UNSET, self._routed_experts(c),
         )  # fmt: skip
         if self._has_masks:
-            sampling_masks.add(choice, c, self._mask_form, deferred)
+            sampling_masks.add(choice, c, self._mask_form, parts)
         return choice
 
     def _routed_experts(self, c: ChoiceOutput) -> str | bytes | UnsetType:
@@ -341,16 +338,16 @@ class _Render:
     def _ids(self, ids: list[int]) -> list[int] | bytes:
         return array("i", ids).tobytes() if self._packed else ids
 
-    def _logprobs(self, columns: Logprobs, ids: list[int], deferred: DeferredParts | None = None) -> Any:
+    def _logprobs(self, columns: Logprobs, ids: list[int], parts: DeferredParts | None = None) -> Any:
         if self._format == "objects":
             top = columns.width - len(self._params.logprob_token_ids or ())
-            if deferred is not None:
-                return deferred.defer(logprobs.objects_encoder(columns, ids, top, self._spelling))
+            if parts is not None:
+                return parts.defer(logprobs.objects_encoder(columns, ids, top, self._spelling))
             return logprobs.objects(columns, ids, top, self._spelling)
         make = logprobs.packed if self._packed or self._format == "base64" else logprobs.arrays
-        return make(columns) if deferred is None else deferred.defer(single_part(lambda: make(columns)))
+        return make(columns) if parts is None else parts.defer(single_part(lambda: make(columns)))
 
-    def _prompt_logprobs(self, columns: Logprobs | None, deferred: DeferredParts | None = None) -> Any:
+    def _prompt_logprobs(self, columns: Logprobs | None, parts: DeferredParts | None = None) -> Any:
         """The prompt's logprobs in the requested format.  There are no columns for a prompt of one token, nor for one
         that was never computed."""
         first = max(1, self._params.prompt_logprobs_start)
@@ -358,22 +355,22 @@ class _Render:
         if self._format == "objects":
             name = self._serving.tokenizer.token if self._text else None
             args = (columns, self._generation.prompt_ids(), first, columns.width, name)
-            if deferred is not None:
-                return deferred.defer(logprobs.prompt_objects_encoder(*args))
+            if parts is not None:
+                return parts.defer(logprobs.prompt_objects_encoder(*args))
             return logprobs.prompt_objects(*args)
         make = logprobs.packed if self._packed or self._format == "base64" else logprobs.arrays
-        return make(columns, first) if deferred is None else deferred.defer(single_part(lambda: make(columns, first)))
+        return make(columns, first) if parts is None else parts.defer(single_part(lambda: make(columns, first)))
 
-    def reply(self, completions: list[ChoiceOutput], deferred: DeferredParts | None = None) -> GenerateReply:
-        """The whole reply; with `deferred`, logprobs are made later."""
+    def reply(self, completions: list[ChoiceOutput], parts: DeferredParts | None = None) -> GenerateReply:
+        """The whole reply; with `parts`, logprobs are made later."""
         generation = self._generation
         scores = None
         if self._scores_due:
             columns = next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None)
-            scores = self._prompt_logprobs(columns, deferred)
+            scores = self._prompt_logprobs(columns, parts)
         return GenerateReply(
             request_id=self._id, id=self._id, created=int(time.time()), model=self._model,
-            choices=[self._choice(c, deferred) for c in completions], usage=generation.usage(), prompt_logprobs=scores,
+            choices=[self._choice(c, parts) for c in completions], usage=generation.usage(), prompt_logprobs=scores,
             seed=generation.seed, prompt_token_ids=self._ids(generation.prompt_ids()) if self._echo else UNSET,
             mm_placeholders=self._places, kv_transfer_params=generation.kv_transfer_params,
             exact=bool(self._serving.llm.ready.facts.get("exact", True)),

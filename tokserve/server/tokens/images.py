@@ -20,7 +20,7 @@ from starlette.requests import Request
 
 from tokserve.errors import RequestError, Unavailable, invalid, mistyped
 from tokserve.image_parts import ImageUrl, check_count, content_parts
-from tokserve.media.feature_cache import FeatureCache
+from tokserve.media.cache import NamedImages
 from tokserve.media.images import refuse_images, with_images
 from tokserve.prompt import Feature, TokenPrompt
 from tokserve.server.http.disconnect import CancelOnDisconnect
@@ -113,7 +113,7 @@ def _texts(features: Any) -> list[str]:
 
 
 def read_features(
-    value: Any, ids: Sequence[int], kind: ImageFormat, cache: FeatureCache, salt: str, max_images: int
+    value: Any, ids: Sequence[int], kind: ImageFormat, cache: NamedImages, salt: str, max_images: int
 ) -> TokenPrompt:
     """The prompt with the images of `features`.  Raises RequestError naming a path in it, Unavailable for data that is
     to be in the cache and is not."""
@@ -133,7 +133,7 @@ def read_features(
         _check_place(packed, place, kind, f"features.{PLACE}[{i}]")
         text, field = data[i], f"features.kwargs_data.image[{i}]"
         if text is None:
-            image = cache.get(salt, name)
+            image = cache.get((salt, name))
             if image is None:
                 raise Unavailable(
                     f"{field} is null, and no image of the name {name[:100]!r} is in the cache: send its data",
@@ -145,7 +145,7 @@ def read_features(
         feature = Feature(KIND, image[0], place.offset, place.length, image[1])
         check_image(feature, kind, field)
         if text is not None:
-            cache.put(salt, name, image)
+            cache.put((salt, name), image)
         features.append(feature)
     order = sorted(range(len(features)), key=lambda i: features[i].start)
     for before, after in pairwise(order):
@@ -297,7 +297,7 @@ def _item(feature: Feature, kind: ImageFormat) -> str:
     return binascii.b2a_base64(msgspec.msgpack.encode(item), newline=False).decode()
 
 
-def keep(prompt: TokenPrompt, cache: FeatureCache, salt: str) -> None:
+def keep(prompt: TokenPrompt, cache: NamedImages, salt: str) -> None:
     """The images of a rendered prompt, so that `features` without data may refer to them."""
     for feature in prompt.features:
-        cache.put(salt, feature.hash.hex(), (feature.hash, feature.data))
+        cache.put((salt, feature.hash.hex()), (feature.hash, feature.data))
