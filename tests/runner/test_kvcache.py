@@ -100,6 +100,6 @@ def test_memory_is_the_sum_of_the_specs_tensors() -> None:
 def test_latent_rows_are_one_tensor_and_never_float8() -> None:
     spec = KVSpec(1, 40, "bfloat16", kind="latent")
     assert spec.shapes(16) == ((16, 40),) and spec.bytes_per_token() == 80
-    assert kvcache.kept((spec,), CacheConfig()) == (spec,)
+    assert kvcache.cache_specs((spec,), CacheConfig()) == (spec,)
     with pytest.raises(StartError, match="kv_cache_dtype: fp8 is not for a model with latent attention"):
-        kvcache.kept((SPECS[0], spec), CacheConfig(kv_cache_dtype="fp8"))
+        kvcache.cache_specs((SPECS[0], spec), CacheConfig(kv_cache_dtype="fp8"))

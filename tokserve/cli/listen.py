@@ -38,11 +38,11 @@ def bind(config: Config) -> socket.socket:
             os.chmod(server.uds, 0o600)
     except OSError as error:
         sock.close()
-        raise StartError(f"cannot listen on {where}: {_why(error, server.uds)}") from None
+        raise StartError(f"cannot listen on {where}: {_reason(error, server.uds)}") from None
     return sock
 
 
-def _why(error: OSError, uds: str | None) -> str:
+def _reason(error: OSError, uds: str | None) -> str:
     """The reason of an error of the address, and what to do about it."""
     why = error.strerror or str(error)
     if error.errno == errno.EADDRINUSE and uds is None:
@@ -56,7 +56,7 @@ def begin(sock: socket.socket, config: Config) -> None:
     try:
         sock.listen(BACKLOG)
     except OSError as error:
-        raise StartError(f"cannot listen on {url(config, sock)}: {_why(error, config.server.uds)}") from None
+        raise StartError(f"cannot listen on {url(config, sock)}: {_reason(error, config.server.uds)}") from None
 
 
 def spread(sock: socket.socket, count: int) -> list[socket.socket]:

@@ -96,7 +96,7 @@ class Beam:
     stop_detail: str | None = None
     message: str | None = None
 
-    def longer(self, token: int, logprob: float, row: Logprobs | None, version: str) -> Beam:
+    def extended(self, token: int, logprob: float, row: Logprobs | None, version: str) -> Beam:
         """The beam with one more token; `row`: the logprobs of its position, to be kept."""
         if row is None:
             return Beam((*self.tokens, token), self.total + logprob, (), (*self.versions, version))
@@ -155,12 +155,12 @@ class BeamSearch:
             beam = self.live[number]
             if token in self.ends:
                 if rank < self.width:
-                    self.done.append(beam.longer(token, value, *kept[number]).ended("stop", "eos"))
+                    self.done.append(beam.extended(token, value, *kept[number]).ended("stop", "eos"))
             elif len(beam.tokens) + 1 == self.limit:
                 if rank < self.width:
-                    self.done.append(beam.longer(token, value, *kept[number]).ended("length", "max_tokens"))
+                    self.done.append(beam.extended(token, value, *kept[number]).ended("length", "max_tokens"))
             elif len(live) < self.width:
-                live.append(beam.longer(token, value, *kept[number]))
+                live.append(beam.extended(token, value, *kept[number]))
         self.live = live
         self._rank()
         self.ended = not live or (len(self.done) == self.width and self._best_possible() <= self._score(self.done[-1]))

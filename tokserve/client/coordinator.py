@@ -127,11 +127,11 @@ class Coordinator:
                 reason = f"engine {refused[0].rank} refused: {refused[0].error}"
                 await self._decide(waiting, token, go=False, reason=reason)
                 return [*refused, *(Answer(rank, TAKEN_BACK) for rank in waiting)]
-            answers = await self._go(waiting, token, begins_epoch=PHASES[method] == phase)
+            answers = await self._commit(waiting, token, begins_epoch=PHASES[method] == phase)
             phase += 1
         return [answer if answer.error else Answer(answer.rank, answer.result["result"]) for answer in answers]
 
-    async def _go(self, ranks: Sequence[int], token: str, *, begins_epoch: bool) -> list[Answer]:
+    async def _commit(self, ranks: Sequence[int], token: str, *, begins_epoch: bool) -> list[Answer]:
         if not begins_epoch:
             return await self._decide(ranks, token, go=True)
         async with self._changing_weights:

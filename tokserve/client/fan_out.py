@@ -90,7 +90,7 @@ def _first(answers: Sequence[Answer], args: Mapping[str, Any], size: int) -> Any
     return answers[0].result
 
 
-def _same(answers: Sequence[Answer], args: Mapping[str, Any], size: int) -> Any:
+def _all_equal(answers: Sequence[Answer], args: Mapping[str, Any], size: int) -> Any:
     for answer in answers[1:]:
         if answer.result != answers[0].result:
             raise Conflict(f"engines {answers[0].rank} and {answer.rank} have different weights")
@@ -112,7 +112,7 @@ def _sum(answers: Sequence[Answer], args: Mapping[str, Any], size: int) -> Any:
     return sum(answer.result for answer in answers)
 
 
-def _most(answers: Sequence[Answer], args: Mapping[str, Any], size: int) -> Any:
+def _maxima(answers: Sequence[Answer], args: Mapping[str, Any], size: int) -> Any:
     return {name: max(answer.result[name] for answer in answers) for name in answers[0].result}
 
 
@@ -142,17 +142,17 @@ def _state(answers: Sequence[Answer], args: Mapping[str, Any], size: int) -> Any
 
 ABORTS = ("aborted", "finished", "not_found")
 _MERGE: dict[str, Merge] = {
-    "weight_checksums": _same,
-    "checkpoint_checksums": _same,
-    "weights_checksum": _same,
-    "weight_coordinates": _same,
+    "weight_checksums": _all_equal,
+    "checkpoint_checksums": _all_equal,
+    "weights_checksum": _all_equal,
+    "weight_coordinates": _all_equal,
     "start_weight_update": _joined_ids,
     "collective_rpc": _lists,
     "apply_model": _lists,
     "kv_event_sources": _lists,
     "leave": _sum,
-    "add_draft_corpus": _most,  # engines keep different outputs of requests besides
-    "remove_draft_corpus": _most,
+    "add_draft_corpus": _maxima,  # engines keep different outputs of requests besides
+    "remove_draft_corpus": _maxima,
     "abort": _best,
     "abort_group": _best,
     "abort_all": _best,

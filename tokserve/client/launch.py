@@ -123,7 +123,7 @@ class EngineProcess(ChildProcess):
         report: int | None = None
         if host:
             self._reported, report = os.pipe()
-        self._let_go = weakref.finalize(self, _let_go, os.getpid(), sending, directory)
+        self._close_stdin = weakref.finalize(self, _close_stdin, os.getpid(), sending, directory)
         inherited = () if report is None else (report,)
         try:
             super().__init__(command or COMMAND, receiving, inherited, environment)
@@ -155,7 +155,7 @@ class EngineProcess(ChildProcess):
         try:
             return await super().stop(patience)
         finally:
-            self._let_go()
+            self._close_stdin()
 
 
 def watch(pid: int, then: Callable[[], object]) -> None:
@@ -171,7 +171,7 @@ def watch(pid: int, then: Callable[[], object]) -> None:
     loop.add_reader(descriptor, ended)
 
 
-def _let_go(owner: int, stdin: int, directory: str | None) -> None:
+def _close_stdin(owner: int, stdin: int, directory: str | None) -> None:
     """The engine reads the end of its stdin and leaves; runs on `stop`, when the owner is collected, or at exit."""
     os.close(stdin)
     if directory is not None and os.getpid() == owner:  # not in a fork of it

@@ -92,15 +92,15 @@ def run(address: str, config: Config, executor: Executor, bind: Callable[[str], 
         return 0
     except StartError as error:
         logger.error("cannot start: %s", error)
-        _tell(socket, Dead(str(error), expected=True))
+        _send_dead(socket, Dead(str(error), expected=True))
         return 1
     except DeviceLost as error:
         logger.error("the engine ends: %s", error)
-        _tell(socket, Dead(str(error)))
+        _send_dead(socket, Dead(str(error)))
         return 1
     except Exception as error:  # process entry: the parent and the log must hear of it, whatever it is
         logger.exception("the engine died; %s", "while starting" if core is None else core.summary())
-        _tell(socket, Dead(sendable(f"{type(error).__name__}: {error}")))
+        _send_dead(socket, Dead(sendable(f"{type(error).__name__}: {error}")))
         return 1
     finally:
         socket.close()
@@ -124,7 +124,7 @@ def _start(config: Config, executor: Executor, socket: EngineSocket) -> EngineCo
     return core
 
 
-def _tell(socket: EngineSocket, dead: Dead) -> None:
+def _send_dead(socket: EngineSocket, dead: Dead) -> None:
     """Tell every front end that has written; if none has yet, wait a little for the first."""
     if not socket.peers:
         with suppress(RuntimeError):  # of a failed I/O thread

@@ -47,7 +47,7 @@ class Hub:
         self._describe_end = describe_end
         self._lock = threading.Lock()
         self._store: dict[str, bytes] = {}
-        self._askers: dict[str, list[int]] = {}  # ranks that wait for a key
+        self._waiting_ranks: dict[str, list[int]] = {}  # ranks that wait for a key
         self.loaded = {rank: Future[Loaded]() for rank in channels}
         self._steps: deque[Future[StepResult]] = deque()
         self._calls: dict[int, RankCall] = {}
@@ -116,7 +116,7 @@ class Hub:
         except (OSError, msgspec.MsgspecError) as error:
             if not self.closing:
                 why = self._describe_end(rank) if isinstance(error, OSError) else f"sent nonsense: {error}"
-                self._lose(rank, f"rank {rank} {why}")
+                self._on_lost(rank, f"rank {rank} {why}")
 
     def _take(self, rank: int, message: FromRank) -> None:
         if isinstance(message, Stepped):
@@ -134,20 +134,20 @@ class Hub:
             self._refuse(rank, message.reason)
         elif isinstance(message, Broken):
             time.sleep(BLAME)  # a rank that was killed makes others fail
-            self._lose(rank, f"rank {rank} died: {message.reason}")
+            self._on_lost(rank, f"rank {rank} died: {message.reason}")
 
     def _on_store(self, rank: int, message: StoreSet | StoreGet) -> None:
         with self._lock:
             if isinstance(message, StoreSet):
                 self._store[message.key] = message.value
-                askers = self._askers.pop(message.key, [])
+                waiting_ranks = self._waiting_ranks.pop(message.key, [])
             elif message.key in self._store:
-                askers = [rank]
+                waiting_ranks = [rank]
             else:
-                self._askers.setdefault(message.key, []).append(rank)
-                askers = []
+                self._waiting_ranks.setdefault(message.key, []).append(rank)
+                waiting_ranks = []
             value = self._store.get(message.key, b"")
-        self.send(StoreValue(message.key, value), askers)
+        self.send(StoreValue(message.key, value), waiting_ranks)
 
     def _on_returned(self, rank: int, message: Returned) -> None:
         with self._lock:
@@ -170,7 +170,7 @@ class Hub:
         for future in waiting:
             future.set_exception(StartError(reason))
 
-    def _lose(self, rank: int, reason: str) -> None:
+    def _on_lost(self, rank: int, reason: str) -> None:
         with self._lock:
             first = self._failure is None
             self._failure = self._failure or reason

@@ -146,7 +146,7 @@ class RaySpawn:
             bundles = sorted(node_of, key=lambda index: (node_of[index], index))
             actors = [self._actor(group, index, resources) for index in bundles]
             answers = ray.get([
-                actor.start.remote(msgspec.json.encode(self._elsewhere(opening)))
+                actor.start.remote(msgspec.json.encode(self._remote_opening(opening)))
                 for actor, opening in zip(actors, openings, strict=True)
             ], timeout=ALIVE)  # fmt: skip
         except RayError as error:
@@ -170,7 +170,7 @@ class RaySpawn:
         options = {"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0)}
         return ray.remote(RankActor).options(scheduling_strategy=place, max_restarts=0, **options).remote()
 
-    def _elsewhere(self, opening: RankOpening) -> RankOpening:
+    def _remote_opening(self, opening: RankOpening) -> RankOpening:
         """The opening for another machine, where the checkpoint is at the same path."""
         runtime, model = rank_config(self._config, opening.rank).runtime, self._config.model
         return msgspec.structs.replace(

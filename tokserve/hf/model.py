@@ -124,7 +124,7 @@ class TransformersModel(Decoder):
                 self._replace_linear(parent, path, one, is_head=one is output)
             else:
                 for part, parameter in one.named_parameters(recurse=False):
-                    self._parameters[f"{path}.{part}" if path else part] = _own(parameter)
+                    self._parameters[f"{path}.{part}" if path else part] = _module_parameter(parameter)
         if self._tied:
             path = next(path for path, one in self.module.named_modules() if one is embedding)
             self._tie(f"{path}.weight")
@@ -148,7 +148,7 @@ class TransformersModel(Decoder):
         ties = self.module._tied_weights_keys
         for name, source in ties.items() if isinstance(ties, Mapping) else ():
             if name in self._parameters and source in self._parameters and name != source:
-                self._parameters[source] = _both(self._parameters[source], self._parameters.pop(name))
+                self._parameters[source] = _load_two(self._parameters[source], self._parameters.pop(name))
 
     def _tie(self, name: str) -> None:
         """The head has the embedding's weight, under the embedding's name."""
@@ -158,7 +158,7 @@ class TransformersModel(Decoder):
 
         if of_head.shape != of_embedding.shape:
             raise StartError(f"{self._name}: its output head is tied to an embedding of another shape")
-        self._parameters[name] = _both(of_embedding, of_head)
+        self._parameters[name] = _load_two(of_embedding, of_head)
         self.tied_head_name = f"{head}.weight"
 
     exact = False
@@ -329,7 +329,7 @@ def _norm_spec(norm: nn.LayerNorm) -> NormSpec:
     return NormSpec(norm.eps, kind="layer", bias=norm.bias is not None)
 
 
-def _both(first: Parameter, second: Parameter) -> Parameter:
+def _load_two(first: Parameter, second: Parameter) -> Parameter:
     """Loads two parameters."""
 
     def load(tensor: Tensor) -> None:
@@ -339,7 +339,7 @@ def _both(first: Parameter, second: Parameter) -> Parameter:
     return Parameter(first.shape, load, first.dtype)
 
 
-def _own(parameter: nn.Parameter) -> Parameter:
+def _module_parameter(parameter: nn.Parameter) -> Parameter:
     """Where a parameter that stays in the module comes from."""
 
     def load(tensor: Tensor) -> None:

@@ -223,12 +223,12 @@ class WorkerPool:
         try:
             reply = worker.process(job.content, self._seconds)
         except TimeoutError:
-            self._lose(index, "takes too long")
+            self._discard_worker(index, "takes too long")
             return Refusal(f"takes more than {self._seconds:g} s to decode (--mm-processor-timeout)", UNREADABLE)
         except BrokenFrame as error:
             if self._closed:
                 return CLOSED
-            self._lose(index, str(error))
+            self._discard_worker(index, str(error))
             return ENDED
         if isinstance(reply, Refused):
             return Refusal(reply.rule, reply.code)
@@ -244,7 +244,7 @@ class WorkerPool:
         worker.await_ready()
         return worker
 
-    def _lose(self, index: int, why: str) -> None:
+    def _discard_worker(self, index: int, why: str) -> None:
         self.num_lost += 1
         status = self._end(index)
         logger.warning("an image has ended the process that decodes images: %s, exit status %s", why, status)

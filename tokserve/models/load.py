@@ -85,7 +85,7 @@ def load(
     if options["rounded"] and options["quantization"] not in ("int4", "int8", WNA16.name):
         raise StartError("option quantization_activations: the weights are no integers; give --quantization int4, too")
     if any(entry.is_stored for entry in entries.values()):
-        _tell_what_becomes(spec.format.name, quantization, stored, dtype, keeps=keeps)
+        _log_conversion(spec.format.name, quantization, stored, dtype, keeps=keeps)
     spec, entries = _with_head(spec, entries, needed=needs_head)
     decoder = build(spec, **options)
     _fill(decoder, entries, directory)
@@ -131,9 +131,7 @@ def _fill(decoder: Decoder, entries: dict[str, weights.Entry], directory: Path) 
     weights.load_into(parameters, weights.stream(kept, mapped=True))
 
 
-def _tell_what_becomes(
-    form: str | None, quantization: str | None, stored: str | None, dtype: str, *, keeps: bool
-) -> None:
+def _log_conversion(form: str | None, quantization: str | None, stored: str | None, dtype: str, *, keeps: bool) -> None:
     """Log what the weights of a checkpoint that stores them in some form become."""
     becomes = METHODS[quantization].name or dtype if quantization else dtype
     stays = keeps or (quantization, stored) == ("int4", WNA16.name)

@@ -91,22 +91,22 @@ class ReplicaLLM(AsyncLLM):
     async def abort(self, request_ids: str | Iterable[str], reason: str = "abort_user") -> dict[str, str]:
         """Abort requests, at whichever replica they are."""
         names = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        return await self._everywhere("abort", names, reason)
+        return await self._at_all_replicas("abort", names, reason)
 
     async def abort_group(self, group_id: str, reason: str = "abort_user") -> dict[str, str]:
         """The same for all requests of a group."""
-        return await self._everywhere("abort_group", group_id, reason)
+        return await self._at_all_replicas("abort_group", group_id, reason)
 
     async def abort_all(self, reason: str = "abort_user") -> dict[str, str]:
         """The same for all requests of all replicas."""
-        return await self._everywhere("abort_all", reason)
+        return await self._at_all_replicas("abort_all", reason)
 
     async def abort_here(self, method: str, *args: Any) -> dict[str, str]:
         """The same at this replica."""
         results: dict[str, str] = await getattr(AsyncLLM, method)(self, *args)
         return results
 
-    async def _everywhere(self, method: str, *args: Any) -> dict[str, str]:
+    async def _at_all_replicas(self, method: str, *args: Any) -> dict[str, str]:
         results = [await self.abort_here(method, *args)]  # this one may be stopping, and unknown to the handle
         context = serve.get_replica_context()
         handle = serve.get_deployment_handle(context.deployment, context.app_name)

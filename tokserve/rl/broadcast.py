@@ -140,7 +140,7 @@ class TransferGroup:
     def _await(self, work: Any, tensor: Tensor) -> None:
         """Wait until `work`, which fills `tensor`, is over; not by `work.wait()`, which only the sender could end."""
         if self._backend in ON_A_CARD:
-            return self._await_card(work)
+            return self._await_nccl(work)
         over = threading.Event()
         work.get_future().add_done_callback(lambda _: over.set())
         while not over.wait(0.05):
@@ -150,7 +150,7 @@ class TransferGroup:
                 raise TransferError("the transfer was interrupted")
         work.wait()
 
-    def _await_card(self, work: Any) -> None:
+    def _await_nccl(self, work: Any) -> None:
         """NCCL's future is complete as soon as the work is enqueued, and `wait` makes the stream wait, and what follows
         in it: the work is asked instead.  What does not end is aborted, which frees the tensor's memory for others."""
         end, pause = time.monotonic() + self._timeout, FIRST_PAUSE

@@ -177,7 +177,7 @@ class CudaBackend:
     def capture(self, model: Decoder) -> None:
         if self._eager:
             if self._is_alone:  # what ranks do together, steps alone begin
-                self._try_numbers_of_rows(model)
+                self._compile_row_counts(model)
             return
         self.invalidate()
         decode = [(size, size) for size in decode_sizes(self._max_rows)]
@@ -201,7 +201,7 @@ class CudaBackend:
                 "or --max-num-seqs, or give --enforce-eager"
             ) from error
 
-    def _try_numbers_of_rows(self, model: Decoder) -> None:
+    def _compile_row_counts(self, model: Decoder) -> None:
         """Steps of padding rows, of tokens and of prompts, for each power of two from 16 on: kernels are compiled for
         these, and no request is to wait for that."""
         home = self.device.torch_device

@@ -67,7 +67,7 @@ class FeatureTable:
                 first, last = max(start, computed), min(start + feature.length, computed + count)
                 if first < last:
                     index.append(torch.arange(begin + first - computed, begin + last - computed))
-                    parts.append(self._of(slot, feature, model)[:, first - start : last - start])
+                    parts.append(self._embedded(slot, feature, model)[:, first - start : last - start])
                 if computed + count >= start + feature.length:
                     self._embeddings.pop((slot, start), None)  # the request's own; the encoder may keep it
             begin += count
@@ -80,7 +80,7 @@ class FeatureTable:
         added = torch.cat([at for at, _ in layered]).to(self._device), torch.cat([part for _, part in layered], dim=1)
         return FeatureRows(embeds, added)
 
-    def _of(self, slot: int, feature: Feature, model: Decoder) -> Tensor:
+    def _embedded(self, slot: int, feature: Feature, model: Decoder) -> Tensor:
         """The feature's embeddings [1 + layers, length, hidden]."""
         key = slot, feature.start
         if key not in self._embeddings:

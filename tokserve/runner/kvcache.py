@@ -32,7 +32,7 @@ DTYPES = {
 logger = logging.getLogger(__name__)
 
 
-def kept(specs: tuple[LayerSpec, ...], cache: CacheConfig) -> tuple[LayerSpec, ...]:
+def cache_specs(specs: tuple[LayerSpec, ...], cache: CacheConfig) -> tuple[LayerSpec, ...]:
     """The layers' specs, in the dtype that the configuration gives.  Raises StartError."""
     if cache.kv_cache_dtype == "auto":
         return specs

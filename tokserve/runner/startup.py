@@ -220,9 +220,9 @@ def make_backend(
     """The backend of a device."""
     max_model_len = config.model.max_model_len
     assert max_model_len is not None, "the configuration is not resolved"
-    specs = kvcache.kept(model.kv_specs(), config.cache)
+    specs = kvcache.cache_specs(model.kv_specs(), config.cache)
     if draft is not None and draft.first_layer:
-        specs += kvcache.kept(draft.model.kv_specs(), config.cache)
+        specs += kvcache.cache_specs(draft.model.kv_specs(), config.cache)
     if any(spec.dtype == kvcache.FLOAT8 for spec in specs):
         target.require_float8("kv_cache_dtype")
     if ranks.stage.count > 1:

@@ -156,10 +156,10 @@ class Generation:
             index = ready[0]
             for delta in self.streams[index].take():
                 delta.index += index * self.n
-                yield self._noted(delta)
+                yield self._account(delta)
             ready.popleft()
 
-    def _noted(self, delta: ChoiceOutput) -> ChoiceOutput:
+    def _account(self, delta: ChoiceOutput) -> ChoiceOutput:
         """The delta, adjusted, counted for usage and, at a choice's end, reported to the observers."""
         if self.adjust is not None:
             delta = self.adjust(delta)

@@ -179,7 +179,7 @@ class Control:
         check_lease(lease)
         resumes = self._resumes
         self._generation.fire("pause")
-        yield from self._quiet(mode, "abort_pause", lambda: self._resumes > resumes)
+        yield from self._quiesce(mode, "abort_pause", lambda: self._resumes > resumes)
         if self._resumes > resumes:
             raise Conflict("resume was called before the pause was reached")
         self._begin_pause(lease or 0.0, mode, take_over=take_over)
@@ -209,7 +209,7 @@ class Control:
         self._pause.extend()
         return {"status": "paused"}
 
-    def _quiet(self, mode: str, reason: str, off: Callable[[], bool] = lambda: False) -> Command:
+    def _quiesce(self, mode: str, reason: str, off: Callable[[], bool] = lambda: False) -> Command:
         """Until requests are treated as `mode` says and no step is in flight; `off`: stop waiting."""
         if mode == "abort":
             self._requests.end_all(reason)
@@ -256,7 +256,7 @@ class Control:
             raise Conflict("a weight update is open: finish or abort it before sleeping at level 2")
         self._dropping += level == 2
         try:
-            yield from self._quiet(mode, "abort_pause")
+            yield from self._quiesce(mode, "abort_pause")
             logger.info("asleep at level %d (mode %s)", level, mode)
             self._asleep.update(LEVELS[level])
             if level:

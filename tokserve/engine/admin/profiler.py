@@ -125,17 +125,17 @@ class Profiler:
         self._delay = plan.delay if delay_iterations is None else delay_iterations
         self._left = max_iterations or plan.steps
         self._seconds = max_seconds
-        self._become("delayed")
+        self._set_state("delayed")
         if self._delay <= 0:
             yield from self._begin()
         return {"trace": str(self._path), "max_iterations": self._left, "max_seconds": max_seconds}
 
-    def _become(self, state: str) -> None:
+    def _set_state(self, state: str) -> None:
         self._state = state
         self.active = state in ("delayed", "starting", "recording")
 
     def _begin(self) -> Command:
-        self._become("starting")
+        self._set_state("starting")
         yield STEP_BOUNDARY
         if self._state != "starting":  # it was stopped meanwhile
             return
@@ -143,14 +143,14 @@ class Profiler:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._executor.call("start_profile", self._options)
         except (OSError, RuntimeError) as error:
-            self._become("off")
+            self._set_state("off")
             raise RequestFailed(f"the profile could not be started: {error}") from error
         self._num_steps = self._num_tokens = 0
         self._began = self._clock()
         self._end = self._began + self._seconds
         self._steps.start()
         self.spans.start()
-        self._become("recording")
+        self._set_state("recording")
         logger.info("profile: recording, at most %d steps or %g s", self._left, self._seconds)
 
     @command("stop_profile")
@@ -158,7 +158,7 @@ class Profiler:
         """End the profile and write it; or the result of one that has ended by itself.  Raises Conflict if there is
         none."""
         if self._state in ("delayed", "starting"):
-            self._become("off")
+            self._set_state("off")
             raise Conflict("the profile had not begun: fewer steps than delay_iterations have run; it is cancelled")
         if self._state == "recording":
             return (yield from self._finish("stop_profile"))
@@ -179,7 +179,7 @@ class Profiler:
             self._result = error
 
     def _finish(self, ended_by: str) -> Command:
-        self._become("writing")
+        self._set_state("writing")
         try:
             yield STEP_BOUNDARY
             seconds = self._clock() - self._began
@@ -192,7 +192,7 @@ class Profiler:
             yield written
             tables = written.result()
         finally:
-            self._become("off")
+            self._set_state("off")
         rows = totals(span for span in loop if not span.track.startswith("steps "))
         busy = sum(row.seconds for row in rows)
         for row in rows:

@@ -88,7 +88,7 @@ class Weights(CurrentWeights):
         self._executor.background("abort_update", {})  # the next update's calls come after it
         return True
 
-    def _vacated(self, take_over: bool) -> Generator[Wait, Any, None]:
+    def _until_closed(self, take_over: bool) -> Generator[Wait, Any, None]:
         """Until no update is open; one that is open is a conflict, unless it is to be taken over."""
         while take_over and self.update is not None:
             update = self.update
@@ -97,12 +97,12 @@ class Weights(CurrentWeights):
             else:
                 yield from self._roll_back(update, "another client took over")
         if self.update is not None:
-            raise Conflict(self._who_is_open(self.update), code="update_open")
+            raise Conflict(self._open_message(self.update), code="update_open")
 
     def _has_ended(self, update: Update) -> Callable[[], bool]:
         return lambda: self.update is not update
 
-    def _who_is_open(self, update: Update) -> str:
+    def _open_message(self, update: Update) -> str:
         lease = update.lease
         if update.closed:
             return f"a weight update is open already, for {lease.age:.0f} s: it is being committed"
@@ -125,7 +125,7 @@ class Weights(CurrentWeights):
     @command("init_weight_transfer_engine")
     def init_weight_transfer_engine(self, options: dict[str, Any], take_over: bool = False) -> Command:
         """Prepare a backend: for gloo and nccl, meet the trainer."""
-        yield from self._vacated(take_over)
+        yield from self._until_closed(take_over)
         self._stop_meeting()
         self._meeting += 1
         try:
@@ -170,7 +170,7 @@ class Weights(CurrentWeights):
         if (base_version is None) != (base_checksum is None):
             raise RequestError("a delta has a base_version and a base_checksum", field="base_checksum")
         yield lambda: self.update is not None or self._is_settled()
-        yield from self._vacated(take_over)
+        yield from self._until_closed(take_over)
         if base_version is None or base_checksum is None:
             update = yield from self._open(lease=lease)
         else:
@@ -181,7 +181,7 @@ class Weights(CurrentWeights):
         self, version: str, checksum: str, closed: bool = False, lease: float | None = None
     ) -> Generator[Wait, Any, Update]:
         yield lambda: self.update is not None or self._is_settled()
-        yield from self._vacated(take_over=False)
+        yield from self._until_closed(take_over=False)
         if not self.can_compute:
             raise Conflict(
                 "there are no weights that a delta could change: push full weights", field="base_version",
@@ -197,7 +197,7 @@ class Weights(CurrentWeights):
         self, weight_dir: str, version: str | None, take_over: bool = False
     ) -> Generator[Wait, Any, tuple[Update, str | None]]:
         """Open an update, and stage all that comes: a checkpoint, or the files that lead to a version; and that."""
-        yield from self._vacated(take_over)
+        yield from self._until_closed(take_over)
         args = {"weight_dir": weight_dir, "version": version, "served_version": self.version}
         plan = yield from self._background("plan_chain", **args)
         source: dict[str, Any] = {"weight_dir": weight_dir}
@@ -215,7 +215,7 @@ class Weights(CurrentWeights):
 
     def _open(self, closed: bool = False, lease: float | None = None) -> Generator[Wait, Any, Update]:
         yield lambda: self.update is not None or self._is_settled()
-        yield from self._vacated(take_over=False)
+        yield from self._until_closed(take_over=False)
         self.update = update = Update(self._new_lease(lease), closed=closed)
         beside = yield from self._staged(update, "begin_update", have_weights=self.loaded)
         yield from self._prepared(update)

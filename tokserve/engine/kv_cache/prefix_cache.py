@@ -224,12 +224,12 @@ class PrefixCache:
                 if self.pool.cache_block(table.blocks[index], table.hashes[index]):
                     new.append(index)
                 self._drop_pending(table, table.hashes[index])
-            self._tell_stored(table, tokens, new)
+            self._log_stored(table, tokens, new)
             if self.store is not None and new:
                 self.store.save(table, tokens, new)
         table.num_full = full
 
-    def _tell_stored(self, table: BlockTable, tokens: array[int], indices: Sequence[int]) -> None:
+    def _log_stored(self, table: BlockTable, tokens: array[int], indices: Sequence[int]) -> None:
         """These blocks of the table, ascending, can be found now: an event for each run of neighbours."""
         if self.events is None:
             return
@@ -312,7 +312,7 @@ class PrefixCache:
             first = loading.num_full
             indices = range(first, first + count)
             new = [index for index in indices if self.pool.cache_block(loading.blocks[index], loading.hashes[index])]
-            self._tell_stored(loading, tokens, new)
+            self._log_stored(loading, tokens, new)
         self.free(loading)
 
     def free(self, table: BlockTable) -> None:

@@ -80,9 +80,9 @@ class Grammars:
             job = self._jobs[key] = known or _Job(key, grammar)
             job.futures.append(future)
         if known is None:
-            job.trial = Trial(grammar, client, lambda outcome: self._tried(job, outcome))
+            job.trial = Trial(grammar, client, lambda outcome: self._on_trial(job, outcome))
             self.trials.submit(job.trial)
-        future.add_done_callback(lambda future: self._left(job) if future.cancelled() else None)
+        future.add_done_callback(lambda future: self._on_cancelled(job) if future.cancelled() else None)
         return future
 
     def forget(self, grammar: Grammar) -> None:
@@ -112,7 +112,7 @@ class Grammars:
         self._refusals.move_to_end(key)
         return RequestError(error.message, field=error.field)
 
-    def _left(self, job: _Job) -> None:
+    def _on_cancelled(self, job: _Job) -> None:
         """A future was cancelled: without others, the work stops."""
         with self._lock:
             needed = any(not future.cancelled() for future in job.futures)
@@ -121,7 +121,7 @@ class Grammars:
                 assert job.trial is not None
                 self.trials.cancel(job.trial)
 
-    def _tried(self, job: _Job, outcome: Cost | RequestError) -> None:
+    def _on_trial(self, job: _Job, outcome: Cost | RequestError) -> None:
         if isinstance(outcome, RequestError):
             self._end(job, outcome)
             return

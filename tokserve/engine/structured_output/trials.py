@@ -186,7 +186,7 @@ class Trials:
         """Whether the process is there; it is started if need be."""
         if self._process is not None and self._process.poll() is None:
             return True
-        self._lose_process()
+        self._discard_process()
         # a group of its own, for signals; in a session of its own its priority would not count (sched(7), autogroup)
         self._process = subprocess.Popen(
             self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0, bufsize=0
@@ -211,7 +211,7 @@ class Trials:
         assert self._process is not None and self._process.stdout is not None
         received = os.read(self._process.stdout.fileno(), 1 << 16)
         if not received:
-            return self._lose_process()
+            return self._discard_process()
         *lines, self._received = (self._received + received).split(b"\n")
         for line in lines:
             result = msgspec.json.decode(line, type=Result)
@@ -227,7 +227,7 @@ class Trials:
             else:
                 trial.done(_too_costly(trial))
 
-    def _lose_process(self) -> None:
+    def _discard_process(self) -> None:
         """It has ended by itself: its trials start again, unless it was one of them that ended it twice."""
         if self._process is None:
             return

@@ -37,7 +37,7 @@ class LoopMonitor:
         """Measure for as long as this runs."""
         loop = asyncio.get_running_loop()
         self._deadline = time.monotonic() + self._interval
-        thread = threading.Thread(target=self._look, args=(loop, threading.get_ident()), daemon=True)
+        thread = threading.Thread(target=self._inspect, args=(loop, threading.get_ident()), daemon=True)
         thread.start()
         try:
             while True:
@@ -59,7 +59,7 @@ class LoopMonitor:
         routes = workers.WORK_LOG.during(start, end)
         return f"a thread worked for {', '.join(routes)}" if routes else "no request of this process was at work"
 
-    def _look(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:
+    def _inspect(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:
         """Inspect the loop, in a thread, whenever its heartbeat is overdue."""
         while not self._stopped.wait(self._interval):
             if self._seen is None and time.monotonic() > self._deadline + LOGGED / 4:

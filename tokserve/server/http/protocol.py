@@ -103,7 +103,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_stall_timer()
-        self._give()
+        self._flush()
         self._unparsed = memoryview(b"")
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
@@ -195,11 +195,11 @@ class Protocol(HttpToolsProtocol):
         self._pieces.append(body)
         self._gathered += len(body)
         if self._gathered >= GATHERED:
-            self._give()
+            self._flush()
         elif self._gathering is None:
-            self._gathering = self.loop.call_later(GATHER_SECONDS, self._give)
+            self._gathering = self.loop.call_later(GATHER_SECONDS, self._flush)
 
-    def _give(self) -> None:
+    def _flush(self) -> None:
         """Pass the gathered parts to the application."""
         if self._gathering is not None:
             self._gathering.cancel()
@@ -209,7 +209,7 @@ class Protocol(HttpToolsProtocol):
             super().on_body(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
     def on_message_complete(self) -> None:
-        self._give()
+        self._flush()
         self._head = self._left = 0
         if not self.parser.should_upgrade():
             super().on_message_complete()

@@ -79,7 +79,7 @@ async def generate(serving: Serving, request: Request) -> Response:
     value, size = await serving.bodies.load(request)
     call = await off_loop(request, size + ITEM * _num_prompts(value), lambda: read(serving, value))
     sent = call.body
-    lora = _same(sent.lora_path, "lora_path")
+    lora = _one_value(sent.lora_path, "lora_path")
     if lora and (not serving.config.lora.enable_lora or serving.adapter(lora) != lora):
         raise invalid("lora_path", "needs the name of a loaded adapter (--enable-lora, /load_lora_adapter)")
     options = {field.name: field.default for field in declared.OPTIONS} | {
@@ -235,7 +235,7 @@ def _each(value: Any, count: int, field: str) -> list[Any]:
     return value
 
 
-def _same(value: Any, field: str) -> str | None:
+def _one_value(value: Any, field: str) -> str | None:
     """The one value of a field that may be given per prompt, but is the same for all here."""
     if not isinstance(value, list):
         return value or None
@@ -255,7 +255,7 @@ def request_id(request_ids: str | list[str] | None, count: int) -> str | None:
 
 def _cache_salt(sent: SglangGenerateBody) -> str | None:
     """What separates this request in the prefix cache: both fields do in SGLang."""
-    salts = [salt for name in ("cache_salt", "extra_key") if (salt := _same(getattr(sent, name), name))]
+    salts = [salt for name in ("cache_salt", "extra_key") if (salt := _one_value(getattr(sent, name), name))]
     return salts[0] if len(salts) == 1 else hashlib.sha256(repr(salts).encode()).hexdigest() if salts else None
 
 
