@@ -87,7 +87,7 @@ def row(case: Case | Flood, old: Figures, new: Figures) -> str:
     def ratio(after: list[float], before: list[float]) -> str:
         return f"{statistics.median(a / b for a, b in zip(after, before, strict=True) if b):.3f}"
 
-    cells = [case.name, case.unit, *(f"{statistics.median(each.values):,.2f}" for each in (old, new))]
+    cells = [case.name, case.unit, *(f"{statistics.median(figures.values):,.2f}" for figures in (old, new))]
     cells += [ratio(new.values, old.values), ratio(new.server, old.server), ratio(new.engine, old.engine)]
     return f"| {' | '.join(cells)} |"
 

@@ -48,14 +48,16 @@ class Load:
         """Seconds from the first request to the last answer."""
         loop = asyncio.get_running_loop()
         self._done = loop.create_future()
-        made = [await loop.create_connection(lambda: Connection(self), "127.0.0.1", port) for _ in range(concurrency)]
+        connections = [
+            await loop.create_connection(lambda: Connection(self), "127.0.0.1", port) for _ in range(concurrency)
+        ]
         self._open = concurrency
         started = time.perf_counter()
-        for _, connection in made:
+        for _, connection in connections:
             connection.ask()
         await self._done
         seconds = time.perf_counter() - started
-        for transport, _ in made:
+        for transport, _ in connections:
             transport.close()
         return seconds
 

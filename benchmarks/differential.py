@@ -158,12 +158,12 @@ ROUTES: dict[str, Callable[[Bodies], tuple[str, Body]]] = {
 def ask(client: httpx.Client, path: str, body: Body) -> tuple[int, Any]:
     """Status and reply; of a stream, its choices joined."""
     try:
-        answer = client.post(path, json=body)
+        response = client.post(path, json=body)
     except httpx.TransportError as error:
         return 0, type(error).__name__  # a server that hangs up
-    if answer.headers.get("content-type", "").startswith("text/event-stream"):
-        return answer.status_code, joined(answer.text)
-    return answer.status_code, answer.json() if answer.content else None
+    if response.headers.get("content-type", "").startswith("text/event-stream"):
+        return response.status_code, joined(response.text)
+    return response.status_code, response.json() if response.content else None
 
 
 def joined(stream: str) -> Body:
@@ -222,8 +222,8 @@ def kinds(path: str, first: tuple[int, Any], second: tuple[int, Any], ignored: f
     if not first[0] and not second[0]:
         return {f"{path}  no reply: {first[1]}, {second[1]}"}
     if first[0] != second[0]:
-        said = first[1] if first[0] >= 400 else second[1]
-        message = said["error"]["message"] if isinstance(said, dict) and "error" in said else str(said)
+        error = first[1] if first[0] >= 400 else second[1]
+        message = error["error"]["message"] if isinstance(error, dict) and "error" in error else str(error)
         return {f"{path}  status {first[0]}, {second[0]}: {message[:100]!r}"}
     if first[0] >= 400:
         return set()

@@ -161,10 +161,10 @@ def main() -> None:
     for _ in range(args.rounds):
         for name, worker in workers.items():
             rates[name].append(num_tokens / ask(worker, texts)[0])
-    ours = first["tokserve"]
+    reference = first["tokserve"]
     for name in workers:
-        pairs = zip(ours, first[name], strict=True)
-        difference = max(abs(a - b) for mine, other in pairs for a, b in zip(mine, other, strict=True))
+        pairs = zip(reference, first[name], strict=True)
+        difference = max(abs(a - b) for expected, other in pairs for a, b in zip(expected, other, strict=True))
         median = statistics.median(rates[name])
         rounds = [round(rate) for rate in rates[name]]
         print(

@@ -56,15 +56,15 @@ class Card:
 
 def median_seconds(run: Any, repeat: int = 10) -> float:
     """By events, after two calls that do not count."""
-    found = []
+    seconds = []
     for _ in range(repeat + 2):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         run()
         end.record()
         end.synchronize()
-        found.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(found[2:])
+        seconds.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(seconds[2:])
 
 
 def measure_card() -> Card:
@@ -179,7 +179,7 @@ def step_bytes(runner: Runner, rows: int, layers: int | None = None) -> float:
         for name, p in parameters.items()
         if spec.tied or "embed_tokens" not in name
     )
-    kv = sum(each.bytes_per_token() for each in runner.backend.layout.specs)
+    kv = sum(layer_spec.bytes_per_token() for layer_spec in runner.backend.layout.specs)
     return read + times * rows * kv * (CONTEXT + WARM + STEPS // 2)
 
 
@@ -252,15 +252,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     out = parser.parse_args().out
     card = measure_card()
-    found: dict[str, Any] = {"card": vars(card), "torch": torch.__version__, "rows": []}
+    figures: dict[str, Any] = {"card": vars(card), "torch": torch.__version__, "rows": []}
     print(f"{card.name}: copies {card.bytes_per_second / 1e12:.2f} TB/s, bf16 {card.flops / 1e12:.0f} TFLOP/s")
     float8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
-    wanted: list[tuple[str, str, int, int, dict[str, Any]]] = [
+    cases: list[tuple[str, str, int, int, dict[str, Any]]] = [
         ("G2", "0.6B", 28, 1, {}), ("G1", "8B", 6, 1, {}), ("G3", "8B", 6, 256, {}),
         ("G3 in float8", "8B", 6, 256, float8), ("G3 with 64 rows", "8B", 6, 64, {}),
     ]  # fmt: skip
     failed = 0
-    for target, shape, layers, rows, options in wanted:
+    for target, shape, layers, rows, options in cases:
         try:
             row = {"target": target} | measure(shape, layers, rows, card, **options)
         except Exception:  # the next row may do
@@ -270,8 +270,8 @@ def main() -> None:
         finally:
             gc.collect()
             torch.cuda.empty_cache()
-        found["rows"].append(row)
-        out.write_text(json.dumps(found, indent=1))
+        figures["rows"].append(row)
+        out.write_text(json.dumps(figures, indent=1))
         print(
             f"{target}: {row['model']}, {rows} rows: {row['decode_tok_s']} tok/s, {row['roofline_share']:.0%} of"
             f" the roofline; exact costs {row['exact_costs']:+.1%} (G6); sampling {row['sampling_share']:.1%} (G7);"

@@ -44,8 +44,8 @@ Entry = dict[str, Any]
 
 def call(name: str) -> Callable[..., Any]:
     """The Triton implementation of an op."""
-    found: Callable[..., Any] = OPS[name].implementations["triton"].call
-    return found
+    implementation: Callable[..., Any] = OPS[name].implementations["triton"].call
+    return implementation
 
 
 def best(
@@ -54,19 +54,19 @@ def best(
     """The fastest candidate, its seconds and those of the present entry.  `run`: several calls, on several inputs."""
     present = launch.table()[kernel]
     expected, before = run()[0], seconds_of(run)
-    found: tuple[Entry | None, float] = (None, before)
+    fastest: tuple[Entry | None, float] = (None, before)
     for candidate in candidates:
         launch.table()[kernel] = [candidate]
         launch.tuned.cache_clear()
         try:
             if time.monotonic() < until and torch.equal(run()[0], expected):
                 seconds = seconds_of(run)
-                found = min(found, (candidate, seconds), key=lambda each: each[1])
+                fastest = min(fastest, (candidate, seconds), key=lambda item: item[1])
         except OutOfResources:
             pass
     launch.table()[kernel] = present
     launch.tuned.cache_clear()
-    return *found, before
+    return *fastest, before
 
 
 def seconds_of(run: Callable[[], object]) -> float:
@@ -95,14 +95,14 @@ def products(shapes: list[tuple[int, int]], until: float) -> Iterator[Entry]:
         x = torch.randn(rows, inputs, device="cuda", dtype=BF16)
 
         def run(x: torch.Tensor = x, packed: list[ops.PackedWeight] = packed) -> list[torch.Tensor]:
-            return [call("linear")(x, each, None) for each in packed]
+            return [call("linear")(x, weight, None) for weight in packed]
 
         share = (until - time.monotonic()) / (len(cases) - number)
         entry, seconds, before = best("linear", fitting(rows), run, time.monotonic() + share)
         if entry is None:  # the present one is the fastest of those tried
             sizes = {"rows": rows, "outputs": outputs, "bytes": BF16.itemsize}
-            found = launch.tuned("linear", torch.cuda.current_device(), **sizes)
-            entry = {name: found[name] for name in ("tile", "step", "warps", "stages") if name in found}
+            config = launch.tuned("linear", torch.cuda.current_device(), **sizes)
+            entry = {name: config[name] for name in ("tile", "step", "warps", "stages") if name in config}
         report(f"linear {rows} x {outputs} x {inputs}", entry, seconds / copies, before / copies, 2 * outputs * inputs)
         bounds = {"rows": rows, "outputs": outputs}
         largest = {"rows": max(TILES), "outputs": max(shapes)[0]}  # stands for all that is larger
@@ -113,26 +113,26 @@ def products(shapes: list[tuple[int, int]], until: float) -> Iterator[Entry]:
 def attention(heads: int, kv_heads: int, dim: int, until: float) -> Entry:
     """One entry: decode of 256 rows of 1000 keys and of one of 8000, and a prompt of 2000, weighed alike."""
     cases = [(256, 1000, 1), (1, 8000, 1), (1, 2000, 2000)]
-    made = []
+    inputs = []
     for rows, length, queries in cases:
         width = -(-length // 64)
         caches = torch.randn(2, rows * width, kv_heads, 64, dim, device="cuda", dtype=BF16).unbind()
         tables = torch.randperm(rows * width, device="cuda").int().view(rows, width)
         q = torch.randn(rows * queries, heads, dim, device="cuda", dtype=BF16)
         starts = torch.arange(rows + 1, device="cuda").int() * queries
-        made.append((q, *caches, tables, starts, torch.full((rows,), length, device="cuda").int(), dim**-0.5, 0))
+        inputs.append((q, *caches, tables, starts, torch.full((rows,), length, device="cuda").int(), dim**-0.5, 0))
     candidates: list[Entry] = [  # 3 fetches one tile of keys ahead, 5 two, 7 three; between them nothing changes
         {"decode_stages": decode, "prefill_stages": prefill, "programs": programs}
         for programs, decode, prefill in itertools.product((2, 1, 3), (5, 3, 7), (5, 3, 2))
     ]
 
     def run() -> list[torch.Tensor]:
-        return [torch.cat([call("paged_attention")(*case).flatten() for case in made])]
+        return [torch.cat([call("paged_attention")(*case).flatten() for case in inputs])]
 
     entry, seconds, before = best("attention", candidates, run, until)
     if entry is None:
-        found = launch.tuned("attention", torch.cuda.current_device(), row_bytes=2 * dim, group=heads // kv_heads)
-        entry = {name: found[name] for name in candidates[0]}
+        config = launch.tuned("attention", torch.cuda.current_device(), row_bytes=2 * dim, group=heads // kv_heads)
+        entry = {name: config[name] for name in candidates[0]}
     report(f"attention {heads} heads, {kv_heads} KV heads of {dim}", entry, seconds, before, 0)
     return {"arch": architecture(), "row_bytes": 2 * dim, "group": heads // kv_heads} | entry
 
@@ -166,26 +166,26 @@ def main() -> None:
     for name, default in (("hidden", 4096), ("inner", 12288), ("heads", 32), ("kv-heads", 8), ("head-dim", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--seconds", type=float, default=220.0)
-    asked = parser.parse_args()
-    until = time.monotonic() + asked.seconds
+    args = parser.parse_args()
+    until = time.monotonic() + args.seconds
     assert registry.load_extension("cuda") is None
-    qkv = (asked.heads + 2 * asked.kv_heads) * asked.head_dim
+    qkv = (args.heads + 2 * args.kv_heads) * args.head_dim
     shapes = [
-        (qkv, asked.hidden), (asked.hidden, asked.heads * asked.head_dim), (2 * asked.inner, asked.hidden),
-        (asked.hidden // 4, asked.inner // 4),
+        (qkv, args.hidden), (args.hidden, args.heads * args.head_dim), (2 * args.inner, args.hidden),
+        (args.hidden // 4, args.inner // 4),
     ]  # fmt: skip
-    halfway = time.monotonic() + asked.seconds / 5
-    found = {"attention": [attention(asked.heads, asked.kv_heads, asked.head_dim, halfway)]}
-    found["linear"] = merged(list(products(shapes, until)))
-    asked.out.write_text(json.dumps(found, indent=1) + "\n")
-    if asked.write:
-        write(found)
+    halfway = time.monotonic() + args.seconds / 5
+    entries = {"attention": [attention(args.heads, args.kv_heads, args.head_dim, halfway)]}
+    entries["linear"] = merged(list(products(shapes, until)))
+    args.out.write_text(json.dumps(entries, indent=1) + "\n")
+    if args.write:
+        write(entries)
 
 
-def write(found: dict[str, list[Entry]]) -> None:
+def write(new_entries: dict[str, list[Entry]]) -> None:
     """Put the entries in place of those that the table has for this card and for operands of this size."""
     table = json.loads(launch.TABLE.read_text())
-    for kernel, entries in found.items():
+    for kernel, entries in new_entries.items():
         kept = [
             entry for entry in table[kernel]
             if entry.get("arch") != architecture() or entry.get("bytes") != entries[0].get("bytes")

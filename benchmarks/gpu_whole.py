@@ -66,12 +66,12 @@ def transformers_generates(model: Any) -> dict[str, float]:
         torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    found = {}
+    rates = {}
     for rows in (1, 64):
         seconds(rows, 2)  # warms up
         prompt = seconds(rows, 2)
-        found[f"tok_s_{rows}"] = rows * OUTPUT / (seconds(rows, 2 + OUTPUT) - prompt)
-    return found
+        rates[f"tok_s_{rows}"] = rows * OUTPUT / (seconds(rows, 2 + OUTPUT) - prompt)
+    return rates
 
 
 def start_seconds(directory: Path, **environment: str) -> float:
@@ -102,9 +102,9 @@ def batch_seconds(llm: LLM, prompts: list[list[int]], outputs: list[int]) -> flo
     """All at once."""
     params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=count, detokenize=False) for count in outputs]
     began = time.perf_counter()
-    made = llm.generate(prompts, params, use_tqdm=False)
+    results = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - began
-    assert [len(each.outputs[0].token_ids) for each in made] == outputs
+    assert [len(result.outputs[0].token_ids) for result in results] == outputs
     return seconds
 
 
@@ -142,7 +142,7 @@ def long_batch(*, exact: bool) -> dict[str, Any]:
     return {"exact": exact, "seconds": seconds, "tok_s": 256 * 1024 / seconds}
 
 
-def small(found: dict[str, Any], write: Any) -> None:
+def small(figures: dict[str, Any], write: Any) -> None:
     """What the small checkpoint is good for, in about two minutes."""
     import torch
 
@@ -150,8 +150,8 @@ def small(found: dict[str, Any], write: Any) -> None:
         directory = Path(name) / "model"
         model = write_small(directory)
         try:
-            found["transformers"] = transformers_generates(model)
-            print("transformers: " + ", ".join(f"{name} {rate:.0f}" for name, rate in found["transformers"].items()))
+            figures["transformers"] = transformers_generates(model)
+            print("transformers: " + ", ".join(f"{name} {rate:.0f}" for name, rate in figures["transformers"].items()))
         except Exception:  # what is asked of us does not need it
             traceback.print_exc()
         del model
@@ -159,16 +159,16 @@ def small(found: dict[str, Any], write: Any) -> None:
         torch.cuda.empty_cache()
         write()
         for exact in (True, False):
-            found.setdefault("G5", []).append(nano_vllm(directory, exact=exact))
+            figures.setdefault("G5", []).append(nano_vllm(directory, exact=exact))
             write()
-            print(f"G5: {found['G5'][-1]['tok_s']:.0f} tok/s, {'exact' if exact else 'cuBLAS'}")
+            print(f"G5: {figures['G5'][-1]['tok_s']:.0f} tok/s, {'exact' if exact else 'cuBLAS'}")
         start_seconds(directory)  # compiles what the library did not ask for
-        found["G9"] = {"warm_s": start_seconds(directory)}
+        figures["G9"] = {"warm_s": start_seconds(directory)}
         write()
-        print(f"G9: 0.6B serves after {found['G9']['warm_s']:.1f} s")
-        found["G9"]["first_s"] = start_seconds(directory, TRITON_CACHE_DIR=f"{name}/triton")
+        print(f"G9: 0.6B serves after {figures['G9']['warm_s']:.1f} s")
+        figures["G9"]["first_s"] = start_seconds(directory, TRITON_CACHE_DIR=f"{name}/triton")
         write()
-        print(f"G9: {found['G9']['first_s']:.1f} s where nothing is compiled")
+        print(f"G9: {figures['G9']['first_s']:.1f} s where nothing is compiled")
 
 
 def main() -> None:
@@ -177,18 +177,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--only", choices=("small", "G4"), default="small", help="Default: small.")
     arguments = parser.parse_args()
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
 
     def write() -> None:
-        arguments.out.write_text(json.dumps(found, indent=1))
+        arguments.out.write_text(json.dumps(figures, indent=1))
 
     if arguments.only == "small":
-        small(found, write)
+        small(figures, write)
         return
     for exact in (True, False):
-        found.setdefault("G4", []).append(long_batch(exact=exact))
+        figures.setdefault("G4", []).append(long_batch(exact=exact))
         write()
-        print(f"G4: {found['G4'][-1]['seconds']:.1f} s, {'exact' if exact else 'cuBLAS'}")
+        print(f"G4: {figures['G4'][-1]['seconds']:.1f} s, {'exact' if exact else 'cuBLAS'}")
 
 
 if __name__ == "__main__":

@@ -95,8 +95,8 @@ def with_transformers(directory: Path, dtype: str) -> tuple[torch.nn.Module, Cal
         logits = model(input_ids=ids, attention_mask=mask, logits_to_keep=keep).logits
         first = length - keep
         scored = []
-        for row, start, own in zip(rows, starts, logits, strict=True):
-            part = own[start - 1 - first : len(row) - 1 - first].log_softmax(-1)
+        for row, start, row_logits in zip(rows, starts, logits, strict=True):
+            part = row_logits[start - 1 - first : len(row) - 1 - first].log_softmax(-1)
             scored.append(part.gather(1, torch.tensor(row[start:])[:, None])[:, 0])
         return scored
 

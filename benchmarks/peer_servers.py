@@ -94,8 +94,8 @@ class HttpServer(Process):
 
     def _is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(self.url + "/health", timeout=5) as answer:
-                return bool(answer.status == 200)
+            with urllib.request.urlopen(self.url + "/health", timeout=5) as response:
+                return bool(response.status == 200)
         except (urllib.error.URLError, OSError):
             return False
 

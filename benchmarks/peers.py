@@ -89,8 +89,8 @@ class Flood:
 
     def load(self, url: str, seed: int, vocab_size: int) -> float:
         """Ask a server; output tokens per second."""
-        with urllib.request.urlopen(url + "/v1/models") as answer:
-            model = json.load(answer)["data"][0]["id"]
+        with urllib.request.urlopen(url + "/v1/models") as response:
+            model = json.load(response)["data"][0]["id"]
         shape = RequestShape(backend="tokens", model=model, stream=self.stream, logprobs=self.logprobs)
         count = self.concurrency * (self.per_lane + 1)
         talks = make(DatasetSpec(count=count, input_len=128, output_len=64, vocab_size=vocab_size, seed=seed))
@@ -149,13 +149,13 @@ class Table:
             yield f"| {case} | {unit} | " + " | ".join(cells) + " |"
 
     @staticmethod
-    def _cell(unit: str, ours: Sequence[float], theirs: Sequence[float], peer: str) -> str:
-        if not theirs:
+    def _cell(unit: str, own_rates: Sequence[float], peer_rates: Sequence[float], peer: str) -> str:
+        if not peer_rates:
             return "-"
-        text = " / ".join(f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" for value in theirs)
+        text = " / ".join(f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" for value in peer_rates)
         if peer == OURS:
             return text
-        ratio = statistics.median(ours) / statistics.median(theirs)
+        ratio = statistics.median(own_rates) / statistics.median(peer_rates)
         return f"{text} ({ratio if unit == 'tok/s' else 1 / ratio:.2f}x)"
 
 

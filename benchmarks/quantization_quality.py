@@ -54,10 +54,10 @@ class Scores:
 def divergence(reference: Scores, scores: Scores) -> tuple[float, float]:
     """Mean KL(reference || scores), and the mean mass outside of what both list."""
     total = outside = 0.0
-    for expected, ours in zip(reference.ids, scores.ids, strict=True):
-        both = [token for token in list(expected)[:TOP] if token in ours]
+    for expected, actual in zip(reference.ids, scores.ids, strict=True):
+        both = [token for token in list(expected)[:TOP] if token in actual]
         p = np.exp([expected[token] for token in both])
-        q = np.exp([ours[token] for token in both])
+        q = np.exp([actual[token] for token in both])
         rest_p, rest_q = max(1.0 - p.sum(), 1e-9), max(1.0 - q.sum(), 1e-9)
         total += float((p * np.log(p / q)).sum() + rest_p * np.log(rest_p / rest_q))
         outside += rest_p

@@ -46,9 +46,9 @@ def measure(model: str, engines: int, load: list[str], flags: list[str]) -> dict
             spent = [processor_seconds(one) - start for one, start in zip(processes, before, strict=True)]
         finally:
             server.stop()
-        found = json.loads(result.read_text())
+        result_fields = json.loads(result.read_text())
     seconds = {"front_end": spent[0], "engines": sum(spent[1:]), "load_generator": generated}
-    figures = {name: round(found[name], 2) for name in FIGURES}
+    figures = {name: round(result_fields[name], 2) for name in FIGURES}
     return {"engines": engines} | figures | {f"{name}_cpu_s": round(value, 2) for name, value in seconds.items()}
 
 

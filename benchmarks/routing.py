@@ -119,10 +119,10 @@ def simulate(traffic: Sequence[Arrival], policy: str, make_engines: list[Simulat
             chosen = min(loads, key=lambda index: (loads[index], (index - number) % len(engines)))
         else:
             chosen = router.choose([_request(arrival.prompt)], loads)  # type: ignore[list-item]
-        found, first, end = engines[chosen].serve(arrival, block_keys(arrival.prompt))
+        num_cached, first, end = engines[chosen].serve(arrival, block_keys(arrival.prompt))
         heapq.heappush(ends, (end, chosen, len(arrival.prompt) + arrival.output))
         waits.append(first - arrival.at)
-        hits, total = hits + found, total + len(arrival.prompt)
+        hits, total = hits + num_cached, total + len(arrival.prompt)
     waits.sort()
     return {
         "hit_rate": hits / total, "ttft_mean": sum(waits) / len(waits), "ttft_p99": waits[int(0.99 * (len(waits) - 1))],

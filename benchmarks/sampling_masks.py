@@ -25,17 +25,17 @@ INPUT, OUTPUT, CONCURRENCY = 128, 64, 64
 
 def bodies(count: int, seed: int, *, masks: bool, args: argparse.Namespace) -> list[bytes]:
     rng = random.Random(seed)
-    made = []
+    encoded = []
     for number in range(count):
         params = {
             "temperature": args.temperature, "top_p": args.top_p, "max_tokens": OUTPUT, "ignore_eos": True,
             "seed": number, "logprobs": 0, "return_sampling_mask": masks,
         }  # fmt: skip
         prompt = [rng.randrange(args.vocab) for _ in range(INPUT)]
-        made.append(
+        encoded.append(
             json.dumps({"token_ids": prompt, "sampling_params": params, "logprobs_format": args.format}).encode()
         )
-    return made
+    return encoded
 
 
 def mean_ids(port: int, body: bytes) -> float:

@@ -149,8 +149,8 @@ def main() -> None:
                 peer.stdin.write(f"{file}\n")
                 peer.stdin.flush()
                 rows.append((seconds, token, *json.loads(peer.stdout.readline())))
-            ours, _, theirs, _, counts = zip(*rows[1:], strict=True)  # the first round warms up
-            mean, peers = statistics.median(ours) * 1000, statistics.median(theirs) * 1000
+            own_seconds, _, peer_seconds, _, counts = zip(*rows[1:], strict=True)  # the first round warms up
+            mean, peers = statistics.median(own_seconds) * 1000, statistics.median(peer_seconds) * 1000
             same = sum(row[1] == row[3] for row in rows)
             equal = f"{same} of {len(rows)}"
             print(f"| {size} | {counts[0]} | {mean:.0f} | {peers:.0f} | {peers / mean:.2f} | {equal} |", flush=True)

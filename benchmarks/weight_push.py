@@ -55,8 +55,8 @@ class Watch:
     async def tokens(self) -> None:
         body = {"token_ids": [1, 2, 3], "stream": True, "sampling_params": {"max_tokens": 4000, "ignore_eos": True}}
         address = self.url + "/inference/v1/generate"
-        async with httpx.AsyncClient(timeout=None) as http, http.stream("POST", address, json=body) as answer:
-            async for line in answer.aiter_lines():
+        async with httpx.AsyncClient(timeout=None) as http, http.stream("POST", address, json=body) as response:
+            async for line in response.aiter_lines():
                 if line.startswith("data: {"):
                     self.times.append(time.monotonic())
 

@@ -146,8 +146,8 @@ class Writer:
     def add_layer_experts(self, layer: str) -> None:
         """Add a layer's experts, each in tensors of its own."""
         for projection, name in EXPERTS.items():
-            each = [f"model.layers.{layer}.mlp.experts.{e}.{projection}.weight" for e in range(self.experts)]
-            packed = np.stack([gguf.quants.quantize(self.tensors.floats(one), self.kind) for one in each])
+            names = [f"model.layers.{layer}.mlp.experts.{e}.{projection}.weight" for e in range(self.experts)]
+            packed = np.stack([gguf.quants.quantize(self.tensors.floats(one), self.kind) for one in names])
             self.writer.add_tensor(f"blk.{layer}.{name}.weight", packed, raw_dtype=self.kind)
 
     def add_stacked_experts(self, layer: str, tensor: str) -> None:
@@ -165,8 +165,8 @@ class Writer:
                 self.writer.add_tensor(f"{block}{name}.weight", packed, raw_dtype=gguf.GGMLQuantizationType.MXFP4)
             elif not kind:
                 data = self.tensors.data(prefix)
-                each = [np.ascontiguousarray(widened(expert)[:, rows].T) for expert in data]
-                packed = np.stack([gguf.quants.quantize(expert, self.kind) for expert in each])
+                experts = [np.ascontiguousarray(widened(expert)[:, rows].T) for expert in data]
+                packed = np.stack([gguf.quants.quantize(expert, self.kind) for expert in experts])
                 self.writer.add_tensor(f"{block}{name}.weight", packed, raw_dtype=self.kind)
 
     def write(self) -> None:

@@ -135,8 +135,8 @@ def reward(answer: str, right: str) -> float:
 def made_by(rollout: Rollout, version: str) -> torch.Tensor:
     """Which tokens these weights made [tokens]."""
     tokens = torch.zeros(len(rollout.token_ids), dtype=torch.bool)
-    for made, start, end in rollout.weight_versions:
-        tokens[start:end] = made == version
+    for serving_version, start, end in rollout.weight_versions:
+        tokens[start:end] = serving_version == version
     return tokens
 
 
@@ -158,10 +158,10 @@ class History:
         """The trainer's logprobs of all tokens, each with the weights that made it [tokens]."""
         current = list(self._weights.values())[-1]
         scored = torch.full([sum(len(r.token_ids) for r in rollouts)], torch.nan)
-        for version in {made for r in rollouts for made, _, _ in r.weight_versions}:
+        for version in {version for r in rollouts for version, _, _ in r.weight_versions}:
             self._load(self._weights[version])
-            mine = torch.cat([made_by(r, version) for r in rollouts])
-            scored[mine] = torch.cat(self._trainer.logprobs(rollouts))[mine]
+            mask = torch.cat([made_by(r, version) for r in rollouts])
+            scored[mask] = torch.cat(self._trainer.logprobs(rollouts))[mask]
         self._load(current)
         return scored
 

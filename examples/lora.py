@@ -45,8 +45,8 @@ def main() -> None:
     def post(path: str, body: Any) -> Any:
         request = urllib.request.Request(base + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request) as answer:
-                return json.load(answer)
+            with urllib.request.urlopen(request) as response:
+                return json.load(response)
         except urllib.error.HTTPError as error:
             raise SystemExit(f"{path}: {json.load(error)['error']['message']}") from None
 

@@ -14,8 +14,8 @@ QUESTIONS = ["What is 47 + 38?", "Reverse the word planet.", "Sort the letters o
 
 def post(url: str, body: Any) -> Any:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request) as answer:
-        return json.load(answer)
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)
 
 
 def main() -> None:

@@ -74,8 +74,8 @@ async def train(client: TokserveClient, args: argparse.Namespace, *, speculate: 
         rollouts = await client.generate(prompts, n=SAMPLES, seeds=seeds, speculate=speculate, **sampling)
         steps = await engine_steps(args.url) - before
         answers = [tokenizer.decode(r.token_ids, skip_special_tokens=True) for r in rollouts]
-        got = [reward(a, words[r.prompt_index][::-1]) for a, r in zip(answers, rollouts, strict=True)]
-        scores = torch.tensor(got).view(PROMPTS, SAMPLES)
+        rewards = [reward(a, words[r.prompt_index][::-1]) for a, r in zip(answers, rollouts, strict=True)]
+        scores = torch.tensor(rewards).view(PROMPTS, SAMPLES)
         advantages = ((scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 0.05)).view(-1, 1)
         trainer, server, mask = logprobs(model, rollouts)
         mismatches.append(float(((trainer.detach() - server).abs() * mask).sum() / mask.sum()))

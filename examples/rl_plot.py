@@ -16,8 +16,8 @@ ROW = r"reward ([\d.]+)  mean .logprob difference. (\S+)  loss \S+  (\d+) engine
 def runs(log: str) -> list[list[tuple[float, float, int]]]:
     """Reward, difference and engine steps of each step, by run."""
     parts = Path(log).read_text().split(" -> ")  # a run ends with its summary
-    found = [[(float(r), float(d), int(s)) for r, d, s in re.findall(ROW, part)] for part in parts]
-    return [rows for rows in found if rows]
+    parsed = [[(float(r), float(d), int(s)) for r, d, s in re.findall(ROW, part)] for part in parts]
+    return [rows for rows in parsed if rows]
 
 
 first, *more = runs(sys.argv[1])

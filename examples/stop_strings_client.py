@@ -46,8 +46,8 @@ def main() -> None:
                     ids.append(token)
                     text += decoder.step(tokenizer, token) or ""  # None: in the middle of a character
             if stop in text:
-                answer = client.post("/abort_requests", json={"request_ids": [request_id]}).json()
-                outcome = answer["results"][request_id]
+                reply = client.post("/abort_requests", json={"request_ids": [request_id]}).json()
+                outcome = reply["results"][request_id]
                 break  # the answer came after the engine had freed the request
     print("text:", text.partition(stop)[0])
     print("tokens up to the stop string:", ids)

@@ -11,8 +11,8 @@ from typing import Any
 
 def post(url: str, body: Any) -> Any:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request) as answer:
-        return json.load(answer)
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)
 
 
 def main() -> None:

@@ -100,8 +100,8 @@ def product(x: Tensor, weight: Tensor, tile: tuple[int, int], *, swapped: bool =
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """float32, by the kernel that serves."""
     packed = ops.PackedWeight(len(weight), weight.shape[1], weight.dtype, weight)
-    found: Tensor = OPS["linear"].implementations["triton"].call(x, packed, None, torch.float32)
-    return found
+    product: Tensor = OPS["linear"].implementations["triton"].call(x, packed, None, torch.float32)
+    return product
 
 
 def seconds(run: Callable[[], object], count: int = 20) -> float:
@@ -212,12 +212,13 @@ def attention_is_equal(shapes: Shapes) -> Answer:
 def dependent_launch_pays(shapes: Shapes) -> Answer:
     if not torch.cuda.is_available():
         return None, "for a card"
-    out, found = torch.zeros(1, device="cuda"), []
-    for dependent in (False, True):
-        found.append(
-            seconds(lambda d=dependent: empty_kernel[(1,)](out, d, num_warps=4, launch_pdl=d), 300) * 1e6  # type: ignore[misc]
+    out, microseconds = torch.zeros(1, device="cuda"), []
+    for flag in (False, True):
+        microseconds.append(
+            seconds(lambda d=flag: empty_kernel[(1,)](out, d, num_warps=4, launch_pdl=d), 300) * 1e6  # type: ignore[misc]
         )
-    return found[1] < 0.8 * found[0], f"{found[0]:.2f} us a kernel, {found[1]:.2f} with dependent launch"
+    plain, dependent = microseconds
+    return dependent < 0.8 * plain, f"{plain:.2f} us a kernel, {dependent:.2f} with dependent launch"
 
 
 def decode_speed(shapes: Shapes) -> Answer:
@@ -293,10 +294,10 @@ def scaled_product_is_equal(shapes: Shapes) -> Answer:
     scales, columns = torch.rand(2048, 1, device="cuda"), torch.rand(1, outputs, device="cuda")
 
     def scaled(rows: int) -> Tensor:
-        found: Tensor = torch._scaled_mm(
+        product: Tensor = torch._scaled_mm(
             x[:rows], weight.t(), scale_a=scales[:rows], scale_b=columns, out_dtype=torch.bfloat16
         )
-        return found
+        return product
 
     whole = scaled(2048)
     unequal = [str(rows) for rows in (1, 64) if not torch.equal(scaled(rows), whole[:rows])]

@@ -76,7 +76,7 @@ async def train(options: argparse.Namespace) -> None:
                 advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 0.05)
                 scored = logprobs(model, rollouts)
                 behaviour = [torch.from_numpy(r.logprobs.copy()) for r in rollouts]
-                ratios = [(mine - theirs).exp() for mine, theirs in zip(scored, behaviour, strict=True)]
+                ratios = [(trained - served).exp() for trained, served in zip(scored, behaviour, strict=True)]
                 parts = [ratio * a for ratio, a in zip(ratios, advantages.view(-1), strict=True)]
                 loss = -torch.cat(parts).mean()
                 optimizer.zero_grad()

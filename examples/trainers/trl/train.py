@@ -30,7 +30,7 @@ LETTERS = 8
 def share_in_place(completions: list[Any], word: list[str], **_: Any) -> list[float]:
     """The reward: the share of the answer's letters that are in their place."""
     answers = [completion[0]["content"] for completion in completions]
-    right = [each[::-1] for each in word]
+    right = [item[::-1] for item in word]
     return [
         sum(a == b for a, b in zip(answer, goal, strict=False)) / max(len(answer), len(goal))
         for answer, goal in zip(answers, right, strict=True)

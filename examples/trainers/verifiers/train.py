@@ -96,7 +96,7 @@ async def train(options: argparse.Namespace) -> None:
                 branches = [trace.branches[-1] for trace in traces]
                 behaviour = [torch.tensor(b.logprobs)[torch.tensor(b.sampled_mask)] for b in branches]
                 scored = logprobs(model, branches)
-                ratios = [(mine - theirs).exp() for mine, theirs in zip(scored, behaviour, strict=True)]
+                ratios = [(trained - served).exp() for trained, served in zip(scored, behaviour, strict=True)]
                 parts = [ratio * a for ratio, a in zip(ratios, advantages.view(-1), strict=True)]
                 loss = -torch.cat(parts).mean()
                 optimizer.zero_grad()
