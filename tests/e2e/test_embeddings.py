@@ -16,12 +16,12 @@ import openai
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from tests.e2e.server import Server
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM
-from tokserve.errors import RequestError, StartError
+from tokserve.errors import RequestError
 
 PROMPTS = [list(range(start, start + length)) for start, length in ((5, 70), (90, 33), (5, 64), (150, 1))]
 OPTIONS: dict[str, Any] = {"tokens_only": True, "max_model_len": 128, "runner": "pooling", "cpu_threads": 1}
@@ -102,27 +102,6 @@ def test_the_openai_client_and_all_encodings(server: Server) -> None:
     assert cut["data"][0]["embedding"] == floats.data[2].embedding and cut["usage"]["prompt_tokens"] == 64
 
 
-@pytest.mark.parametrize(("family", "kind"), [("qwen3", "Qwen3Model"), ("gemma3_text", "Gemma3TextModel"),
-                                              ("phi3", "Phi3Model")])  # fmt: skip
-def test_a_checkpoint_without_a_head(tmp_path: Path, family: str, kind: str) -> None:
-    """As transformers' AutoModel saves it: the architecture has no head, names have no prefix.  Released embedding
-    models may have such tensors and the architecture of the model that generates."""
-    config = tiny_config(family, dtype="float32", tie_word_embeddings=False)
-    model = AutoModel.from_pretrained(write_checkpoint(tmp_path / "whole", config, seed=1), dtype=torch.float32)
-    model.save_pretrained(tmp_path / "base")
-    assert json.loads((tmp_path / "base" / "config.json").read_text())["architectures"] == [kind]
-    with torch.inference_mode():
-        want = [model(torch.tensor([ids])).last_hidden_state[0, -1].numpy() for ids in PROMPTS]
-    options = {name: value for name, value in OPTIONS.items() if name != "runner"}
-    with LLM(str(tmp_path / "base"), **options) as llm:
-        assert np.allclose(vectors(llm, PROMPTS, normalize=False), want, atol=1e-4)
-    (tmp_path / "base" / "config.json").write_text((tmp_path / "whole" / "config.json").read_text())
-    with LLM(str(tmp_path / "base"), **OPTIONS) as llm:
-        assert np.allclose(vectors(llm, PROMPTS, normalize=False), want, atol=1e-4)
-    with pytest.raises(StartError, match=r"1 missing: lm_head\.weight"):
-        LLM(str(tmp_path / "base"), **OPTIONS | {"runner": "generate"})
-
-
 BAD: list[tuple[dict[str, Any], str, int]] = [
     ({}, "input", 400), ({"input": []}, "input", 400), ({"input": [[]]}, "input[0]", 400),
     ({"input": [5, "x"]}, "input[1]", 400), ({"input": [[5], 5]}, "input[1]", 400), ({"input": 5}, "input", 400),
@@ -148,24 +127,7 @@ def test_a_model_either_generates_or_makes_embeddings(server: Server, demo: Serv
     assert refused.status_code == 400 and "--runner pooling" in refused.text
 
 
-def test_modules_of_sentence_transformers_choose_the_pooling(checkpoint: Path, tmp_path: Path) -> None:
-    for path in checkpoint.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    kinds = [("", "Transformer"), ("1_Pooling", "Pooling")]
-    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds]
-    (tmp_path / "modules.json").write_text(json.dumps(modules))
-    (tmp_path / "1_Pooling").mkdir()
-    pooling = tmp_path / "1_Pooling" / "config.json"
-    pooling.write_text(json.dumps({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}))
-    with LLM(str(tmp_path), **OPTIONS | {"runner": "auto"}) as llm:
-        (vector,) = vectors(llm, PROMPTS[1:2])
-    assert np.allclose(vector, states(checkpoint, PROMPTS[1]).mean(0), atol=1e-4), "there is no module Normalize"
-    pooling.write_text(json.dumps({"pooling_mode_max_tokens": True}))
-    with pytest.raises(StartError, match="max_tokens"):
-        LLM(str(tmp_path), **OPTIONS | {"runner": "auto"})
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def slow(checkpoint: Path) -> Iterator[Server]:
     """A server that computes one prompt at a time, a part of it in each step."""
     flags = ("--max-num-seqs", "1", "--max-num-batched-tokens", "16")
@@ -200,3 +162,4 @@ def test_what_a_pause_aborts_may_be_sent_again(slow: Server) -> None:
         assert slow.post("/pause?mode=abort", {}).status_code == 200
         assert answer.result().status_code == 503 and answer.result().headers["retry-after"] == "1"
         assert "(abort_pause)" in answer.result().json()["error"]["message"]
+    assert slow.post("/resume", {}).status_code == 200

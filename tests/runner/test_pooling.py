@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModel
 
 from tests.runner.drive import Driver, Job, on_either_device, plan_of
 from tests.runner.test_runner import outcomes, prompt
+from tests.tiny_models import tiny_config, write_checkpoint
+from tokserve.client.pooling import VectorRules, pooler_of
+from tokserve.config import Config
+from tokserve.errors import StartError
 from tokserve.params import PoolingParams, SamplingParams
 from tokserve.plan import NOT_FINITE, OK, DeviceFacts, NewRow, StepResult
+from tokserve.resolve import resolve
 from tokserve.runner.runner import Runner
+from tokserve.runner.startup import load
 
 LENGTH = 37
 
@@ -104,3 +113,49 @@ def test_a_vector_that_is_not_finite_is_flagged(
     monkeypatch.setattr(runner.backend, "prompt_graphs", None, raising=False)
     (result,) = pooled(runner, PoolingParams("last"), [LENGTH])
     assert result.status.tolist() == [NOT_FINITE]
+
+
+@pytest.mark.parametrize(("family", "kind"), [("qwen3", "Qwen3Model"), ("gemma3_text", "Gemma3TextModel"),
+                                              ("phi3", "Phi3Model")])  # fmt: skip
+def test_a_checkpoint_without_a_head(tmp_path: Path, family: str, kind: str) -> None:
+    """As transformers' AutoModel saves it: the architecture has no head, names have no prefix.  Released embedding
+    models may have such tensors and the architecture of the model that generates."""
+    config = tiny_config(family, dtype="float32", tie_word_embeddings=False)
+    model = AutoModel.from_pretrained(write_checkpoint(tmp_path / "whole", config, seed=1), dtype=torch.float32)
+    base = tmp_path / "base"
+    model.save_pretrained(base)
+    assert json.loads((base / "config.json").read_text())["architectures"] == [kind]
+    with torch.inference_mode():
+        want = model(torch.tensor([prompt(LENGTH, 1)])).last_hidden_state[0, -1].numpy()
+
+    def runner(**options: Any) -> Runner:
+        common = {"model": str(base), "device": "cpu", "cpu_threads": 1, "max_model_len": 128, "max_num_seqs": 24}
+        return load(resolve(Config.make(**common, **options)))[0]
+
+    def vector(runner: Runner) -> Any:
+        return pooled(runner, PoolingParams("last", normalize=False), [LENGTH])[0].pooled[0]
+
+    assert np.allclose(vector(runner()), want, atol=1e-4), "the architecture says that it pools"
+    (base / "config.json").write_text((tmp_path / "whole" / "config.json").read_text())
+    assert np.allclose(vector(runner(runner="pooling")), want, atol=1e-4)
+    with pytest.raises(StartError, match=r"1 missing: lm_head\.weight"):
+        runner(runner="generate")
+
+
+def test_modules_of_sentence_transformers_choose_the_pooling(tmp_path: Path) -> None:
+    kinds = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds]
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3")))
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+
+    def rules(**config: bool) -> Any:
+        (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(config))
+        resolved = resolve(Config.make(model=str(tmp_path), tokens_only=True, load_format="dummy"))
+        assert resolved.model.runner == "pooling"
+        return pooler_of(resolved.model)
+
+    chosen = rules(pooling_mode_mean_tokens=True, pooling_mode_cls_token=False)
+    assert chosen == VectorRules("mean", normalize=False), "there is no module Normalize"
+    with pytest.raises(StartError, match="max_tokens"):
+        rules(pooling_mode_max_tokens=True)
