@@ -41,6 +41,7 @@ SLOWER = 5.0  # times the quiet p99
 MORE_MEMORY = 150 * MIB
 PATIENCE = 300.0  # seconds for the attacks in flight to end
 SETTLING = 60.0  # seconds for the memory to come back
+HISTORY = 64 * MIB  # of earlier outputs, by default (--speculative-history-bytes)
 STALL = "0.25"  # seconds from which a stall of the event loop counts
 GAUGES = ("running", "waiting", "stalled")
 Sizes = dict[str, int]  # bytes of the server, the engine and all processes, and of what is kept of grammars
@@ -286,12 +287,17 @@ class Soak:
 
 
 def warm_up(server: Server, seed: int) -> None:
-    """Fill the caches, whose size is an option: the KV cache, whose pages count when they are used first, and that of
-    grammars."""
+    """Fill the caches, whose size is an option: the KV cache, whose pages count when they are used first, that of
+    grammars, and that of earlier outputs for drafts."""
     rng = random.Random(seed)
     tokens = int(re.search(r'kv_cache_size_tokens="(\d+)"', server.get("/metrics").text)[1])  # type: ignore[index]
     for _ in range(tokens // 2000 + 2):
         server.generate([rng.randrange(3, 250) for _ in range(2000)], max_tokens=1)
+    ids = [rng.randrange(3, 250) for _ in range(40_000)]
+    for number in range(HISTORY // (20 * 8 * 20_000) + 1):  # 20 bytes a token
+        outputs = [ids[8 * number + i : 8 * number + i + 20_000] for i in range(8)]
+        body = {"draft_group": f"warm {number}", "token_ids": outputs}
+        server.post("/add_draft_corpus", body).raise_for_status()
     size = 0.0
     while (larger := server.metric("tokserve:grammar_cache_bytes")) > size or not size:
         size = larger
