@@ -25,6 +25,7 @@ REASONS = {
     "LocalEntryNotFoundError": "the hub cannot be reached, and the cache does not hold it",
     "OfflineModeIsEnabled": "the hub is switched off, and the cache does not hold it",
 }
+OLDER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tiktoken.model")
 NESTED = {  # architectures that read images; the attributes of the text model are in an object of their own
     "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "Gemma3ForConditionalGeneration",
@@ -63,7 +64,15 @@ def given_name(model: str) -> str:
 
 def without_tokenizer(directory: Path) -> str:
     """Why there is no tokenizer in a directory: it was made of a GGUF file that has none, or holds no file of one."""
-    return gguf_config.without_tokenizer(directory) or f"{directory} holds no tokenizer.json"
+    if reason := gguf_config.without_tokenizer(directory):
+        return reason
+    older = next((name for name in OLDER_TOKENIZERS if (directory / name).is_file()), None)
+    if older is None:
+        return f"{directory} holds no tokenizer.json"
+    return (
+        f"{directory} holds no tokenizer.json (only {older}: transformers' AutoTokenizer reads that, and its "
+        "save_pretrained writes the file)"
+    )
 
 
 def _download(model: str, patterns: list[str], what: str) -> Path:

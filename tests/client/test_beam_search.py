@@ -119,6 +119,14 @@ def test_what_is_wrong_is_named(llm: LLM, prompt: list[int], params: dict[str, A
     assert field is None or caught.value.field == field
 
 
+def test_without_alternatives_there_are_no_beams(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=2)
+    with pytest.raises(RequestError, match=r"beam_width cannot be honoured: .* needs 3 .*, and there are 0"):
+        params.validate(llm._llm.ready, 0)
+    with pytest.raises(RequestError, match=r"beam_width must be at most 1: .* needs 3 .*, and there are 2"):
+        params.validate(llm._llm.ready, 2)
+
+
 ABORTS: list[Callable[[AsyncLLM], Awaitable[dict[str, str]]]] = [
     lambda llm: llm.abort("cmpl-beams"), lambda llm: llm.abort_group("g"), lambda llm: llm.abort_all(),
     lambda llm: llm.abort_own(),

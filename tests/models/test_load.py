@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,22 @@ def test_no_weights_and_pickles_only_are_refused(tmp_path: Path) -> None:
     message = refusal(tmp_path)
     assert "pytorch_model.bin" in message
     assert "convert it to safetensors" in message
+
+
+def test_files_without_an_index(tmp_path: Path) -> None:
+    whole = write_checkpoint(tmp_path / "whole", UNTIED)
+    parts = write_checkpoint(tmp_path / "parts", UNTIED, shards=3)
+    (parts / weights.INDEX).unlink()
+    shutil.copy(whole / weights.SINGLE, parts / "consolidated.safetensors")
+    shutil.copy(whole / weights.SINGLE, parts / "adapter_model.safetensors")
+    assert {name: entry.shape for name, entry in weights.catalogue(parts).items()} == {
+        name: entry.shape for name, entry in weights.catalogue(whole).items()
+    }
+    shutil.copy(whole / weights.SINGLE, parts / "other.safetensors")
+    with pytest.raises(
+        StartError, match=r"holds no model.safetensors.index.json, and several files have lm_head\.weight"
+    ):
+        weights.catalogue(parts)
 
 
 def test_index_faults_are_refused_by_name(tmp_path: Path) -> None:

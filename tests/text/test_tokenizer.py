@@ -108,6 +108,11 @@ def test_templates_come_from_files_before_the_config(tmp_path: Path) -> None:
 def test_no_tokenizer_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="--tokens-only"):
         Tokenizer.load(tmp_path)
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(
+        StartError, match=r"holds no tokenizer.json \(only vocab.json: transformers' AutoTokenizer reads"
+    ):
+        Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(StartError, match="cannot be read"):
         Tokenizer.load(tmp_path)

@@ -60,10 +60,12 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
         most = ready.vocab_size if max_logprobs == -1 else min(max_logprobs, ready.vocab_size)
         needed = self.alternatives(ready)
         if needed > most:
+            limit = most - needed + self.beam_width
+            rule = f"must be at most {limit}" if limit > 0 else "cannot be honoured"
             raise invalid(
-                "beam_width", f"must be at most {most - needed + self.beam_width}: beam search needs {needed} "
-                f"alternatives of each token, and there are {most} (--max-logprobs)",
-            )  # fmt: skip
+                "beam_width",
+                f"{rule}: beam search needs {needed} alternatives of each token, and there are {most} (--max-logprobs)",
+            )
         if self.beam_width > choices:
             raise invalid("beam_width", f"must be at most {choices}, as many as tokens to choose from")
 

@@ -148,6 +148,7 @@ OPTIONS: dict[str, ForeignOption] = (
     | REFUSED
 )
 SYNONYMS: dict[str, dict[str, str]] = {  # of values
+    "distributed_executor_backend": {"uni": "mp"},
     "dtype": {"half": "float16", "float": "float32"},
     "generation_config": {"vllm": "none"},
     "model_impl": {"vllm": "tokserve"},

@@ -30,6 +30,7 @@ from tokserve.models.gguf_weights import Source
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+OTHERS = ("consolidated", "adapter")  # beginnings of the names of files that hold the weights again, or others
 IGNORED = "rotary_emb.inv_freq"  # older checkpoints store what the rope table holds
 LISTED = 10
 MAX_NAMED = 100  # tensors that are not finite
@@ -73,7 +74,7 @@ def catalogue(directory: Path, may_read: Callable[[Sequence[str]], object] = len
         return headers(directory / SINGLE)
     index = checkpoint.read_json(directory, INDEX)
     if index is None:
-        raise StartError(f"{directory} holds no {SINGLE} and no {INDEX}{pickled(directory)}")
+        return _without_index(directory, may_read)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise StartError(f"{INDEX} has no weight_map of names to files")
@@ -88,6 +89,21 @@ def catalogue(directory: Path, may_read: Callable[[Sequence[str]], object] = len
     lost = [name for name, file in weight_map.items() if name not in entries or entries[name].file.name != file]
     if lost:
         raise StartError(f"{INDEX} names {len(lost)} tensors that are not in their file: {_listed(lost)}")
+    return entries
+
+
+def _without_index(directory: Path, may_read: Callable[[Sequence[str]], object]) -> dict[str, Entry]:
+    """The tensors of all files of a checkpoint that says nothing of where they are."""
+    files = sorted(path.name for path in directory.glob("*.safetensors") if not path.name.startswith(OTHERS))
+    if not files:
+        raise StartError(f"{directory} holds no {SINGLE} and no {INDEX}{pickled(directory)}")
+    may_read(files)
+    entries: dict[str, Entry] = {}
+    for name in files:
+        held = headers(directory / name)
+        if twice := entries.keys() & held:
+            raise StartError(f"{directory} holds no {INDEX}, and several files have {_listed(sorted(twice))}")
+        entries |= held
     return entries
 
 
