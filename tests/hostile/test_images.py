@@ -22,6 +22,7 @@ import pytest
 from PIL import Image
 
 from tests.e2e.server import Server
+from tests.hostile.attack import PATIENT
 from tests.models.pictures import data_url, png, write_served
 
 GENERATE, CHAT = "/inference/v1/generate", "/v1/chat/completions"
@@ -133,7 +134,7 @@ def attack(server: Server, bodies: Iterator[dict[str, Any]], fields: tuple[str, 
     """How many were refused, and how many answered."""
 
     def one(body: dict[str, Any]) -> int:
-        answer = httpx.post(server.url + GENERATE, json=body, timeout=60)
+        answer = httpx.post(server.url + GENERATE, json=body, timeout=PATIENT)
         assert answer.status_code in (200, 400, 422, 503), answer.text[:500]
         if answer.status_code != 200:
             error = answer.json()["error"]
