@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -260,37 +262,67 @@ def ours(directory: Path, dtype: str = "float32", **options: Any) -> Decoder:
     return load(directory, hf, dtype=dtype, **options)
 
 
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, PreTrainedModel]]:
+    """A case's checkpoint in `ours`, as transformers saves it in `theirs`, and transformers' model."""
+
+    @cache
+    def made(name: str) -> tuple[Path, PreTrainedModel]:
+        family, changes = CASES[name]
+        directory = tmp_path_factory.mktemp(name)
+        model = oracle(write_checkpoint(directory / "ours", tiny_config(family, **changes)))
+        model.save_pretrained(directory / "theirs")
+        return directory, model
+
+    return made
+
+
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.usefixtures("kernels")
-def test_float32_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+def test_float32_logits_equal_transformers(name: str, theirs: Callable[[str], tuple[Path, PreTrainedModel]]) -> None:
+    directory, model = theirs(name)
     family, changes = CASES[name]
     hf = tiny_config(family, **changes)
-    model = oracle(write_checkpoint(tmp_path / "ours", hf))
     ids = random_ids(LENGTH, hf["vocab_size"])
     expected = oracle_logits(model, ids)
     assert expected.std() > 1.5  # sharp enough for a difference to show
-    found = prefill(ours(tmp_path / "ours"), ids)
+    found = prefill(ours(directory / "ours"), ids)
     assert (found - expected).abs().max() < allowed(hf)
-    model.save_pretrained(tmp_path / "theirs")
-    assert torch.equal(prefill(ours(tmp_path / "theirs"), ids), found)
+    assert torch.equal(prefill(ours(directory / "theirs"), ids), found)
+
+
+@pytest.fixture(scope="module")
+def greedy(theirs: Callable[[str], tuple[Path, PreTrainedModel]]) -> Callable[[str], tuple[list[int], list[int]]]:
+    """A prompt, and the tokens that transformers' model of a case says next, none of them by little."""
+
+    @cache
+    def made(name: str) -> tuple[list[int], list[int]]:
+        _, model = theirs(name)
+        family, changes = CASES[name]
+        hf = tiny_config(family, **changes)
+        prompt = random_ids(11, hf["vocab_size"], seed=3)
+        with torch.no_grad():
+            said = model.generate(
+                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=64, do_sample=False
+            )[0, len(prompt) :].tolist()
+        first, second = oracle_logits(model, prompt + said)[len(prompt) - 1 : -1].topk(2).values.unbind(-1)
+        assert (first - second).min() > 2 * allowed(hf)  # so no rounding within the tolerance chooses another token
+        return prompt, said
+
+    return made
 
 
 @pytest.mark.parametrize(
     "name", [*GREEDY, *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(set(NEW) & CASES.keys()))]
 )
 @pytest.mark.usefixtures("kernels")
-def test_greedy_decoding_equals_transformers(name: str, tmp_path: Path) -> None:
-    family, changes = CASES[name]
-    hf = tiny_config(family, **changes)
-    model = oracle(write_checkpoint(tmp_path, hf))
-    prompt = random_ids(11, hf["vocab_size"], seed=3)
-    with torch.no_grad():
-        expected = model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=64, do_sample=False
-        )[0, len(prompt) :].tolist()
-    first, second = oracle_logits(model, prompt + expected)[len(prompt) - 1 : -1].topk(2).values.unbind(-1)
-    assert (first - second).min() > 2 * allowed(hf)  # so no rounding within the tolerance chooses another token
-    driver = Driver(ours(tmp_path))
+def test_greedy_decoding_equals_transformers(
+    name: str,
+    theirs: Callable[[str], tuple[Path, PreTrainedModel]],
+    greedy: Callable[[str], tuple[list[int], list[int]]],
+) -> None:
+    prompt, expected = greedy(name)
+    driver = Driver(ours(theirs(name)[0] / "ours"))
     found: list[int] = []
     pending = prompt
     while len(found) < 64:
@@ -340,20 +372,35 @@ def sharp_checkpoint(directory: Path, family: str) -> Path:
     return write_checkpoint(directory, tiny_config(family, dtype="bfloat16", **sizes), seed=1)
 
 
+class Sharp(NamedTuple):
+    """A checkpoint, texts, and transformers' log-probabilities of these in float32 and in bfloat16."""
+
+    directory: Path
+    texts: list[list[int]]
+    exact: Tensor
+    rounded: Tensor
+
+
+@pytest.fixture(scope="module")
+def sharp(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Sharp]:
+    @cache
+    def made(family: str) -> Sharp:
+        directory = sharp_checkpoint(tmp_path_factory.mktemp(family), family)
+        texts = [random_ids(256, 2048, seed) for seed in range(4)]
+        models = oracle(directory), oracle(directory, torch.bfloat16)
+        exact, rounded = (torch.cat([oracle_logits(m, ids).log_softmax(-1) for ids in texts]) for m in models)
+        return Sharp(directory, texts, exact, rounded)
+
+    return made
+
+
 @pytest.mark.parametrize(
     "family", ["llama", "qwen2", "qwen3", "gemma3_text", pytest.param("deepseek_v3", marks=pytest.mark.slow)]
 )
 @pytest.mark.usefixtures("kernels")
-def test_bfloat16_is_as_near_to_float32_as_transformers(family: str, tmp_path: Path) -> None:
-    directory = sharp_checkpoint(tmp_path, family)
-    texts = [random_ids(256, 2048, seed) for seed in range(4)]
-    exact_model, rounded_model, decoder = (
-        oracle(directory),
-        oracle(directory, torch.bfloat16),
-        ours(directory, "bfloat16"),
-    )
-    exact = torch.cat([oracle_logits(exact_model, ids).log_softmax(-1) for ids in texts])
-    theirs = torch.cat([oracle_logits(rounded_model, ids).log_softmax(-1) for ids in texts]) - exact
+def test_bfloat16_is_as_near_to_float32_as_transformers(family: str, sharp: Callable[[str], Sharp]) -> None:
+    directory, texts, exact, rounded = sharp(family)
+    decoder, theirs = ours(directory, "bfloat16"), rounded - exact
     own = torch.cat([prefill(decoder, ids).log_softmax(-1) for ids in texts]) - exact
     assert own.abs().mean() <= 1.2 * theirs.abs().mean()
     assert own.abs().max() <= 1.2 * theirs.abs().max()
