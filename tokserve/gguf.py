@@ -75,8 +75,8 @@ def read_headers(path: Path) -> GgufHeader:
         raise StartError(f"{path.name} says that it is one of {count} files; name a file -00001-of-{count:0>5}.gguf")
     tensors = dict(first.tensors)
     for header in rest:
-        if twice := tensors.keys() & header.tensors.keys():
-            raise StartError(f"{header.files[0].name} holds {min(twice)}, which an earlier shard holds, too")
+        if duplicates := tensors.keys() & header.tensors.keys():
+            raise StartError(f"{header.files[0].name} holds {min(duplicates)}, which an earlier shard holds, too")
         tensors |= header.tensors
     return GgufHeader(files, first.metadata, tensors)
 
@@ -149,8 +149,8 @@ class _Reader:
         self._at = 4
         version = self._take("I")
         if version not in VERSIONS:
-            big = version in (v << 24 for v in (1, *VERSIONS))
-            raise self._error("it is big-endian" if big else f"its version is {version}; 2 and 3 are read")
+            is_big_endian = version in (v << 24 for v in (1, *VERSIONS))
+            raise self._error("it is big-endian" if is_big_endian else f"its version is {version}; 2 and 3 are read")
         tensors = self._count(SMALLEST_TENSOR, "tensors")
         pairs = self._count(SMALLEST_PAIR, "entries of metadata")
         metadata: dict[str, Any] = {}

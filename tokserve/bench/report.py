@@ -122,8 +122,8 @@ def result(
     """The result of a run under vLLM's names."""
     served = [o for o in outcomes if o.error is None]
     row = totals(outcomes, duration)
-    good = sum(meets_goodput(o, limits) for o in served)
-    row["request_goodput"] = good / max(duration, 1e-9) if limits else None
+    num_good = sum(meets_goodput(o, limits) for o in served)
+    row["request_goodput"] = num_good / max(duration, 1e-9) if limits else None
     row |= spread("ttft", (o.ttft for o in served if o.ttft is not None), percentiles)
     row |= spread("tpot", (o.tpot for o in served if o.tpot is not None), percentiles)
     row |= spread("itl", (gap for o in served for gap in o.itl), percentiles)

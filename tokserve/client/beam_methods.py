@@ -54,15 +54,15 @@ async def search(
     )
     outputs: list[BeamSearchOutput] = []
     for first in range(0, len(prompts), concurrency):
-        some = [token_prompt(prompt.ids, llm.ready.vocab_size) for prompt in prompts[first : first + concurrency]]
-        for prompt in some:  # checked once, as it is
+        batch = [token_prompt(prompt.ids, llm.ready.vocab_size) for prompt in prompts[first : first + concurrency]]
+        for prompt in batch:  # checked once, as it is
             llm.prepare(GenerateRequest(request_id="prompt", prompt=prompt, task=SamplingParams(max_tokens=1)))
         request = GenerateRequest(
-            request_id=secrets.token_hex(16), prompt=some[0], task=SamplingParams(), options=options
+            request_id=secrets.token_hex(16), prompt=batch[0], task=SamplingParams(), options=options
         )  # fmt: skip
-        run = BeamRun(llm, request, some, params)
+        run = BeamRun(llm, request, batch, params)
         await run.run(lambda: None, progress)
-        outputs += [_output(run, index, some[index], tokenizer) for index in range(len(some))]
+        outputs += [_output(run, index, batch[index], tokenizer) for index in range(len(batch))]
     return outputs
 
 

@@ -98,14 +98,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if values.get("rl"):
             values = values | {name: value for name, value in RL_DEFAULTS.items() if values.get(name) is None}
         groups: dict[str, dict[str, Any]] = {}
-        homes = {name: group for group, name, _ in fields()}
+        group_of = {name: group for group, name, _ in fields()}
         for name, value in values.items():
-            if name not in homes:
-                raise StartError(f"unknown option {name!r}{_nearest(name, homes)}")
+            if name not in group_of:
+                raise StartError(f"unknown option {name!r}{_nearest(name, group_of)}")
             if name == "model" and value is None:  # an unset variable must not select the demo model
                 raise StartError("option model: must be str, got None")
             if value is not None:
-                groups.setdefault(homes[name], {})[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
+                plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+                groups.setdefault(group_of[name], {})[name] = plain
         try:
             return msgspec.convert(groups, cls)
         except msgspec.ValidationError as error:

@@ -159,12 +159,12 @@ def choose_displaced(
     """Which running request gives up its slot and blocks to a waiting one: an idle one, else one of the client with the
     most slots, if it has at least two more.  `slots`: by client."""
     level = policy(waiting)[0]
-    heavy = max(slots, key=lambda share: slots[share], default="")
-    owed = slots.get(heavy, 0) > slots.get(waiting.share, 0) + 1
+    largest_share = max(slots, key=lambda share: slots[share], default="")
+    owed = slots.get(largest_share, 0) > slots.get(waiting.share, 0) + 1
     last: Request | None = None
     for request in reversed(running):
         if is_idle(request):
             return request
-        if last is None and owed and request.share == heavy and policy(request)[0] >= level:
+        if last is None and owed and request.share == largest_share and policy(request)[0] >= level:
             last = request
     return last

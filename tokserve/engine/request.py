@@ -335,9 +335,9 @@ def _prompt(packed: bytes, limits: Limits, new_tokens: int) -> array[int]:
         unknown = low if low < 0 else high
         raise RequestError(f"token id {unknown} of the prompt is not in the vocabulary of {limits.vocab_size}")
     if len(ids) + new_tokens > limits.context:
-        need = "and one new token do not fit" if new_tokens else "does not fit"
+        problem = "and one new token do not fit" if new_tokens else "does not fit"
         raise RequestError(
-            f"the prompt of {len(ids)} tokens {need}: prompt and output together can have at "
+            f"the prompt of {len(ids)} tokens {problem}: prompt and output together can have at "
             f"most {limits.context} tokens (the context of the model, or the whole KV cache if that is smaller)"
         )
     return array("i", packed)

@@ -151,8 +151,8 @@ class Scheduler:
         if not self._limits.active:
             return None
         slots = 0 if self._short else len(self._free_slots)
-        soon = [request.prompt_len for request in islice(self._waiting, slots) if request.admitted is None]
-        return self._limits.excess(lengths, [*soon, *lengths][:slots], now)
+        next_lengths = [request.prompt_len for request in islice(self._waiting, slots) if request.admitted is None]
+        return self._limits.excess(lengths, [*next_lengths, *lengths][:slots], now)
 
     def drop(self, request: Request) -> None:
         """A request that has a `finish` stops here; slot and blocks follow when no step in flight mentions it."""

@@ -71,13 +71,13 @@ class Tunnel:
             poller.register(self._check.requests, zmq.POLLIN)
         self._inner.setblocking(False)
         try:
-            going = True
-            while going:
+            is_open = True
+            while is_open:
                 # nothing is taken from the other end until this one has taken what came before
                 poller.register(self._inner, zmq.POLLIN | (zmq.POLLOUT if self._arrived else 0))
                 for other in filter(None, (self._pipe, self._monitor)):
                     poller.register(other, 0 if self._arrived else zmq.POLLIN)
-                going = self._take_turn(dict(poller.poll()))
+                is_open = self._take_turn(dict(poller.poll()))
         except (OSError, zmq.ZMQError):  # one of the ends is gone
             pass
         finally:

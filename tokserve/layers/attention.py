@@ -183,13 +183,13 @@ class BidirectionalWindow(Attention):
         at_end = np.minimum(counts, self.ahead)
         later = np.arange(len(q)) - np.repeat(starts[1:] - at_end, counts) >= 0  # [n]
         mixed = torch.empty(q.shape, dtype=q.dtype)
-        for is_end, some, window in ((False, counts - at_end, 2 * self.ahead + 1), (True, at_end, self.ahead + 1)):
+        for is_end, sizes, window in ((False, counts - at_end, 2 * self.ahead + 1), (True, at_end, self.ahead + 1)):
             (chosen,) = np.nonzero(later == is_end)
             if not len(chosen):
                 continue
-            kept = np.flatnonzero(some)
+            kept = np.flatnonzero(sizes)
             query_start = np.zeros(len(kept) + 1, np.int32)
-            np.add.accumulate(some[kept], out=query_start[1:])
+            np.add.accumulate(sizes[kept], out=query_start[1:])
             index = torch.from_numpy(chosen)
             part = ops.paged_attention(
                 q.index_select(0, index), keys, values, rows.block_tables.index_select(0, torch.from_numpy(kept)),

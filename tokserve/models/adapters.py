@@ -127,18 +127,18 @@ def _catalogue(directory: Path) -> dict[str, Entry]:
 def _paired(entries: Mapping[str, Entry], renames: tuple[tuple[str, str], ...]) -> dict[str, dict[str, Entry]]:
     """Module -> its A and B."""
     tensors: dict[str, dict[str, Entry]] = {}
-    strange, twice = [], []
+    unknown, duplicates = [], []
     for name, entry in entries.items():
         match = NAME.fullmatch(name)
         if match is None:
-            strange.append(name)
+            unknown.append(name)
             continue
         module = weights.model_name(match["module"], renames) or match["module"]
         if match["part"] in tensors.setdefault(module, {}):
-            twice.append(name)
+            duplicates.append(name)
         tensors[module][match["part"]] = entry
     single = [f"{module}.lora_{part}" for module, parts in tensors.items() for part in {"A", "B"} - parts.keys()]
-    problems = (("no weight of a linear layer's adapter", strange), ("twice", twice), ("missing", sorted(single)))
+    problems = (("no weight of a linear layer's adapter", unknown), ("twice", duplicates), ("missing", sorted(single)))
     listed = [weights.counted(kind, names) for kind, names in problems if names]
     if not entries:
         listed = ["there are none"]

@@ -59,7 +59,7 @@ class Staging:
         """
         entries: dict[str, Entry] = {}
         seen: set[str | Part] = set()
-        twice = []
+        duplicates = []
         for name, shape, dtype in tensors:
             entry = Entry(Path(), name, shape, dtype)
             target, part = self._part(name, entry, whole=whole)
@@ -69,7 +69,7 @@ class Staging:
             if target in self._covered_by:
                 same.add(self._covered_by[target])
             if not seen.isdisjoint(same) or not self._received.isdisjoint(same):
-                twice.append(name)
+                duplicates.append(name)
             seen |= {target, part}
             if target in self._cache_scale_names:
                 continue
@@ -80,8 +80,8 @@ class Staging:
             ):
                 entries[target] = replace(entry, dtype=torch.float32)  # its dtype is right for its role
         problems = weights.mismatches(entries, self._known, complete=False)
-        if twice:
-            problems.append(weights.counted("sent twice", twice))
+        if duplicates:
+            problems.append(weights.counted("sent twice", duplicates))
         problems += sorted({why for entry in entries.values() if (why := self._format.refusal(entry))})
         if problems:
             raise RequestError(f"the tensors of the update do not fit the model: {'; '.join(problems)}")

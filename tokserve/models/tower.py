@@ -58,17 +58,17 @@ class Tower:
         if self.positions is not None:
             x = x + self.positions.resampled(order // width, order % width, height, width)
         everything = Runs([len(order)])
-        windows, back = everything, None
+        windows, inverse = everything, None
         if self.spec.window:
             index, sizes = window_order(height // merge, width // merge, self.spec.window)
             windows = Runs([size * merge**2 for size in sizes])
             by_patch = (index[:, None] * merge**2 + torch.arange(merge**2)).view(-1)
-            x, order, back = x.index_select(0, by_patch), order.index_select(0, by_patch), index.argsort()
+            x, order, inverse = x.index_select(0, by_patch), order.index_select(0, by_patch), index.argsort()
         dim = self.spec.hidden // self.spec.heads
         turned = angles(self.spec.theta, dim, order // width, order % width)
         attention = RunAttention(self.spec.heads, dim, x.dtype, turned, everything, windows)
         merged = self._layers(x, attention, everything, windows)
-        return torch.stack([one if back is None else one.index_select(0, back) for one in merged])
+        return torch.stack([one if inverse is None else one.index_select(0, inverse) for one in merged])
 
     def _layers(self, x: Tensor, attention: RunAttention, everything: Runs, windows: Runs) -> list[Tensor]:
         """The mergers' results for rows [n, hidden]: the last first, then the taps'."""

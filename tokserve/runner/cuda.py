@@ -204,13 +204,13 @@ class CudaBackend:
     def _compile_row_counts(self, model: Decoder) -> None:
         """Steps of padding rows, of tokens and of prompts, for each power of two from 16 on: kernels are compiled for
         these, and no request is to wait for that."""
-        home = self.device.torch_device
+        device = self.device.torch_device
         for size in (1 << bits for bits in range(4, self._max_rows.bit_length() + 1)):
             rows = min(size, self._max_rows)
             for tokens in (rows, rows + 1):
                 batch = self.slots.empty_batch(rows, self.kv, tokens=tokens)
-                columns = torch.zeros(rows, dtype=torch.int32, device=home)
-                saves = torch.zeros(0, 3, dtype=torch.int32, device=home)
+                columns = torch.zeros(rows, dtype=torch.int32, device=device)
+                saves = torch.zeros(0, 3, dtype=torch.int32, device=device)
                 batch.states = StateRows(columns.long() - 1, columns, columns, saves)
                 model.forward(batch)
 
@@ -237,12 +237,13 @@ class CudaBackend:
 
 def _batch_in_one_page(tokens: int, rows: int, width: int, kv: Pages) -> ForwardBatch:
     """A batch for measuring memory: a token a row, the last row has the rest, all keys in page 0, one row a state."""
-    home = kv[0][0].device
-    zeros, query_start = torch.zeros(tokens, dtype=torch.int64, device=home), torch.arange(rows + 1, device=home).int()
+    device = kv[0][0].device
+    zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
+    query_start = torch.arange(rows + 1, device=device).int()
     query_start[-1] = tokens
-    tables = torch.zeros(rows, width, dtype=torch.int32, device=home)
+    tables = torch.zeros(rows, width, dtype=torch.int32, device=device)
     lengths = query_start.diff()
-    with_state = torch.arange(rows, device=home) - rows + 1  # that of the last row is number 0, the others have none
-    saves = torch.zeros(0, 3, dtype=torch.int32, device=home)
+    with_state = torch.arange(rows, device=device) - rows + 1  # that of the last row is number 0, the others have none
+    saves = torch.zeros(0, 3, dtype=torch.int32, device=device)
     states = StateRows(with_state, torch.zeros_like(lengths), lengths, saves)
     return ForwardBatch(zeros, zeros, query_start, lengths, tables, zeros, kv, states=states)

@@ -61,9 +61,11 @@ class DeviceSlots(Slots):
         super().__init__(max_num_seqs, max_model_len, block_size)
         self._device = device
         self._padding_slot = max_num_seqs
-        home, rows = device.torch_device, max_num_seqs + 1
-        self._device_tokens = torch.zeros(rows, self.tokens.shape[1], dtype=torch.int32, device=home)
-        self._device_blocks = torch.full((rows, self.blocks.shape[1]), padding_block, dtype=torch.int32, device=home)
+        torch_device, rows = device.torch_device, max_num_seqs + 1
+        self._device_tokens = torch.zeros(rows, self.tokens.shape[1], dtype=torch.int32, device=torch_device)
+        self._device_blocks = torch.full(
+            (rows, self.blocks.shape[1]), padding_block, dtype=torch.int32, device=torch_device
+        )
         self._padding_index = padding_block * block_size  # in the slot mapping
         self._token_edits: list[tuple[int, int, Int32]] = []
         self._block_edits: list[tuple[int, int, Int32]] = []
@@ -107,9 +109,9 @@ class DeviceSlots(Slots):
 
         `tokens`: of all rows together, more than there are rows; None: one each.
         """
-        home = self._device.torch_device
+        torch_device = self._device.torch_device
         count = rows if tokens is None else tokens
-        query_start = torch.arange(rows + 1, dtype=torch.int32, device=home)
+        query_start = torch.arange(rows + 1, dtype=torch.int32, device=torch_device)
         query_start[-1] = count  # the last row has the rest
         batch = self._unfilled(count, rows, self._device_blocks.shape[1], query_start, kv)
         batch.input_ids.zero_()
@@ -118,7 +120,7 @@ class DeviceSlots(Slots):
         batch.block_tables.copy_(self._device_blocks[self._padding_slot])
         batch.slot_mapping.fill_(self._padding_index)
         if adapters:
-            batch.adapters = torch.full((count,), -1, dtype=torch.int32, device=home)
+            batch.adapters = torch.full((count,), -1, dtype=torch.int32, device=torch_device)
         return batch
 
     def build(self, plan: StepPlan, kv: Pages, into: ForwardBatch | None = None) -> ForwardBatch:
@@ -149,9 +151,9 @@ class DeviceSlots(Slots):
 
     def decode_rows(self, rows: int, kv: Pages, *, adapters: bool) -> DecodeRows:
         """Rows of a step to be recorded, which begins with `advance`; they are padding until `resume`."""
-        home = self._device.torch_device
-        slots = torch.full((rows,), self._padding_slot, dtype=torch.int32, device=home)
-        lengths = torch.ones(rows, dtype=torch.int64, device=home)
+        torch_device = self._device.torch_device
+        slots = torch.full((rows,), self._padding_slot, dtype=torch.int32, device=torch_device)
+        lengths = torch.ones(rows, dtype=torch.int64, device=torch_device)
         return DecodeRows(self.empty_batch(rows, kv, adapters=adapters), slots, torch.zeros_like(slots), lengths)
 
     def advance(self, rows: DecodeRows) -> None:
@@ -232,14 +234,14 @@ class DeviceSlots(Slots):
 
     def _unfilled(self, tokens: int, rows: int, width: int, query_start: Tensor, kv: Pages) -> ForwardBatch:
         """A batch of uninitialized tensors; `width`: columns of the block tables."""
-        home = self._device.torch_device
+        torch_device = self._device.torch_device
         return ForwardBatch(
-            input_ids=torch.empty(tokens, dtype=torch.int64, device=home),
-            positions=torch.empty(tokens, dtype=torch.int64, device=home),
+            input_ids=torch.empty(tokens, dtype=torch.int64, device=torch_device),
+            positions=torch.empty(tokens, dtype=torch.int64, device=torch_device),
             query_start=query_start,
-            seq_lens=torch.empty(rows, dtype=torch.int32, device=home),
-            block_tables=torch.empty(rows, width, dtype=torch.int32, device=home),
-            slot_mapping=torch.empty(tokens, dtype=torch.int64, device=home),
+            seq_lens=torch.empty(rows, dtype=torch.int32, device=torch_device),
+            block_tables=torch.empty(rows, width, dtype=torch.int32, device=torch_device),
+            slot_mapping=torch.empty(tokens, dtype=torch.int64, device=torch_device),
             kv=kv,
         )
 

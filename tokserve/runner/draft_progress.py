@@ -43,8 +43,8 @@ class DraftProgress:
             known = self._find(slot, length)
         drafted = self._drafted.pop(slot, None)
         if drafted is not None:
-            stayed = self._slots.tokens[slot, known : known + len(drafted)] == drafted
-            known += len(drafted) if stayed.all() else int(stayed.argmin())
+            unchanged = self._slots.tokens[slot, known : known + len(drafted)] == drafted
+            known += len(drafted) if unchanged.all() else int(unchanged.argmin())
         known = self._computed[slot] = min(known, length - 1)
         return known
 

@@ -132,14 +132,14 @@ def attends_alike(layer: Layer, cache: Tensor) -> bool:
 
     `cache`: the layer's first tensor, of which only shape and type count.
     """
-    page, home = cache.shape[-2], cache.device
+    page, device = cache.shape[-2], cache.device
     attention = _latent_attention(layer, cache) if isinstance(layer, LatentAttention) else _attention(layer, cache)
 
     def attend(*spans: tuple[int, int]) -> Tensor:
-        counts = torch.tensor([0, *(end - start for start, end in spans)], device=home)
-        ends = torch.tensor([end for _, end in spans], dtype=torch.int32, device=home)
-        tables = torch.arange(-(-PROMPT // page), dtype=torch.int32, device=home).repeat(len(spans), 1)
-        rows = torch.cat([torch.arange(start, end, device=home) for start, end in spans])
+        counts = torch.tensor([0, *(end - start for start, end in spans)], device=device)
+        ends = torch.tensor([end for _, end in spans], dtype=torch.int32, device=device)
+        tables = torch.arange(-(-PROMPT // page), dtype=torch.int32, device=device).repeat(len(spans), 1)
+        rows = torch.cat([torch.arange(start, end, device=device) for start, end in spans])
         return attention(rows, tables, counts.cumsum(0).int(), ends)
 
     whole = attend((0, PROMPT))

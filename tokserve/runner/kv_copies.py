@@ -122,9 +122,9 @@ class KVCopies:
         written, deleted = [], []
         if files is not None:
             for key, slot in zip(keys, slots, strict=True):
-                done, gone = files.write(identity, key, self._slots[slot].data)
-                written += [key] if done else []
-                deleted += gone
+                is_written, evicted = files.write(identity, key, self._slots[slot].data)
+                written += [key] if is_written else []
+                deleted += evicted
         failed = len(keys) - len(written)
         return {"written": written, "deleted": deleted, "failed": failed, "seconds": time.monotonic() - began}
 

@@ -83,11 +83,11 @@ class BlockFiles:
     def use(self, identity: bytes, parts: dict[str, str]) -> list[bytes]:
         """The keys of this identity's files.  `parts`: what it stands for, kept beside them."""
         with self._lock:
-            home = self._root / identity.hex()
+            directory = self._root / identity.hex()
             with suppress(OSError):
-                home.mkdir(exist_ok=True, mode=0o700)
-                (home / "identity.json").write_bytes(msgspec.json.format(msgspec.json.encode(parts)))
-            return [bytes.fromhex(path.stem) for path in self._sizes if path.parent.parent == home]
+                directory.mkdir(exist_ok=True, mode=0o700)
+                (directory / "identity.json").write_bytes(msgspec.json.format(msgspec.json.encode(parts)))
+            return [bytes.fromhex(path.stem) for path in self._sizes if path.parent.parent == directory]
 
     def _path(self, identity: bytes, key: bytes) -> Path:
         name = key.hex()

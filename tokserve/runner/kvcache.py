@@ -138,12 +138,12 @@ def _tensors(layout: KVLayout, spec: LayerSpec, spare: int = 0) -> list[tuple[in
     return [(rows, shape, DTYPES[dtype]) for shape, dtype in spec.state_shapes(layout.states.spare_inputs)]
 
 
-def allocate_on(home: torch.device, layout: KVLayout, *, spare: int = 0) -> Pages:
+def allocate_on(device: torch.device, layout: KVLayout, *, spare: int = 0) -> Pages:
     """Allocate as `allocate` does, in a device's own memory, with `spare` blocks more."""
     try:
         return [
             tuple(
-                torch.zeros(rows, *shape, dtype=dtype, device=home)
+                torch.zeros(rows, *shape, dtype=dtype, device=device)
                 for rows, shape, dtype in _tensors(layout, spec, spare)
             )
             for spec in layout.specs

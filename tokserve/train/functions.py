@@ -102,7 +102,7 @@ class _Linear(torch.autograd.Function):
             grads[: ctx.shards] = torch.split(ctx.products.linear_weight(grad, x), sizes)
         if any(needs[ctx.shards :]):
             grads[ctx.shards :] = torch.split(grad.float().sum(0), [len(bias) for bias in biases])
-        return grad_x, None, None, None, *(grad if need else None for grad, need in zip(grads, needs, strict=True))
+        return grad_x, None, None, None, *(grad if needed else None for grad, needed in zip(grads, needs, strict=True))
 
 
 def _product(layer: Linear, x: Tensor) -> Tensor:

@@ -183,9 +183,9 @@ class _Recomputed(torch.autograd.Function):
         block, batch, table, scales, products, names = ctx.frame
         needs = ctx.needs_input_grad[1:]
         with torch.enable_grad():
-            inputs = [one.detach().requires_grad_(need) for one, need in zip([x, *masters], needs, strict=True)]
+            inputs = [one.detach().requires_grad_(needed) for one, needed in zip([x, *masters], needs, strict=True)]
             leaves = dict(zip(names, inputs[1:], strict=True))
             out = BlockPass(block, batch, table, leaves, scales, products).run(inputs[0])
         differentiable = [one for one in inputs if one.requires_grad]
         grads = iter(torch.autograd.grad(out, differentiable, grad))
-        return None, *(next(grads) if need else None for need in needs)
+        return None, *(next(grads) if needed else None for needed in needs)

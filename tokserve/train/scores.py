@@ -148,11 +148,11 @@ class _Logprobs(torch.autograd.Function):
             steepness = torch.empty(len(part), len(weight), device=hidden.device) if head.softcap else None
             if slopes is None:
                 slopes = torch.empty(len(part), len(weight), dtype=head.dtype, device=hidden.device)
-                for some, logits in _logits(hidden, head, items, piece):
-                    within = slice(some.start - piece.start, some.stop - piece.start)
+                for part_items, logits in _logits(hidden, head, items, piece):
+                    within = slice(part_items.start - piece.start, part_items.stop - piece.start)
                     if steepness is not None:
                         steepness[within] = 1.0 - (logits / head.softcap).square_()
-                    few = items.part(some)
+                    few = items.part(part_items)
                     slopes[within] = few.probabilities(few.processed(logits))
             slope = torch.expm1(out[piece])  # p - 1 of the token itself, exact where p's dtype would round p to 1
             slopes[torch.arange(len(slopes), device=slopes.device), part.token_ids] = slope.to(head.dtype)

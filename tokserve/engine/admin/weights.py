@@ -217,9 +217,9 @@ class Weights(CurrentWeights):
         yield lambda: self.update is not None or self._is_settled()
         yield from self._until_closed(take_over=False)
         self.update = update = Update(self._new_lease(lease), closed=closed)
-        beside = yield from self._staged(update, "begin_update", have_weights=self.loaded)
+        is_staged_beside = yield from self._staged(update, "begin_update", have_weights=self.loaded)
         yield from self._prepared(update)
-        if not beside:
+        if not is_staged_beside:
             yield STEP_BOUNDARY
             self._check_open(update)
             self._memory.fire("overwrite")

@@ -331,9 +331,9 @@ def _bits(ids: Sequence[int], vocab_size: int) -> UInt32:
     return bits
 
 
-def _shortened(complaint: str) -> str:
+def _shortened(message: str) -> str:
     """The library's message without its state and its picture of the position."""
-    line = " ".join(complaint.partition("\n<")[0].split())
+    line = " ".join(message.partition("\n<")[0].split())
     if line == "NoExtensionBias":
         return "no text has this form"
     return line if len(line) <= SHOWN else line[:SHOWN] + "..."

@@ -137,32 +137,32 @@ def refuse_unsupported(field: str, value: Any, no_effect: Iterable[Any] = (), re
 
 def from_pydantic(error: ValidationError, value: Any) -> RequestError:
     """The error with the longest path into `value`; for a union, with every form that is allowed there."""
-    complaints = error.errors(include_url=False, include_context=False, include_input=False)
-    first = max(complaints, key=_depth)
+    details = error.errors(include_url=False, include_context=False, include_input=False)
+    first = max(details, key=_depth)
     field = _path(first, value)[:LONGEST_SHOWN]
     if first["type"] == "missing":
         return RequestError(f"{field} is required", field=field)
     if not field:
         return RequestError("the body must be an object")
-    branches = [c["msg"] for c in complaints if _depth(c) == _depth(first) and _path(c, value) == field]
+    branches = [c["msg"] for c in details if _depth(c) == _depth(first) and _path(c, value) == field]
     messages = [branches[0][0].lower() + branches[0][1:], *(m.removeprefix("Input should be ") for m in branches[1:])]
     what = _INSTANCE.sub("object", " or ".join(dict.fromkeys(messages)))
     return RequestError(f"{field}: {what}", field=field)
 
 
-def _depth(complaint: Any) -> int:
-    return len(complaint["loc"])
+def _depth(detail: Any) -> int:
+    return len(detail["loc"])
 
 
-def _path(complaint: Any, value: Any) -> str:
+def _path(detail: Any, value: Any) -> str:
     """The complaint's place in `value` as `a.b[0].c`, without the names of union branches, which pydantic inserts."""
     path = ""
-    location = complaint["loc"]
+    location = detail["loc"]
     for position, part in enumerate(location):
         try:
             value = value[part]
         except (KeyError, IndexError, TypeError):  # a branch's name, or (at the end) a field that is missing
-            if complaint["type"] != "missing" or position != len(location) - 1:
+            if detail["type"] != "missing" or position != len(location) - 1:
                 continue
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
     return path

@@ -108,8 +108,8 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
     bare = serving.request_of(request, body, params, score_each=True)
     prompts = await off_loop(request, size, lambda: parse_prompts(body.prompt))
     if len(prompts) * params.n > MAX_CHOICES:
-        asks = f"{len(prompts)} prompts with n {params.n}"
-        raise RequestError(f"n: a request may have at most {MAX_CHOICES} choices, and this has {asks}", field="n")
+        count = f"{len(prompts)} prompts with n {params.n}"
+        raise RequestError(f"n: a request may have at most {MAX_CHOICES} choices, and this has {count}", field="n")
     beams = beam_params(body, params)
     if beams is not None and len(prompts) * params.n > MAX_BEAMS:
         raise RequestError(f"n: beam search takes at most {MAX_BEAMS} beams of all prompts together", field="n")

@@ -253,8 +253,8 @@ def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str
         options = getattr(body, name)
         if isinstance(options, BaseModel):
             known += type(options).model_fields
-            more, strange = _without_effect(options, None, f"{name}.")
-            ignored, unknown = ignored + more, unknown + strange
+            more, more_unknown = _without_effect(options, None, f"{name}.")
+            ignored, unknown = ignored + more, unknown + more_unknown
     if strict and unknown:
         raise errors.unknown_field(unknown[0], unknown[0].rpartition(".")[2], known)
     return body, ignored
