@@ -296,7 +296,7 @@ def whole_vocabulary(url: str, rng: random.Random) -> list[Answer]:
     """All logprobs of every token: refused by default, sent in parts with --max-logprobs -1."""
     prompt = [(7 * i) % 250 + 5 for i in range(2000)]
     body = {"prompt": prompt, "echo": True, "logprobs": -1, "n": 4, "max_tokens": 4, "seed": 1}
-    return [post(url, COMPLETIONS, body)]
+    return [post(url, COMPLETIONS, body | {"return_tokens_as_token_ids": True})]  # as text, some have the same name
 
 
 # --- row 11: values ---
