@@ -5,6 +5,7 @@ A test that is skipped without it names the entry here, and tests/root/test_need
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import platform
 import resource
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tokserve import processes
 
 OPEN_FILES = 10_200  # ten thousand connections, and the server's own files
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
@@ -75,6 +78,17 @@ def _can_run_arm() -> bool:
 
 def _has_bf16_dot_product() -> bool:
     return CPUS.is_file() and "avx512_bf16" in CPUS.read_text(encoding="utf-8").split()
+
+
+def time_slice() -> int:
+    """Nanoseconds of the calling thread's time slice; 0: the kernel does not say."""
+    attr, number = processes._SchedAttr(), processes.SCHED_SETATTR[platform.machine()][1]
+    failed = ctypes.CDLL(None).syscall(number, 0, ctypes.byref(attr), ctypes.sizeof(attr), 0)
+    return 0 if failed else int(attr.runtime)
+
+
+def _has_time_slices() -> bool:
+    return sys.platform == "linux" and platform.machine() in processes.SCHED_SETATTR and time_slice() > 0
 
 
 def browser() -> tuple[str | None, str | None]:
@@ -167,6 +181,7 @@ BF16 = Need(
     _has_bf16_dot_product,
     "AMD Zen 4 or later, Intel Cooper Lake or Sapphire Rapids or later",
 )
+TIME_SLICES = Need("time slices of threads", ("root/test_processes.py",), _has_time_slices, "Linux 6.12 or later")
 GPU = Need(
     "an NVIDIA GPU",
     ("e2e/test_gpu.py", "runner/test_gpu.py", "ops/test_triton.py"),
@@ -195,6 +210,7 @@ NEEDS = (
     GLIBC,
     ARM,
     BF16,
+    TIME_SLICES,
     GPU,
     RAY,
 )

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
 import threading
 
 import pytest
 
+from tests.needs import TIME_SLICES, time_slice
 from tokserve import processes
-from tokserve.processes import SCHED_SETATTR, SHORT_SLICE, wake_promptly
+from tokserve.processes import SHORT_SLICE, wake_promptly
 
 
-def time_slice(thread: int = 0) -> int:
-    """Nanoseconds of a thread's time slice."""
-    attr = processes._SchedAttr()
-    number = SCHED_SETATTR[platform.machine()][1]
-    assert not ctypes.CDLL(None).syscall(number, thread, ctypes.byref(attr), ctypes.sizeof(attr), 0)
-    return int(attr.runtime)
-
-
-def has_slices() -> bool:
-    return platform.machine() in SCHED_SETATTR and time_slice() > 0
-
-
-@pytest.mark.skipif(not has_slices(), reason="Linux 6.12 and newer have time slices of threads")
+@TIME_SLICES.skips()
 def test_a_thread_wakes_promptly_and_those_that_it_starts_do_not() -> None:
     seen: list[int] = []
 
@@ -43,7 +30,7 @@ def test_a_thread_wakes_promptly_and_those_that_it_starts_do_not() -> None:
     assert seen == [SHORT_SLICE, before] and time_slice() == before
 
 
-@pytest.mark.skipif(not has_slices(), reason="Linux 6.12 and newer have time slices of threads")
+@TIME_SLICES.skips()
 def test_a_policy_that_someone_chose_is_left_alone() -> None:
     policies: list[int] = []
 

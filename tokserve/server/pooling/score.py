@@ -65,11 +65,11 @@ async def score(serving: Serving, request: Request) -> Response:
 
 
 def _sides(body: ScoreBody) -> Sides:
-    names = [name for name in dict.fromkeys(sum(NAMES, ())) if getattr(body, name) is not None]
-    fields = next((names for names in NAMES if set(names) == set(names)), None)
+    present = [name for name in dict.fromkeys(sum(NAMES, ())) if getattr(body, name) is not None]
+    fields = next((names for names in NAMES if set(names) == set(present)), None)
     if fields is None:
-        expected = next((names for names in NAMES if names and names[0] in names), NAMES[0])
-        field = next((name for name in expected if name not in names), names[-1] if names else expected[0])
+        expected = next((names for names in NAMES if present and present[0] in names), NAMES[0])
+        field = next((name for name in expected if name not in present), present[-1] if present else expected[0])
         raise RequestError(
             "give queries and documents (or items), or text_1 and text_2, or data_1 and data_2", field=field
         )
