@@ -23,6 +23,7 @@ FEW = 200_000  # blocks of memory beyond those of the start: they are visited in
 MMAP_THRESHOLD, ARENA_MAX = -3, -8  # of mallopt(3)
 MAPPED = 1 << 18  # bytes of an allocation that has pages of its own, which go back when it is freed
 ARENAS = 2
+UNMAPPED_AT_ONCE = 1 << 22  # bytes
 _LIBC = ctypes.CDLL(None)
 
 
@@ -79,9 +80,12 @@ def give_back() -> None:
 
 def unmap(pages: mmap.mmap) -> None:
     """Close anonymous pages, from any thread.  They go back before that without the interpreter's lock, which `close`
-    would hold meanwhile: for some milliseconds, or many where other threads use the memory's tables too."""
+    would hold meanwhile, and in parts, because other threads may wait for the lock of the process's memory map."""
     first = ctypes.c_char.from_buffer(pages)
-    _LIBC.madvise(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(pages)), mmap.MADV_DONTNEED)
+    address, size = ctypes.addressof(first), len(pages)
+    for start in range(0, size, UNMAPPED_AT_ONCE):
+        part = min(UNMAPPED_AT_ONCE, size - start)
+        _LIBC.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(part), mmap.MADV_DONTNEED)
     del first  # pages that it refers to cannot be closed
     pages.close()
 

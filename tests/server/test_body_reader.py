@@ -140,6 +140,18 @@ def test_what_is_no_msgpack_is_counted_to_its_end(raw: bytes) -> None:
         assert error.code == "too_many_values"
 
 
+def test_a_body_of_unknown_length_is_not_copied_as_it_grows() -> None:
+    buffer, content = body_reader._BodyBuffer(0), bytearray()
+    pages = set()
+    for number in range(40):
+        piece = bytes([number]) * (FREE // 2 + number)
+        buffer.add(piece)
+        content += piece
+        pages.add(buffer._pages)
+    assert buffer.content() == content and buffer.size > 4 * FREE
+    assert len(pages - {None}) == 1
+
+
 def test_the_pages_of_a_body_that_is_refused_go_back_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     names, done = [], threading.Event()
 

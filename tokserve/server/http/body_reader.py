@@ -165,8 +165,8 @@ class BodyReader:
 
 
 class _BodyBuffer:
-    """The part of a body that has been received.  A large one is in mapped pages: not copied if its length was
-    announced, and returned to the system."""
+    """The part of a body that has been received.  A large one is in mapped pages, which are not copied as it grows, and
+    return to the system."""
 
     def __init__(self, announced: int) -> None:
         self.size = 0
@@ -186,11 +186,13 @@ class _BodyBuffer:
         self.size = size
 
     def _grow(self, size: int) -> None:
-        """Move to `size` bytes of pages, which take no memory until they are written."""
-        before = self.content()
-        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages[: self.size] = before
-        self._small, self._pages = bytearray(), pages
+        """Have `size` bytes of pages, which take no memory until they are written."""
+        if self._pages is not None:
+            self._pages.resize(size)  # their addresses change, and nothing is copied
+            return
+        self._pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._pages[: self.size] = self._small
+        self._small = bytearray()
 
     def content(self) -> Buffer:
         return self._small if self._pages is None else memoryview(self._pages)[: self.size]
