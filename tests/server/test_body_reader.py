@@ -152,6 +152,22 @@ def test_a_body_of_unknown_length_is_not_copied_as_it_grows() -> None:
     assert len(pages - {None}) == 1
 
 
+def test_parts_of_large_bodies_take_turns_of_the_event_loop() -> None:
+    """Whatever has arrived already: other work of the loop runs between any two parts of all large bodies."""
+    parts = 40
+
+    async def scene() -> int:
+        reader, turns = bodies(), 0
+        pieces = [b"x" * (FREE // 2)] * parts
+        reads = [asyncio.ensure_future(reader.read(request(pieces))) for _ in range(3)]
+        while not all(read.done() for read in reads):
+            turns += 1
+            await asyncio.sleep(0)
+        return turns
+
+    assert asyncio.run(scene()) >= 3 * (parts - 3)
+
+
 def test_the_pages_of_a_body_that_is_refused_go_back_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     names, done = [], threading.Event()
 
