@@ -330,11 +330,16 @@ assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.1
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("linear", torch.float32), ("linear", torch.bfloat16), ("linear_int8", torch.float32)]
-)
+    ("name", "dtype"),
+    [
+        ("linear", torch.float32), ("linear", torch.bfloat16), ("linear_int8", torch.float32),
+        ("linear_wna16", torch.bfloat16),
+    ],
+)  # fmt: skip
 def test_rows_that_exceed_the_shared_cache_are_multiplied_in_groups(name: str, dtype: torch.dtype) -> None:
     """400 rows of 16,384 values: four blocks of rows, in groups by their bytes, 26, 13 and 7 MB."""
-    x, weight = randn(400, 16384).to(dtype), randn(70, 16384).to(dtype)
+    x = randn(400, 16384).to(dtype)
+    weight = weights(70, 16384)[:1] if name == "linear_wna16" else randn(70, 16384).to(dtype)
     packed = CALLS[PACKING[name]](weight)
     whole = CALLS[name](x, packed, None)
     assert whole.isfinite().all()
