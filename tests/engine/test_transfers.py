@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ import msgspec
 import pytest
 
 from tests.engine.scripted import Engine
+from tokserve.engine.structured_output.grammar import Grammar
+from tokserve.errors import RequestError
 from tokserve.kv_transfer import KVTransferParams, transfer_params
-from tokserve.messages import SubmitReply
+from tokserve.messages import Submit, SubmitReply
+from tokserve.params import StructuredOutputs
 
 PROMPT = [5 + index % 9 for index in range(17)]  # four full blocks of four tokens, and one token
 LEASE = 30.0
@@ -186,6 +190,23 @@ def test_a_request_that_is_given_up_gives_up_the_lease(tmp_path: Path) -> None:
         assert first.stats.store.sent == 0
         first.check_empty()
         second.run()
+        second.check_empty()
+
+
+def test_a_request_whose_grammar_is_refused_gives_up_the_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pair(tmp_path) as (first, second):
+        params = prefill(first)
+        grammar: Future[Grammar] = Future()
+        monkeypatch.setattr(second.core.grammars, "compile", lambda outputs, client: grammar)
+        options: dict[str, Any] = {"structured_outputs": StructuredOutputs(regex="("), "kv_transfer_params": params}
+        second.core.receive(b"A", Submit(7, "b", [second.make("b#0", PROMPT, **options)]))
+        grammar.set_exception(RequestError("it cannot be compiled"))
+        second.run()
+        assert second.submit_replies == [SubmitReply(7, "invalid", "it cannot be compiled")]
+        run(first, until=lambda: first.stats.store.leased == 0)
+        assert first.stats.store.sent == 0
         second.check_empty()
 
 

@@ -237,3 +237,5 @@ class Admission:
         request.end("error", "error", request.received)
         self._scheduler.drop(request)
         self._registry.remove(request)
+        if self._transfers is not None:
+            self._transfers.on_end(request)
