@@ -152,6 +152,19 @@ def test_grammars_in_use_are_bounded_too(small: Grammars) -> None:
     assert small.compile(many(99)).result(PATIENCE)
 
 
+def test_an_unforeseen_error_reaches_those_who_wait(small: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(outputs: StructuredOutputs) -> Grammar:
+        raise MemoryError("none left")
+
+    form = StructuredOutputs(regex="unforeseen")
+    with monkeypatch.context() as patch:
+        patch.setattr(small._compiler, "compile", fail)
+        with pytest.raises(MemoryError):
+            small.compile(form).result(PATIENCE)
+    assert small.num_compiling == 0
+    assert isinstance(small.compile(form).result(PATIENCE), Grammar), "it was not the grammar's fault"
+
+
 def test_after_the_end_nothing_is_compiled() -> None:
     closed = made()
     closed.close()

@@ -172,6 +172,16 @@ def test_a_process_that_does_not_start_is_not_the_grammars_fault(
     assert isinstance(Tried(trials, regex="two").result, Unavailable)
 
 
+def test_a_process_that_the_system_does_not_start_may_start_later(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = trials.command
+    monkeypatch.setattr(trials, "command", ["/no/such/program"])
+    assert isinstance(Tried(trials, regex="two").result, Unavailable)
+    monkeypatch.setattr(trials, "command", command)
+    assert isinstance(Tried(trials, regex="two").result, Cost)
+
+
 def test_close_refuses_what_waits_and_leaves_no_process() -> None:
     trials = Trials(str(DEMO_DIR), WIDTH)
     bombs = [costly(trials, i) for i in range(3)]

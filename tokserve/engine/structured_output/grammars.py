@@ -64,7 +64,7 @@ class Grammars:
 
     def compile(self, grammar: StructuredOutputs, client: str = "") -> Future[Grammar]:
         """The grammar; it may be there already.  Cancel the future if it is not needed any more.  Its exception is a
-        RequestError that names the field, or QueueFull."""
+        RequestError that names the field, QueueFull, or what was not foreseen."""
         key = hashlib.blake2b(msgspec.msgpack.encode(grammar), digest_size=16).digest()
         future: Future[Grammar] = Future()
         with self._lock:
@@ -138,12 +138,12 @@ class Grammars:
         with self._lock:
             if self._jobs.get(job.key) is not job:  # no request waits for it
                 return
-        error = self._no_room(job.grammar, max(cost.size, MIN_SIZE))
+        error: Exception | None = self._no_room(job.grammar, max(cost.size, MIN_SIZE))
         if error is None:
             try:
                 grammar = self._compiler.compile(job.grammar)
-            except RequestError as refusal:
-                error = refusal
+            except Exception as failure:  # whatever it is, those who wait for the grammar must hear of it
+                error = failure
             else:
                 grammar.cost = cost
                 return self._end(job, grammar)
@@ -162,7 +162,7 @@ class Grammars:
                              "bytes)", retry_after=RETRY, code="queue_full")  # fmt: skip
         return None
 
-    def _end(self, job: _Job, outcome: Grammar | RequestError) -> None:
+    def _end(self, job: _Job, outcome: Grammar | Exception) -> None:
         evicted = False
         with self._lock:
             if self._jobs.get(job.key) is job:

@@ -188,9 +188,13 @@ class Trials:
             return True
         self._discard_process()
         # a group of its own, for signals; in a session of its own its priority would not count (sched(7), autogroup)
-        self._process = subprocess.Popen(
-            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0, bufsize=0
-        )
+        try:
+            self._process = subprocess.Popen(
+                self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0, bufsize=0
+            )
+        except OSError as error:  # no memory or no descriptor left, say
+            logger.error("the process that tries grammars does not start: %s", error)
+            return False
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], START_SECONDS)
         if ready and not self._closed and self._process.stdout.readline() == READY:
