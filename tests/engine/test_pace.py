@@ -32,6 +32,18 @@ def test_a_clock_that_stands_still_is_no_bound() -> None:
     assert measured(0.0, 0.0, 1, 64, 2048).max_tokens(2048) == 2048
 
 
+def test_a_time_below_zero_does_not_count() -> None:
+    pace = StepPace()
+    pace.record(1, -0.01)
+    pace.record(64, 0.1)
+    assert pace.max_tokens(2048) == SMALL
+    pace = measured(0.001, 0.0001, 1, 32)
+    before = pace.max_tokens(2048), pace.tokens_per_second()
+    pace.record(1, -5.0)
+    pace.record(32, -5.0)
+    assert (pace.max_tokens(2048), pace.tokens_per_second()) == before
+
+
 def test_without_a_small_step_the_next_is_small() -> None:
     assert measured(0.001, 0.0001, 64, 2048).max_tokens(2048) == SMALL
 

@@ -193,9 +193,7 @@ def test_a_request_that_is_given_up_gives_up_the_lease(tmp_path: Path) -> None:
         second.check_empty()
 
 
-def test_a_request_whose_grammar_is_refused_gives_up_the_lease(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_whose_grammar_is_refused_gives_up_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pair(tmp_path) as (first, second):
         params = prefill(first)
         grammar: Future[Grammar] = Future()

@@ -18,7 +18,10 @@ class StepPace:
         self._seconds: dict[int, float] = {}
 
     def record(self, num_tokens: int, seconds: float) -> None:
-        """A step has ended."""
+        """A step has ended.  A time that is not above zero says nothing: the clock stood still, or drafts were drawn
+        while an earlier step was waited for."""
+        if seconds <= 0.0:
+            return
         bucket = 1 << (num_tokens.bit_length() - 1)
         average = self._seconds.get(bucket, seconds)
         self._seconds[bucket] = average + (seconds - average) * WEIGHT
