@@ -116,6 +116,24 @@ def test_a_reset_of_everything_empties_the_store() -> None:
     assert e.stats.store.memory_blocks == 2
 
 
+def test_files_that_are_being_written_at_a_reset_of_everything_are_not_there_afterwards() -> None:
+    e = engine()
+    copies = e.executor.copies
+    copies.instant = False
+    cached(e, "a")
+    copies.advance("pages")
+    e.step()
+    assert copies.calls == ["use_identity", "save_blocks", "write_files"]
+    e.call("reset_prefix_cache", reset_external=True, call_id=2)
+    copies.advance("write")
+    run(e)
+    assert e.stats.store.file_blocks == 0
+    copies.instant = True
+    copies.advance("write")
+    assert cached(e, "b") == 0
+    assert e.stats.store.file_blocks == len(copies.files) == 2, "they are written again"
+
+
 def test_events_tell_where_blocks_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     e = engine(**events_config())
     published: list[Any] = []

@@ -42,11 +42,12 @@ class Save:
 
 @dataclass(slots=True, eq=False)
 class FileWrite:
-    """Slots on their way to files."""
+    """Slots on their way to files.  `era`: of the store."""
 
     future: Future[dict[str, Any]]
     keys: list[bytes]
     slots: list[int]
+    era: int
 
 
 @dataclass(slots=True, eq=False)
@@ -244,7 +245,7 @@ class KVStore:
         if keys:
             self._slots.pin(slots)
             args = {"identity": save.identity, "keys": keys, "slots": slots}
-            self._writes.append(FileWrite(self._copy("write", "write_files", args), keys, slots))
+            self._writes.append(FileWrite(self._copy("write", "write_files", args), keys, slots, self._era))
 
     def _end_write(self, write: FileWrite) -> bool:
         if not write.future.done():
@@ -253,6 +254,8 @@ class KVStore:
         self._slots.unpin(write.slots)
         self.counters.written += len(result["written"])
         self.counters.failed_writes += result["failed"]
+        if write.era != self._era:  # they were written before all files were deleted
+            return True
         self._files.update(result["written"])
         self._events.in_files(result["written"])
         for key in result["deleted"]:
