@@ -47,6 +47,20 @@ def test_a_checksum_of_weights_that_have_changed_since_is_computed_again(monkeyp
     assert [reply.result for reply in answers(engine, 50)] == ["sum of "]
 
 
+def test_a_checksum_from_before_a_worker_call_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    calls = counted(engine, monkeypatch)
+    engine.executor.slow = deque()
+    engine.call("weights_checksum", call_id=50)
+    engine.core.control.weights.note_worker_call()
+    engine.executor.settle(1)
+    engine.run()
+    assert not answers(engine, 50) and engine.core.control.weights.checksum is None
+    engine.executor.settle(1)
+    engine.run()
+    assert len(answers(engine, 50)) == 1 and calls.count("weights_checksum") == 2
+
+
 def test_weights_that_were_dropped_have_none() -> None:
     engine = Engine()
     assert not ask(engine, "sleep", level=2).error

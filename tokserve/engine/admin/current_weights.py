@@ -115,9 +115,9 @@ class CurrentWeights:
         if not self.loaded:
             raise Conflict("there are no weights to look at now")
         if self.checksum is None:
-            epoch = self.epoch
+            num_changes = self.num_changes
             checksum = yield from self._background("weights_checksum")
-            if self.epoch != epoch:
+            if self.num_changes != num_changes:
                 return (yield from self.weights_checksum())
             self._set_checksum(checksum)
         return self.checksum
