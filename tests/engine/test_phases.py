@@ -107,6 +107,19 @@ def test_an_adapter_is_not_unloaded_while_other_engines_load_it() -> None:
     assert unloaded.error is None and not engine.core.adapters.listed()
 
 
+def test_memory_that_was_given_back_before_all_engines_are_awake_is_not_used() -> None:
+    engine = busy()
+    ask(engine, "sleep", level=1, mode="keep")
+    prepare(engine, "wake_up")
+    assert not ask(engine, "release_kv_cache_memory", call_id=73).error
+    assert decide(engine).result["result"] == {"status": "sleeping", "asleep": ["kv_cache"]}
+    engine.run()
+    assert not engine.executor.has_kv and state(engine) == "sleeping"
+    ask(engine, "wake_up", call_id=74)
+    engine.run()
+    engine.check_complete("r0")
+
+
 def test_memory_goes_back_where_another_engine_cannot_wake_up() -> None:
     engine = busy()
     ask(engine, "sleep", level=1, mode="keep")

@@ -57,6 +57,7 @@ class Control:
         self._resumes = 0  # how often `resume` was called
         self._barriers: list[int] = []  # of commands that wait for requests to end
         self._asleep: set[str] = set()
+        self._releases = 0  # how often the KV cache's memory was given back
         self._dropping = 0  # sleeps that are about to drop the weights
         self.since = time.time()  # of the state
         self._last_state = "running"
@@ -278,6 +279,7 @@ class Control:
         self._scheduler.preempt_all()
         self._cache.reset()
         self._executor.call("release", {"tags": tags})
+        self._releases += "kv_cache" in tags
         if "weights" in tags:
             self.weights.on_release()
 
@@ -294,12 +296,15 @@ class Control:
         restores = "kv_cache" in waking & self._asleep
         if restores:
             self._executor.call("restore", {"tags": ["kv_cache"]})
+        releases = self._releases
         try:
             yield PREPARED
         except Conflict:
             if restores:
                 self._executor.call("release", {"tags": ["kv_cache"]})
             raise
+        if self._releases > releases:  # other commands have given the memory back meanwhile
+            waking.discard("kv_cache")
         slept_deep = len(self._asleep) > 1 or self._asleep == {"kv_cache"}
         self._asleep -= waking
         if slept_deep and self._asleep == {"scheduling"}:
