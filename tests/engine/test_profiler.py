@@ -159,6 +159,16 @@ def test_a_trace_that_cannot_be_written_is_an_error_and_no_more(tmp_path: Path) 
     other.run()
 
 
+def test_a_profile_that_cannot_begin_later_is_an_error_of_its_end(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    engine = Profiled(tmp_path / "file" / "x")
+    engine.call("start_profile", delay_iterations=1)
+    engine.add("a", [2, 3], max_tokens=6, ignore_eos=True)
+    engine.run()
+    engine.call("stop_profile")
+    assert engine.replies[-1].status == 500 and "could not be started" in str(engine.replies[-1].error)
+
+
 def test_profiles_need_a_directory() -> None:
     engine = Engine()
     engine.call("start_profile")

@@ -63,7 +63,7 @@ class Profiler:
     def due(self) -> Command | None:
         """What is to be done between steps, while `active`: begin after the delay, or end at a limit."""
         if self._state != "recording":
-            return self._begin() if self._state == "delayed" and self._delay <= 0 else None
+            return self._begin_late() if self._state == "delayed" and self._delay <= 0 else None
         if self._left <= 0:
             return self._end_by("max_iterations")
         if self._clock() >= self._end:
@@ -152,6 +152,14 @@ class Profiler:
         self.spans.start()
         self._set_state("recording")
         logger.info("profile: recording, at most %d steps or %g s", self._left, self._seconds)
+
+    def _begin_late(self) -> Command:
+        """Begin after the delay: keep an error for the caller of `stop_profile`."""
+        try:
+            yield from self._begin()
+        except RequestError as error:
+            logger.error("profile: %s", error)
+            self._result = error
 
     @command("stop_profile")
     def stop_profile(self) -> Command:
