@@ -328,6 +328,30 @@ def test_a_replaced_engine_has_the_state_of_the_others() -> None:
     asyncio.run(scene())
 
 
+def test_a_replaced_engine_has_nothing_cached() -> None:
+    """So a prompt whose prefix it had goes to the engine that has it still."""
+
+    async def scene() -> None:
+        async with make(runtime={"restart_engine": 5}) as llm, asyncio.timeout(PATIENCE):
+            first, second = replicas(llm).engines
+            shared = list(range(1, 17))
+            await ask(llm, shared)
+            cached = first if replicas(llm)._router._next == 1 else second
+            os.kill(cached.engine.pid, signal.SIGKILL)
+            while cached.down is None:
+                await asyncio.sleep(0.01)
+            await ask(llm, shared)  # of the other engine
+            await cached.restored()
+            chosen = []
+            for _ in range(3):
+                stream = llm.stream(shared, SamplingParams(max_tokens=1))
+                chosen.append(rank_of(stream))
+                await collect(stream)
+            assert chosen == [1 - cached.rank] * 3
+
+    asyncio.run(scene())
+
+
 def test_an_engine_that_cannot_start_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
         llm = make()

@@ -195,6 +195,7 @@ class Replicas:
     async def _successor_status(self, engine: EngineClient, last: Status) -> AsyncIterator[Status]:
         """The state of the engines that serve: it may have changed since `engine` sent its last status.  If there is
         none, that of the engine that was lost last.  Within, it does not change."""
+        self._router.forget(engine.rank)  # its cache is empty
         async with self._coordinator.settled():
             serving = [
                 other.status for other in self.engines
