@@ -194,6 +194,13 @@ def test_a_server_that_dies_in_the_middle_leaves_what_came(giver: Giver, monkeyp
     assert done.count == 2 and "closed" in done.error and sorted(pages) == [11, 12]
 
 
+def test_a_name_that_no_host_has_is_an_error_of_the_pull() -> None:
+    made = Pull("a..b", 1, "engine", "r#0", PARTS, 0, [b"k"], [1])
+    run_pull(made, KEY, BLOCK_BYTES, lambda blocks, contents: None)
+    assert made.count == 0 and made.error.startswith("a..b:1: ")
+    send_note("a..b", 1, KEY, "release", ["r#0"])
+
+
 def test_an_address_in_use_is_a_start_error(giver: Giver) -> None:
     with pytest.raises(StartError, match="cannot listen"):
         BlockServer(

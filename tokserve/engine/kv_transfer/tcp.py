@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT = 10.0  # seconds without a byte after which the other side is given up
 CHUNK_BYTES = 16 << 20  # blocks that are read or written at a time
+PAUSE = 0.1  # seconds until a connection is accepted again after one could not be
 MAX_CONNECTIONS = 32
 MAX_KEYS = 1 << 20
 Parts = Mapping[str, str]
@@ -83,7 +85,8 @@ class BlockServer:
         while not self._closing:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
+            except OSError:  # the listener is closed, or there is no descriptor left
+                time.sleep(PAUSE)
                 continue
             if not self._room.acquire(blocking=False):
                 connection.close()
@@ -195,7 +198,7 @@ def run_pull(pull: Pull, key: bytes, block_bytes: int, write: Callable[[list[int
             pull.connection = connection
             channel = PeerChannel.connect(connection, key, block_bytes)
             _pull_blocks(pull, channel, block_bytes, write)
-    except (PeerError, OSError) as error:
+    except (PeerError, OSError, UnicodeError) as error:  # the last by a name that no host has
         pull.error = pull.error or f"{pull.host}:{pull.port}: {error}"
     finally:
         pull.connection = None
@@ -227,7 +230,7 @@ def _pull_blocks(
 
 def send_note(host: str, port: int, key: bytes, op: str, request_ids: list[str]) -> None:
     """A heartbeat or a release; that it does not arrive has no other effect than that the lease ends by itself."""
-    with suppress(PeerError, OSError), socket.create_connection((host, port), TIMEOUT) as connection:
+    with suppress(PeerError, OSError, UnicodeError), socket.create_connection((host, port), TIMEOUT) as connection:
         channel = PeerChannel.connect(connection, key, 0)
         channel.send_message(REQUEST, {"op": op, "request_ids": request_ids})
         channel.receive_message()
