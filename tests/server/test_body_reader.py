@@ -15,7 +15,7 @@ from starlette.requests import Request
 from tokserve import memory
 from tokserve.config import LimitsConfig
 from tokserve.errors import Overloaded, RequestError, TimedOut, TooLarge
-from tokserve.server.http import body_reader
+from tokserve.server.http import body_reader, workers
 from tokserve.server.http.body_reader import CONTAINER_VALUES, FREE, HELD, NAME_VALUES, BodyReader
 from tokserve.server.http.disconnect import ClientDisconnected
 
@@ -93,7 +93,41 @@ def test_bodies_together_have_a_limit_that_small_ones_do_not_meet() -> None:
         again = request([b"x" * MIB, b"x" * MIB])
         await all_bodies.read(again)
         all_bodies.release(again)
-        assert all_bodies.held == 0 and HELD not in again.scope
+        assert all_bodies.held == 0 and not again.scope[HELD]
+
+    asyncio.run(scene())
+
+
+def test_a_body_whose_client_leaves_while_its_values_are_counted_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, may_end, gone = threading.Event(), threading.Event(), asyncio.Event()
+    count = body_reader._json_values
+
+    def slowly(raw: body_reader.Buffer) -> int:
+        counts.set()
+        assert may_end.wait(30)
+        return count(raw)
+
+    monkeypatch.setattr(body_reader, "_json_values", slowly)
+    raw = json.dumps([1] * MIB).encode()
+
+    async def receive() -> Any:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def scene() -> None:
+        all_bodies = bodies()
+        made = Request({"type": "http", "headers": []}, receive)
+        decoding = asyncio.create_task(all_bodies.decode(made, raw))
+        assert await asyncio.to_thread(counts.wait, 30)
+        gone.set()
+        with pytest.raises(ClientDisconnected):
+            await decoding
+        all_bodies.release(made)
+        may_end.set()
+        async with asyncio.timeout(30):
+            while workers.WORK_LOG._running:
+                await asyncio.sleep(0.01)
+        assert all_bodies.held == 0
 
     asyncio.run(scene())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import threading
 from collections import deque
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from tokserve.server.http.disconnect import ClientDisconnected
 from tokserve.server.http.workers import in_background, off_loop
 
 Buffer = bytes | bytearray | memoryview
-HELD = "tokserve.body_memory"  # key in the scope: bytes of memory counted for the request's body
+HELD = "tokserve.body_memory"  # key in the scope: bytes of memory counted for the request's body; None: released
 FREE = 1 << 18  # bytes of a body that are not counted: small requests pass when large ones use all the memory
 VALUE_BYTES = 32  # approximate memory of a decoded value
 CONTAINER_VALUES = 8  # an object or a list counts as so many values: it takes as long to decode
@@ -43,6 +44,7 @@ class BodyReader:
         self._max_held = limits.max_body_memory_bytes
         self._timeout = limits.body_timeout
         self.held = 0
+        self._lock = threading.Lock()  # of `held`: threads count values
         self._turns: deque[asyncio.Future[None]] = deque()  # of large bodies that arrive
 
     async def read(self, request: Request) -> Buffer:
@@ -145,20 +147,27 @@ class BodyReader:
         self._hold(request, len(raw) + VALUE_BYTES * values)
 
     def _hold(self, request: Request, size: int) -> None:
-        """Count `size` bytes of memory for a request's body."""
-        before = request.scope.get(HELD, 0)
-        after = max(before, size - FREE)
-        if self.held + after - before > self._max_held:
-            raise Overloaded(
-                f"the bodies of all requests have more than {self._max_held >> 20} MiB (--max-body-memory-bytes)",
-                retry_after=RETRY_SECONDS, code="body_memory",
-            )  # fmt: skip
-        self.held += after - before
-        request.scope[HELD] = after
+        """Count `size` bytes of memory for a request's body, unless it was released: a thread may still count values
+        when the client has disconnected."""
+        with self._lock:
+            before = request.scope.get(HELD, 0)
+            if before is None:
+                return
+            after = max(before, size - FREE)
+            held = self.held + after - before
+            if held <= self._max_held:
+                self.held, request.scope[HELD] = held, after
+                return
+        raise Overloaded(
+            f"the bodies of all requests have more than {self._max_held >> 20} MiB (--max-body-memory-bytes)",
+            retry_after=RETRY_SECONDS, code="body_memory",
+        )  # fmt: skip
 
     def release(self, request: Request) -> None:
-        """Give back the memory counted for a request's body; a second call does nothing."""
-        self.held -= request.scope.pop(HELD, 0)
+        """Give back the memory counted for a request's body, and count no more for it; a second call does nothing."""
+        with self._lock:
+            self.held -= request.scope.get(HELD) or 0
+            request.scope[HELD] = None
 
     def _too_large(self) -> TooLarge:
         return TooLarge(f"the body is larger than {self._max_bytes >> 20} MiB (--max-body-mb)", code="body_too_large")
