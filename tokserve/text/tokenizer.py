@@ -6,6 +6,7 @@ over several JSON files, and the exact bytes of a single token.
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Sequence
@@ -37,6 +38,21 @@ class Pieces(dict[int, bytes]):
         piece = self._tokenizer.token_bytes(token)
         self[token] = piece
         return piece
+
+
+class Texts(dict[int, str]):
+    """Token id to the text of its bytes alone, filled on first use.  Part of a character becomes U+FFFD, or nothing
+    where it ends the token and `final` is False."""
+
+    def __init__(self, pieces: Pieces, *, final: bool) -> None:
+        super().__init__()
+        self._pieces = pieces
+        self._final = final
+
+    def __missing__(self, token: int) -> str:
+        text, _ = codecs.utf_8_decode(self._pieces[token], "replace", self._final)
+        self[token] = text
+        return text
 
 
 class Tokenizer:
@@ -71,6 +87,7 @@ class Tokenizer:
         self.is_byte_level = kinds == ["ByteLevel"]
         self.byte_ids = _byte_tokens(backend) if "ByteFallback" in kinds else frozenset()
         self._pieces = {skip: Pieces(self, self.special_ids if skip else frozenset()) for skip in (False, True)}
+        self._texts = {final: Texts(self._pieces[False], final=final) for final in (False, True)}
 
     @classmethod
     def load(cls, directory: Path | str) -> Tokenizer:
@@ -200,7 +217,7 @@ class Tokenizer:
 
     def token(self, token: int) -> str:
         """The text of one token inside a text; part of a character becomes U+FFFD."""
-        return self._pieces[False][token].decode("utf-8", "replace")
+        return self._texts[True][token]
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that this token adds to a text."""
@@ -211,6 +228,10 @@ class Tokenizer:
             return _byte_level(spelled)
         piece = _sentence_piece(spelled, self._decoders)
         return self.decode([token], False).encode() if piece is None else piece
+
+    def texts(self, *, final: bool) -> Texts:
+        """The texts of tokens by id, special ones too; `final`: with U+FFFD for a character that a token begins."""
+        return self._texts[final]
 
     def pieces(self, skip_special_tokens: bool) -> Pieces:
         """The bytes of tokens by id; special tokens have none if they are skipped."""

@@ -8,7 +8,7 @@ JSON has no -inf, and clients expect this number.  Packed columns are exact.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -47,20 +47,27 @@ class ChatLogprobs(msgspec.Struct):
     content: list[ChatLogprob]
 
 
+class TokenIds(dict[int, str]):
+    """The names of tokens where a request wants ids."""
+
+    def __missing__(self, token_id: int) -> str:
+        return f"token_id:{token_id}"
+
+
 class Spelling:
     """The names of tokens in a text route: their text, or `token_id:<id>` on request."""
 
     def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
-        self._tokenizer = tokenizer
         self._pieces = tokenizer.pieces(skip_special_tokens=False)
         self._as_ids = as_ids
+        self.names: Mapping[int, str] = TokenIds() if as_ids else tokenizer.texts(final=True)
+        self._completed: Mapping[int, str] = self.names if as_ids else tokenizer.texts(final=False)
 
-    def text(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._as_ids else self._tokenizer.token(token_id)
-
-    def text_at(self, offset: TextOffset, token_id: int) -> str:
-        """The token's name at an offset: the characters that it completes there."""
-        return f"token_id:{token_id}" if self._as_ids else offset.text(self._pieces[token_id])
+    def names_at(self, offset: TextOffset) -> Named:
+        """Names tokens at an offset by the characters that they complete there."""
+        if self._as_ids or not offset.incomplete:
+            return self._completed.__getitem__
+        return lambda token_id: offset.text(self._pieces[token_id])
 
     def bytes(self, token_id: int) -> list[int]:
         return list(self._pieces[token_id])
@@ -78,6 +85,11 @@ class TextOffset:
         self._pieces = pieces
         self._rest = b""
 
+    @property
+    def incomplete(self) -> bool:
+        """Whether a character has begun."""
+        return bool(self._rest)
+
     def text(self, piece: bytes) -> str:
         """The characters that `piece` completes, without the U+FFFD of an incomplete one that it does not continue."""
         text, _ = codecs.utf_8_decode(self._rest + piece, "replace", False)
@@ -87,7 +99,7 @@ class TextOffset:
         """Advance past a token; returns the offset at which its text begins."""
         piece = self._pieces[token_id]
         text, used = codecs.utf_8_decode(self._rest + piece, "replace", False)
-        length = len(self.text(piece))
+        length = len(self.text(piece)) if self._rest else len(text)
         self.offset += len(text)
         self._rest = (self._rest + piece)[used:]
         return max(0, self.offset - length)
@@ -230,7 +242,7 @@ def objects(columns: Logprobs, token_ids: Sequence[int], top: int, spelling: Spe
 def _alternative(token_id: int, logprob: float, rank: int | None, spelling: Spelling | None) -> TokenAlternative:
     if spelling is None:
         return TokenAlternative(f"token_id:{token_id}", token_id, logprob, rank)
-    return TokenAlternative(spelling.text(token_id), token_id, logprob, rank, spelling.bytes(token_id))
+    return TokenAlternative(spelling.names[token_id], token_id, logprob, rank, spelling.bytes(token_id))
 
 
 def prompt_objects(
@@ -300,12 +312,10 @@ def _object(name: str, value: Iterator[bytes]) -> Iterator[bytes]:
 def content(columns: Logprobs, token_ids: Sequence[int], spelling: Spelling) -> ChatLogprobs:
     """The logprobs of a chat choice: the top alternatives (with the token if it is one), then logprob_token_ids."""
     entries = []
+    names, bytes_of = spelling.names, spelling.bytes
     for token_id, (logprob, _, ids, values) in zip(token_ids, rows(columns), strict=True):
-        tops = [
-            ChatAlternative(spelling.text(other), value, spelling.bytes(other))
-            for other, value in zip(ids, values, strict=True)
-        ]
-        entries.append(ChatLogprob(spelling.text(token_id), logprob, spelling.bytes(token_id), tops))
+        tops = [ChatAlternative(names[other], value, bytes_of(other)) for other, value in zip(ids, values, strict=True)]
+        entries.append(ChatLogprob(names[token_id], logprob, bytes_of(token_id), tops))
     return ChatLogprobs(entries)
 
 
@@ -326,7 +336,8 @@ class TextLogprobs(msgspec.Struct):
         """
         table = [None] * len(token_ids) if columns is None else rows(columns)
         for token_id, row in zip(token_ids, table, strict=True):
-            name = spelling.text_at(offset, token_id)
+            name_of = spelling.names_at(offset)
+            name = name_of(token_id)
             self.tokens.append(name)
             if row is None:
                 self.token_logprobs.append(None)
@@ -334,8 +345,18 @@ class TextLogprobs(msgspec.Struct):
             else:
                 logprob, _, ids, values = row
                 self.token_logprobs.append(logprob)
-                named = {name: logprob}  # the token's value wins over that of an alternative with the same name
-                for other, value in zip(ids[:top], values[:top], strict=True):
-                    named.setdefault(spelling.text_at(offset, other), value)
-                self.top_logprobs.append(named)
+                self.top_logprobs.append(_by_name(name, logprob, list(map(name_of, ids[:top])), values[:top]))
             self.text_offset.append(offset.add(token_id))
+
+
+def _by_name(name: str, logprob: float, others: list[str], values: Sequence[float]) -> dict[str, float]:
+    """The logprobs of a token and of alternatives by name.  Of an equal name the token's value wins, then the first."""
+    named = {name: logprob}
+    named.update(zip(others, values, strict=True))
+    if len(named) == len(others) + (name not in others):
+        named[name] = logprob
+        return named
+    named = {name: logprob}
+    for other, value in zip(others, values, strict=True):
+        named.setdefault(other, value)
+    return named
