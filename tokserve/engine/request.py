@@ -61,6 +61,15 @@ class Request:
     client's by default.  `limit`: tokens of prompt and output together.
     """
 
+    __slots__ = (
+        "_draft_log", "_eos_allowed", "_follower", "adapter", "admitted", "arrival", "blocks_sent", "cached_tokens",
+        "client", "draft_state", "drafts", "draw_state", "features", "finish", "first_token", "grammar",
+        "is_decoding", "joint", "kv_transfer_reply", "last_step", "limit", "num_computed", "num_in_flight",
+        "num_settled", "num_state", "number", "options", "output", "owner", "pending_grammar", "pooling",
+        "prediction", "prompt_len", "received", "request_id", "second", "seed", "share", "slot", "snapshot",
+        "stalled", "state", "steps_in_flight", "stop_ids", "stopping", "table", "task", "tokens", "withheld",
+    )  # fmt: skip  # many may wait
+
     def __init__(
         self, spec: EngineRequest, *, owner: bytes, number: int, received: float, limits: Limits,
         adapter: Adapter | None = None, client: str = "", share: str | None = None,
@@ -121,8 +130,7 @@ class Request:
         self._eos_allowed = False
         self.finish: Finish | None = None
         self.first_token: float | None = None
-
-    kv_transfer_reply: dict[str, Any] | None = None  # for the server that goes on with it
+        self.kv_transfer_reply: dict[str, Any] | None = None  # for the server that goes on with it
 
     @property
     def is_first_choice(self) -> bool:

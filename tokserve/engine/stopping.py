@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from tokserve.params import RepetitionDetection, SamplingParams
 
+NO_IDS: frozenset[int] = frozenset()  # one for all: each empty set has 216 bytes
+
 
 class Stop(NamedTuple):
     """Why an output stops, in the words of `Finish`."""
@@ -29,13 +31,19 @@ class StopChecker:
     checked (`always`).
     """
 
+    __slots__ = (
+        "_max_tokens", "_min_tokens", "_prompt_len", "_repetition", "_sequences", "_stop_ids", "always", "candidates",
+        "eos", "limit",
+    )  # fmt: skip
+
     def __init__(self, params: SamplingParams, eos: Sequence[int], prompt_len: int, limit: int) -> None:
-        self.eos = frozenset(() if params.ignore_eos else eos)
-        self._stop_ids = frozenset(params.stop_token_ids)
+        self.eos = NO_IDS if params.ignore_eos else frozenset(eos)
+        self._stop_ids = frozenset(params.stop_token_ids) if params.stop_token_ids else NO_IDS
         self._sequences: dict[int, list[array[int]]] = {}  # by last id
         for sequence in params.stop_token_sequences:
             self._sequences.setdefault(sequence[-1], []).append(array("i", sequence))
-        self.candidates = self.eos | self._stop_ids | self._sequences.keys()
+        has_stops = self._stop_ids or self._sequences
+        self.candidates = self.eos | self._stop_ids | self._sequences.keys() if has_stops else self.eos
         detection = params.repetition_detection
         self._repetition = _Repetition(detection) if detection is not None and detection.max_pattern_size else None
         self.always = self._repetition is not None

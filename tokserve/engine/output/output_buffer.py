@@ -45,6 +45,11 @@ class Limits:
 class OutputBuffer:
     """The unsent output of one request; positions are counted from the start of the prompt."""
 
+    __slots__ = (
+        "_first_prompt_row", "_generation", "_logprobs", "_masks", "_next_to_send", "_pooled", "_prompt_len",
+        "_prompt_logprobs", "_routed", "_routed_start", "_sent", "_versions", "next_prompt_row", "version",
+    )  # fmt: skip
+
     def __init__(self, task: SamplingParams | PoolingParams, prompt_len: int, limits: Limits) -> None:
         self._prompt_len = prompt_len
         self._next_to_send = prompt_len
