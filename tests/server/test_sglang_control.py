@@ -139,6 +139,31 @@ def test_parts_of_an_update_are_committed_when_generation_goes_on() -> None:
     assert s.post("/end_weight_update", {}).status_code == 400
 
 
+def test_the_version_of_an_update_that_was_rolled_back_is_not_the_next_ones() -> None:
+    s = sglang()
+    s.post("/begin_weight_update", {"weight_version": "7"})
+    s.llm.answers = {"update_weights": RequestError("the trainer left")}  # which rolls the update back
+    assert s.post("/update_weights_from_distributed", TENSORS).status_code == 400
+    s.llm.answers = {}
+    s.post("/update_weights_from_distributed", TENSORS)
+    assert calls(s)[-1] == ("finish_weight_update", complete("finish_weight_update", {}))
+
+    s.post("/begin_weight_update", {"weight_version": "8"})
+    s.post("/destroy_weights_update_group", {})
+    s.post("/begin_weight_update", {})
+    s.post("/end_weight_update", {})
+    assert calls(s)[-1] == ("finish_weight_update", complete("finish_weight_update", {}))
+
+
+def test_a_beginning_that_is_refused_does_not_rename_the_open_update() -> None:
+    s = sglang()
+    s.post("/begin_weight_update", {"weight_version": "7"})
+    s.llm.answers = {"start_weight_update": Conflict("open already", code="update_open")}
+    assert s.post("/begin_weight_update", {"weight_version": "8"}).status_code == 400
+    s.post("/end_weight_update", {})
+    assert calls(s)[-1] == ("finish_weight_update", complete("finish_weight_update", {"weight_version": "7"}))
+
+
 def test_a_failed_commit_does_not_go_on() -> None:
     s = sglang()
     s.llm.answers = {"finish_weight_update": RequestError("missing tensors: b")}

@@ -6,6 +6,7 @@ calls while generation is paused are parts of one update, which the end of the p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tokserve.client.async_llm import AsyncLLM
@@ -14,9 +15,12 @@ from tokserve.errors import Conflict
 OPEN, NONE_OPEN = "update_open", "no_update"  # codes of the engine's refusals
 
 
-async def stage(llm: AsyncLLM, update: dict[str, Any]) -> bool:
-    """Stage tensors, in the update that is open or a new one; whether a commit has to follow now."""
+async def stage(llm: AsyncLLM, update: dict[str, Any], opened: Callable[[], None] = lambda: None) -> bool:
+    """Stage tensors, in the update that is open or a new one; whether a commit has to follow now.  `opened` is called
+    when it is a new one."""
     is_new = await begin(llm)
+    if is_new:
+        opened()
     waits = not is_new or (await llm.fresh_status()).paused
     await llm.update_weights({"update_info": update})
     return not waits

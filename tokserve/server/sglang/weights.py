@@ -129,7 +129,7 @@ async def from_distributed(serving: Serving, request: Request) -> Response:
     if params.abort_all_requests:
         await serving.llm.abort_all()
     update = {"names": params.names, "dtype_names": params.dtypes, "shapes": params.shapes}
-    is_whole = await open_updates.stage(serving.llm, update)
+    is_whole = await open_updates.stage(serving.llm, update, lambda: _forget_version(serving))
     _note_version(serving, params.weight_version)
     message = f"Received {len(params.names)} tensors; the update takes effect at /continue_generation or " \
               "/end_weight_update."  # fmt: skip
@@ -137,6 +137,11 @@ async def from_distributed(serving: Serving, request: Request) -> Response:
         await commit_open(serving)
         message = "Succeeded to update parameters online."
     return json({"success": True, "message": message}, headers)
+
+
+def _forget_version(serving: Serving) -> None:
+    """An update has been opened: a version that is still kept was for one that was rolled back."""
+    serving.sglang.version = None
 
 
 def _note_version(serving: Serving, version: str | None) -> None:
@@ -154,8 +159,8 @@ async def commit_open(serving: Serving) -> bool:
 async def begin_update(serving: Serving, request: Request) -> Response:
     """POST /begin_weight_update: what comes until /end_weight_update is one update"""
     params, headers = await read(serving, request, BracketBody)
-    _note_version(serving, params.weight_version)
     await serving.llm.start_weight_update()
+    serving.sglang.version = params.weight_version
     return json({"success": True, "message": "Weight update started."}, headers)
 
 
