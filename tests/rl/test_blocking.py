@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from tests.rl.distribution import rl
-from tests.rl.scripted_http import OK, connect
+from tests.rl.scripted_http import OK, connect, refusal
 
 CHOICE = {"index": 0, "token_ids": b"", "logprobs": None, "finish_reason": "stop", "weight_versions": []}
 Reply = Callable[[httpx.Request], Awaitable[httpx.Response]]
@@ -79,6 +79,24 @@ def test_what_is_closed_says_so() -> None:
     client.close()
     with pytest.raises(rl.ClientClosed, match="closed"):
         client.state()
+
+
+def test_a_thread_that_waits_is_told_that_the_client_is_closed() -> None:
+    async def answer(request: httpx.Request) -> httpx.Response:
+        asked.set()
+        return refusal(503, **{"retry-after": "3600"})  # it is to be sent again
+
+    def wait() -> None:
+        with pytest.raises(rl.ClientClosed):
+            client.state()
+        told.set()
+
+    asked, told = threading.Event(), threading.Event()
+    client = blocking(answer)
+    threading.Thread(target=wait, daemon=True).start()
+    assert asked.wait(10)
+    client.close()
+    assert told.wait(10)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

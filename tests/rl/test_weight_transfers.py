@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +18,7 @@ from tests.rl.distribution import rl
 from tests.rl.scripted_http import OK, Answer, bodies, refusal, run
 from tokserve.rl import TransferError, WeightsError, push
 from tokserve.rl.broadcast import TransferGroup
+from tokserve.rl.delta_directory import chain, files_of
 from tokserve.rl.deltas import file_pieces
 from tokserve.rl.push import PushedWeights, ServerTensors
 
@@ -198,12 +202,15 @@ def test_a_transfer_between_cards_can_be_ended(interrupted: bool) -> None:
         group.broadcast(torch.zeros(1))
 
 
+def described(weights: dict[str, torch.Tensor]) -> httpx.Response:
+    """A server's reply about its tensors."""
+    tensors = {name: ["float32", list(tensor.shape)] for name, tensor in weights.items()}
+    return httpx.Response(200, json={"tensors": tensors, "tied": {}, "renames": [], "delta_refusal": None})
+
+
 def test_what_was_pushed_is_kept_without_the_event_loop() -> None:
     """A trainer computes its next step after a push, and the loop stands still meanwhile."""
     weights = {"a": torch.randn(300, 2), "b": torch.randn(5000)}
-    tensors = {name: ["float32", list(tensor.shape)] for name, tensor in weights.items()}
-    info = {"tensors": tensors, "tied": {}, "renames": [], "delta_refusal": None}
-    script: dict[str, list[Answer]] = {"/weight_info": [httpx.Response(200, json=info)]}
 
     async def steps(client: Any) -> list[Any]:
         await client.push(weights, delta=True)
@@ -215,8 +222,73 @@ def test_what_was_pushed_is_kept_without_the_event_loop() -> None:
             time.sleep(0.001)
         return [done.mode, done.num_changed, pushed.tensors["b"][7].item()]
 
-    _, result = run(script, steps)
+    _, result = run({"/weight_info": [described(weights)]}, steps)
     assert result == ["delta", 1, 3.0]
+
+
+def test_a_push_that_gives_up_waiting_spoils_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, kept, commit = {"a": torch.zeros(300)}, threading.Event(), PushedWeights.commit
+
+    def slowly(*args: Any) -> None:
+        assert kept.wait(60)
+        commit(*args)
+
+    async def steps(client: Any) -> list[str]:
+        await client.push(weights, delta=True)
+        weights["a"][7] = 3.0
+        await client.push(weights, delta=True)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.push(weights, delta=True), 0.05)  # until the copy is up to date
+        kept.set()
+        weights["a"][8] = 3.0
+        done = await client.push(weights, delta=True)
+        return [done.mode, done.num_changed]
+
+    monkeypatch.setattr(PushedWeights, "commit", slowly)
+    _, result = run({"/weight_info": [described(weights)]}, steps)
+    assert result == ["delta", 1]
+
+
+def test_a_version_that_could_not_be_written_is_no_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {"a": torch.zeros(300)}
+    rename = Path.rename
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def steps(client: Any) -> list[str]:
+        modes = []
+        for version in "0123":
+            weights["a"][int(version)] = 3.0
+            monkeypatch.setattr(Path, "rename", full if version == "2" else rename)
+            try:
+                modes.append((await client.push(weights, version, delta=True, directory=tmp_path)).mode)
+            except OSError:
+                modes.append("failed")
+        return modes
+
+    _, result = run({"/weight_info": [described(weights)]}, steps)
+    assert result == ["full", "delta", "failed", "full"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "000000.full.safetensors", "000001.delta.safetensors", "000002.full.safetensors"
+    ]  # fmt: skip
+    files = files_of(tmp_path)
+    assert [file.number for file in chain(files, "3", None)] == [2]
+
+
+def test_a_version_that_is_pushed_again_has_a_way(tmp_path: Path) -> None:
+    """The trainer has not heard whether its push was a success."""
+    weights = {"a": torch.zeros(300)}
+
+    async def steps(client: Any) -> None:
+        for version in "0112":
+            weights["a"][int(version)] = 3.0
+            await client.push(weights, version, delta=True, directory=tmp_path)
+
+    run({"/weight_info": [described(weights)]}, steps)
+    files = files_of(tmp_path)
+    assert [file.number for file in chain(files, "1", None)] == [0, 1]
+    assert [file.number for file in chain(files, "2", files[0].identity)] == [1, 3]
 
 
 def test_a_part_is_sent_while_other_tensors_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
@@ -142,6 +143,8 @@ class Client:
         future = asyncio.run_coroutine_threadsafe(work, loop)
         try:
             return future.result()
+        except CancelledError:
+            raise ClientClosed("this client has been closed meanwhile") from None
         finally:
             future.cancel()  # does nothing to one that is done
 
@@ -160,6 +163,10 @@ async def _next(deltas: AsyncIterator[RolloutDelta]) -> RolloutDelta | None:
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     loop.run_forever()
+    if calls := asyncio.all_tasks(loop):  # of threads that wait for them
+        for call in calls:
+            call.cancel()
+        loop.run_until_complete(asyncio.wait(calls))
     loop.run_until_complete(loop.shutdown_asyncgens())
     loop.run_until_complete(loop.shutdown_default_executor())
     loop.close()

@@ -92,7 +92,10 @@ def chain(files: Sequence[VersionFile], version: str | None, have: Identity | No
     target = targets[-1].identity
     if len({file.identity for file in targets}) > 1 and version is not None:
         raise WeightsConflict(f"the directory has different weights of version {version!r}")
-    deltas = {file.identity: file for file in files if file.base is not None}
+    deltas: dict[Identity, VersionFile] = {}
+    for file in files:
+        if file.base is not None:
+            deltas.setdefault(file.identity, file)  # the first needs no later one, so that no way is a circle
     anchors = {file.identity: file for file in files if file.base is None}
     way = list(_chain_to(deltas, target))
     if have is not None and (have == target or have in [file.base for file in way]):
@@ -154,13 +157,16 @@ class WeightDirectory:
 
     def _write(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
         partial = self.path / f".{name}.{os.getpid()}"
-        with partial.open("wb") as file:
-            for piece in file_pieces(tensors, metadata):
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-            size = file.tell()
-        partial.rename(self.path / name)
+        try:
+            with partial.open("wb") as file:
+                for piece in file_pieces(tensors, metadata):
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+                size = file.tell()
+            partial.rename(self.path / name)
+        finally:
+            partial.unlink(missing_ok=True)  # it has its name, or the disk is full
         return size
 
     def prune(self, keep: int = 1) -> list[str]:

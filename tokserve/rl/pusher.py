@@ -127,7 +127,7 @@ class Pusher:
         """Push weights; the arguments are those of `AsyncClient.push`."""
         self._commit = {"recompute_kv": True} if recompute_kv else {}
         if self._keeping is not None:
-            await self._keeping
+            await asyncio.shield(self._keeping)  # a caller that gives up does not end it
         named = await asyncio.to_thread(named_tensors, weights)
         server = self._server or await self._ask()
         if directory is not None:
@@ -255,7 +255,7 @@ class Pusher:
             raise ValueError(f"the server's tensors are other ones: {', '.join(lost[:5])}")
         directory, pushed = self._directories.get(target) or (WeightDirectory(target, anchor_every), None)
         directory.anchor_every = anchor_every
-        self._directories[target] = directory, pushed
+        self._directories[target] = directory, None  # until it is written
         if pushed is None or not delta:
             reason = "nothing was written before" if delta else None
             fresh = await asyncio.to_thread(PushedWeights.of, server, known)
