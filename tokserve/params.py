@@ -214,12 +214,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """`stop` as a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
+    def computed_mode(self, default: LogprobsMode) -> LogprobsMode:
+        """The kind of logprobs under this server's name for it; `default`: that of requests that do not say."""
+        mode = self.logprobs_mode or default
+        return VLLM_LOGPROBS_MODES.get(mode, mode)
+
     def for_engine(self, **changes: Any) -> SamplingParams:
         """A copy without the front end's fields, with `changes` applied."""
         if self.structured_outputs is not None:
             changes["structured_outputs"] = self.structured_outputs.plain()
-        if self.logprobs_mode in VLLM_LOGPROBS_MODES:
-            changes["logprobs_mode"] = VLLM_LOGPROBS_MODES[self.logprobs_mode]
+        if self.logprobs_mode is not None:
+            changes["logprobs_mode"] = self.computed_mode(self.logprobs_mode)
         return msgspec.structs.replace(
             self, n=1, stop=[], bad_words=[], include_stop_str_in_output=False, detokenize=True,
             skip_special_tokens=True, spaces_between_special_tokens=True, **changes,

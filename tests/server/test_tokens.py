@@ -208,6 +208,12 @@ def test_prompt_logprobs_of_one_token() -> None:
     assert generate(site(), [5], prompt_logprobs=1)["prompt_logprobs"] == [None]
 
 
+@pytest.mark.parametrize(("asked", "mode"), [({}, "raw"), ({"logprobs_mode": "processed_logprobs"}, "processed")])
+def test_columns_without_rows_name_their_mode(asked: dict[str, Any], mode: str) -> None:
+    fields = {"logprobs_format": "arrays"}
+    assert generate(site(), [5], fields, prompt_logprobs=1, **asked)["prompt_logprobs"]["mode"] == mode
+
+
 def test_prompt_logprobs_arrays() -> None:
     fields = {"logprobs_format": "arrays"}
     scores = generate(site(), [5, 6, 9, 10], fields, prompt_logprobs=1, prompt_logprobs_start=2)["prompt_logprobs"]

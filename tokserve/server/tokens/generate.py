@@ -36,7 +36,6 @@ from tokserve.server.tokens import images, structured
 
 ID_PREFIX = "generate-tokens-"
 SAMPLING = "sampling_params."
-NO_ROWS = Logprobs()  # a delta without tokens has no columns, and a client who requested logprobs gets empty lists
 HOLE = Raw(b"\0")  # stands for a value that comes later: a byte that no JSON contains
 Format = Literal["objects", "arrays", "base64"]
 
@@ -314,6 +313,8 @@ class _Render:
         self._first = True
         self._frames: dict[int, list[bytes]] = {}  # by choice
         self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
+        # a delta without tokens has no columns, and a client who requested logprobs gets empty lists
+        self._no_rows = Logprobs(mode=params.computed_mode(serving.config.model.logprobs_mode))
         self._has_masks = serving.has_masks(params)
         self._mask_form: sampling_masks.Form = (
             "lists" if self._format == "objects" else "packed" if packed or self._format == "base64" else "arrays"
@@ -323,7 +324,7 @@ class _Render:
     def _choice(self, c: ChoiceOutput, parts: DeferredParts | None = None) -> GenerateChoice:
         choice = GenerateChoice(
             c.index, self._ids(c.token_ids), c.finish_reason, c.stop_reason,
-            self._logprobs(c.logprobs or NO_ROWS, c.token_ids, parts) if self._has_logprobs else None,
+            self._logprobs(c.logprobs or self._no_rows, c.token_ids, parts) if self._has_logprobs else None,
             UNSET if c.finish_reason is None else versions(c),
             UNSET if c.finish_reason is None else StopDetail(c.stop_detail, c.message),
             c.text or "" if self._text else UNSET, self._routed_experts(c),
@@ -351,7 +352,7 @@ class _Render:
         """The prompt's logprobs in the requested format.  There are no columns for a prompt of one token, nor for one
         that was never computed."""
         first = max(1, self._params.prompt_logprobs_start)
-        columns = columns or NO_ROWS
+        columns = columns or self._no_rows
         if self._format == "objects":
             name = self._serving.tokenizer.token if self._text else None
             args = (columns, self._generation.prompt_ids(), first, columns.width, name)
@@ -390,7 +391,7 @@ class _Render:
             frame = self._frames[delta.index] = self._frame(delta.index)
         event = frame[0] + encode_json(delta.token_ids)
         if self._has_logprobs:
-            event += frame[1] + encode_json(self._logprobs(delta.logprobs or NO_ROWS, delta.token_ids))
+            event += frame[1] + encode_json(self._logprobs(delta.logprobs or self._no_rows, delta.token_ids))
         text_at = -5 if self._has_masks else -2
         if self._text:
             event += frame[text_at] + encode_json(delta.text or "")
