@@ -26,6 +26,7 @@ from tests.e2e import test_quantized
 from tests.e2e.server import Server
 from tests.e2e.test_exact import alone, together
 from tests.models import gguf_models
+from tests.models.classifiers import classifier
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM, LoRARequest, SamplingParams, rl
 from tokserve.errors import StartError
@@ -94,6 +95,19 @@ def test_stages_have_the_bits_of_one(family: str, tmp_path: Path) -> None:
         with LLM(tmp_path, **ranks, **OPTIONS) as llm:
             results.append((together(llm, 9), scores(llm, PROMPT).tolist()))
     assert results[0] == results[1] and results[2] == results[3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("labels", [{"0": "reward"}, {"0": "no", "1": "perhaps", "2": "yes"}], ids=len)
+def test_stages_of_a_classifier_have_the_bits_of_one(labels: dict[str, str], tmp_path: Path) -> None:
+    classifier(tmp_path, "qwen3", labels)
+    results = []
+    for tensor, stages in ((1, 1), (1, 2), (2, 1), (2, 2)):
+        ranks = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
+        with LLM(tmp_path, **ranks, **OPTIONS) as llm:
+            results.append([one.outputs.probs for one in llm.classify([PROMPT, PROMPT[:9]], use_tqdm=False)])
+    assert results[0] == results[1] and results[2] == results[3]
+    assert np.allclose(results[0], results[2], atol=1e-5)
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ def _load(config: Config, ranks: Ranks) -> tuple[Runner, DeviceFacts]:
         exact = model.exact and backend.is_batch_invariant(model)
         if model.exact:
             backend.capture(model)
-        if model.spec.classifier is not None:
+        if model.spec.classifier is not None and ranks.samples:
             model.classify(torch.zeros(1, model.spec.hidden, device=target.torch_device))
     give_back()  # loading and warming up leave holes; what a card holds, steps take again
     facts = {
