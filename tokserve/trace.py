@@ -154,9 +154,12 @@ def write(path: Path, header: dict[str, Any], parts: Iterable[bytes], *, compres
     """Write events, encoded and in parts, as a trace; `header`: the file's other fields.  Raises OSError."""
     opener = gzip.open if compress else open
     partial = path.with_name(path.name + ".partial")
-    with opener(partial, "wb") as file:
-        file.write(msgspec.json.encode(header)[:-1] + (b"," if header else b"") + b'"traceEvents":[\n')
-        for number, part in enumerate(parts):
-            file.write((b",\n" if number else b"") + part)
-        file.write(b"\n]}\n")
-    partial.rename(path)
+    try:
+        with opener(partial, "wb") as file:
+            file.write(msgspec.json.encode(header)[:-1] + (b"," if header else b"") + b'"traceEvents":[\n')
+            for number, part in enumerate(parts):
+                file.write((b",\n" if number else b"") + part)
+            file.write(b"\n]}\n")
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -80,3 +80,11 @@ def test_the_file_is_chromes_format(tmp_path: Path, compress: bool, monkeypatch:
     ]  # fmt: skip
     assert shown[1]["args"] == {"tokens": 3}
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, compress: bool) -> None:
+    (tmp_path / "a.json.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        trace.write(tmp_path / "a.json", {}, [b"{}"], compress=compress)
+    assert not list(tmp_path.iterdir())

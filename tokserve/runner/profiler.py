@@ -7,6 +7,7 @@ A step that is replayed from a recording shows as one span, unless the profile r
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -95,7 +96,7 @@ class RunnerProfiler:
             parsed = TorchTrace([])
             if kineto is not None:
                 kineto.export_chrome_trace(str(part))
-                parsed = msgspec.json.decode(part.read_bytes(), type=TorchTrace)
+                parsed = _parsed(part)
             header = {"displayTimeUnit": "ms", "baseTimeNanoseconds": parsed.base}
             base = parsed.base - (time.time_ns() - time.monotonic_ns())
             processes = (
@@ -106,11 +107,21 @@ class RunnerProfiler:
             parts: list[Iterable[bytes]] = [trace.events(*process, base) for process in processes]
             trace.write(file, header, (one for many in [*parts, _joined(parsed.events)] for one in many),
                         compress=compress)  # fmt: skip
-        except (OSError, RuntimeError, msgspec.DecodeError) as error:
+        except (OSError, RuntimeError) as error:
             raise RequestFailed(f"the trace could not be written: {error}") from error
         finally:
-            part.unlink(missing_ok=True)
+            for left in (part, part.with_name(part.name + ".tmp")):  # torch renames the second to the first
+                left.unlink(missing_ok=True)
         return {"ops": _rows(trace.totals(recorded)), **_torch_tables(parsed.events)}
+
+
+def _parsed(part: Path) -> TorchTrace:
+    """What torch's profiler has written; it does not report writes that fail."""
+    try:
+        return msgspec.json.decode(part.read_bytes(), type=TorchTrace)
+    except (FileNotFoundError, msgspec.DecodeError) as error:
+        free = shutil.disk_usage(part.parent).free
+        raise OSError(f"torch's part of it is not whole ({free} bytes are free in {part.parent})") from error
 
 
 def _joined(raw: list[msgspec.Raw]) -> Iterator[bytes]:
