@@ -91,6 +91,20 @@ def test_an_image_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatc
     workers.close()
 
 
+def test_an_error_of_the_server_itself_loses_one_image(workers: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(message: object) -> bytearray:
+        raise MemoryError
+
+    async def run() -> None:
+        with monkeypatch.context() as short:
+            short.setattr(frames, "pack", no_memory)
+            error = await asyncio.wait_for(refusal(workers, b"abc"), 60)
+        assert error.status == 503 and error.code == "media_worker"
+        assert (await process(workers, b"abc")).arrays["pixels"].shape == (3,)
+
+    asyncio.run(run())
+
+
 def test_a_refusal_keeps_its_worker(workers: WorkerPool) -> None:
     async def run() -> None:
         error = await refusal(workers, b"refuse")

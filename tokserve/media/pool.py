@@ -56,6 +56,7 @@ class Refusal(NamedTuple):
 Outcome = ProcessedImage | Refusal
 CLOSED = Refusal("the server is shutting down", "draining", is_servers_fault=True)
 NO_WORKER = Refusal("the process that decodes images does not start", "media_worker", is_servers_fault=True)
+FAILED = Refusal("the image could not be decoded; the server's log says more", "media_worker", is_servers_fault=True)
 ENDED = Refusal("cannot be decoded: it ends the process that decodes it", UNREADABLE)
 
 
@@ -187,7 +188,13 @@ class WorkerPool:
 
     def _run(self, index: int) -> None:
         while (job := self._next()) is not None:
-            self._finish(job, self._outcome(index, job))
+            outcome: Outcome = FAILED
+            try:
+                outcome = self._outcome(index, job)
+            except Exception:  # the thread goes on, and its requests are answered
+                logger.exception("an image could not be handed to the process that decodes images")
+                self._end(index)
+            self._finish(job, outcome)
         self._end(index)
 
     def _next(self) -> _ImageJob | None:
