@@ -161,6 +161,8 @@ def test_ids_outside_the_vocabulary_add_nothing(name: str) -> None:
     assert tokenizer.token(outside) == "" and tokenizer.token_bytes(outside) == b""
     assert tokenizer.token_bytes(-1) == b"" and tokenizer.spelling(1 << 40) is None
     assert tokenizer.decode([outside], False) == ""
+    for ids in (tokenizer.pieces(False), tokenizer.texts(final=True)):  # clients may choose any
+        assert not ids[outside] and outside not in ids and -1 not in ids
 
 
 def test_what_cannot_be_converted_is_the_requests_error() -> None:

@@ -28,7 +28,8 @@ _ADDED_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 class Pieces(dict[int, bytes]):
-    """Token id to the bytes it adds to a text, filled on first use; ids outside the vocabulary add none."""
+    """Token id to the bytes it adds to a text, filled on first use; ids outside the vocabulary add none, and are not
+    kept, since clients choose them."""
 
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int]) -> None:
         super().__init__(dict.fromkeys(skip, b""))
@@ -36,7 +37,8 @@ class Pieces(dict[int, bytes]):
 
     def __missing__(self, token: int) -> bytes:
         piece = self._tokenizer.token_bytes(token)
-        self[token] = piece
+        if self._tokenizer.spelling(token) is not None:
+            self[token] = piece
         return piece
 
 
@@ -51,7 +53,8 @@ class Texts(dict[int, str]):
 
     def __missing__(self, token: int) -> str:
         text, _ = codecs.utf_8_decode(self._pieces[token], "replace", self._final)
-        self[token] = text
+        if token in self._pieces:
+            self[token] = text
         return text
 
 
