@@ -554,7 +554,11 @@ def test_announcements_are_checked(bench: Bench, change: dict[str, Any]) -> None
      ({"backend": "gloo", "master_address": "127.0.0.1", "master_port": 0, "rank_offset": 1, "world_size": 2},
       "master_port"),
      ({"backend": "gloo", "master_address": "127.0.0.1", "master_port": 1, "rank_offset": 2, "world_size": 2},
-      "rank_offset")],
+      "rank_offset"),
+     ({"backend": "gloo", "master_address": "a" * 64, "master_port": 1, "rank_offset": 1, "world_size": 2},
+      "master_address"),
+     ({"backend": "gloo", "master_address": "a\0", "master_port": 1, "rank_offset": 1, "world_size": 2},
+      "master_address")],
     ids=str,
 )  # fmt: skip
 def test_a_meeting_that_cannot_come_about_is_refused(bench: Bench, options: dict[str, Any], field: str) -> None:

@@ -130,8 +130,9 @@ class WeightSync:
         self.shutdown()
         try:
             address = socket.gethostbyname(group.master_address)
-        except OSError as error:
-            raise RequestError(f"master_address: {error.strerror or error}", field="init_info.master_address") from None
+        except (OSError, ValueError, TypeError) as error:  # the last two: of what can be no name
+            reason = error.strerror or error if isinstance(error, OSError) else "it is no name of a host"
+            raise RequestError(f"master_address: {reason}", field="init_info.master_address") from None
         self._group = TransferGroup(
             backend, address, group.master_port, group.rank_offset, group.world_size,
             self._config.weight_transfer_timeout, self._meeting, rendezvous,
