@@ -5,10 +5,15 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.server.fake_llm import TOKENIZER, endless, site
+from tests.server.fake_llm import TOKENIZER, Site, endless, site
+from tokserve.checkpoint import DEMO_DIR
+from tokserve.client.pooling import LabelRules, VectorRules
 from tokserve.server.openai.completions import CompletionRenderer
+from tokserve.server.pooling import inputs
+from tokserve.server.pooling.inputs import PooledPrompts, PoolingUsage
 from tokserve.server.sglang.reply import ChoiceDetails, GenerateRenderer
 from tokserve.text.tokenizer import Tokenizer
 
@@ -39,6 +44,50 @@ def test_where_prompts_are_tokenized_and_choices_written(
     assert answer.status_code == 200, answer.text
     assert {"encode_each", "reply"} <= names.keys()
     assert {name.startswith("tokserve-") for found in names.values() for name in found} == {in_threads}
+
+
+VECTORS = [("/encode", {"input_ids": [[5]] * 50}), ("/score", {"queries": "ab", "documents": ["ab"] * 50})]
+
+
+def embedder(**options: Any) -> Site:
+    made = site(runner="pooling", model=str(DEMO_DIR), sglang_api=True, **options)
+    made.llm.ready.facts["hidden_size"] = 64
+    return made
+
+
+@pytest.mark.parametrize(("path", "asked"), VECTORS)
+def test_where_vectors_are_worked_on(monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any]) -> None:
+    names: set[str] = set()
+    finish = VectorRules.finish
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        names.add(threading.current_thread().name)
+        return finish(*args, **kwargs)
+
+    async def pool(serving: Any, request: Any, body: Any, params: Any, prompts: Any, *_: Any) -> PooledPrompts:
+        vectors = [np.ones(64, "<f4").tobytes() for _ in prompts]
+        return PooledPrompts("key", vectors, PoolingUsage(1, 1), {"X-Request-Id": "id"}, "0")
+
+    monkeypatch.setattr(VectorRules, "finish", noted)
+    monkeypatch.setattr(inputs, "pool", pool)
+    answer = embedder().post(path, asked)
+    assert answer.status_code == 200, answer.text
+    assert names and all(name.startswith("tokserve-") for name in names)
+
+
+@pytest.mark.parametrize(("path", "field"), [("/encode", "input_ids"), ("/classify", "text"), ("/classify", "input")])
+def test_vectors_that_would_make_too_large_a_reply_are_refused(
+    monkeypatch: pytest.MonkeyPatch, path: str, field: str
+) -> None:
+    async def pool(*_: Any) -> PooledPrompts:
+        raise AssertionError("the engine was asked")
+
+    monkeypatch.setattr(inputs, "pool", pool)
+    monkeypatch.setattr(inputs, "label_rules", lambda serving: LabelRules(tuple(map(str, range(64))), "softmax"))
+    prompts = [[5] if field == "input_ids" else "a"] * 2000
+    answer = embedder(max_reply_bytes=1 << 20).post(path, {field: prompts})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["code"] == "reply_too_large" and answer.json()["error"]["param"] == field
 
 
 def test_texts_are_encoded_together_as_each_alone() -> None:

@@ -99,11 +99,19 @@ async def score(
     if isinstance(rules, VectorRules):
         prompts, paths = await off_loop(request, size, bare.alone)
         pooled = await inputs.pool(serving, request, body, rules.params, prompts, _paths(paths), ignored)
-        vectors = [rules.finish(vector) for vector in pooled.vectors]
-        return Scored([similarity(vectors[a], vectors[len(sides.first) + b]) for a, b in pairs], pooled)
+        scores = await off_loop(request, 1 << 20, lambda: _cosines(rules, pooled, pairs, len(sides.first)))
+        return Scored(scores, pooled)
     prompts, paths = await off_loop(request, size * max(1, len(pairs) // 8), lambda: bare.joined(pairs))
     pooled = await inputs.pool(serving, request, body, rules.params, prompts, _paths(paths), ignored)
     return Scored([float(rules.finish(vector, body.use_activation)[0]) for vector in pooled.vectors], pooled)
+
+
+def _cosines(
+    rules: VectorRules, pooled: PooledPrompts, pairs: Sequence[tuple[int, int]], num_first: int
+) -> list[float]:  # fmt: skip
+    """The cosine of each pair; vectors of the first side come first."""
+    vectors = [rules.finish(vector) for vector in pooled.vectors]
+    return [similarity(vectors[first], vectors[num_first + second]) for first, second in pairs]
 
 
 def _paths(paths: Sequence[str]) -> PairPaths:

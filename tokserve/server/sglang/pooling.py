@@ -6,6 +6,8 @@ import time
 from typing import Any, ClassVar
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,6 +18,7 @@ from tokserve.server import compat
 from tokserve.server.http.workers import off_loop
 from tokserve.server.openai import schemas
 from tokserve.server.pooling import classify, embeddings, inputs
+from tokserve.server.pooling.inputs import PooledPrompts
 from tokserve.server.serving import FieldPaths, Serving
 from tokserve.server.sglang import generate, replies
 
@@ -76,25 +79,40 @@ async def _respond(
     if body.input is not None or body.messages is not None:
         raise invalid("input", "and messages exclude text and input_ids")
     _check(rules, body.dimensions)
+    width = len(rules.labels) if isinstance(rules, LabelRules) else serving.llm.ready.facts["hidden_size"]
     if not isinstance(rules, LabelRules):
-        rules.check_dimensions(body.dimensions, serving.llm.ready.facts["hidden_size"])
+        rules.check_dimensions(body.dimensions, width)
+        width = body.dimensions or width
     prompts, field, listed = await off_loop(request, size, lambda: generate.prompts_of(serving, body))
+    inputs.check_reply(serving, len(prompts) * width * inputs.BYTES_OF_VALUE, field, "fewer prompts")
     body.request_id = generate.request_id(body.given_id, len(prompts)) or body.request_id
     fields = FieldPaths(f"{field}[0]" if listed and len(prompts) == 1 else field)
     pooled = await inputs.pool(serving, request, body, rules.params, prompts, fields, ignored)
     elapsed = time.monotonic() - began
-    vectors = []
-    for prompt, vector in zip(prompts, pooled.vectors, strict=True):
-        if isinstance(rules, LabelRules):
-            values = rules.finish(vector, bool(body.use_activation))
-        else:
-            values = rules.finish(vector, body.dimensions, body.use_activation)
-        details = {
-            "id": pooled.headers["X-Request-Id"], "finish_reason": END, "prompt_tokens": len(prompt),
-            "weight_version": pooled.version, "e2e_latency": elapsed,
-        }  # fmt: skip
-        vectors.append(SglangVector(values.tolist(), details))
-    return replies.json(vectors if listed else vectors[0], pooled.headers)
+
+    def reply() -> Response:
+        vectors = [
+            SglangVector(_values(rules, body, vector).tolist(), _details(pooled, len(prompt), elapsed))
+            for prompt, vector in zip(prompts, pooled.vectors, strict=True)
+        ]
+        return replies.json(vectors if listed else vectors[0], pooled.headers)
+
+    return await off_loop(request, 1 << 20, reply)
+
+
+def _values(rules: PoolingRules, body: SglangPoolingBody, vector: bytes) -> NDArray[np.float32]:
+    """What the rules make of a prompt's vector."""
+    if isinstance(rules, LabelRules):
+        return rules.finish(vector, bool(body.use_activation))
+    return rules.finish(vector, body.dimensions, body.use_activation)
+
+
+def _details(pooled: PooledPrompts, prompt_tokens: int, elapsed: float) -> dict[str, Any]:
+    """`meta_info` of a prompt."""
+    return {
+        "id": pooled.headers["X-Request-Id"], "finish_reason": END, "prompt_tokens": prompt_tokens,
+        "weight_version": pooled.version, "e2e_latency": elapsed,
+    }  # fmt: skip
 
 
 def _check(rules: PoolingRules, dimensions: int | None) -> None:
