@@ -83,8 +83,7 @@ class Request:
         self.owner = owner
         self.client = client
         self.share = client if share is None else share
-        self.number = number
-        self.received = received
+        self.number, self.received = number, received
         self.adapter = adapter
         self.features, self.second = spec.prompt.features, spec.prompt.second
         self.tokens = _prompt(spec.prompt.ids, limits, new_tokens=int(isinstance(task, SamplingParams)))

@@ -47,7 +47,7 @@ class ChatLogprobs(msgspec.Struct):
     content: list[ChatLogprob]
 
 
-class TokenIds(dict[int, str]):
+class IdNames(dict[int, str]):
     """The names of tokens where a request wants ids."""
 
     def __missing__(self, token_id: int) -> str:
@@ -60,7 +60,7 @@ class Spelling:
     def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
         self._pieces = tokenizer.pieces(skip_special_tokens=False)
         self._as_ids = as_ids
-        self.names: Mapping[int, str] = TokenIds() if as_ids else tokenizer.texts(final=True)
+        self.names: Mapping[int, str] = IdNames() if as_ids else tokenizer.texts(final=True)
         self._completed: Mapping[int, str] = self.names if as_ids else tokenizer.texts(final=False)
 
     def names_at(self, offset: TextOffset) -> Named:
