@@ -16,6 +16,7 @@ MAX_TEST_FILE = 700
 LONG_TESTS = {"engine/scripted.py": 950, "client/test_async_llm.py": 850}  # to be divided
 MAX_CXX_FILE, MAX_CXX_FUNCTION, MAX_CXX_LINE = 400, 60, 120
 BANNED = {"manager", "helper", "helpers", "util", "utils", "info", "data", "impl", "mixin", "v2"}
+RESOLVE = ("resolve.py", "option_checks.py", "engine_config.py")  # what knows all options
 OF_VLLM = {"data_1", "data_2"}  # names of its parameters
 BROAD_EXCEPT = {  # process entry, threads, admission, grammars, admin commands, HTTP edge, a test's script
     "engine/process.py", "executor/worker.py", "engine/admission.py", "engine/structured_output/mask_worker.py",
@@ -98,7 +99,7 @@ def _check_cxx_file(path: Path) -> None:
 def test_device_kinds_are_named_only_where_they_may_be() -> None:
     for path in FILES:
         name = str(path.relative_to(PACKAGE))
-        if name.startswith("ops/") or name in ("device.py", "resolve.py"):
+        if name.startswith("ops/") or name in ("device.py", *RESOLVE):
             continue
         for node in nodes(path):
             if isinstance(node, ast.Compare):
@@ -112,7 +113,7 @@ def test_number_of_options_environment_names_and_ops() -> None:
     assert len(env) <= MAX_ENV, env
     readers = {p.name for p in FILES if "os.environ" in p.read_text()}
     libraries = {"broadcast.py", "dense.py", "placement.py", "worker.py", "worker_process.py", "one_blas_thread.py"}
-    assert readers <= {"resolve.py", "http.py"} | libraries, readers
+    assert readers <= {*RESOLVE, "http.py"} | libraries, readers
     assert 0 < len(ops.OPS) <= MAX_OPS
 
 

@@ -37,6 +37,8 @@ ROOT_ORDER = [
     "encoders",
     "config",  # a package
     "cpu_list",
+    "engine_config",
+    "option_checks",
     "resolve",
     "ray_cluster",
     "messages",
@@ -88,7 +90,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "structs",
             "plan",
             "config",
-            "resolve",
+            "engine_config",
             "ray_cluster",
             "runner",
             "errors",
@@ -139,6 +141,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "vision",
             "params",
             "config",
+            "engine_config",
             "resolve",
             "text",
             "errors",
@@ -175,7 +178,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         },
         TORCH,
     ),
-    "ray": ({"client", "server", "config", "resolve", "errors", "params"}, TORCH),
+    "ray": ({"client", "server", "config", "engine_config", "resolve", "errors", "params"}, TORCH),
     "cli": (
         {
             "memory",
@@ -184,6 +187,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "server",
             "executor",
             "config",
+            "engine_config",
             "resolve",
             "errors",
             "log",

@@ -1,4 +1,4 @@
-"""Resolves the options: replaces "auto" and None by values, and refuses combinations that cannot be served.
+"""Resolves the options: replaces "auto" and None by values; `option_checks` refuses combinations that cannot be served.
 
 No option changes afterwards.
 """
@@ -6,7 +6,6 @@ No option changes afterwards.
 from __future__ import annotations
 
 import importlib.util
-import ipaddress
 import logging
 import math
 import os
@@ -18,9 +17,7 @@ import msgspec
 from tokserve import checkpoint, encoders
 from tokserve.classifier import is_base, is_classifier
 from tokserve.config import (
-    BACKENDS,
     DEFAULT_BLOCK_SIZE,
-    PACKING,
     Config,
     MediaConfig,
     ModelConfig,
@@ -28,8 +25,10 @@ from tokserve.config import (
     RuntimeConfig,
     ServerConfig,
 )
-from tokserve.cpu_list import cpu_list, cpus_by_node
+from tokserve.cpu_list import cpu_list
+from tokserve.engine_config import GPU_FILE
 from tokserve.errors import StartError
+from tokserve.option_checks import check, check_encoder, is_local
 from tokserve.params import VLLM_LOGPROBS_MODES
 
 logger = logging.getLogger(__name__)
@@ -42,8 +41,6 @@ POSITIONS = ("max_position_embeddings", "n_positions")  # the latter in config.j
 QUANTIZATIONS_AT_LOAD = ("int8", "int4", "fp8", "none")
 KEY_VARIABLES = ("TOKSERVE_API_KEY", "VLLM_API_KEY")
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
-GPU_FILE = Path("/dev/nvidiactl")
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def resolve(config: Config) -> Config:
@@ -101,9 +98,9 @@ def resolve(config: Config) -> Config:
             allowed_hosts=_allowed_hosts(config.server),
         ),
     )
-    _check(resolved)
+    check(resolved)
     if both_ways:
-        _check_encoder(resolved)
+        check_encoder(resolved)
     return resolved
 
 
@@ -142,22 +139,6 @@ def _sentence_length(directory: Path) -> int | None:
     return length if isinstance(length, int) and length > 1 else None
 
 
-def _check_encoder(config: Config) -> None:
-    """Raise StartError for an option that is of no use to a model that reads both ways."""
-    if config.runtime.device != "cpu":
-        raise StartError("models that read both ways (config.json: architectures) run on a CPU; give --device cpu")
-    if config.lora.enable_lora:
-        raise StartError("option enable_lora: a model that reads both ways takes no adapters")
-    if config.model.model_impl == "transformers":
-        raise StartError("option model_impl: a model that reads both ways is not served by transformers' module")
-    budget, length = config.scheduler.token_budget, config.model.max_model_len or 0
-    if budget < length:
-        raise StartError(
-            f"option max_num_batched_tokens: {budget} is less than max_model_len {length}: this model computes a "
-            "prompt in one step"
-        )
-
-
 def _tokenizer(config: Config) -> str | None:
     """The directory of a tokenizer other than the model's, if it is needed."""
     name = config.model.tokenizer
@@ -191,106 +172,10 @@ def _cpu_threads(runtime: RuntimeConfig, parallel: ParallelConfig, device: str) 
     return count
 
 
-def replica_config(config: Config, rank: int) -> Config:
-    """The resolved configuration of one of several engines: its CPUs, and its share of the host's free memory."""
-    size, runtime, cache = config.parallel.data_parallel_size, config.runtime, config.cache
-    replace = msgspec.structs.replace
-    if runtime.device == "cpu" and cache.kv_cache_memory_bytes is None:  # all of them look at the same memory
-        cache = replace(cache, gpu_memory_utilization=cache.gpu_memory_utilization / size)
-    cpus = [] if config.parallel.on_ray else _replica_cpus(runtime, size)
-    if cpus:
-        count = len(cpus) // size
-        rank_cpus = ",".join(map(str, cpus[rank * count : (rank + 1) * count]))
-        runtime = replace(runtime, cpu_bind=rank_cpus)
-    kv = config.kv
-    if kv.events() is not None:
-        kv = replace(kv, kv_events_config=(kv.kv_events_config or {}) | {"data_parallel_rank": rank})
-    if kv.kv_transfer_config is not None:
-        kv = replace(kv, kv_transfer_config=kv.kv_transfer_config | {"data_parallel_rank": rank})
-    return replace(config, cache=cache, runtime=runtime, kv=kv)
-
-
-def rank_config(config: Config, rank: int) -> Config:
-    """The engine's resolved configuration for one rank, whose machine it shares with `ranks_here` - 1 others.
-
-    Options that only the server needs, its keys above all, are left out.
-    """
-    replace, parallel, runtime, cache = msgspec.structs.replace, config.parallel, config.runtime, config.cache
-    num_ranks = parallel.ranks_here
-    if runtime.device == "cpu":
-        if cache.kv_cache_memory_bytes is None:  # all ranks look at the same memory
-            cache = replace(cache, gpu_memory_utilization=cache.gpu_memory_utilization / num_ranks)
-        runtime = replace(runtime, cpu_threads=max(1, (runtime.cpu_threads or num_ranks) // num_ranks))
-        if runtime.cpu_bind not in ("auto", "none"):
-            cpus, count = cpu_list(runtime.cpu_bind), runtime.cpu_threads or 1
-            first = rank % num_ranks * count
-            runtime = replace(runtime, cpu_bind=",".join(map(str, cpus[first : first + count])))
-        else:
-            runtime = replace(runtime, cpu_bind="none")
-    server = replace(config.server, api_key=None, admin_api_key=None)
-    return replace(config, runtime=runtime, cache=cache, server=server)
-
-
-def _replica_cpus(runtime: RuntimeConfig, size: int) -> list[int]:
-    """The CPUs to bind the threads of all engines to, one after the other; empty: they are not bound.
-
-    Without a list they are bound where one engine's would be: several memory nodes, and a thread for each CPU.
-    """
-    if runtime.cpu_bind not in ("auto", "none"):
-        return cpu_list(runtime.cpu_bind)
-    nodes = cpus_by_node()
-    if runtime.cpu_bind == "none" or len(nodes) < 2:
-        return []
-    cpus = [cpu for node in nodes for cpu in node]
-    return cpus if (runtime.cpu_threads or 0) * size == len(cpus) else []
-
-
-def replica_environment(config: Config, rank: int) -> dict[str, str] | None:
-    """The environment of one of several engines, in which it sees GPUs that no other has; None: that of this process.
-
-    Raises StartError if there are fewer GPUs than engines.
-    """
-    if config.runtime.device != "cuda" or config.parallel.on_ray:
-        return None
-    size, devices = config.parallel.data_parallel_size, os.environ.get(VISIBLE)
-    num_ranks = config.parallel.ranks_here
-    if devices is None:
-        num_files = len([path for path in GPU_FILE.parent.glob("nvidia*") if path.name[6:].isdigit()])
-        visible = [str(index) for index in range(num_files)]
-    else:
-        visible = [name for name in devices.split(",") if name]
-    if len(visible) < size * num_ranks:
-        number = "a GPU" if num_ranks == 1 else f"{num_ranks} GPUs"
-        raise StartError(f"option data_parallel_size: {size} engines need {number} each, and there are {len(visible)}")
-    return dict(os.environ) | {VISIBLE: ",".join(visible[rank * num_ranks : (rank + 1) * num_ranks])}
-
-
-def reserved_devices(runtime: RuntimeConfig) -> dict[str, int]:
-    """What an engine with these options reserves on a node of a Ray cluster, by Ray's names.  Raises
-    StartError."""
-    if runtime.device == "cuda":
-        return {"num_cpus": 1, "num_gpus": 1}
-    if runtime.cpu_threads is None:
-        raise StartError("give cpu_threads, the CPUs that Ray reserves for each engine, or device cuda")
-    return {"num_cpus": runtime.cpu_threads}
-
-
-def reserved_for_rank(config: Config) -> dict[str, float]:
-    """What a rank of an engine with this resolved configuration reserves on a node of a Ray cluster, by Ray's names."""
-    if config.runtime.device == "cuda":
-        return {"CPU": 1, "GPU": 1}
-    return {"CPU": rank_config(config, 0).runtime.cpu_threads or 1}
-
-
-def ray_address() -> str:
-    """Where the Ray cluster is; auto: this machine has a node of it."""
-    return os.environ.get("RAY_ADDRESS") or "auto"
-
-
 def _kv_events(config: Config) -> dict[str, Any] | None:
     """The object with what wildcards stand for: the loopback address if only this machine can reach the server."""
     options, server = config.kv.kv_events_config, config.server
-    if config.kv.events() is None or not (server.uds or server.host == "localhost" or _is_loopback(server.host)):
+    if config.kv.events() is None or not (server.uds or is_local(server.host)):
         return options
     return {"interface": LOCAL_HOSTS[1]} | (options or {})
 
@@ -299,7 +184,7 @@ def _ui(server: ServerConfig) -> bool:
     """Whether to serve the status page; by default if only this machine can connect."""
     if server.ui is not None:
         return server.ui
-    return server.uds is not None or server.host == "localhost" or _is_loopback(server.host)
+    return server.uds is not None or is_local(server.host)
 
 
 def _allowed_hosts(server: ServerConfig) -> list[str]:
@@ -309,106 +194,9 @@ def _allowed_hosts(server: ServerConfig) -> list[str]:
         if not all(server.allowed_hosts):
             raise StartError("option allowed_hosts: must not be empty")
         return server.allowed_hosts
-    if server.uds is None and (server.host == "localhost" or _is_loopback(server.host)):
+    if server.uds is None and is_local(server.host):
         return list(dict.fromkeys([*LOCAL_HOSTS, server.host]))
     return ["*"]
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _check_ranks(config: Config) -> None:
-    """The options of an engine's ranks, with each other and with what is not divided."""
-    parallel, runtime = config.parallel, config.runtime
-    if parallel.node_rank >= parallel.nnodes:
-        raise StartError(f"option node_rank: must be below nnodes {parallel.nnodes}, got {parallel.node_rank}")
-    if parallel.headless != (parallel.node_rank > 0):
-        raise StartError("option headless: is for the machines with a node_rank above 0, and for all of them")
-    if parallel.num_ranks % parallel.nnodes:
-        raise StartError(
-            f"option nnodes: {parallel.num_ranks} ranks cannot be divided among {parallel.nnodes} machines"
-        )
-    if parallel.nnodes > 1 and parallel.data_parallel_size > 1:
-        raise StartError("option nnodes: several engines (data_parallel_size) run on one machine")
-    is_local = parallel.master_addr == "localhost" or _is_loopback(parallel.master_addr)
-    if parallel.nnodes > 1 and parallel.master_key_file is None and not is_local:
-        raise StartError("option master_key_file: is needed, as other machines can reach master_addr")
-    if parallel.distributed_executor_backend == "ray":
-        if parallel.num_ranks == 1:
-            raise StartError(
-                "option distributed_executor_backend: Ray places ranks, and tensor_parallel_size and "
-                "pipeline_parallel_size are 1; data_parallel_backend ray places engines"
-            )
-        if parallel.nnodes > 1:
-            raise StartError("option nnodes: with distributed_executor_backend ray, Ray knows the machines")
-    if parallel.num_ranks == 1:
-        return
-    if parallel.data_parallel_backend == "ray":
-        raise StartError(
-            "option data_parallel_backend: engines on a Ray cluster have one rank each; with "
-            "distributed_executor_backend ray the engines run here and their ranks on the cluster"
-        )
-    if (method := config.speculation.resolved().method) in ("self", "draft_model"):
-        raise StartError(f"option speculative_config: the method {method} is for a model of one rank")
-    if runtime.cpu_bind not in ("auto", "none") and (runtime.cpu_threads or 0) % parallel.ranks_here:
-        raise StartError(f"option cpu_bind: names {runtime.cpu_threads} CPUs for {parallel.ranks_here} ranks")
-
-
-def _check(config: Config) -> None:
-    _check_ranks(config)
-    model = config.model
-    config.profiler.resolved()
-    config.kv.events()
-    config.kv.store()
-    transfer = config.kv.transfer()
-    if transfer is not None:
-        transfer.key()
-    config.speculation.resolved()
-    if model.quantize_lm_head and model.head_dtype != "auto":
-        raise StartError("quantize_lm_head and head_dtype exclude each other")
-    if model.quantization_activations and (model.quantization in ("fp8", "none") or config.runtime.device != "cpu"):
-        raise StartError("quantization_activations is for integer weights on a CPU")
-    runtime = config.runtime
-    for name, value in (("cpu_arithmetic", runtime.cpu_arithmetic != "auto"), ("cpu_kernels", runtime.cpu_kernels)):
-        if value and runtime.device != "cpu":
-            raise StartError(f"option {name} is for a CPU, and the device is {runtime.device}")
-    if config.cache.kv_cache_dtype != "auto" and config.runtime.device == "cpu":
-        raise StartError(f"kv_cache_dtype {config.cache.kv_cache_dtype} needs a GPU; on a CPU leave it at auto")
-    if model.max_model_len is not None and model.max_model_len < 2:
-        raise StartError("option max_model_len: must be at least 2, for a token of prompt and one of output")
-    if config.lora.modules() and not config.lora.enable_lora:
-        raise StartError("lora_modules needs enable_lora")
-    server = config.server
-    if not all(server.served_model_name or []):
-        raise StartError("option served_model_name: must not be empty")
-    if server.ssl_ca_certs is not None and server.ssl_certfile is None:
-        raise StartError("ssl_ca_certs needs ssl_certfile and ssl_keyfile: without them there is no TLS")
-    if (server.ssl_keyfile is None) != (server.ssl_certfile is None):
-        raise StartError("ssl_keyfile and ssl_certfile must be given together")
-    for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
-        path = getattr(server, name)
-        if path is not None and not Path(path).is_file():
-            raise StartError(f"option {name}: no file {path!r}")
-    weights = config.weights.weight_transfer_config or {}
-    if weights.keys() - {"backend", *PACKING} or weights.get("backend", "disk") not in BACKENDS:
-        raise StartError(f'option weight_transfer_config: expected {{"backend": one of {", ".join(BACKENDS)}}}')
-    for directory in config.weights.allowed_weight_dirs or []:
-        if not Path(directory).is_dir():
-            raise StartError(f"option allowed_weight_dirs: no directory {directory!r}")
-    if server.otlp_traces_endpoint and not server.otlp_traces_endpoint.startswith(("http://", "https://")):
-        raise StartError(f"option otlp_traces_endpoint: expected an http URL, got {server.otlp_traces_endpoint!r}")
-    if config.parallel.data_parallel_size > 1 and server.api_server_count > 1:
-        raise StartError("data_parallel_size above 1 goes with api_server_count 1")
-    if config.parallel.data_parallel_backend == "ray" and server.api_server_count > 1:
-        raise StartError("data_parallel_backend ray goes with api_server_count 1")
-    text = ("chat_template", server.chat_template), ("reasoning_parser", server.reasoning_parser)
-    for name, value in (*text, ("enable_auto_tool_choice", server.enable_auto_tool_choice)):
-        if server.tokens_only and value:
-            raise StartError(f"{name} has no use with tokens_only")
 
 
 def _device(device: str) -> Any:

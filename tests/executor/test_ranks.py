@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tokserve.config import Config
+from tokserve.engine_config import rank_config
 from tokserve.errors import Conflict, RequestFailed, StartError
 from tokserve.executor import auth, merge
 from tokserve.executor.channel import (
@@ -36,7 +37,6 @@ from tokserve.executor.listeners import PairListener, SocketListener
 from tokserve.executor.worker import connect
 from tokserve.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
 from tokserve.plan import DeviceFacts, StepPlan, StepResult
-from tokserve.resolve import rank_config
 
 WAIT = 10.0
 

@@ -12,8 +12,9 @@ from huggingface_hub import errors as hub
 
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.config import Config, RuntimeConfig, fields, vllm
+from tokserve.engine_config import replica_config
 from tokserve.errors import StartError
-from tokserve.resolve import replica_config, resolve
+from tokserve.resolve import resolve
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tokserve.config import Config
+from tokserve.engine_config import rank_config
 from tokserve.errors import StartError
 from tokserve.executor.spawn import LocalProcess, cluster_key
 from tokserve.executor.worker import RankOpening
-from tokserve.resolve import rank_config
 
 logger = logging.getLogger("tokserve.headless")
 

@@ -21,10 +21,10 @@ import tokserve
 from tokserve.client.launch import TERM_SECONDS, EngineProcess
 from tokserve.config import Config
 from tokserve.curve import EngineKeys, make_keys
+from tokserve.engine_config import reserved_devices
 from tokserve.errors import StartError
 from tokserve.processes import describe_exit
 from tokserve.ray_cluster import connect, first_line
-from tokserve.resolve import reserved_devices
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from tokserve.client.outputs import EngineReport, Ready, Status, StepStats, tota
 from tokserve.client.request_state import RequestState
 from tokserve.client.router import PrefixRouter
 from tokserve.config import Config
+from tokserve.engine_config import replica_config, replica_environment
 from tokserve.errors import EngineDead, StartError
-from tokserve.resolve import replica_config, replica_environment
 
 logger = logging.getLogger(__name__)
 

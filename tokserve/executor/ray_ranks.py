@@ -26,13 +26,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tokserve.config import Config
 from tokserve.curve import make_keys
+from tokserve.engine_config import rank_config, reserved_for_rank
 from tokserve.errors import StartError
 from tokserve.executor.listeners import Invitation, Listener, StreamListener
 from tokserve.executor.spawn import PATIENCE, LocalProcess, RankProcess
 from tokserve.executor.tunnel import Tunnel
 from tokserve.executor.worker import RankOpening
 from tokserve.ray_cluster import connect, first_line
-from tokserve.resolve import rank_config, reserved_for_rank
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.config import Config, fields
+from tokserve.engine_config import reserved_devices
 from tokserve.errors import RequestError, StartError
-from tokserve.resolve import reserved_devices, resolve
+from tokserve.resolve import resolve
 from tokserve.server.app import build_app, endpoints
 from tokserve.server.http import errors, workers
 from tokserve.server.http.auth import route_path
