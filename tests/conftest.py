@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests import threads
 from tests.e2e.server import Server
 
 MAX_CPU_SECONDS = 10.0  # of a test that is not slow; 5 on the machines that tests are written on
@@ -87,6 +88,13 @@ def demo() -> Iterator[Server]:
     """The demo model with everything at its default, for tests that leave it idle and as it was."""
     with Server("demo") as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def engine_threads() -> Iterator[None]:
+    """`LLM` starts its engines as threads."""
+    with threads.engine_threads():
+        yield
 
 
 @pytest.fixture

@@ -21,6 +21,8 @@ from tokserve.errors import RequestError
 from tokserve.params import RequestOptions, SamplingParams
 from tokserve.prompt import TokenPrompt, pack_ids
 
+pytestmark = pytest.mark.usefixtures("engine_threads")
+
 EOS = 7
 
 

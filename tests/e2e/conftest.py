@@ -5,21 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import Server
+from tests.e2e.server import Served
+from tests.threads import ServerThread
 
 
 @pytest.fixture(scope="session")
-def tokens_only() -> Iterator[Server]:
+def tokens_only() -> Iterator[Served]:
     """The demo model, token routes only."""
-    with Server("demo", "--tokens-only") as server:
+    with ServerThread("demo", "--tokens-only") as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def float32() -> Iterator[Server]:
+def float32() -> Iterator[Served]:
     """The demo model in float32, with all dialects."""
     flags = ("--dtype", "float32", "--sglang-api", "--per-request-spec-decode-metrics", "detailed")
-    with Server("demo", *flags) as server:
+    with ServerThread("demo", *flags) as server:
         yield server
 
 

@@ -18,7 +18,47 @@ import psutil
 START_SECONDS = 120.0
 
 
-class Server:
+class Served:
+    """A server at `url`, wherever it runs, and what tests ask of it."""
+
+    @property
+    def url(self) -> str:
+        """Base URL; waits until the server serves."""
+        raise NotImplementedError
+
+    def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
+        """POST JSON."""
+        return httpx.post(self.url + path, json=body, timeout=120, **kwargs)
+
+    def get(self, path: str, **kwargs: Any) -> httpx.Response:
+        """GET."""
+        return httpx.get(self.url + path, timeout=60, **kwargs)
+
+    def generate(self, token_ids: list[int], **params: Any) -> dict[str, Any]:
+        """The reply of /inference/v1/generate for these sampling parameters."""
+        answer = self.post("/inference/v1/generate", {"token_ids": token_ids, "sampling_params": params})
+        assert answer.status_code == 200, answer.text
+        reply: dict[str, Any] = answer.json()
+        return reply
+
+    def metric(self, name: str) -> float:
+        """The value of an unlabelled (or once-labelled) metric, summed over labels."""
+        lines = [line for line in self.get("/metrics").text.splitlines() if re.match(rf"{re.escape(name)}[ {{]", line)]
+        assert lines, name
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    def wait_idle(self, seconds: float = 30.0) -> None:
+        """Until the engine runs and holds nothing."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            running = self.metric("tokserve:num_requests_running") + self.metric("tokserve:num_requests_waiting")
+            if running == 0 and self.metric("tokserve:kv_cache_usage_perc") == 0.0:
+                return
+            time.sleep(0.1)
+        raise AssertionError("the engine did not become idle")
+
+
+class Server(Served):
     """`with Server("demo", "--max-num-seqs", "4") as server: server.post(...)`.  `log` holds stderr's lines."""
 
     def __init__(self, model: str | Path, *flags: str, env: dict[str, str] | None = None) -> None:
@@ -93,34 +133,3 @@ class Server:
         children: list[psutil.Process] = psutil.Process(self.process.pid).children()
         found = [p for p in children if "tokserve.cli.api_server" in " ".join(p.cmdline())]
         return sorted(found, key=lambda p: (p.create_time(), p.pid))
-
-    def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
-        """POST JSON."""
-        return httpx.post(self.url + path, json=body, timeout=120, **kwargs)
-
-    def get(self, path: str, **kwargs: Any) -> httpx.Response:
-        """GET."""
-        return httpx.get(self.url + path, timeout=60, **kwargs)
-
-    def generate(self, token_ids: list[int], **params: Any) -> dict[str, Any]:
-        """The reply of /inference/v1/generate for these sampling parameters."""
-        answer = self.post("/inference/v1/generate", {"token_ids": token_ids, "sampling_params": params})
-        assert answer.status_code == 200, answer.text
-        reply: dict[str, Any] = answer.json()
-        return reply
-
-    def metric(self, name: str) -> float:
-        """The value of an unlabelled (or once-labelled) metric, summed over labels."""
-        lines = [line for line in self.get("/metrics").text.splitlines() if re.match(rf"{re.escape(name)}[ {{]", line)]
-        assert lines, name
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
-
-    def wait_idle(self, seconds: float = 30.0) -> None:
-        """Until the engine runs and holds nothing."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            running = self.metric("tokserve:num_requests_running") + self.metric("tokserve:num_requests_waiting")
-            if running == 0 and self.metric("tokserve:kv_cache_usage_perc") == 0.0:
-                return
-            time.sleep(0.1)
-        raise AssertionError("the engine did not become idle")

@@ -8,25 +8,27 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.server import Server
+from tests.e2e.server import Served
 from tokserve import LLM, BeamSearchParams
+
+pytestmark = pytest.mark.usefixtures("engine_threads")
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def server(float32: Server) -> Server:
+def server(float32: Served) -> Served:
     return float32
 
 
-def beams(server: Server, path: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
+def beams(server: Served, path: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
     answer = server.post(path, {"use_beam_search": True, "n": 3, "max_tokens": 6, "return_token_ids": True} | body)
     assert answer.status_code == 200, answer.text
     reply: dict[str, Any] = answer.json()
     return reply
 
 
-def test_they_are_the_ones_of_the_offline_api(server: Server) -> None:
+def test_they_are_the_ones_of_the_offline_api(server: Served) -> None:
     prompts = ["What is 47 + 38?", "Reverse the word hello."]
     with LLM("demo", dtype="float32") as llm:
         params = BeamSearchParams(beam_width=3, max_tokens=6, length_penalty=0.5, include_stop_str_in_output=True)
@@ -42,7 +44,7 @@ def test_they_are_the_ones_of_the_offline_api(server: Server) -> None:
     assert reply["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in reply["choices"])
 
 
-def test_chat_answers_with_the_best_first(server: Server) -> None:
+def test_chat_answers_with_the_best_first(server: Served) -> None:
     body = {"messages": [{"role": "user", "content": "What is 47 + 38?"}]}
     reply = beams(server, CHAT, **body, logprobs=True, top_logprobs=1)
     assert reply["choices"][0]["message"]["content"] == "85" and len(reply["choices"]) == 3
@@ -55,7 +57,7 @@ def test_chat_answers_with_the_best_first(server: Server) -> None:
     assert one["choices"][0]["token_ids"] == greedy["choices"][0]["token_ids"]
 
 
-def test_many_at_once_are_what_they_are_alone(server: Server) -> None:
+def test_many_at_once_are_what_they_are_alone(server: Served) -> None:
     prompts = [f"What is {a} + {a + 1}?" for a in range(12)]
     alone = [beams(server, prompt=prompt)["choices"] for prompt in prompts]
     with ThreadPoolExecutor(12) as threads:
@@ -74,7 +76,7 @@ def test_many_at_once_are_what_they_are_alone(server: Server) -> None:
         ({"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"), ({"min_tokens": 2}, "min_tokens"),
     ],
 )  # fmt: skip
-def test_what_it_has_no_use_for_is_refused(server: Server, body: dict[str, Any], param: str) -> None:
+def test_what_it_has_no_use_for_is_refused(server: Served, body: dict[str, Any], param: str) -> None:
     given = {"prompt": "a", "use_beam_search": True, "n": 3, "max_tokens": 6} | body
     answer = server.post(COMPLETIONS, given)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
@@ -83,7 +85,7 @@ def test_what_it_has_no_use_for_is_refused(server: Server, body: dict[str, Any],
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "use_beam_search"
 
 
-def test_an_abort_and_a_client_that_leaves(server: Server) -> None:
+def test_an_abort_and_a_client_that_leaves(server: Served) -> None:
     long = {"prompt": "a", "use_beam_search": True, "n": 8, "max_tokens": 1500, "ignore_eos": True}
     with ThreadPoolExecutor(1) as threads:
         pending = threads.submit(server.post, COMPLETIONS, long | {"request_id": "beams"})

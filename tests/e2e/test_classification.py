@@ -18,13 +18,16 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.e2e.server import Server
+from tests.e2e.server import Served
 from tests.models.classifiers import classifier
+from tests.threads import ServerThread
 from tests.tiny_families import FAMILIES
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.errors import RequestError, StartError
+
+pytestmark = pytest.mark.usefixtures("engine_threads")
 
 PROMPTS = [list(range(start, start + length)) for start, length in ((5, 70), (90, 33), (5, 64), (150, 1))]
 OPTIONS: dict[str, Any] = {"tokens_only": True, "max_model_len": 128, "cpu_threads": 1}
@@ -37,17 +40,17 @@ def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(reward: Path) -> Iterator[Server]:
-    with Server(str(reward), "--max-model-len", "128", "--served-model-name", "tiny") as one:
+def server(reward: Path) -> Iterator[Served]:
+    with ServerThread(str(reward), "--max-model-len", "128", "--served-model-name", "tiny") as one:
         yield one
 
 
 @pytest.fixture(scope="module")
-def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = write_checkpoint(tmp_path_factory.mktemp("embedder"), tiny_config("qwen3", dtype="float32"), seed=1)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_DIR / name, directory)
-    with Server(str(directory), "--runner", "pooling", "--max-model-len", "128") as one:
+    with ServerThread(str(directory), "--runner", "pooling", "--max-model-len", "128") as one:
         yield one
 
 
@@ -63,7 +66,7 @@ def logits(llm: LLM, prompts: list[list[int]]) -> list[list[float]]:
     return [one.outputs.probs for one in llm.classify(prompts, use_activation=False, use_tqdm=False)]
 
 
-def post(server: Server, path: str, **body: Any) -> dict[str, Any]:
+def post(server: Served, path: str, **body: Any) -> dict[str, Any]:
     answer = httpx.post(f"{server.url}{path}", json=body)
     assert answer.status_code == 200, answer.text
     reply: dict[str, Any] = answer.json()
@@ -103,7 +106,7 @@ def test_logits_are_those_of_transformers_and_do_not_depend_on_company(tmp_path:
 def test_sglangs_bodies_of_areal_and_verl(reward: Path) -> None:
     text, ids = "a good answer", [5, 9, 40]
     want = [float(one[0]) for one in theirs(reward, [ids_of(text), ids])]
-    with Server(str(reward), "--max-model-len", "128", "--sglang-api") as server:
+    with ServerThread(str(reward), "--max-model-len", "128", "--sglang-api") as server:
         for path in ("/classify", "/encode"):
             one = post(server, path, text=text)
             assert one["embedding"] == [pytest.approx(want[0], abs=1e-4)]
@@ -125,7 +128,7 @@ def test_sglangs_bodies_of_areal_and_verl(reward: Path) -> None:
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
 
 
-def test_verls_body_and_probabilities(server: Server, reward: Path) -> None:
+def test_verls_body_and_probabilities(server: Served, reward: Path) -> None:
     text = "a good answer"
     (want,) = theirs(reward, [ids_of(text)])
     raw = post(server, "/classify", model="tiny", input=text, use_activation=False)
@@ -142,7 +145,7 @@ def test_verls_body_and_probabilities(server: Server, reward: Path) -> None:
     assert post(server, "/classify", input=ids_of(text), use_activation=False)["data"] == raw["data"]
 
 
-def test_pooling_returns_the_same_in_all_encodings(server: Server) -> None:
+def test_pooling_returns_the_same_in_all_encodings(server: Served) -> None:
     want = post(server, "/classify", input=["a", "bc"], use_activation=False)
     floats = post(server, "/pooling", input=["a", "bc"], use_activation=False, task="classify")
     assert [one["data"] for one in floats["data"]] == [one["probs"] for one in want["data"]]
@@ -156,7 +159,7 @@ def test_pooling_returns_the_same_in_all_encodings(server: Server) -> None:
     assert json.loads(answer.headers["metadata"])["data"][1]["shape"] == [1]
 
 
-def test_scores_of_a_cross_encoder_and_all_names_of_its_fields(server: Server, reward: Path) -> None:
+def test_scores_of_a_cross_encoder_and_all_names_of_its_fields(server: Served, reward: Path) -> None:
     want = [float(row[0]) for row in theirs(reward, [ids_of("q") + ids_of(text) for text in ("ab", "c")])]
     reply = post(server, "/v1/score", queries="q", documents=["ab", "c"], use_activation=False)
     assert [one["score"] for one in reply["data"]] == pytest.approx(want, abs=1e-4)
@@ -177,7 +180,7 @@ JINA = {
 }  # fmt: skip
 
 
-def test_cohere_and_jina_rerank(server: Server) -> None:
+def test_cohere_and_jina_rerank(server: Served) -> None:
     scores = [one["score"] for one in post(server, "/score", queries="q", documents=COHERE["documents"])["data"]]
     order = sorted(range(3), key=lambda index: -scores[index])[:2]
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
@@ -191,7 +194,7 @@ def test_cohere_and_jina_rerank(server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_scores_of_a_bi_encoder_are_cosines(embedder: Server) -> None:
+def test_scores_of_a_bi_encoder_are_cosines(embedder: Served) -> None:
     vectors = [np.array(one["embedding"]) for one in post(embedder, "/v1/embeddings", input=["q", "ab", "c"])["data"]]
     reply = post(embedder, "/score", queries="q", documents=["ab", "c"])
     assert [one["score"] for one in reply["data"]] == pytest.approx([vectors[0] @ v for v in vectors[1:]], abs=1e-6)
@@ -204,7 +207,7 @@ def test_scores_of_a_bi_encoder_are_cosines(embedder: Server) -> None:
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "unsupported"
 
 
-def test_a_text_that_is_cut_may_be_longer_than_any_context(server: Server) -> None:
+def test_a_text_that_is_cut_may_be_longer_than_any_context(server: Served) -> None:
     long = "ab " * 5000
     for field in ("input", "queries"):
         path, rest = ("/classify", {}) if field == "input" else ("/score", {"documents": "c"})
@@ -252,7 +255,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-def test_bad_bodies_name_the_field(server: Server) -> None:
+def test_bad_bodies_name_the_field(server: Served) -> None:
     wrong = []
     with httpx.Client(base_url=server.url) as client:
         for path, body, field in BAD:
@@ -264,7 +267,7 @@ def test_bad_bodies_name_the_field(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path", ["/classify", "/pooling", "/score", "/v1/rerank"])
-def test_a_generating_model_refuses(demo: Server, path: str) -> None:
+def test_a_generating_model_refuses(demo: Served, path: str) -> None:
     body = {"input": "x", "queries": "a", "documents": ["b"], "query": "a"}
     refused = httpx.post(f"{demo.url}{path}", json=body)
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "unsupported", refused.text

@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.server import Server
+from tests.e2e.server import Served
+from tests.threads import ServerThread
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.checkpoint import DEMO_DIR
 
@@ -32,16 +33,16 @@ def bodies() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp("long")
     write_checkpoint(directory, tiny_config("qwen3", dtype="float32", max_position_embeddings=CONTEXT), seed=1)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_DIR / name, directory)
-    with Server(directory, "--served-model-name", "demo") as one:
+    with ServerThread(directory, "--served-model-name", "demo") as one:
         yield one
 
 
-def post(server: Server, path: str, body: dict[str, Any]) -> httpx.Response:
+def post(server: Served, path: str, body: dict[str, Any]) -> httpx.Response:
     answer = httpx.post(f"{server.url}{path}?beta=true", json=body, headers=RECORDED["headers"], timeout=60)
     assert answer.status_code == 200, answer.text
     return answer
@@ -61,7 +62,7 @@ def prompt_of(usage: dict[str, int]) -> int:
     return usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
-def test_a_conversation_is_served_and_finds_its_prefix_cached(server: Server) -> None:
+def test_a_conversation_is_served_and_finds_its_prefix_cached(server: Served) -> None:
     known = 0  # tokens of the prompt before
     for number, body in enumerate(bodies()):
         body["system"][0]["text"] = f"x-anthropic-billing-header: cc_version=2.1.328.{number}; cch={number}abcd;"

@@ -9,25 +9,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.server import Server
+from tests.e2e.server import Served
+from tests.threads import ServerThread
 
 TEXTS = ["What is 47 + 38?", "a", "naïve 漢字"]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server("demo", "--runner", "pooling", "--dtype", "float32", "--max-model-len", "64") as one:
+def server() -> Iterator[Served]:
+    with ServerThread("demo", "--runner", "pooling", "--dtype", "float32", "--max-model-len", "64") as one:
         yield one
 
 
-def embed(server: Server, **body: Any) -> dict[str, Any]:
+def embed(server: Served, **body: Any) -> dict[str, Any]:
     answer = server.post("/v2/embed", {"texts": TEXTS} | body)
     assert answer.status_code == 200, answer.text
     reply: dict[str, Any] = answer.json()
     return reply
 
 
-def test_all_types_are_of_the_same_vectors(server: Server) -> None:
+def test_all_types_are_of_the_same_vectors(server: Served) -> None:
     expected = [item["embedding"] for item in server.post("/v1/embeddings", {"input": TEXTS}).json()["data"]]
     reply = embed(server, embedding_types=["float", "base64", "binary", "ubinary"], input_type="search_query")
     made = reply["embeddings"]
@@ -45,7 +46,7 @@ def test_all_types_are_of_the_same_vectors(server: Server) -> None:
 
 
 @pytest.mark.parametrize("count", [15, 5000], ids=["more tokens than fit", "more bytes than any tokens"])
-def test_long_texts_are_cut(server: Server, count: int) -> None:
+def test_long_texts_are_cut(server: Served, count: int) -> None:
     long = "abcdefgh " * count
     whole = server.post("/tokenize", {"prompt": long}).json()["tokens"]
     assert len(whole) > 64
@@ -68,11 +69,11 @@ def test_long_texts_are_cut(server: Server, count: int) -> None:
         ({"max_tokens": 0}, "max_tokens"), ({"texts": ["a"] * 5000}, "texts"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(server: Server, body: dict[str, Any], param: str) -> None:
+def test_what_is_wrong_is_named(server: Served, body: dict[str, Any], param: str) -> None:
     answer = server.post("/v2/embed", {"texts": ["a"]} | body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
 
 
-def test_a_model_that_generates_refuses(demo: Server) -> None:
+def test_a_model_that_generates_refuses(demo: Served) -> None:
     answer = demo.post("/v2/embed", {"texts": ["a"]})
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "unsupported"

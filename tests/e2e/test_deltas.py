@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tests.e2e.server import Server
+from tests.e2e.server import Served, Server
+from tests.threads import ServerThread
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.rl import PushResult, ServerError, TokserveClient, checksums, push
 
@@ -25,8 +26,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint: Path) -> Iterator[Server]:
-    with Server(str(checkpoint), "--dtype", "bfloat16", "--tokens-only") as server:
+def server(checkpoint: Path) -> Iterator[Served]:
+    with ServerThread(str(checkpoint), "--dtype", "bfloat16", "--tokens-only") as server:
         yield server
 
 
@@ -37,7 +38,7 @@ def weights(checkpoint: Path) -> Weights:
     return {name: t.float() * (1 + torch.rand(())) for name, t in load_file(checkpoint / "model.safetensors").items()}
 
 
-def in_client(server: Server, scene: Callable[[TokserveClient], Awaitable[Any]]) -> Any:
+def in_client(server: Served, scene: Callable[[TokserveClient], Awaitable[Any]]) -> Any:
     async def run() -> Any:
         async with TokserveClient(server.url) as client:
             return await scene(client)
@@ -58,7 +59,7 @@ async def memory(client: TokserveClient) -> dict[str, str]:
 
 @pytest.mark.parametrize("part", [push.PART_BYTES, 1])  # all in one body, and each tensor in its own
 def test_what_was_pushed_as_deltas_is_what_a_full_push_makes(
-    server: Server, weights: Weights, part: int, monkeypatch: pytest.MonkeyPatch
+    server: Served, weights: Weights, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(push, "PART_BYTES", part)
 
@@ -91,7 +92,7 @@ def test_what_was_pushed_as_deltas_is_what_a_full_push_makes(
     in_client(server, scene)
 
 
-def test_modules_and_mappings_and_what_is_neither(server: Server, weights: Weights) -> None:
+def test_modules_and_mappings_and_what_is_neither(server: Served, weights: Weights) -> None:
     module = nn.Module()
     for name, tensor in weights.items():
         *path, last = name.split(".")
@@ -118,7 +119,7 @@ def test_modules_and_mappings_and_what_is_neither(server: Server, weights: Weigh
     in_client(server, scene)
 
 
-def test_a_server_that_others_updated_gets_everything(server: Server, weights: Weights) -> None:
+def test_a_server_that_others_updated_gets_everything(server: Served, weights: Weights) -> None:
     async def scene(client: TokserveClient) -> None:
         await client.push(weights, "b0", delta=True)
         async with TokserveClient(server.url) as other:
@@ -131,7 +132,7 @@ def test_a_server_that_others_updated_gets_everything(server: Server, weights: W
     in_client(server, scene)
 
 
-def test_a_version_is_one_set_of_weights(server: Server, weights: Weights) -> None:
+def test_a_version_is_one_set_of_weights(server: Served, weights: Weights) -> None:
     async def scene(client: TokserveClient) -> None:
         await client.push(weights, "c0", delta=True)
         later = stepped(weights)
@@ -148,7 +149,7 @@ def test_a_version_is_one_set_of_weights(server: Server, weights: Weights) -> No
     in_client(server, scene)
 
 
-def test_errors_of_the_routes(server: Server, weights: Weights) -> None:
+def test_errors_of_the_routes(server: Served, weights: Weights) -> None:
     async def scene(client: TokserveClient) -> None:
         await client.push(weights, "d0", delta=True)
         served = (await client.served_weights(checksum=True))["checksum"]
@@ -178,7 +179,7 @@ def test_errors_of_the_routes(server: Server, weights: Weights) -> None:
     in_client(server, scene)
 
 
-def test_requests_in_flight_see_one_set_or_the_next(server: Server, weights: Weights) -> None:
+def test_requests_in_flight_see_one_set_or_the_next(server: Served, weights: Weights) -> None:
     """A rollout over several pushes: its tokens are those of its versions, and every version has its spans."""
 
     async def scene(client: TokserveClient) -> None:
@@ -202,7 +203,7 @@ def test_requests_in_flight_see_one_set_or_the_next(server: Server, weights: Wei
 
 
 @pytest.mark.slow
-def test_a_directory_between_servers(server: Server, checkpoint: Path, weights: Weights, tmp_path: Path) -> None:
+def test_a_directory_between_servers(server: Served, checkpoint: Path, weights: Weights, tmp_path: Path) -> None:
     async def scene(client: TokserveClient) -> list[PushResult]:
         current, results = weights, []
         for step in range(5):

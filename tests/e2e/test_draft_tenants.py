@@ -9,23 +9,24 @@ import httpx
 import pytest
 
 from tests.adapters import write_adapter
-from tests.e2e.server import Server
+from tests.e2e.server import Served
+from tests.threads import ServerThread
 from tokserve.checkpoint import DEMO_DIR
 
 PROMPT = [9, 4, 200, 31, 77, 120]  # nothing in it repeats
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("adapters")
     for seed, name in enumerate(("a", "b")):
         write_adapter(root / name, DEMO_DIR, seed=seed, gain=0.0)  # both change nothing, so outputs are the model's
     flags = ["--enable-lora", "--lora-modules", f"a={root / 'a'}", f"b={root / 'b'}", "--api-server-count", "2"]
-    with Server("demo", "--tokens-only", "--api-key", "one", "--api-key", "two", *flags) as made:
+    with ServerThread("demo", "--tokens-only", "--api-key", "one", "--api-key", "two", *flags) as made:
         yield made
 
 
-def from_history(server: Server, *, client: str = "one", prompt: list[int] = PROMPT, **fields: Any) -> int:
+def from_history(server: Served, *, client: str = "one", prompt: list[int] = PROMPT, **fields: Any) -> int:
     """Tokens of a request's output that were accepted from earlier outputs."""
     params = {"max_tokens": 40, "ignore_eos": True, "seed": 5, "temperature": 1.4, "logprobs": 0}
     body = {"token_ids": prompt, "sampling_params": params, "spec_decode_metrics": "summary"} | fields
@@ -54,7 +55,7 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("owner", "other"), OTHERS, ids=str)
 def test_a_tenants_outputs_draft_for_nobody_else(
-    server: Server, owner: dict[str, Any], other: dict[str, Any], request: pytest.FixtureRequest
+    server: Served, owner: dict[str, Any], other: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     prompt = [*PROMPT, 40 + request.node.callspec.indices["owner"]]  # each case has a prompt and groups of its own
     owner, other = (
@@ -67,7 +68,7 @@ def test_a_tenants_outputs_draft_for_nobody_else(
     assert from_history(server, prompt=prompt, **other) > 20, "its own"
 
 
-def test_a_corpus_drafts_for_its_salt_and_adapter_alone(server: Server) -> None:
+def test_a_corpus_drafts_for_its_salt_and_adapter_alone(server: Served) -> None:
     headers = {"Authorization": "Bearer one"}
     prompt, corpus = [*PROMPT, 90], {"draft_group": "c", "cache_salt": "s", "model": "a"}
     params = {"max_tokens": 40, "ignore_eos": True, "seed": 5, "temperature": 1.4}

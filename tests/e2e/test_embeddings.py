@@ -18,10 +18,13 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.server import Server
+from tests.e2e.server import Served, Server
+from tests.threads import ServerThread
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM
 from tokserve.errors import RequestError
+
+pytestmark = pytest.mark.usefixtures("engine_threads")
 
 PROMPTS = [list(range(start, start + length)) for start, length in ((5, 70), (90, 33), (5, 64), (150, 1))]
 OPTIONS: dict[str, Any] = {"tokens_only": True, "max_model_len": 128, "runner": "pooling", "cpu_threads": 1}
@@ -34,8 +37,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint: Path) -> Iterator[Server]:
-    with Server(str(checkpoint), "--runner", "pooling", "--tokens-only", "--max-model-len", "128") as one:
+def server(checkpoint: Path) -> Iterator[Served]:
+    with ServerThread(str(checkpoint), "--runner", "pooling", "--tokens-only", "--max-model-len", "128") as one:
         yield one
 
 
@@ -77,7 +80,7 @@ def check_dimensions(llm: LLM) -> None:
             llm.embed(PROMPTS[:1], dimensions=wrong)
 
 
-def test_the_openai_client_and_all_encodings(server: Server) -> None:
+def test_the_openai_client_and_all_encodings(server: Served) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
     default = client.embeddings.create(model="", input=PROMPTS)  # the client asks for base64
     assert default.usage.prompt_tokens == sum(map(len, PROMPTS)) == default.usage.total_tokens
@@ -115,12 +118,12 @@ BAD: list[tuple[dict[str, Any], str, int]] = [
 
 
 @pytest.mark.parametrize(("body", "field", "status"), BAD, ids=lambda value: str(value)[:40])
-def test_bad_bodies_name_the_field(server: Server, body: dict[str, Any], field: str, status: int) -> None:
+def test_bad_bodies_name_the_field(server: Served, body: dict[str, Any], field: str, status: int) -> None:
     answer = httpx.post(f"{server.url}/v1/embeddings", json=body)
     assert answer.status_code == status and answer.json()["error"]["param"] == field, answer.text
 
 
-def test_a_model_either_generates_or_makes_embeddings(server: Server, demo: Server) -> None:
+def test_a_model_either_generates_or_makes_embeddings(server: Served, demo: Served) -> None:
     refused = httpx.post(f"{server.url}/inference/v1/generate", json={"token_ids": [5]})
     assert refused.status_code == 400 and "--runner pooling" in refused.text
     refused = httpx.post(f"{demo.url}/v1/embeddings", json={"input": "x"})
@@ -128,14 +131,14 @@ def test_a_model_either_generates_or_makes_embeddings(server: Server, demo: Serv
 
 
 @pytest.fixture(scope="module")
-def slow(checkpoint: Path) -> Iterator[Server]:
+def slow(checkpoint: Path) -> Iterator[Served]:
     """A server that computes one prompt at a time, a part of it in each step."""
     flags = ("--max-num-seqs", "1", "--max-num-batched-tokens", "16")
     with Server(str(checkpoint), "--runner", "pooling", "--tokens-only", "--sglang-api", *flags) as one:
         yield one
 
 
-def asked_for_many(server: Server, asks: ThreadPoolExecutor) -> Future[httpx.Response]:
+def asked_for_many(server: Served, asks: ThreadPoolExecutor) -> Future[httpx.Response]:
     """A request for many vectors, of which some are there."""
     before = server.metric("tokserve:prompt_tokens_total")
     answer = asks.submit(server.post, "/encode", {"input_ids": [[5 + i % 90, *range(5, 70)] for i in range(300)]})
@@ -144,7 +147,7 @@ def asked_for_many(server: Server, asks: ThreadPoolExecutor) -> Future[httpx.Res
     return answer
 
 
-def test_one_version_of_the_weights_makes_all_vectors(slow: Server, tmp_path: Path) -> None:
+def test_one_version_of_the_weights_makes_all_vectors(slow: Served, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_config("qwen3", dtype="float32"), seed=2)
     with ThreadPoolExecutor(1) as asks:
         answer = asked_for_many(slow, asks)
@@ -156,7 +159,7 @@ def test_one_version_of_the_weights_makes_all_vectors(slow: Server, tmp_path: Pa
     assert slow.post("/encode", {"input_ids": [[5, *range(5, 70)]]}).json()[0]["embedding"] == made[0]["embedding"]
 
 
-def test_what_a_pause_aborts_may_be_sent_again(slow: Server) -> None:
+def test_what_a_pause_aborts_may_be_sent_again(slow: Served) -> None:
     with ThreadPoolExecutor(1) as asks:
         answer = asked_for_many(slow, asks)
         assert slow.post("/pause?mode=abort", {}).status_code == 200

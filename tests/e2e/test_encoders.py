@@ -18,13 +18,16 @@ from tokenizers.models import WordPiece
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
-from tests.e2e.server import Server
+from tests.e2e.server import Served
 from tests.runner.test_encoders import checkpoint
+from tests.threads import ServerThread
 from tokserve import LLM
 from tokserve.client.pooling import VectorRules, pooler_of
 from tokserve.config import Config
 from tokserve.errors import RequestError, StartError
 from tokserve.resolve import resolve
+
+pytestmark = pytest.mark.usefixtures("engine_threads")
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "what", "is", "a", "cat", "an", "animal", "stone", "river", "blue", "##s"]
 CONTEXT = 40
@@ -50,8 +53,8 @@ def cross(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, tokenize
 
 
 @pytest.fixture(scope="module")
-def server(cross: tuple[Path, Any, tokenizers.Tokenizer]) -> Iterator[Server]:
-    with Server(cross[0], "--max-model-len", str(CONTEXT), "--cpu-threads", "1") as one:
+def server(cross: tuple[Path, Any, tokenizers.Tokenizer]) -> Iterator[Served]:
+    with ServerThread(cross[0], "--max-model-len", str(CONTEXT), "--cpu-threads", "1") as one:
         yield one
 
 
@@ -62,14 +65,14 @@ def score(model: Any, tokenizer: tokenizers.Tokenizer, first: str, second: str) 
         return float(model(**given).logits[0, 0])
 
 
-def post(server: Server, path: str, **body: Any) -> dict[str, Any]:
+def post(server: Served, path: str, **body: Any) -> dict[str, Any]:
     answer = httpx.post(f"{server.url}{path}", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     reply: dict[str, Any] = answer.json()
     return reply
 
 
-def refusal(server: Server, path: str, **body: Any) -> dict[str, Any]:
+def refusal(server: Served, path: str, **body: Any) -> dict[str, Any]:
     answer = httpx.post(f"{server.url}{path}", json=body, timeout=60)
     assert answer.status_code == 400, answer.text
     error: dict[str, Any] = answer.json()["error"]
@@ -77,7 +80,7 @@ def refusal(server: Server, path: str, **body: Any) -> dict[str, Any]:
 
 
 def test_scores_of_pairs_are_those_of_transformers_alone_and_together(
-    server: Server, cross: tuple[Path, Any, tokenizers.Tokenizer]
+    server: Served, cross: tuple[Path, Any, tokenizers.Tokenizer]
 ) -> None:
     _, model, tokenizer = cross
     query, documents = "what is a cat", ["a cat is an animal", "a stone", "blue rivers is blue"]
@@ -96,7 +99,7 @@ def test_scores_of_pairs_are_those_of_transformers_alone_and_together(
 
 
 def test_what_is_too_long_is_refused_or_cut_within_the_special_tokens(
-    server: Server, cross: tuple[Path, Any, tokenizers.Tokenizer]
+    server: Served, cross: tuple[Path, Any, tokenizers.Tokenizer]
 ) -> None:
     _, model, tokenizer = cross
     long = "blue " * CONTEXT
@@ -114,7 +117,7 @@ def test_what_is_too_long_is_refused_or_cut_within_the_special_tokens(
     assert pair["data"][0]["score"] == pytest.approx(want, abs=1e-4)
 
 
-def test_labels_of_tokens_and_what_the_model_does_not_do(server: Server) -> None:
+def test_labels_of_tokens_and_what_the_model_does_not_do(server: Served) -> None:
     whole = post(server, "/pooling", input="a cat", task="classify", use_activation=False)["data"][0]["data"]
     tokens = post(server, "/pooling", input=["a cat", "a"], task="token_classify", use_activation=False)["data"]
     assert np.shape(tokens[0]["data"]) == (4, 1) and np.shape(tokens[1]["data"]) == (3, 1)
@@ -155,7 +158,7 @@ FIELDS = [
 
 
 @pytest.mark.slow
-def test_generated_bodies_are_answered_or_refused_with_the_field(server: Server) -> None:
+def test_generated_bodies_are_answered_or_refused_with_the_field(server: Served) -> None:
     rng, wrong, refused = random.Random(5), [], 0
     with httpx.Client(base_url=server.url, timeout=60) as client:
         for _ in range(300):

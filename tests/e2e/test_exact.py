@@ -12,6 +12,8 @@ import pytest
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("engine_threads")
+
 Case = tuple[list[int], SamplingParams]
 
 

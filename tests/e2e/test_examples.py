@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import Server
+from tests.e2e.server import Served, Server
 from tokserve import SamplingParams
 from tokserve.server.app import ENDPOINTS
 from tokserve.server.openai.schemas import ChatBody, CompletionBody
@@ -57,7 +57,7 @@ def test_token_client(demo: Server) -> None:
     assert "text: 85\n" in shown and "the same as the chat route: True" in shown
 
 
-def test_stop_strings_client(tokens_only: Server, demo_dir: Path) -> None:
+def test_stop_strings_client(tokens_only: Served, demo_dir: Path) -> None:
     shown = run(sys.executable, str(EXAMPLES / "stop_strings_client.py"), tokens_only.url, str(demo_dir))
     assert shown.startswith("text: te\n") and shown.endswith("abort: aborted\n")
     tokens_only.wait_idle()

@@ -17,8 +17,9 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.e2e.server import Server
+from tests.e2e.server import Served, Server
 from tests.models.pictures import data_url, oracle, png, write_served
+from tests.threads import ServerThread
 
 GENERATE, CHAT, RENDER = "/inference/v1/generate", "/v1/chat/completions", "/v1/chat/completions/render"
 PAD, START, END = 288, 290, 291
@@ -38,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def ask(server: Server, body: dict[str, Any], path: str = GENERATE) -> dict[str, Any]:
+def ask(server: Served, body: dict[str, Any], path: str = GENERATE) -> dict[str, Any]:
     answer = server.post(path, body)
     assert answer.status_code == 200, answer.text
     reply: dict[str, Any] = answer.json()
@@ -51,7 +52,7 @@ def by_parts(*images: bytes, ids: list[int] | None = None, **more: Any) -> dict[
     return {"token_ids": ids, "content_parts": parts, "sampling_params": SAMPLING} | more
 
 
-def refused(server: Server, body: dict[str, Any], status: int = 400, path: str = GENERATE) -> dict[str, Any]:
+def refused(server: Served, body: dict[str, Any], status: int = 400, path: str = GENERATE) -> dict[str, Any]:
     answer = server.post(path, body)
     assert answer.status_code == status, answer.text
     error: dict[str, Any] = answer.json()["error"]
@@ -115,7 +116,7 @@ def test_gemma_is_shown_what_its_processor_makes(tmp_path: Path) -> None:
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
     directory = write_served(tmp_path / "gemma", "gemma3")
-    with Server(directory, "--dtype", "float32", "--max-model-len", "256") as server:
+    with ServerThread(directory, "--dtype", "float32", "--max-model-len", "256") as server:
         rendered = ask(server, {"messages": MESSAGES}, RENDER)
         text = ask(server, {"tokens": rendered["token_ids"]}, "/detokenize")["prompt"]
         image = "\n\n<start_of_image>" + "<image_soft_token>" * 16 + "<end_of_image>\n\n"

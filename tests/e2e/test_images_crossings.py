@@ -16,6 +16,8 @@ from tokserve import LLM, SamplingParams
 from tokserve.client.inputs import LoRARequest
 from tokserve.errors import RequestError
 
+pytestmark = pytest.mark.usefixtures("engine_threads")
+
 PAD, START, END = 288, 290, 291
 PARAMS = SamplingParams(max_tokens=12, temperature=0.6, seed=3, logprobs=1, ignore_eos=True)
 FAMILIES = ("qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow))

@@ -16,6 +16,8 @@ from tokserve import LLM, SamplingParams
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.errors import RequestError
 
+pytestmark = pytest.mark.usefixtures("engine_threads")
+
 PAD, START, END = 288, 290, 291
 ONE, TWO = png(40, 32), png(60, 24, seed=1)
 PARAMS = SamplingParams(max_tokens=5, temperature=0.7, seed=3, logprobs=1, ignore_eos=True)

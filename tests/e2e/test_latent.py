@@ -17,6 +17,8 @@ from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM, SamplingParams
 from tokserve.errors import StartError
 
+pytestmark = pytest.mark.usefixtures("engine_threads")
+
 OPTIONS: dict[str, Any] = {"tokens_only": True, "max_model_len": 256, "cpu_threads": 1}
 DENSE = {"first_k_dense_replace": 3}  # in all layers
 PROMPT = [7 * n % 311 for n in range(60)]

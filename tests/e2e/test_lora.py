@@ -15,6 +15,8 @@ from tokserve import LLM, LoRARequest, SamplingParams
 from tokserve.client.results import RequestOutput
 from tokserve.errors import Conflict, NotFound, RequestError
 
+pytestmark = pytest.mark.usefixtures("engine_threads")
+
 PROMPTS = [[*range(5, 40)], [7, 8, 9], [*range(5, 40)], [*range(5, 40), 3]]
 PARAMS = SamplingParams(max_tokens=20, logprobs=2, prompt_logprobs=1, seed=4, ignore_eos=True)
 

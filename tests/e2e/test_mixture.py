@@ -23,6 +23,8 @@ from tokserve.config import Config
 from tokserve.errors import StartError
 from tokserve.executor.inline import InlineExecutor
 
+pytestmark = pytest.mark.usefixtures("engine_threads")
+
 OPTIONS: dict[str, Any] = {"tokens_only": True, "max_model_len": 256}
 ROUTED: dict[str, Any] = {"enable_return_routed_experts": True}
 PARAMS = SamplingParams(max_tokens=40, logprobs=2, temperature=0.8, seed=3, ignore_eos=True)

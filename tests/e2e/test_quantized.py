@@ -14,6 +14,8 @@ from tests.models import test_packed as packed
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("engine_threads")
+
 INT4: dict[str, Any] = {"quantization": "int4", "quantization_group_size": 32}
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # config.json, options
     "int8": (tiny_config("qwen3", dtype="bfloat16"), {"quantization": "int8"}),

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.server import Server
+from tests.e2e.server import Served, Server
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 MESSAGES = [{"role": "user", "content": "Reverse the word planet."}]
@@ -65,7 +65,7 @@ def test_completions(http: httpx.Client, demo: Server, fields: dict[str, Any]) -
 
 @pytest.mark.parametrize("fields", COMMON, ids=str)
 def test_generated_by_a_tokens_only_server(
-    http: httpx.Client, demo: Server, tokens_only: Server, fields: dict[str, Any]
+    http: httpx.Client, demo: Server, tokens_only: Served, fields: dict[str, Any]
 ) -> None:
     """Which knows no stop strings: it generates on, and the way back cuts."""
     asked = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2} | fields
@@ -93,7 +93,7 @@ def test_without_the_request_the_text_of_a_cut_reply_is_the_same(
     assert steady(shown)["usage"] == steady(whole)["usage"]
 
 
-def test_tokenizer_description(demo: Server, tokens_only: Server) -> None:
+def test_tokenizer_description(demo: Server, tokens_only: Served) -> None:
     shown = demo.get("/tokenizer_info").json()
     assert shown["tokenizer_class"] == "PreTrainedTokenizerFast" and shown["eos_token_ids"] == [287]
     assert tokens_only.get("/tokenizer_info").status_code == 404

@@ -25,7 +25,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from tests.e2e.server import Server
+from tests.e2e.server import Served, Server
+from tests.threads import ServerThread
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.rl import TokserveClient, broadcast, checksums
 
@@ -73,7 +74,7 @@ class Lab:
         return found
 
 
-def outcome(server: Server) -> Any:
+def outcome(server: Served) -> Any:
     reply = server.generate(PROMPT, **FIXED)
     choice = reply["choices"][0]
     return choice["token_ids"], choice["logprobs"]
@@ -84,7 +85,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     directory = tmp_path_factory.mktemp("rl")
     directories = [variant(directory, seed) for seed in (1, 2)]
     wants = []
-    with Server(directories[1]) as other:
+    with ServerThread(directories[1]) as other:
         wants.append(outcome(other))
     with Server(directories[0], *FLAGS, "--allowed-weight-dirs", str(directory)) as server:
         wants.insert(0, outcome(server))

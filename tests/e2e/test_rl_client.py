@@ -14,7 +14,8 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.adapters import write_adapter
-from tests.e2e.server import Server
+from tests.e2e.server import Served, Server
+from tests.threads import ServerThread
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.rl import Client, ServerError, TokserveClient, checksum
 
@@ -23,12 +24,14 @@ PROMPTS = [[1, 2, 3], [4, 5]]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server("demo", "--dtype", "float32", "--tokens-only", "--admin-api-key", "secret", "--enable-lora") as server:
+def server() -> Iterator[Served]:
+    with ServerThread(
+        "demo", "--dtype", "float32", "--tokens-only", "--admin-api-key", "secret", "--enable-lora"
+    ) as server:
         yield server
 
 
-def test_rollouts_and_a_push(server: Server) -> None:
+def test_rollouts_and_a_push(server: Served) -> None:
     weights = load_file(DEMO_DIR / "model.safetensors")
 
     async def scene() -> None:
@@ -66,7 +69,7 @@ def test_rollouts_and_a_push(server: Server) -> None:
     asyncio.run(scene())
 
 
-def test_the_blocking_client(server: Server) -> None:
+def test_the_blocking_client(server: Served) -> None:
     weights = load_file(DEMO_DIR / "model.safetensors")
     with Client(server.url, api_key="secret") as client:
         client.wait_ready(60)
@@ -90,7 +93,7 @@ def test_the_blocking_client(server: Server) -> None:
         assert client.served_weights()["weight_version"] == "blocking-3"
 
 
-def test_rollouts_of_an_adapter(server: Server, tmp_path: Path) -> None:
+def test_rollouts_of_an_adapter(server: Served, tmp_path: Path) -> None:
     path = str(write_adapter(tmp_path, DEMO_DIR, rank=4))
 
     async def scene() -> None:
@@ -108,7 +111,7 @@ def test_rollouts_of_an_adapter(server: Server, tmp_path: Path) -> None:
     asyncio.run(scene())
 
 
-def test_control_needs_the_admin_key(server: Server) -> None:
+def test_control_needs_the_admin_key(server: Served) -> None:
     async def scene() -> None:
         async with TokserveClient(server.url) as client:
             assert len(await client.generate([[1]], max_tokens=1)) == 1
@@ -126,19 +129,19 @@ def run(*command: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def open_server() -> Iterator[Server]:
+def open_server() -> Iterator[Served]:
     with Server("demo", "--dtype", "float32") as server:
         yield server
 
 
 @pytest.mark.slow
-def test_weight_update_gloo(open_server: Server) -> None:
+def test_weight_update_gloo(open_server: Served) -> None:
     shown = run(str(EXAMPLES / "weight_update_gloo.py"), open_server.url)
     assert "serving version pushed" in shown and "new request: 4 tokens by [('pushed', 0, 4)]" in shown
 
 
 @pytest.mark.slow
-def test_async_rollouts(open_server: Server) -> None:
+def test_async_rollouts(open_server: Served) -> None:
     shown = run(str(EXAMPLES / "async_rollouts.py"), open_server.url)
     assert "all 19200 tokens are accounted for; state: running" in shown
 

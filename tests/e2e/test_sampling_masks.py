@@ -26,6 +26,8 @@ from tokserve.params import SamplingParams, StructuredOutputs
 from tokserve.rl import TokserveClient
 from tokserve.train import PolicyModel
 
+pytestmark = pytest.mark.usefixtures("engine_threads")
+
 MAX_MASK = 40
 EDITS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
 FORMS: list[dict[str, Any]] = [

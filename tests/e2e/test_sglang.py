@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.server import Server
+from tests.e2e.server import Served
 from tests.server.fake_llm import parse_events
 
 IDS = [5, 20, 31, 44, 7]
@@ -21,17 +21,17 @@ SLIME = {
 
 
 @pytest.fixture(scope="module")
-def server(float32: Server) -> Server:
+def server(float32: Served) -> Served:
     return float32
 
 
-def generate(server: Server, body: dict[str, Any], **params: Any) -> Any:
+def generate(server: Served, body: dict[str, Any], **params: Any) -> Any:
     answer = server.post("/generate", body | {"sampling_params": params})
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
-def test_slimes_rollout(server: Server) -> None:
+def test_slimes_rollout(server: Served) -> None:
     """Ids in, triples out; the logprobs are those of the temperature, and the same as the token route's."""
     body = {"input_ids": IDS, "return_logprob": True}
     answer = httpx.post(
@@ -53,7 +53,7 @@ def test_slimes_rollout(server: Server) -> None:
     assert continued["meta_info"]["prompt_tokens"] == len(IDS) + len(tokens)
 
 
-def test_what_a_reply_says_about_its_drafts(server: Server) -> None:
+def test_what_a_reply_says_about_its_drafts(server: Served) -> None:
     """The option is for all routes."""
     body = {"input_ids": [5, 6] * 12}
     generate(server, body, max_new_tokens=30, temperature=0, ignore_eos=True)
@@ -69,7 +69,7 @@ def test_what_a_reply_says_about_its_drafts(server: Server) -> None:
     assert "metrics" not in httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60).json()
 
 
-def test_sampling_masks_add_up(server: Server) -> None:
+def test_sampling_masks_add_up(server: Served) -> None:
     info = generate(
         server, {"input_ids": IDS, "return_sampling_mask": True, "return_logprob": True}, top_k=4, max_new_tokens=6
     )["meta_info"]
@@ -80,7 +80,7 @@ def test_sampling_masks_add_up(server: Server) -> None:
         assert token in mask and len(mask) <= 4 and entry[0] <= logprob <= 0
 
 
-def test_areals_scoring(server: Server) -> None:
+def test_areals_scoring(server: Served) -> None:
     """One token, the prompt's last logprobs: the first entry is null, the others are the prompt logprobs."""
     target = 3
     body = {
@@ -95,7 +95,7 @@ def test_areals_scoring(server: Server) -> None:
     assert [entry[0] for entry in entries[1:]] == wanted and all(map(math.isfinite, wanted))
 
 
-def test_a_stream_ends_with_the_whole_reply(server: Server) -> None:
+def test_a_stream_ends_with_the_whole_reply(server: Served) -> None:
     body = {"text": "Hello", "return_logprob": True, "sampling_params": {"temperature": 0, "max_new_tokens": 8}}
     whole = server.post("/generate", body).json()
     events = parse_events(server.post("/generate", body | {"stream": True}).text)
@@ -104,14 +104,14 @@ def test_a_stream_ends_with_the_whole_reply(server: Server) -> None:
     assert all(before["text"] in after["text"] for before, after in pairwise(events))
 
 
-def test_a_batch_is_what_its_prompts_are_alone(server: Server) -> None:
+def test_a_batch_is_what_its_prompts_are_alone(server: Served) -> None:
     params = {"temperature": 0, "max_new_tokens": 6}
     alone = [generate(server, {"text": text}, **params)["output_ids"] for text in ("One", "The second")]
     both = generate(server, {"text": ["One", "The second"]}, **params)
     assert [one["output_ids"] for one in both] == alone
 
 
-def test_abort_all_returns_partial_outputs(server: Server) -> None:
+def test_abort_all_returns_partial_outputs(server: Served) -> None:
     """slime at the end of a rollout: what runs comes back with status 200."""
     with ThreadPoolExecutor(2) as pool:
         body = {"input_ids": IDS, "return_logprob": True}
@@ -128,7 +128,7 @@ def test_abort_all_returns_partial_outputs(server: Server) -> None:
             assert len(reply["meta_info"]["output_token_logprobs"]) == len(reply["output_ids"]) < 1900
 
 
-def test_an_update_between_pause_and_continue(server: Server, demo_dir: Path) -> None:
+def test_an_update_between_pause_and_continue(server: Served, demo_dir: Path) -> None:
     """AReaL's and slime's order of calls, from disk."""
     before = generate(server, {"input_ids": IDS}, temperature=0, max_new_tokens=6)["output_ids"]
     assert server.post("/pause_generation", {}).json()["status"] == "ok"
@@ -147,7 +147,7 @@ def test_an_update_between_pause_and_continue(server: Server, demo_dir: Path) ->
     assert missing.status_code == 400 and missing.json()["success"] is False
 
 
-def test_memory_is_released_and_resumed(server: Server, demo_dir: Path) -> None:
+def test_memory_is_released_and_resumed(server: Served, demo_dir: Path) -> None:
     """verl's and slime's order when a trainer shares the device: all is released, weights come first."""
     before = generate(server, {"input_ids": IDS}, temperature=0, max_new_tokens=6)["output_ids"]
     assert server.post("/release_memory_occupation", {}).json() is None
@@ -158,7 +158,7 @@ def test_memory_is_released_and_resumed(server: Server, demo_dir: Path) -> None:
     assert server.get("/health_generate").status_code == 200
 
 
-def test_a_router_recognises_the_server(server: Server) -> None:
+def test_a_router_recognises_the_server(server: Served) -> None:
     assert server.get("/v1/models").json()["data"][0]["owned_by"] == "sglang"
     info = server.get("/server_info").json()
     assert (info["tp_size"], info["dp_size"], info["disaggregation_mode"]) == (1, 1, "null")

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.server import Server
+from tests.e2e.server import Served, Server
+from tests.threads import ServerThread
 from tokserve import LLM, SamplingParams
 from tokserve.cli.main import main as cli
 from tokserve.errors import RequestError, StartError
@@ -23,7 +24,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type
 class Pair:
     """The same request to both servers."""
 
-    def __init__(self, plain: Server, drafting: Server) -> None:
+    def __init__(self, plain: Served, drafting: Server) -> None:
         self.plain, self.drafting = plain, drafting
 
     def post(self, path: str, body: dict[str, Any], **drafts: Any) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def comparable(reply: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
     with (
-        Server("demo", "--spec-method", "none") as plain,
+        ServerThread("demo", "--spec-method", "none") as plain,
         Server("demo", "--vllm-metric-names", "--api-server-count", "2") as drafting,
     ):
         yield Pair(plain, drafting)

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.server import Server
+from tests.e2e.server import Served, Server
 
 GENERATE = "/inference/v1/generate"
 PROMPT = [5, 20, 31, 44, 7]
@@ -124,6 +124,6 @@ def test_completions(demo: Server) -> None:
     assert all(len(c["text"]) == 4 and c["text"].isdigit() for c in answer.json()["choices"])
 
 
-def test_tokens_only_needs_a_tokenizer(tokens_only: Server) -> None:
+def test_tokens_only_needs_a_tokenizer(tokens_only: Served) -> None:
     answer = tokens_only.post(GENERATE, {"token_ids": [5], "sampling_params": {"structured_outputs": {"regex": "a"}}})
     assert answer.status_code == 400 and "tokenizer" in answer.json()["error"]["message"]

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.server import Server
+from tests.e2e.server import Served, Server
 
 PROMPT = [5, 20, 31, 44, 7]
 
@@ -38,12 +38,12 @@ def test_stream_equals_full(demo: Server) -> None:
     assert chunks[-1]["choices"][0]["finish_reason"] == full["finish_reason"] == "length"
 
 
-def test_tokens_only_gives_the_same_bits(demo: Server, tokens_only: Server) -> None:
+def test_tokens_only_gives_the_same_bits(demo: Server, tokens_only: Served) -> None:
     params = {"temperature": 0.9, "seed": 4, "max_tokens": 30, "logprobs": 1}
     assert demo.generate(PROMPT, **params)["choices"] == tokens_only.generate(PROMPT, **params)["choices"]
 
 
-def test_tokens_only_says_why_text_routes_are_absent(tokens_only: Server) -> None:
+def test_tokens_only_says_why_text_routes_are_absent(tokens_only: Served) -> None:
     for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
         answer = tokens_only.post(path, {"messages": []})
         assert answer.status_code == 404 and "tokens-only" in answer.json()["error"]["message"]
@@ -51,7 +51,7 @@ def test_tokens_only_says_why_text_routes_are_absent(tokens_only: Server) -> Non
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "sampling_params.stop"
 
 
-def test_tokens_only_stops_at_the_checkpoints_eos(tokens_only: Server, demo_dir: Any) -> None:
+def test_tokens_only_stops_at_the_checkpoints_eos(tokens_only: Served, demo_dir: Any) -> None:
     eos = json.loads((demo_dir / "generation_config.json").read_text())["eos_token_id"]
     reply = tokens_only.generate(PROMPT, temperature=0, max_tokens=200, logit_bias={str(eos): 100.0})
     assert reply["choices"][0]["token_ids"] == [eos]
@@ -138,7 +138,7 @@ ROUTER = {
 }
 
 
-def test_renderers(tokens_only: Server) -> None:
+def test_renderers(tokens_only: Served) -> None:
     answer = tokens_only.post("/inference/v1/generate", RENDERERS, headers={"x-session-id": "traj-1"})
     choice = answer.json()["choices"][0]
     content = choice["logprobs"]["content"]

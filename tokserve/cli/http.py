@@ -61,7 +61,7 @@ class ApiServer:
         engine = asyncio.create_task(joining or self.llm.start())
         try:
             await asyncio.sleep(0)  # starts the engine's process
-            importing = asyncio.to_thread(_http_server, self.llm, self._config, self._api_process)
+            importing = asyncio.to_thread(http_server, self.llm, self._config, self._api_process)
             self._http, _ = await asyncio.gather(importing, engine)
         finally:
             engine.cancel()
@@ -91,7 +91,7 @@ class ApiServer:
         await self.llm.shutdown()
 
 
-def _http_server(llm: AsyncLLM, config: Config, api_process: ApiProcess | None) -> Any:
+def http_server(llm: AsyncLLM, config: Config, api_process: ApiProcess | None) -> Any:
     """The uvicorn server, the app, the tracing (or None), the loop monitor, and the function that stops the threads."""
     import uvicorn
 
