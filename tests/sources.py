@@ -4,14 +4,11 @@ import ast
 from functools import cache
 from pathlib import Path
 
-
-@cache
-def parsed(path: Path) -> ast.Module:
-    """The syntax tree of a file."""
-    return ast.parse(path.read_text())
+from tokserve.memory import no_collections
 
 
 @cache
 def nodes(path: Path) -> list[ast.AST]:
-    """All nodes of a file's syntax tree."""
-    return list(ast.walk(parsed(path)))
+    """All nodes of a file's syntax tree, the module first."""
+    with no_collections():
+        return list(ast.walk(ast.parse(path.read_text())))

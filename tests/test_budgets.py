@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.sources import nodes, parsed
+from tests.sources import nodes
 from tokserve import config, ops
 
 PACKAGE = Path(__file__).parent.parent / "tokserve"
@@ -25,11 +25,6 @@ BROAD_EXCEPT = {  # process entry, threads, admission, grammars, admin commands,
 }  # fmt: skip
 
 
-def names(tree: ast.AST) -> set[str]:
-    found = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
-    return found | {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
-
-
 def words(name: str) -> set[str]:
     return {w.lower() for w in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)}
 
@@ -42,11 +37,11 @@ def test_files_keep_the_house_rules() -> None:
 def _check_file(path: Path) -> None:
     name = str(path.relative_to(PACKAGE))
     text = path.read_text()
-    tree = parsed(path)
+    syntax = nodes(path)
     assert len(text.splitlines()) <= MAX_FILE, f"{name} is over {MAX_FILE} lines"
-    assert not text.strip() or ast.get_docstring(tree), f"{name} does not say why it exists"
+    assert not text.strip() or ast.get_docstring(syntax[0]), f"{name} does not say why it exists"
     assert not words(path.stem) & BANNED, f"{name}: banned word in the file's name"
-    for node in ast.walk(tree):
+    for node in syntax:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and "triton" not in path.parts:
             size = (node.end_lineno or 0) - node.lineno + 1
             assert size <= MAX_FUNCTION, f"{name}: {node.name} has {size} lines"
@@ -59,7 +54,9 @@ def _check_file(path: Path) -> None:
             assert not literal or name == "models/spec.py", (
                 f"{name}:{node.lineno}: getattr with a literal and a default"
             )
-    for word in names(tree) - OF_VLLM:
+    names = {node.name for node in syntax if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    names |= {node.arg for node in syntax if isinstance(node, ast.arg)}
+    for word in names - OF_VLLM:
         assert not words(word) & BANNED, f"{name}: banned word in {word!r}"
 
 
