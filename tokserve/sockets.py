@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import time
 from contextlib import suppress
 
 
@@ -18,12 +19,14 @@ def remove_stale(path: str) -> None:
                 os.unlink(path)
 
 
-def receive_exactly(connection: socket.socket, size: int) -> bytearray:
+def receive_exactly(connection: socket.socket, size: int, deadline: float | None = None) -> bytearray:
     """The next `size` bytes of a stream.  Raises ConnectionError if the other end closes it before, OSError if it is
-    silent for the socket's timeout."""
+    silent for the socket's timeout, or has not sent all by `deadline` (by `time.monotonic`), which sets the timeout."""
     content = bytearray(size)
     view = memoryview(content)
     while view:
+        if deadline is not None:
+            connection.settimeout(max(deadline - time.monotonic(), 1e-6))
         count = connection.recv_into(view)
         if not count:
             raise ConnectionError("the other end has closed the connection")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tokserve.engine.kv_cache.block_table import BlockTable
-from tokserve.engine.kv_transfer import tcp
+from tokserve.engine.kv_transfer import tcp, wire
 from tokserve.engine.kv_transfer.leases import LeaseTable
 from tokserve.engine.kv_transfer.tcp import BlockServer, Pull, differences, run_pull, send_note
 from tokserve.engine.kv_transfer.wire import BLOCK, MAGIC, REQUEST, PeerChannel, PeerError
@@ -180,6 +180,17 @@ def test_connections_are_bounded(giver: Giver) -> None:
     while pull(giver)[0].count != 3:
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_a_peer_that_dribbles_its_handshake_is_given_up(giver: Giver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 0.3)
+    with socket.create_connection(("127.0.0.1", giver.server.port), 10) as connection:
+        began = time.monotonic()
+        with pytest.raises(OSError):
+            while time.monotonic() < began + 5:
+                connection.send(b"x")  # each byte in time
+                time.sleep(0.05)
+    assert pull(giver)[0].count == 3
 
 
 def test_a_server_that_dies_in_the_middle_leaves_what_came(giver: Giver, monkeypatch: pytest.MonkeyPatch) -> None:

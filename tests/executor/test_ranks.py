@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -171,6 +173,25 @@ def test_only_ranks_that_know_the_key_join(keys: tuple[str, str], monkeypatch: p
         assert ("does not know the key" in said.result(WAIT)) == (keys[0] != keys[1] != "")
     for channel in [*channels, *([came[0]] if came else [])]:
         channel.close()
+    listener.close()
+
+
+def test_who_dribbles_its_proof_holds_up_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "SECONDS", 0.3)
+    listener = SocketListener(("127.0.0.1", 0), b"key")
+    host, port = listener.address.split(":")
+
+    def dribble(connection: socket.socket) -> None:
+        with suppress(OSError):
+            for _ in range(100):
+                connection.send(b"x")  # each byte in time
+                time.sleep(0.05)
+
+    with socket.create_connection((host, int(port))) as connection, ThreadPoolExecutor() as pool:
+        pool.submit(dribble, connection)
+        began = time.monotonic()
+        assert listener.accept(WAIT) is None
+        assert time.monotonic() < began + 2
     listener.close()
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
+import time
 
 from tokserve.sockets import receive_exactly
 
 NONCE = 32  # bytes
-SECONDS = 10.0  # for the other end to answer
+SECONDS = 10.0  # for the other end to prove it
 
 
 def prove(connection: socket.socket, key: bytes, *, listens: bool) -> None:
@@ -21,13 +22,14 @@ def prove(connection: socket.socket, key: bytes, *, listens: bool) -> None:
     if not key:
         return
     connection.settimeout(SECONDS)
+    deadline = time.monotonic() + SECONDS if listens else None  # others wait meanwhile, however it spreads its bytes
     try:
         nonce = secrets.token_bytes(NONCE)
         connection.sendall(nonce)
-        peer_nonce = _read(connection)
+        peer_nonce = _read(connection, deadline)
         nonces = (nonce, peer_nonce) if listens else (peer_nonce, nonce)
         connection.sendall(_proof(key, nonces, b"engine" if listens else b"rank"))
-        if not hmac.compare_digest(_read(connection), _proof(key, nonces, b"rank" if listens else b"engine")):
+        if not hmac.compare_digest(_read(connection, deadline), _proof(key, nonces, b"rank" if listens else b"engine")):
             raise ConnectionError("the other end does not know the key (master_key_file)")
     except TimeoutError:
         raise ConnectionError("the other end has not proved that it knows the key (master_key_file)") from None
@@ -38,8 +40,8 @@ def _proof(key: bytes, nonces: tuple[bytes, bytes], role: bytes) -> bytes:
     return hmac.digest(key, role + nonces[0] + nonces[1], "sha256")
 
 
-def _read(connection: socket.socket) -> bytes:
+def _read(connection: socket.socket, deadline: float | None) -> bytes:
     try:
-        return bytes(receive_exactly(connection, NONCE))
+        return bytes(receive_exactly(connection, NONCE, deadline))
     except ConnectionError:
         raise ConnectionError("the other end does not know the key (master_key_file)") from None

@@ -16,6 +16,9 @@ import hashlib
 import hmac
 import secrets
 import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -27,6 +30,7 @@ NONCE = CODE = 32
 REQUEST, REPLY, REFUSAL, BLOCK = range(1, 5)  # kinds
 Buffer = bytes | bytearray | memoryview
 MAX_MESSAGE = 64 << 20  # bytes of a frame that is no block
+HANDSHAKE_SECONDS = 10.0
 
 
 class PeerError(Exception):
@@ -38,6 +42,15 @@ def _code(key: bytes, *parts: Buffer) -> bytes:
     for part in parts:
         digest.update(part)
     return digest.digest()
+
+
+@contextmanager
+def _handshake(connection: socket.socket) -> Iterator[float]:
+    """Until when the handshake in the block must be over, however the peer spreads its bytes.  The connection's own
+    timeout holds again afterwards."""
+    timeout = connection.gettimeout()
+    yield time.monotonic() + HANDSHAKE_SECONDS
+    connection.settimeout(timeout)
 
 
 class PeerChannel:
@@ -54,8 +67,9 @@ class PeerChannel:
     def accept(cls, connection: socket.socket, key: bytes, max_block: int) -> PeerChannel:
         """The server's side of the handshake.  Raises PeerError or OSError."""
         nonce = secrets.token_bytes(NONCE)
-        connection.sendall(MAGIC + nonce)
-        hello = bytes(receive_exactly(connection, len(MAGIC) + NONCE + CODE))
+        with _handshake(connection) as deadline:
+            connection.sendall(MAGIC + nonce)
+            hello = bytes(receive_exactly(connection, len(MAGIC) + NONCE + CODE, deadline))
         other, code = hello[len(MAGIC) : -CODE], hello[-CODE:]
         if hello[: len(MAGIC)] != MAGIC or not hmac.compare_digest(code, _code(key, b"client", nonce, other)):
             raise PeerError("the peer does not have the key")
@@ -65,12 +79,13 @@ class PeerChannel:
     @classmethod
     def connect(cls, connection: socket.socket, key: bytes, max_block: int) -> PeerChannel:
         """The client's side of the handshake.  Raises PeerError or OSError."""
-        hello = bytes(receive_exactly(connection, len(MAGIC) + NONCE))
-        if hello[: len(MAGIC)] != MAGIC:
-            raise PeerError("the peer is no server of this kind")
-        other, nonce = hello[len(MAGIC) :], secrets.token_bytes(NONCE)
-        connection.sendall(MAGIC + nonce + _code(key, b"client", other, nonce))
-        code = bytes(receive_exactly(connection, CODE))
+        with _handshake(connection) as deadline:
+            hello = bytes(receive_exactly(connection, len(MAGIC) + NONCE, deadline))
+            if hello[: len(MAGIC)] != MAGIC:
+                raise PeerError("the peer is no server of this kind")
+            other, nonce = hello[len(MAGIC) :], secrets.token_bytes(NONCE)
+            connection.sendall(MAGIC + nonce + _code(key, b"client", other, nonce))
+            code = bytes(receive_exactly(connection, CODE, deadline))
         if not hmac.compare_digest(code, _code(key, b"server", other, nonce)):
             raise PeerError("the peer does not have the key")
         return cls(connection, _code(key, b"session", other, nonce), is_server=False, max_block=max_block)
