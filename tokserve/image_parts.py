@@ -142,14 +142,14 @@ def anthropic_block(field: str, block: Mapping[str, Any]) -> ImageUrl:
             raise invalid(f"{field}.source.type", f"must be base64 or url, got {str(kind)[:100]!r}")
 
 
-def content_parts(value: Any, field: str = "content_parts") -> list[ImageUrl]:
+def content_parts(value: Any) -> list[ImageUrl]:
     """The images of the token route's `content_parts`: [{"type": "image_url", "url": ..., "uuid": ...}, ...].
 
-    The URL may also be in `image_url`, as in chat.  Raises RequestError naming a path in `field`.
+    The URL may also be in `image_url`, as in chat.  Raises RequestError naming a path in `content_parts`.
     """
     if not isinstance(value, list):
-        raise invalid(field, "must be a list of objects")
-    return [_content_part(f"{field}[{i}]", part) for i, part in enumerate(value)]
+        raise invalid("content_parts", "must be a list of objects")
+    return [_content_part(f"content_parts[{i}]", part) for i, part in enumerate(value)]
 
 
 def _content_part(field: str, part: Any) -> ImageUrl:

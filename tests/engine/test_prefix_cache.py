@@ -14,7 +14,9 @@ from tokserve.prompt import Feature
 
 
 def make(num_blocks: int = 16, *, enabled: bool = True, model: str = "m", epoch: int = 1) -> PrefixCache:
-    return PrefixCache(num_blocks, 4, enabled=enabled, model=model, epoch=epoch)
+    cache = PrefixCache(num_blocks, 4, enabled=enabled, model=model)
+    cache.set_epoch(epoch)
+    return cache
 
 
 def tokens(count: int, start: int = 0) -> array[int]:

@@ -52,7 +52,7 @@ class Encoder(Decoder):
 
     def __init__(
         self, spec: EncoderSpec, options: LayerOptions, head: LayerOptions, tables: list[Tensor], *,
-        float8_cache: bool = False, has_tower: bool = False,
+        float8_cache: bool = False,
     ) -> None:  # fmt: skip
         if float8_cache:
             raise StartError("option kv_cache_dtype: a model that reads both ways has no KV cache")

@@ -58,7 +58,7 @@ class PrefixCache:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, enabled: bool, model: str, epoch: int = 0,
+        self, num_blocks: int, block_size: int, *, enabled: bool, model: str,
         snapshots: Snapshots | None = None, events: EventLog | None = None,
     ) -> None:  # fmt: skip
         self.block_size = block_size
@@ -69,7 +69,7 @@ class PrefixCache:
         self.pool = BlockPool(num_blocks, self._on_evicted)
         self.snapshots = snapshots
         self.enabled = enabled
-        self._model, self._epoch = model, epoch
+        self._model, self._epoch = model, 0
         self._key = secrets.token_bytes(32)
         self._generation = 0
         self._tables: set[BlockTable] = set()
