@@ -169,6 +169,12 @@ def test_no_new_tokens_scores_the_prompt() -> None:
     assert s.llm.calls[-1].params.logprobs_mode == "raw"  # the prompt's logits are not divided by the temperature
 
 
+def test_a_temperature_that_counts_as_zero_divides_no_logprobs() -> None:
+    s = sglang()
+    generate(s, PROMPT | {"return_logprob": True, "logprob_start_len": 0}, max_new_tokens=4, temperature=1e-7)
+    assert (s.llm.calls[-1].params.temperature, s.llm.calls[-1].params.logprobs_mode) == (0.0, "temperature")
+
+
 def test_named_ids_and_text_of_tokens() -> None:
     s = sglang()
     body = PROMPT | {"return_logprob": True, "token_ids_logprob": [5, 6], "return_text_in_logprobs": True}

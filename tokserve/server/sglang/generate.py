@@ -304,7 +304,7 @@ def _task(
 ) -> SamplingParams:  # fmt: skip
     scores = form.start is not None and form.start + 1 < len(prompt)
     mode = sent.logprobs_mode or "temperature"
-    if scores and sent.logprobs_mode is None and sent.temperature not in (None, 0, 1):
+    if scores and sent.logprobs_mode is None and sampling.temperature_of(sent) not in (0, 1):
         # SGLang divides the output's logits by the temperature, and not the prompt's; a request has one mode here
         if sent.max_new_tokens not in (0, 1):
             raise invalid(

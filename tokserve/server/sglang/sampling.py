@@ -81,6 +81,12 @@ def read(value: Any, field: str) -> SglangSamplingParams:
     return params
 
 
+def temperature_of(sent: SglangSamplingParams) -> float:
+    """The temperature, 0 for one so low that SGLang takes the most probable token."""
+    temperature = 1.0 if sent.temperature is None else sent.temperature
+    return 0.0 if 0 <= temperature < GREEDY else temperature
+
+
 def translate(sent: SglangSamplingParams, **computed: Any) -> SamplingParams:
     """The parameters under this server's names; `computed`: what other fields of the body say.  As in SGLang, what the
     model recommends has no effect.  `max_new_tokens` 0 becomes one token, which the reply leaves out."""
@@ -89,8 +95,8 @@ def translate(sent: SglangSamplingParams, **computed: Any) -> SamplingParams:
         value = getattr(sent, name)
         if value is not None:
             values[target] = value
-    if 0 <= values.get("temperature", 1.0) < GREEDY:
-        values["temperature"] = 0.0
+    if sent.temperature is not None:
+        values["temperature"] = temperature_of(sent)
     values["max_tokens"] = 1 if sent.max_new_tokens == 0 else sent.max_new_tokens
     if sent.max_new_tokens == 0:
         values["min_tokens"] = 0
