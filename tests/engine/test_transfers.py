@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,23 +56,23 @@ def run(*engines: Engine, until: Callable[[], Any]) -> None:
         time.sleep(0.001)
 
 
-def ask(engine: Engine, key: str, params: KVTransferParams, max_tokens: int) -> None:
+def ask(engine: Engine, key: str, params: KVTransferParams, max_tokens: int, prompt: Sequence[int] = PROMPT) -> None:
     """Submit the only choice of a client's request."""
     fields: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True, "kv_transfer_params": params}
-    assert engine.submit(key, engine.make(f"{key}#0", PROMPT, **fields)) == SubmitReply(7)
+    assert engine.submit(key, engine.make(f"{key}#0", list(prompt), **fields)) == SubmitReply(7)
 
 
-def prefill(first: Engine) -> KVTransferParams:
+def prefill(first: Engine, prompt: Sequence[int] = PROMPT) -> KVTransferParams:
     """What a request's reply carries for the decode engine."""
-    ask(first, "a", ASK, 1)
+    ask(first, "a", ASK, 1, prompt)
     run(first, until=has_ended(first, "a#0"))
     reply = first.received["a#0"].outputs[-1].kv_transfer
     assert reply is not None
     return transfer_params(reply)
 
 
-def decode(engine: Engine, params: KVTransferParams) -> None:
-    ask(engine, "b", params, 6)
+def decode(engine: Engine, params: KVTransferParams, prompt: Sequence[int] = PROMPT) -> None:
+    ask(engine, "b", params, 6, prompt)
 
 
 def has_ended(engine: Engine, rid: str = "b#0") -> Callable[[], Any]:
@@ -98,6 +98,18 @@ def test_blocks_come_over_the_socket_and_the_lease_ends(tmp_path: Path) -> None:
         assert second.received["b#0"].cached == 16 and second.stats.store.received == 4
         run(first, until=lambda: first.stats.store.leased == 0)
         assert first.stats.store.sent == 4
+        for engine in (first, second):
+            engine.check_empty()
+
+
+def test_a_prompt_without_a_full_block_has_nothing_to_hold(tmp_path: Path) -> None:
+    with pair(tmp_path) as (first, second):
+        params = prefill(first, PROMPT[:3])
+        assert params.num_blocks == 0
+        first.run()  # it looks for blocks that were lost while nothing runs
+        decode(second, params, PROMPT[:3])
+        run(first, second, until=has_ended(second))
+        second.check_complete("b#0")
         for engine in (first, second):
             engine.check_empty()
 

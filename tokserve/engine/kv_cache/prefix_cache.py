@@ -242,7 +242,8 @@ class PrefixCache:
             )  # fmt: skip
 
     def hold(self, table: BlockTable, count: int) -> BlockTable:
-        """A table that holds the first `count` blocks of one that may be free again, as far as they are cached."""
+        """A table that holds the first `count` blocks of one that may be free again, as far as they are cached; one
+        without blocks need not be freed."""
         held = BlockTable(table.cache_salt, table.adapter)
         for block_hash in table.hashes[:count]:
             block = self.pool.lookup(block_hash)
@@ -250,7 +251,8 @@ class PrefixCache:
                 break
             self.pool.ref(block)
             held.blocks.append(block)
-        self._tables.add(held)
+        if held.blocks:
+            self._tables.add(held)
         return held
 
     # --- blocks that are loaded ---

@@ -35,9 +35,6 @@ class LeaseTable:
         self._leases: dict[str, BlockLease] = {}
         self._ended: list[BlockLease] = []
 
-    def __len__(self) -> int:
-        return len(self._leases) + len(self._ended)
-
     @property
     def num_blocks(self) -> int:
         """The number of blocks that are held."""

@@ -106,7 +106,7 @@ class Transfers:
     @property
     def holds_blocks(self) -> bool:
         """Whether blocks are in use although no request is."""
-        return bool(self._pulls or len(self._leases))
+        return bool(self._pulls or self._leases.num_blocks)
 
     def seconds_left(self) -> float | None:
         """Until there is something to do."""
