@@ -28,9 +28,7 @@ ROOT_ORDER = [
     "prompt",
     "image_parts",
     "kv_spec",
-    "gguf",
-    "gguf_tokenizer",
-    "gguf_config",
+    "gguf",  # a package
     "checkpoint",
     "vision",
     "classifier",
@@ -51,6 +49,7 @@ TORCH = {"torch", "transformers", "triton"}
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "root": (set(), TORCH),
     "config": ({"errors", "params"}, TORCH),
+    "gguf": ({"errors"}, TORCH),
     "device": ({"errors", "cpu_list", "memory"}, {"transformers"}),
     "ops": ({"errors", "_C"}, {"transformers"}),
     "text": ({"errors", "image_parts", "jsonschema", "params", "checkpoint"}, TORCH),
@@ -58,7 +57,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "rl": ({"_C"}, {"transformers"}),  # relative imports: it is also a distribution of its own
     "layers": ({"ops", "errors", "kv_spec", "classifier"}, {"transformers"}),
     "models": (
-        {"layers", "ops", "rl", "kv_spec", "checkpoint", "classifier", "encoders", "errors", "gguf", "gguf_config"},
+        {"layers", "ops", "rl", "kv_spec", "checkpoint", "classifier", "encoders", "errors", "gguf"},
         {"transformers"},
     ),
     "hf": ({"models", "layers", "ops", "kv_spec", "errors"}, set()),

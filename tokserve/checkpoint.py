@@ -11,9 +11,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tokserve import gguf_config
 from tokserve.errors import StartError
-from tokserve.gguf import SUFFIX
+from tokserve.gguf import config as gguf_config
+from tokserve.gguf.header import SUFFIX
 
 DEMO_DIR = Path(__file__).parent / "demo_model"
 WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json"]

@@ -25,8 +25,8 @@ from tests.models import test_mxfp4 as mxfp4
 from tests.models import test_packed as packed
 from tests.models.test_load import rewrite, stored
 from tests.tiny_models import write_checkpoint
-from tokserve.gguf import read_header
-from tokserve.gguf_config import model_config
+from tokserve.gguf.config import model_config
+from tokserve.gguf.header import read_header
 from tokserve.rl import ServerError, TokserveClient, checksums
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

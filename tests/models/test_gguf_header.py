@@ -16,11 +16,12 @@ import torch
 from tests.models import gguf_models
 from tests.models.driver import prefill
 from tests.models.test_gguf import IDS, opened
-from tokserve import checkpoint, gguf, gguf_config
+from tokserve import checkpoint
 from tokserve.cli.serve import chosen
 from tokserve.config import Config
 from tokserve.errors import StartError
-from tokserve.gguf import GgufHeader
+from tokserve.gguf import config as gguf_config
+from tokserve.gguf.header import GgufHeader, read_header, read_headers
 from tokserve.models.registry import decoder_spec
 
 VALUES: list[Any] = [
@@ -35,7 +36,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     for size in (0, 3, 23, 100, len(data) // 2, len(data) - 1):
         path.write_bytes(data[:size])
         with pytest.raises(StartError):
-            gguf.read_headers(path)
+            read_headers(path)
 
 
 @pytest.mark.parametrize("rounds", [2000, pytest.param(100_000, marks=pytest.mark.slow)])
@@ -43,7 +44,7 @@ def test_a_damaged_header_is_one_clear_error(tmp_path: Path, rounds: int) -> Non
     """Bytes and whole numbers of the header are replaced: either it still reads, or it is a StartError."""
     path = tmp_path / "m.gguf"
     gguf_models.write(path, "llama", "Q4_0")
-    header = gguf.read_headers(path)
+    header = read_headers(path)
     end = min(tensor.start for tensor in header.tensors.values())
     data, choices = bytearray(path.read_bytes()), random.Random(0)
     values = [0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1, 2**40, 255]
@@ -57,7 +58,7 @@ def test_a_damaged_header_is_one_clear_error(tmp_path: Path, rounds: int) -> Non
             file.write(damage)
             file.flush()
             try:
-                for tensor in gguf.read_header(path).tensors.values():
+                for tensor in read_header(path).tensors.values():
                     assert tensor.start > 0 and tensor.start + tensor.size <= len(data)
             except StartError:
                 refused += 1
@@ -71,7 +72,7 @@ def test_a_damaged_header_is_one_clear_error(tmp_path: Path, rounds: int) -> Non
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_metadata_of_any_value_is_read_or_one_clear_error(tmp_path: Path, rounds: int, architecture: str) -> None:
     gguf_models.write(tmp_path / "m.gguf", architecture, "Q4_0")
-    header = gguf.read_headers(tmp_path / "m.gguf")
+    header = read_headers(tmp_path / "m.gguf")
     keys, choices, refused = list(header.metadata), random.Random(0), 0
     for _ in range(rounds):
         changes = {choices.choice(keys): choices.choice(VALUES) for _ in range(choices.choice((1, 1, 2, 3)))}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tokserve.errors import StartError
-from tokserve.gguf import GgufHeader, GgufTensor, read_header
+from tokserve.gguf.header import GgufHeader, GgufTensor, read_header
 from tokserve.layers.parameter import StoredWeight
 from tokserve.layers.quantized import QuantizedWeight
 from tokserve.models.formats.gguf_types import PLAIN, decoded

@@ -20,8 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tokserve import checkpoint, gguf_config
+from tokserve import checkpoint
 from tokserve.errors import RequestError, StartError
+from tokserve.gguf import config as gguf_config
 from tokserve.layers.experts import StackedParameter
 from tokserve.layers.parameter import Parameter, StoredWeight
 from tokserve.models import gguf_weights

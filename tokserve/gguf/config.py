@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokserve import gguf_tokenizer
 from tokserve.errors import StartError
-from tokserve.gguf import GgufHeader, read_headers
+from tokserve.gguf import tokenizer as gguf_tokenizer
+from tokserve.gguf.header import GgufHeader, read_headers
 
 SOURCE = "gguf.json"  # in that directory: the files
 NO_TOKENIZER = "no_tokenizer"  # in it: why the header gives none

@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from tokserve.gguf import GgufHeader
+from tokserve.gguf.header import GgufHeader
 
 SPACE = "\u2581"
 CONTROL, USER_DEFINED = 3, 4  # token types
