@@ -1,4 +1,4 @@
-"""Prepares msgspec's Struct classes for use by several threads.
+"""What msgspec raises for bytes that are no message, and its Struct classes prepared for several threads.
 
 msgspec looks up the types of a class's fields when it first decodes one, and marks the class as known before it has
 found them all.  If another thread decodes into the class at that moment, the process ends with a segmentation fault
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import msgspec
 
 PACKAGE = __package__
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # raised for bytes that are no message
 
 
 def prepare_structs() -> None:

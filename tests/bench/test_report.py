@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -64,3 +66,11 @@ def test_datasets_follow_their_seed_and_lengths() -> None:
     assert make(spec, stream=1)[0].turns[0].prompt[:5] == prompts[0][:5] != prompts[0][5:10]
     with pytest.raises(StartError, match="seed"):
         make(DatasetSpec(seed=-1))
+
+
+@pytest.mark.parametrize("row", [b'{"prompt": "\xff"}', b'{"prompt": 1}', b"{", b'{"prompt": [9', b'{"prompt": ""}'])
+def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, row: bytes) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"prompt": "fine"}\n' + row + b"\n")
+    with pytest.raises(StartError, match=r"rows\.jsonl:2: "):
+        make(DatasetSpec(kind="jsonl", path=str(path)))

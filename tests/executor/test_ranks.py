@@ -38,9 +38,10 @@ from tokserve.executor.hub import Hub
 from tokserve.executor.listeners import PairListener, SocketListener
 from tokserve.executor.worker import connect
 from tokserve.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
-from tokserve.plan import DeviceFacts, StepPlan, StepResult
+from tokserve.plan import DeviceFacts, StepPlan, StepResult, encode
 
 WAIT = 10.0
+NO_TEXT = encode(Broken("text")).replace(b"text", b"te\xfft")  # a message whose string is not UTF-8
 
 
 def pair() -> tuple[Channel, Channel]:
@@ -122,17 +123,22 @@ def test_ranks_find_each_other(ranks: tuple[Hub, list[Channel]]) -> None:
 
 @pytest.mark.parametrize(
     ("last", "reason"),
-    [(None, "rank 1 was killed by SIGKILL"), (Broken("ZeroDivisionError: /"), "rank 1 died: ZeroDivisionError: /")],
-)
+    [
+        (None, "rank 1 was killed by SIGKILL"), (Broken("ZeroDivisionError: /"), "rank 1 died: ZeroDivisionError: /"),
+        (NO_TEXT, "rank 1 sent nonsense: 'utf-8' codec"), (b"\xc1", "rank 1 sent nonsense"),
+    ],
+)  # fmt: skip
 def test_a_lost_rank_ends_all_waiting(ranks: tuple[Hub, list[Channel]], last: Any, reason: str) -> None:
     hub, (_, second) = ranks
     woken = threading.Event()
     hub.watch(woken.set)
     waiting = [hub.result(), hub.invoke("memory", [{}, {}], background=False), hub.loaded[0]]
-    if last is not None:
-        second.send(last)
-    else:
+    if last is None:
         second.close()
+    elif isinstance(last, bytes):
+        second.send_encoded(last)
+    else:
+        second.send(last)
     for future in waiting:
         with pytest.raises(RuntimeError, match=reason):
             future.result(WAIT)
@@ -216,12 +222,12 @@ def test_a_rank_that_inherits_its_socket_joins_or_says_nonsense() -> None:
     came = listener.accept(WAIT)
     assert came is not None and came[1] == Joined(0, "0")
     other.send(Joined(0, "0"))  # it is number 1
-    lost.close()
+    lost.send_encoded(NO_TEXT)
     assert listener.accept(WAIT) is listener.accept(WAIT) is None
     with pytest.raises(ConnectionError):
         other.to_rank()
     listener.close()
-    for channel in (joining, other, came[0]):
+    for channel in (joining, other, lost, came[0]):
         channel.close()
 
 

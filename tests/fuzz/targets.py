@@ -18,7 +18,6 @@ from tokenizers import Tokenizer as Backend
 from tests.server.fake_llm import TOKENIZER, site
 from tests.text.checkpoints import CHATML, KINDS
 from tokserve import messages
-from tokserve.engine.socket import UNREADABLE
 from tokserve.errors import RequestError
 from tokserve.params import RequestOptions, SamplingParams
 from tokserve.prompt import TokenPrompt
@@ -26,6 +25,7 @@ from tokserve.server.anthropic import messages as anthropic_messages
 from tokserve.server.http import body
 from tokserve.server.openai import chat, completions, derender, render, responses, tokenize
 from tokserve.server.tokens import aborts, generate
+from tokserve.structs import UNREADABLE
 from tokserve.text.chat import ChatTemplate
 from tokserve.text.detokenizer import Detokenizer
 from tokserve.text.tokenizer import Tokenizer

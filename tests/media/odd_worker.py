@@ -36,6 +36,9 @@ def main() -> None:
             case b"html":
                 os.write(to, (5).to_bytes(8, "little") + b"<html")
                 continue
+            case b"text":
+                frames.send(to, frames.pack(Refused("text")).replace(b"text", b"te\xfft"))  # a string that is not UTF-8
+                continue
             case b"refuse":
                 frames.send(to, frames.pack(Refused("must be better", "some_code")))
                 continue

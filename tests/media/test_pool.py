@@ -64,7 +64,7 @@ def test_equal_images_at_the_same_time_are_processed_once(workers: WorkerPool) -
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("content", [b"crash", b"exit", b"nonsense", b"html"])
+@pytest.mark.parametrize("content", [b"crash", b"exit", b"nonsense", b"html", b"text"])
 def test_an_image_that_ends_its_worker_ends_nothing_else(workers: WorkerPool, content: bytes) -> None:
     async def run() -> None:
         before = await process(workers, b"abc")

@@ -13,6 +13,7 @@ import msgspec
 
 from tokserve.bench.datasets import Prompt, joined
 from tokserve.errors import StartError
+from tokserve.structs import UNREADABLE
 
 Backend = Literal["tokens", "openai", "openai-chat"]
 PATHS: dict[Backend, str] = {
@@ -144,7 +145,7 @@ class ReceivedReply:
             return
         try:
             chunk = _DECODER.decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise BadReply(f"{error} in {payload[:200]!r}") from None
         if chunk.error is not None and bytes(chunk.error) != b"null":
             raise BadReply(bytes(chunk.error)[:300].decode(errors="replace"))

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from tokserve.errors import StartError
+from tokserve.structs import UNREADABLE
 
 Prompt = list[int] | str
 Kind = Literal["random", "shared-prefix", "jsonl"]
@@ -156,7 +157,7 @@ def _read(spec: DatasetSpec) -> list[Conversation]:
                     break
     except OSError as error:
         raise StartError(f"cannot read {path}: {error.strerror}") from None
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise StartError(f"{path}:{number}: {error}") from None
     if not conversations:
         raise StartError(f"{path} has no rows")

@@ -27,6 +27,7 @@ from tokserve.bench.clients import PATHS, BadReply, ConversationHistory, EventLi
 from tokserve.bench.datasets import Conversation, DatasetSpec, Turn
 from tokserve.bench.report import Outcome, cache_hits, details, result
 from tokserve.errors import StartError
+from tokserve.structs import UNREADABLE
 
 BUFFER = 1 << 20  # limit of bytes of one read from a socket
 
@@ -224,7 +225,7 @@ async def first_model(load: Load, session: aiohttp.ClientSession) -> str:
         raise StartError(f"cannot reach {url}: {why}; is a server running there? --base-url names another") from None
     try:
         return str(msgspec.json.decode(raw)["data"][0]["id"])
-    except (msgspec.DecodeError, KeyError, IndexError, TypeError):
+    except (*UNREADABLE, KeyError, IndexError, TypeError):
         raise StartError(f"{url} lists no model; name one with --model") from None
 
 

@@ -15,20 +15,19 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-import msgspec
 import zmq
 
 from tokserve.curve import EngineKeys, KeyCheck
 from tokserve.errors import StartError
 from tokserve.messages import FromEngine, ToEngine, decode_to_engine, encode
 from tokserve.processes import wake_promptly
+from tokserve.structs import UNREADABLE
 
 logger = logging.getLogger(__name__)
 
 Received = tuple[bytes, ToEngine, float]  # identity, message, when
 LINGER_MS = 1000
 PEERS_KEPT = 1024
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # raised for bytes that are no message
 WAKE, FAILED = "wake", "failed"
 
 

@@ -14,8 +14,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-import msgspec
-
 from tokserve.errors import DeviceLost, RequestError, StartError
 from tokserve.executor.channel import (
     Broken,
@@ -33,6 +31,7 @@ from tokserve.executor.channel import (
     ToRank,
 )
 from tokserve.plan import StepResult, encode
+from tokserve.structs import UNREADABLE
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +112,7 @@ class Hub:
         try:
             while True:
                 self._take(rank, channel.from_rank())
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, *UNREADABLE) as error:
             if not self.closing:
                 why = self._describe_end(rank) if isinstance(error, OSError) else f"sent nonsense: {error}"
                 self._on_lost(rank, f"rank {rank} {why}")

@@ -8,12 +8,11 @@ import socket
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-import msgspec
-
 from tokserve.curve import ClientKeys
 from tokserve.errors import StartError
 from tokserve.executor import auth
 from tokserve.executor.channel import Channel, Joined
+from tokserve.structs import UNREADABLE
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ class SocketListener:
             connection.settimeout(None)
             if isinstance(message, Joined):
                 return channel, message
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, *UNREADABLE) as error:
             logger.warning("a connection that is no rank's was closed: %s", error)
         connection.close()
         return None
@@ -101,7 +100,7 @@ class StreamListener:
             if stream in ready:
                 del self._streams[rank]
                 channel = Channel(stream)
-                with suppress(OSError, msgspec.MsgspecError):
+                with suppress(OSError, *UNREADABLE):
                     message = channel.from_rank()
                     if isinstance(message, Joined) and message.rank == rank:
                         return channel, message

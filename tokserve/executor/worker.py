@@ -48,7 +48,7 @@ from tokserve.executor.tunnel import Tunnel
 from tokserve.memory import no_collections
 from tokserve.plan import DeviceFacts
 from tokserve.processes import end_with_parent
-from tokserve.structs import prepare_structs
+from tokserve.structs import UNREADABLE, prepare_structs
 
 if TYPE_CHECKING:
     from tokserve.runner.ranks import Ranks
@@ -164,7 +164,7 @@ class RankWorker:
                     self._calls.put(message)
                 else:
                     self._steps.put(message)
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, *UNREADABLE) as error:
             if self._ending:
                 return
             logger.info("the engine is gone (%s): leaving", error)

@@ -13,6 +13,7 @@ import msgspec
 
 from tokserve.media import frames
 from tokserve.media.frames import BrokenFrame, Job, Processed, Refused, WorkerReady
+from tokserve.structs import UNREADABLE
 
 START_SECONDS = 120.0  # of a worker, which imports an image library and the checkpoint's processor
 PIPE_BYTES = 1 << 20  # the most that a pipe holds without privileges
@@ -68,6 +69,6 @@ class Worker:
         frame = frames.receive(self._from, deadline)
         try:
             reply: frames.Reply = msgspec.msgpack.decode(frame, type=frames.Reply)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise BrokenFrame(str(error)) from None
         return reply
