@@ -252,6 +252,7 @@ def test_engines_have_an_endpoint_each(endpoint: str, rank: int, wanted: str) ->
     [
         ({"endpoint": "5557"}, "endpoint"), ({"replay_endpoint": "tcp://a:b"}, "replay_endpoint"), ({"hwn": 1}, "hwn"),
         ({"publisher": "kafka"}, "publisher"), ({"buffer_steps": -1}, "buffer_steps"), ({"format": "x"}, "format"),
+        ({"hwm": 1 << 31}, "hwm"),
     ],
 )  # fmt: skip
 def test_an_object_that_cannot_be_used_names_its_key(given: dict[str, Any], word: str) -> None:

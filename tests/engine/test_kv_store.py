@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -320,6 +321,8 @@ def test_slots_that_are_pinned_are_not_replaced() -> None:
         ({"kv_offloading_dir": "d"}, "needs kv_offloading_size"),
         ({"kv_offloading_size": 1.0, "kv_offloading_backend": "lmcache"}, "lmcache is not supported"),
         ({"kv_offloading_size": 0.0}, "kv_offloading_size: must be above 0"),
+        ({"kv_offloading_size": math.inf}, "kv_offloading_size: must be at most"),
+        ({"kv_offloading_disk_size": math.inf}, "kv_offloading_disk_size: must be at most"),
         ({"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}}, "LMCacheConnectorV1"),
         ({"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}}, "kv_connector_extra"),
         ({"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",

@@ -12,6 +12,7 @@ from tokserve.config.kv_connector import KVStorePlan, KVTransferPlan, transfer_p
 from tokserve.errors import StartError
 
 BUFFERED, QUEUED = 10_000, 100_000  # batches of KV events
+MOST_GIB = 1e9  # of memory or files: its bytes are within 64 bits
 
 
 class KVEventsPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,7 +28,7 @@ class KVEventsPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
     buffer_steps: Annotated[NotNegative, Meta(le=1_000_000)] = BUFFERED
-    hwm: NotNegative = QUEUED
+    hwm: Annotated[NotNegative, Meta(le=(1 << 31) - 1)] = QUEUED  # a C int of zmq
     max_queue_size: Positive = QUEUED
     topic: str = ""
     format: Literal["map", "array"] = "map"
@@ -46,7 +47,7 @@ class KVConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = None  # fmt: skip
 
     kv_offloading_size: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
+        Annotated[float, Meta(gt=0, le=MOST_GIB)] | None,
         about("GiB of memory for KV blocks that are kept besides the KV cache, so that prefixes are found again after "
               "they have left it. Default: none are kept."),
     ] = None  # fmt: skip
@@ -59,7 +60,8 @@ class KVConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
               "restart. Several servers may share it. The files hold what prompts can be recovered from."),
     ] = None  # fmt: skip
     kv_offloading_disk_size: Annotated[
-        float, about("Most GiB of files in kv_offloading_dir; those used least recently are deleted.", gt=0)
+        float,
+        about("Most GiB of files in kv_offloading_dir; those used least recently are deleted.", gt=0, le=MOST_GIB),
     ] = 10.0
     kv_transfer_config: Annotated[
         dict[str, Any] | None,
