@@ -57,8 +57,7 @@ class StartReport(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    with open(SUPERVISOR, "rb", closefd=False) as channel:
-        line = channel.readline()
+    line = read_setup()
     if not line:
         sys.exit("API processes are started by `tokserve serve --api-server-count N`, which talks to their stdin")
     setup = msgspec.json.decode(line, type=ApiProcessSetup)
@@ -66,6 +65,12 @@ def main() -> None:
     log.setup(f"api-{setup.api_process.index}", server.log_level, server.log_format)
     with socket.socket(fileno=setup.listening) as sock:
         sys.exit(uvloop.run(_run(setup, sock)))
+
+
+def read_setup() -> bytes:
+    """The supervisor's first line, and no byte of the next one; empty: there is no supervisor."""
+    with open(SUPERVISOR, "rb", buffering=0, closefd=False) as channel:
+        return channel.readline()
 
 
 async def _run(setup: ApiProcessSetup, sock: socket.socket) -> int:
