@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,12 +128,15 @@ def shared_memory(announced: Announcement, declared: Sequence[Declared]) -> Iter
     if not name.isprintable() or "/" in name or name in ("", ".", ".."):
         raise RequestError(f"{segment!r} is no name of a shared memory segment", field="update_info.segment")
     try:
-        descriptor = os.open(SHARED_MEMORY / name, os.O_RDONLY | os.O_NOFOLLOW)
+        descriptor = os.open(SHARED_MEMORY / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         reason = f"shared memory {segment!r}: {error.strerror}"
         raise RequestError(reason, field="update_info.segment") from None
     try:
-        size = os.fstat(descriptor).st_size
+        state = os.fstat(descriptor)
+        if not stat.S_ISREG(state.st_mode):
+            raise RequestError(f"{segment!r} is no shared memory segment", field="update_info.segment")
+        size = state.st_size
         for (key, dtype, shape), offset in zip(declared, offsets, strict=True):
             count = num_bytes((key, dtype, shape))
             if offset < 0 or offset % dtype.itemsize or offset + count > size:
@@ -140,7 +144,8 @@ def shared_memory(announced: Announcement, declared: Sequence[Declared]) -> Iter
                     f"{key}: bytes {offset} to {offset + count} do not lie, aligned, in the segment of {size}",
                     field="update_info.offsets",
                 )
-        memory: NDArray[np.uint8] = np.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY), np.uint8)
+        mapped = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY) if size else bytearray()
+        memory: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
     finally:
         os.close(descriptor)
     for (key, dtype, shape), offset in zip(declared, offsets, strict=True):
