@@ -6,12 +6,14 @@ Triton kernels run in its interpreter, on the CPU; scripts/gpu_check.sh sets TRI
 import atexit
 import faulthandler
 import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from _pytest.runner import runtestprotocol
 
 from tests import threads
 from tests.e2e.server import Server
@@ -51,7 +53,22 @@ def pytest_collection() -> Iterator[object]:
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # nanobind would name its objects that are still there
+    for logger in logging.root.manager.loggerDict.values():  # pytest's handlers are added to each other root, per test
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
     return found
+
+
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """A process of pytest-xdist tells the first one of calls and of what did not pass: it would be six messages for
+    each test, and is two."""
+    config = item.config
+    if not hasattr(config, "workerinput") or config.option.durations is not None or item.get_closest_marker("flaky"):
+        return None
+    for report in runtestprotocol(item, log=False, nextitem=nextitem):
+        if report.when == "call" or not report.passed:
+            item.ihook.pytest_runtest_logreport(report=report)
+    return True
 
 
 @pytest.hookimpl(wrapper=True)
