@@ -230,7 +230,8 @@ def test_a_layer_turns_stored_shards_into_floats_where_one_is_floats() -> None:
 
 ALLOWED = {  # files that may name float8 or int8
     "ops": "kernels", "models/formats": "formats", "layers/quant.py": "methods",
-    "config": "the option", "resolve.py": "the option", "device.py": "what a device can multiply",
+    "config": "the option", "resolve.py": "the option", "option_checks.py": "the option",
+    "device.py": "what a device can multiply",
     "kv_spec.py": "the cache's dtype", "runner/kvcache.py": "the cache's dtype",
     "models/kv_scales.py": "the cache's scales", "models/load.py": "the cache's scales",
     "hf/load.py": "the cache's dtype", "rl/deltas.py": "the names of safetensors' dtypes",
