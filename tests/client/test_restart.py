@@ -111,6 +111,40 @@ def test_an_engine_that_cannot_be_replaced_is_dead_in_the_end(
     asyncio.run(scene())
 
 
+@pytest.mark.parametrize("step", ["stop", "start"])
+def test_an_unforeseen_error_of_a_restart_ends_the_waiting(
+    mode: Any, step: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mode("serve")
+
+    async def scene() -> None:
+        llm = make(3)
+        told = asyncio.Event()
+        llm.on_replaced(told.set)
+        await llm.start()
+        engine = llm._engine.engine
+
+        async def cluster_is_gone(patience: float) -> int:
+            raise ConnectionError("the cluster is gone")
+
+        def no_such_program() -> Any:
+            raise ValueError("the cluster is gone")
+
+        if step == "stop":
+            monkeypatch.setattr(engine, "stop", cluster_is_gone)
+        else:
+            monkeypatch.setattr(llm._engine, "_process", no_such_program)
+        os.kill(pid_of(llm), signal.SIGKILL)
+        await asyncio.wait_for(told.wait(), 30)
+        assert llm.dead is not None and "the cluster is gone" in llm.dead.private
+        await llm.restored()  # does not wait
+        monkeypatch.undo()
+        await llm.shutdown()
+
+    asyncio.run(scene())
+    assert "Traceback" in caplog.text
+
+
 def test_what_a_start_lacks_may_be_there_a_little_later(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mode("serve")
     monkeypatch.setattr(engine_client, "RETRY", (0.01, 0.02))

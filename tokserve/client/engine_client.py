@@ -391,8 +391,8 @@ class EngineClient:
         while self.dead is None:
             logger.error("the %s died: %s; starting another", self._process_name, self.down.private)
             self._restarts.append(self._loop.time())
-            await engine.stop(0.0)
             try:
+                await engine.stop(0.0)
                 self._engine = engine = self._process()
                 ready = await self._join(await self._located(engine))
                 async with self.successor_status(last) as state:
@@ -407,6 +407,9 @@ class EngineClient:
                     break
                 await asyncio.sleep(pause)  # what it lacked (memory, a descriptor) may become free
                 pause = min(2 * pause, longest)
+            except Exception as error:  # whatever it is, those who wait for the engine must hear of it
+                logger.exception("the %s cannot be restarted", self._process_name)
+                self.dead = self.down = EngineDead(private=f"{type(error).__name__}: {error}")
         self._on_replaced()
 
     def on_replaced(self, callback: Callable[[], object]) -> None:
