@@ -53,7 +53,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "device": ({"errors", "cpu_list", "memory"}, {"transformers"}),
     "ops": ({"errors", "_C"}, {"transformers"}),
     "text": ({"errors", "image_parts", "jsonschema", "params", "checkpoint"}, TORCH),
-    "media": ({"errors", "image_parts", "config", "log", "prompt", "vision"}, TORCH),
+    "media": ({"errors", "structs", "image_parts", "config", "log", "prompt", "vision"}, TORCH),
     "rl": ({"_C"}, {"transformers"}),  # relative imports: it is also a distribution of its own
     "layers": ({"ops", "errors", "kv_spec", "classifier"}, {"transformers"}),
     "models": (
@@ -196,7 +196,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         },
         TORCH,
     ),
-    "bench": ({"client", "params", "errors"}, TORCH),
+    "bench": ({"client", "params", "errors", "structs"}, TORCH),
     "testing": (
         {
             "cli",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.ports import free_port
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "frontend.py"
 CASES = ["stream", "stream-arrays", "stream-objects-5", "full", "full-arrays", "full-base64", "full-objects"]
@@ -17,11 +18,19 @@ CASES = ["stream", "stream-arrays", "stream-objects-5", "full", "full-arrays", "
 @pytest.mark.slow
 @pytest.mark.parametrize("window", ["1", "8"])
 def test_every_case_gives_all_tokens(tmp_path: Path, window: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     rows = tmp_path / "rows.json"
-    options = ["--concurrency", "8", "--output-len", "20", "--tokens", "500", "--window", window, "--port", str(port)]
+    options = [
+        "--concurrency",
+        "8",
+        "--output-len",
+        "20",
+        "--tokens",
+        "500",
+        "--window",
+        window,
+        "--port",
+        str(free_port()),
+    ]
     subprocess.run([sys.executable, SCRIPT, *options, "--json", rows, "--cases", *CASES], check=True, timeout=120)
     made = json.loads(rows.read_text())
     assert [row["case"] for row in made] == CASES and all(row["tok_s"] > 0 for row in made)

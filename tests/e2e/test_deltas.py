@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.e2e.server import Served, Server
+from tests.ports import free_port
 from tests.threads import ServerThread
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.rl import PushResult, ServerError, TokserveClient, checksums, push
@@ -228,8 +229,6 @@ def test_a_directory_between_servers(server: Served, checkpoint: Path, weights: 
 
 @pytest.mark.slow
 def test_a_process_group_and_a_quantized_server(checkpoint: Path, weights: Weights) -> None:
-    from tests.runner.test_weight_sync import free_port
-
     async def joined(client: TokserveClient) -> None:
         await client.join("gloo", "127.0.0.1", free_port())
         first = await client.push(weights, "g0", delta=True)

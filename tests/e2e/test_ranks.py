@@ -4,7 +4,6 @@ transformers; control of all ranks, and ranks that die."""
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from tests.e2e.server import Server
 from tests.e2e.test_exact import alone, together
 from tests.models import gguf_models
 from tests.models.classifiers import classifier
+from tests.ports import free_port
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM, LoRARequest, SamplingParams, rl
 from tokserve.errors import StartError
@@ -323,11 +323,6 @@ def flags_of_node(rank: int, port: int, key: Path) -> list[str]:
     flags = ["-tp", "2", "--tokens-only", "--max-model-len", "256", "--nnodes", "2", "--node-rank", str(rank)]
     flags += ["--master-port", str(port), "--master-key-file", str(key)]
     return flags + (["--headless"] if rank else [])
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.mark.slow

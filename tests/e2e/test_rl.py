@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 from tests.e2e.server import Served, Server
+from tests.ports import free_port
 from tests.threads import ServerThread
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.rl import TokserveClient, broadcast, checksums
@@ -118,13 +119,6 @@ def test_prime_rl(lab: Lab) -> None:
     assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0 and lab.serves(0)
     refused = lab.server.post("/update_weights", {"weight_dir": "/tmp"})
     assert refused.status_code == 403 and lab.serves(0)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-    return port
 
 
 def announcement(tensors: Tensors) -> dict[str, Any]:

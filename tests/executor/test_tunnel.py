@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import zmq
 
+from tests.ports import free_port
 from tokserve.curve import ClientKeys, EngineKeys, make_keys
 from tokserve.executor.channel import Channel, Joined, StoreSet
 from tokserve.executor.tunnel import Tunnel
@@ -127,9 +128,7 @@ def test_an_address_that_cannot_be_had_is_an_error() -> None:
 
 
 def test_nobody_listens_ends_the_stream() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    tunnel = Tunnel(f"127.0.0.1:{port}", make_keys()[1])
+    tunnel = Tunnel(f"127.0.0.1:{free_port()}", make_keys()[1])
     tunnel.stream.settimeout(WAIT)
     assert tunnel.stream.recv(1) == b""
     tunnel.stream.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import httpx
 import pytest
 
 from tests import needs
+from tests.ports import free_port
 from tests.ray.cluster import RayCluster
 
 pytestmark = [needs.RAY.skips(), pytest.mark.slow, pytest.mark.timeout(600)]
@@ -36,9 +36,7 @@ def test_ray_data_batch(tmp_path: Path) -> None:
 
 
 def test_ray_serve() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, str(EXAMPLES / "ray_serve.py"), "--most", "1", "--port", str(port)]
     with (
         RayCluster(1) as cluster,

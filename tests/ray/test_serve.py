@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +13,7 @@ import httpx
 import pytest
 
 from tests import needs
+from tests.ports import free_port
 from tests.ray.cluster import RayCluster
 from tests.ray.serving import Application
 
@@ -29,9 +29,7 @@ CLIENTS, PATIENCE = 9, 240.0
 
 @pytest.fixture(scope="module")
 def app() -> Iterator[Application]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     args = ARGS | {"deployment": {"autoscaling_config": SCALING}}
     with RayCluster(1, 1, 1) as cluster, Application(cluster, port, args) as running:
         yield running

@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
+from tests.ports import free_port
 from tests.runner.drive import Driver, Job
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.config import Config
@@ -128,13 +129,6 @@ class segment:
 
     def __exit__(self, *_: object) -> None:
         os.unlink(self._path)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-    return port
 
 
 class Trainer:
