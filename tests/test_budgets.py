@@ -20,7 +20,7 @@ RESOLVE = ("resolve.py", "option_checks.py", "engine_config.py")  # what knows a
 OF_VLLM = {"data_1", "data_2"}  # names of its parameters
 BROAD_EXCEPT = {  # process entry, threads, restarts, admission, grammars, admin commands, HTTP edge, a test's script
     "engine/process.py", "executor/worker.py", "engine/admission.py", "engine/structured_output/mask_worker.py",
-    "engine/admin/command.py", "server/app.py", "server/replies/sse.py", "client/llm.py", "testing/scripted.py",
+    "engine/admin/command.py", "server/app.py", "server/replies/sse.py", "testing/scripted.py",
     "engine/structured_output/grammars.py", "media/pool.py", "client/engine_client.py",
 }  # fmt: skip
 

@@ -540,24 +540,6 @@ def test_announcements_are_checked(bench: Bench, change: dict[str, Any]) -> None
     assert (caught.value.field or "").startswith("update_info")
 
 
-@pytest.mark.parametrize("kind", ["directory", "pipe", "empty"])
-def test_a_segment_without_memory_is_refused(bench: Bench, kind: str) -> None:
-    runner, _ = start(bench.old)
-    runner.background("begin_update", {"have_weights": True})
-    path = Path("/dev/shm") / f"tokserve-test-{secrets.token_hex(8)}"
-    {"directory": path.mkdir, "pipe": lambda: os.mkfifo(path), "empty": path.touch}[kind]()
-    try:
-        source = announcement({NORM: bench.tensors[NORM]}, segment=path.name, offsets=[0])
-        with pytest.raises(RequestError, match="no shared memory segment" if kind != "empty" else "segment of 0"):
-            runner.background("receive_update", {"source": source})
-        nothing = {"names": [], "dtype_names": [], "shapes": [], "segment": path.name, "offsets": []}
-        if kind == "empty":
-            runner.background("begin_update", {"have_weights": True})
-            runner.background("receive_update", {"source": nothing})
-    finally:
-        path.rmdir() if kind == "directory" else path.unlink()
-
-
 @pytest.mark.parametrize(
     ("options", "field"),
     [({"backend": "carrier-pigeon"}, "backend"), ({"master_address": "127.0.0.1", "master_port": 1}, "master_address"),
