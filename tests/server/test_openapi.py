@@ -149,3 +149,10 @@ def test_the_api_as_a_page(path: str) -> None:
     page = site(ui=True).get(path)
     assert page.status_code == 200 and '"openapi.json"' in page.text.replace("'", '"')
     assert site(ui=False).get(path).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("prefix", "servers"), [("/api", [{"url": "/api"}]), ("api/v2/", [{"url": "/api/v2"}]), ("", None)]
+)
+def test_behind_a_proxy_the_document_names_its_prefix(prefix: str, servers: Any) -> None:
+    assert site(root_path=prefix).get("/openapi.json").json().get("servers") == servers

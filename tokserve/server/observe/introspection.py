@@ -186,7 +186,9 @@ def _without_secrets(config: Any) -> dict[str, Any]:
 
 async def openapi_schema(serving: Serving, request: Request) -> Response:
     """GET /openapi.json: this API as OpenAPI 3.1"""
-    return body.reply(request, request.app.openapi())
+    prefix = serving.config.server.root_path.strip("/")
+    servers = {"servers": [{"url": f"/{prefix}"}]} if prefix else {}
+    return body.reply(request, request.app.openapi() | servers)
 
 
 async def refuse_text_route(serving: Serving, request: Request) -> Response:
