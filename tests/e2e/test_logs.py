@@ -16,7 +16,8 @@ def test_json_lines_of_all_processes_and_of_requests() -> None:
         assert server.stop() == 0
         lines = [json.loads(line) for line in server.log]
     assert {line["process"] for line in lines} == {"server", "engine", "api-0", "api-1"}
-    assert all(line["level"] == "info" for line in lines)
+    stalled = "tokserve.server.http.loop_monitor"  # warns on a busy machine
+    assert all(line["level"] == "info" for line in lines if line["logger"] != stalled)
     about = [line for line in lines if line.get("request_id") == "mine"]
     assert [line["event"] for line in about] == ["request_accepted", "request_ended"]
     assert about[1]["reasons"] == {"max_tokens": 1} and about[1]["output_tokens"] == 3
