@@ -306,17 +306,22 @@ def test_an_abort_does_not_wait_for_a_mask(depth: int) -> None:
     engine.check_empty()
 
 
-def test_a_grammar_that_others_have_exhausted_ends_a_request_and_not_the_engine() -> None:
+def test_a_grammar_that_others_have_exhausted_ends_a_request_and_not_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Exhausted(Machine):
         def is_error(self) -> bool:
             return True
 
     engine, grammars = made()
     grammars.machine = Exhausted
+    forgotten: list[Grammar] = []
+    monkeypatch.setattr(engine.core.grammars, "forget", forgotten.append)
     send(engine, "g", "h")
     engine.add("a", [6, 7], max_tokens=4, ignore_eos=True)
     grammars.finish()
     engine.run()
+    assert forgotten == [future.result() for future in grammars.futures]  # else they would fail the next requests
     for rid in "gh":
         finish = engine.received[rid].finish
         assert finish is not None and (finish.reason, finish.detail) == ("error", "grammar_limit")
