@@ -18,7 +18,7 @@ from tests.models.test_load import IDS, opened, rewrite, stored
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.errors import RequestError, StartError
 from tokserve.models.formats.base import is_finite
-from tokserve.models.formats.packed import PackedFormat
+from tokserve.models.formats.packed import PackedFormat, unpacked
 from tokserve.models.staging import Staging
 from tokserve.ops import PackedWna16
 
@@ -156,6 +156,14 @@ def test_the_model_is_that_of_what_the_tensors_mean(tmp_path: Path, case: str) -
     del hf["quantization_config"]
     (directory / "config.json").write_text(json.dumps(hf))
     assert (result - prefill(opened(directory), IDS).log_softmax(-1)).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (7, 1), (1, 1), (3, 7)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_words_of_any_strides_are_unpacked(shape: tuple[int, int], bits: int) -> None:
+    codes = torch.arange(shape[1] * shape[0] * 32 // bits).view(shape[1], -1) % (1 << bits)
+    stored_words = words(codes, bits).t().clone(memory_format=torch.contiguous_format)  # [W,M]
+    assert torch.equal(unpacked(stored_words.t(), bits), codes.to(torch.uint8))
 
 
 def test_words_that_are_no_finite_float16_are_finite() -> None:

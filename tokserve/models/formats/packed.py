@@ -169,11 +169,10 @@ def is_integer(tensor: Described) -> bool:
 def unpacked(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
     """[M,W] int32 words as [M, W * 32 / bits] uint8 codes, from the lowest bits on, or in `order`."""
     count = WORD // bits
-    if order is None and bits == 8:
-        return words.contiguous().view(torch.uint8)
     if order is None:
-        octets = words.contiguous().view(torch.uint8)
-        return torch.stack([octets & 15, octets >> 4], -1).flatten(1)
+        rows = words.contiguous().as_strided(words.shape, (words.shape[1], 1))  # a dimension of 1 may have any stride
+        octets = rows.view(torch.uint8)
+        return octets if bits == 8 else torch.stack([octets & 15, octets >> 4], -1).flatten(1)
     shifts = torch.tensor([bits * order[i] for i in range(count)], dtype=torch.int32)
     return (words[..., None] >> shifts & (1 << bits) - 1).to(torch.uint8).flatten(1)
 
