@@ -26,6 +26,7 @@ def test_backend(demo: Server, backend: str, flags: list[str], tmp_path: Path) -
     assert (row["mean_ttft_ms"] is None) == ("--no-stream" in flags)
 
 
+@pytest.mark.usefixtures("engine_threads")
 def test_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "r.json"
     with pytest.raises(SystemExit) as end:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.server import Served, Server
+from tests.threads import ServerThread
 from tokserve import SamplingParams
 from tokserve.server.app import ENDPOINTS
 from tokserve.server.openai.schemas import ChatBody, CompletionBody
@@ -72,7 +73,7 @@ def test_multi_turn_tokens(demo: Server) -> None:
 
 
 def test_lora() -> None:
-    with Server("demo", "--tokens-only", "--enable-lora") as server:
+    with ServerThread("demo", "--tokens-only", "--enable-lora") as server:
         shown = run(sys.executable, str(EXAMPLES / "lora.py"), server.url)
         assert "with B of 0.0 it changes nothing: True\n" in shown
         assert "with B of 0.5 it changes nothing: False\n" in shown and "made by 0+mine@2\n" in shown

@@ -47,6 +47,7 @@ def check_nesting(spans: list[dict[str, Any]]) -> None:
         around.append(span["ts"] + span["dur"])
 
 
+@pytest.mark.usefixtures("engine_threads")
 @pytest.mark.parametrize(("depth", "op_by_op"), [pytest.param(1, False, marks=pytest.mark.slow), (1, True), (2, False)])
 def test_a_trace_has_steps_ops_and_requests(tmp_path: Path, depth: int, op_by_op: bool) -> None:
     with LLM("demo", profiler_dir=str(tmp_path), depth=depth, **OPTIONS) as llm:

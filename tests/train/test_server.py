@@ -12,8 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.server import Server
+from tests.e2e.server import Served, Server
 from tests.models.driver import random_ids
+from tests.threads import ServerThread
 from tests.tiny_models import tiny_config, write_checkpoint
 from tests.train.conftest import FAMILIES, MIXTURES
 from tests.train.test_exact import padded, scored
@@ -49,7 +50,7 @@ def server(checkpoint: tuple[str, str]) -> Iterator[Server]:
         yield server
 
 
-def arithmetic(server: Server) -> str:
+def arithmetic(server: Served) -> str:
     """What the server chose, which a policy has to be given where the choice is left to a measurement."""
     return str(server.get("/inference/v1/state").json()["arithmetic"])
 
@@ -60,7 +61,7 @@ def policy(checkpoint: tuple[str, str], server: Server) -> PolicyModel:
     return PolicyModel.from_pretrained(model, dtype=dtype, cpu_arithmetic=arithmetic(server))
 
 
-def in_client(server: Server, scene: Callable[[TokserveClient], Awaitable[Any]]) -> Any:
+def in_client(server: Served, scene: Callable[[TokserveClient], Awaitable[Any]]) -> Any:
     async def run() -> Any:
         async with TokserveClient(server.url) as client:
             return await scene(client)
@@ -68,7 +69,7 @@ def in_client(server: Server, scene: Callable[[TokserveClient], Awaitable[Any]])
     return asyncio.run(run())
 
 
-def groups(server: Server, **sampling: Any) -> list[Rollout]:
+def groups(server: Served, **sampling: Any) -> list[Rollout]:
     prompts = [random_ids(45, 256, seed) for seed in (1, 2)] + [[7]]
     return in_client(
         server,
@@ -187,7 +188,7 @@ def test_prompt_logprobs(server: Server, policy: PolicyModel) -> None:
 def test_steps_with_pushes(family: str, dtype: str, steps: int, delta: bool, tmp_path: Path) -> None:
     """Rollouts, a policy gradient, a push: the ratio stays exactly one, step after step."""
     directory = write_checkpoint(tmp_path, tiny_config(family))
-    with Server(str(directory), "--dtype", dtype, "--tokens-only") as server:
+    with ServerThread(str(directory), "--dtype", dtype, "--tokens-only") as server:
         policy = PolicyModel.from_pretrained(directory, dtype=dtype, cpu_arithmetic=arithmetic(server))
         optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-5 if delta else 3e-4)
 
@@ -223,7 +224,7 @@ def test_steps_with_pushes(family: str, dtype: str, steps: int, delta: bool, tmp
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_an_adapter_trained_here_and_served_there(dtype: str, tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "base", tiny_config("llama"))
-    with Server(str(directory), "--dtype", dtype, "--tokens-only", "--enable-lora") as server:
+    with ServerThread(str(directory), "--dtype", dtype, "--tokens-only", "--enable-lora") as server:
         policy = PolicyModel.from_pretrained(directory, dtype=dtype, cpu_arithmetic=arithmetic(server))
         policy.add_adapter(["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"], rank=6, alpha=24.0)
         trained = [master for master in policy.parameters() if master.requires_grad]
