@@ -86,6 +86,14 @@ def test_metadata_of_any_value_is_read_or_one_clear_error(tmp_path: Path, rounds
     assert refused > rounds // 10
 
 
+def test_the_largest_gemma_without_heads_is_refused(tmp_path: Path) -> None:
+    gguf_models.write(tmp_path / "m.gguf", "gemma3", "Q4_0")
+    header = read_headers(tmp_path / "m.gguf")
+    metadata = header.metadata | {"gemma3.block_count": 62, "gemma3.attention.head_count": 0}
+    with pytest.raises(StartError):
+        decoder_spec(gguf_config.model_config(GgufHeader(header.files, metadata, header.tensors)))
+
+
 def test_shards_are_one_model_and_a_missing_one_is_named(tmp_path: Path) -> None:
     gguf_models.write(tmp_path / "one.gguf", "qwen3", "Q4_0")
     gguf_models.write(tmp_path / "m.gguf", "qwen3", "Q4_0", split=9)

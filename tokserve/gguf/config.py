@@ -255,11 +255,13 @@ def _gemma3(fields: _Fields) -> dict[str, Any]:
     dim, hidden, heads = (
         fields.need(key) for key in ("attention.key_length", "embedding_length", "attention.head_count")
     )
+    # 62: the model of 27B; a file without heads is refused later
+    scalar = hidden // max(1, heads) if fields.need("block_count") == 62 else dim
     return {
         "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "tie_word_embeddings": True,
         "sliding_window": fields.need("attention.sliding_window"),
         "rope_theta": fields.get("rope.freq_base", 1e6),
-        "query_pre_attn_scalar": hidden // heads if fields.need("block_count") == 62 else dim,  # 62: the model of 27B
+        "query_pre_attn_scalar": scalar,
     }  # fmt: skip
 
 
