@@ -1,0 +1,23 @@
+"""Work in threads: what large work leaves behind goes back to the system, once for all of a while."""
+
+import asyncio
+import threading
+
+import pytest
+
+from tokserve.server.http import workers
+
+
+@pytest.mark.parametrize(("size", "returns"), [(workers.TRIMMED, 1), (workers.TRIMMED - 1, 0)])
+def test_free_memory_goes_back_once_after_large_work(size: int, returns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    returned: list[str] = []
+    monkeypatch.setattr(workers, "TRIM_SECONDS", 0.02)
+    monkeypatch.setattr(workers, "give_back", lambda: returned.append(threading.current_thread().name))
+
+    async def scene() -> None:
+        assert await asyncio.gather(*(workers.run(size, lambda i=i: i * i) for i in range(3))) == [0, 1, 4]
+        await asyncio.sleep(0.2)
+        await workers.run(workers.SMALL, lambda: None)  # the threads for medium work have done what came before
+
+    asyncio.run(scene())
+    assert len(returned) == returns and all(name.startswith("tokserve-work") for name in returned)
