@@ -90,8 +90,6 @@ class PendingGrammars:
         else:
             logger.error("a grammar could not be compiled", exc_info=error)
         for request in submission.requests:
-            if request.pending_grammar is not None:
-                request.pending_grammar.cancel()
             if request.finish is None and submission.accept_sent:
                 self._fail(request, reply.message)
             elif request.finish is None:
