@@ -61,15 +61,10 @@ class Coordinates:
         lost = [name for name, one in self._parameters.items() if one.held != NOWHERE and not one.places()]
         if not lost:
             return None
-        if self._has_experts:
+        if self._has_experts or not self._quantized:
             return (
-                f"{len(lost)} weights ({lost[0]}, ...) are of a mixture of experts, of which single elements are not "
-                "replaced: push full weights"
-            )
-        if not self._quantized:
-            return (
-                f"{len(lost)} weights ({lost[0]}, ...) are packed in parts, of which single elements are not replaced: "
-                "push full weights"
+                f"{len(lost)} of the weights ({lost[0]}, ...) are of experts or packed in parts, whose single elements "
+                "are not replaced: push full weights"
             )
         return (
             f"{len(lost)} weights ({lost[0]}, ...) are quantized in memory, and their values before that are not kept: "
