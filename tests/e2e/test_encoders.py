@@ -225,3 +225,16 @@ def test_options_that_are_of_no_use_are_refused(
 ) -> None:
     with pytest.raises(StartError, match=named):
         resolve(Config.make(model=str(cross[0]), **options))
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "cat"}]}),
+    ("/v1/chat/completions/render", {"messages": [{"role": "user", "content": "cat"}]}),
+    ("/v1/responses", {"input": "cat"}), ("/v1/completions", {"prompt": "cat"}),
+    ("/v1/messages", {"max_tokens": 4, "messages": [{"role": "user", "content": "cat"}]}),
+])  # fmt: skip
+def test_routes_that_generate_are_refused_as_such_where_there_is_no_template(
+    server: Served, path: str, body: dict[str, Any]
+) -> None:
+    answer = server.post(path, body | {"model": server.get("/v1/models").json()["data"][0]["id"]})
+    assert answer.status_code == 400 and "--runner pooling" in answer.json()["error"]["message"]

@@ -291,6 +291,13 @@ class Serving:
             score_each=score_each,
         )  # fmt: skip
 
+    def check_generates(self) -> None:
+        """Raise RequestError if the model makes vectors."""
+        if self.pooler is not None:
+            raise RequestError(
+                "the model makes vectors here (--runner pooling), not tokens", field="model", code="unsupported"
+            )
+
     async def start(
         self, request: Request, generate: GenerateRequest, prompts: Prompts, fields: FieldPaths, *,
         entry_bytes: int = reply_size.OBJECT_BYTES, tasks: Sequence[SamplingParams] = (),
@@ -303,10 +310,8 @@ class Serving:
         client leaves.
         """
         params = generate.task if isinstance(generate.task, SamplingParams) else None
-        if params is not None and self.pooler is not None:
-            raise RequestError(
-                "the model makes vectors here (--runner pooling), not tokens", field="model", code="unsupported"
-            )
+        if params is not None:
+            self.check_generates()
         generation = Generation(generate.request_id, 1 if params is None else params.n, self._observers(request))
         generation.is_stream, generation.keep_alive = generate.options.stream, self.keep_alive
         generation.timed = self.metrics.timed

@@ -176,6 +176,7 @@ async def call_of(
     serving: Serving, request: Request, body: ChatBody, ignored: list[str], size: int, source: str = "messages"
 ) -> ChatCall:
     """What a body that has passed `schemas.parse` comes to.  `size`: its bytes; `source`: the field with the prompt."""
+    serving.check_generates()
 
     def plan_and_params() -> tuple[ToolPlan, SamplingParams]:
         plan = tool_plan(serving, body)
