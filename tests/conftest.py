@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ if "coverage" in sys.modules:  # Python code takes two to three times as long, w
     MAX_CPU_SECONDS *= 3
     sys.setrecursionlimit(sys.getrecursionlimit() + 100)
 WITH_SERVERS = {"bench", "chaos", "conformance", "e2e", "examples", "fuzz", "hostile"}  # the third tier of README.md
+THREADED = {"tokens_only", "float32"}  # servers of the session in threads of a test process
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 
@@ -35,14 +37,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before --random-order
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Servers first: a long file that begins last leaves the other processes of a run idle.  `second_try` is
-    pytest-rerunfailures' `flaky`, and needs a reason."""
-    items.sort(key=lambda item: item.path.parent.name not in WITH_SERVERS)
+    """`second_try` is pytest-rerunfailures' `flaky`, and needs a reason."""
+    _alternate(items)
     for item in items:
         assert item.get_closest_marker("flaky") is None, f"{item.nodeid}: use second_try, with the reason"
         if mark := item.get_closest_marker("second_try"):
             assert len(mark.args) == 1 and mark.args[0], f"{item.nodeid}: second_try needs a reason"
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def _alternate(items: list[pytest.Item]) -> None:
+    """Files with servers and other files in turns, while there are both: two processes that wait for servers at once
+    leave processors idle, and so does a long file that begins last."""
+    places: dict[Path, tuple[int, bool]] = {}
+    counts = [0, 0]
+    for item in items:
+        has_servers = item.path.parent.name in WITH_SERVERS
+        if item.path not in places:
+            places[item.path] = counts[has_servers], not has_servers
+            counts[has_servers] += 1
+    items.sort(key=lambda item: places[item.path])
 
 
 @pytest.hookimpl(wrapper=True)
@@ -87,6 +101,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         return
     faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
+
+
+@pytest.fixture(autouse=True)
+def ops_of_shared_servers(request: pytest.FixtureRequest) -> None:
+    """Servers of the whole session share this process's ops with tests that bind others."""
+    if not THREADED.isdisjoint(request.fixturenames):
+        from tokserve import ops
+
+        ops.bind("cpu", {})
 
 
 @pytest.fixture(autouse=True)

@@ -294,7 +294,6 @@ def test_the_policy_scores_what_was_drawn_to_the_bit(dtype: str, request: pytest
     ) as server:
         state = server.get("/inference/v1/state").json()
         ops.bind("cpu", {})
-        request.addfinalizer(lambda: ops.bind("cpu", {"*": "torch"}))
         policy = PolicyModel.from_pretrained("demo", dtype=dtype, cpu_arithmetic=str(state["arithmetic"]))
         for number, params in enumerate(TRAINED):
             params = params | {"seed": number, "max_tokens": 12, "n": 2, "logit_bias": None}
