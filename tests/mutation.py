@@ -91,6 +91,16 @@ def conditions(node: ast.AST) -> Iterator[ast.expr]:
         yield from node.ifs
 
 
+def executed(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and those below it, without annotations, which nothing executes."""
+    yield node
+    for name, value in ast.iter_fields(node):
+        if name not in ("annotation", "returns"):
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from executed(child)
+
+
 def mutations(path: Path, lines: set[int]) -> Iterator[Mutation]:
     """All changes of the functions in a file, on these lines."""
     source = path.read_bytes()
@@ -104,7 +114,7 @@ def mutations(path: Path, lines: set[int]) -> Iterator[Mutation]:
 
     for function in ast.walk(ast.parse(source)):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            for node in (inner for statement in function.body for inner in ast.walk(statement)):
+            for node in (inner for statement in function.body for inner in executed(statement)):
                 if isinstance(node, ast.expr | ast.stmt) and node.lineno in lines:
                     yield from (mutation(node, text) for text in changed(node))
                 yield from (mutation(c, f"(not ({ast.unparse(c)}))") for c in conditions(node) if c.lineno in lines)
@@ -134,8 +144,10 @@ def survives(mutation: Mutation, tests: list[str]) -> bool:
         mutation.path.write_bytes(mutation.applied(source))
         ended = subprocess.run(
             [*command, f"--timeout={SECONDS}", *tests], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+            env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}, timeout=5 * SECONDS,
         )  # fmt: skip
+    except subprocess.TimeoutExpired:  # it waits where no signal reaches it
+        return False
     finally:
         mutation.path.write_bytes(source)
         os.utime(mutation.path, ns=(times.st_atime_ns, times.st_mtime_ns))  # so its compiled file stays valid
