@@ -164,6 +164,17 @@ def test_a_template_that_walks_through_parts_gets_them(chatml: Pair) -> None:
     assert chatml.ours.text([{"role": "user", "content": []}], template=PARTS) == "user:;"
 
 
+def test_parts_reach_a_template_that_wants_the_user_first(chatml: Pair) -> None:
+    """What a template makes of parts is found out with a chat in which each role stands where it may."""
+    strict = "{% if (messages | rejectattr('role', 'equalto', 'system') | first).role != 'user' %}" \
+             "{{ raise_exception('the user speaks first') }}{% endif %}" + PARTS  # fmt: skip
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    for index in range(3):
+        talk: list[dict[str, Any]] = [dict(message) for message in TALK[:3]]
+        talk[index]["content"] = parts
+        assert chatml.ours.text(talk, template=strict) == chatml.ours.text(talk, template=PARTS)
+
+
 def test_parts_are_joined_for_another(chatml: Pair) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "refusal", "refusal": "two"}, "three"]
     flat = chatml.ours.render([{"role": "user", "content": parts}])
