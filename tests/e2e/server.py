@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ import psutil
 START_SECONDS = 120.0
 
 
-class Served:
+class Served(ABC):
     """A server at `url`, wherever it runs, and what tests ask of it."""
 
     @property
+    @abstractmethod
     def url(self) -> str:
         """Base URL; waits until the server serves."""
-        raise NotImplementedError
 
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
         """POST JSON."""
