@@ -45,25 +45,33 @@ TOKSERVE_INLINE f32x16 load_i8(const int8_t* p) {
 #endif
 }
 
-// Sixteen factors as float32, indexed by the low four bits of each lane.
+// Sixteen factors as float32, indexed by four bits of each lane, from bit SHIFT on.
 struct Factors {
 #if defined(__AVX512F__)
   __m512 table;
   TOKSERVE_INLINE explicit Factors(const int8_t* factors) : table(load_i8(factors).v) {}
-  TOKSERVE_INLINE f32x16 at(u32x16 codes) const { return {_mm512_permutexvar_ps(codes.v, table)}; }
+  template <int SHIFT>
+  TOKSERVE_INLINE f32x16 at(u32x16 words) const {
+    return {_mm512_permutexvar_ps(shr<SHIFT>(words).v, table)};
+  }
 #elif defined(__AVX2__)
   f32x16 table;
   TOKSERVE_INLINE explicit Factors(const int8_t* factors) : table(load_i8(factors)) {}
-  TOKSERVE_INLINE __m256 at(__m256i codes) const {
+  TOKSERVE_INLINE __m256 choose(__m256i codes) const {
     const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28));  // bit 3 selects
     return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.a, codes), _mm256_permutevar8x32_ps(table.b, codes), upper);
   }
-  TOKSERVE_INLINE f32x16 at(u32x16 codes) const { return {at(codes.a), at(codes.b)}; }
+  template <int SHIFT>
+  TOKSERVE_INLINE f32x16 at(u32x16 words) const {
+    const u32x16 codes = shr<SHIFT>(words);
+    return {choose(codes.a), choose(codes.b)};
+  }
 #elif defined(TOKSERVE_NEON)
   int8x16_t table;
   TOKSERVE_INLINE explicit Factors(const int8_t* factors) : table(vld1q_s8(factors)) {}
-  TOKSERVE_INLINE f32x16 at(u32x16 codes) const {  // bytes beyond the table become zero
-    const u32x16 indices = codes & broadcast_u32(15);
+  template <int SHIFT>
+  TOKSERVE_INLINE f32x16 at(u32x16 words) const {  // bytes beyond the table become zero
+    const u32x16 indices = shr<SHIFT>(words) & broadcast_u32(15);
     return per_quarter<f32x16>([&](int i) {
       const uint32x4_t index = vorrq_u32(indices.v[i], vdupq_n_u32(0xffffff00));
       const int32x4_t value = vreinterpretq_s32_s8(vqtbl1q_s8(table, vreinterpretq_u8_u32(index)));
@@ -75,24 +83,34 @@ struct Factors {
   explicit Factors(const int8_t* factors) {
     for (int i = 0; i < 16; i++) table[i] = factors[i];
   }
-  TOKSERVE_INLINE f32x16 at(u32x16 codes) const {
-    return per_lane<f32x16>([&](int i) { return table[codes.v[i] & 15]; });
+  template <int SHIFT>
+  TOKSERVE_INLINE f32x16 at(u32x16 words) const {
+    return per_lane<f32x16>([&](int i) { return table[words.v[i] >> SHIFT & 15]; });
   }
 #endif
 };
 
-// Factors that are the codes plus the first of them: without a table where one is several instructions.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Factors -8 to 7 (SIGNED) or 0 to 15, in ascending order: shifts take fewer instructions than a table.
+template <bool SIGNED>
 struct LinearFactors {
-  f32x16 first;
-  TOKSERVE_INLINE explicit LinearFactors(const int8_t* factors) : first(broadcast(factors[0])) {}
-  TOKSERVE_INLINE f32x16 at(u32x16 codes) const { return from_i32(codes & broadcast_u32(15)) + first; }
+  static constexpr int kFirst = SIGNED ? -8 : 0;
+  explicit LinearFactors(const int8_t*) {}
+  template <int SHIFT>
+  TOKSERVE_INLINE f32x16 at(u32x16 words) const {
+    if constexpr (!SIGNED) return from_i32(shr<SHIFT>(words) & broadcast_u32(15));
+    const u32x16 flipped = words ^ broadcast_u32(0x88888888);  // a code less 8, as four bits with a sign
+    if constexpr (SHIFT == 28) return from_i32(sar<28>(flipped));
+    return from_i32(sar<28>(shl<28 - SHIFT>(flipped)));
+  }
   static bool fit(const int8_t* factors) {
-    for (int i = 1; i < 16; i++) {
-      if (factors[i] != factors[0] + i) return false;
+    for (int i = 0; i < 16; i++) {
+      if (factors[i] != kFirst + i) return false;
     }
     return true;
   }
 };
+#endif
 
 // A reader makes weights of a block of eight elements of K of a panel: read(block, column, f) calls f(k, weights), k
 // ascending, for sixteen columns from `column` on.
@@ -103,7 +121,7 @@ struct Codes {  // 4 bits, as float32
   explicit Codes(const int8_t* factors) : table(factors) {}
   template <class F, int K = 0>
   TOKSERVE_INLINE void each(u32x16 words, const F& f) const {
-    f(K, table.at(shr<16 * (K % 2) + 4 * (K / 2)>(words)));
+    f(K, table.template at<16 * (K % 2) + 4 * (K / 2)>(words));
     if constexpr (K + 1 < kCodeDepth) each<F, K + 1>(words, f);
   }
   template <class F>
@@ -119,10 +137,9 @@ struct Values {  // 8 bits, as float32
   TOKSERVE_INLINE void read(const uint8_t* block, int64_t column, const F& f) const {
     for (int k = 0; k < kCodeDepth; k += 2, block += kPanel * 2) {
       if (column % (2 * kLanes) == 0) __builtin_prefetch(block + column * 2 + kCodesAhead, 0, 2);
-      const u32x16 pairs = shr<16>(as_u32(load(reinterpret_cast<const bf16*>(block) + column)));
-      const u32x16 flipped = pairs ^ broadcast_u32(0x8080);  // value + 128
-      f(k, from_i32(flipped & broadcast_u32(0xff)) - broadcast(128.0f));
-      f(k + 1, from_i32(shr<8>(flipped)) - broadcast(128.0f));
+      const u32x16 pairs = as_u32(load(reinterpret_cast<const bf16*>(block) + column));  // in the upper half
+      f(k, from_i32(sar<24>(shl<8>(pairs))));
+      f(k + 1, from_i32(sar<24>(pairs)));
     }
   }
 };
@@ -170,7 +187,8 @@ TOKSERVE_INLINE void with_reader(int bits, [[maybe_unused]] const int8_t* factor
   if constexpr (std::is_same_v<Format, Plain<float>>) {
     if (bits == 8) return f(Values());
 #if defined(__AVX2__) && !defined(__AVX512F__)
-    if (LinearFactors::fit(factors)) return f(Codes<LinearFactors>(factors));
+    if (LinearFactors<true>::fit(factors)) return f(Codes<LinearFactors<true>>(factors));
+    if (LinearFactors<false>::fit(factors)) return f(Codes<LinearFactors<false>>(factors));
 #endif
     return f(Codes<Factors>(factors));
   }

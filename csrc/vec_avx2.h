@@ -73,6 +73,10 @@ template <int N>
 TOKSERVE_INLINE u32x16 shr(u32x16 x) {
   return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)};
 }
+template <int N>  // of signed integers
+TOKSERVE_INLINE u32x16 sar(u32x16 x) {
+  return {_mm256_srai_epi32(x.a, N), _mm256_srai_epi32(x.b, N)};
+}
 TOKSERVE_INLINE u32x16 round_to_i32(f32x16 x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 TOKSERVE_INLINE f32x16 from_i32(u32x16 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 TOKSERVE_INLINE u32x16 as_u32(f32x16 x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }

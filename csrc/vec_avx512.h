@@ -44,6 +44,10 @@ template <int N>
 TOKSERVE_INLINE u32x16 shr(u32x16 a) {
   return {_mm512_srli_epi32(a.v, N)};
 }
+template <int N>  // of signed integers
+TOKSERVE_INLINE u32x16 sar(u32x16 a) {
+  return {_mm512_srai_epi32(a.v, N)};
+}
 TOKSERVE_INLINE u32x16 round_to_i32(f32x16 a) { return {_mm512_cvtps_epi32(a.v)}; }  // to nearest even
 TOKSERVE_INLINE f32x16 from_i32(u32x16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 TOKSERVE_INLINE f32x16 from_u32(u32x16 a) { return {_mm512_cvtepu32_ps(a.v)}; }

@@ -65,6 +65,10 @@ template <int N>
 TOKSERVE_INLINE u32x16 shr(u32x16 a) {
   return PER_QUARTER(u32x16, vshrq_n_u32(a.v[i], N));
 }
+template <int N>  // of signed integers
+TOKSERVE_INLINE u32x16 sar(u32x16 a) {
+  return PER_QUARTER(u32x16, vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_u32(a.v[i]), N)));
+}
 TOKSERVE_INLINE u32x16 round_to_i32(f32x16 a) {  // to nearest even
   return PER_QUARTER(u32x16, vreinterpretq_u32_s32(vcvtnq_s32_f32(a.v[i])));
 }

@@ -75,6 +75,10 @@ template <int N>
 TOKSERVE_INLINE u32x16 shr(u32x16 a) {
   return PER_LANE(u32x16, a.v[i] >> N);
 }
+template <int N>  // of signed integers
+TOKSERVE_INLINE u32x16 sar(u32x16 a) {
+  return PER_LANE(u32x16, static_cast<uint32_t>(static_cast<int32_t>(a.v[i]) >> N));
+}
 // Adding and taking away 1.5 * 2^23 rounds to the nearest even integer; only used where |x| < 2^22.
 TOKSERVE_INLINE u32x16 round_to_i32(f32x16 a) {
   return PER_LANE(u32x16, static_cast<uint32_t>(static_cast<int32_t>((a.v[i] + 12582912.0f) - 12582912.0f)));
