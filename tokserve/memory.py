@@ -19,6 +19,7 @@ NEVER = 1 << 30  # collections of the middle generation before Python begins a f
 LOOK = 1.0  # seconds between two looks at whether a full collection is due
 SOON = 10.0  # seconds from one full collection to the next while there are few objects
 LATEST = 60.0  # and at any moment
+IDLE = 5.0  # seconds without work after which free memory goes back
 FEW = 200_000  # blocks of memory beyond those of the start: they are visited in some milliseconds
 MMAP_THRESHOLD, ARENA_MAX = -3, -8  # of mallopt(3)
 MAPPED = 1 << 18  # bytes of an allocation that has pages of its own, which go back when it is freed
@@ -69,6 +70,29 @@ class FullCollections:
             self._next = self._last + SOON
         else:
             self._next = now + LOOK
+
+
+class IdleMemory:
+    """Gives free memory back once the process has been idle for IDLE seconds after work: `turn` is called in every turn
+    of its loop, which sleeps for no longer than `sleep` says."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._due: float | None = None
+
+    def turn(self, busy: bool) -> None:
+        if busy:
+            self._due = self._clock() + IDLE
+        elif self._due is not None and self._clock() >= self._due:
+            give_back()
+            self._due = None
+
+    def sleep(self, seconds: float | None) -> float | None:
+        """How long the loop may sleep, where its work allows `seconds` (None: without end)."""
+        if self._due is None:
+            return seconds
+        left = max(0.0, self._due - self._clock())
+        return left if seconds is None else min(seconds, left)
 
 
 def give_back() -> None:

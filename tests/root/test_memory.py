@@ -6,9 +6,10 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 
 from tests import needs
-from tokserve.memory import give_back
+from tokserve.memory import IDLE, IdleMemory, give_back
 
 # in processes of their own, whose collector and allocator stay as they are made here
 COLLECTIONS = """
@@ -82,3 +83,26 @@ def test_memory_between_what_is_in_use_goes_back_to_the_system() -> None:
     del blocks
     give_back()
     assert len(last) == 20_000 and process.memory_info().rss < full - 40_000_000
+
+
+def test_free_memory_goes_back_once_after_idle_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    monkeypatch.setattr("tokserve.memory.give_back", lambda: given.append(now))
+    now = 0.0
+    memory = IdleMemory(lambda: now)
+    memory.turn(False)
+    assert memory.sleep(None) is None and memory.sleep(3.0) == 3.0, "there was no work"
+    memory.turn(True)
+    now = 1.0
+    memory.turn(False)
+    assert memory.sleep(None) == IDLE - 1 and memory.sleep(3.0) == 3.0 and memory.sleep(IDLE) == IDLE - 1
+    memory.turn(True)
+    now = IDLE
+    memory.turn(False)
+    assert not given and memory.sleep(None) == 1.0, "work came in between"
+    now += 1
+    assert memory.sleep(None) == 0.0
+    memory.turn(False)
+    now += IDLE
+    memory.turn(False)
+    assert given == [IDLE + 1] and memory.sleep(None) is None

@@ -26,7 +26,7 @@ from tokserve.engine.core import EngineCore
 from tokserve.engine.socket import EngineSocket
 from tokserve.errors import DeviceLost, StartError, sendable
 from tokserve.executor.base import Executor, make
-from tokserve.memory import FullCollections
+from tokserve.memory import FullCollections, IdleMemory
 from tokserve.messages import Dead
 from tokserve.processes import wake_promptly
 from tokserve.sockets import remove_stale
@@ -62,15 +62,16 @@ class Opening(msgspec.Struct, frozen=True):
 def serve(core: EngineCore, socket: EngineSocket, executor: Executor) -> None:
     """Turn until a front end asks for the end; asleep when there is nothing to do."""
     executor.watch(socket.wake)
-    garbage = FullCollections()
+    garbage, memory = FullCollections(), IdleMemory()
     busy = True
     try:
         while not core.stopped:
             executor.check()
-            for identity, message, received in socket.take(0 if busy else core.seconds_to_deadline()):
+            for identity, message, received in socket.take(0 if busy else memory.sleep(core.seconds_to_deadline())):
                 core.receive(identity, message, received)
             busy = core.step()
             garbage.run_if_due()
+            memory.turn(busy)
     finally:
         garbage.stop()
 
