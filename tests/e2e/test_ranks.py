@@ -75,7 +75,7 @@ def reference(directory: Path) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}], ids=["tp2", "tp4"])
 def test_exact_within_a_size_and_close_to_transformers(family: str, ranks: dict[str, int], tmp_path: Path) -> None:
     if family == "llama":
-        hf = tiny_config("qwen3", architectures=["LlamaForCausalLM"], model_type="llama")
+        hf = tiny_config("qwen3", architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=321)
     else:
         hf = tiny_config(family)
     write_checkpoint(tmp_path, hf, seed=1)

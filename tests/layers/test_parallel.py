@@ -12,6 +12,7 @@ from tests.layers.test_attention import DIM, HEADS, HIDDEN, KV_HEADS, ROPE, TABL
 from tokserve import ops
 from tokserve.errors import StartError
 from tokserve.layers.attention import Attention, AttentionSpec
+from tokserve.layers.embedding import Head
 from tokserve.layers.linear import GatedLinear, Linear
 from tokserve.layers.mlp import GatedMLP, MLPSpec
 from tokserve.layers.options import LayerOptions
@@ -158,6 +159,31 @@ def test_one_tensor_of_gate_and_up_is_divided_in_both_halves() -> None:
     for layer in (whole, *parts):
         fill(layer.parameters())
     torch.testing.assert_close(sum(part(X) for part in parts), whole(X), atol=1e-5, rtol=1e-5)
+
+
+class Gathered:
+    """Collectives of a rank to which another sends `others`."""
+
+    def __init__(self, others: Tensor) -> None:
+        self.others = others
+
+    def add(self, part: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def gather(self, part: Tensor) -> Tensor:
+        return torch.cat((part, self.others), 1)
+
+
+def test_a_vocabulary_that_two_ranks_cannot_halve_has_the_logits_of_one() -> None:
+    vocab = 33
+    whole = Head(vocab, 96, options(ALONE))
+    fill(whole.parameters())
+    expected = whole(X)
+    sent = torch.nn.functional.pad(expected[:, 17:], (0, 1))  # by a rank with a row less
+    first = Head(vocab, 96, options(Group(0, 2, Gathered(sent))))
+    fill(first.parameters())
+    logits = first(X)
+    assert torch.equal(logits, expected) and logits.is_contiguous()  # as the kernels take them
 
 
 def test_what_cannot_be_divided_is_refused_by_name() -> None:

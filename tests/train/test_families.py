@@ -131,6 +131,13 @@ def test_exact_models(name: str, tmp_path: Path) -> None:
     assert cosine(*(torch.cat([pair[i].flatten() for pair in both]) for i in range(2))) > 1 - 1e-6
 
 
+def test_an_exact_mixture_whose_layers_are_all_dense(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, tiny_config("qwen3_moe", mlp_only_layers=[0, 1, 2]))
+    model, row = exact(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)), rows()[0]
+    found = selective_logprobs(model(torch.tensor([row])).logits[0, :-1], torch.tensor(row[1:]))
+    assert torch.equal(found, PolicyModel.from_pretrained(directory, dtype="float32").logprobs([row], [1])[0])
+
+
 def by_master(policy: PolicyModel, gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     """Gradients of transformers' parameters by the policy's names: transformers has one tensor for all experts."""
     decoder = policy._modules_of_decoder.decoder

@@ -86,7 +86,7 @@ class Group:
         missing = self.widest(total) - part.shape[1]
         if missing:
             part = torch.nn.functional.pad(part, (0, missing))
-        return self.collectives.gather(part)[:, :total]
+        return self.collectives.gather(part)[:, :total].contiguous()
 
 
 ALONE = Group()

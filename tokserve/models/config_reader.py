@@ -81,6 +81,14 @@ class ConfigReader:
             raise self.refuse(name, "must hold positive numbers only")
         return tuple(float(one) for one in value)
 
+    def integers(self, name: str) -> list[int]:
+        """A list of integers; empty if absent."""
+        value = self.values.get(name)
+        value = [] if value is None else value
+        if not isinstance(value, list) or not all(type(entry) is int for entry in value):
+            raise self.refuse(name, f"must be a list of integers, found {value!r}")
+        return value
+
     def inner(self, name: str) -> ConfigReader:
         """An object; empty if absent."""
         value = self.values.get(name)

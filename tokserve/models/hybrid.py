@@ -88,9 +88,9 @@ def _lfm2(fields: ConfigReader, feed_forward: MLPSpec) -> DecoderSpec:
     attend = replace(attend, out_name="out_proj", norm_names=("q_layernorm", "k_layernorm"))
     conv = ShortConvSpec(fields.integer("conv_L_cache", 3), fields.flag("conv_bias"))
     layers = fields.integer("num_hidden_layers")
-    attending = fields.values.get("full_attn_idxs")
+    attending = fields.integers("full_attn_idxs")
     kinds = layer_kinds(fields, {"full_attention": True, "conv": False}) or [
-        attending is None or layer in attending for layer in range(layers)
+        not fields.present("full_attn_idxs") or layer in attending for layer in range(layers)
     ]
 
     def block(attends: bool) -> BlockSpec:

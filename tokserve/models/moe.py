@@ -11,8 +11,8 @@ from tokserve.layers.mlp import MLPSpec
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.llama import HEADLESS
 from tokserve.models.spec import (
-    ACTIVATIONS,
     DecoderSpec,
+    activation,
     dense,
     no_extra_layers,
     no_windows,
@@ -52,21 +52,20 @@ def mixture(
         raise fields.refuse("topk_group", f"is {router.kept_groups}, more than n_group {router.groups}")
     if router.chosen > experts // router.groups * router.kept_groups:
         raise fields.refuse("num_experts_per_tok", f"is {router.chosen}, more than there are to choose from")
-    name = fields.text("hidden_act", "silu")
-    activation = ACTIVATIONS.get(name)
-    if activation not in ("silu", "gelu_tanh"):
-        raise fields.unsupported("hidden_act", f"{name!r} is not supported for experts")
-    return MixtureSpec(experts, fields.integer(*inner), router, activation, **options)
+    kind = activation(fields, "hidden_act", "silu")
+    if kind not in ("silu", "gelu_tanh"):
+        raise fields.unsupported("hidden_act", f"{fields.values['hidden_act']!r} is not supported for experts")
+    return MixtureSpec(experts, fields.integer(*inner), router, kind, **options)
 
 
 def shared_mlp(fields: ConfigReader, inner: int) -> MLPSpec:
     """A shared block of this width, without biases."""
-    return MLPSpec(inner, ACTIVATIONS[fields.text("hidden_act", "silu")])
+    return MLPSpec(inner, activation(fields, "hidden_act", "silu"))
 
 
 def sparse_layers(fields: ConfigReader) -> list[bool]:
     """Every `decoder_sparse_step`-th layer but those of `mlp_only_layers`."""
-    step, plain = fields.integer("decoder_sparse_step", 1), fields.values.get("mlp_only_layers") or ()
+    step, plain = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers")
     layers = range(fields.integer("num_hidden_layers"))
     return [layer not in plain and (layer + 1) % step == 0 for layer in layers]
 

@@ -116,7 +116,8 @@ def _with_head(name: str) -> str:
 
 
 def _names(hf: Mapping[str, Any]) -> list[str]:
-    names, model_type = ConfigReader(hf).texts("architectures"), hf.get("model_type")
+    fields = ConfigReader(hf)
+    names, model_type = fields.texts("architectures"), fields.text("model_type", "")
     if model_type not in BY_MODEL_TYPE:
         return names
     architecture = BY_MODEL_TYPE[model_type]

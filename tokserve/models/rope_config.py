@@ -106,6 +106,8 @@ def _llama3(scaling: ConfigReader, dim: int, theta: float, original: int) -> Rop
 
 
 def _longrope(scaling: ConfigReader, dim: int, theta: float, original: int, max_position: int) -> RopeSpec:
+    if original == 1:
+        raise scaling.refuse("original_max_position_embeddings", "must be 2 or more with longrope, found 1")
     return RopeSpec(
         dim, theta, "longrope", scaling.number("factor", max_position / original), original,
         attention_factor=scaling.number("attention_factor") if scaling.present("attention_factor") else None,

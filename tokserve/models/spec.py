@@ -237,10 +237,15 @@ def windowed(spec: AttentionSpec, window: int) -> AttentionSpec:
 
 def mlp(fields: ConfigReader, attribute: str, absent: str, *, bias: bool = False) -> MLPSpec:
     """`attribute` names the activation; `absent`: where the config does not."""
+    return MLPSpec(fields.integer("intermediate_size"), activation(fields, attribute, absent), bias)
+
+
+def activation(fields: ConfigReader, attribute: str, absent: str) -> Activation:
+    """The activation that `attribute` names; `absent`: where the config does not."""
     name = fields.text(attribute, absent)
     if name not in ACTIVATIONS:
         raise fields.unsupported(attribute, f"{name!r} is not supported; supported are: {', '.join(ACTIVATIONS)}")
-    return MLPSpec(fields.integer("intermediate_size"), ACTIVATIONS[name], bias)
+    return ACTIVATIONS[name]
 
 
 def refuse_unsupported(fields: ConfigReader) -> None:

@@ -169,7 +169,7 @@ class _ExactBackbone(_ExactModule):
             )
         last, *states = (part.view(*input_ids.shape, -1) for part in (whole, *before))
         outputs = import_module("transformers.modeling_outputs")
-        kind = outputs.MoeModelOutputWithPast if served.spec.mixtures else outputs.BaseModelOutputWithPast
+        kind = outputs.MoeModelOutputWithPast
         out = kind(last_hidden_state=last, hidden_states=(*states, last) if streams else None)
         return out.to_tuple() if arguments.get("return_dict") is False else out
 
