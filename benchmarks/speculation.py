@@ -48,15 +48,26 @@ EDITS = tuple(
 Ids = Sequence[int]
 
 
+def salted(request: EngineRequest, salt: str) -> EngineRequest:
+    """The same for another tenant: neither blocks nor earlier outputs are shared."""
+    options = msgspec.structs.replace(request.options, cache_salt=salt)
+    return msgspec.structs.replace(request, request_id=f"{request.request_id} {salt}", options=options)
+
+
+def counts(stats: StepStats) -> list[int]:
+    """Steps, steps with drafts, drafts, and those accepted."""
+    return [stats.steps, stats.draft_steps, stats.draft_tokens, sum(stats.accepted_by_position)]
+
+
 class Bench:
     """One loaded model, served by an engine per run."""
 
-    def __init__(self, model: str, tokens: int, turns: int, **options: Any) -> None:
+    def __init__(self, model: str, tokens: int, turns: int, warm: int, **options: Any) -> None:
         sizes = {"max_model_len": 2048, "max_num_seqs": 32, "kv_cache_memory_bytes": 1 << 30}
         self._config = resolve(Config.make(model=model, **(sizes | options)))
         self._executor = InlineExecutor(self._config)
         self._facts = self._executor.start()
-        self._tokens, self._turns = tokens, turns
+        self._tokens, self._turns, self._warm = tokens, turns, warm
         self._rng = random.Random(0)
         self.vocab_size = self._facts.vocab_size
         print(f"{model}: {self._facts.facts['kernels']}, {self._facts.facts['threads']} threads")
@@ -72,8 +83,8 @@ class Bench:
             f"r{index}", TokenPrompt(pack_ids(prompt)), task, RequestOptions(stream=True), index, 0.0, packed
         )
 
-    def run(self, on: bool, requests: Sequence[EngineRequest]) -> tuple[dict[str, list[int]], float, StepStats]:
-        """Outputs, seconds and counters, with speculation or without."""
+    def run(self, on: bool, requests: Sequence[EngineRequest]) -> tuple[dict[str, list[int]], float, list[int]]:
+        """Outputs, seconds and counts (`counts`), with speculation or without."""
         outputs: dict[str, list[int]] = {}
 
         def emit(client: bytes, message: FromEngine) -> None:
@@ -84,32 +95,41 @@ class Bench:
         speculation = self._config.speculation if on else SpeculativeConfig(spec_method="none")
         config = msgspec.structs.replace(self._config, speculation=speculation)
         core = EngineCore(config, self._executor, self._facts, emit)
+        for turn in range(self._warm):
+            self._finish(core, [salted(request, f"turn {turn}") for request in requests])
+        outputs.clear()
+        before = counts(core.scheduler.stats())
+        seconds = self._finish(core, requests)
+        core.cache.check()
+        core.close()
+        after = counts(core.scheduler.stats())
+        return outputs, seconds, [late - early for late, early in zip(after, before, strict=True)]
+
+    def _finish(self, core: EngineCore, requests: Sequence[EngineRequest]) -> float:
+        """Seconds until the requests have ended."""
         for request in requests:
             core.receive(b"A", Submit(7, request.request_id, [request]))
         began = time.perf_counter()
         while core.step():
             pass
-        seconds = time.perf_counter() - began
-        core.cache.check()
-        core.close()
-        return outputs, seconds, core.scheduler.stats()
+        return time.perf_counter() - began
 
     def compare(self, name: str, requests: Sequence[EngineRequest]) -> None:
         """One line: the rates without and with speculation."""
         best = {False: float("inf"), True: float("inf")}
-        expected, stats = None, StepStats()
+        expected, numbers = None, [0, 0, 0, 0]
         for _ in range(self._turns):
             for on in best:
-                outputs, seconds, stats = self.run(on, requests)
+                outputs, seconds, numbers = self.run(on, requests)
                 best[on] = min(best[on], seconds)
                 assert expected in (None, outputs), f"{name}: the output differs"
                 expected = outputs
         count = sum(map(len, (expected or {}).values()))
         off, with_drafts = count / best[False], count / best[True]
-        length = 1 + sum(stats.accepted_by_position) / max(1, stats.draft_steps)
+        steps, draft_steps, drafts, accepted = numbers
         print(
-            f"| {name} | {len(requests)} | {off:.1f} | {with_drafts:.1f} | {with_drafts / off:.2f} | {stats.steps} "
-            f"| {stats.draft_tokens} | {sum(stats.accepted_by_position)} | {length:.2f} |", flush=True,
+            f"| {name} | {len(requests)} | {off:.1f} | {with_drafts:.1f} | {with_drafts / off:.2f} | {steps} "
+            f"| {drafts} | {accepted} | {1 + accepted / max(1, draft_steps):.2f} |", flush=True,
         )  # fmt: skip
 
     def random_text(self, clients: int) -> None:
@@ -153,7 +173,9 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=96, help="of an output")
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--warm", type=int, default=0, help="rounds with a salt of their own before the timed one")
     parser.add_argument("--dtype")
+    parser.add_argument("--kernels", help="the instruction set, avx2 say; by default the best")
     parser.add_argument("--spec-method")
     parser.add_argument("--spec-model")
     parser.add_argument("--spec-tokens", type=int)
@@ -162,11 +184,12 @@ def main() -> None:
     args = parser.parse_args()
     options = {
         "dtype": args.dtype,
+        "cpu_kernels": args.kernels,
         "spec_method": args.spec_method,
         "spec_model": args.spec_model,
         "spec_tokens": args.spec_tokens,
     }
-    bench = Bench(args.model, args.tokens, args.turns, **options)
+    bench = Bench(args.model, args.tokens, args.turns, args.warm, **options)
     print("| case | requests | off, tokens/s | on | ratio | steps | drafts | accepted | tokens a step with drafts |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
     changes = {"half": bench.half, "edited": bench.edited, "garbage": bench.garbage, "right": lambda output: output}
