@@ -357,6 +357,8 @@ NO_CONTENT = (  # template, what it makes of a call without content
      "{% endfor %}", "<assistant>calls"),
     ("{% for m in messages %}<{{ m.role }}>{% if not m.content %}{{ m.tool_calls[0].function.name }}"
      "{% else %}{{ m.content }}{% endif %}{% endfor %}", "<assistant>f"),
+    ("{% for m in messages %}<{{ m.role }}>{{ m.content if m.content is string else m.content | tojson }}{% endfor %}",
+     "<assistant>"),
 )  # fmt: skip
 
 
@@ -367,6 +369,29 @@ def test_calls_without_content_are_rendered_by_every_template(
 ) -> None:
     text = chatml.ours.text([TALK[1], CALLED | content], template=source)
     assert text.endswith(shown) and "None" not in text
+
+
+CALL_WRITERS = (  # how a template writes the call of a message, and what comes of it
+    ("{{ '<' + c.arguments + '>' }}", '<{"a": 1}>'),
+    ("{% if m.content is none %}{{ c.name + c.arguments }}{% else %}{{ m.content }}{% endif %}", 'f{"a": 1}'),
+    ("{{ c.arguments }}", '{"a": 1}'),
+    ("{{ c.arguments | tojson }}", '{"a": 1}'),
+    ("{{ c.arguments.a }}", "1"),
+    ("{% for k, v in c.arguments.items() %}{{ k }}={{ v }}{% endfor %}", "a=1"),
+    ("{{ c.arguments if c.arguments is string else 'object' }}", "object"),
+)
+
+
+@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'], ids=["object", "text"])
+@pytest.mark.parametrize(("writer", "shown"), CALL_WRITERS)
+def test_a_template_gets_the_arguments_of_calls_as_it_can_render_them(
+    chatml: Pair, writer: str, shown: str, arguments: Any
+) -> None:
+    source = "{% for m in messages %}{% if m.tool_calls %}{% set c = m.tool_calls[0].function %}"
+    source += writer + "{% endif %}{% endfor %}"
+    call = {"id": "sample001", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert chatml.ours.text([TALK[1], message], template=source) == shown
 
 
 def test_a_message_without_content_or_calls_has_an_empty_one(chatml: Pair) -> None:

@@ -45,6 +45,7 @@ MISTRAL = (
 MISTRAL_ARGS = MISTRAL.replace(MISTRAL[MISTRAL.index("[TOOL_CALLS]") : MISTRAL.index("</s>")],
     "{% for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}",
 )  # fmt: skip
+MISTRAL_IDS = MISTRAL_ARGS.replace("[ARGS]", "[CALL_ID]{{ c.id }}[ARGS]")
 LLAMA = (
     "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
     "{% if m.tool_calls %}{% set c = m.tool_calls[0].function %}"
@@ -64,7 +65,7 @@ DEEPSEEK = (
 # format -> a template that shows it
 SHOWS = [
     ("hermes", HERMES), ("hermes", THINKER), ("hermes", OPENED), ("qwen3_coder", CODER), ("mistral", MISTRAL),
-    ("mistral", MISTRAL_ARGS), ("llama3_json", LLAMA), ("deepseek_v31", DEEPSEEK),
+    ("mistral", MISTRAL_ARGS), ("mistral", MISTRAL_IDS), ("llama3_json", LLAMA), ("deepseek_v31", DEEPSEEK),
 ]  # fmt: skip
 # templates that show none that is known
 UNKNOWN = {

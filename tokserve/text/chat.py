@@ -9,21 +9,15 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2 import meta, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from tokserve.errors import RequestError, StartError, invalid
 from tokserve.image_parts import CHAT_KINDS, ImageSlots, UnreadImage, chat_part
+from tokserve.text.jinja import FAULTS, compiled, render, variables_of
+from tokserve.text.template_probes import takes_objects, takes_parts, without_content
 from tokserve.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -42,71 +36,7 @@ NO_TOOLS = (
 )
 IMAGE = {"type": "image"}  # a part, as templates expect it
 IMAGE_ROLES = ("user", "assistant", "tool")
-SAMPLE_CALL = {"id": "sample001", "type": "function", "function": {"name": "sample", "arguments": {"key": "value"}}}
 DEVELOPER = re.compile(r"""["']developer["']""")  # in templates that have this role
-# exceptions that a template may raise
-FAULTS = (
-    jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError,
-    MemoryError,
-)  # fmt: skip
-
-
-class _Refusal(jinja2.TemplateError):
-    """Raised when the template calls raise_exception."""
-
-
-class _Generation(Extension):
-    """`{% generation %}` marks the assistant's part for trainers; here only its body is rendered."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_print"), [], [], body).set_lineno(line)
-
-    @staticmethod
-    def _print(caller: Callable[[], str]) -> str:
-        return caller()
-
-
-def _raise_exception(message: str) -> None:
-    raise _Refusal(message)
-
-
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None,
-    separators: tuple[str, str] | None = None, sort_keys: bool = False,
-) -> str:  # fmt: skip
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-_ENVIRONMENT = _environment()
-
-
-@lru_cache(maxsize=32)
-def _compile(source: str) -> jinja2.Template:
-    return _ENVIRONMENT.from_string(source)
-
-
-@lru_cache(maxsize=32)
-def _variables(source: str) -> frozenset[str]:
-    """The variables that a template reads."""
-    return frozenset(meta.find_undeclared_variables(_ENVIRONMENT.parse(source)))
 
 
 class ChatTemplate:
@@ -128,7 +58,7 @@ class ChatTemplate:
         self._templates = {"default": template} if isinstance(template, str) else template or {}
         for name, source in self._templates.items():
             try:
-                _compile(source)
+                compiled(source)
             except FAULTS as error:
                 raise StartError(f"the chat template ({name}) is no valid Jinja template: {error}") from error
 
@@ -178,9 +108,10 @@ class ChatTemplate:
         `add_generation_prompt` None: unless the final message is continued.  `template` replaces the
         checkpoint's, or names one of several.  `kwargs` are further variables of the template.  `must_show_tools`
         False: accept a template that does not show `tools`.  For a template without the role `developer`, its messages
-        become system messages; for one that does not iterate over parts of a content, they are joined by newlines.  A
-        message without content gets an empty one, unless the template treats an assistant's missing content
-        differently.  `images`: takes the images of the messages; None: they are refused.
+        become system messages; for one that does not iterate over parts of a content, they are joined by newlines, and
+        one that cannot render the arguments of calls as objects gets them as text.  A message without content gets an
+        empty one, unless the template treats an assistant's missing content differently.  `images`: takes the images of
+        the messages; None: they are refused.
         """
         if add_generation_prompt and continue_final_message:
             raise invalid("continue_final_message", "and add_generation_prompt exclude each other")
@@ -202,37 +133,39 @@ class ChatTemplate:
                 raise RequestError("continue_final_message needs a final message with content", field=field)
         if not DEVELOPER.search(source):
             chat = _developer_as_system(chat)
-        self._fit_contents(chat, source)
+        self._fit_messages(chat, source)
         if mark:
             marked = _marked_content(chat, mark)
-        rendered = _render(source, variables | {"messages": chat}, "messages" if template is None else "chat_template")
+        rendered = render(source, variables | {"messages": chat}, "messages" if template is None else "chat_template")
         if images is not None:
             images.check(rendered)
-        if must_show_tools and variables["tools"] is not None and "tools" not in _variables(source):
+        if must_show_tools and variables["tools"] is not None and "tools" not in variables_of(source):
             raise RequestError(NO_TOOLS, field="tools")
         if mark:
             rendered = _cut_at(rendered, mark, marked)
         return rendered if images is None else images.expanded(rendered)
 
-    def _fit_contents(self, chat: list[dict[str, Any]], source: str) -> None:
-        """Contents as the template takes them, where they are absent or lists."""
+    def _fit_messages(self, chat: list[dict[str, Any]], source: str) -> None:
+        """Contents that are absent or lists, and the arguments of calls, as the template takes them."""
         special = tuple(self.tokenizer.special_tokens.items())
         for message in chat:
+            calls = message.get("tool_calls")
+            if calls and not takes_objects(source, special):
+                message["tool_calls"] = [_with_text(call) for call in calls]
             if "content" not in message:
                 assistant = message["role"] == "assistant"
-                calls = bool(message.get("tool_calls"))
-                message |= _without_content(source, calls, special) if assistant else {"content": ""}
+                message |= without_content(source, bool(calls), special) if assistant else {"content": ""}
             content = message.get("content")
             if isinstance(content, list) and IMAGE not in content:
-                takes_parts = _takes_parts(source, message["role"], special)
-                message["content"] = content if takes_parts else _joined(content)
+                in_parts = takes_parts(source, message["role"], special)
+                message["content"] = content if in_parts else _joined(content)
 
     def knows(self, template: str) -> bool:
         return template in self._templates
 
     def reads(self, variable: str, template: str | None = None) -> bool:
         """Whether the template uses a variable; `template` as in `text`, and must compile."""
-        return variable in _variables(self._source(template, with_tools=False))
+        return variable in variables_of(self._source(template, with_tools=False))
 
     def _source(self, template: str | None, with_tools: bool) -> str:
         if template is not None:
@@ -259,60 +192,6 @@ def _read_template(override: str) -> str:
         return Path(override).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise StartError(f"option chat_template: {override!r} cannot be read: {error}") from error
-
-
-def _render(source: str, variables: dict[str, Any], field: str) -> str:
-    try:
-        return _compile(source).render(variables)
-    except _Refusal as error:
-        raise RequestError(str(error), field="messages") from None
-    except jinja2.TemplateSyntaxError as error:
-        raise RequestError(f"the chat template is no valid Jinja template: {error}", field=field) from None
-    except FAULTS as error:
-        raise RequestError(f"the chat template cannot render these messages: {error}", field=field) from None
-
-
-@lru_cache(maxsize=64)
-def _takes_parts(source: str, role: str, special_tokens: tuple[tuple[str, str], ...]) -> bool:
-    """Whether a template renders the text of content given in parts, and not the list."""
-    if role not in ("system", "user", "assistant"):
-        return False
-    other = [{"role": "user", "content": "?"}]
-    message = {"role": role, "content": [{"type": "text", "text": part} for part in ("1st part", "2nd part")]}
-    chat = [message, *other] if role == "system" else [*(other if role == "assistant" else []), message]
-    nothing = {"tools": None, "documents": None, "add_generation_prompt": False}
-    try:
-        rendered = _render(source, dict(special_tokens) | nothing | {"messages": chat}, "messages")
-    except RequestError:
-        return False
-    list_printed = re.search(r"""["']type["']""", rendered)
-    return "1st part" in rendered and "2nd part" in rendered and not list_printed
-
-
-@lru_cache(maxsize=64)
-def _without_content(source: str, calls: bool, special_tokens: tuple[tuple[str, str], ...]) -> dict[str, str | None]:
-    """The content to give an assistant's message without content: null, absent or empty.
-
-    Null or absent if the template treats that differently: it renders something other than for an empty text, and does
-    not print the null.  `calls`: the message has tool calls.
-    """
-    variables = dict(special_tokens) | {"tools": None, "documents": None, "add_generation_prompt": False}
-    empty: dict[str, str | None] = {"content": ""}
-    null: dict[str, str | None] = {"content": None}
-
-    def rendered(content: dict[str, str | None]) -> str | None:
-        message = {"role": "assistant", **content} | ({"tool_calls": [SAMPLE_CALL]} if calls else {})
-        try:
-            return _render(source, variables | {"messages": [{"role": "user", "content": "?"}, message]}, "messages")
-        except RequestError:
-            return None
-
-    usual = rendered(empty) or ""
-    for content in (null, {}):
-        text = rendered(content)
-        if text is not None and text != usual and text.count("None") <= usual.count("None"):
-            return content
-    return empty
 
 
 def _joined(content: str | list[dict[str, str]]) -> str:
@@ -425,6 +304,14 @@ def _tool_call(field: str, call: Any) -> dict[str, Any]:
     elif not isinstance(arguments, Mapping):
         raise invalid(f"{field}.function.arguments", "must be JSON text or an object")
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call with its arguments as JSON text."""
+    function = call["function"]
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
 
 
 def _checked_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -36,10 +36,10 @@ class ToolFormat:
     """How a model writes calls.
 
     `opens`: the markers before a call, or before a list of calls.  `closes`: the marker after it, "" if there is none.
-    `body`: "json" is an object with name and arguments, or a list of them; "named" is a name, an optional `separator`,
-    and the arguments as an object; "xml" is `<function=NAME>` around `<parameter=KEY>` elements.  `bare`: calls may
-    also come first without a marker, with ";" or nothing between them.  `frames`: the markers before and after all
-    calls, which are skipped.
+    `body`: "json" is an object with name and arguments, or a list of them; "named" is a name, an optional `call_id`
+    before an id, an optional `separator`, and the arguments as an object; "xml" is `<function=NAME>` around
+    `<parameter=KEY>` elements.  `bare`: calls may also come first without a marker, with ";" or nothing between them.
+    `frames`: the markers before and after all calls, which are skipped.
     """
 
     name: str
@@ -47,11 +47,12 @@ class ToolFormat:
     closes: str = ""
     body: Literal["json", "named", "xml"] = "json"
     separator: str = ""
+    call_id: str = ""
     bare: bool = False
     frames: tuple[str, ...] = ()
 
     def markers(self) -> tuple[str, ...]:
-        return tuple(mark for mark in (*self.opens, self.closes, self.separator, *self.frames) if mark)
+        return tuple(mark for mark in (*self.opens, self.closes, self.call_id, self.separator, *self.frames) if mark)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,10 +301,12 @@ class Parser:
         return _CallStatus.WHOLE
 
     def _named_call(self, form: ToolFormat) -> Steps[_CallStatus]:
-        """NAME, the separator, and {...}."""
+        """NAME, the id that the model gives the call, the separator, and {...}."""
         name = yield from self._text.word()
         if not name:
             return _CallStatus.NONE
+        if form.call_id and (yield from self._text.literal(form.call_id)) is not None:
+            yield from self._text.word()
         if form.separator:
             yield from self._text.literal(form.separator)
         if (yield from self._text.peek()) != "{":

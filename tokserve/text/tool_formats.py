@@ -23,8 +23,9 @@ TOOL_FORMATS = (
     ToolFormat("hermes", opens=("<tool_call>",), closes="</tool_call>"),
     # <tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>: Qwen 3 Coder
     ToolFormat("qwen3_coder", opens=("<tool_call>",), closes="</tool_call>", body="xml"),
-    # [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}], later [TOOL_CALLS]f[ARGS]{"a": 1}
-    ToolFormat("mistral", opens=("[TOOL_CALLS]",), body="named", separator="[ARGS]"),
+    # [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}], later [TOOL_CALLS]f[ARGS]{"a": 1}, of some versions
+    # [TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}
+    ToolFormat("mistral", opens=("[TOOL_CALLS]",), body="named", separator="[ARGS]", call_id="[CALL_ID]"),
     ToolFormat(
         "deepseek_v31",
         opens=("<｜tool▁call▁begin｜>",),  # noqa: RUF001

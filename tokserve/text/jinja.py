@@ -1,0 +1,95 @@
+"""Compiles and renders chat templates, in a sandbox that offers what templates for transformers use.
+
+A template may come with a request: what it raises becomes a RequestError.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tokserve.errors import RequestError
+
+# exceptions that a template may raise
+FAULTS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError,
+    MemoryError,
+)  # fmt: skip
+
+
+class _Refusal(jinja2.TemplateError):
+    """Raised when the template calls raise_exception."""
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's part for trainers; here only its body is rendered."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_print"), [], [], body).set_lineno(line)
+
+    @staticmethod
+    def _print(caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _raise_exception(message: str) -> None:
+    raise _Refusal(message)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None,
+    separators: tuple[str, str] | None = None, sort_keys: bool = False,
+) -> str:  # fmt: skip
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+_ENVIRONMENT = _environment()
+
+
+@lru_cache(maxsize=32)
+def compiled(source: str) -> jinja2.Template:
+    return _ENVIRONMENT.from_string(source)
+
+
+@lru_cache(maxsize=32)
+def variables_of(source: str) -> frozenset[str]:
+    """The variables that a template reads."""
+    return frozenset(meta.find_undeclared_variables(_ENVIRONMENT.parse(source)))
+
+
+def render(source: str, variables: dict[str, Any], field: str) -> str:
+    try:
+        return compiled(source).render(variables)
+    except _Refusal as error:
+        raise RequestError(str(error), field="messages") from None
+    except jinja2.TemplateSyntaxError as error:
+        raise RequestError(f"the chat template is no valid Jinja template: {error}", field=field) from None
+    except FAULTS as error:
+        raise RequestError(f"the chat template cannot render these messages: {error}", field=field) from None

@@ -1,0 +1,81 @@
+"""How a chat template takes what templates differ in, found out by rendering samples.
+
+Contents in parts or as text, the absent content of an assistant's message, the arguments of calls.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from typing import Any
+
+from tokserve.errors import RequestError
+from tokserve.text.jinja import render
+
+OBJECT = {"key": "value"}  # the arguments of a sample of a call
+CONTENTS: tuple[dict[str, str | None], ...] = ({"content": ""}, {"content": None}, {})
+NULLS = ("None", "null")  # as a template may print one
+
+SpecialTokens = tuple[tuple[str, str], ...]
+
+
+@lru_cache(maxsize=64)
+def takes_parts(source: str, role: str, special_tokens: SpecialTokens) -> bool:
+    """Whether a template renders the text of content given in parts, and not the list."""
+    if role not in ("system", "user", "assistant"):
+        return False
+    other = [{"role": "user", "content": "?"}]
+    message = {"role": role, "content": [{"type": "text", "text": part} for part in ("1st part", "2nd part")]}
+    chat = [message, *other] if role == "system" else [*(other if role == "assistant" else []), message]
+    nothing = {"tools": None, "documents": None, "add_generation_prompt": False}
+    try:
+        rendered = render(source, dict(special_tokens) | nothing | {"messages": chat}, "messages")
+    except RequestError:
+        return False
+    list_printed = re.search(r"""["']type["']""", rendered)
+    return "1st part" in rendered and "2nd part" in rendered and not list_printed
+
+
+@lru_cache(maxsize=64)
+def takes_objects(source: str, special_tokens: SpecialTokens) -> bool:
+    """Whether a template takes the arguments of calls as an object; else it takes JSON text, as clients send them.
+
+    It does not if it renders a call with text only, or prints the object as Python does.
+    """
+    for content in CONTENTS:
+        text, from_object = (_answer(source, special_tokens, content, form) for form in (json.dumps(OBJECT), OBJECT))
+        if text is not None and (from_object is None or str(OBJECT) in from_object):
+            return False
+    return True
+
+
+@lru_cache(maxsize=64)
+def without_content(source: str, calls: bool, special_tokens: SpecialTokens) -> dict[str, str | None]:
+    """The content to give an assistant's message without content: null, absent or empty.
+
+    Null or absent if the template treats that differently: it renders something other than for an empty text, and does
+    not print the null.  `calls`: the message has tool calls.
+    """
+    arguments: Any = None
+    if calls:
+        arguments = OBJECT if takes_objects(source, special_tokens) else json.dumps(OBJECT)
+    usual = _answer(source, special_tokens, CONTENTS[0], arguments) or ""
+    for content in CONTENTS[1:]:
+        text = _answer(source, special_tokens, content, arguments)
+        if text not in (None, usual) and all(text.count(null) <= usual.count(null) for null in NULLS):
+            return content
+    return CONTENTS[0]
+
+
+def _answer(source: str, special_tokens: SpecialTokens, content: dict[str, str | None], arguments: Any) -> str | None:
+    """A question and an answer with this content and a call with these arguments (None: without a call); None if the
+    template raises."""
+    call = {"id": "sample001", "type": "function", "function": {"name": "sample", "arguments": arguments}}
+    message = {"role": "assistant", **content} | ({} if arguments is None else {"tool_calls": [call]})
+    nothing = {"tools": None, "documents": None, "add_generation_prompt": False}
+    chat = {"messages": [{"role": "user", "content": "?"}, message]}
+    try:
+        return render(source, dict(special_tokens) | nothing | chat, "messages")
+    except RequestError:
+        return None
