@@ -225,6 +225,7 @@ ONLY_IN = {
         "engine/admin/control.py",
         "engine/admin/profiler.py",
         "engine/core.py",
+        "engine/external_kv.py",
         "engine/process.py",
         "engine/admin/current_weights.py",
         "engine/admin/weights.py",

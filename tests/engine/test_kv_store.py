@@ -60,9 +60,9 @@ def test_blocks_come_back_from_files_after_a_restart() -> None:
     cached(first, "a")
     second = engine()
     second.executor.copies.files.update(first.executor.copies.files)
-    watch = second.core._store
+    watch = second.core._external.watch
     assert watch is not None
-    watch[1]._num_changes = -1  # look at the files again
+    watch._num_changes = -1  # look at the files again
     second.step()
     second.step()
     assert cached(second, "b") == 8
@@ -170,9 +170,9 @@ def test_events_tell_where_blocks_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_damaged_file_is_computed_again_and_counted() -> None:
     e = engine()
     cached(e, "a")
-    copies, store = e.executor.copies, e.core._store
+    copies, store = e.executor.copies, e.core._external.store
     assert store is not None
-    store[0]._slots.clear()
+    store._slots.clear()
     _, (_, second) = copies.files
     copies.broken.add(second)
     flush(e)
@@ -192,9 +192,9 @@ def test_a_full_disk_costs_only_hits() -> None:
 def test_a_disk_that_hangs_is_given_up_and_left_alone() -> None:
     e = engine()
     cached(e, "a")
-    store = e.core._store
+    store = e.core._external.store
     assert store is not None
-    store[0]._slots.clear()
+    store._slots.clear()
     flush(e)
     e.executor.copies.is_hung = True
     e.add("b", PROMPT, max_tokens=2, ignore_eos=True)
@@ -206,7 +206,7 @@ def test_a_disk_that_hangs_is_given_up_and_left_alone() -> None:
     run(e)
     e.check_complete("b")
     flush(e)
-    store[0]._slots.clear()
+    store._slots.clear()
     cached(e, "c")  # the thread that reads is busy still
     assert e.stats.store.given_up == 1
     e.executor.copies.advance("read")

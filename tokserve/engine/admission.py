@@ -16,7 +16,7 @@ import msgspec
 from tokserve.config import Config
 from tokserve.engine.admin.adapters import MAX_NAME, Adapters
 from tokserve.engine.deadlines import Deadlines
-from tokserve.engine.kv_transfer.transfers import Transfers
+from tokserve.engine.external_kv import ExternalKV
 from tokserve.engine.output.front_ends import Emit
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.registry import Registry
@@ -88,7 +88,7 @@ class Admission:
         emit: Emit,
         fail: Callable[[Request, str], None],
         wake: Callable[[], None],
-        transfers: Transfers | None = None,
+        external: ExternalKV,
     ) -> None:
         self.num_received = 0  # requests that were numbered, and the number of the next
         self.closed = False  # for good: the engine is about to end
@@ -104,7 +104,7 @@ class Admission:
         self._deadlines = deadlines
         self._emit = emit
         self._wake = wake
-        self._transfers = transfers
+        self._external = external
         self._in_progress: dict[str, PendingSubmission] = {}  # by the client's id, in the order of their turns
 
     def submit(self, identity: bytes, submit: Submit, received: float, status: Status, now: float) -> None:
@@ -228,8 +228,7 @@ class Admission:
         self._registry.add(submit.request_id, requests)
         for request in requests:
             self._deadlines.add(request)
-            if self._transfers is not None:
-                self._transfers.expect(request)
+            self._external.expect(request)
             self._scheduler.add(request)
 
     def _drop_refused(self, request: Request) -> None:
@@ -237,5 +236,4 @@ class Admission:
         request.end("error", "error", request.received)
         self._scheduler.drop(request)
         self._registry.remove(request)
-        if self._transfers is not None:
-            self._transfers.on_end(request)
+        self._external.on_end(request)

@@ -27,13 +27,11 @@ from tokserve.engine.admin.control import Control
 from tokserve.engine.admin.profiler import LOOP, Profiler
 from tokserve.engine.admission import SLICE, Admission
 from tokserve.engine.deadlines import Deadlines
+from tokserve.engine.external_kv import ExternalKV
 from tokserve.engine.kv_cache.event_publisher import EventPublisher
 from tokserve.engine.kv_cache.events import EventLog
-from tokserve.engine.kv_cache.identity import IdentityWatch
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.kv_cache.snapshots import Snapshots
-from tokserve.engine.kv_cache.store import KVStore
-from tokserve.engine.kv_transfer.transfers import Transfers
 from tokserve.engine.output.front_ends import Emit, FrontEnds
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.plan_builder import InFlightStep
@@ -85,8 +83,10 @@ class EngineCore:
             self, self.scheduler, self.cache, executor, facts.weight_version,
             clock=clock, update_lease=config.weights.control_lease,
         )  # fmt: skip
-        self._transfers: Transfers | None = None
-        self._store = self._make_store(executor, wake)
+        self._external = ExternalKV(
+            config.kv, self.cache, executor, self.control.weights, facts.facts,
+            tokens_per_second=self.scheduler.tokens_per_second, clock=clock, wake=wake,
+        )  # fmt: skip
         self.adapters = Adapters(
             config.lora, self, self.scheduler, self.cache, executor, config.server.served_model_name or []
         )
@@ -102,7 +102,7 @@ class EngineCore:
         self._admission = Admission(
             config, limits=self.limits, registry=self._registry, scheduler=self.scheduler, adapters=self.adapters,
             grammars=self.grammars, deadlines=self._deadlines, emit=emit, fail=self._fail, wake=wake,
-            transfers=self._transfers,
+            external=self._external,
         )  # fmt: skip
         self._held: list[tuple[bytes, Call | Abort | Stall]] = []  # until no submission is being admitted
         self._leaving: deque[tuple[list[Request], str]] = deque()  # to be aborted, a part in each turn, and why
@@ -114,28 +114,6 @@ class EngineCore:
             (self, self.control, self.control.weights, self.adapters, drafts, self._profiler), emit=emit,
             at_boundary=lambda: not self.scheduler.in_flight, on_progress=self._send_status, wake=wake,
         )  # fmt: skip
-
-    def _make_store(self, executor: Executor, wake: Callable[[], None]) -> tuple[KVStore, IdentityWatch] | None:
-        """What keeps KV blocks besides the KV cache, if something does, and what tells it which weights serve.  Raises
-        StartError."""
-        plan, facts = self._config.kv.store(), self._facts.facts
-        if plan is None:
-            return None
-        block_bytes = facts["kv_block_bytes"]
-        store = KVStore(
-            self.cache, executor.copy, num_slots=facts["kv_store_slots"], block_bytes=block_bytes,
-            has_files=plan.directory is not None, tokens_per_second=self.scheduler.tokens_per_second,
-            clock=self._clock, wake=wake,
-        )  # fmt: skip
-        watch = IdentityWatch(store, self.control.weights, executor.background, executor.copy, wake)
-        watch.start()
-        transfer = self._config.kv.transfer()
-        if transfer is not None:
-            self._transfers = Transfers(
-                transfer, self.cache, store, watch, executor.copy, block_bytes=block_bytes, clock=self._clock,
-                wake=wake,
-            )  # fmt: skip
-        return store, watch
 
     # --- the loop ---
 
@@ -152,11 +130,7 @@ class EngineCore:
         if self.control.expire():
             self._send_status()
         self._poll_grammars()
-        if self._store is not None:
-            for part in self._store:
-                part.poll()
-        if self._transfers is not None:
-            self._poll_transfers(self._transfers)
+        self._poll_external()
         if self._leaving:
             self._abort_leaving()
         if self._admission.busy:
@@ -182,12 +156,8 @@ class EngineCore:
 
     @property
     def _may_wait(self) -> bool:
-        """Whether requests may wait although nothing runs: for a command, a grammar, a late mask, or their client."""
-        if self.control.may_be_idle or self._admission.pending or self._mask_worker:
-            return True
-        if self._store is not None and self._store[0].busy:
-            return True
-        if self._transfers is not None and self._transfers.busy:
+        """Whether requests may wait although nothing runs: for a command, a grammar, a mask, KV, or their client."""
+        if self.control.may_be_idle or self._admission.pending or self._mask_worker or self._external.busy:
             return True
         return self.scheduler.num_stalled > 0
 
@@ -229,8 +199,7 @@ class EngineCore:
         if step.grammar_rows:
             self._mask_worker.submit(row.request for row in step.grammar_rows if row.request.finish is None)
             requests += [request for request in self._end_by_masks() if request not in requests]
-        if self._transfers is not None:
-            requests = self._transfers.offer(requests)
+        requests = self._external.offer(requests)
         if self.scheduler.in_flight:
             self._sample()
         with self._span("send"):
@@ -238,10 +207,10 @@ class EngineCore:
             self._front_ends.refresh_stats(now - STATS_INTERVAL)
         self._commands.resume()
 
-    def _poll_transfers(self, transfers: Transfers) -> None:
+    def _poll_external(self) -> None:
         """Send outputs that waited for KV to be kept, and end requests whose KV did not come."""
-        self._front_ends.send(transfers.poll())
-        failed, transfers.failed = transfers.failed, []
+        ready, failed = self._external.poll()
+        self._front_ends.send(ready)
         for request, reason in failed:
             if request.finish is None:
                 self._fail(request, reason)
@@ -281,19 +250,12 @@ class EngineCore:
                     ended.append(request)
         return ended
 
-    @property
-    def _holds_blocks(self) -> bool:
-        """Whether blocks are in use, although no request is: they are being loaded, or held for another server."""
-        if self._store is not None and self._store[0].loading:
-            return True
-        return self._transfers is not None and self._transfers.holds_blocks
-
     def _on_idle(self) -> None:
         """Check for lost blocks while there is nothing to do, and send the last gauges to front ends that
         were sent others."""
         if len(self._registry):  # frozen, and more may come in
             self._front_ends.refresh_stats(self._clock())
-        elif self._last_step is not None and not self._holds_blocks:
+        elif self._last_step is not None and not self._external.holds_blocks:
             self._last_step = None
             self.cache.check_idle()
             self._front_ends.refresh_stats(self._clock())
@@ -303,8 +265,7 @@ class EngineCore:
         if self._events is not None:
             self._publish_events()
             self._events.close()
-        if self._transfers is not None:
-            self._transfers.close()
+        self._external.close()
         self.grammars.close()
         self._mask_worker.close()
 
@@ -388,8 +349,7 @@ class EngineCore:
 
     def _remove(self, request: Request) -> None:
         self._registry.remove(request)
-        if self._transfers is not None:
-            self._transfers.on_end(request)
+        self._external.on_end(request)
         if self._profiler.active:
             self._profiler.on_end(request)
 
@@ -410,8 +370,7 @@ class EngineCore:
         """How long the loop may sleep when idle; None: until a message comes."""
         ends = (
             self._deadlines.seconds_to_next(self._clock()), self.control.seconds_to_expiry,
-            self._profiler.seconds_to_end, None if self._store is None else self._store[0].seconds_left(),
-            None if self._transfers is None else self._transfers.seconds_left(),
+            self._profiler.seconds_to_end, self._external.seconds_left(),
         )  # fmt: skip
         return min((seconds for seconds in ends if seconds is not None), default=None)
 
@@ -486,10 +445,10 @@ class EngineCore:
     def _reset_prefix_cache(self, reset_external: bool = False) -> bool:
         """`reset_external`: drop the earlier outputs that are kept as drafts, and what the KV store keeps, as well."""
         self.cache.reset()
-        if reset_external and self._store is not None:
-            self._store[0].clear()
-        if reset_external and self._text_drafter is not None:
-            self._text_drafter.history.clear()
+        if reset_external:
+            self._external.clear()
+            if self._text_drafter is not None:
+                self._text_drafter.history.clear()
         return True
 
     @command("leave")
@@ -514,8 +473,7 @@ class EngineCore:
             ended = "finished" if self._registry.has_ended(request_id) else "not_found"
             result[request_id] = "aborted" if requests else ended
         self._abort(aborted, reason)
-        if self._transfers is not None:
-            self._transfers.drop(f"{request_id}#0" for request_id in result)
+        self._external.drop(f"{request_id}#0" for request_id in result)
         unreleased = self.scheduler.unreleased()
         yield lambda: all(request.released for request in unreleased)
         return result
