@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.e2e.server import Served, Server
+from tests.e2e.server import Served
 from tests.models.pictures import data_url, oracle, png, write_served
 from tests.threads import ServerThread
 
@@ -28,13 +28,13 @@ ONE, TWO = png(40, 32), png(60, 24, seed=1)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = write_served(tmp_path_factory.mktemp("vl"))
     (directory.parent / "pictures").mkdir(exist_ok=True)
     (directory.parent / "pictures" / "one.png").write_bytes(ONE)
     flags = ("--dtype", "bfloat16", "--max-model-len", "512", "--max-num-batched-tokens", "64",
              "--allowed-local-media-path", str(directory.parent / "pictures"), "--served-model-name", "vl")  # fmt: skip
-    with Server(directory, *flags) as server:
+    with ServerThread(directory, *flags) as server:
         server.directory = directory.parent / "pictures"  # type: ignore[attr-defined]
         yield server
 
@@ -70,7 +70,7 @@ def outcome(reply: dict[str, Any]) -> tuple[list[int], list[float]]:
     return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
 
 
-def test_five_paths_have_the_same_bits(server: Server) -> None:
+def test_five_paths_have_the_same_bits(server: Served) -> None:
     chat = ask(server, {"messages": MESSAGES, "logprobs": True, "return_token_ids": True, "max_tokens": 6,
                         "temperature": 0.7, "seed": 3, "ignore_eos": True}, CHAT)  # fmt: skip
     expected, expanded = outcome(chat), chat["prompt_token_ids"]
@@ -141,7 +141,7 @@ def test_gemma_is_shown_what_its_processor_makes(tmp_path: Path) -> None:
     assert np.allclose([value for value in served if value is not None], expected.numpy(), atol=2e-4)
 
 
-def test_alone_and_in_company(server: Server) -> None:
+def test_alone_and_in_company(server: Served) -> None:
     """Chunks of 64 tokens cut images; prefixes are shared; other images and texts run beside."""
     bodies = [by_parts(png(120, 100, seed=n), ONE, sampling_params=SAMPLING | {"seed": n}) for n in range(6)]
     bodies += [{"token_ids": list(range(5, 100)), "sampling_params": SAMPLING}]
@@ -156,7 +156,7 @@ def test_alone_and_in_company(server: Server) -> None:
     assert outcome(again) == alone[0] and again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 48
 
 
-def test_prompts_that_differ_in_an_image_alone_share_nothing_of_it(server: Server) -> None:
+def test_prompts_that_differ_in_an_image_alone_share_nothing_of_it(server: Served) -> None:
     ask(server, {}, "/reset_prefix_cache")
     first, second = (by_parts(png(120, 100, seed=n)) for n in (20, 21))
     one, other = ask(server, first), ask(server, second)
@@ -164,7 +164,7 @@ def test_prompts_that_differ_in_an_image_alone_share_nothing_of_it(server: Serve
     assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-def test_groups_and_streams(server: Server) -> None:
+def test_groups_and_streams(server: Served) -> None:
     body = by_parts(ONE, stream=True, return_token_ids=False)
     events = [json.loads(line[6:]) for line in server.post(GENERATE, body).text.split("\n\n") if line[:7] == "data: {"]
     whole = ask(server, by_parts(ONE, sampling_params=SAMPLING | {"n": 3}))
@@ -176,7 +176,7 @@ def test_groups_and_streams(server: Server) -> None:
     )
 
 
-def test_files_and_addresses(server: Server) -> None:
+def test_files_and_addresses(server: Served) -> None:
     inside = server.directory / "one.png"  # type: ignore[attr-defined]
     parts = [{"type": "image_url", "image_url": {"url": inside.as_uri()}}]
     assert outcome(ask(server, by_parts(ONE) | {"content_parts": parts})) == outcome(ask(server, by_parts(ONE)))
@@ -194,7 +194,7 @@ def test_files_and_addresses(server: Server) -> None:
         assert error["param"] == "content_parts[0].url", url
 
 
-def test_bodies_that_do_not_fit_are_refused(server: Server) -> None:
+def test_bodies_that_do_not_fit_are_refused(server: Served) -> None:
     image = {"type": "image_url", "url": data_url(ONE)}
     cases: list[tuple[dict[str, Any], str]] = [
         ({"content_parts": [image, image]}, "token_ids"), ({"content_parts": []}, "token_ids"),
@@ -213,7 +213,7 @@ def test_bodies_that_do_not_fit_are_refused(server: Server) -> None:
     assert server.post(GENERATE, by_parts(ONE)).status_code == 200 and error["code"] == "context_length_exceeded"
 
 
-def features(server: Server) -> dict[str, Any]:
+def features(server: Served) -> dict[str, Any]:
     body = {"messages": [{"role": "user", "content": MESSAGES[0]["content"][:2]}]}  # type: ignore[index]
     rendered = ask(server, body, RENDER)
     return {"token_ids": rendered["token_ids"], "features": rendered["features"], "sampling_params": SAMPLING}
@@ -235,7 +235,7 @@ def item(
 EMPTY = msgspec.msgpack.Ext(3, b"")
 
 
-def test_features_that_do_not_fit_are_refused(server: Server) -> None:
+def test_features_that_do_not_fit_are_refused(server: Served) -> None:
     good = features(server)
     place = good["features"]["mm_placeholders"]["image"][0]
     cases: list[tuple[dict[str, Any], str]] = [
@@ -268,7 +268,7 @@ def test_features_that_do_not_fit_are_refused(server: Server) -> None:
     assert outcome(ask(server, good))
 
 
-def test_pixels_of_other_dtypes(server: Server) -> None:
+def test_pixels_of_other_dtypes(server: Served) -> None:
     good = features(server)
     packed = msgspec.msgpack.decode(base64.b64decode(good["features"]["kwargs_data"]["image"][0]))
     dtype, shape, pixels = packed["pixel_values"]["data"]
@@ -288,11 +288,11 @@ def test_pixels_of_other_dtypes(server: Server) -> None:
     assert len(outcome(ask(server, with_pixels("bfloat16", narrow.tobytes())))[0]) == 6
 
 
-def test_a_worker_that_dies_takes_one_image_along(server: Server) -> None:
+def test_a_worker_that_dies_takes_one_image_along(server: Served) -> None:
     ask(server, by_parts(ONE))
     workers = [
         child
-        for child in psutil.Process(server.process.pid).children(recursive=True)
+        for child in psutil.Process().children(recursive=True)
         if "tokserve.media.worker" in " ".join(child.cmdline())
     ]
     assert len(workers) == 1
@@ -304,7 +304,7 @@ def test_a_worker_that_dies_takes_one_image_along(server: Server) -> None:
 
 @pytest.mark.slow
 def test_models_without_a_tower_refuse_images(tmp_path: Path) -> None:
-    with Server(write_served(tmp_path), "--language-model-only", "--max-model-len", "256") as server:
+    with ServerThread(write_served(tmp_path), "--language-model-only", "--max-model-len", "256") as server:
         assert refused(server, by_parts(ONE))["code"] == "unsupported"
         assert refused(server, {"messages": MESSAGES}, path=CHAT)["param"] == "messages[0].content[1].type"
         assert ask(server, {"token_ids": [5, 9], "sampling_params": {"max_tokens": 2}})["choices"]

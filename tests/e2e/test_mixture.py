@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.e2e.server import Server
+from tests.e2e.server import Served
 from tests.e2e.test_exact import alone, columns, together
+from tests.threads import ServerThread
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM, SamplingParams
 from tokserve.checkpoint import DEMO_DIR
@@ -128,17 +129,17 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp("served")
     vocab = json.loads((DEMO_DIR / "config.json").read_text())["vocab_size"]
     write_checkpoint(directory, tiny_config("qwen3_moe", vocab_size=vocab))
     for file in DEMO_DIR.glob("tokenizer*"):
         shutil.copy(file, directory)
-    with Server(directory, "--enable-return-routed-experts", "--max-model-len", "256") as served:
+    with ServerThread(directory, "--enable-return-routed-experts", "--max-model-len", "256") as served:
         yield served
 
 
-def events_of(served: Server, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+def events_of(served: Served, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     lines = served.post(path, body).text.splitlines()
     return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 
@@ -149,7 +150,7 @@ def unpacked(npy: str) -> NDArray[Any]:
 
 
 @pytest.mark.slow
-def test_routes_return_the_same_experts_whole_and_streamed(server: Server) -> None:
+def test_routes_return_the_same_experts_whole_and_streamed(server: Served) -> None:
     prompt, common = list(range(20, 60)), {"temperature": 0.7, "seed": 5, "max_tokens": 9}
     sampling = common | {"ignore_eos": True}
     body = {"token_ids": prompt, "sampling_params": sampling}

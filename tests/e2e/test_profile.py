@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.server import Server
+from tests.threads import ServerThread
 from tokserve import LLM, SamplingParams
 
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "cpu_threads": 1, "enable_prefix_caching": False,
@@ -91,7 +91,7 @@ def test_a_trace_has_steps_ops_and_requests(tmp_path: Path, depth: int, op_by_op
 
 def test_the_routes(tmp_path: Path) -> None:
     config = json.dumps({"profiler": "torch", "torch_profiler_dir": str(tmp_path), "torch_profiler_use_gzip": True})
-    with Server("demo", "--profiler-config", config, "--max-model-len", "256") as server:
+    with ServerThread("demo", "--profiler-config", config, "--max-model-len", "256") as server:
 
         def post(path: str, body: dict[str, Any] | None = None) -> httpx.Response:
             return httpx.post(server.url + path, json=body, timeout=60)
@@ -110,7 +110,7 @@ def test_the_routes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_server_without_a_directory_takes_no_profiles() -> None:
-    with Server("demo", "--max-model-len", "256", "--sglang-api", "--admin-api-key", "k") as server:
+    with ServerThread("demo", "--max-model-len", "256", "--sglang-api", "--admin-api-key", "k") as server:
         refused = httpx.post(server.url + "/start_profile")
         assert refused.status_code == 401
         answer = httpx.post(server.url + "/start_profile", headers={"Authorization": "Bearer k"}, timeout=60)

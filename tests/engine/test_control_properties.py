@@ -318,7 +318,7 @@ def live(seed: int) -> Life:
     return life
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 def test_any_order_of_commands(part: int) -> None:
     commits = kills = 0
     for seed in range(50 * part, 50 * (part + 1)):

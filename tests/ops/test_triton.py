@@ -77,13 +77,24 @@ MAX_ELEMENTS = {
 LONG_IN_INTERPRETER = {
     "linear_wna16", "gated_linear_wna16", "experts_wna16", "linear_int8", "gated_linear_int8", "experts_int8",
 }  # fmt: skip
+OF_A_DTYPE = pytest.mark.parametrize(  # the interpreter runs the same lines for either: one is enough for `make test`
+    "dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)] if INTERPRETED else DTYPES
+)
+
+
+def takes_long(op: Op[Any, Any], dtype: torch.dtype) -> bool:
+    """Whether the interpreter takes long, or runs the same lines with float16."""
+    other = torch.float16 in op.tolerance and (op.name, torch.float16) not in SKIPPED_IN_INTERPRETER
+    return INTERPRETED and (op.name in LONG_IN_INTERPRETER or (dtype == torch.float32 and other))
+
+
 CASES = [
     pytest.param(
         op,
         name,
         dtype,
         id=f"{op.name}-{name}-{str(dtype)[6:]}",
-        marks=[pytest.mark.slow] if op.name in LONG_IN_INTERPRETER and INTERPRETED else [],
+        marks=[pytest.mark.slow] if takes_long(op, dtype) else [],
     )
     for op in OPS.values()
     for name in op.available("cuda")
@@ -141,7 +152,7 @@ def test_every_op_has_a_kernel() -> None:
     assert {name for name, op in OPS.items() if "triton" not in op.available("cuda")} <= without
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@OF_A_DTYPE
 def test_products_of_integers(dtype: torch.dtype) -> None:
     """One small weight of every kind, and a row alone."""
     call = OPS["linear_wna16"].implementations["triton"].call
@@ -203,7 +214,7 @@ def rows_are_batch_invariant(call: Callable[[Tensor], Tensor | Outputs], count: 
         same(outputs(call(rows)), tuple(x[rows] for x in whole))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@OF_A_DTYPE
 def test_elementwise_rows_are_batch_invariant(dtype: torch.dtype) -> None:
     x, residual, weight = randn(dtype, 1, 9, 130) * 4, randn(dtype, 2, 9, 130), randn(dtype, 3, 130)
     norm, add, silu, gelu = (on_device(name) for name in ("rms_norm", "add_rms_norm", "silu_mul", "gelu_mul"))
@@ -220,7 +231,7 @@ def test_elementwise_rows_are_batch_invariant(dtype: torch.dtype) -> None:
     rows_are_batch_invariant(lambda r: gelu(x[r]), 9)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@OF_A_DTYPE
 def test_prepared_tokens_are_batch_invariant(dtype: torch.dtype) -> None:
     qkv, norms, table = randn(dtype, 1, 7, 8 * 80), randn(dtype, 2, 2, 80), randn(torch.float32, 3, 50, 64)
     positions = torch.arange(7) * 6
@@ -387,7 +398,7 @@ def test_float8_weights_with_scales_of_their_own_are_multiplied_as_they_are(name
             assert torch.equal(call(x[rows].to(device), packed, None, torch.float32).cpu(), whole[rows])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@OF_A_DTYPE
 def test_rows_of_adapters_are_batch_invariant(dtype: torch.dtype) -> None:
     count, columns, sizes, rank = 20, 600, (70, 9), 5  # two stretches of K, two tiles of rows and of outputs
     x, base = randn(dtype, 1, count, columns), randn(dtype, 2, count, sum(sizes))
@@ -416,7 +427,15 @@ SHAPES = [  # query heads, KV heads, head dim, page, window, dtype
 ]
 
 
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[-1] in DTYPES], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, marks=[pytest.mark.slow] if INTERPRETED and shape[-1] == torch.float32 else [])
+        for shape in SHAPES
+        if shape[-1] in DTYPES
+    ],
+    ids=str,
+)
 def test_attention_in_chunks_and_steps_is_attention_at_once(shape: tuple[Any, ...]) -> None:
     heads, kv_heads, dim, page, window, dtype = shape
     lengths = [270, 17]
@@ -486,7 +505,7 @@ def test_latent_attention_in_chunks_and_steps_is_attention_at_once(
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@OF_A_DTYPE
 def test_a_float8_cache_holds_what_torch_rounds_to_and_is_read_as_that(name: str, dtype: torch.dtype) -> None:
     store, prepare, attend = (
         OPS[op].implementations[name].call for op in ("store_kv", "norm_rope_store", "paged_attention")

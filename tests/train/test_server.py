@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.server import Served, Server
+from tests.e2e.server import Served
 from tests.models.driver import random_ids
 from tests.threads import ServerThread
 from tests.tiny_models import tiny_config, write_checkpoint
@@ -44,9 +44,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint: tuple[str, str]) -> Iterator[Server]:
+def server(checkpoint: tuple[str, str]) -> Iterator[Served]:
     model, dtype = checkpoint
-    with Server(model, "--dtype", dtype, "--tokens-only") as server:
+    with ServerThread(model, "--dtype", dtype, "--tokens-only") as server:
         yield server
 
 
@@ -56,7 +56,7 @@ def arithmetic(server: Served) -> str:
 
 
 @pytest.fixture
-def policy(checkpoint: tuple[str, str], server: Server) -> PolicyModel:
+def policy(checkpoint: tuple[str, str], server: Served) -> PolicyModel:
     model, dtype = checkpoint
     return PolicyModel.from_pretrained(model, dtype=dtype, cpu_arithmetic=arithmetic(server))
 
@@ -91,14 +91,14 @@ def assert_equal(policy: PolicyModel, rollouts: list[Rollout], **options: Any) -
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0**-9])
-def test_decoded_logprobs(server: Server, policy: PolicyModel, mode: str, temperature: float) -> None:
+def test_decoded_logprobs(server: Served, policy: PolicyModel, mode: str, temperature: float) -> None:
     rollouts = groups(server, temperature=temperature, logprobs_mode=mode)
     assert len({tuple(rollout.token_ids.tolist()) for rollout in rollouts}) > 3 or temperature < 0.1
     assert_equal(policy, rollouts, temperature=temperature, logprobs_mode=mode)
     assert_equal(policy, rollouts, temperature=temperature, logprobs_mode=mode, share_prefixes=False)
 
 
-def test_an_exact_model(checkpoint: tuple[str, str], server: Server) -> None:
+def test_an_exact_model(checkpoint: tuple[str, str], server: Served) -> None:
     model, dtype = checkpoint
     directory = DEMO_DIR if model == "demo" else model
     plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -111,7 +111,7 @@ def test_an_exact_model(checkpoint: tuple[str, str], server: Server) -> None:
         assert row[len(rollout.prompt_ids) - 1 :].tolist() == rollout.logprobs.tolist()
 
 
-def test_logprobs_over_the_support_of_the_draws(server: Server, policy: PolicyModel) -> None:
+def test_logprobs_over_the_support_of_the_draws(server: Served, policy: PolicyModel) -> None:
     rows, starts, masks, expected = [], [], [], []
     for seed in range(3):
         prompt = random_ids(40, 256, seed)
@@ -142,7 +142,7 @@ PENALTIES: list[dict[str, Any]] = [
 ]
 
 
-def test_bias_and_penalties(server: Server, policy: PolicyModel) -> None:
+def test_bias_and_penalties(server: Served, policy: PolicyModel) -> None:
     rows, starts, expected, params = [], [], [], []
     for seed, given in enumerate(PENALTIES):
         sampling = {"temperature": 0.8, "max_tokens": 20, "ignore_eos": True, "seed": seed} | given
@@ -163,7 +163,7 @@ def test_bias_and_penalties(server: Server, policy: PolicyModel) -> None:
     assert torch.equal(again[0], found[1])
 
 
-def test_prompt_logprobs(server: Server, policy: PolicyModel) -> None:
+def test_prompt_logprobs(server: Served, policy: PolicyModel) -> None:
     sequence = random_ids(150, 256, 5)
     params = {"max_tokens": 1, "prompt_logprobs": 0}
     body = {"token_ids": sequence, "sampling_params": params, "logprobs_format": "arrays"}
