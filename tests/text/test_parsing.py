@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tokserve.text import parameters
 from tokserve.text.parsing import OutputFormat, Parser
 from tokserve.text.tool_formats import FORCED, THINKING, TOOL_FORMATS
 
@@ -92,6 +93,8 @@ CASES: list[tuple[str, str, Said]] = [
                '"odd": 2, "even": "2", "k": 5, "l": "5"}')),
     ("qwen3_coder", "<tool_call><function=f></function></tool_call>", call("f", "{}")),
     ("qwen3_coder", "<tool_call><function=f><parameter=n>five</parameter></function>", call("f", '{"n": "five"}')),
+    ("qwen3_coder", "<tool_call><function=f><parameter=m>5</parameter><parameter=b>False</parameter></function>",
+     call("f", '{"m": "5", "b": false}')),
     ("qwen3_coder", "<tool_call><function=h><parameter=a>1</parameter></function>", call("h", '{"a": "1"}')),
     ("forced", '[{"name":"f","parameters":{}},{"name":"g","parameters":{}}]', call("f", "{}") + call("g", "{}")),
     ("hermes", f"<tool_call>{ONE} B", call("f", '{"a": "x"}') + content("B")),
@@ -133,6 +136,33 @@ CASES: list[tuple[str, str, Said]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {}</tool_call>', call("f", "{}")),
     ("qwen3_coder", "<tool_call><function=f><parameter=a>\nlong", call("f", '{"a": "long')),
 ]  # fmt: skip
+
+
+NULLABLE = {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}
+OPTIONAL = {"anyOf": [{"type": "boolean"}, {"type": "integer"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        # what a schema allows is told apart from what only looks like JSON
+        (NULLABLE, "0049123", '"0049123"'), (NULLABLE, "12345", '"12345"'), (NULLABLE, '{"a": 1}', '"{\\"a\\": 1}"'),
+        (NULLABLE, "null", "null"), (NULLABLE, "true", '"true"'),
+        ({"type": ["string", "null"]}, "5", '"5"'), ({"type": ["string", "integer"]}, "5", "5"),
+        ({"type": ["string", "integer"]}, "5.5", '"5.5"'), ({"type": ["string", "array"]}, "[1]", "[1]"),
+        ({"type": "integer"}, "5.0", "5.0"), ({"type": "integer"}, "5.5", '"5.5"'), ({"type": "number"}, "5", "5"),
+        ({"oneOf": [{"enum": ["a", 1]}, {"const": None}]}, "2", "2"), ({"enum": ["a", "b"]}, "2", '"2"'),
+        ({"$ref": "#/$defs/x"}, "5", "5"), ({"allOf": [{"type": "string"}]}, "5", "5"), ({"anyOf": [True]}, "5", "5"),
+        ({"anyOf": [{"type": "string"}] * 1000}, "5", "5"), ({"anyOf": []}, "5", '"5"'),
+        # values as Python writes them
+        (NULLABLE, "None", "null"), (OPTIONAL, "None", "null"), (OPTIONAL, "True", "true"),
+        (OPTIONAL, "False", "false"), (NULLABLE, "True", '"True"'), ({"type": "boolean"}, "TRUE", "true"),
+        ({"type": "null"}, " None\n", "null"),
+        (OPTIONAL, "none", '"none"'), (OPTIONAL, "7", "7"), (OPTIONAL, "seven", '"seven"'),
+    ],
+)  # fmt: skip
+def test_a_parameter_has_a_type_that_its_schema_allows(schema: dict[str, Any], text: str, value: str) -> None:
+    assert not parameters.is_text(schema) and parameters.json_of(text, schema) == value
 
 
 @pytest.mark.parametrize(("form", "text", "said"), CASES)

@@ -16,11 +16,11 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from tokserve.text import parameters
 from tokserve.text.cursor import Cursor, Markers, Steps
 
 Kind = Literal["content", "reasoning", "call", "arguments"]
 ARGUMENTS = ("arguments", "parameters")  # their key in a call that is JSON
-MORE_THAN_A_TYPE = {"anyOf", "oneOf", "allOf", "$ref", "enum", "const"}
 SILENT = ("id", "type")  # keys of such a call that are ignored
 
 
@@ -356,7 +356,7 @@ class Parser:
                 self._arguments("{}" if before == "{" else "}")
                 self.complete = True
                 return _CallStatus.WHOLE
-            self._arguments(f"{before}{_json(key)}: ")
+            self._arguments(f"{before}{parameters.encoded(key)}: ")
             before = ", "
             yield from self._text.literal("\n")
             schema = properties.get(key) if isinstance(properties, dict) else None
@@ -364,26 +364,19 @@ class Parser:
                 return _CallStatus.BROKEN
 
     def _value(self, schema: dict[str, Any]) -> Steps[bool]:
-        """Report a parameter's text as JSON: a string, unless its schema allows another type that it parses as."""
-        if schema.get("type", "string") == "string" and not MORE_THAN_A_TYPE & schema.keys():
+        """Report a parameter's text as JSON."""
+        if parameters.is_text(schema):
             self._arguments('"')
-            end = yield from self._text.until(_VALUE_END, lambda text: self._arguments(_json(text)[1:-1]), exact=True)
+            report = lambda text: self._arguments(parameters.encoded(text)[1:-1])  # noqa: E731
+            end = yield from self._text.until(_VALUE_END, report, exact=True)
             if end is not None:
                 self._arguments('"')
             return end is not None
         parts: list[str] = []
         if (yield from self._text.until(_VALUE_END, parts.append, exact=True)) is None:
             return False
-        text = "".join(parts)
-        plain = text.strip().lower() if schema.get("type") == "boolean" else text.strip()
-        values = schema.get("enum", [schema.get("const")])
-        named = isinstance(values, list) and text in values
-        self._arguments(plain if not named and _is_json(plain) else _json(text))
+        self._arguments(parameters.json_of("".join(parts), schema))
         return True
-
-
-def _json(text: str) -> str:
-    return msgspec.json.encode(text).decode()
 
 
 def _is_json(text: str) -> bool:
