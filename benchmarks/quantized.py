@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", action="append", help="options of these names alone; none: no checkpoint")
     parser.add_argument("--kernels", help="the instruction set of tokserve, avx2 say; by default the best")
+    parser.add_argument("--rounded", action="store_true", help="GGUF files with rounded activations too")
     args = parser.parse_args()
     kernels = {} if args.kernels is None else {"cpu_kernels": args.kernels}
     print("| model | c=1, ms a step | c=16, ms a step | prompts of 1,024, tokens/s |\n|---|---|---|---|", flush=True)
@@ -93,6 +94,9 @@ def main() -> None:
             row(name, ours(args.checkpoint, options | kernels, args.rounds))
     for path in args.gguf:
         row(f"{Path(path).stem}, tokserve", ours(path, kernels, args.rounds))
+        if args.rounded:
+            rounded = kernels | {"quantization_activations": "int8"}
+            row(f"{Path(path).stem}, tokserve, rounded", ours(path, rounded, args.rounds))
         if args.llama:
             row(f"{Path(path).stem}, llama.cpp", llama(args.llama, path))
 

@@ -84,3 +84,17 @@ def test_the_arithmetic_is_a_fact_of_the_start(tmp_path: Path) -> None:
         make_runner(tmp_path / "model", config, ops={"*": "torch"}, cpu_arithmetic="fma")
     with pytest.raises(StartError, match="option cpu_kernels: this machine does not run 'z80'"):
         make_runner(tmp_path / "model", config, cpu_kernels="z80")
+
+
+def test_the_log_says_that_rounded_activations_are_faster(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config, integers = tiny_config("qwen3"), {"quantization": "int4", "quantization_group_size": 32}
+    for options, advised in (
+        (integers, True),
+        (integers | {"quantization_activations": "int8"}, False),
+        ({"quantization": "int8"}, False),
+        ({}, False),
+    ):
+        caplog.clear()
+        with caplog.at_level("INFO", "tokserve"):
+            make_runner(tmp_path / "model", config, cpu_arithmetic="fma", **options)
+        assert ("--quantization-activations int8 is faster" in caplog.text) == advised

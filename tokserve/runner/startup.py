@@ -18,6 +18,7 @@ from tokserve.classifier import is_classifier, with_token_ids
 from tokserve.config import Config, KVStorePlan, RuntimeConfig
 from tokserve.device import Accelerator, Device
 from tokserve.errors import NotBuiltIn, StartError
+from tokserve.layers.quant import WNA16
 from tokserve.layers.recurrent import GatedDeltaSpec, ShortConvSpec
 from tokserve.memory import give_back
 from tokserve.models import load as models
@@ -25,7 +26,7 @@ from tokserve.models.decoder import Decoder
 from tokserve.models.encoder import Encoder
 from tokserve.models.quantized_copy import QuantizedCopy
 from tokserve.models.registry import decoder_spec, is_known
-from tokserve.ops.arithmetic import CpuKernels, choose_kernels
+from tokserve.ops.arithmetic import FMA, CpuKernels, choose_kernels
 from tokserve.params import SamplingParams
 from tokserve.plan import DRAWN, DeviceFacts, NewRow, StepPlan
 from tokserve.runner import kvcache
@@ -67,6 +68,7 @@ def _load(config: Config, ranks: Ranks) -> tuple[Runner, DeviceFacts]:
     if bound["linear"] != "torch":
         device.set_threads(1)  # the compiled ops have their own threads; torch's would fight them for the cores
     model = _model(config, target, ranks)
+    _advise(config, model, kernels)
     lora = LoraTables(config.lora, model, config.weights.allowed_weight_dirs) if config.lora.enable_lora else None
     if lora is not None:
         lora.attach(model)
@@ -270,6 +272,16 @@ def _warm_up(runner: Runner, adapter: int) -> None:
             drawn = np.full(1, DRAWN, np.int32)
             runner.execute(StepPlan(0, zero, 2 * one, length * one, one, 2 * one, drawn))
     runner.execute(StepPlan(0, none, none, none, none, none, none, freed=[0]))
+
+
+def _advise(config: Config, model: Decoder, kernels: CpuKernels | None) -> None:
+    """Log what would be faster: where float32 is multiplied, integers of 4 bits are converted to it first."""
+    rounds = config.model.quantization_activations is not None
+    if kernels is not None and kernels.arithmetic == FMA and model.quantization in ("int4", WNA16.name) and not rounds:
+        logger.info(
+            "activations are not rounded: --quantization-activations int8 is faster on this processor, "
+            "and changes logprobs slightly (docs/quantization.md)"
+        )
 
 
 def cpu_kernels(bound: dict[str, str], runtime: RuntimeConfig, dtype: str) -> CpuKernels | None:
