@@ -39,6 +39,7 @@ def test_a_weight_and_its_scale_are_one_group() -> None:
         "a.weight_scale": torch.ones(2, 1),
         "a.weight": torch.ones(64, 64).to(FP8),
         "a.input_scale": torch.ones(1),
+        "a.activation_scale": torch.ones(1),
         "b.weight": torch.ones(4, 4),
     }
     assert group(FORMAT, tensors) == {

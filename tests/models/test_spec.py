@@ -213,10 +213,29 @@ def test_yarn_attributes_reach_the_spec() -> None:
     assert rope.attention_factor == 0.5
 
 
+W4 = {  # compressed-tensors
+    "quant_method": "compressed-tensors", "format": "pack-quantized",
+    "config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32}}},
+}  # fmt: skip
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"quantization_config": {"quant_method": "hqq", "bits": 4}}, "quantization 'hqq'"),
     ("llama", {"quantization_config": {}}, "quantization 'unnamed'"),
     ("llama", {"compression_config": {"quant_method": "compressed-tensors"}}, "quantization 'compressed-tensors'"),
+    (
+        "llama",
+        {
+            "quantization_config": W4
+            | {
+                "transform_config": {
+                    "config_groups": {
+                        "u": {"type": "hadamard", "apply": [{"location": "weight_output"}, {"location": "output"}]},
+                        "R3": {"type": "hadamard", "apply": [{"location": "q_attn"}, {"location": "k_cache"}]},
+                    }
+                }
+            }
+        },
+        "quantization_config asks for transforms (transform_config) at k_cache, output, q_attn;",
+    ),
     ("llama", {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config"),
     ("llama", {"is_causal": False}, "is_causal"),
     ("llama", {"hidden_size": ABSENT}, "hidden_size is missing"),
@@ -292,6 +311,15 @@ def test_refusals_name_the_attribute(family: str, changes: dict[str, Any], messa
     with pytest.raises(StartError) as caught:
         spec_of(family, **changes)
     assert message in str(caught.value)
+
+
+def test_transforms_of_weights_alone_are_in_the_weights() -> None:
+    offline = {"type": "hadamard", "apply": [{"location": "weight_input"}, {"location": "weight_output"}]}
+    for transforms in (None, {}, {"config_groups": {}}, {"config_groups": {"R1": offline}}):
+        assert (
+            spec_of("llama", quantization_config=W4 | {"transform_config": transforms}).format.name
+            == W4["quant_method"]
+        )
 
 
 @pytest.mark.parametrize("names", [["GPTBigForCausalLM"], [], None])

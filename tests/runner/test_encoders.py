@@ -157,6 +157,7 @@ def test_checkpoints_with_unused_heads_and_older_names(tmp_path: Path) -> None:
     [
         ("Bert", {"is_decoder": True}, "is_decoder"),
         ("Bert", {"hidden_act": "mish"}, "hidden_act"),
+        ("ModernBert", {"local_attention": 1}, "local_attention must be an integer of at least 2"),
         ("ModernBert", {"layer_types": ["full_attention"] * 3 + ["linear_attention"]}, "layer_types"),
     ],
 )

@@ -114,7 +114,7 @@ def _modern_attention(fields: ConfigReader, positions: int) -> list[AttentionSpe
     if len(types) != layers or set(types) - {"full_attention", "sliding_attention"}:
         raise fields.refuse("layer_types", f"must name full_attention or sliding_attention for {layers} layers")
     dim, bias = head_size(fields), fields.flag("attention_bias")
-    side = fields.integer("local_attention", 128) // 2
+    side = fields.integer("local_attention", 128, minimum=2) // 2
     specs = []
     for kind in types:
         is_full = kind == "full_attention"

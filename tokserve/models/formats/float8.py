@@ -17,7 +17,9 @@ from tokserve.layers.quant import FLOAT8, Float8Weight
 from tokserve.models.formats.base import FLOAT8_DTYPES, FLOATS, Described, Grouped, Part
 
 SCALES = ("_scale_inv", "_scale")  # what follows a weight's name in that of its scale; both are multiplied by
-UNUSED = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")  # of activations, all but these:
+UNUSED = (  # of activations, all but those of `CACHE_SCALES`
+    ".input_scale", ".activation_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale",
+)  # fmt: skip
 CACHE_SCALES = {  # a float8 cache's, as tools call them after a layer's name -> of keys (k), of values (v) or of both
     ".self_attn.k_scale": "k", ".self_attn.v_scale": "v",  # compressed-tensors, AutoFP8
     ".self_attn.kv_scale": "kv",  # AutoFP8 at first

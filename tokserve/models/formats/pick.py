@@ -50,9 +50,23 @@ def is_unused(name: str) -> bool:
     return float8.is_unused(name)
 
 
+def _transforms(quantization: Mapping[str, Any]) -> list[str]:
+    """Where compressed-tensors transforms activations, queries and keys as the model runs.  Transforms of weights are
+    in the weights."""
+    places = set[str]()
+    config = quantization.get("transform_config")
+    schemes = config.get("config_groups") if isinstance(config, dict) else None
+    for scheme in schemes.values() if isinstance(schemes, dict) else ():
+        for one in (scheme.get("apply") if isinstance(scheme, dict) else None) or ():
+            places.add(str(one.get("location") if isinstance(one, dict) else one))
+    return sorted(place for place in places if not place.startswith("weight_"))
+
+
 def _refusal(quantization: Any) -> str | None:
     if not isinstance(quantization, dict):
         return "is not an object"
     if quantization.get("quant_method") == "gguf" or mxfp4.describes(quantization):
         return None
+    if transforms := _transforms(quantization):
+        return f"asks for transforms (transform_config) at {', '.join(transforms)}"
     return integers.refusal(quantization) if integers.describes(quantization) else float8.refusal(quantization)
