@@ -87,6 +87,12 @@ def test_one_prompt_or_several(fake: LLM, prompts: Any, ids: list[list[int]]) ->
     assert [output.prompt_token_ids for output in fake.generate(prompts, use_tqdm=False)] == ids
 
 
+@pytest.mark.parametrize("pair", [("one", ["two"]), ("one", None), (["one"], ["two"]), ([[4, 5]], ["two"])])
+def test_texts_are_scored_by_a_model_that_pools(fake: LLM, pair: tuple[Any, Any]) -> None:
+    with pytest.raises(RequestError, match=r'LLM\(\.\.\., runner="pooling"\) scores texts'):
+        fake.score(*pair)
+
+
 def test_enqueued_requests_are_waited_for_together_and_once(fake: LLM) -> None:
     ids = fake.enqueue(["one", [4, 5]], SamplingParams(max_tokens=9)) + fake.enqueue({"prompt_token_ids": [6]})
     outputs = fake.wait_for_completion(use_tqdm=False)

@@ -139,6 +139,12 @@ class LLM(PoolingMethods):
         """
         if self._pooler is not None:
             return self._score_pairs(data_1, data_2, lora_request=lora_request, **options)
+        for data in (data_1, data_2):
+            if isinstance(data, str) or (isinstance(data, Sequence) and any(isinstance(one, str) for one in data)):
+                raise RequestError(
+                    'this model generates, and scores token ids: LLM(..., runner="pooling") scores texts',
+                    field="runner",
+                )
         return self.score_tokens(data_1, data_2, lora_request=lora_request, **options)
 
     def score_tokens(
