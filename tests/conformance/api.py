@@ -11,6 +11,7 @@ import httpx
 import msgspec
 
 from tests import documented
+from tests.replies import good
 
 GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
 CHAT_TOKENS, TOKENIZE, DETOKENIZE = "/v1/chat/completions/tokens", "/tokenize", "/detokenize"
@@ -66,9 +67,7 @@ class Api:
 
     def ok(self, path: str, body: Any, **kwargs: Any) -> Any:
         """The reply to a body that must be accepted."""
-        answer = self.post(path, body, **kwargs)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
+        return good(self.post(path, body, **kwargs))
 
     def generate(self, params: dict[str, Any] | None = None, **fields: Any) -> Any:
         """The reply of the token route: 8 tokens of PROMPT unless told otherwise."""

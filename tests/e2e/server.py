@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.replies import good
+
 START_SECONDS = 120.0
 
 
@@ -37,10 +39,7 @@ class Served(ABC):
 
     def generate(self, token_ids: list[int], **params: Any) -> dict[str, Any]:
         """The reply of /inference/v1/generate for these sampling parameters."""
-        answer = self.post("/inference/v1/generate", {"token_ids": token_ids, "sampling_params": params})
-        assert answer.status_code == 200, answer.text
-        reply: dict[str, Any] = answer.json()
-        return reply
+        return good(self.post("/inference/v1/generate", {"token_ids": token_ids, "sampling_params": params}))
 
     def metric(self, name: str) -> float:
         """The value of an unlabelled (or once-labelled) metric, summed over labels."""

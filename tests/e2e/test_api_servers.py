@@ -6,7 +6,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +19,7 @@ import pytest
 from tests.adapters import write_adapter
 from tests.e2e.server import Server
 from tests.e2e.test_failures import run
+from tests.waiting import until
 from tokserve.checkpoint import DEMO_DIR
 
 GENERATE = "/inference/v1/generate"
@@ -80,13 +81,6 @@ def via(server: Server, index: int) -> Iterator[httpx.Client]:
                 yield client
                 return
     raise AssertionError(f"no connection reaches API process {index}")
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, "it does not come to pass"
-        time.sleep(0.02)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.e2e.server import Served
+from tests.replies import good
 from tokserve import LLM, BeamSearchParams
 
 pytestmark = pytest.mark.usefixtures("engine_threads")
@@ -22,10 +23,7 @@ def server(float32: Served) -> Served:
 
 
 def beams(server: Served, path: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
-    answer = server.post(path, {"use_beam_search": True, "n": 3, "max_tokens": 6, "return_token_ids": True} | body)
-    assert answer.status_code == 200, answer.text
-    reply: dict[str, Any] = answer.json()
-    return reply
+    return good(server.post(path, {"use_beam_search": True, "n": 3, "max_tokens": 6, "return_token_ids": True} | body))
 
 
 def test_they_are_the_ones_of_the_offline_api(server: Served) -> None:

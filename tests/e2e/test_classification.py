@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.e2e.server import Served
 from tests.models.classifiers import classifier
+from tests.replies import good
 from tests.threads import ServerThread
 from tests.tiny_families import FAMILIES
 from tests.tiny_models import tiny_config, write_checkpoint
@@ -67,10 +68,7 @@ def logits(llm: LLM, prompts: list[list[int]]) -> list[list[float]]:
 
 
 def post(server: Served, path: str, **body: Any) -> dict[str, Any]:
-    answer = httpx.post(f"{server.url}{path}", json=body)
-    assert answer.status_code == 200, answer.text
-    reply: dict[str, Any] = answer.json()
-    return reply
+    return good(httpx.post(f"{server.url}{path}", json=body))
 
 
 def ids_of(text: str) -> list[int]:

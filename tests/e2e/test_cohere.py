@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.server import Served
+from tests.replies import good
 from tests.threads import ServerThread
 
 TEXTS = ["What is 47 + 38?", "a", "naïve 漢字"]
@@ -22,10 +23,7 @@ def server() -> Iterator[Served]:
 
 
 def embed(server: Served, **body: Any) -> dict[str, Any]:
-    answer = server.post("/v2/embed", {"texts": TEXTS} | body)
-    assert answer.status_code == 200, answer.text
-    reply: dict[str, Any] = answer.json()
-    return reply
+    return good(server.post("/v2/embed", {"texts": TEXTS} | body))
 
 
 def test_all_types_are_of_the_same_vectors(server: Served) -> None:

@@ -19,6 +19,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
 from tests.e2e.server import Served
+from tests.replies import good
 from tests.runner.test_encoders import checkpoint
 from tests.threads import ServerThread
 from tokserve import LLM
@@ -66,10 +67,7 @@ def score(model: Any, tokenizer: tokenizers.Tokenizer, first: str, second: str) 
 
 
 def post(server: Served, path: str, **body: Any) -> dict[str, Any]:
-    answer = httpx.post(f"{server.url}{path}", json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    reply: dict[str, Any] = answer.json()
-    return reply
+    return good(httpx.post(f"{server.url}{path}", json=body, timeout=60))
 
 
 def refusal(server: Served, path: str, **body: Any) -> dict[str, Any]:

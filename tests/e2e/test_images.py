@@ -19,6 +19,7 @@ from PIL import Image
 
 from tests.e2e.server import Served
 from tests.models.pictures import data_url, oracle, png, write_served
+from tests.replies import good
 from tests.threads import ServerThread
 
 GENERATE, CHAT, RENDER = "/inference/v1/generate", "/v1/chat/completions", "/v1/chat/completions/render"
@@ -40,10 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def ask(server: Served, body: dict[str, Any], path: str = GENERATE) -> dict[str, Any]:
-    answer = server.post(path, body)
-    assert answer.status_code == 200, answer.text
-    reply: dict[str, Any] = answer.json()
-    return reply
+    return good(server.post(path, body))
 
 
 def by_parts(*images: bytes, ids: list[int] | None = None, **more: Any) -> dict[str, Any]:

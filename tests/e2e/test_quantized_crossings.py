@@ -24,6 +24,7 @@ from tests.models import test_float8 as float8
 from tests.models import test_mxfp4 as mxfp4
 from tests.models import test_packed as packed
 from tests.models.test_load import rewrite, stored
+from tests.replies import good
 from tests.tiny_models import write_checkpoint
 from tokserve.gguf.config import model_config
 from tokserve.gguf.header import read_header
@@ -122,10 +123,7 @@ def outcome(server: Server) -> list[Any]:
 
 
 def reply(server: Server, body: dict[str, Any]) -> dict[str, Any]:
-    answer = server.post("/inference/v1/generate", body)
-    assert answer.status_code == 200, answer.text
-    made: dict[str, Any] = answer.json()
-    return made
+    return good(server.post("/inference/v1/generate", body))
 
 
 def part(made: dict[str, Any]) -> Any:

@@ -27,6 +27,7 @@ from tests.e2e.test_exact import alone, together
 from tests.models import gguf_models
 from tests.models.classifiers import classifier
 from tests.ports import free_port
+from tests.replies import good
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM, LoRARequest, SamplingParams, rl
 from tokserve.errors import StartError
@@ -195,9 +196,7 @@ def rank_processes(server: Server) -> list[psutil.Process]:
 def reply(server: Server, seed: int = 1) -> Any:
     params = {"max_tokens": 20, "temperature": 1.0, "seed": seed, "logprobs": 2, "ignore_eos": True}
     body = {"token_ids": [5, 6, 7], "sampling_params": params, "logprobs_format": "arrays"}
-    answer = server.post(GENERATE, body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]["logprobs"]
+    return good(server.post(GENERATE, body))["choices"][0]["logprobs"]
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from tests.e2e.server import Served, Server
+from tests.replies import good
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 MESSAGES = [{"role": "user", "content": "Reverse the word planet."}]
@@ -27,10 +28,8 @@ def http() -> Iterator[httpx.Client]:
         yield client
 
 
-def good(http: httpx.Client, server: Server, path: str, body: Any) -> Any:
-    answer = http.post(server.url + path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+def ask(http: httpx.Client, server: Server, path: str, body: Any) -> Any:
+    return good(http.post(server.url + path, json=body))
 
 
 def steady(reply: Any) -> Any:
@@ -46,9 +45,9 @@ FULL = {"logprobs": True, "top_logprobs": 4, "return_token_ids": True}
 def test_chat(http: httpx.Client, demo: Server, fields: dict[str, Any]) -> None:
     for form, logprobs in (("objects", {}), ("objects", FULL), ("base64", FULL), ("arrays", {"logprobs": True})):
         asked = {"messages": MESSAGES} | fields | logprobs
-        made = good(http, demo, GENERATE, good(http, demo, CHAT + "/render", asked) | {"logprobs_format": form})
+        made = ask(http, demo, GENERATE, ask(http, demo, CHAT + "/render", asked) | {"logprobs_format": form})
         body = {"generate_response": made, "chat_request": asked}
-        assert steady(good(http, demo, CHAT + "/derender", body)) == steady(good(http, demo, CHAT, asked))
+        assert steady(ask(http, demo, CHAT + "/derender", body)) == steady(ask(http, demo, CHAT, asked))
 
 
 @pytest.mark.parametrize("fields", [*COMMON, {"echo": True}, {"echo": True, "max_tokens": 0}], ids=str)
@@ -56,11 +55,11 @@ def test_completions(http: httpx.Client, demo: Server, fields: dict[str, Any]) -
     for form, logprobs in (("objects", {"logprobs": 2}), ("arrays", {"logprobs": 0})):
         asked = {"prompt": ["47+38<|im_end|>", "hello"], "seed": 1} | fields | logprobs
         made = [
-            good(http, demo, GENERATE, r | {"logprobs_format": form})
-            for r in good(http, demo, COMPLETIONS + "/render", asked)
+            ask(http, demo, GENERATE, r | {"logprobs_format": form})
+            for r in ask(http, demo, COMPLETIONS + "/render", asked)
         ]
         body = {"generate_responses": made, "completion_request": asked}
-        assert steady(good(http, demo, COMPLETIONS + "/derender", body)) == steady(good(http, demo, COMPLETIONS, asked))
+        assert steady(ask(http, demo, COMPLETIONS + "/derender", body)) == steady(ask(http, demo, COMPLETIONS, asked))
 
 
 @pytest.mark.parametrize("fields", COMMON, ids=str)
@@ -69,11 +68,11 @@ def test_generated_by_a_tokens_only_server(
 ) -> None:
     """Which knows no stop strings: it generates on, and the way back cuts."""
     asked = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2} | fields
-    rendered = good(http, demo, CHAT + "/render", asked)
+    rendered = ask(http, demo, CHAT + "/render", asked)
     rendered["sampling_params"].pop("stop", None)
-    made = good(http, tokens_only, GENERATE, rendered)
+    made = ask(http, tokens_only, GENERATE, rendered)
     body = {"generate_response": made, "chat_request": asked}
-    assert steady(good(http, demo, CHAT + "/derender", body)) == steady(good(http, demo, CHAT, asked))
+    assert steady(ask(http, demo, CHAT + "/derender", body)) == steady(ask(http, demo, CHAT, asked))
 
 
 PLAIN = [
@@ -86,9 +85,9 @@ def test_without_the_request_the_text_of_a_cut_reply_is_the_same(
     http: httpx.Client, demo: Server, fields: dict[str, Any]
 ) -> None:
     asked = {"messages": MESSAGES} | fields
-    made = good(http, demo, GENERATE, good(http, demo, CHAT + "/render", asked))
-    shown = good(http, demo, CHAT + "/derender", {"generate_response": made})
-    whole = good(http, demo, CHAT, asked)
+    made = ask(http, demo, GENERATE, ask(http, demo, CHAT + "/render", asked))
+    shown = ask(http, demo, CHAT + "/derender", {"generate_response": made})
+    whole = ask(http, demo, CHAT, asked)
     assert [c["message"] for c in shown["choices"]] == [c["message"] for c in whole["choices"]]
     assert steady(shown)["usage"] == steady(whole)["usage"]
 

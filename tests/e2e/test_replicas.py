@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.e2e.server import Server
+from tests.replies import good
 
 GENERATE = "/inference/v1/generate"
 RANK = "X-data-parallel-rank"
@@ -39,9 +40,7 @@ def body(seed: int, **fields: Any) -> dict[str, Any]:
 
 
 def reply(server: Server, seed: int, headers: dict[str, str] | None = None, **fields: Any) -> Any:
-    answer = server.post(GENERATE, body(seed, **fields), headers=headers or {})
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"]
+    return good(server.post(GENERATE, body(seed, **fields), headers=headers or {}))["choices"]
 
 
 def test_every_engine_gives_the_same_reply(server: Server, count: int) -> None:

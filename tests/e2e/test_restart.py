@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,11 @@ import pytest
 from tests.e2e.server import Server
 from tests.e2e.test_api_servers import in_flight, via
 from tests.e2e.test_rl import variant
+from tests.waiting import PATIENCE, until
 
 GENERATE = "/inference/v1/generate"
 FLAGS = ("--tokens-only", "--max-num-seqs", "4", "--restart-engine", "2", "--step-timeout", "3")
 LONG: dict[str, Any] = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 1900, "ignore_eos": True, "n": 200}}
-PATIENCE = 120.0
-
-
-def until(condition: Callable[[], bool], log: list[str]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, "\n".join(log)
-        time.sleep(0.05)
 
 
 def directories(engine: psutil.Process) -> set[Path]:

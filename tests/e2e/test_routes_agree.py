@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tests.e2e.server import Server
+from tests.replies import good
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 QUESTIONS = ["What is 47 + 38?", "Reverse the word planet.", "Sort the letters of banana.", "Hé 🙂", "count e in tree"]
@@ -63,10 +64,8 @@ def completion_request(seed: int) -> dict[str, Any]:
     return asked | maybe(rng, 0.6, logprobs=rng.randrange(0, 5)) | maybe(rng, 0.3, echo=True)
 
 
-def good(client: httpx.Client, path: str, body: Any) -> Any:
-    answer = client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+def ask(client: httpx.Client, path: str, body: Any) -> Any:
+    return good(client.post(path, json=body))
 
 
 def events(client: httpx.Client, path: str, body: Any) -> list[Any]:
@@ -121,27 +120,27 @@ def ways(client: httpx.Client, rendered: Any) -> Iterator[Any]:
     """What the token route makes of a rendered request, whole and joined from a stream, in two formats."""
     for form in ("objects", "arrays"):
         asked = rendered | {"logprobs_format": form}
-        yield good(client, GENERATE, asked)
+        yield ask(client, GENERATE, asked)
         yield whole(events(client, GENERATE, asked))
 
 
 def check_chat(client: httpx.Client, seed: int) -> None:
     asked = chat_request(seed)
-    wanted = steady(good(client, CHAT, asked))
+    wanted = steady(ask(client, CHAT, asked))
     assert steady(whole(events(client, CHAT, asked))) == wanted, asked
-    for made in ways(client, good(client, CHAT + "/render", asked)):
+    for made in ways(client, ask(client, CHAT + "/render", asked)):
         body = {"generate_response": made, "chat_request": asked}
-        assert steady(good(client, CHAT + "/derender", body)) == wanted, asked
+        assert steady(ask(client, CHAT + "/derender", body)) == wanted, asked
 
 
 def check_completions(client: httpx.Client, seed: int) -> None:
     asked = completion_request(seed)
-    wanted = steady(good(client, COMPLETIONS, asked))
+    wanted = steady(ask(client, COMPLETIONS, asked))
     assert steady(whole(events(client, COMPLETIONS, asked))) == wanted, asked
-    made = zip(*[ways(client, rendered) for rendered in good(client, COMPLETIONS + "/render", asked)], strict=True)
+    made = zip(*[ways(client, rendered) for rendered in ask(client, COMPLETIONS + "/render", asked)], strict=True)
     for replies in made:
         body = {"generate_responses": replies, "completion_request": asked}
-        assert steady(good(client, COMPLETIONS + "/derender", body)) == wanted, asked
+        assert steady(ask(client, COMPLETIONS + "/derender", body)) == wanted, asked
 
 
 @pytest.mark.parametrize("seed", range(FEW))

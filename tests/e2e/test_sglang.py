@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.e2e.server import Served
+from tests.replies import good
 from tests.server.fake_llm import parse_events
 
 IDS = [5, 20, 31, 44, 7]
@@ -26,9 +27,7 @@ def server(float32: Served) -> Served:
 
 
 def generate(server: Served, body: dict[str, Any], **params: Any) -> Any:
-    answer = server.post("/generate", body | {"sampling_params": params})
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return good(server.post("/generate", body | {"sampling_params": params}))
 
 
 def test_slimes_rollout(server: Served) -> None:

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from tests.e2e.server import Served, Server
+from tests.replies import good
 
 GENERATE = "/inference/v1/generate"
 PROMPT = [5, 20, 31, 44, 7]
@@ -27,10 +28,7 @@ def body(form: dict[str, Any] | None, **params: Any) -> dict[str, Any]:
 
 
 def choices(server: Server, asked: dict[str, Any]) -> list[dict[str, Any]]:
-    answer = server.post(GENERATE, asked)
-    assert answer.status_code == 200, answer.text
-    found: list[dict[str, Any]] = answer.json()["choices"]
-    return found
+    return good(server.post(GENERATE, asked))["choices"]
 
 
 def test_beside_others_every_row_is_what_it_is_alone(demo: Server) -> None:

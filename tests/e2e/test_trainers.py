@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e.server import Server
+from tests.replies import good
 from tests.rl.test_rendezvous import listening, torch_group
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.rl import Client
@@ -47,9 +48,7 @@ class TorchTrainer:
             self._group.broadcast(tensor, 0).wait()
 
     def post(self, path: str, body: Any) -> Any:
-        answer = self.server.post(path, body)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
+        return good(self.server.post(path, body))
 
     def piece(self, tensors: Tensors, announce: Callable[[dict[str, Any]], None]) -> None:
         """Send some tensors."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.waiting import until
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.engine.structured_output import trials as module
 from tokserve.engine.structured_output.grammar import NICENESS, Cost
@@ -64,13 +64,6 @@ def costly(trials: Trials, number: int = 0, client: str = "") -> Tried:
 
 def children(trials: Trials) -> list[psutil.Process]:
     return [] if trials.pid is None else psutil.Process(trials.pid).children()
-
-
-def until(condition: object) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_no_process_and_no_thread_before_the_first_grammar(trials: Trials) -> None:

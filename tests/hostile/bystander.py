@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -68,13 +69,16 @@ def _request(form: dict[str, Any] | None, seed: int) -> dict[str, Any]:
 REQUESTS = [_request(None, 1), _request({"choice": ["yes", "no", "maybe"]}, 2), _request({"regex": "[a-z]{3,9}"}, 3)]
 
 
+def process_memory(server: Server) -> list[tuple[psutil.Process, int]]:
+    """The processes of a server, and the bytes of memory that each has."""
+    root = psutil.Process(server.process.pid)
+    sizes = []
+    for process in (root, *root.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            sizes.append((process, process.memory_info().rss))
+    return sizes
+
+
 def resident(server: Server) -> int:
     """Bytes of memory of the server with all its processes."""
-    root = psutil.Process(server.process.pid)
-    total = 0
-    for process in (root, *root.children(recursive=True)):
-        try:
-            total += process.memory_info().rss
-        except psutil.NoSuchProcess:
-            continue
-    return total
+    return sum(size for _, size in process_memory(server))

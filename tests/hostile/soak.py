@@ -33,6 +33,7 @@ import psutil
 from tests.chaos.soak import percentile
 from tests.e2e.server import Server
 from tests.hostile.attack import MIB, NO_RETRY_AFTER, Metronome
+from tests.hostile.bystander import process_memory
 from tests.hostile.good_client import KINDS, GoodClient, Reply
 from tests.hostile.grammar_attacks import choices
 
@@ -82,7 +83,7 @@ class Sampler(threading.Thread):
                 except httpx.HTTPError as error:
                     self.faults.append(f"/metrics: {error!r}")
                     continue
-                memory = {process.pid: size for process, size in resident(self._server)}
+                memory = {process.pid: size for process, size in process_memory(self._server)}
                 self.samples.append(
                     Sample(
                         time.monotonic(), memory[self._server.process.pid], memory[self._engine.pid],
@@ -98,21 +99,9 @@ class Sampler(threading.Thread):
         self._metronome.end()
 
 
-def resident(server: Server) -> list[tuple[psutil.Process, int]]:
-    """The processes of a server, and the bytes of memory that each has."""
-    root = psutil.Process(server.process.pid)
-    sizes = []
-    for process in (root, *root.children(recursive=True)):
-        try:
-            sizes.append((process, process.memory_info().rss))
-        except psutil.NoSuchProcess:
-            continue
-    return sizes
-
-
 def sizes(server: Server) -> Sizes:
     """What the server holds now."""
-    memory = {process.pid: size for process, size in resident(server)}
+    memory = {process.pid: size for process, size in process_memory(server)}
     grammars = int(metric(server.get("/metrics").text, "grammar_cache_bytes"))
     engine = memory[server.engine().pid]
     return {"server": memory[server.process.pid], "engine": engine, "all": sum(memory.values()), "grammars": grammars}
@@ -193,7 +182,7 @@ class Soak:
             asyncio.run(client.run(self._quiet_seconds))
             self.quiet, client.replies = client.replies, []
             server.wait_idle()
-            processes = {process.pid for process, _ in resident(server)}
+            processes = {process.pid for process, _ in process_memory(server)}
             self.memory["before"] = sizes(server)
             self._attack(server, client)
             self._settle(server, processes)
@@ -251,7 +240,7 @@ class Soak:
 
     def _left(self, server: Server, processes: set[int]) -> list[str]:
         """What there is that was not there before."""
-        left = [f"process {process.pid} is left" for process, _ in resident(server) if process.pid not in processes]
+        left = [f"process {one.pid} is left" for one, _ in process_memory(server) if one.pid not in processes]
         text = server.get("/metrics").text
         for name in (*(f"num_requests_{name}" for name in GAUGES), "grammars_compiling"):
             if value := metric(text, name):

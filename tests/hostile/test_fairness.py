@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ from tests.hostile import stream_attacks as attacks
 from tests.hostile.bystander import Bystander, resident
 from tests.hostile.grammar_attacks import GENERATE, body
 from tests.hostile.stream_attacks import connect, large
+from tests.waiting import until
 
 MIB = 1 << 20
 ATTACKER = "127.0.0.2"
@@ -31,13 +31,6 @@ SECONDS = 60.0
 def server() -> Iterator[Server]:
     with Server("demo", "--max-num-seqs", "16") as made:
         yield made
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end, "it does not come to that"
-        time.sleep(0.05)
 
 
 def attacker(server: Server) -> httpx.Client:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,12 +13,12 @@ import pytest
 from tests import needs
 from tests.e2e.server import Server
 from tests.ray.cluster import RayCluster
+from tests.waiting import PATIENCE, until
 
 pytestmark = [needs.RAY.skips(), pytest.mark.slow, pytest.mark.timeout(600)]
 GENERATE = "/inference/v1/generate"
 COMPLETE = '"finish_reason":"length"'
 FLAGS = ("-dp", "2", "--data-parallel-backend", "ray", "--cpu-threads", "1", "--max-num-seqs", "4", "--tokens-only")
-PATIENCE = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +30,6 @@ def cluster() -> Iterator[RayCluster]:
 def body(seed: int, **fields: Any) -> dict[str, Any]:
     params = {"max_tokens": 20, "temperature": 1.0, "seed": seed, "logprobs": 2, "ignore_eos": True}
     return {"token_ids": [5 + seed, 6, 7], "sampling_params": params, "logprobs_format": "arrays"} | fields
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.2)
 
 
 def engines() -> dict[str, psutil.Process]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,12 @@ import tokserve
 from tests import needs
 from tests.e2e.server import Server
 from tests.ray.cluster import RayCluster
+from tests.waiting import PATIENCE, until
 
 pytestmark = [needs.RAY.skips(), pytest.mark.slow, pytest.mark.timeout(600)]
 GENERATE = "/inference/v1/generate"
 RAY = ("--distributed-executor-backend", "ray", "--cpu-threads", "2", "--tokens-only")
 WEIGHTS = str(Path(tokserve.__file__).parent / "demo_model")
-PATIENCE = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +54,6 @@ def left(cluster: RayCluster) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return processes
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.2)
 
 
 @pytest.mark.parametrize("size", [("-tp", "2"), ("-pp", "2")], ids=["tp", "pp"])

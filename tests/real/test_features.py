@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from tests.adapters import write_adapter
 from tests.e2e.server import Server
 from tests.real.conftest import Model
+from tests.replies import good
 from tokserve.rl import TokserveClient
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(600)]
@@ -98,10 +99,7 @@ def test_a_json_schema_is_kept(client: openai.OpenAI) -> None:
 
 def test_sampling_masks_and_speculation(server: Server, smollm2: Model) -> None:
     def reply(**body: Any) -> dict[str, Any]:
-        answer = server.post("/inference/v1/generate", {"token_ids": smollm2.prompts[3]} | body)
-        assert answer.status_code == 200, answer.text
-        choice: dict[str, Any] = answer.json()["choices"][0]
-        return choice
+        return good(server.post("/inference/v1/generate", {"token_ids": smollm2.prompts[3]} | body))["choices"][0]
 
     params = {"temperature": 0.8, "top_p": 0.9, "seed": 3, "max_tokens": 32, "logprobs": 2, "ignore_eos": True}
     plain = reply(sampling_params=params)

@@ -21,6 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from tests import documented
 from tests.outputs import Output, pack
+from tests.text.tool_templates import HERMES
 from tokserve.admin import COMMANDS
 from tokserve.client.admin import AdminMethods
 from tokserve.client.inputs import GenerateRequest, Inputs, bare_id
@@ -443,6 +444,11 @@ def site(
     config = Config.make(**values)
     llm = FakeLLM(config, script)
     return Site(llm, build_app(llm, config, keep_alive=keep_alive, api_process=api_process))  # type: ignore[arg-type]
+
+
+def chat_site(text: str, template: str = HERMES, **options: Any) -> Site:
+    """A fake server whose choices all answer `text`; `template` makes prompts of its conversations."""
+    return site(says(text), **({"chat_template": template, "max_model_len": 2048} | options))
 
 
 class Caller:

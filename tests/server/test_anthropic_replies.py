@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 from typing import Any
 
 import pytest
 from pydantic_core import from_json
 
-from tests.server.fake_llm import Caller, Site, endless, ids, says, site
+from tests.replies import good, named_events
+from tests.server.fake_llm import Caller, Site, chat_site, endless, ids, says, site
 from tests.server.test_tools import ANSWERS, CALL
 from tests.text.tool_templates import HERMES, OPENED
 from tokserve.errors import Conflict, QueueFull
@@ -26,32 +26,14 @@ FUNCTIONS = [
 PROMPT = len(ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"))
 
 
-def serve(text: str, template: str = HERMES, **options: Any) -> Site:
-    return site(says(text), **({"chat_template": template, "max_model_len": 2048} | options))
-
-
 def ask(s: Site, **fields: Any) -> dict[str, Any]:
-    answer = s.post(MESSAGES, BODY | {"request_id": "r"} | fields)
-    assert answer.status_code == 200, answer.text
-    reply: dict[str, Any] = answer.json()
-    return reply
-
-
-def events(text: str) -> list[dict[str, Any]]:
-    """The events of a stream: each names its type twice, and there is no [DONE]."""
-    parsed = []
-    for block in text.split("\n\n")[:-1]:
-        if not block.startswith(":"):
-            kind, fields = block.split("\n")
-            parsed.append(json.loads(fields.removeprefix("data: ")))
-            assert kind == f"event: {parsed[-1]['type']}"
-    return parsed
+    return good(s.post(MESSAGES, BODY | {"request_id": "r"} | fields))
 
 
 def streamed(s: Site, **fields: Any) -> list[dict[str, Any]]:
     answer = s.post(MESSAGES, BODY | {"request_id": "r", "stream": True} | fields)
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream"), answer.text
-    return events(answer.text)
+    return named_events(answer.text)
 
 
 def put_together(told: list[dict[str, Any]]) -> dict[str, Any]:
@@ -101,7 +83,7 @@ def add(block: dict[str, Any], delta: dict[str, str]) -> str:
 
 
 def test_the_whole_shape() -> None:
-    answer = serve("hello").post(MESSAGES, BODY, headers={"X-Request-Id": "r"})
+    answer = chat_site("hello").post(MESSAGES, BODY, headers={"X-Request-Id": "r"})
     assert answer.headers["x-request-id"] == answer.headers["request-id"] == "r"
     assert answer.json() == {
         "id": "msg_r", "type": "message", "role": "assistant", "model": "tiny",
@@ -112,7 +94,7 @@ def test_the_whole_shape() -> None:
 
 
 def test_the_events_of_a_thought_a_text_and_a_call() -> None:
-    told = streamed(serve(f"<think>hm</think>so\n{CALL}", reasoning_parser="qwen3"), tools=TOOLS)
+    told = streamed(chat_site(f"<think>hm</think>so\n{CALL}", reasoning_parser="qwen3"), tools=TOOLS)
     for event in told:
         event.pop("message", None)
     kinds = [(event["type"], event.get("index")) for event in told]
@@ -138,7 +120,7 @@ def plain(reply: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=[HERMES, OPENED], ids=["hermes", "opened"])
 def reader(request: pytest.FixtureRequest) -> Site:
-    return serve("", request.param, reasoning_parser="qwen3")
+    return chat_site("", request.param, reasoning_parser="qwen3")
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
@@ -163,12 +145,12 @@ def test_a_message_is_chats_answer_streamed_and_whole(reader: Site, answer: str,
 
 
 def test_an_empty_answer_is_an_empty_text() -> None:
-    s = serve("")
+    s = chat_site("")
     assert ask(s)["content"] == put_together(streamed(s))["content"] == [{"type": "text", "text": ""}]
 
 
 def test_the_signature_is_a_digest_of_the_thought() -> None:
-    [thought, text] = ask(serve("<think>hm</think>so", reasoning_parser="qwen3"))["content"]
+    [thought, text] = ask(chat_site("<think>hm</think>so", reasoning_parser="qwen3"))["content"]
     assert thought == {"type": "thinking", "thinking": "hm", "signature": hashlib.sha256(b"hm").hexdigest()}
     assert text == {"type": "text", "text": "so"}
 
@@ -188,7 +170,7 @@ def test_the_signature_is_a_digest_of_the_thought() -> None:
     ],
 )  # fmt: skip
 def test_stop_reasons(text: str, fields: dict[str, Any], reason: str, sequence: str | None) -> None:
-    s = serve(text)
+    s = chat_site(text)
     told = streamed(s, **fields)
     whole = ask(s, **fields)
     assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, sequence) and put_together(told) == whole
@@ -197,7 +179,7 @@ def test_stop_reasons(text: str, fields: dict[str, Any], reason: str, sequence: 
 
 def test_arguments_of_a_call_that_was_cut_off_are_the_complete_ones() -> None:
     begun = '<tool_call>\n{"name": "weather", "arguments": {"days": 3, "city": "O'
-    s = serve(begun + 'slo"}}\n</tool_call>')
+    s = chat_site(begun + 'slo"}}\n</tool_call>')
     [call] = ask(s, tools=TOOLS, max_tokens=len(begun))["content"]
     assert call["type"] == "tool_use" and call["input"] == {"days": 3}
     told = streamed(s, tools=TOOLS, max_tokens=len(begun))
@@ -206,7 +188,7 @@ def test_arguments_of_a_call_that_was_cut_off_are_the_complete_ones() -> None:
 
 
 def test_usage_takes_the_cached_tokens_apart() -> None:
-    s = serve("hello")
+    s = chat_site("hello")
     s.llm.cached = 4
     want = {"input_tokens": PROMPT - 4, "output_tokens": 6, "cache_read_input_tokens": 4,
             "cache_creation_input_tokens": 0}  # fmt: skip
@@ -216,7 +198,7 @@ def test_usage_takes_the_cached_tokens_apart() -> None:
 
 
 def test_token_ids_on_demand() -> None:
-    s = serve("<think>hm</think>so", reasoning_parser="qwen3")
+    s = chat_site("<think>hm</think>so", reasoning_parser="qwen3")
     reply = ask(s, return_token_ids=True)
     assert reply["token_ids"][:-1] == ids("<think>hm</think>so") and len(reply["prompt_token_ids"]) == PROMPT
     count = len(reply["token_ids"])
@@ -236,7 +218,7 @@ def test_a_request_that_was_aborted_keeps_its_text() -> None:
 
     caller, answer = asyncio.run(scene())
     assert "aborted" in answer
-    reply = put_together(events(b"".join(caller.writes).decode()))
+    reply = put_together(named_events(b"".join(caller.writes).decode()))
     assert reply["stop_reason"] is None and reply["stop_detail"] == {"kind": "abort_user"}
     assert reply["content"][0]["text"]
 
@@ -261,7 +243,7 @@ def test_a_client_that_leaves_aborts_its_request(stream: bool) -> None:
     [(QueueFull("full", retry_after=7), 429, "rate_limit_error"), (Conflict("in use"), 409, "invalid_request_error")],
 )  # fmt: skip
 def test_refusals_of_the_engine_come_before_a_stream(stream: bool, error: Any, status: int, kind: str) -> None:
-    s = serve("x")
+    s = chat_site("x")
     s.llm.refuse = error
     answer = s.post(MESSAGES, BODY | {"stream": stream})
     assert answer.status_code == status and answer.json() == {
@@ -271,7 +253,7 @@ def test_refusals_of_the_engine_come_before_a_stream(stream: bool, error: Any, s
 
 
 def test_a_dead_engine_and_a_draining_server_are_overloaded() -> None:
-    s = serve("x")
+    s = chat_site("x")
     s.app.state.draining = True
     answer = s.post(MESSAGES, BODY)
     assert answer.status_code == 503 and answer.json()["error"]["type"] == "overloaded_error"
@@ -290,7 +272,7 @@ def test_an_error_within_a_stream_is_its_last_event() -> None:
         s.llm.die()
         await caller.task
         assert caller.status == 200 and caller.done
-        return events(b"".join(caller.writes).decode())
+        return named_events(b"".join(caller.writes).decode())
 
     told = asyncio.run(scene(site(endless, chat_template=HERMES), True))
     error = {"type": "error", "error": {"type": "overloaded_error", "message": "the engine process ended"}}
@@ -300,7 +282,7 @@ def test_an_error_within_a_stream_is_its_last_event() -> None:
 
 
 def test_a_request_that_fails_is_an_api_error() -> None:
-    s = serve("x")
+    s = chat_site("x")
     s.llm.fails = lambda index: True
     answer = s.post(MESSAGES, BODY)
     want = {"type": "error", "error": {"type": "api_error", "message": "the logits are not finite"}}
@@ -309,7 +291,7 @@ def test_a_request_that_fails_is_an_api_error() -> None:
 
 
 def test_an_unexpected_error_is_an_api_error_without_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    s = serve("x")
+    s = chat_site("x")
     monkeypatch.setattr(s.llm, "prepare", lambda *_: 1 / 0)
     answer = s.post(MESSAGES, BODY)
     assert answer.status_code == 500

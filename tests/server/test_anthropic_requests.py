@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.server.fake_llm import TOKENIZER, Site, says, site
+from tests.server.fake_llm import TOKENIZER, Site, chat_site, says, site
 from tests.server.test_openapi import numbers
 from tests.text.tool_templates import HERMES, MISTRAL, OPENED, THINKER
 from tokserve.server.anthropic.bodies import CountTokensBody, MessagesBody
@@ -34,13 +34,9 @@ FUNCTIONS = [
 ONE_SYSTEM = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('one') }}{% endif %}{{ m.role }}:{{ m.content }};{% endfor %}"  # noqa: E501
 
 
-def serve(text: str = "x", template: str = HERMES, **options: Any) -> Site:
-    return site(says(text), **({"chat_template": template, "max_model_len": 2048} | options))
-
-
 @pytest.fixture(scope="module")
 def server() -> Site:
-    return serve()
+    return chat_site("x")
 
 
 def prompt(s: Site, **fields: Any) -> str:
@@ -103,7 +99,7 @@ CONVERSATIONS: list[tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = [ 
 @pytest.mark.parametrize(("system", "messages", "chat"), CONVERSATIONS, ids=range(len(CONVERSATIONS)))
 @pytest.mark.parametrize("template", [HERMES, THINKER], ids=["hermes", "thinker"])
 def test_a_conversation_is_that_of_chat(template: str, system: Any, messages: Any, chat: Any) -> None:
-    s = serve(template=template)
+    s = chat_site("x", template=template)
     assert prompt(s, system=system, messages=messages) == as_chat(s, chat)
 
 
@@ -117,10 +113,9 @@ def test_a_final_turn_of_the_assistant_is_continued(server: Site) -> None:
 def test_system_messages_move_only_where_the_template_demands_it() -> None:
     messages = [*HI, {"role": "system", "content": "a"}, {"role": "assistant", "content": "so"}, *HI,
                 {"role": "system", "content": [TEXT, TEXT]}]  # fmt: skip
-    assert prompt(serve(template=ONE_SYSTEM), system="s", messages=messages).startswith(
-        "system:s\n\na\n\na\na;user:hi;"
-    )
-    assert prompt(serve(template=ONE_SYSTEM), messages=messages).startswith("system:a\n\na\na;user:hi;assistant:so;")
+    s = chat_site("x", ONE_SYSTEM)
+    assert prompt(s, system="s", messages=messages).startswith("system:s\n\na\n\na\na;user:hi;")
+    assert prompt(s, messages=messages).startswith("system:a\n\na\na;user:hi;assistant:so;")
 
 
 @pytest.mark.parametrize(
@@ -181,7 +176,7 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of messages, and of c
 
 @pytest.mark.parametrize(("fields", "chat"), FIELDS, ids=range(len(FIELDS)))
 def test_fields_are_those_of_chat(fields: dict[str, Any], chat: dict[str, Any]) -> None:
-    s = serve(template=THINKER, reasoning_parser="qwen3")
+    s = chat_site("x", template=THINKER, reasoning_parser="qwen3")
     want = s.post(f"{CHAT}/render", {"model": "tiny", "messages": HI, "max_tokens": 9} | chat)
     assert want.status_code == 200, want.text
     assert sent(s, **fields) == want.json()
@@ -356,17 +351,17 @@ def test_a_thread_is_refused_so_that_the_sdk_sends_the_whole_conversation(server
 
 
 def test_strict_servers_refuse_unknown_fields() -> None:
-    s = serve(strict=True)
+    s = chat_site("x", strict=True)
     refused(s.post(MESSAGES, BODY | {"max_tokenz": 1}), 400, "max_tokenz", "did you mean 'max_tokens'")
     assert s.post(MESSAGES, BODY | {"metadata": {"user_id": "u"}}).status_code == 200
 
 
 def test_a_template_that_refuses_and_arguments_that_are_nested_deeply() -> None:
-    refused(serve(template="{{ raise_exception('no') }}").post(MESSAGES, BODY), 400, "messages: no")
+    refused(chat_site("x", template="{{ raise_exception('no') }}").post(MESSAGES, BODY), 400, "messages: no")
     nested: Any = {}
     for _ in range(500):
         nested = {"a": nested}
-    answer = serve(max_model_len=8192).post(COUNT, {"model": "tiny"} | assistant(USE | {"input": nested}))
+    answer = chat_site("x", max_model_len=8192).post(COUNT, {"model": "tiny"} | assistant(USE | {"input": nested}))
     assert answer.status_code == 200 or refused(answer, 400, "messages are nested too deeply")
 
 
@@ -379,7 +374,7 @@ def test_null_is_the_default_of_every_optional_field(server: Site) -> None:
 
 @pytest.mark.parametrize("path", [MESSAGES, COUNT, RENDER])
 def test_errors_of_every_kind_have_anthropics_shape(path: str) -> None:
-    s = serve(api_key=["sesame"], max_body_mb=1)
+    s = chat_site("x", api_key=["sesame"], max_body_mb=1)
     key = {"x-api-key": "sesame"}
     refused(s.post(path, BODY), 401, "an API key is required")
     refused(s.post(path, BODY, headers={"x-api-key": "wrong"}), 401, "the API key is wrong")
@@ -408,7 +403,7 @@ def test_the_key_opens_all_routes_in_either_header() -> None:
 
 
 def test_a_body_over_a_limit_of_messages(server: Site) -> None:
-    s = serve(max_messages=3)
+    s = chat_site("x", max_messages=3)
     refused(s.post(MESSAGES, BODY | {"messages": HI * 4}), 400, "messages must have at most 3")
     refused(s.post(MESSAGES, BODY | user(TEXT, TEXT, TEXT)), 400, "messages must have at most 3")
 

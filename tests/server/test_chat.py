@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.replies import good
 from tests.server.fake_llm import NOWHERE, TOKENIZER, Site, ids, says, site
 
 CHAT = "/v1/chat/completions"
@@ -25,9 +26,7 @@ DEEP_CALL = called(name="f", arguments="[" * 100_000)
 
 
 def ask(s: Site, messages: Any = None, **fields: Any) -> Any:
-    answer = s.post(CHAT, {"messages": messages or MESSAGES} | fields)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return good(s.post(CHAT, {"messages": messages or MESSAGES} | fields))
 
 
 def params(**fields: Any) -> Any:

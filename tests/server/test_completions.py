@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer as Backend
 
+from tests.replies import good
 from tests.server import fake_llm
 from tests.server.fake_llm import NOWHERE, TOKENIZER, Site, endless, ids, says, site
 from tests.text.checkpoints import sentence_piece_json
@@ -16,9 +17,7 @@ COMPLETIONS = "/v1/completions"
 
 
 def ask(s: Site, prompt: Any = "ab", **fields: Any) -> Any:
-    answer = s.post(COMPLETIONS, {"prompt": prompt} | fields)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return good(s.post(COMPLETIONS, {"prompt": prompt} | fields))
 
 
 def refusal(prompt: Any = "ab", **fields: Any) -> tuple[int, str | None]:

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.replies import good
 from tests.server.fake_llm import Site, complete, site
 from tokserve.errors import BY_STATUS, Conflict, RequestError
 from tokserve.messages import Status
@@ -119,10 +120,7 @@ def test_checksums_in_memory_and_of_the_checkpoint() -> None:
     s.llm.answers = {"weight_checksums": {"place": "0"}, "checkpoint_checksums": known}
 
     def check(**asked: Any) -> dict[str, Any]:
-        answer = s.post("/weight_checker", asked)
-        assert answer.status_code == 200, answer.text
-        found: dict[str, Any] = answer.json()
-        return found
+        return good(s.post("/weight_checker", asked))
 
     assert check(action="checksum") == {"checksums": {"place": "0"}, **known}
     assert check(action="checksum", names="memory") == {"checksums": {"place": "0"}}

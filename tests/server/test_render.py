@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.replies import good
 from tests.server.fake_llm import EOS, TOKENIZER, VOCAB, Site, ids, says, site
 from tokserve.params import MAX_CHOICES
 from tokserve.server.http import body as bodies
@@ -14,11 +15,6 @@ CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/infer
 MESSAGES = [{"role": "user", "content": "hi"}]
 ODD = "odd \u00fc\u20ac\U0001f600 text"
 FORMATS = ["objects", "arrays", "base64"]
-
-
-def good(answer: Any) -> Any:
-    assert answer.status_code == 200, answer.text
-    return answer.json()
 
 
 def steady(reply: Any) -> Any:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.server.fake_llm import TOKENIZER, Caller, Site, endless, ids, says, site
+from tests.replies import good, named_events
+from tests.server.fake_llm import TOKENIZER, Caller, Site, chat_site, endless, ids, says, site
 from tests.server.test_tools import ANSWERS, CALL, PARAMETERS
 from tests.text.tool_templates import HERMES, OPENED, THINKER
 from tokserve.errors import QueueFull
@@ -26,27 +26,15 @@ LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 ENDS = ("response.completed", "response.incomplete", "response.failed")
 
 
-def serve(text: str, template: str = HERMES, **options: Any) -> Site:
-    return site(says(text), **({"chat_template": template, "max_model_len": 1024} | options))
-
-
 def ask(s: Site, asked: Any = "hi", **fields: Any) -> dict[str, Any]:
-    answer = s.post(RESPONSES, {"input": asked, "request_id": "r"} | fields)
-    assert answer.status_code == 200, answer.text
-    reply: dict[str, Any] = answer.json()
-    return reply
+    return good(s.post(RESPONSES, {"input": asked, "request_id": "r"} | fields))
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """The events of a stream: each names its type twice, they are numbered, and there is no [DONE]."""
-    found = []
-    for block in text.split("\n\n")[:-1]:
-        if not block.startswith(":"):
-            kind, fields = block.split("\n")
-            found.append(json.loads(fields.removeprefix("data: ")))
-            assert kind == f"event: {found[-1]['type']}"
-    assert [event["sequence_number"] for event in found] == list(range(len(found)))
-    return found
+    """The events of a stream, which are numbered."""
+    numbered = named_events(text)
+    assert [event["sequence_number"] for event in numbered] == list(range(len(numbered)))
+    return numbered
 
 
 def streamed(s: Site, asked: Any = "hi", **fields: Any) -> list[dict[str, Any]]:
@@ -117,7 +105,7 @@ def text_of(reply: dict[str, Any]) -> str:
 
 
 def test_the_whole_shape() -> None:
-    reply = ask(serve("hello"), metadata={"a": "b"}, max_output_tokens=9, temperature=0.5, store=True)
+    reply = ask(chat_site("hello"), metadata={"a": "b"}, max_output_tokens=9, temperature=0.5, store=True)
     now = reply.pop("created_at")
     assert now <= reply.pop("completed_at") and reply.pop("system_fingerprint").startswith("tokserve-")
     count = len(ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"))
@@ -154,7 +142,7 @@ ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.fixture(scope="module", params=[HERMES, OPENED], ids=["hermes", "opened"])
 def reader(request: pytest.FixtureRequest) -> Site:
-    return serve("", request.param, reasoning_parser="qwen3")
+    return chat_site("", request.param, reasoning_parser="qwen3")
 
 
 @pytest.mark.parametrize(("fields", "as_chat"), ASKED, ids=range(len(ASKED)))
@@ -181,7 +169,7 @@ def test_streamed_whole_and_chat_are_the_same(fields: dict[str, Any], as_chat: d
 
 
 def test_items_stand_as_they_were_written() -> None:
-    reply = ask(serve(f"Ok {CALL}\n{CALL} So.", THINKER), tools=TOOLS)
+    reply = ask(chat_site(f"Ok {CALL}\n{CALL} So.", THINKER), tools=TOOLS)
     kinds = [item["type"] for item in reply["output"]]
     assert kinds == ["message", "function_call", "function_call", "message"] and text_of(reply) == "Ok So."
     message, call, again, _ = reply["output"]
@@ -191,7 +179,7 @@ def test_items_stand_as_they_were_written() -> None:
 
 def test_tokens_belong_to_the_item_that_their_text_is_of() -> None:
     text = f"<think>\nhm 漢\n</think>\n\nOk é {CALL}"
-    s = serve(text, THINKER, reasoning_parser="qwen3")
+    s = chat_site(text, THINKER, reasoning_parser="qwen3")
     reply = ask(s, tools=TOOLS, **LOGPROBS)
     assert [item["type"] for item in reply["output"]] == ["reasoning", "message", "function_call"]
     (part,) = reply["output"][1]["content"]
@@ -212,16 +200,16 @@ def test_ends() -> None:
     reply = ask(site(endless), max_output_tokens=3)
     assert (reply["status"], reply["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert reply["output"][0]["status"] == "incomplete" and reply["completed_at"] is None
-    assert ask(serve("aXb"), stop=["X"])["stop_reason"] == "X"
-    (empty,) = ask(serve(""))["output"]
+    assert ask(chat_site("aXb"), stop=["X"])["stop_reason"] == "X"
+    (empty,) = ask(chat_site(""))["output"]
     assert empty["content"][0]["text"] == "" and empty["status"] == "completed"
     broken = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ro'
-    (call,) = ask(serve(broken), tools=TOOLS)["output"]
+    (call,) = ask(chat_site(broken), tools=TOOLS)["output"]
     assert (call["arguments"], call["status"]) == ('{"city": "Ro', "incomplete")
 
 
 def test_ids_of_the_tokens() -> None:
-    s = serve("hé")
+    s = chat_site("hé")
     whole = ask(s, return_token_ids=True)
     assert whole["token_ids"] == [*ids("hé"), 0] and whole["prompt_token_ids"] == s.llm.calls[0].prompt
     assert whole["weight_versions"] == [{"version": "0", "start": 0, "end": 4}] and whole["weight_version"] == "0"
@@ -235,13 +223,13 @@ def test_ids_of_the_tokens() -> None:
 
 
 def prompt(asked: Any, template: str = THINKER, **fields: Any) -> str:
-    s = serve("a", template)
+    s = chat_site("a", template)
     ask(s, asked, **fields)
     return TOKENIZER.decode(s.llm.calls[0].prompt, False)
 
 
 def chats(messages: list[dict[str, Any]], template: str = THINKER, **fields: Any) -> str:
-    s = serve("a", template)
+    s = chat_site("a", template)
     answer = s.post(CHAT, {"messages": messages} | fields)
     assert answer.status_code == 200, answer.text
     return TOKENIZER.decode(s.llm.calls[0].prompt, False)
@@ -290,7 +278,7 @@ def test_items_are_the_messages_of_a_chat(asked: Any, messages: list[dict[str, A
 
 
 def test_what_it_said_goes_back_as_it_is() -> None:
-    s = serve(f"<think>\nhm\n</think>\n\nOk\n{CALL}", THINKER, reasoning_parser="qwen3")
+    s = chat_site(f"<think>\nhm\n</think>\n\nOk\n{CALL}", THINKER, reasoning_parser="qwen3")
     said = ask(s, tools=TOOLS)["output"]
     result = {"type": "function_call_output", "call_id": said[2]["call_id"], "output": "sunny"}
     ask(s, [HI, *said, result], tools=TOOLS)
@@ -309,7 +297,7 @@ def test_the_template_hears_of_effort_and_tools() -> None:
 
 
 def test_sampling_and_serving_fields_arrive() -> None:
-    s = serve("a")
+    s = chat_site("a")
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 7, "stop": ["z"], "min_tokens": 1}
     form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
@@ -412,7 +400,7 @@ def server() -> Site:
 
 
 def test_nothing_is_stored() -> None:
-    s = serve("a")
+    s = chat_site("a")
     ask(s)
     for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel")):
         answer = s.request(method, f"{RESPONSES}/resp_r{path}")
@@ -421,7 +409,7 @@ def test_nothing_is_stored() -> None:
 
 
 def test_a_msgpack_body_and_reply() -> None:
-    s = serve("hello")
+    s = chat_site("hello")
     raw = msgspec.msgpack.encode({"input": "hi"})
     packed = {"Content-Type": "application/msgpack", "Accept": "application/msgpack"}
     answer = s.post(RESPONSES, content=raw, headers=packed)
@@ -445,7 +433,7 @@ BYTES = {"type": "json_schema", "json_schema": {"schema": {"enum": [b"x"]}}}
     ],
 )
 def test_what_json_cannot_say_is_refused(route: str, fields: dict[str, Any], param: str, stream: bool) -> None:
-    s = serve("hello")
+    s = chat_site("hello")
     asked = {"stream": stream} | ({"input": "hi"} if route == RESPONSES else {"messages": [HI]})
     raw = msgspec.msgpack.encode(asked | fields)
     answer = s.post(route, content=raw, headers={"Content-Type": "application/msgpack"})
@@ -458,7 +446,7 @@ def test_what_json_cannot_say_is_refused(route: str, fields: dict[str, Any], par
 
 
 def test_a_full_queue_is_told_before_a_200() -> None:
-    s = serve("a")
+    s = chat_site("a")
     s.llm.refuse = QueueFull("the queue is full", retry_after=7, code="queue_full")
     answer = s.post(RESPONSES, {"input": "x", "stream": True})
     assert answer.status_code == 429 and answer.headers["retry-after"] == "7"
@@ -545,11 +533,11 @@ def test_last_events_that_repeat_many_logprobs_are_made_in_a_thread(monkeypatch:
         emit(renderer, name, fields)
 
     monkeypatch.setattr(ResponsesRenderer, "_emit", noted)
-    expected = streamed(serve("Hello"), **LOGPROBS)
+    expected = streamed(chat_site("Hello"), **LOGPROBS)
     assert threads and not any(name.startswith("tokserve-") for name in threads), "a small reply needs no thread"
     threads.clear()
     monkeypatch.setattr(sse, "REPEATED", 1)
-    repeated = streamed(serve("Hello"), **LOGPROBS)
+    repeated = streamed(chat_site("Hello"), **LOGPROBS)
     assert all(name.startswith("tokserve-") for name in threads), threads
     assert [event["type"] for event in repeated] == [event["type"] for event in expected]
     assert repeated[-1]["response"]["output"][0]["content"] == expected[-1]["response"]["output"][0]["content"]

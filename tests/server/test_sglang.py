@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.replies import good
 from tests.server.fake_llm import EOS, NOWHERE, VOCAB, Caller, Site, ids, parse_events, says, site
 from tokserve.messages import LoadedAdapter, Status
 from tokserve.params import SamplingParams, StructuredOutputs
@@ -27,9 +28,7 @@ def server() -> Site:
 
 
 def generate(s: Site, body: dict[str, Any], **params: Any) -> Any:
-    answer = s.post("/generate", body | ({"sampling_params": params} if params else {}))
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return good(s.post("/generate", body | ({"sampling_params": params} if params else {})))
 
 
 def test_the_routes_are_there_with_the_option_only() -> None:

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.replies import good
 from tests.server.fake_llm import NOWHERE, TOKENIZER, Caller, Site, endless, ids, says, site
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.server.replies.reply_fields import last_version
@@ -22,9 +23,7 @@ def body(prompt: list[int] | None = None, **params: Any) -> dict[str, Any]:
 
 
 def generate(s: Site, prompt: list[int] | None = None, fields: dict[str, Any] | None = None, **params: Any) -> Any:
-    answer = s.post(GENERATE, body(prompt, **params) | (fields or {}))
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return good(s.post(GENERATE, body(prompt, **params) | (fields or {})))
 
 
 def test_reply_has_the_whole_shape() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import tokenizers
 
-from tests.server.fake_llm import TOKENIZER, Site, byte_tokenizer, ids, says, site
+from tests.replies import good
+from tests.server.fake_llm import TOKENIZER, Site, byte_tokenizer, chat_site, ids, says, site
 from tests.text.tool_templates import DEEPSEEK, HERMES, LLAMA, MISTRAL, OPENED, THINKER
 from tokserve.config import Config
 from tokserve.errors import RequestError, StartError
@@ -30,19 +31,12 @@ ROME = '{"name": "weather", "arguments": {"city": "Rome"}}'
 CALL = f"<tool_call>\n{ROME}\n</tool_call>"
 
 
-def serve(text: str, template: str = HERMES, **options: Any) -> Site:
-    return site(says(text), **({"chat_template": template, "max_model_len": 1024} | options))
-
-
 def ask(s: Site, **fields: Any) -> dict[str, Any]:
-    answer = s.post(CHAT, {"messages": MESSAGES, "tools": TOOLS, "request_id": "r"} | fields)
-    assert answer.status_code == 200, answer.text
-    reply: dict[str, Any] = answer.json()
-    return reply
+    return good(s.post(CHAT, {"messages": MESSAGES, "tools": TOOLS, "request_id": "r"} | fields))
 
 
 def message(text: str, template: str = HERMES, **fields: Any) -> dict[str, Any]:
-    found: dict[str, Any] = ask(serve(text, template), **fields)["choices"][0]["message"]
+    found: dict[str, Any] = ask(chat_site(text, template), **fields)["choices"][0]["message"]
     return found
 
 
@@ -58,7 +52,7 @@ def refusal(s: Site, path: str = CHAT, **fields: Any) -> tuple[str, str | None, 
 
 
 def test_the_whole_shape() -> None:
-    choice = ask(serve(f"Let me see.\n{CALL}"))["choices"][0]
+    choice = ask(chat_site(f"Let me see.\n{CALL}"))["choices"][0]
     (call,) = choice["message"].pop("tool_calls")
     assert choice["message"] == {"role": "assistant", "content": "Let me see.", "refusal": None, "reasoning": None}
     assert choice["finish_reason"] == "tool_calls" and choice["stop_detail"] == {"kind": "eos"}
@@ -68,13 +62,13 @@ def test_the_whole_shape() -> None:
 
 
 def test_an_answer_without_calls_is_as_it_was() -> None:
-    choice = ask(serve("Hello <tool"))["choices"][0]
+    choice = ask(chat_site("Hello <tool"))["choices"][0]
     assert choice["message"] == {"role": "assistant", "content": "Hello <tool", "refusal": None, "reasoning": None}
     assert choice["finish_reason"] == "stop"
 
 
 def test_the_shape_of_a_stream() -> None:
-    events = serve(f"Ok {CALL}").events(CHAT, {"messages": MESSAGES, "tools": TOOLS, "request_id": "r"})
+    events = chat_site(f"Ok {CALL}").events(CHAT, {"messages": MESSAGES, "tools": TOOLS, "request_id": "r"})
     deltas = [event["choices"][0]["delta"] for event in events]
     assert deltas[0] == {"role": "assistant", "content": ""} and deltas[-1] == {}
     assert "".join(delta.get("content", "") for delta in deltas) == "Ok"
@@ -134,7 +128,7 @@ ASKED: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module", params=[HERMES, OPENED], ids=["hermes", "opened"])
 def reader(request: pytest.FixtureRequest) -> Site:
-    return serve("", request.param, reasoning_parser="qwen3")
+    return chat_site("", request.param, reasoning_parser="qwen3")
 
 
 @pytest.mark.parametrize("fields", ASKED, ids=str)
@@ -153,17 +147,17 @@ def test_streamed_whole_and_derendered_are_the_same(fields: dict[str, Any], read
 
 def test_the_tokens_are_the_models() -> None:
     fields = {"return_token_ids": True, "logprobs": True}
-    choice = ask(serve(CALL), **fields)["choices"][0]
+    choice = ask(chat_site(CALL), **fields)["choices"][0]
     assert choice["token_ids"] == [*ids(CALL), 0]
     assert [entry["token"] for entry in choice["logprobs"]["content"]][:-1] == list(CALL)
-    events = serve(CALL).events(CHAT, {"messages": MESSAGES, "tools": TOOLS} | fields)
+    events = chat_site(CALL).events(CHAT, {"messages": MESSAGES, "tools": TOOLS} | fields)
     (streamed,) = joined(events)
     assert streamed["token_ids"] == choice["token_ids"] and streamed["logprobs"] == choice["logprobs"]["content"]
     assert not any("<" in event["choices"][0]["delta"].get("content", "") for event in events)
 
 
 def test_calls_of_several_choices_have_ids_of_their_own() -> None:
-    choices = ask(serve(f"{CALL}{CALL}"), n=3)["choices"]
+    choices = ask(chat_site(f"{CALL}{CALL}"), n=3)["choices"]
     assert len({call["id"] for choice in choices for call in choice["message"]["tool_calls"]}) == 6
 
 
@@ -176,7 +170,7 @@ def test_calls_of_several_choices_have_ids_of_their_own() -> None:
     ],
 )  # fmt: skip
 def test_finish_reason(text: str, fields: dict[str, Any], reason: str) -> None:
-    assert ask(serve(text), **fields)["choices"][0]["finish_reason"] == reason
+    assert ask(chat_site(text), **fields)["choices"][0]["finish_reason"] == reason
 
 
 def test_one_call_at_most_without_parallel_calls() -> None:
@@ -188,7 +182,7 @@ def test_one_call_at_most_without_parallel_calls() -> None:
 
 
 def forced(**fields: Any) -> Any:
-    s = serve("[]")
+    s = chat_site("[]")
     rendered = s.post(CHAT + "/render", {"messages": MESSAGES, "tools": TOOLS} | fields)
     assert rendered.status_code == 200, rendered.text
     return rendered.json()["sampling_params"].get("structured_outputs")
@@ -200,7 +194,7 @@ def test_a_named_function_forces_its_arguments() -> None:
     nothing = {"type": "object", "additionalProperties": False}
     assert forced(tool_choice={"type": "function", "function": {"name": "ping"}})["json"] == nothing
     assert forced(tool_choice="auto") is None and forced(tool_choice="none") is None
-    choice = ask(serve('{"city": "Oslo"}'), tool_choice=NAMED)["choices"][0]
+    choice = ask(chat_site('{"city": "Oslo"}'), tool_choice=NAMED)["choices"][0]
     assert functions(choice["message"]) == [("weather", '{"city": "Oslo"}')] and choice["message"]["content"] is None
     assert choice["finish_reason"] == "stop"  # as OpenAI says of a call that could be no other
 
@@ -250,21 +244,21 @@ def test_a_form_beside_tools_is_the_answers_and_calls_are_in_the_models_own_form
 
 @pytest.mark.parametrize("options", [{}, {"reasoning_parser": "qwen3"}], ids=str)
 def test_either_is_read(options: dict[str, Any]) -> None:
-    choice = ask(serve(CALL, **options), response_format=VERDICT)["choices"][0]
+    choice = ask(chat_site(CALL, **options), response_format=VERDICT)["choices"][0]
     assert functions(choice["message"]) == [("weather", '{"city": "Rome"}')] and choice["message"]["content"] is None
     assert choice["finish_reason"] == "tool_calls"
-    choice = ask(serve('"yes"', **options), response_format=VERDICT)["choices"][0]
+    choice = ask(chat_site('"yes"', **options), response_format=VERDICT)["choices"][0]
     assert choice["message"] == {"role": "assistant", "content": '"yes"', "refusal": None, "reasoning": None}
     assert choice["finish_reason"] == "stop"
 
 
 def test_what_has_no_grammar_is_refused_with_both_names() -> None:
     nameless = [{"type": "function", "function": {"name": "f", "parameters": {"anyOf": [PARAMETERS]}}}]
-    coder = serve("a", tool_call_parser="qwen3_coder")
+    coder = chat_site("a", tool_call_parser="qwen3_coder")
     for field in ({"response_format": VERDICT}, {"structured_outputs": {"regex": "a"}}):
         param, code, words = refusal(coder, tools=nameless, **field)
         assert (param, code) == (*field, "unsupported") and words.startswith(f"{param} and tools") and "anyOf" in words
-    assert refusal(serve("a", "{{ tools }}"), response_format=VERDICT)[:2] == ("tools", "unsupported")
+    assert refusal(chat_site("a", "{{ tools }}"), response_format=VERDICT)[:2] == ("tools", "unsupported")
 
 
 def strictly(**fields: Any) -> list[dict[str, Any]]:
@@ -281,7 +275,7 @@ def test_calls_of_strict_functions_keep_to_their_schemas() -> None:
     assert forced(tools=strictly(), tool_choice="none") is None
     assert forced(tools=strictly(), tool_choice=NAMED) == forced(tool_choice=NAMED)
     assert forced(tools=strictly(), response_format=VERDICT) == forced(response_format=VERDICT)
-    s = serve(f"<think>hm</think>Yes {CALL}", reasoning_parser="qwen3")
+    s = chat_site(f"<think>hm</think>Yes {CALL}", reasoning_parser="qwen3")
     found = ask(s, tools=strictly())["choices"][0]["message"]
     assert functions(found) == [("weather", '{"city": "Rome"}')]
     assert (found["reasoning"], found["content"]) == ("hm", "Yes")
@@ -289,8 +283,8 @@ def test_calls_of_strict_functions_keep_to_their_schemas() -> None:
 
 def test_where_strict_cannot_be_kept_to() -> None:
     nameless = strictly(parameters={"anyOf": [PARAMETERS]})
-    assert refusal(serve("a", tool_call_parser="qwen3_coder"), tools=nameless)[:2] == ("tools", "unsupported")
-    s = serve("a", LLAMA)  # whose calls nothing tells from other JSON
+    assert refusal(chat_site("a", tool_call_parser="qwen3_coder"), tools=nameless)[:2] == ("tools", "unsupported")
+    s = chat_site("a", LLAMA)  # whose calls nothing tells from other JSON
     ask(s, tools=nameless)
     assert s.llm.calls[-1].params.structured_outputs is None
 
@@ -306,7 +300,7 @@ def test_a_template_that_shows_no_tools_serves_forced_calls_only() -> None:
         assert s.post(CHAT, {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}).status_code == 200
         assert TOKENIZER.decode(s.llm.calls[-1].prompt, False) == "user:hi;assistant:"
     for choice in ("required", NAMED, "auto"):
-        shown = serve("[]")
+        shown = chat_site("[]")
         assert shown.post(CHAT, {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}).status_code == 200
         assert '"weather"' in TOKENIZER.decode(shown.llm.calls[-1].prompt, False)
 
@@ -315,7 +309,7 @@ def test_a_template_that_shows_no_tools_serves_forced_calls_only() -> None:
     (HERMES, CALL), (MISTRAL, f"[TOOL_CALLS] [{ROME}]"), (LLAMA, '{"name": "weather", "parameters": {"city": "Rome"}}'),
 ])  # fmt: skip
 def test_a_call_and_its_result_go_back_into_the_conversation(template: str, text: str) -> None:
-    s = serve(text, template)
+    s = chat_site(text, template)
     said = ask(s)["choices"][0]["message"]
     result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "sunny"}
     assert s.post(CHAT, {"messages": [*MESSAGES, said, result], "tools": TOOLS}).status_code == 200
@@ -326,7 +320,7 @@ def test_a_call_and_its_result_go_back_into_the_conversation(template: str, text
 def test_the_prompt_may_come_as_ids() -> None:
     asked = {"tokens": ids("x"), "tools": TOOLS}
     for choice, text in (("auto", CALL), (NAMED, '{"city": "Rome"}')):
-        reply = serve(text).post(CHAT + "/tokens", asked | {"tool_choice": choice}).json()
+        reply = chat_site(text).post(CHAT + "/tokens", asked | {"tool_choice": choice}).json()
         assert functions(reply["choices"][0]["message"]) == [("weather", '{"city": "Rome"}')]
 
 
@@ -347,7 +341,7 @@ def test_the_prompt_may_come_as_ids() -> None:
 def test_reasoning_is_apart(
     template: str, fields: dict[str, Any], text: str, reasoning: str | None, content: str | None
 ) -> None:
-    s = serve(text, template, reasoning_parser="qwen3")
+    s = chat_site(text, template, reasoning_parser="qwen3")
     found = ask(s, tools=None, **fields)["choices"][0]["message"]
     assert (found.get("reasoning"), found["content"]) == (reasoning, content)
 
@@ -357,7 +351,7 @@ def test_reasoning_is_content_unless_the_operator_says_otherwise() -> None:
 
 
 def test_derender_finds_out_from_the_messages_how_the_answer_begins() -> None:
-    s = serve("hm</think>Yes", OPENED, reasoning_parser="qwen3")
+    s = chat_site("hm</think>Yes", OPENED, reasoning_parser="qwen3")
     asked = {"messages": MESSAGES}
     rendered = s.post(CHAT + "/render", asked).json()
     made = s.post(GENERATE, rendered).json()
@@ -375,15 +369,15 @@ def test_derender_finds_out_from_the_messages_how_the_answer_begins() -> None:
 
 
 def test_the_format_may_be_named() -> None:
-    s = serve(f"[TOOL_CALLS] [{ROME}]", tool_call_parser="mistral")
+    s = chat_site(f"[TOOL_CALLS] [{ROME}]", tool_call_parser="mistral")
     assert functions(ask(s)["choices"][0]["message"]) == [("weather", '{"city": "Rome"}')]
-    assert ask(serve(CALL, DEEPSEEK))["choices"][0]["message"]["content"] == CALL
+    assert ask(chat_site(CALL, DEEPSEEK))["choices"][0]["message"]["content"] == CALL
 
 
 @pytest.mark.parametrize("path", [CHAT, CHAT + "/tokens", CHAT + "/render"])
 @pytest.mark.parametrize("options", [{}, {"enable_auto_tool_choice": False, "tool_call_parser": "hermes"}], ids=str)
 def test_without_a_format_auto_is_refused_with_a_way_out(path: str, options: dict[str, Any]) -> None:
-    s = serve("a", "{{ tools }}{{ messages[0].content }}", **options)
+    s = chat_site("a", "{{ tools }}{{ messages[0].content }}", **options)
     for more, field in (({}, "tools"), ({"tool_choice": "auto"}, "tool_choice")):
         param, code, words = refusal(s, path, **more)
         assert (param, code) == (field, "unsupported")
@@ -420,9 +414,9 @@ def test_options_that_cannot_be_used_are_told_at_the_start() -> None:
     ],
 )  # fmt: skip
 def test_refusals(fields: dict[str, Any], param: str) -> None:
-    assert refusal(serve("a"), **fields)[0] == param
+    assert refusal(chat_site("a"), **fields)[0] == param
     made = {"choices": [{"token_ids": [5]}]}
-    back = serve("a").post(
+    back = chat_site("a").post(
         CHAT + "/derender",
         {"generate_response": made, "chat_request": {"messages": MESSAGES, "tools": TOOLS} | fields},
     )
@@ -480,7 +474,7 @@ CONCATENATES = (  # a template that shows calls and adds contents up as text
 
 
 def test_a_forced_call_can_be_sent_back() -> None:
-    s = serve('{"city": "Rome"}', CONCATENATES)
+    s = chat_site('{"city": "Rome"}', CONCATENATES)
     message = ask(s, tool_choice=NAMED)["choices"][0]["message"]
     assert message["content"] is None and message["tool_calls"]
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "sunny"}
@@ -516,11 +510,11 @@ def test_refusals_of_free_calls_name_the_cure_that_works(tmp_path: Path) -> None
     path.write_text(HERMES)
     for options in ({}, {"tool_call_parser": "hermes"}):
         for fields in ({}, {"tool_choice": "auto"}):
-            _, _, message = refusal(serve("a", BLIND, **options), **fields)
+            _, _, message = refusal(chat_site("a", BLIND, **options), **fields)
             assert "--chat-template FILE" in message and '"none"' not in message
-            assert ask(serve('{"city": "Rome"}', BLIND, **options), tool_choice=NAMED)
-            assert ask(serve(CALL, str(path), **options), **fields)["choices"][0]["message"]["tool_calls"]
-    assert "--chat-template FILE" in refusal(serve("a", BLIND), tool_choice="none")[2]
+            assert ask(chat_site('{"city": "Rome"}', BLIND, **options), tool_choice=NAMED)
+            assert ask(chat_site(CALL, str(path), **options), **fields)["choices"][0]["message"]["tool_calls"]
+    assert "--chat-template FILE" in refusal(chat_site("a", BLIND), tool_choice="none")[2]
 
 
 def test_max_tool_calls() -> None:
@@ -534,15 +528,15 @@ def test_max_tool_calls() -> None:
     assert "(gap? call){0,2}" in forced(response_format=VERDICT, max_tool_calls=3)["grammar"]
     two = functions(message(f"{CALL}\n" * 3, max_tool_calls=2))
     assert two == [("weather", '{"city": "Rome"}')] * 2
-    many = ask(serve(CALL * 20, max_model_len=4096))["choices"][0]["message"]  # a free model's calls are its own
+    many = ask(chat_site(CALL * 20, max_model_len=4096))["choices"][0]["message"]  # a free model's calls are its own
     assert len(functions(many)) == 20
-    streamed = serve(CALL * 3).events(CHAT, {"messages": MESSAGES, "tools": TOOLS, "max_tool_calls": 2})
+    streamed = chat_site(CALL * 3).events(CHAT, {"messages": MESSAGES, "tools": TOOLS, "max_tool_calls": 2})
     assert len(joined(streamed)[0]["calls"]) == 2
-    s = serve(CALL * 3)
+    s = chat_site(CALL * 3)
     flat_tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
     reply = s.post("/v1/responses", {"input": "hi", "tools": flat_tools, "max_tool_calls": 2}).json()
     assert reply["max_tool_calls"] == 2 and [item["type"] for item in reply["output"]] == ["function_call"] * 2
     for wrong in (0, -1, 129):
-        param, _, words = refusal(serve("a"), max_tool_calls=wrong)
+        param, _, words = refusal(chat_site("a"), max_tool_calls=wrong)
         assert param == "max_tool_calls" and "from 1 to 128" in words
-    assert refusal(serve("a"), max_tool_calls="2")[0] == "max_tool_calls"
+    assert refusal(chat_site("a"), max_tool_calls="2")[0] == "max_tool_calls"
