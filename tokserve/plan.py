@@ -1,8 +1,8 @@
 """One step between the engine and the device: a `StepPlan` down, a `StepResult` up.
 
 Columns of numpy arrays with a row per scheduled request; a slot number is the row's index in every device table.  The
-scheduler writes plans without torch, and the runner executes them without policy.  Both are Structs that `encode` and
-`decode_plan` / `decode_result` carry over a wire as they are.
+scheduler writes plans without torch, and the runner executes them without policy.  Both are Structs that `encode` and a
+decoder with `decode_hook` carry over a wire as they are.
 """
 
 from __future__ import annotations
@@ -191,5 +191,3 @@ def decode_hook(kind: Any, value: Any) -> Any:
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
-decode_plan = msgspec.msgpack.Decoder(StepPlan, dec_hook=decode_hook).decode
-decode_result = msgspec.msgpack.Decoder(StepResult, dec_hook=decode_hook).decode

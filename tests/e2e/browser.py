@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import re
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -136,7 +134,3 @@ class Browser:
     def console(self) -> list[str]:
         """What the browser has complained of since the last call, refused requests included."""
         return [entry["message"] for entry in self._send("POST", "/se/log", {"type": "browser"})]
-
-    def screenshot(self, path: Path) -> None:
-        """The page as one sees it."""
-        path.write_bytes(base64.b64decode(self._http.get(self._base + "/screenshot").json()["value"]))

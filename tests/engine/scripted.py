@@ -946,5 +946,5 @@ class Engine:
         self.core.cache.check()
         self.core.cache.check_idle()
         assert self.stats.running == self.stats.waiting == self.stats.blocks_held == 0
-        assert self.core.scheduler.num_free_slots == self.config.scheduler.rows
+        assert len(self.core.scheduler._free_slots) == self.config.scheduler.rows
         assert not self.executor.in_flight and not self.core.scheduler.in_flight

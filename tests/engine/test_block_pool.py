@@ -17,7 +17,7 @@ def new(pool: BlockPool, count: int) -> list[int]:
 
 
 def counts(pool: BlockPool) -> tuple[int, int, int]:
-    return pool.num_free, pool.num_cached, pool.num_in_use
+    return pool.num_available - pool.num_cached, pool.num_cached, pool.num_in_use
 
 
 def test_blocks_are_free_then_held_then_free_again() -> None:

@@ -71,7 +71,7 @@ def test_depth_two_holds_slot_and_blocks_until_the_surplus_is_in() -> None:
     engine.add("b", prompt(5, 3), max_tokens=9)
     engine.steps(2)
     assert engine.received["a"].finish is not None
-    assert engine.stats.blocks_held == 2 and engine.core.scheduler.num_free_slots == 0
+    assert engine.stats.blocks_held == 2 and not engine.core.scheduler._free_slots
     engine.run()
     engine.check_complete("b")
     engine.check_empty()

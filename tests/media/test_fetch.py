@@ -40,7 +40,7 @@ def get(web: Web, path: str, host: str | None = None, **options: object) -> byte
     try:
         return asyncio.run(run())
     finally:
-        assert sources.bytes_in_memory == 0
+        assert sources._memory.used == 0
         sources.close()
 
 

@@ -140,7 +140,7 @@ def test_a_request_that_leaves_takes_its_image_out_of_the_queue(workers: WorkerP
         await process(workers, b"x")
         running = asyncio.create_task(process(workers, b"sleep:0.5"))
         await asyncio.sleep(0)
-        while workers.num_queued:
+        while workers._turns:
             await asyncio.sleep(0.01)
         queued = [asyncio.create_task(process(workers, content)) for content in (b"a", b"b", b"b")]
         await asyncio.sleep(0)

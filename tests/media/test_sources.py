@@ -22,13 +22,13 @@ def read(config: MediaConfig, *urls: str) -> list[bytes]:
 
     async def run() -> list[bytes]:
         async with sources.opened([ImageUrl(url, FIELD) for url in urls]) as images:
-            assert sources.bytes_in_memory == sum(map(len, images))
+            assert sources._memory.used == sum(map(len, images))
             return images
 
     try:
         return asyncio.run(run())
     finally:
-        assert sources.bytes_in_memory == 0
+        assert sources._memory.used == 0
         sources.close()
 
 
@@ -91,7 +91,7 @@ def test_images_of_all_requests_have_a_limit_together() -> None:
 
     async def run() -> int:
         async with sources.opened([ImageUrl(data_url(bytes(100)), FIELD)]):
-            if sources.bytes_in_memory == 400:
+            if sources._memory.used == 400:
                 with pytest.raises(Overloaded) as caught:
                     await run()
                 assert caught.value.code == "media_overload"
@@ -99,7 +99,7 @@ def test_images_of_all_requests_have_a_limit_together() -> None:
             return await run()
 
     try:
-        assert asyncio.run(run()) == 4 and sources.bytes_in_memory == 0
+        assert asyncio.run(run()) == 4 and sources._memory.used == 0
     finally:
         sources.close()
 

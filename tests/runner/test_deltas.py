@@ -40,7 +40,6 @@ from tokserve.rl.push import PushedWeights, ServerTensors, sparse_broadcast
 from tokserve.rl.sums import bits_of, change, partial_sum, set_checksum, tensor_sum
 
 Weights = dict[str, Tensor]
-CURES = ("push full weights", "write a full file", "push the deltas", "start the update", "do not fit", "must")
 
 
 class Served:

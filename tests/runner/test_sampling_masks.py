@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -26,7 +27,7 @@ from tokserve import ops
 from tokserve.device import Host
 from tokserve.ops import sampling
 from tokserve.params import MASK_TOO_LONG, WHOLE_VOCABULARY, SamplingParams
-from tokserve.plan import NewRow, SamplingMaskRows, StepResult, decode_result, encode
+from tokserve.plan import NewRow, SamplingMaskRows, StepResult, decode_hook, encode
 from tokserve.runner.sampler import SampledTokens, Sampler
 from tokserve.runner.slots import Slots
 
@@ -167,5 +168,6 @@ def test_rows_that_are_taken_and_sent() -> None:
     ]
     assert masks_of(rows.take(np.array([False, False, True, False]))) == [(3, [2, 3, 4], 2, 6)]
     none = np.zeros(0, np.int32)
-    again = decode_result(encode(StepResult(0, none, none, np.zeros(0, np.uint8), sampling_masks=rows)))
+    decode = msgspec.msgpack.Decoder(StepResult, dec_hook=decode_hook).decode
+    again = decode(encode(StepResult(0, none, none, np.zeros(0, np.uint8), sampling_masks=rows)))
     assert again.sampling_masks is not None and masks_of(again.sampling_masks) == masks_of(rows)

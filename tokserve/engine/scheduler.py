@@ -101,11 +101,6 @@ class Scheduler:
         return self.shares.live[client]
 
     @property
-    def num_free_slots(self) -> int:
-        """The number of slots without a request."""
-        return len(self._free_slots)
-
-    @property
     def _num_open(self) -> int:
         """Requests that may be admitted now: no more run than there are slots, and tokens in a step."""
         return min(len(self._free_slots), self._config.token_budget - len(self._running))

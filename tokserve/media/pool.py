@@ -110,12 +110,6 @@ class WorkerPool:
         return len(self._jobs)
 
     @property
-    def num_queued(self) -> int:
-        """The number of images that no worker has begun."""
-        with self._changed:
-            return sum(map(len, self._turns.values()))
-
-    @property
     def pids(self) -> list[int]:
         """Ids of the worker processes."""
         return [worker.pid for worker in list(self._workers.values())]

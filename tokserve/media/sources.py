@@ -122,11 +122,6 @@ class ImageSources:
         self._memory = ByteCount(REQUESTS_IN_MEMORY * config.max_media_bytes)
         self._fetcher = _fetcher(self._hosts, config.media_fetch_timeout) if self._hosts else None
 
-    @property
-    def bytes_in_memory(self) -> int:
-        """The bytes of images that are being read or processed."""
-        return self._memory.used
-
     @asynccontextmanager
     async def opened(self, images: Sequence[ImageUrl]) -> AsyncIterator[list[bytes]]:
         """The bytes of the images, which count as in memory until the end of the block.

@@ -25,7 +25,7 @@ class Block:
 
 
 class BlockPool:
-    """All blocks; `num_free + num_cached + num_in_use == total` at any time.
+    """All blocks: each is free (no table names it and no hash finds it), cached, or in use.
 
     `on_evicted` is called with the hash of each block that is allocated anew and so not found any more.
     """
@@ -41,11 +41,6 @@ class BlockPool:
     def total(self) -> int:
         """The number of blocks."""
         return len(self._blocks)
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that no table names and no hash finds."""
-        return len(self._free)
 
     @property
     def num_cached(self) -> int:
