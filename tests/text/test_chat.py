@@ -371,6 +371,45 @@ def test_calls_without_content_are_rendered_by_every_template(
     assert text.endswith(shown) and "None" not in text
 
 
+PARTS_WITH_THOUGHTS = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for b in m.content %}"
+    "{% if b.type == 'text' %}{{ b.text }}{% elif b.type == 'thinking' %}[THINK]{{ b.thinking }}[/THINK]{% endif %}"
+    "{% endfor %}{% endif %}{% for c in m.tool_calls or [] %}({{ c.function.name }}){% endfor %}{% endfor %}"
+)
+REASONING = (
+    "{% for m in messages %}{% if m.reasoning_content %}<{{ m.reasoning_content }}>{% endif %}{{ m.content }}"
+    "{% endfor %}"
+)
+THOUGHT = {"type": "thinking", "thinking": "hm"}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "Yes", "reasoning": "hm"}, {"content": [THOUGHT, {"type": "text", "text": "Yes"}]},
+        {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, "Yes"]},
+        {"content": [{"type": "text", "text": "Yes"}], "reasoning_content": "hm"},
+    ],
+)  # fmt: skip
+def test_reasoning_reaches_a_template_as_a_part_or_beside_the_content(chatml: Pair, message: dict[str, Any]) -> None:
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", **message}]
+    assert chatml.ours.text(chat, template=PARTS_WITH_THOUGHTS) == "?[THINK]hm[/THINK]Yes"
+    assert chatml.ours.text(chat, template=REASONING) == "?<hm>Yes"
+    continued = chatml.ours.text(chat, template=PARTS_WITH_THOUGHTS, continue_final_message=True)
+    assert continued == "?[THINK]hm[/THINK]Yes"
+
+
+def test_reasoning_before_calls_is_a_part_of_an_answer_without_text(chatml: Pair) -> None:
+    message = CALLED | {"content": None, "reasoning": "hm"}
+    assert chatml.ours.text([message], template=PARTS_WITH_THOUGHTS) == "[THINK]hm[/THINK](f)"
+    assert chatml.ours.text([CALLED | {"content": [THOUGHT]}], template=PARTS_WITH_THOUGHTS) == "[THINK]hm[/THINK](f)"
+    with pytest.raises(RequestError) as caught:
+        chatml.ours.text([{"role": "assistant", "content": [{"type": "thinking", "thinking": 5}]}])
+    assert caught.value.field == "messages[0].content[0].thinking"
+    with pytest.raises(RequestError, match="must be one of text"):
+        chatml.ours.text([{"role": "user", "content": [THOUGHT]}])
+
+
 CALL_WRITERS = (  # how a template writes the call of a message, and what comes of it
     ("{{ '<' + c.arguments + '>' }}", '<{"a": 1}>'),
     ("{% if m.content is none %}{{ c.name + c.arguments }}{% else %}{{ m.content }}{% endif %}", 'f{"a": 1}'),

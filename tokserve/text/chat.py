@@ -17,7 +17,7 @@ from typing import Any
 from tokserve.errors import RequestError, StartError, invalid
 from tokserve.image_parts import CHAT_KINDS, ImageSlots, UnreadImage, chat_part
 from tokserve.text.jinja import FAULTS, compiled, render, variables_of
-from tokserve.text.template_probes import takes_objects, takes_parts, without_content
+from tokserve.text.template_probes import THOUGHT, takes_objects, takes_parts, takes_thoughts, without_content
 from tokserve.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -146,7 +146,7 @@ class ChatTemplate:
         return rendered if images is None else images.expanded(rendered)
 
     def _fit_messages(self, chat: list[dict[str, Any]], source: str) -> None:
-        """Contents that are absent or lists, and the arguments of calls, as the template takes them."""
+        """Contents that are absent or lists, reasoning and the arguments of calls, as the template takes them."""
         special = tuple(self.tokenizer.special_tokens.items())
         for message in chat:
             calls = message.get("tool_calls")
@@ -155,8 +155,10 @@ class ChatTemplate:
             if "content" not in message:
                 assistant = message["role"] == "assistant"
                 message |= without_content(source, bool(calls), special) if assistant else {"content": ""}
-            content = message.get("content")
-            if isinstance(content, list) and IMAGE not in content:
+            content, thought = message.get("content"), message.get("reasoning_content")
+            if thought and message["role"] == "assistant" and takes_thoughts(source, special):
+                message["content"] = [{"type": THOUGHT, THOUGHT: thought}, *_in_parts(content)]
+            elif isinstance(content, list) and IMAGE not in content:
                 in_parts = takes_parts(source, message["role"], special)
                 message["content"] = content if in_parts else _joined(content)
 
@@ -194,6 +196,10 @@ def _read_template(override: str) -> str:
         raise StartError(f"option chat_template: {override!r} cannot be read: {error}") from error
 
 
+def _in_parts(content: str | list[dict[str, str]] | None) -> list[dict[str, str]]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+
+
 def _joined(content: str | list[dict[str, str]]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
@@ -209,8 +215,8 @@ def _plain_message(index: int, message: Message, images: ImageSlots | None = Non
     plain = {name: value for name, value in message.items() if value is not None}
     content = plain.get("content", "")
     if isinstance(content, list):
-        role = message["role"]
-        parts = [_plain_part(f"{field}.content[{j}]", part, role, images) for j, part in enumerate(content)]
+        _without_thoughts(f"{field}.content", plain)
+        parts = [_plain_part(path, part, message["role"], images) for path, part in plain["content"]]
         plain["content"] = parts or ""
     elif not isinstance(content, str):
         raise invalid(f"{field}.content", "must be a string or a list of parts")
@@ -221,6 +227,29 @@ def _plain_message(index: int, message: Message, images: ImageSlots | None = Non
         images.check_text(field, plain)
     reasoning = next((plain[name] for name in REASONING_NAMES if name in plain), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+def _without_thoughts(field: str, plain: dict[str, Any]) -> None:
+    """Number the parts of a message's content by their paths; thoughts of an assistant become the reasoning."""
+    parts, thoughts = [], []
+    for index, part in enumerate(plain["content"]):
+        path = f"{field}[{index}]"
+        if plain["role"] == "assistant" and isinstance(part, Mapping) and part.get("type") == THOUGHT:
+            thoughts.append(_thought(f"{path}.{THOUGHT}", part.get(THOUGHT)))
+        else:
+            parts.append((path, part))
+    plain["content"] = parts
+    if thoughts and not any(name in plain for name in REASONING_NAMES):
+        plain["reasoning"] = "\n".join(thoughts)
+
+
+def _thought(field: str, thought: Any) -> str:
+    """The text of a thought, which may be in parts."""
+    if isinstance(thought, list):
+        return "".join(part_text(f"{field}[{index}]", part) for index, part in enumerate(thought))
+    if not isinstance(thought, str):
+        raise invalid(field, "must be a string or a list of parts")
+    return thought
 
 
 def _check_strings(field: str, value: Mapping[str, Any], names: Iterable[str]) -> None:

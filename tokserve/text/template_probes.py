@@ -1,18 +1,20 @@
 """How a chat template takes what templates differ in, found out by rendering samples.
 
-Contents in parts or as text, the absent content of an assistant's message, the arguments of calls.
+Contents in parts or as text, the absent content of an assistant's message, its reasoning, the arguments of calls.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 from tokserve.errors import RequestError
 from tokserve.text.jinja import render
 
+THOUGHT = "thinking"  # the type of a part of a content, and the name of its text
 OBJECT = {"key": "value"}  # the arguments of a sample of a call
 CONTENTS: tuple[dict[str, str | None], ...] = ({"content": ""}, {"content": None}, {})
 NULLS = ("None", "null")  # as a template may print one
@@ -35,6 +37,18 @@ def takes_parts(source: str, role: str, special_tokens: SpecialTokens) -> bool:
         return False
     list_printed = re.search(r"""["']type["']""", rendered)
     return "1st part" in rendered and "2nd part" in rendered and not list_printed
+
+
+@lru_cache(maxsize=64)
+def takes_thoughts(source: str, special_tokens: SpecialTokens) -> bool:
+    """Whether a template shows the reasoning of an answer that is a part of its content, and no other."""
+    thought, text = "1st thought", {"type": "text", "text": "1st part"}
+    in_parts = {"content": [{"type": THOUGHT, THOUGHT: thought}, text]}
+    apart = {"content": [text], "reasoning_content": thought, THOUGHT: thought}
+    shown = _answer(source, special_tokens, in_parts, None) or ""
+    list_printed = re.search(r"""["']type["']""", shown)
+    others = _answer(source, special_tokens, apart, None) or ""
+    return thought in shown and text["text"] in shown and not list_printed and thought not in others
 
 
 @lru_cache(maxsize=64)
@@ -68,8 +82,8 @@ def without_content(source: str, calls: bool, special_tokens: SpecialTokens) -> 
     return CONTENTS[0]
 
 
-def _answer(source: str, special_tokens: SpecialTokens, content: dict[str, str | None], arguments: Any) -> str | None:
-    """A question and an answer with this content and a call with these arguments (None: without a call); None if the
+def _answer(source: str, special_tokens: SpecialTokens, content: Mapping[str, Any], arguments: Any) -> str | None:
+    """A question and an answer with this content, and a call with these arguments (None: without a call); None if the
     template raises."""
     call = {"id": "sample001", "type": "function", "function": {"name": "sample", "arguments": arguments}}
     message = {"role": "assistant", **content} | ({} if arguments is None else {"tool_calls": [call]})
