@@ -82,5 +82,5 @@ def test_the_store_of_vllm_has_the_id_where_torch_looks_for_it() -> None:
     first = listening()
     first.set("broadcast_from/0/0", RECORDED)
     meeting = Meeting("127.0.0.1", first.port, 1, 2, timedelta(seconds=60))
-    store = Rendezvous("vllm").store(meeting, "cuda")
+    store = Rendezvous("vllm").store(meeting, "cuda", threading.Event())
     assert store.get("0") == nccl_id(RECORDED)

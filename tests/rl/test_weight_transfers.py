@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
 import threading
 import time
 from pathlib import Path
@@ -41,6 +42,16 @@ def test_a_group_that_the_server_refuses_does_not_keep_the_program(monkeypatch: 
     finally:
         others_came.set()
     assert formed.wait(60)
+
+
+def test_a_group_that_the_server_refuses_gives_its_port_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    script: dict[str, list[Answer]] = {"/init_weight_transfer_engine": [refusal(409)]}
+    _, error = run(script, lambda client: client.join("gloo", "127.0.0.1", port, timeout=600.0))
+    assert isinstance(error, rl.ServerError) and error.status == 409
+    with socket.create_server(("127.0.0.1", port)):
+        pass
 
 
 def test_an_unknown_backend_is_refused_before_any_other_rank_is_met() -> None:

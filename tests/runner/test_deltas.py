@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -29,6 +32,7 @@ from tokserve.rl import checksums as digests
 from tokserve.rl.delta_directory import WeightDirectory
 from tokserve.rl.deltas import (
     DeltaLabel,
+    TensorDelta,
     decode_steps,
     difference,
     encode_steps,
@@ -38,6 +42,8 @@ from tokserve.rl.deltas import (
 )  # fmt: skip
 from tokserve.rl.push import PushedWeights, ServerTensors, sparse_broadcast
 from tokserve.rl.sums import bits_of, change, partial_sum, set_checksum, tensor_sum
+from tokserve.runner import delta_sources
+from tokserve.runner.weight_sources import Announcement
 
 Weights = dict[str, Tensor]
 
@@ -178,8 +184,7 @@ def test_the_other_ways(tmp_path: Path) -> None:
 
     trainer = Trainer(served.runner)
     deltas, sums, label = served.delta(served.changed(generator, 0.05), "2")
-    info, tensors = sparse_broadcast(deltas)
-    info["shapes"] = [list(served.pushed.described[one][1]) for one in info["names"]]
+    info, tensors = sparse_broadcast(deltas, {one: served.pushed.described[one][1] for one in deltas})
     served.begin(label)
     trainer.send(tensors, packed=False)
     served.runner.background("receive_update", {"source": info})
@@ -187,6 +192,29 @@ def test_the_other_ways(tmp_path: Path) -> None:
     served.commit("2")
     served.pushed.commit(deltas, sums, label)
     served.assert_exact()
+
+
+def test_indices_beyond_two_to_the_31_over_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {"large": (1 << 16, (1 << 15) + 1), "small": (1 << 16, 1 << 15)}
+    last = {name: math.prod(shape) - 1 for name, shape in shapes.items()}
+    changes = {
+        name: TensorDelta(np.array([0, end]), torch.tensor([1, 2], dtype=torch.bfloat16)) for name, end in last.items()
+    }
+    info, tensors = sparse_broadcast(changes, shapes)
+    assert [one.dtype for one in tensors[::2]] == [torch.int64, torch.int32]
+    announced, sent, added = msgspec.convert(info, Announcement), iter(tensors), {}
+
+    def received(group: Any, declared: Any, packed: bool) -> Any:
+        for name, dtype, shape in declared:
+            tensor = next(sent)
+            assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape)
+            yield name, tensor
+
+    described = {name: (torch.bfloat16, shape) for name, shape in shapes.items()}
+    staging = SimpleNamespace(coordinates=SimpleNamespace(described=described), add=added.__setitem__)
+    monkeypatch.setattr(delta_sources, "receive", received)
+    delta_sources.from_group(staging, announced, None)  # type: ignore[arg-type]
+    assert {name: delta.indices.tolist() for name, delta in added.items()} == {n: [0, end] for n, end in last.items()}
 
 
 def test_a_directory_that_many_servers_follow(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ class TransferGroup:
         if rank:
             self._await_listener(address, port, timeout)
         try:
-            store = rendezvous.store(Meeting(address, port, rank, size, patience), device)
+            store = rendezvous.store(Meeting(address, port, rank, size, patience), device, self._interrupted)
             self._group = make(store, rank, size, patience)
             if rendezvous.kind == "tokserve":  # fails now if the ranks cannot communicate
                 self.broadcast(torch.zeros(1, device=self.device))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +83,11 @@ class TensorDelta:
 
 
 Deltas = dict[str, TensorDelta]
+
+
+def index_dtype(shape: Sequence[int]) -> torch.dtype:
+    """The dtype of flat indices into a tensor of this shape on their way over a process group."""
+    return torch.int32 if math.prod(shape) <= 1 << 31 else torch.int64
 
 
 def encode_steps(indices: Indices) -> NDArray[Any]:

@@ -16,6 +16,8 @@ from .connection import Connection
 from .errors import TransferError, WeightsError
 from .weight_routes import WeightRoutes
 
+LAST_WAIT = 1.0  # seconds for rank 0 to give its port up after the server has refused to join
+
 
 class GroupChannel(WeightRoutes):
     """The calls of updates, and the process group that tensors go over once it has been joined."""
@@ -35,8 +37,17 @@ class GroupChannel(WeightRoutes):
         """Form a process group with the server, this process as rank 0."""
         options = {"backend": backend, "master_address": address, "master_port": port, "rank_offset": rank_offset,
                    "world_size": world_size, "rendezvous": "tokserve"}  # fmt: skip
-        meeting = _in_thread(lambda: TransferGroup(backend, address, port, 0, world_size, timeout))
-        self._group, _ = await asyncio.gather(meeting, self.init(options))
+        interrupted = threading.Event()
+        meeting = asyncio.ensure_future(
+            _in_thread(lambda: TransferGroup(backend, address, port, 0, world_size, timeout, interrupted))
+        )
+        try:
+            self._group, _ = await asyncio.gather(meeting, self.init(options))
+        finally:
+            if self._group is None:  # the server does not join: the port is to be free for the next try
+                interrupted.set()
+                await asyncio.wait([meeting], timeout=LAST_WAIT)
+                meeting.add_done_callback(_retrieve)
 
     async def leave(self) -> None:
         """Close the process group at both ends."""
@@ -69,6 +80,12 @@ class GroupChannel(WeightRoutes):
                 await asyncio.wait([sending])
                 sending.exception()  # retrieved, or asyncio logs it
         await sending
+
+
+def _retrieve(meeting: asyncio.Future[TransferGroup]) -> None:
+    """Take the error, or asyncio logs it; a group that was formed is closed."""
+    if not meeting.cancelled() and meeting.exception() is None:
+        meeting.result().close()
 
 
 async def _in_thread(form: Callable[[], TransferGroup]) -> TransferGroup:

@@ -6,7 +6,7 @@ server.  It is compared with the next set bit by bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .deltas import DeltaLabel, Deltas, applied, difference, dtype_name, file_pieces, tensors_of
+from .deltas import DeltaLabel, Deltas, applied, difference, dtype_name, file_pieces, index_dtype, tensors_of
 from .sums import Sums, completed, in_threads, set_checksum, tensor_sum
 
 Weights = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -208,16 +208,18 @@ def is_large(deltas: Deltas, pushed: PushedWeights) -> bool:
     return sum(delta.values.nbytes for delta in deltas.values()) > MAX_CHANGED * pushed.num_bytes
 
 
-def sparse_broadcast(deltas: Deltas) -> tuple[dict[str, Any], list[Tensor]]:
-    """An announcement for a process group, and the tensors to send: indices (int32) and values of each."""
+def sparse_broadcast(deltas: Deltas, shapes: Mapping[str, Sequence[int]]) -> tuple[dict[str, Any], list[Tensor]]:
+    """An announcement for a process group, and the tensors to send: indices and values of each.  `shapes`: of the whole
+    tensors."""
     names, tensors = list(deltas), []
     for name in names:
         delta = deltas[name]
         indices = np.arange(delta.num_changed) if delta.indices is None else delta.indices
-        tensors += [torch.from_numpy(indices.astype(np.int32)), delta.values.view(-1)]
+        tensors += [torch.from_numpy(indices).to(index_dtype(shapes[name])), delta.values.view(-1)]
     announced = {
         "names": names,
         "dtype_names": [dtype_name(deltas[name].values.dtype) for name in names],
+        "shapes": [list(shapes[name]) for name in names],
         "num_updates_list": [deltas[name].num_changed for name in names],
     }
     return announced, tensors

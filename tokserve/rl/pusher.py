@@ -200,8 +200,7 @@ class Pusher:
             size, pieces = await asyncio.to_thread(file_of, deltas, label)
             await self._channel.put_file(body_of(pieces), handle)
             return size
-        announced, tensors = sparse_broadcast(deltas)
-        announced["shapes"] = [list(pushed.described[name][1]) for name in announced["names"]]
+        announced, tensors = sparse_broadcast(deltas, {name: pushed.described[name][1] for name in deltas})
         if announced["names"]:
             await self._channel.broadcast(announced, tensors, packed=False, handle=handle)
         return sum(tensor.nbytes for tensor in tensors)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import pickle
 import pickletools
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,10 +52,28 @@ class Rendezvous:
         """Whether the size of each message goes ahead of it over gloo."""
         return self.kind == "tokserve"
 
-    def store(self, meeting: Meeting, device: str) -> Any:
+    def store(self, meeting: Meeting, device: str, interrupted: threading.Event) -> Any:
         """The store of the group.  Raises RuntimeError of torch.distributed, TransferError."""
-        tcp = TCPStore(meeting.address, meeting.port, meeting.size, meeting.rank == 0, meeting.timeout)
+        first = meeting.rank == 0
+        tcp = TCPStore(meeting.address, meeting.port, meeting.size, first, meeting.timeout, wait_for_workers=not first)
+        if first and meeting.size > 1:
+            failure = _await_another(tcp, meeting.timeout.total_seconds(), interrupted)
+            if failure:
+                del tcp  # and with it the port: the error would keep it
+                raise TransferError(failure)
         return STORES[self.kind](tcp, self.group_name, device)
+
+
+def _await_another(tcp: Any, timeout: float, interrupted: threading.Event) -> str:
+    """Wait until another rank has joined, which makes the store's first key; returns why it did not.  The store itself
+    would wait for all, but could not be interrupted, and keep its port."""
+    end = time.monotonic() + timeout
+    while not tcp.num_keys():
+        if time.monotonic() > end:
+            return f"no other rank has joined in {timeout:g} s"
+        if interrupted.wait(0.02):
+            return "the transfer was interrupted"
+    return ""
 
 
 def _own(tcp: Any, group_name: str, device: str) -> Any:

@@ -39,7 +39,7 @@ def from_shared_memory(staging: DeltaStaging, announced: Announcement) -> None:
 
 
 def from_group(staging: DeltaStaging, announced: Announcement, group: TransferGroup) -> None:
-    """Receive each tensor's indices (int32) and new elements, in the order of the names; none where none change."""
+    """Receive each tensor's indices and new elements, in the order of the names; none where none change."""
     declared, counts = announced.declared(), announced.counts()
     described = staging.coordinates.described
     for (name, dtype, shape), count in zip(declared, counts, strict=True):
@@ -52,7 +52,7 @@ def from_group(staging: DeltaStaging, announced: Announcement, group: TransferGr
             raise RequestError(f"{name} has fewer than {count} elements", field="update_info.num_updates_list")
     for (name, dtype, shape), count in zip(declared, counts, strict=True):
         if count:
-            pair = [("indices", torch.int32, (count,)), ("values", dtype, (count,))]
+            pair = [("indices", deltas.index_dtype(shape), (count,)), ("values", dtype, (count,))]
             indices, values = (tensor.cpu() for _, tensor in receive(group, pair, packed=False))
             ascend = bool((indices[1:] > indices[:-1]).all())
             if not ascend or int(indices[0]) < 0 or int(indices[-1]) >= math.prod(shape):
