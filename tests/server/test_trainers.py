@@ -54,6 +54,22 @@ def test_areals_pieces_are_one_update_that_the_end_of_the_pause_commits() -> Non
     assert verbs(s) == ["resume"], "an update of others is not AReaL's to commit"
 
 
+def test_areals_update_is_over_when_a_piece_fails() -> None:
+    s = site()
+    s.llm.status = Status("paused", "0", 0, True)
+    for own in (True, False):
+        if not own:
+            s.llm.answers["start_weight_update"] = Conflict("a weight update is open already", code="update_open")
+        s.llm.answers["update_weights"] = Conflict("the group is broken")
+        s.post("/areal_set_update_weight_meta", AREAL_META)
+        s.llm.asked.clear()
+        assert s.post("/areal_update_weights_xccl", {}).status_code == 409
+        assert verbs(s)[1:] == ["update_weights"] + ["abort_weight_update"] * own, "an update of others stays"
+        s.llm.asked.clear()
+        s.post("/areal_continue_generation", {})
+        assert verbs(s) == ["resume"]
+
+
 def test_areals_pieces_beside_generation_are_committed_at_once() -> None:
     s = site()
     s.post("/areal_set_update_weight_meta", AREAL_META)

@@ -6,6 +6,7 @@ between a pause and its end, and says nowhere which piece is the last: /areal_co
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -113,11 +114,29 @@ async def receive(serving: Serving, request: Request) -> Response:
     announced, serving.announced_by_areal = serving.announced_by_areal, None
     if announced is None:
         raise Conflict("no tensors are announced: call /areal_set_update_weight_meta first, at the same API process")
-    serving.staged_by_areal = True
-    if await open_updates.stage(serving.llm, announced):
+    if await _staged(serving, announced):
         serving.staged_by_areal = False
         await open_updates.commit(serving.llm)
     return _done(request, f"{len(announced['names'])} tensors received")
+
+
+async def _staged(serving: Serving, announced: dict[str, Any]) -> bool:
+    """Receive tensors; whether a commit has to follow now.  If that fails, AReaL's update is over: the trainer begins
+    another."""
+
+    def opened() -> None:
+        serving.staged_by_areal = True
+
+    staged = False
+    try:
+        whole = await open_updates.stage(serving.llm, announced, opened)
+        serving.staged_by_areal = staged = True
+        return whole
+    finally:
+        if not staged and serving.staged_by_areal:
+            serving.staged_by_areal = False
+            with suppress(RequestError):  # it has been rolled back already
+                await serving.llm.abort_weight_update()
 
 
 async def refuse_adapter_tensors(serving: Serving, request: Request) -> Response:
