@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -13,6 +14,8 @@ import msgspec
 import pytest
 
 from tests.engine.scripted import Engine
+from tokserve.engine.kv_transfer import transfers
+from tokserve.engine.kv_transfer.tcp import Pull, run_pull
 from tokserve.engine.structured_output.grammar import Grammar
 from tokserve.errors import RequestError
 from tokserve.kv_transfer import KVTransferParams, transfer_params
@@ -62,17 +65,17 @@ def ask(engine: Engine, key: str, params: KVTransferParams, max_tokens: int, pro
     assert engine.submit(key, engine.make(f"{key}#0", list(prompt), **fields)) == SubmitReply(7)
 
 
-def prefill(first: Engine, prompt: Sequence[int] = PROMPT) -> KVTransferParams:
+def prefill(first: Engine, prompt: Sequence[int] = PROMPT, key: str = "a") -> KVTransferParams:
     """What a request's reply carries for the decode engine."""
-    ask(first, "a", ASK, 1, prompt)
-    run(first, until=has_ended(first, "a#0"))
-    reply = first.received["a#0"].outputs[-1].kv_transfer
+    ask(first, key, ASK, 1, prompt)
+    run(first, until=has_ended(first, f"{key}#0"))
+    reply = first.received[f"{key}#0"].outputs[-1].kv_transfer
     assert reply is not None
     return transfer_params(reply)
 
 
-def decode(engine: Engine, params: KVTransferParams, prompt: Sequence[int] = PROMPT) -> None:
-    ask(engine, "b", params, 6, prompt)
+def decode(engine: Engine, params: KVTransferParams, prompt: Sequence[int] = PROMPT, key: str = "b") -> None:
+    ask(engine, key, params, 6, prompt)
 
 
 def has_ended(engine: Engine, rid: str = "b#0") -> Callable[[], Any]:
@@ -203,6 +206,35 @@ def test_a_request_that_is_given_up_gives_up_the_lease(tmp_path: Path) -> None:
         first.check_empty()
         second.run()
         second.check_empty()
+
+
+def test_pulls_that_take_long_hold_up_no_notification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, began = threading.Event(), threading.Semaphore(0)
+
+    def slow(pull: Pull, *args: Any) -> None:
+        began.release()
+        assert go_on.wait(60)
+        run_pull(pull, *args)
+
+    monkeypatch.setattr(transfers, "run_pull", slow)
+    with pair(tmp_path) as (first, second):
+        for number in range(transfers.MAX_PULLS):
+            prompt = [number + 3, *PROMPT]
+            decode(second, prefill(first, prompt, f"a{number}"), prompt, f"b{number}")
+            second.steps(2)
+            assert began.acquire(timeout=30)
+        params = prefill(first)
+        leased = first.stats.store.leased
+        for number in range(second.config.scheduler.rows):
+            second.add(f"long{number}", [3, number], max_tokens=50, ignore_eos=True)
+        second.steps(3)
+        decode(second, params)
+        second.steps(2)
+        second.abort("b")
+        run(first, until=lambda: first.stats.store.leased == leased - 4)
+        go_on.set()
+        run(first, second, until=lambda: first.stats.store.leased == 0)
+        second.run()
 
 
 def test_a_request_whose_grammar_is_refused_gives_up_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from tokserve.kv_transfer import KVTransferParams
 logger = logging.getLogger(__name__)
 
 MAX_PULLS = 4
+MAX_NOTES = 4
 WRITE_SECONDS = 10.0  # that an output waits for its files
 SHORT_DIGEST = 16  # characters of a part's digest on the wire
 KEPT_SHARE = 2  # leases hold at most one block in so many
@@ -85,6 +86,7 @@ class Transfers:
         self.failed: list[tuple[Request, str]] = []
         self._leases = LeaseTable(plan.lease_seconds, clock)
         self._threads = ThreadPoolExecutor(MAX_PULLS, "kv-pull")
+        self._notes = ThreadPoolExecutor(MAX_NOTES, "kv-note")  # not held up by pulls: leases would end meanwhile
         self._key = plan.key()
         self._server = None
         if plan.listens:
@@ -121,7 +123,8 @@ class Transfers:
         for load in self._pulls:
             if load.pull is not None:
                 load.pull.cancel()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._notes):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def on_reset(self) -> None:
         """The prefix cache is empty; pages may get other content."""
@@ -332,4 +335,4 @@ class Transfers:
     def _note(self, params: KVTransferParams, op: str) -> None:
         if params.remote_host is not None and params.remote_port is not None:
             ids = [params.remote_request_id or ""]
-            self._threads.submit(send_note, params.remote_host, params.remote_port, self._key, op, ids)
+            self._notes.submit(send_note, params.remote_host, params.remote_port, self._key, op, ids)
