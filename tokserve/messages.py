@@ -1,8 +1,9 @@
 """The messages between the front end and the engine process: msgpack over ZeroMQ.
 
-To the engine: `Submit`, `Abort`, `Stall`, `Call`.  From it: `SubmitReply`, `StepOutput`, `Reply`, `Ready`, `Status`,
-`Dead`.  Arrays travel as packed little-endian bytes (ids int32, logprobs float32): 32k prompt ids decode in
-microseconds, and deltas are joined by joining bytes.  A step's output is a few columns, however many requests it has.
+To the engine: `Submit`, `Abort`, `Stall`, `Call`, `Announce`, `EndAnnouncement`.  From it: `SubmitReply`, `StepOutput`,
+`Reply`, `Ready`, `Status`, `Dead`.  Arrays travel as packed little-endian bytes (ids int32, logprobs float32): 32k
+prompt ids decode in microseconds, and deltas are joined by joining bytes.  A step's output is a few columns, however
+many requests it has.
 """
 
 from __future__ import annotations
@@ -44,13 +45,15 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """A submission: all of `requests` are accepted or none, and a `SubmitReply` says which before any output.
 
     `request_id` is the client's id, in use by no other submission until all its requests have ended.  They have one
-    `options.group_id`.  `client`: who is served in turns with other clients, "" if there is only one.
+    `options.group_id`.  `client`: who is served in turns with other clients, "" if there is only one.  `announced`: the
+    number of its `Announce`, 0 if there was none.
     """
 
     call_id: int
     request_id: str
     requests: list[EngineRequest]
     client: str = ""
+    announced: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
@@ -69,6 +72,21 @@ class Stall(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
 
     request_ids: list[str]
     stalled: bool
+
+
+class Announce(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
+    """The sender prepares a request with this id of its client, which is to come in one submission or in several in
+    turn: the commands that abort find it, and what is submitted afterwards ends at once."""
+
+    number: int
+    request_id: str
+    group_id: str | None
+
+
+class EndAnnouncement(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
+    """The sender submits no more for its `Announce` of this number."""
+
+    number: int
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -462,7 +480,7 @@ class SubmitReply(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False)
     field: str = ""
 
 
-ToEngine = Submit | Abort | Stall | Call
+ToEngine = Submit | Abort | Stall | Call | Announce | EndAnnouncement
 FromEngine = SubmitReply | StepOutput | Reply | Ready | Status | Dead
 
 encode = msgspec.msgpack.Encoder().encode

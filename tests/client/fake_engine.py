@@ -25,7 +25,9 @@ from tokserve.config import (
 )
 from tokserve.messages import (
     Abort,
+    Announce,
     Call,
+    EndAnnouncement,
     EngineRequest,
     Finish,
     FromEngine,
@@ -200,7 +202,7 @@ class FakeEngine:
             return answers
         if isinstance(message, Abort):
             return self._abort(message.request_ids, message.reason)
-        if isinstance(message, Stall):
+        if isinstance(message, Stall | Announce | EndAnnouncement):
             return []
         return self._call(message)
 

@@ -150,7 +150,9 @@ def test_an_abort_between_two_steps_ends_the_search(model: Path, monkeypatch: py
     async def check() -> None:
         nonlocal steps
         async with AsyncLLM(str(model), dtype="float32", tokens_only=True, max_model_len=256) as llm:
-            for abort in ABORTS:
+            other = AsyncLLM.from_config(llm.config)
+            await other.connect(llm.engine[0])
+            for abort, caller in [(abort, llm) for abort in ABORTS] + [(abort, other) for abort in ABORTS[:-1]]:
                 steps = 0
                 between.clear()
                 go_on.clear()
@@ -162,7 +164,7 @@ def test_an_abort_between_two_steps_ends_the_search(model: Path, monkeypatch: py
                 run = BeamRun(llm, request, [request.prompt], params)
                 searching = asyncio.ensure_future(run.run(lambda: None, lambda: None))
                 await asyncio.to_thread(between.wait, 60)
-                results = await abort(llm)
+                results = await abort(caller)
                 assert list(results.values()) == ["aborted"]
                 go_on.set()
                 await searching
@@ -170,8 +172,9 @@ def test_an_abort_between_two_steps_ends_the_search(model: Path, monkeypatch: py
                 assert [(one.finish_reason, one.stop_detail, len(one.token_ids)) for one in outputs] == [
                     ("abort", "abort_user", 3)
                 ] * 2
-                assert steps == 4 and not llm.searches
-            assert await llm.abort("beams") == {"beams": "finished"}
+                assert steps == 4
+            assert await other.abort("beams") == {"beams": "finished"}
+            await other.shutdown()
 
     monkeypatch.setattr(BeamRun, "_prepared", slow)
     asyncio.run(check())

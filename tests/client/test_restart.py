@@ -16,9 +16,11 @@ from tests.client.fake_engine import FakeEngine, config
 from tests.client.test_launch import gone, mode, pid_of
 from tokserve.client import engine_client
 from tokserve.client.async_llm import AsyncLLM, collect
+from tokserve.client.inputs import GenerateRequest
 from tokserve.errors import EngineDead, StartError
-from tokserve.messages import Reply
+from tokserve.messages import Announce, EndAnnouncement, Reply, Submit
 from tokserve.params import SamplingParams
+from tokserve.prompt import TokenPrompt, pack_ids
 
 __all__ = ["mode"]
 
@@ -27,6 +29,10 @@ PLAIN = SamplingParams()
 
 def make(restarts: int, **runtime: Any) -> AsyncLLM:
     return AsyncLLM.from_config(config(tokens_only=True, runtime={"restart_engine": restarts, **runtime}))
+
+
+def request(request_id: str) -> GenerateRequest:
+    return GenerateRequest(request_id=request_id, prompt=TokenPrompt(pack_ids([5])), task=PLAIN)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -244,6 +250,74 @@ def test_who_cannot_join_the_next_engine_does_not_wait_for_it_for_ever(
         await other.shutdown()
         await first.shutdown()
         await second.shutdown()
+
+    asyncio.run(scene())
+
+
+def test_whatever_fails_when_the_next_engine_is_joined_is_heard_of(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mode("serve")
+
+    def broken(pid: int, then: Callable[[], object]) -> None:
+        raise ZeroDivisionError
+
+    async def scene() -> None:
+        first, second, other = make(0), make(0), make(1)
+        await first.start()
+        await second.start()
+        await other.connect(first.engine[0], pid=first.engine[1], name="api-0")
+        monkeypatch.setattr(engine_client, "watch", broken)
+        other.rejoin(*second.engine)
+        await asyncio.wait_for(other.restored(), 30)
+        assert other.dead is not None and "ZeroDivisionError" in other.dead.private
+        with pytest.raises(EngineDead):
+            other.stream([1], PLAIN)
+        for llm in (other, first, second):
+            await llm.shutdown()
+
+    asyncio.run(scene())
+
+
+def test_an_engine_is_watched_while_it_is_joined(mode: Any) -> None:
+    mode("serve")
+
+    def watched() -> int:
+        links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        return sum("pidfd" in link for link in links)
+
+    async def scene() -> None:
+        first, second, other = make(0), make(0), make(1)
+        await first.start()
+        await second.start()
+        before = watched()
+        await other.connect(first.engine[0], pid=first.engine[1], name="api-0")
+        assert watched() == before + 1
+        other.rejoin(*second.engine)
+        await asyncio.wait_for(other.restored(), 30)
+        assert watched() == before + 1
+        await other.shutdown()
+        assert watched() == before
+        for llm in (first, second):
+            await llm.shutdown()
+
+    asyncio.run(scene())
+
+
+def test_an_engine_is_told_what_was_announced_to_the_one_before(tmp_path: Path) -> None:
+    async def scene() -> None:
+        with FakeEngine(f"ipc://{tmp_path}/a") as first, FakeEngine(f"ipc://{tmp_path}/b") as second:
+            llm = make(1)
+            await llm.connect(first.address)
+            gone, left = llm.announce("cmpl-gone", "g"), llm.announce("cmpl-left", "g")
+            gone.end()
+            first.wait(EndAnnouncement)
+            llm.rejoin(second.address, os.getpid())
+            await asyncio.wait_for(llm.restored(), 30)
+            [state] = [llm.prepare(request("left"))]
+            stream = llm.submit([state], announcement=left)[0]
+            await stream.accepted()
+            [announce], [submit] = second.wait(Announce), second.wait(Submit)
+            assert announce == Announce(submit.announced, "left", "g")
+            await llm.shutdown()
 
     asyncio.run(scene())
 

@@ -230,6 +230,19 @@ def _width(asked: int | None) -> int:
     return 8 if asked == -1 else asked or 0
 
 
+@dataclass(eq=False)
+class FakeAnnouncement:
+    """A request that is to come.  `ended`: why it was aborted."""
+
+    llm: FakeLLM
+    request_id: str
+    group_id: str | None
+    ended: str | None = None
+
+    def end(self) -> None:
+        self.llm.announced.remove(self)
+
+
 @dataclass
 class FakeLLM(AdminMethods):
     """See the module."""
@@ -268,6 +281,7 @@ class FakeLLM(AdminMethods):
         self.news: list[Status] = []  # what a refresh brings
         self.other_engines: list[EngineReport] = []
         self.requests = Requests()
+        self.announced: list[FakeAnnouncement] = []
         self._calls: dict[RequestState, Call] = {}  # prepared, and perhaps never sent
         self._last_call = 0
 
@@ -293,7 +307,14 @@ class FakeLLM(AdminMethods):
         self._calls[state] = Call(unpack_ids(state.prompt.ids), request.task, request.request_id, options)
         return state
 
-    def submit(self, states: Sequence[RequestState], client: str = "") -> list[FakeStream]:
+    def announce(self, request_id: str, group_id: str | None = None) -> FakeAnnouncement:
+        announcement = FakeAnnouncement(self, bare_id(request_id), group_id)
+        self.announced.append(announcement)
+        return announcement
+
+    def submit(
+        self, states: Sequence[RequestState], client: str = "", announcement: FakeAnnouncement | None = None
+    ) -> list[FakeStream]:
         """`streams` are by id, and the number of their prompt if there are several."""
         bare = bare_id(states[0].request_id)
         if self._of(bare):
@@ -305,6 +326,8 @@ class FakeLLM(AdminMethods):
             name = bare if len(states) == 1 else f"{bare}-{index}"
             self.streams[name] = FakeStream(self, state, self.calls[-1], name)
             self.made.append(self.streams[name])
+            if announcement is not None:
+                self.streams[name].abort_reason = announcement.ended
         return self.made[-len(states) :]
 
     def forget(self, stream: FakeStream, where: set[str]) -> None:
@@ -339,7 +362,11 @@ class FakeLLM(AdminMethods):
         found = {}
         for given in request_ids:
             streams = self._of(bare_id(given))
-            found[given] = "aborted" if streams else "finished" if bare_id(given) in self.ended else "not_found"
+            coming = [one for one in self.announced if one.request_id == bare_id(given) and one.ended is None]
+            for announcement in coming:
+                announcement.ended = reason
+            ended = "finished" if bare_id(given) in self.ended else "not_found"
+            found[given] = "aborted" if streams or coming else ended
             for stream in streams:
                 stream.abort_reason = reason
                 stream.wake.set()
@@ -348,10 +375,12 @@ class FakeLLM(AdminMethods):
 
     async def abort_group(self, group_id: str, reason: str = "abort_user") -> dict[str, str]:
         streams = [stream for stream in self.streams.values() if stream.call.options["group_id"] == group_id]
-        return await self.abort([bare_id(stream.request_id) for stream in streams], reason)
+        coming = [one.request_id for one in self.announced if one.group_id == group_id and one.ended is None]
+        return await self.abort([bare_id(stream.request_id) for stream in streams] + coming, reason)
 
     async def abort_all(self, reason: str = "abort_user") -> dict[str, str]:
-        return await self.abort([bare_id(stream.request_id) for stream in self.streams.values()], reason)
+        coming = [one.request_id for one in self.announced if one.ended is None]
+        return await self.abort([bare_id(stream.request_id) for stream in self.streams.values()] + coming, reason)
 
     async def refresh(self, seconds: float) -> None:
         self.refreshed += 1

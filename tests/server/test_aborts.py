@@ -1,6 +1,7 @@
 """/abort_requests: by id, by group, all; what it answers and what the aborted calls return."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from tests.server.fake_llm import VOCAB, Caller, Site, site
 from tokserve.client.inputs import GenerateRequest, token_prompt
 from tokserve.params import SamplingParams
+from tokserve.text.tokenizer import Tokenizer
 
 GENERATE = "/inference/v1/generate"
 ROUTES = ["/abort_requests", "/inference/v1/abort_requests"]
@@ -212,6 +214,43 @@ def test_all() -> None:
         await asyncio.gather(*(caller.task for caller in callers))
         assert [delta.finish_reason async for delta in other] == ["abort"]
         assert (await client.post("/abort_requests", json={"all": True})).json() == {"aborted": 0, "results": {}}
+
+    play(scene)
+
+
+@pytest.mark.parametrize("selector", [{"request_ids": ["cmpl-a"]}, {"group_id": "g"}, {"all": True}])
+def test_a_request_whose_text_is_being_tokenized(monkeypatch: pytest.MonkeyPatch, selector: dict[str, Any]) -> None:
+    began, go_on = threading.Event(), threading.Event()
+    encode = Tokenizer.encode_each
+
+    def slow(*args: Any, **options: Any) -> Any:
+        began.set()
+        assert go_on.wait(60)
+        return encode(*args, **options)
+
+    async def scene(s: Site, client: httpx.AsyncClient) -> None:
+        monkeypatch.setattr(Tokenizer, "encode_each", slow)
+        body = {"prompt": ["a"] * 200, "n": 2, "request_id": "a", "group_id": "g"}  # enough for a thread
+        waiting = asyncio.create_task(client.post("/v1/completions", json=body))
+        assert await asyncio.to_thread(began.wait, 60)
+        answer = (await client.post(ROUTES[0], json=selector)).json()
+        assert answer["aborted"] == 1 and set(answer["results"].values()) == {"aborted"}
+        assert (await client.post(ROUTES[0], json=selector)).json()["aborted"] == 0
+        go_on.set()
+        choices = (await waiting).json()["choices"]
+        assert len(choices) == 400 and {choice["finish_reason"] for choice in choices} == {"abort"}
+        assert not s.llm.announced
+
+    play(scene)
+
+
+def test_a_request_that_is_refused_is_not_to_come_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(s: Site, client: httpx.AsyncClient) -> None:
+        body = {"prompt": ["a"] * 200 + ["b" * 5000], "request_id": "a"}
+        assert (await client.post("/v1/completions", json=body)).status_code == 400
+        assert not s.llm.announced
+        answer = await client.post(ROUTES[0], json={"request_ids": ["a"]})
+        assert answer.json() == {"aborted": 0, "results": {"a": "not_found"}}
 
     play(scene)
 

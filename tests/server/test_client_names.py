@@ -71,7 +71,7 @@ def test_the_engine_is_told() -> None:
     seen = []
     start = s.llm.submit
 
-    def submit(states: Any, client: str = "") -> Any:
+    def submit(states: Any, client: str = "", announcement: Any = None) -> Any:
         seen.append(client)
         return start(states, client)
 

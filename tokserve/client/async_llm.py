@@ -15,10 +15,11 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Seque
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from tokserve import checkpoint
 from tokserve.client.admin import AdminMethods
+from tokserve.client.announcement import RequestAnnouncement
 from tokserve.client.engine_client import EngineClient
 from tokserve.client.inputs import GenerateRequest, Inputs, LoRARequest, adapter_name, bare_id, token_prompt, typed
 from tokserve.client.outputs import ChoiceOutput, EngineReport, Ready, Status, StepStats
@@ -42,21 +43,6 @@ from tokserve.vision import image_format
 __all__ = ["AsyncLLM", "ChoiceOutput", "GenerateRequest", "StepStats", "Stream", "collect"]
 
 logger = logging.getLogger(__name__)
-
-
-class Search(Protocol):
-    """One request that is made of several in turn."""
-
-    @property
-    def request_id(self) -> str:
-        """The bare id of all of them."""
-
-    @property
-    def group_id(self) -> str | None:
-        """The name of the group that they belong to."""
-
-    def end(self, reason: str) -> None:
-        """Make no further request: the results are what there is."""
 
 
 class AsyncLLM(AdminMethods):
@@ -86,7 +72,6 @@ class AsyncLLM(AdminMethods):
         several = config.parallel.data_parallel_size > 1
         self._engine: EngineClient | Replicas = Replicas(config) if several else EngineClient(config)
         self._pushes = WeightPushes(self)
-        self.searches: list[Search] = []  # that are under way: between two steps the engine has no request of theirs
         self._inputs: Inputs | None = None
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_lock = threading.Lock()
@@ -292,16 +277,24 @@ class AsyncLLM(AdminMethods):
             self._inputs = Inputs(self.config, ready, lambda: self.tokenizer)
         return self._inputs.prepare(request)
 
-    def submit(self, requests: Sequence[RequestState], client: str = "") -> list[Stream]:
+    def announce(self, request_id: str, group_id: str | None = None) -> RequestAnnouncement:
+        """Let aborts find a request before it is submitted, or between its submissions, until the announcement ends:
+        what is submitted with it after an abort ends at once.  Raises OverflowError, TypeError or UnicodeEncodeError
+        for an id that no message can hold."""
+        return self._engine.announce(bare_id(request_id), group_id)
+
+    def submit(
+        self, requests: Sequence[RequestState], client: str = "", announcement: RequestAnnouncement | None = None
+    ) -> list[Stream]:
         """Send prepared requests as one, accepted or refused as a whole; a stream for each.  `client`: who is served
-        in turns with other clients.
+        in turns with other clients.  `announcement`: of these requests, if they were announced.
 
         They share one request_id and one group_id, and their choices are numbered consecutively
         (`GenerateRequest.first_choice`).  Raises Conflict for an id in use here, RequestError for values that no
         message can hold, EngineDead.
         """
         self._engine.check()
-        sender = self._engine.submit(requests, client)
+        sender = self._engine.submit(requests, client, announcement)
         return [Stream(sender, request) for request in requests]
 
     async def abort(self, request_ids: str | Iterable[str], reason: str = "abort_user") -> dict[str, str]:
@@ -312,30 +305,23 @@ class AsyncLLM(AdminMethods):
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
         bare_ids = {request_id: bare_id(request_id) for request_id in ids}
         keys = list(bare_ids.values())
-        results = await self._abort("abort", keys, reason, keys=keys) if bare_ids else {}
+        results = await self.call("abort", reason=reason, keys=keys) if bare_ids else {}
         return {request_id: results[bare] for request_id, bare in bare_ids.items()}
 
     async def abort_group(self, group_id: str, reason: str = "abort_user") -> dict[str, str]:
         """The same for all requests of a group; the result is by bare id."""
-        searched = [search.request_id for search in self.searches if search.group_id == group_id]
-        return await self._abort("abort_group", searched, reason, group=group_id)
+        results: dict[str, str] = await self.call("abort_group", reason=reason, group=group_id)
+        return results
 
     async def abort_all(self, reason: str = "abort_user") -> dict[str, str]:
         """The same for all requests of this engine."""
-        return await self._abort("abort_all", [search.request_id for search in self.searches], reason)
+        results: dict[str, str] = await self.call("abort_all", reason=reason)
+        return results
 
     async def abort_own(self, reason: str = "abort_user") -> dict[str, str]:
         """The same for all requests sent from here."""
-        searched = [search.request_id for search in self.searches]
-        return await self._abort("abort", searched, reason, keys=self._engine.request_ids())
-
-    async def _abort(self, command: str, searched: Sequence[str], reason: str, **which: Any) -> dict[str, str]:
-        """`searched`: ids whose searches go no further, if there are such."""
-        ending = [search for search in self.searches if search.request_id in searched]
-        for search in ending:
-            search.end(reason)
-        results: dict[str, str] = await self.call(command, reason=reason, **which)
-        return results | {search.request_id: "aborted" for search in ending}
+        results: dict[str, str] = await self.call("abort", reason=reason, keys=self._engine.request_ids())
+        return results
 
     # --- the engine's commands ---
 

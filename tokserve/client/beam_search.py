@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from tokserve.client.announcement import RequestAnnouncement
 from tokserve.client.async_llm import AsyncLLM
-from tokserve.client.inputs import GenerateRequest, bare_id
+from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import ChoiceOutput, Logprobs, join_logprobs
 from tokserve.client.request_state import RequestState
 from tokserve.client.stream import collect
@@ -189,19 +190,19 @@ class BeamSearch:
 class BeamRun:
     """The searches of several prompts, a step of all of them at a time.
 
-    `request`: what the requests of the steps have in common; `client`: who is served in turns with other clients.
+    `request`: what the requests of the steps have in common; `client`: who is served in turns with other clients;
+    `announcement`: of the request, if it was announced.  The run ends it.
     """
 
     def __init__(
         self, llm: AsyncLLM, request: GenerateRequest, prompts: Sequence[TokenPrompt], params: BeamSearchParams,
-        client: str = "",
+        client: str = "", announcement: RequestAnnouncement | None = None,
     ) -> None:  # fmt: skip
         self.params, self.prompts = params, prompts
         self.cached = [0] * len(prompts)
         self.times = (0.0, 0.0, 0.0)
         self._llm, self._client = llm, client
-        self._aborted: str | None = None
-        self.request_id, self.group_id = bare_id(request.request_id), request.options.group_id
+        self._announcement = announcement
         self._request = msgspec.structs.replace(request, task=params.step(llm.ready), text=False)
         ready = llm.ready
         ends = frozenset(() if params.ignore_eos else ready.eos_token_ids)
@@ -216,28 +217,19 @@ class BeamRun:
     async def run(self, accepted: Callable[[], None], progress: Callable[[], None]) -> None:
         """Search; `accepted` is called when the engine has accepted the first step, `progress` for each prompt that is
         done.  Raises what a submission raises.  Cancelling aborts the step's requests."""
-        self._llm.searches.append(self)
+        if self._announcement is None:  # between two steps the engine has no request of the search
+            self._announcement = self._llm.announce(self._request.request_id, self._request.options.group_id)
         try:
             await self._search(accepted, progress)
         finally:
-            self._llm.searches.remove(self)
-
-    def end(self, reason: str) -> None:
-        """Submit no further step."""
-        self._aborted = reason
+            self._announcement.end()
 
     async def _search(self, accepted: Callable[[], None], progress: Callable[[], None]) -> None:
         began = time.monotonic()
         while live := [index for index, search in enumerate(self.searches) if not search.ended]:
             requests = await asyncio.to_thread(self._prepared, live)
-            if self._aborted is not None:
-                accepted()
-                for index in live:
-                    self.searches[index].give_up("abort", self._aborted, None)
-                    progress()
-                return
             async with AsyncExitStack() as stack:
-                streams = self._llm.submit(requests, self._client)
+                streams = self._llm.submit(requests, self._client, self._announcement)
                 for stream in streams:
                     await stack.enter_async_context(stream)
                 try:

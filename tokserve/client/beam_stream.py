@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 
+from tokserve.client.announcement import RequestAnnouncement
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.beam_search import BeamRun, BeamSearchParams
 from tokserve.client.inputs import GenerateRequest
@@ -53,12 +54,12 @@ class BeamTask:
 
     def __init__(
         self, llm: AsyncLLM, request: GenerateRequest, prompts: Sequence[TokenPrompt], params: BeamSearchParams,
-        client: str,
+        client: str, announcement: RequestAnnouncement | None = None,
     ) -> None:  # fmt: skip
-        self.run = BeamRun(llm, request, prompts, params, client)
+        self.run = BeamRun(llm, request, prompts, params, client, announcement)
         self.listeners: list[Callable[[], None] | None] = [None] * len(prompts)
         self.streams = [BeamStream(self, index) for index in range(len(prompts))]
-        self._llm = llm
+        self._llm, self._announcement = llm, announcement
         self._admission: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._admission.add_done_callback(lambda admission: admission.cancelled() or admission.exception())  # retrieved
         self._task = asyncio.ensure_future(self._search())
@@ -92,6 +93,8 @@ class BeamTask:
             self._admission.set_result(None)
 
     def _end(self, task: asyncio.Task[list[list[ChoiceOutput]]]) -> None:
+        if self._announcement is not None:  # the run has not begun, if it was cancelled at once
+            self._announcement.end()
         error = None if task.cancelled() else task.exception()
         if not self._admission.done():
             if error is None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
+from tokserve.client.announcement import RequestAnnouncement
 from tokserve.client.client_socket import ClientSocket
 from tokserve.client.heartbeat import Heartbeat
 from tokserve.client.launch import EngineHandle, watch
@@ -22,7 +23,20 @@ from tokserve.client.request_state import RequestState
 from tokserve.client.requests import Requests
 from tokserve.config import Config
 from tokserve.errors import BY_STATUS, EngineDead, RequestError, RequestFailed, StartError
-from tokserve.messages import Abort, Call, Dead, FromEngine, Reply, Stall, StepOutput, Submit, SubmitReply, ToEngine
+from tokserve.messages import (
+    Abort,
+    Announce,
+    Call,
+    Dead,
+    EndAnnouncement,
+    FromEngine,
+    Reply,
+    Stall,
+    StepOutput,
+    Submit,
+    SubmitReply,
+    ToEngine,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +83,13 @@ class EngineClient:
         self._on_replaced: Callable[[], object] = lambda: None
         self._engine: EngineHandle | None = None
         self._socket: ClientSocket | None = None
+        self._forget_process: Callable[[], None] = lambda: None  # of an engine that was joined
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: asyncio.Future[Ready] | None = None
         self._closing = False
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._last_call = 0
+        self._announced: dict[int, Announce] = {}
         self._released: list[str] = []  # engine requests that were given up in this turn of the event loop
         self._name: str | None = None
         self._restarts: list[float] = []  # when
@@ -131,6 +147,7 @@ class EngineClient:
         self._starting = self._loop.create_future()
         if self._socket is not None:
             self._socket.close()
+        self._forget_process()
         keys = None if self._engine is None else self._engine.keys
         self._socket = socket = ClientSocket(address, self._on_message, self.requests.notify, self._name, keys)
         if self._engine is not None:
@@ -138,7 +155,7 @@ class EngineClient:
             engine.exited.add_done_callback(lambda exited: self._on_exit(socket, exited, engine))
         elif pid is not None:
             try:
-                watch(pid, lambda: self._on_end(socket, "the engine process ended"))
+                self._forget_process = watch(pid, lambda: self._on_end(socket, "the engine process ended"))
             except ProcessLookupError:
                 raise EngineGone("the engine process has ended") from None
             except OSError as error:  # no descriptor left, say
@@ -164,6 +181,8 @@ class EngineClient:
     def _serve(self, ready: Ready) -> None:
         self.ready = ready
         self.down = self._restarting = self.lost = None
+        for announce in self._announced.values():  # to an engine that was lost
+            self.send(announce)
         self._heartbeat.start()
 
     @property
@@ -177,8 +196,8 @@ class EngineClient:
         return len(self.requests)
 
     def request_ids(self) -> list[str]:
-        """The ids of all requests in flight, without prefixes."""
-        return self.requests.ids()
+        """The ids of all requests in flight or announced, without prefixes."""
+        return sorted({*self.requests.ids(), *(announce.request_id for announce in self._announced.values())})
 
     # --- messages ---
 
@@ -197,7 +216,26 @@ class EngineClient:
         if self._socket is not None:
             self._socket.send(message)
 
-    def submit(self, requests: Sequence[RequestState], client: str) -> EngineClient:
+    def announce(self, request_id: str, group_id: str | None) -> RequestAnnouncement:
+        """Let aborts find a request that is to come.  Raises what `UNSENDABLE` names."""
+        return RequestAnnouncement([self], request_id, group_id)
+
+    def tell(self, request_id: str, group_id: str | None) -> int:
+        """Tell the engine of a request that is to come, and the one that replaces it."""
+        number = self._next_call()
+        announce = Announce(number, request_id, group_id)
+        self.send(announce)
+        self._announced[number] = announce
+        return number
+
+    def end_announcement(self, number: int) -> None:
+        """Tell the engine that nothing more will come of this number."""
+        if self._announced.pop(number, None) is not None:
+            self.send(EndAnnouncement(number))
+
+    def submit(
+        self, requests: Sequence[RequestState], client: str, announcement: RequestAnnouncement | None = None
+    ) -> EngineClient:
         """Send requests as one submission; returns the client that has sent them.  Raises Conflict, RequestError for
         values that no message can hold."""
         call_id = self._next_call()
@@ -205,7 +243,8 @@ class EngineClient:
         engine_requests = [choice for request in requests for choice in request.engine_requests]
         request_id = engine_requests[0].request_id.rpartition("#")[0]
         try:
-            self.send(Submit(call_id, request_id, engine_requests, client))
+            number = 0 if announcement is None else announcement.number(self)
+            self.send(Submit(call_id, request_id, engine_requests, client, number))
         except UNSENDABLE as error:
             self.requests.resolve(SubmitReply(call_id, "invalid", f"the request cannot be sent: {error}"))
             raise RequestError(f"the request cannot be sent: {error}") from None
@@ -334,6 +373,7 @@ class EngineClient:
     def _disconnect(self, error: EngineDead) -> None:
         """Close the socket: all requests and calls end with the error."""
         self._heartbeat.stop()
+        self._forget_process()
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -445,8 +485,14 @@ class EngineClient:
         except EngineGone as error:  # its owner decides what comes next
             logger.error("the new engine cannot be joined: %s", error)
         except StartError as error:  # no descriptor left, say
-            self.dead = self.down = EngineDead(private=f"the new engine cannot be joined: {error}")
-            self._disconnect(self.dead)
+            self._cannot_join(str(error))
+        except Exception as error:  # whatever it is, those who wait for the engine must hear of it
+            logger.exception("the new engine cannot be joined")
+            self._cannot_join(f"{type(error).__name__}: {error}")
+
+    def _cannot_join(self, reason: str) -> None:
+        self.dead = self.down = EngineDead(private=f"the new engine cannot be joined: {reason}")
+        self._disconnect(self.dead)
 
     def give_up(self) -> None:
         """No other engine will replace the one that was joined."""

@@ -158,17 +158,27 @@ class EngineProcess(ChildProcess):
             self._close_stdin()
 
 
-def watch(pid: int, then: Callable[[], object]) -> None:
-    """Call `then` in the running loop when a process has ended, which need not be a child of this one."""
+def watch(pid: int, then: Callable[[], object]) -> Callable[[], None]:
+    """Call `then` in the running loop when a process has ended, which need not be a child of this one.
+
+    Returns a function that ends the watch, in the same loop.
+    """
     loop = asyncio.get_running_loop()
-    descriptor = os.pidfd_open(pid)
+    descriptor, is_open = os.pidfd_open(pid), True
+
+    def forget() -> None:
+        nonlocal is_open
+        if is_open:
+            is_open = False
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
 
     def ended() -> None:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
+        forget()
         then()
 
     loop.add_reader(descriptor, ended)
+    return forget
 
 
 def _close_stdin(owner: int, stdin: int, directory: str | None) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from tokserve.client.announcement import RequestAnnouncement
 from tokserve.client.coordinator import Coordinator
 from tokserve.client.engine_client import EngineClient
 from tokserve.client.launch import EngineHandle
@@ -141,7 +142,7 @@ class Replicas:
         return sum(engine.num_inflight for engine in self.engines)
 
     def request_ids(self) -> list[str]:
-        """The ids of all requests in flight, without prefixes."""
+        """The ids of all requests in flight or announced, without prefixes."""
         return sorted({request_id for engine in self.engines for request_id in engine.request_ids()})
 
     def check(self) -> None:
@@ -150,11 +151,17 @@ class Replicas:
 
     # --- requests ---
 
-    def submit(self, requests: Sequence[RequestState], client: str) -> EngineClient:
+    def announce(self, request_id: str, group_id: str | None) -> RequestAnnouncement:
+        """Let aborts find a request that is to come, whichever engine it goes to."""
+        return RequestAnnouncement(self.engines, request_id, group_id)
+
+    def submit(
+        self, requests: Sequence[RequestState], client: str, announcement: RequestAnnouncement | None = None
+    ) -> EngineClient:
         """Send requests to one engine; returns its client.  Raises Conflict, RequestError, EngineDead."""
         for engine in self.engines:
             engine.requests.check_unused(requests)
-        return self._choose(requests).submit(requests, client)
+        return self._choose(requests).submit(requests, client, announcement)
 
     def _choose(self, requests: Sequence[RequestState]) -> EngineClient:
         options = requests[0].engine_requests[0].options

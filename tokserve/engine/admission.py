@@ -8,7 +8,7 @@ wait for them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cached_property
 
 import msgspec
@@ -47,6 +47,7 @@ class PendingSubmission:
         self.predictions: dict[bytes, TokenIndex] = {}  # by `EngineRequest.drafts`: choices share them
         self.features: dict[tuple[bytes, int], Feature] = {}  # by hash and length: those with data
         self.refusal: SubmitReply | None = None
+        self.ended: str | None = None  # why it was aborted before it was accepted
 
     def with_features(self, spec: EngineRequest, images: ImageFormat | None) -> EngineRequest:
         """The request with the data of its features, which the first that has them brings and which is checked there.
@@ -72,8 +73,8 @@ class PendingSubmission:
 
 
 class Admission:
-    """`submit` replies by `emit`.  `fail` ends a request that was accepted before its grammar failed; `wake` is called,
-    from any thread, when a grammar is compiled."""
+    """`submit` replies by `emit`.  `fail` ends a request that was accepted before its grammar failed, `abort` requests
+    that were aborted before they were accepted; `wake` is called, from any thread, when a grammar is compiled."""
 
     def __init__(
         self,
@@ -87,6 +88,7 @@ class Admission:
         deadlines: Deadlines,
         emit: Emit,
         fail: Callable[[Request, str], None],
+        abort: Callable[[list[Request], str], None],
         wake: Callable[[], None],
         external: ExternalKV,
     ) -> None:
@@ -103,18 +105,23 @@ class Admission:
         self._grammars = grammars
         self._deadlines = deadlines
         self._emit = emit
+        self._abort = abort
         self._wake = wake
         self._external = external
         self._in_progress: dict[str, PendingSubmission] = {}  # by the client's id, in the order of their turns
 
-    def submit(self, identity: bytes, submit: Submit, received: float, status: Status, now: float) -> None:
-        """`received`: when it came in, by the clock of `now`.  More than `SLICE` requests are left to `proceed`."""
-        reply = self._refusal(submit, status, now)
+    def submit(
+        self, identity: bytes, submit: Submit, received: float, status: Status, now: float, ended: str | None = None
+    ) -> None:  # fmt: skip
+        """`received`: when it came in, by the clock of `now`.  `ended`: why it was aborted while it was prepared, if it
+        was.  More than `SLICE` requests are left to `proceed`."""
+        reply = self._refusal(submit, status, now) if ended is None else self._duplicate(submit)
         if reply is not None:
             return self._emit(identity, reply)
         first = self.num_received
         self.num_received += len(submit.requests)
         large = PendingSubmission(identity, submit, received, first)
+        large.ended = ended
         if len(submit.requests) > SLICE:
             self._in_progress[submit.request_id] = large
         else:
@@ -131,13 +138,41 @@ class Admission:
         names = [large.request_ids for large in self._in_progress.values()]
         return any(request_id in ids for ids in names for request_id in request_ids)
 
+    @property
+    def requests(self) -> Iterable[Request]:
+        """The requests of large submissions that are made, and neither accepted nor refused yet."""
+        return (request for large in self._in_progress.values() for request in large.requests)
+
+    def request_ids(self, group_id: str | None = None) -> list[str]:
+        """The client's ids of large submissions, of a group or all, that are not accepted, refused or aborted."""
+        return [
+            request_id
+            for request_id, large in self._in_progress.items()
+            if large.ended is None and group_id in (None, large.submit.requests[0].options.group_id)
+        ]
+
+    def abort(self, request_ids: Container[str], reason: str) -> set[str]:
+        """End large submissions with these ids of clients as soon as they are accepted; returns the ids of those."""
+        aborted = {request_id for request_id in self.request_ids() if request_id in request_ids}
+        for request_id in aborted:
+            self._in_progress[request_id].ended = reason
+        return aborted
+
+    def has_ended(self, request_id: str) -> bool:
+        """Whether a large submission that is not accepted yet was aborted."""
+        return request_id in self._in_progress and self._in_progress[request_id].ended is not None
+
+    def leave(self, identity: bytes) -> None:
+        """A front end has gone: its large submissions are made no further."""
+        self._in_progress = {key: large for key, large in self._in_progress.items() if large.identity != identity}
+
     def proceed(self, status: Status, now: float) -> None:
         """Make more requests of one large submission, in turns; at its end, accept all of it or refuse it."""
         large = self._in_progress.pop(next(iter(self._in_progress)))
         if self._make(large):
             self._in_progress[large.submit.request_id] = large
             return
-        if large.refusal is None:  # others were accepted meanwhile
+        if large.refusal is None and large.ended is None:  # others were accepted meanwhile
             large.refusal = self._refusal(large.submit, status, now)
         self._finish(large)
 
@@ -154,7 +189,7 @@ class Admission:
     def _finish(self, large: PendingSubmission) -> None:
         """Accept all requests, or none."""
         submit, requests = large.submit, large.requests
-        if large.refusal is None:
+        if large.refusal is None and large.ended is None:
             try:
                 self._compile_grammars(requests, submit.client)
             except RequestError as error:
@@ -166,6 +201,8 @@ class Admission:
             if any(request.pending_grammar is not None for request in requests):
                 return self.pending.add(large.identity, submit.call_id, requests)
         self._emit(large.identity, large.refusal or SubmitReply(submit.call_id))
+        if large.refusal is None and large.ended is not None:
+            self._abort(requests, large.ended)
 
     def _internal_error(self, submit: Submit) -> SubmitReply:
         logger.exception("a request could not be admitted", extra={"request_id": submit.request_id})
@@ -183,10 +220,9 @@ class Admission:
         unknown = next((name for name in names if not self._adapters.get(name)), "")
         if unknown:
             return SubmitReply(submit.call_id, "model_not_found", f"no adapter {unknown[:MAX_NAME]!r} is loaded")
-        in_use = self._registry.in_use(submit.request_id, (spec.request_id for spec in submit.requests))
-        if in_use or submit.request_id in self._in_progress:
-            message = f"request_id {submit.request_id!r} is in use by a request in flight"
-            return SubmitReply(submit.call_id, "duplicate_id", message)
+        duplicate = self._duplicate(submit)
+        if duplicate is not None:
+            return duplicate
         live, new = self._scheduler.num_live(submit.client), len(submit.requests)
         if self._max_of_client is not None and submit.client and live + new > self._max_of_client:
             message = (
@@ -196,6 +232,14 @@ class Admission:
             return SubmitReply(submit.call_id, "client_limit", message)
         excess = self._scheduler.excess([len(spec.prompt.ids) // 4 for spec in submit.requests], now)
         return None if excess is None else SubmitReply(submit.call_id, "queue_full", *excess)
+
+    def _duplicate(self, submit: Submit) -> SubmitReply | None:
+        """The refusal of an id that is in use."""
+        in_use = self._registry.in_use(submit.request_id, (spec.request_id for spec in submit.requests))
+        if not in_use and submit.request_id not in self._in_progress:
+            return None
+        message = f"request_id {submit.request_id!r} is in use by a request in flight"
+        return SubmitReply(submit.call_id, "duplicate_id", message)
 
     def _requests(self, large: PendingSubmission) -> list[Request]:
         """One of each `EngineRequest` of the next slice.  Raises RequestError."""

@@ -16,6 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ from tokserve.engine.admin.command import Command, Commands, command
 from tokserve.engine.admin.control import Control
 from tokserve.engine.admin.profiler import LOOP, Profiler
 from tokserve.engine.admission import SLICE, Admission
+from tokserve.engine.announcements import Announcements
 from tokserve.engine.deadlines import Deadlines
 from tokserve.engine.external_kv import ExternalKV
 from tokserve.engine.kv_cache.event_publisher import EventPublisher
@@ -44,7 +46,7 @@ from tokserve.engine.structured_output.grammars import Grammars
 from tokserve.engine.structured_output.mask_worker import MaskWorker
 from tokserve.executor.base import Executor
 from tokserve.kv_spec import KVLayout
-from tokserve.messages import Abort, Call, Ready, Stall, Status, StepStats, Submit, ToEngine
+from tokserve.messages import Abort, Announce, Call, EndAnnouncement, Ready, Stall, Status, StepStats, Submit, ToEngine
 from tokserve.plan import DeviceFacts
 
 logger = logging.getLogger(__name__)
@@ -96,15 +98,16 @@ class EngineCore:
         self._depth = config.scheduler.steps_in_flight
         self._last_step: InFlightStep | None = None  # since the engine was last idle
         self._registry = Registry()
+        self._announcements = Announcements()
         self._deadlines = Deadlines()
         self._mask_worker = MaskWorker(wake)
         self._front_ends = FrontEnds(emit, clock, self._gauges)
         self._admission = Admission(
             config, limits=self.limits, registry=self._registry, scheduler=self.scheduler, adapters=self.adapters,
-            grammars=self.grammars, deadlines=self._deadlines, emit=emit, fail=self._fail, wake=wake,
-            external=self._external,
+            grammars=self.grammars, deadlines=self._deadlines, emit=emit, fail=self._fail, abort=self._abort,
+            wake=wake, external=self._external,
         )  # fmt: skip
-        self._held: list[tuple[bytes, Call | Abort | Stall]] = []  # until no submission is being admitted
+        self._held: list[tuple[bytes, Abort | Stall]] = []  # until no submission is being admitted
         self._leaving: deque[tuple[list[Request], str]] = deque()  # to be aborted, a part in each turn, and why
         self._status = self._state_now()
         drafts = self._text_drafter or NoDrafts()
@@ -291,12 +294,18 @@ class EngineCore:
             while self._leaving and self._registry.in_use(message.request_id, ()):
                 self._abort_leaving()
             now = self._clock()
-            self._admission.submit(identity, message, now if received is None else received, self._status, now)
+            ended = self._announcements.ended(identity, message.announced)
+            received = now if received is None else received
+            self._admission.submit(identity, message, received, self._status, now, ended)
             self.control.note_request()
-        elif self._admission.busy and (isinstance(message, Call) or self._admission.concerns(message.request_ids)):
-            self._held.append((identity, message))
         elif isinstance(message, Call):
             self._commands.call(identity, message)
+        elif isinstance(message, Announce):
+            self._announcements.add(identity, message)
+        elif isinstance(message, EndAnnouncement):
+            self._announcements.remove(identity, message.number)
+        elif self._admission.busy and self._admission.concerns(message.request_ids):
+            self._held.append((identity, message))
         else:
             owned = (self._registry.get(request_id, identity) for request_id in message.request_ids)
             requests = [request for request in owned if request is not None]
@@ -317,10 +326,11 @@ class EngineCore:
     @property
     def live(self) -> Iterable[Request]:
         """The requests that have not ended."""
-        return self._registry
+        return chain(self._registry, self._admission.requests)
 
     def end_all(self, reason: str) -> None:
         """Abort all requests with what they have."""
+        self._admission.abort(self._admission.request_ids(), reason)
         self._abort(list(self._registry), reason)
 
     def _abort(self, requests: list[Request], reason: str) -> None:
@@ -457,6 +467,8 @@ class EngineCore:
         identity = front_end.encode()
         requests = self._registry.owned_by(identity)
         self._abort(requests, "abort_disconnect")
+        self._admission.leave(identity)
+        self._announcements.leave(identity)
         self._commands.leave(identity)
         self._front_ends.leave(identity)
         return len(requests)
@@ -465,13 +477,16 @@ class EngineCore:
     def _abort_requests(self, keys: list[str], reason: str = "abort_user") -> Command:
         """Abort by the client's ids.  The reply, {id: "aborted" | "finished" | "not_found"}, comes when all slots and
         blocks of ended requests are free: a second abort is not answered before that either."""
-        result: dict[str, str] = {}
+        result = dict.fromkeys(keys, "not_found")
+        coming = self._announcements.abort(result, reason) | self._admission.abort(result, reason)
         aborted: list[Request] = []
-        for request_id in dict.fromkeys(keys):
+        for request_id in result:
             requests = self._registry.requests(request_id)
             aborted += requests
-            ended = "finished" if self._registry.has_ended(request_id) else "not_found"
-            result[request_id] = "aborted" if requests else ended
+            if requests or request_id in coming:
+                result[request_id] = "aborted"
+            elif any(one.has_ended(request_id) for one in (self._registry, self._admission, self._announcements)):
+                result[request_id] = "finished"
         self._abort(aborted, reason)
         self._external.drop(f"{request_id}#0" for request_id in result)
         unreleased = self.scheduler.unreleased()
@@ -480,17 +495,26 @@ class EngineCore:
 
     @command("abort_group")
     def _abort_group(self, group: str, reason: str = "abort_user") -> Command:
-        return (yield from self._abort_requests(self._registry.request_ids(group), reason))
+        return (yield from self._abort_requests(self._request_ids(group), reason))
 
     @command("abort_all")
     def _abort_all(self, reason: str = "abort_user") -> Command:
-        return (yield from self._abort_requests(self._registry.request_ids(), reason))
+        return (yield from self._abort_requests(self._request_ids(), reason))
+
+    def _request_ids(self, group: str | None = None) -> list[str]:
+        """The client's ids of a group, or all: of requests in flight, being admitted, and announced."""
+        return [
+            request_id
+            for source in (self._registry, self._admission, self._announcements)
+            for request_id in source.request_ids(group)
+        ]
 
     @command("shutdown")
     def _shutdown(self) -> Command:
         """Abort all requests and stop; no more are accepted."""
         self._admission.closed = True
-        result = yield from self._abort_requests(self._registry.request_ids(), "shutdown")
+        result = yield from self._abort_requests(self._request_ids(), "shutdown")
+        yield lambda: not self._admission.busy  # those that were being admitted have been answered
         self.stopped = True
         return result
 

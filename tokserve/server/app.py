@@ -53,7 +53,7 @@ from tokserve.server.observe import api_pages, introspection, live_requests, sta
 from tokserve.server.observe.counters import ApiProcess
 from tokserve.server.openai import chat, completions, derender, render, responses, schemas, tokenize
 from tokserve.server.pooling import classify, cohere, embeddings, rerank, score
-from tokserve.server.serving import GIVEN_ID, SERVING, Serving, Trace
+from tokserve.server.serving import GIVEN_ID, PREPARATION, SERVING, Serving, Trace
 from tokserve.server.sglang import routes as sglang
 from tokserve.server.tokens import aborts, generate
 from tokserve.server.trainers import routes as trainers
@@ -266,6 +266,8 @@ def _with_error_responses(handler: Handler, endpoint: Endpoint) -> Callable[[Req
             return errors.response(RequestFailed("internal error"), _echoed_id(request), endpoint.errors)
         finally:
             serving.bodies.release(request)
+            if PREPARATION in request.scope:
+                request.scope[PREPARATION].end()
 
     return respond
 

@@ -45,6 +45,7 @@ from tokserve.server.http.workers import off_loop
 from tokserve.server.observe.counters import ApiProcess, SharedCounters
 from tokserve.server.observe.metrics import Metrics
 from tokserve.server.observe.request_log import RequestLog
+from tokserve.server.preparation import Preparation
 from tokserve.server.replies import reply_size
 from tokserve.server.sglang.state import SglangState
 from tokserve.text import tool_formats
@@ -57,6 +58,7 @@ logger = logging.getLogger(__name__)
 
 SERVING = ("running", "updating")  # states of the engine in which tokens are made
 GIVEN_ID = "tokserve.request_id"  # in the scope, once the body has been read: the client's own id, or None
+PREPARATION = "tokserve.preparation"  # in the scope, from the same time: the request's `Preparation`
 INNER = ("content", "tool_calls")  # lists within a message
 CHOICE_BYTES = 256  # of memory, about
 SHOWN = 20  # adapters that an error lists
@@ -262,6 +264,16 @@ class Serving:
             return self.config.model.return_sampling_mask
         return params.return_sampling_mask
 
+    def name_request(self, request: Request, body: Any) -> str:
+        """The request's id: the client's, or a new one.  From here on, aborts find the request."""
+        if PREPARATION not in request.scope:
+            client_id = request.scope[GIVEN_ID] = given_request_id(request, body.request_id)
+            request_id = client_id or secrets.token_hex(16)
+            log.request_id.set(bare_id(request_id))  # in this request's task: what it logs from here on carries the id
+            request.scope[PREPARATION] = Preparation(self.llm, request_id, body.group_id)
+        preparation: Preparation = request.scope[PREPARATION]
+        return preparation.request_id
+
     def request_of(
         self,
         request: Request,
@@ -272,9 +284,7 @@ class Serving:
         score_each: bool = False,
     ) -> GenerateRequest:
         """What the body of any generating route asks for, without the prompts: `start` puts them in."""
-        client_id = request.scope[GIVEN_ID] = given_request_id(request, body.request_id)
-        request_id = client_id or secrets.token_hex(16)
-        log.request_id.set(bare_id(request_id))  # in this request's task: what it logs from here on carries the id
+        request_id = self.name_request(request, body)
         options = declared.options(body, self.adapter(body.model))
         rank = given_rank(request, options.data_parallel_rank)
         if rank != options.data_parallel_rank:
@@ -352,15 +362,21 @@ class Serving:
         self, request: Request, generate: GenerateRequest, prompts: Prompts, states: Sequence[RequestState],
         fields: FieldPaths, beams: BeamSearchParams | None,
     ) -> Sequence[Stream | BeamStream]:  # fmt: skip
-        client = self.client_name(request)
+        client, preparation = self.client_name(request), request.scope[PREPARATION]
         if beams is None:
-            return self.llm.submit(states, client)
+            announcement = preparation.take()
+            try:
+                return self.llm.submit(states, client, announcement)
+            finally:
+                if announcement is not None:
+                    announcement.end()
         try:
             beams.validate(self.llm.ready, self.config.model.max_logprobs)
         except RequestError as error:
             raise fields.rename(error) from None
         vocab = self.llm.ready.vocab_size
-        return BeamTask(self.llm, generate, [token_prompt(ids, vocab) for ids in prompts], beams, client).streams
+        tokens = [token_prompt(ids, vocab) for ids in prompts]
+        return BeamTask(self.llm, generate, tokens, beams, client, preparation.take()).streams
 
     def _reserve_images(self, generation: Generation, prompts: Prompts) -> None:
         """Count the patches of its images until it ends.  Raises Overloaded."""

@@ -67,10 +67,10 @@ class ScriptedApiServer(ApiServer):
         await super().start(self.llm.connect(address))
         submit = self.llm.submit
 
-        def recording(requests: Any, client: str = "") -> Any:
+        def recording(requests: Any, client: str = "", announcement: Any = None) -> Any:
             for request in requests:
                 self._transports[request.choices[0].request_id.rpartition("#")[0]] = _transport.get()
-            return submit(requests, client)
+            return submit(requests, client, announcement)
 
         self.llm.submit = recording  # type: ignore[method-assign]
         server = self._http[0]

@@ -177,6 +177,7 @@ async def call_of(
 ) -> ChatCall:
     """What a body that has passed `schemas.parse` comes to.  `size`: its bytes; `source`: the field with the prompt."""
     serving.check_generates()
+    serving.name_request(request, body)
 
     def plan_and_params() -> tuple[ToolPlan, SamplingParams]:
         plan = tool_plan(serving, body)

@@ -52,6 +52,7 @@ async def respond(serving: Serving, request: Request, body: ClassifyBody, ignore
     rules = inputs.label_rules(serving)
     if rules.tokens:
         raise RequestError("the model labels tokens here (/pooling)", field="model", code=inputs.UNSUPPORTED)
+    serving.name_request(request, body)
     prompts = await off_loop(request, size, lambda: inputs.prompts_of(serving, body))
     bytes_of_one = len(rules.labels) * inputs.BYTES_OF_VALUE
     inputs.check_reply(serving, len(prompts) * bytes_of_one, inputs.fields_of(body).prompt, "fewer inputs")

@@ -84,6 +84,7 @@ async def embed(serving: Serving, request: Request) -> Response:
         raise invalid("embedding_types", f"binary needs a dimension that is a multiple of 8, and it is {width}")
     texts = _texts(body)
     inputs.check_reply(serving, len(texts) * width * inputs.BYTES_OF_VALUE * len(types), "texts", "fewer texts")
+    serving.name_request(request, body)
     prompts = await off_loop(request, size, lambda: _prompts(serving, body, texts))
     if body.input_type is not None:
         if body.input_type not in INPUT_TYPES:

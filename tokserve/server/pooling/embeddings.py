@@ -106,6 +106,7 @@ async def respond(
         rules.check_dimensions(body.dimensions, serving.llm.ready.facts["hidden_size"])
     elif body.dimensions is not None:
         raise RequestError("dimensions is for embeddings", field="dimensions", code=inputs.UNSUPPORTED)
+    serving.name_request(request, body)
     prompts = await off_loop(request, size, lambda: inputs.prompts_of(serving, body))
     call = _Call(body, ignored, prompts, rules)
     _check_size(serving, call)

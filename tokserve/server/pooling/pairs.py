@@ -96,6 +96,7 @@ async def score(
     except RequestError as error:
         raise RequestError(error.message, field=sides.fields[1]) from None
     bare = _Prompts(serving, body, sides)
+    serving.name_request(request, body)
     if isinstance(rules, VectorRules):
         prompts, paths = await off_loop(request, size, bare.alone)
         pooled = await inputs.pool(serving, request, body, rules.params, prompts, _paths(paths), ignored)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
@@ -77,6 +78,9 @@ class GenerateCall(NamedTuple):
 async def generate(serving: Serving, request: Request) -> Response:
     """POST /generate: text or ids in, text and ids out"""
     value, size = await serving.bodies.load(request)
+    if isinstance(value, dict) and isinstance(name := value.get("rid"), str):
+        with suppress(RequestError):  # raised again, when the rest of the body has been checked
+            serving.name_request(request, SimpleNamespace(request_id=name, group_id=None))
     call = await off_loop(request, size + ITEM * _num_prompts(value), lambda: read(serving, value))
     sent = call.body
     lora = _one_value(sent.lora_path, "lora_path")
