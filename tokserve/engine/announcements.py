@@ -28,7 +28,7 @@ class Announcements:
         self._announced[identity, announce.number] = AnnouncedRequest(announce.request_id, announce.group_id)
 
     def remove(self, identity: bytes, number: int) -> None:
-        """Nothing more will come of this number."""
+        """No more will come of this number."""
         self._announced.pop((identity, number), None)
 
     def leave(self, identity: bytes) -> None:
