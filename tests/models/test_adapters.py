@@ -16,7 +16,7 @@ from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.errors import RequestError
 from tokserve.layers.lora import LowRank
 from tokserve.models import adapters
-from tokserve.models.llama import HEADLESS
+from tokserve.models.spec import HEADLESS
 
 HIDDEN, INNER = 64, 160
 LAYER = "model.layers.1.mlp.gate_proj"

@@ -8,9 +8,8 @@ from typing import Any
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import NO_ROPE
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.llama import HEADLESS
 from tokserve.models.rope_config import rope
-from tokserve.models.spec import SINGLE, DecoderSpec, dense, every_but, head_size, no_windows, window_size
+from tokserve.models.spec import SINGLE, DecoderSpec, dense, every_but, head_size, window_size
 
 MAX_POSITION = 8192
 
@@ -20,21 +19,22 @@ def cohere(hf: Mapping[str, Any]) -> DecoderSpec:
     fields = ConfigReader(hf)
     if fields.flag("use_qk_norm"):
         raise fields.unsupported("use_qk_norm", "is not supported")
-    return _cohere(fields, no_windows(fields), theta=5e5)
+    return _cohere(fields, theta=5e5)
 
 
 def cohere2(hf: Mapping[str, Any]) -> DecoderSpec:
     """Command R7B and A: windows in three layers of four, which alone are rotated."""
     fields = ConfigReader(hf)
     windows = every_but(fields, window_size(fields, 4096), fields.integer("sliding_window_pattern", 4))
-    return _cohere(fields, windows, theta=1e4, turned=tuple(window > 0 for window in windows))
+    return _cohere(fields, theta=1e4, windows=windows)
 
 
-def _cohere(
-    fields: ConfigReader, windows: tuple[int, ...], *, theta: float, turned: tuple[bool, ...] | None = None
-) -> DecoderSpec:
+def _cohere(fields: ConfigReader, *, theta: float, windows: tuple[int, ...] | None = None) -> DecoderSpec:
     bias, dim = fields.flag("attention_bias"), head_size(fields)
     table = rope(fields, dim, fields.integer("max_position_embeddings", MAX_POSITION), theta=theta, interleaved=True)
+    ropes = (table,) * fields.integer("num_hidden_layers")
+    if windows is not None:
+        ropes = tuple(table if window else NO_ROPE for window in windows)
     return dense(
         fields,
         windows=windows,
@@ -42,9 +42,8 @@ def _cohere(
         qkv_bias=bias,
         out_bias=bias,
         norm=NormSpec(fields.number("layer_norm_eps", 1e-5), kind="layer"),
-        ropes=tuple(table if one else NO_ROPE for one in turned or (True,) * len(windows)),
+        ropes=ropes,
         in_block={"norms": SINGLE, "parallel": True},
         tied=True,
         logits_multiplier=fields.number("logit_scale", 0.0625),
-        renames=HEADLESS,
     )

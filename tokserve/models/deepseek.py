@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from tokserve.layers.experts import MixtureSpec, RouterSpec
@@ -11,10 +10,9 @@ from tokserve.layers.latent import LatentAttentionSpec
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import yarn_scale
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.llama import HEADLESS
-from tokserve.models.moe import mixture, shared_mlp
+from tokserve.models.moe import grouped_router, routed_and_shared
 from tokserve.models.rope_config import rope
-from tokserve.models.spec import BlockSpec, DecoderSpec, decoder, mlp, no_extra_layers
+from tokserve.models.spec import HEADLESS, BlockSpec, DecoderSpec, decoder, mlp, no_extra_layers
 
 SIZES = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512, "q_lora_rank": 1536}
 
@@ -56,7 +54,7 @@ def deepseek2(hf: Mapping[str, Any]) -> DecoderSpec:
         groups=fields.integer("n_group") if limited else 1,
         kept_groups=fields.integer("topk_group") if limited else 1,
     )
-    experts = _experts(fields, router, count=64, inner=1407, shared=2, bias=fields.flag("mlp_bias"))
+    experts = routed_and_shared(fields, router, count=64, inner=1407, shared=2, bias=fields.flag("mlp_bias"))
     first = fields.integer("first_k_dense_replace", 0, minimum=0)
     sparse = [layer >= first for layer in _layers(fields)]
     return _latent(fields, experts, sparse, interleaved=True, mlp_bias=fields.flag("mlp_bias"), max_position=2048)
@@ -96,27 +94,8 @@ def _noaux(
     """Experts chosen by sigmoid scores plus a correction bias; the arguments say what is assumed where absent."""
     if fields.text("scoring_func", "sigmoid") != "sigmoid":
         raise fields.unsupported("scoring_func", "must be sigmoid")
-    router = RouterSpec(
-        fields.integer("num_experts_per_tok", chosen),
-        sigmoid=True,
-        normalize=fields.flag("norm_topk_prob", True),
-        scale=fields.number("routed_scaling_factor", scale),
-        groups=fields.integer("n_group", groups),
-        kept_groups=fields.integer("topk_group", kept),
-        two_of_group=True,
-        correction_bias="gate.e_score_correction_bias",
-    )
-    return _experts(fields, router, count=count, inner=inner, shared=1, bias=False)
-
-
-def _experts(
-    fields: ConfigReader, router: RouterSpec, *, count: int, inner: int, shared: int, bias: bool
-) -> MixtureSpec:
-    width = fields.integer("moe_intermediate_size", inner) * fields.integer("n_shared_experts", shared)
-    return mixture(
-        fields, router, count=("n_routed_experts", count), inner=("moe_intermediate_size", inner),
-        shared=replace(shared_mlp(fields, width), bias=bias), shared_name="shared_experts",
-    )  # fmt: skip
+    router = grouped_router(fields, chosen=chosen, scale=scale, groups=groups, kept=kept)
+    return routed_and_shared(fields, router, count=count, inner=inner, shared=1)
 
 
 def _attention(fields: ConfigReader, interleaved: bool, max_position: int, value_dim: int) -> LatentAttentionSpec:

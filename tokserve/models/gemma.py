@@ -13,7 +13,6 @@ from typing import Any
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import RopeSpec
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.llama import HEADLESS
 from tokserve.models.rope_config import rope, ropes_with_windows
 from tokserve.models.spec import (
     AROUND,
@@ -107,7 +106,6 @@ def _gemma(
             for table, window in zip(ropes, windows, strict=True)
         ),
         max_position=max_position,
-        renames=HEADLESS,
         tied=True,
         embedding_multiplier=fields.integer("hidden_size") ** 0.5,
         logits_softcap=logit_cap,

@@ -7,8 +7,7 @@ from typing import Any
 
 from tokserve.layers.norm import NormSpec
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.llama import HEADLESS
-from tokserve.models.spec import BEFORE, BlockNorms, DecoderSpec, dense, no_windows
+from tokserve.models.spec import BEFORE, BlockNorms, DecoderSpec, dense
 
 AROUND_GLM = BlockNorms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 
@@ -27,7 +26,6 @@ def _glm(hf: Mapping[str, Any], norms: BlockNorms) -> DecoderSpec:
     fields = ConfigReader(hf)
     return dense(
         fields,
-        windows=no_windows(fields),
         max_position=131072,
         kv_heads=2,
         head_dim=128,
@@ -37,5 +35,4 @@ def _glm(hf: Mapping[str, Any], norms: BlockNorms) -> DecoderSpec:
         norm=NormSpec(fields.number("rms_norm_eps", 1.5625e-07)),
         in_mlp={"up_names": ("gate_up_proj",)},
         in_block={"norms": norms},
-        renames=HEADLESS,
     )

@@ -11,7 +11,6 @@ from typing import Any
 
 from tokserve.layers.experts import MixtureSpec, RouterSpec
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.llama import HEADLESS
 from tokserve.models.spec import DecoderSpec, dense, window_size, windows_by_type
 from tokserve.ops.mixture import CLAMPED_LIMIT, CLAMPED_SLOPE
 
@@ -36,7 +35,7 @@ def gpt_oss(hf: Mapping[str, Any]) -> DecoderSpec:
     bias = fields.flag("attention_bias", True)
     spec = dense(
         fields, windows=_windows(fields), max_position=131072, kv_heads=8, head_dim=64, qkv_bias=bias, out_bias=bias,
-        in_attention={"sinks": True}, renames=HEADLESS,
+        in_attention={"sinks": True},
     )  # fmt: skip
     mixture = MixtureSpec(
         experts=fields.integer("num_local_experts", 128),

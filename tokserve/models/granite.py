@@ -10,9 +10,8 @@ from tokserve.layers.experts import RouterSpec
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.rope import NO_ROPE
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.llama import HEADLESS
 from tokserve.models.moe import mixture, shared_mlp, with_mixture
-from tokserve.models.spec import DecoderSpec, dense, no_windows
+from tokserve.models.spec import DecoderSpec, dense
 
 
 def granite(hf: Mapping[str, Any]) -> DecoderSpec:
@@ -83,7 +82,6 @@ def _granite(fields: ConfigReader, *, in_block: Mapping[str, Any] | None = None,
     bias = fields.flag("attention_bias")
     return dense(
         fields,
-        windows=no_windows(fields),
         max_position=2048,
         qkv_bias=bias,
         out_bias=bias,
@@ -91,6 +89,5 @@ def _granite(fields: ConfigReader, *, in_block: Mapping[str, Any] | None = None,
         in_block={"residual_multiplier": fields.number("residual_multiplier", 1.0)} | dict(in_block or {}),
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),
         logits_multiplier=1.0 / fields.number("logits_scaling", 1.0),
-        renames=HEADLESS,
         **more,
     )

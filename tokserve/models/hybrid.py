@@ -12,10 +12,10 @@ from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.recurrent import GatedDeltaSpec, ShortConvSpec
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.llama import HEADLESS
 from tokserve.models.moe import mixture, shared_mlp, sparse_layers, with_mixture
 from tokserve.models.rope_config import rope
 from tokserve.models.spec import (
+    HEADLESS,
     BlockNorms,
     BlockSpec,
     DecoderSpec,

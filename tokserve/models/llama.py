@@ -10,18 +10,15 @@ from tokserve.layers.rope import NO_ROPE
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.rope_config import rope
 from tokserve.models.spec import (
+    HEADLESS,
     DecoderSpec,
     dense,
     head_size,
-    no_windows,
     window_everywhere,
     window_size,
     windows_by_layer,
     windows_by_type,
 )
-
-# Checkpoints saved from the model without its head lack the prefix.
-HEADLESS = (("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."), ("norm.", "model.norm."))
 
 EXAONE = (
     ("transformer.wte.", "model.embed_tokens."), ("transformer.h.", "model.layers."),
@@ -38,12 +35,10 @@ def llama(hf: Mapping[str, Any]) -> DecoderSpec:
     bias = fields.flag("attention_bias")
     return dense(
         fields,
-        windows=no_windows(fields),
         max_position=2048,
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=fields.flag("mlp_bias"),
-        renames=HEADLESS,
     )
 
 
@@ -59,7 +54,6 @@ def exaone(hf: Mapping[str, Any]) -> DecoderSpec:
     positions = fields.integer("max_position_embeddings", 4096)
     return dense(
         fields,
-        windows=no_windows(fields),
         max_position=4096,
         kv_heads=8,
         qkv_bias=bias,
@@ -81,14 +75,14 @@ def mistral(hf: Mapping[str, Any]) -> DecoderSpec:
     """Mistral: no biases, one window for all layers."""
     fields = ConfigReader(hf)
     windows = window_everywhere(fields, absent=4096)
-    return dense(fields, windows=windows, max_position=131072, kv_heads=8, renames=HEADLESS)
+    return dense(fields, windows=windows, max_position=131072, kv_heads=8)
 
 
 def qwen2(hf: Mapping[str, Any]) -> DecoderSpec:
     """Qwen 2 and 2.5: biases on q, k and v; windows on some layers."""
     fields = ConfigReader(hf)
     windows = windows_by_layer(fields, absent=4096, full_layers=28)
-    return dense(fields, windows=windows, max_position=32768, kv_heads=32, qkv_bias=True, renames=HEADLESS)
+    return dense(fields, windows=windows, max_position=32768, kv_heads=32, qkv_bias=True)
 
 
 def qwen3(hf: Mapping[str, Any]) -> DecoderSpec:
@@ -104,7 +98,6 @@ def qwen3(hf: Mapping[str, Any]) -> DecoderSpec:
         qkv_bias=bias,
         out_bias=bias,
         qk_norm=True,
-        renames=HEADLESS,
     )
 
 
@@ -113,7 +106,7 @@ def ministral(hf: Mapping[str, Any]) -> DecoderSpec:
     fields = ConfigReader(hf)
     types = fields.present("layer_types")
     windows = windows_by_type(fields, window_size(fields, 4096)) if types else window_everywhere(fields, absent=4096)
-    return dense(fields, windows=windows, max_position=131072, kv_heads=8, renames=HEADLESS)
+    return dense(fields, windows=windows, max_position=131072, kv_heads=8)
 
 
 def smollm3(hf: Mapping[str, Any]) -> DecoderSpec:
@@ -142,7 +135,6 @@ def smollm3(hf: Mapping[str, Any]) -> DecoderSpec:
         mlp_bias=fields.flag("mlp_bias"),
         ropes=tuple(table if turned[layer] else NO_ROPE for layer in range(layers)),
         tied=True,
-        renames=HEADLESS,
     )
 
 
@@ -151,14 +143,12 @@ def seed_oss(hf: Mapping[str, Any]) -> DecoderSpec:
     fields = ConfigReader(hf)
     return dense(
         fields,
-        windows=no_windows(fields),
         max_position=524288,
         kv_heads=8,
         head_dim=128,
         qkv_bias=fields.flag("attention_bias", True),
         out_bias=fields.flag("attention_out_bias"),
         mlp_bias=fields.flag("mlp_bias"),
-        renames=HEADLESS,
     )
 
 
@@ -169,7 +159,6 @@ def ernie4_5(hf: Mapping[str, Any]) -> DecoderSpec:
     dim, positions = head_size(fields, 128), fields.integer("max_position_embeddings", 131072)
     return dense(
         fields,
-        windows=no_windows(fields),
         max_position=131072,
         kv_heads=2,
         head_dim=128,
@@ -179,7 +168,6 @@ def ernie4_5(hf: Mapping[str, Any]) -> DecoderSpec:
         norm=NormSpec(fields.number("rms_norm_eps", 1e-5)),
         ropes=(rope(fields, dim, positions, theta=5e5, interleaved=True),) * layers,
         tied=True,
-        renames=HEADLESS,
     )
 
 
@@ -197,7 +185,6 @@ def hunyuan(hf: Mapping[str, Any]) -> DecoderSpec:
         table = rope(fields, dim, positions)
     return dense(
         fields,
-        windows=no_windows(fields),
         max_position=2048,
         qkv_bias=bias,
         out_bias=bias,
@@ -205,5 +192,4 @@ def hunyuan(hf: Mapping[str, Any]) -> DecoderSpec:
         norm=NormSpec(fields.number("rms_norm_eps", 1e-5)),
         ropes=(table,) * layers,
         in_attention={"norm_last": True, "norm_names": ("query_layernorm", "key_layernorm")},
-        renames=HEADLESS,
     )

@@ -9,13 +9,12 @@ from typing import Any
 from tokserve.layers.experts import MixtureSpec, RouterSpec
 from tokserve.layers.mlp import MLPSpec
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.llama import HEADLESS
 from tokserve.models.spec import (
+    HEADLESS,
     DecoderSpec,
     activation,
     dense,
     no_extra_layers,
-    no_windows,
     window_size,
     windows_by_type,
 )
@@ -63,6 +62,36 @@ def shared_mlp(fields: ConfigReader, inner: int) -> MLPSpec:
     return MLPSpec(inner, activation(fields, "hidden_act", "silu"))
 
 
+def grouped_router(
+    fields: ConfigReader, *, chosen: int | None, normalize: bool = True, scale: float = 1.0, groups: int = 1,
+    kept: int = 1,
+) -> RouterSpec:  # fmt: skip
+    """DeepSeek V3's: sigmoid scores plus a correction bias, groups by their best two; the arguments say what is assumed
+    where attributes are absent."""
+    return RouterSpec(
+        fields.integer("num_experts_per_tok", chosen),
+        sigmoid=True,
+        normalize=fields.flag("norm_topk_prob", normalize),
+        scale=fields.number("routed_scaling_factor", scale),
+        groups=fields.integer("n_group", groups),
+        kept_groups=fields.integer("topk_group", kept),
+        two_of_group=True,
+        correction_bias="gate.e_score_correction_bias",
+    )
+
+
+def routed_and_shared(
+    fields: ConfigReader, router: RouterSpec, *, count: int | None, inner: int, shared: int | None, bias: bool = False
+) -> MixtureSpec:
+    """DeepSeek's: `count` routed experts of width `inner`, and `shared` of that width as one block, where absent;
+    `bias`: of the shared block."""
+    width = fields.integer("moe_intermediate_size", inner) * fields.integer("n_shared_experts", shared)
+    return mixture(
+        fields, router, count=("n_routed_experts", count), inner=("moe_intermediate_size", inner),
+        shared=replace(shared_mlp(fields, width), bias=bias), shared_name="shared_experts",
+    )  # fmt: skip
+
+
 def sparse_layers(fields: ConfigReader) -> list[bool]:
     """Every `decoder_sparse_step`-th layer but those of `mlp_only_layers`."""
     step, plain = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers")
@@ -83,7 +112,6 @@ def qwen3_moe(hf: Mapping[str, Any]) -> DecoderSpec:
         qkv_bias=bias,
         out_bias=bias,
         qk_norm=True,
-        renames=HEADLESS,
     )
     router = RouterSpec(fields.integer("num_experts_per_tok", 8), normalize=fields.flag("norm_topk_prob"))
     experts = mixture(fields, router, count=("num_experts", 128), inner=("moe_intermediate_size", 768))
@@ -99,7 +127,6 @@ def qwen2_moe(hf: Mapping[str, Any]) -> DecoderSpec:
         max_position=32768,
         kv_heads=16,
         qkv_bias=fields.flag("qkv_bias", True),
-        renames=HEADLESS,
     )
     router = RouterSpec(fields.integer("num_experts_per_tok", 4), normalize=fields.flag("norm_topk_prob"))
     shared = shared_mlp(fields, fields.integer("shared_expert_intermediate_size", 5632))
@@ -132,24 +159,10 @@ def glm4_moe(hf: Mapping[str, Any]) -> DecoderSpec:
     fields = ConfigReader({"rms_norm_eps": 1e-5} | dict(hf))
     bias, layers = fields.flag("attention_bias"), fields.integer("num_hidden_layers")
     spec = dense(
-        fields, windows=no_windows(fields), max_position=131072, kv_heads=8, qkv_bias=bias,
-        qk_norm=fields.flag("use_qk_norm"), rotary=0.5, renames=HEADLESS,
+        fields, max_position=131072, kv_heads=8, qkv_bias=bias,
+        qk_norm=fields.flag("use_qk_norm"), rotary=0.5,
     )  # fmt: skip
-    router = RouterSpec(
-        fields.integer("num_experts_per_tok", 8),
-        sigmoid=True,
-        normalize=fields.flag("norm_topk_prob", True),
-        scale=fields.number("routed_scaling_factor", 1.0),
-        groups=fields.integer("n_group", 1),
-        kept_groups=fields.integer("topk_group", 1),
-        two_of_group=True,
-        correction_bias="gate.e_score_correction_bias",
-    )
-    shared = shared_mlp(fields, fields.integer("moe_intermediate_size", 1408) * fields.integer("n_shared_experts", 1))
-    experts = mixture(
-        fields, router, count=("n_routed_experts", 128), inner=("moe_intermediate_size", 1408),
-        shared=shared, shared_name="shared_experts",
-    )  # fmt: skip
+    experts = routed_and_shared(fields, grouped_router(fields, chosen=8), count=128, inner=1408, shared=1)
     first = fields.integer("first_k_dense_replace", 1, minimum=0)
     spec = replace(spec, renames=no_extra_layers(fields, 1) + spec.renames)
     return with_mixture(spec, experts, [layer >= first for layer in range(layers)])

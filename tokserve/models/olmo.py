@@ -8,9 +8,8 @@ from typing import Any
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import RopeSpec
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.llama import HEADLESS
 from tokserve.models.rope_config import ropes_with_windows
-from tokserve.models.spec import AFTER, DecoderSpec, dense, every_but, head_size, no_windows, window_size
+from tokserve.models.spec import AFTER, DecoderSpec, dense, every_but, head_size, window_size
 
 MAX_POSITION = 2048
 THETA = 500000.0  # of OLMo 3, where the config gives none
@@ -18,8 +17,7 @@ THETA = 500000.0  # of OLMo 3, where the config gives none
 
 def olmo2(hf: Mapping[str, Any]) -> DecoderSpec:
     """OLMo 2."""
-    fields = ConfigReader(hf)
-    return _olmo(fields, no_windows(fields))
+    return _olmo(ConfigReader(hf))
 
 
 def olmo3(hf: Mapping[str, Any]) -> DecoderSpec:
@@ -31,7 +29,9 @@ def olmo3(hf: Mapping[str, Any]) -> DecoderSpec:
     return _olmo(fields, windows, tuple(local if window else full for window in windows))
 
 
-def _olmo(fields: ConfigReader, windows: tuple[int, ...], ropes: tuple[RopeSpec, ...] = ()) -> DecoderSpec:
+def _olmo(
+    fields: ConfigReader, windows: tuple[int, ...] | None = None, ropes: tuple[RopeSpec, ...] = ()
+) -> DecoderSpec:
     bias = fields.flag("attention_bias")
     return dense(
         fields,
@@ -44,5 +44,4 @@ def _olmo(fields: ConfigReader, windows: tuple[int, ...], ropes: tuple[RopeSpec,
         ropes=ropes,
         in_attention={"norm_scope": "all"},
         in_block={"norms": AFTER},
-        renames=HEADLESS,
     )

@@ -7,7 +7,6 @@ from typing import Any
 
 from tokserve.layers.norm import NormSpec
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.llama import HEADLESS
 from tokserve.models.spec import DecoderSpec, dense, window_size
 
 
@@ -23,5 +22,4 @@ def phi3(hf: Mapping[str, Any]) -> DecoderSpec:
         norm=NormSpec(fields.number("rms_norm_eps", 1e-5)),
         in_attention={"qkv_names": ("qkv_proj",)},
         in_mlp={"up_names": ("gate_up_proj",)},
-        renames=HEADLESS,
     )

@@ -9,10 +9,10 @@ from typing import Any
 
 from tokserve.layers.experts import RouterSpec
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.llama import HEADLESS, ernie4_5, hunyuan
-from tokserve.models.moe import MIXTRAL_NAMES, mixture, shared_mlp, with_mixture
+from tokserve.models.llama import ernie4_5, hunyuan
+from tokserve.models.moe import MIXTRAL_NAMES, grouped_router, mixture, routed_and_shared, shared_mlp, with_mixture
 from tokserve.models.olmo import olmo2
-from tokserve.models.spec import DecoderSpec, dense, no_extra_layers, no_windows, window_size, windows_by_type
+from tokserve.models.spec import HEADLESS, DecoderSpec, dense, no_extra_layers, window_size, windows_by_type
 
 WHOLE_NORMS = {"norm_scope": "all"}  # of all query heads of a token together, and of all key heads
 
@@ -24,8 +24,8 @@ def olmoe(hf: Mapping[str, Any]) -> DecoderSpec:
         raise fields.unsupported("clip_qkv", "is not supported")
     bias = fields.flag("attention_bias")
     spec = dense(
-        fields, windows=no_windows(fields), max_position=4096, qkv_bias=bias, out_bias=bias, qk_norm=True,
-        in_attention=WHOLE_NORMS, renames=HEADLESS,
+        fields, max_position=4096, qkv_bias=bias, out_bias=bias, qk_norm=True,
+        in_attention=WHOLE_NORMS,
     )  # fmt: skip
     router = RouterSpec(fields.integer("num_experts_per_tok", 8), normalize=fields.flag("norm_topk_prob"))
     experts = mixture(fields, router, count=("num_experts", 64), inner=("intermediate_size", 2048))
@@ -82,23 +82,9 @@ def dots1(hf: Mapping[str, Any]) -> DecoderSpec:
     bias = fields.flag("attention_bias")
     spec = dense(
         fields, windows=windows, max_position=2048, kv_heads=32, qkv_bias=bias, out_bias=bias, qk_norm=True,
-        renames=HEADLESS,
     )  # fmt: skip
-    router = RouterSpec(
-        fields.integer("num_experts_per_tok"),
-        sigmoid=True,
-        normalize=fields.flag("norm_topk_prob"),
-        scale=fields.number("routed_scaling_factor", 1.0),
-        groups=fields.integer("n_group", 1),
-        kept_groups=fields.integer("topk_group", 1),
-        two_of_group=True,
-        correction_bias="gate.e_score_correction_bias",
-    )
-    shared = shared_mlp(fields, fields.integer("moe_intermediate_size", 1408) * fields.integer("n_shared_experts"))
-    experts = mixture(
-        fields, router, count=("n_routed_experts", None), inner=("moe_intermediate_size", 1408),
-        shared=shared, shared_name="shared_experts",
-    )  # fmt: skip
+    router = grouped_router(fields, chosen=None, normalize=False)
+    experts = routed_and_shared(fields, router, count=None, inner=1408, shared=None)
     dense_layers = fields.integer("first_k_dense_replace", 0, minimum=0)
     return with_mixture(spec, experts, [layer >= dense_layers for layer in layers])
 
@@ -108,7 +94,7 @@ def minimax_m2(hf: Mapping[str, Any]) -> DecoderSpec:
     fields = ConfigReader({"head_dim": 128, "rope_theta": 5e6} | dict(hf))
     dim = fields.integer("head_dim")
     spec = dense(
-        fields, windows=no_windows(fields), max_position=196608, kv_heads=8, qk_norm=True, in_attention=WHOLE_NORMS,
+        fields, max_position=196608, kv_heads=8, qk_norm=True, in_attention=WHOLE_NORMS,
         rotary=fields.integer("rotary_dim", dim) / dim, renames=no_extra_layers(fields, 0) + HEADLESS + MIXTRAL_NAMES,
     )  # fmt: skip
     router = RouterSpec(

@@ -33,6 +33,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu", "relu": "relu", "relu2": "relu2",
 }  # fmt: skip
 Renames = tuple[tuple[str, str], ...]
+# Checkpoints saved from the model without its head lack the prefix.
+HEADLESS: Renames = (("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."), ("norm.", "model.norm."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def decoder(
     blocks: tuple[BlockSpec, ...],
     *,
     max_position: int,
-    renames: Renames,
+    renames: Renames = HEADLESS,
     tied: bool = False,
     embedding_multiplier: float = 1.0,
     logits_multiplier: float = 1.0,
@@ -145,15 +147,15 @@ def decoder(
 def dense(
     fields: ConfigReader,
     *,
-    windows: tuple[int, ...],
     max_position: int,
+    windows: tuple[int, ...] | None = None,
     kv_heads: int | None = None,
     head_dim: int | None = None,
     qkv_bias: bool = False,
     out_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
-    renames: Renames = (),
+    renames: Renames = HEADLESS,
     rotary: float | None = None,
     interleaved: bool = False,
     norm: NormSpec | None = None,
@@ -163,14 +165,15 @@ def dense(
     in_block: Mapping[str, Any] | None = None,
     **in_decoder: Any,
 ) -> DecoderSpec:
-    """The spec of a family whose blocks differ in their windows (0: full attention) and ropes alone.
+    """The spec of a family whose blocks differ in their windows and ropes alone.
 
-    `kv_heads`, `head_dim`: as `attention` takes them; `max_position`: as `decoder` does.  `rotary`: the part of a head
-    that is rotated, where the config does not say, None: all of it; `interleaved`: as in a `RopeSpec`.  `ropes`:
-    one per layer, else the config's for all.  `norm`: else RMS norms with the config's `rms_norm_eps`.
-    `in_...`: more fields of these specs.
+    `windows`: 0 is full attention; None: in every layer.  `kv_heads`, `head_dim`: as `attention` takes them;
+    `max_position`: as `decoder` does.  `rotary`: the part of a head that is rotated, where the config does not say,
+    None: all of it; `interleaved`: as in a `RopeSpec`.  `ropes`: one per layer, else the config's for all.  `norm`:
+    else RMS norms with the config's `rms_norm_eps`.  `in_...`: more fields of these specs.
     """
     norm = norm or NormSpec(fields.number("rms_norm_eps", 1e-6))
+    windows = (0,) * fields.integer("num_hidden_layers") if windows is None else windows
     dim, positions = head_size(fields, head_dim), fields.integer("max_position_embeddings", max_position)
     ropes = ropes or (rope(fields, dim, positions, rotary=rotary, interleaved=interleaved),) * len(windows)
     attend = attention(
@@ -255,11 +258,6 @@ def refuse_unsupported(fields: ConfigReader) -> None:
         raise fields.refuse("per_layer_config", "(layers of different sizes) is not supported")
     if not fields.flag("is_causal", True):
         raise fields.refuse("is_causal", "is false; only causal attention is supported")
-
-
-def no_windows(fields: ConfigReader) -> tuple[int, ...]:
-    """Full attention in every layer."""
-    return (0,) * fields.integer("num_hidden_layers")
 
 
 def window_everywhere(fields: ConfigReader, absent: int) -> tuple[int, ...]:

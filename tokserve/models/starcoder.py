@@ -7,7 +7,6 @@ from typing import Any
 
 from tokserve.layers.norm import NormSpec
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.llama import HEADLESS
 from tokserve.models.spec import DecoderSpec, dense, window_size
 
 
@@ -26,5 +25,4 @@ def starcoder2(hf: Mapping[str, Any]) -> DecoderSpec:
         norm=NormSpec(fields.number("norm_epsilon", 1e-5), kind="layer", bias=True),
         in_mlp={"gated": False, "up_names": ("c_fc",), "down_name": "c_proj"},
         tied=True,
-        renames=HEADLESS,
     )
