@@ -12,9 +12,11 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from tests.models.driver import Driver, prefill
+from tests.models.driver import Driver, prefill, random_ids
 from tests.models.test_load import IDS, opened, rewrite, stored
+from tests.models.test_parity import OF_STATES
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.errors import RequestError, StartError
 from tokserve.models.formats.base import is_finite
@@ -24,6 +26,10 @@ from tokserve.ops import PackedWna16
 
 HF = tiny_config("qwen3", hidden_size=96, intermediate_size=192, head_dim=24)
 MIXTURE = tiny_config("qwen3_moe", hidden_size=96, moe_intermediate_size=64, intermediate_size=192)
+HYBRID = tiny_config(
+    "qwen3_next", hidden_size=96, intermediate_size=192, head_dim=24, moe_intermediate_size=48,
+    shared_expert_intermediate_size=96,
+)  # fmt: skip
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AutoAWQ's awq/utils/packing_utils.py
 Quantized = tuple[dict[str, Tensor], Tensor]  # parts by ending, and what they mean [N,K]
 
@@ -156,6 +162,25 @@ def test_the_model_is_that_of_what_the_tensors_mean(tmp_path: Path, case: str) -
     del hf["quantization_config"]
     (directory / "config.json").write_text(json.dumps(hf))
     assert (result - prefill(opened(directory), IDS).log_softmax(-1)).abs().max() < 2e-4
+
+
+def test_quantized_weights_of_a_model_with_states_round_as_floats_do(tmp_path: Path) -> None:
+    """What a head reads from its state is divided by its norm, which amplifies rounding: two float32 models may differ
+    by more than either differs from float64, so each is compared with that."""
+    directory = write_checkpoint(tmp_path / "q", HYBRID, seed=1)
+    meant = write(directory, scheme("compressed-tensors", 8, 48), lambda w: compressed(w, 8, 48, sym=True))
+    ids = random_ids(150, HYBRID["vocab_size"])
+    found = [prefill(opened(directory), ids)]
+    rewrite(directory, meant)
+    hf = json.loads((directory / "config.json").read_text())
+    del hf["quantization_config"]
+    (directory / "config.json").write_text(json.dumps(hf))
+    found.append(prefill(opened(directory), ids))
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, experts_implementation="eager")
+    with torch.no_grad():
+        exact = model.double()(torch.tensor([ids])).logits[0].log_softmax(-1)
+    for logits in found:
+        assert (logits.double().log_softmax(-1) - exact).abs().max() < OF_STATES
 
 
 @pytest.mark.parametrize("shape", [(1, 7), (7, 1), (1, 1), (3, 7)])
