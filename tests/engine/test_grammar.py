@@ -85,6 +85,22 @@ def test_special_tokens_and_rows_beyond_the_tokenizer_are_forbidden() -> None:
     assert set(allowed(matcher(regex=r"(.|\n)*"))) & (SPECIAL | set(range(285, WIDTH))) == {EOS}
 
 
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"json": {"const": "x<|im_end|>y"}}, '"x<|im_end|>y"'),
+        ({"json": {"const": "<|im_start|>"}, "disable_any_whitespace": True}, '"<|im_start|>"'),
+        ({"json": '{"enum": ["\\u003c|im_end|>"]}'}, '"<|im_end|>"'),
+        ({"choice": ["a<|im_end|>"]}, "a<|im_end|>"),
+        ({"regex": r"<\|im_end\|>/{2}"}, "<|im_end|>//"),
+        ({"grammar": 'start: "<|im_end|>" "x"'}, "<|im_end|>x"),
+    ],
+)
+def test_a_text_may_read_like_a_special_token(asked: dict[str, Any], text: str) -> None:
+    compiler().try_out(StructuredOutputs(**asked).plain())
+    assert all(written(matcher(**asked), seed) == text for seed in range(8))
+
+
 def test_a_token_that_may_not_come_is_an_error() -> None:
     with pytest.raises(RequestError):
         matcher(choice=["a"]).advance(*spelled("b"))

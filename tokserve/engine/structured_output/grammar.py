@@ -185,6 +185,7 @@ class Compiler:
         self._vocab_size = vocab_size
         self._eos = _bits(eos, vocab_size)
         self._tokenizer: LLTokenizer | None = None
+        self._special_texts: list[str] = []
 
     def compile(self, outputs: StructuredOutputs) -> Grammar:
         """Raises RequestError that names the field."""
@@ -196,6 +197,9 @@ class Compiler:
             source = _source(outputs)
         except ValueError as error:
             raise unusable(field, str(error)) from None
+        wanted = _plain_text(outputs)
+        if any(text in wanted for text in self._special_texts):
+            source = _unforced(source)
         machine = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(verbose_errors=False, **LIMITS))
         sentinels = tokenizer.eos_tokens
         room = 32 * len(self._eos)
@@ -237,13 +241,21 @@ class Compiler:
                 self._tokenizer = LLTokenizer(text, n_vocab=max(width, self._vocab_size))
             except ValueError as error:
                 raise unusable("structured_outputs", f"of this model's tokenizer: {error}") from None
+            added = msgspec.json.decode(text, type=_TokenizerFile).added_tokens
+            self._special_texts = [token.content for token in added if self._tokenizer.is_special_token(token.id)]
         return self._tokenizer
 
 
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
 class _TokenizerFile(msgspec.Struct):
-    """The part of tokenizer.json that may put a space before a text."""
+    """The parts of tokenizer.json that may put a space before a text, and that name special tokens."""
 
     pre_tokenizer: Any = None
+    added_tokens: list[_AddedToken] = []
 
 
 def _without_prefix(text: str) -> str:
@@ -315,6 +327,33 @@ def _source(outputs: StructuredOutputs) -> str:
         return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
     white = WHITE if outputs.whitespace_pattern is None else outputs.whitespace_pattern
     return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": white})
+
+
+def _plain_text(outputs: StructuredOutputs) -> str:
+    """The texts that the grammar names, one after the other, without escapes."""
+    if outputs.choice is not None:
+        return "\n".join(outputs.choice)
+    written = outputs.regex or outputs.grammar
+    if written is None:
+        try:
+            written = json.dumps(
+                json.loads(outputs.json if isinstance(outputs.json, str) else "{}"), ensure_ascii=False
+            )
+        except (ValueError, RecursionError):  # the library says what is wrong
+            return ""
+    return written.replace("\\", "")
+
+
+def _unforced(source: str) -> str:
+    """The grammar with texts that have only one way on written by any of their tokens.
+
+    Otherwise the library tokenizes such a text, and takes the text of a special token in it for that token, which the
+    grammar does not allow.
+    """
+    if source.startswith('{"grammars"'):
+        (grammar,) = json.loads(source)["grammars"]
+        source = grammar["lark_grammar"] or f"start: %json {json.dumps(grammar['json_schema'])}"
+    return '%llguidance {"no_forcing": true}\n' + source
 
 
 def _literal(text: str) -> str:
