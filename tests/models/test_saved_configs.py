@@ -1,18 +1,21 @@
-"""Checkpoints and config.json as transformers saves them, and older and odd forms of them, against its forward."""
+"""Checkpoints and config.json as transformers saves them, older and odd forms of them, and random ones, against its
+forward."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tests.models.driver import prefill, random_ids
+from tests.models.driver import Driver, prefill, random_ids
+from tests.models.random_configs import every, random_config
 from tokserve import checkpoint, ops
 from tokserve.hf.config import with_architecture
 from tokserve.models.load import load
@@ -96,3 +99,44 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = theirs(torch.tensor([ids])).logits[0].log_softmax(-1)
     assert (prefill(decoder, ids).log_softmax(-1) - expected).abs().max() < 1e-4
+
+
+def written(directory: Path, hf: dict[str, Any], seed: int) -> PreTrainedModel:
+    """transformers' model of this config.json with random weights, saved beside that."""
+    (directory / "config.json").write_text(json.dumps(hf))
+    config = AutoConfig.from_pretrained(directory)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    corrections = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("bias")]
+    for name, tensor in [*model.named_parameters(), *corrections]:
+        if tensor.ndim > 1:  # sharp enough for a difference to show
+            tensor.data = torch.randn(tensor.shape) * (0.3 if "embed_tokens" in name else 1.2 / tensor.shape[-1] ** 0.5)
+        else:
+            tensor.data += torch.randn(tensor.shape) * 0.15
+    model.save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps(hf))  # as it was
+    return model
+
+
+RANDOM = [one if one[1] == 0 else pytest.param(*one, marks=pytest.mark.slow) for one in every(10)]
+
+
+@pytest.mark.parametrize(("family", "seed"), RANDOM)
+def test_random_configurations(family: str, seed: int, tmp_path: Path) -> None:
+    hf = random_config(family, seed)
+    theirs = written(tmp_path, hf, seed)
+    decoder = load(
+        tmp_path, checkpoint.hf_config(tmp_path), dtype="float32", head_dtype="auto", load_format="auto", seed=0,
+        max_model_len=128,
+    )  # fmt: skip
+    ids, driver, cut = random_ids(70, hf["vocab_size"], seed), Driver(decoder, length=128), 1 + 7 * seed
+    found = torch.cat([driver.step({0: ids[:cut]})[0], driver.step({0: ids[cut:]})[0]]).log_softmax(-1)
+    with torch.no_grad():
+        single, expected = (
+            model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
+            for model in (theirs, deepcopy(theirs).double())
+        )
+    sharp = float((single - expected).abs().max())  # what rounding makes of random weights
+    assert (found - expected).abs().max() < 20 * sharp + 1e-4 * max(1.0, float(expected.std())), hf

@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.models.driver import random_ids
+from tests.models.random_configs import every, random_config
+from tests.models.test_saved_configs import written
 from tests.tiny_families import FAMILIES
 from tests.tiny_models import tiny_config, write_checkpoint
 from tests.train import conftest
@@ -183,3 +185,59 @@ def test_a_saved_policy_is_read_by_transformers(tmp_path: Path) -> None:
         policy.save_pretrained(tmp_path / f"saved-{name}")
         _, report = AutoModelForCausalLM.from_pretrained(tmp_path / f"saved-{name}", output_loading_info=True)
         assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+RANDOM = [
+    one if one in (("llama", 0), ("gemma3_text", 0), ("dots1", 0)) else pytest.param(*one, marks=pytest.mark.slow)
+    for one in every(4) if one[0] in TRAINED
+]  # fmt: skip
+DROPOUTS = ("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop")
+
+
+@pytest.mark.parametrize(("family", "seed"), RANDOM)
+def test_random_configurations(family: str, seed: int, tmp_path: Path) -> None:
+    """The policy has the decoder's bits and transformers' gradients, and an exact model of padded rows has both."""
+    hf = random_config(family, seed) | dict.fromkeys(DROPOUTS, 0.0)
+    written(tmp_path, hf, seed)
+    vocab, start = hf["vocab_size"], 5
+    shared = random_ids(21, vocab, 1)
+    batch = [shared + random_ids(12, vocab, 3), shared + random_ids(7, vocab, 4), random_ids(33, vocab, 8)]
+    policy = PolicyModel.from_pretrained(tmp_path, dtype="float32", activation_bytes=0 if seed % 2 else None)
+    scored = policy.logprobs(batch, [start] * 3)
+    for row, logprobs in zip(batch, scored, strict=True):
+        assert torch.equal(logprobs, expected(tmp_path, "float32", row, start))
+    torch.stack([(row * weights(row)).sum() for row in scored]).sum().backward()
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
+    for row in batch:
+        logits = model(torch.tensor([row])).logits[0, start - 1 : -1]
+        logprobs = logits.log_softmax(-1).gather(1, torch.tensor(row[start:])[:, None])[:, 0]
+        (logprobs * weights(logprobs)).sum().backward()
+    reference = by_master(policy, {name: parameter.grad for name, parameter in model.named_parameters()})
+    check_gradients(policy, reference)
+    if policy._modules_of_decoder.decoder.head.multiplier != 1.0 or policy._modules_of_decoder.decoder.head.softcap:
+        return
+    whole = exact(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+    longest = max(map(len, batch))
+    ids = torch.tensor([[0] * (longest - len(row)) + row for row in batch])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in batch])
+    logits, sums = whole(ids, attention_mask=mask).logits, []
+    for number, (row, logprobs) in enumerate(zip(batch, scored, strict=True)):
+        found = selective_logprobs(logits[number, start - len(row) - 1 : -1], torch.tensor(row[start:]))
+        assert torch.equal(found, logprobs)
+        sums.append((found * weights(found)).sum())
+    torch.stack(sums).sum().backward()
+    check_gradients(policy, by_master(policy, {name: parameter.grad for name, parameter in whole.named_parameters()}))
+
+
+def check_gradients(policy: PolicyModel, reference: dict[str, Tensor | None]) -> None:
+    """All of them, relative to the largest where they are small: what shifts all scores alike has none but rounding."""
+    trained = {name: master for name, master in policy.named_parameters() if master.requires_grad}
+    largest = max(float(master.grad.norm()) for master in trained.values() if master.grad is not None)
+    for name, master in trained.items():
+        wanted = reference.get(name)
+        if master.grad is None or wanted is None:  # of an expert or a layer that nothing reaches
+            assert not any(one is not None and one.any() for one in (master.grad, wanted)), name
+            continue
+        assert (master.grad - wanted).norm() <= 1e-3 * float(wanted.norm()) + 1e-5 * largest, name

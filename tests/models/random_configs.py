@@ -1,0 +1,160 @@
+"""Random config.json of tiny models of every family: odd sizes, optional attributes, ropes, old and new spellings."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from tests.tiny_families import FAMILIES
+from tests.tiny_models import tiny_config
+
+HEAD_DIMS = (4, 6, 8, 20, 40, 80, 96, 192, 320)
+SIZES: dict[str, tuple[Any, ...]] = {
+    "vocab_size": (33, 97, 128, 255, 320), "intermediate_size": (7, 16, 31, 64), "num_hidden_layers": (1, 2, 3, 5),
+    "rms_norm_eps": (1e-6, 1e-3), "max_position_embeddings": (512, 600),
+}  # fmt: skip
+ADDED: dict[str, tuple[Any, ...]] = {  # also to configs of families that do not read them
+    "tie_word_embeddings": (True, False), "attention_bias": (True, False), "mlp_bias": (True, False),
+    "use_sliding_window": (True, False), "sliding_window": (1, 2, 3, 16, 24, 600), "max_window_layers": (0, 1, 28),
+    "sliding_window_pattern": (1, 2, 3), "decoder_sparse_step": (1, 2), "mlp_only_layers": ([], [0], [1, 2], None),
+    "rope_interleave": (True, False), "norm_topk_prob": (True, False), "use_qk_norm": (False,),
+}  # fmt: skip
+OPTIONAL: dict[str, tuple[Any, ...]] = {  # where the family's config has them
+    "use_bias": (True, False), "use_qk_norm": (True, False), "first_k_dense_replace": (0, 1, 9),
+    "n_shared_experts": (1, 2), "shared_expert_intermediate_size": (8, 40), "moe_intermediate_size": (8, 31),
+    "routed_scaling_factor": (0.7, 1.0, 2.5), "moe_num_shared_experts": (0, 1, 2), "num_dense_layers": (0, 1, 3),
+    "shared_intermediate_size": (16, 33), "attn_logit_softcapping": (None, 5.0), "query_pre_attn_scalar": (8, 256),
+    "final_logit_softcapping": (None, 3.0), "embedding_multiplier": (1.0, 12.0), "logits_scaling": (1.0, 8.0, 3.0),
+    "residual_multiplier": (0.2, 1.0), "logit_scale": (0.0625, 2.0), "conv_L_cache": (1, 2, 4),
+    "conv_bias": (True, False), "linear_num_key_heads": (1, 2),
+    "linear_key_head_dim": (8, 20), "linear_value_head_dim": (8, 24), "linear_conv_kernel_dim": (2, 4),
+    "scale_depth": (None, 1.4), "dim_model_base": (None, 16), "position_embedding_type": ("rope", "nope", None),
+    "layer_norm_eps": (1e-5, 1e-3), "block_auto_adjust_ff_dim": (True, False), "qk_nope_head_dim": (4, 12),
+    "qk_rope_head_dim": (4, 8, 16), "v_head_dim": (4, 20), "kv_lora_rank": (8, 18), "q_lora_rank": (None, 12),
+}  # fmt: skip
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu", "relu", "relu2")
+YARN: dict[str, tuple[Any, ...]] = {
+    "original_max_position_embeddings": (16, 32, 128), "beta_fast": (1, 16.0, 32), "beta_slow": (0.5, 1, 2.0),
+    "attention_factor": (0.5, 1.0), "mscale": (0, 0.7), "mscale_all_dim": (0, 1.0),
+}  # fmt: skip
+
+NEED_HEAD_DIM = ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "mixtral")  # transformers fails without it
+
+
+def random_config(family: str, seed: int) -> dict[str, Any]:
+    """config.json of a tiny model of one of the `FAMILIES`, which transformers reads, too."""
+    rng = random.Random(f"{family} {seed}")
+    hf = tiny_config(family)
+    for options, share in ((SIZES, 1.0), (ADDED, 0.3), (OPTIONAL, 0.5)):
+        for name, values in options.items():
+            if (options is not OPTIONAL or name in hf) and rng.random() < share:
+                hf[name] = rng.choice(values)
+    if family == "ernie4_5_moe":
+        hf["use_bias"] = False  # is not served with experts
+    elif family == "deepseek_v2":
+        hf["norm_topk_prob"] = False  # likewise
+    elif family == "granitemoehybrid":
+        hf["mamba_n_heads"] = 1  # transformers checks it
+    elif "linear_num_key_heads" in hf:
+        hf["linear_num_value_heads"] = hf["linear_num_key_heads"] * rng.choice((1, 2, 3))
+    _heads(rng, hf, family)
+    _layers(rng, hf, family)
+    if any(name in hf for name in COUNTS):
+        _experts(rng, hf)
+    else:
+        for name in ("hidden_act", "hidden_activation") if "linear_num_key_heads" not in hf else ():
+            if name in hf and rng.random() < 0.5:
+                hf[name] = rng.choice(ACTIVATIONS)
+    _ropes(rng, hf, family)
+    return hf
+
+
+def _heads(rng: random.Random, hf: dict[str, Any], family: str) -> None:
+    heads = rng.choice((1, 2, 3, 4, 6))
+    hf |= {"num_attention_heads": heads, "hidden_size": heads * rng.choice((6, 8, 10, 16, 20))}
+    hf["num_key_value_heads"] = rng.choice([count for count in range(1, heads + 1) if heads % count == 0])
+    if "kv_lora_rank" in hf:
+        hf |= {"num_key_value_heads": heads, "head_dim": hf["qk_rope_head_dim"]}
+    elif "rotary_dim" in hf or "partial_rotary_factor" in hf | (hf["rope_parameters"] or {}):
+        hf["head_dim"] = rng.choice((8, 16, 24))  # any part is even
+        if "rotary_dim" in hf:
+            hf["rotary_dim"] = rng.choice((4, 8, None))
+    elif family in ("cohere2", "olmoe") or (family not in NEED_HEAD_DIM and rng.random() < 0.5):
+        del hf["head_dim"]  # which those two do not read
+    else:
+        hf["head_dim"] = rng.choice(HEAD_DIMS)
+
+
+def _layers(rng: random.Random, hf: dict[str, Any], family: str) -> None:
+    layers = hf["num_hidden_layers"]
+    if "layer_types" in hf:
+        kinds = sorted(set(hf["layer_types"]))
+        if kinds == ["full_attention", "sliding_attention"] and rng.random() < 0.3:
+            del hf["layer_types"]
+        else:
+            hf["layer_types"] = [rng.choice(kinds) for _ in range(layers)]
+    if "no_rope_layers" in hf:
+        hf["no_rope_layers"] = rng.choice((None, [rng.randrange(2) for _ in range(layers)]))
+    if "mlp_layer_types" in hf:
+        hf["mlp_layer_types"] = rng.choice((None, [rng.choice(("dense", "sparse")) for _ in range(layers)]))
+    if family in ("mistral", "mixtral", "starcoder2", "phi3") and rng.random() < 0.3:
+        hf["sliding_window"] = None
+
+
+def _experts(rng: random.Random, hf: dict[str, Any]) -> None:
+    name = next(name for name in COUNTS if name in hf)
+    count = available = hf[name] and rng.choice((2, 4, 8))
+    hf[name] = count
+    if not count:
+        return
+    if "n_group" in hf:
+        groups = rng.choice([one for one in (1, 2, 4) if count // one >= 2])
+        hf |= {"n_group": groups, "topk_group": rng.randint(1, groups)}
+        available = count // groups * hf["topk_group"]
+    hf |= dict.fromkeys((one for one in CHOSEN if one in hf), rng.randint(1, available))
+
+
+def _ropes(rng: random.Random, hf: dict[str, Any], family: str) -> None:
+    """Another rope, perhaps as transformers 4 spelled it."""
+    given = hf["rope_parameters"]
+    if any(isinstance(value, dict) for value in given.values()):
+        hf["rope_parameters"] = {kind: _rope(rng, hf) for kind in given}
+        return
+    made = {"rope_type": "default", "rope_theta": 500} if family == "phi3" else _rope(rng, hf)
+    if "partial_rotary_factor" in given:
+        made["partial_rotary_factor"] = rng.choice((0.25, 0.5, 1.0))
+    elif "partial_rotary_factor" in hf:
+        hf["partial_rotary_factor"] = rng.choice((0.25, 0.5, 0.75, 1.0))
+    if rng.random() < 0.5:
+        hf["rope_parameters"] = made
+        return
+    del hf["rope_parameters"]
+    hf |= {name: made.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in made}
+    if made["rope_type"] != "default":
+        if rng.random() < 0.5:
+            made["type"] = made.pop("rope_type")
+        hf["rope_scaling"] = made
+
+
+def _rope(rng: random.Random, hf: dict[str, Any]) -> dict[str, Any]:
+    dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    kinds = ("default", "linear", "yarn", "llama3", *(("dynamic",) if dim > 8 else ()))
+    made: dict[str, Any] = {"rope_type": rng.choice(kinds), "rope_theta": rng.choice((500, 10000.0, 1e6))}
+    if made["rope_type"] != "default":
+        made["factor"] = rng.choice((1.5, 4, 40.0))
+    if made["rope_type"] == "llama3":
+        made |= {
+            "low_freq_factor": 1,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": rng.choice((32, 64)),
+        }
+    if made["rope_type"] == "yarn":
+        made |= {name: rng.choice(values) for name, values in YARN.items() if rng.random() < 0.4}
+    return made
+
+
+def every(seeds: int) -> list[tuple[str, int]]:
+    """So many configurations of each family."""
+    return [(family, seed) for seed in range(seeds) for family in sorted(FAMILIES)]
