@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokserve.train import tree
@@ -45,6 +45,7 @@ def check(sequences: list[tree.Int32], packing: Packing) -> None:
     assert max([*packing.slots.tolist(), *packing.copied_slots.tolist()], default=-1) < packing.num_blocks * BLOCK
 
 
+@settings(deadline=None)
 @given(SEQUENCES)
 def test_a_prefix_is_there_once(sequences: list[list[int]]) -> None:
     given, packing = packed(sequences)
@@ -53,6 +54,7 @@ def test_a_prefix_is_there_once(sequences: list[list[int]]) -> None:
     assert len(packing.input_ids) == len(prefixes)
 
 
+@settings(deadline=None)
 @given(SEQUENCES)
 def test_without_sharing_each_sequence_is_a_node(sequences: list[list[int]]) -> None:
     given, packing = packed(sequences, share=False)
@@ -61,6 +63,7 @@ def test_without_sharing_each_sequence_is_a_node(sequences: list[list[int]]) -> 
     assert len(packing.copied) == 0
 
 
+@settings(deadline=None)
 @given(SEQUENCES, st.randoms(use_true_random=False))
 def test_the_packing_does_not_depend_on_the_order(sequences: list[list[int]], shuffle: random.Random) -> None:
     _, one = packed(sequences)
@@ -70,6 +73,7 @@ def test_the_packing_does_not_depend_on_the_order(sequences: list[list[int]], sh
     assert one.block_tables.tolist() == other.block_tables.tolist()
 
 
+@settings(deadline=None)
 @given(SEQUENCES, st.integers(1, 60), st.booleans())
 def test_chunks_are_bounded(sequences: list[list[int]], limit: int, share: bool) -> None:
     given = arrays(sequences)
