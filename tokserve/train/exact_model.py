@@ -20,7 +20,6 @@ from tokserve.kv_spec import dtype_name
 from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.models.registry import ARCHITECTURES
 from tokserve.models.spec import DecoderSpec
-from tokserve.params import LOGPROBS_MODES
 from tokserve.train import projections
 from tokserve.train.padding import unpad
 from tokserve.train.requests import Mask, Params, checked
@@ -204,12 +203,9 @@ class _ExactCausalLM(_ExactModule):
     ) -> list[Tensor]:
         """Logprobs as `PolicyModel.logprobs` gives them: of lists of ids, without padding, and without logits of what
         is not scored."""
-        if logprobs_mode not in LOGPROBS_MODES:
-            raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {logprobs_mode!r}")
         base, served = self.get_submodule("model"), self._served
         requests = checked(
-            sequences, starts, temperature, sampling_masks if logprobs_mode == "processed" else None,
-            sampling_params if logprobs_mode == "processed" else None,
+            sequences, starts, temperature, logprobs_mode, sampling_masks, sampling_params,
             vocab=served.modules.vocab, positions=served.modules.num_positions,
         )  # fmt: skip
         with torch.autocast("cpu", enabled=False):

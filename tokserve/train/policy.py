@@ -19,7 +19,6 @@ from tokserve.models.decoder import Decoder
 from tokserve.models.formats.base import FLOATS
 from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.ops.arithmetic import FMA
-from tokserve.params import LOGPROBS_MODES
 from tokserve.train import adapters, scoring
 from tokserve.train.adapters import TrainedAdapter
 from tokserve.train.binding import Binding
@@ -196,12 +195,9 @@ class PolicyModel(nn.Module):
         whole vocabulary), or its columns.  `sampling_params`: likewise by sequence what its request had (or None), of
         which bias and penalties count; its prompt ends at `start`.  Raises ValueError.
         """
-        if logprobs_mode not in LOGPROBS_MODES:
-            raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {logprobs_mode!r}")
         modules = self._modules_of_decoder
         requests = checked(
-            sequences, starts, temperature, sampling_masks if logprobs_mode == "processed" else None,
-            sampling_params if logprobs_mode == "processed" else None,
+            sequences, starts, temperature, logprobs_mode, sampling_masks, sampling_params,
             vocab=modules.vocab, positions=modules.num_positions,
         )  # fmt: skip
         return scoring.rows(

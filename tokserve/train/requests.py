@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tokserve.params import LOGPROBS_MODES
 from tokserve.train.adjustments import AdjustedRow, Adjustment, adjustment_of
 from tokserve.train.scores import Items
 from tokserve.train.tree import Int32, Packing
@@ -32,17 +33,28 @@ class ScoringRequest:
     adjustment: Adjustment | None = None
 
 
+def check_mode(logprobs_mode: str) -> None:
+    """Raise ValueError for a mode that does not exist."""
+    if logprobs_mode not in LOGPROBS_MODES:
+        raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {logprobs_mode!r}")
+
+
 def checked(
     sequences: Sequence[Sequence[int]],
     starts: Sequence[int],
     temperature: float | Sequence[float],
+    logprobs_mode: str,
     sampling_masks: Sequence[Masks | None] | None,
-    sampling_params: Params | None = None,
+    sampling_params: Params | None,
     *,
     vocab: int,
     positions: int,
 ) -> list[ScoringRequest]:
-    """One request a sequence.  Raises ValueError that names the argument and the index."""
+    """One request a sequence; masks and parameters count in the mode "processed".  Raises ValueError that names the
+    argument and the index."""
+    check_mode(logprobs_mode)
+    if logprobs_mode != "processed":
+        sampling_masks = sampling_params = None
     count = len(sequences)
     temperatures = [temperature] * count if isinstance(temperature, int | float) else list(temperature)
     masks = [None] * count if sampling_masks is None else list(sampling_masks)

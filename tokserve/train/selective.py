@@ -10,11 +10,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tokserve import ops
-from tokserve.params import LOGPROBS_MODES
 from tokserve.train import backward, functions
+from tokserve.train.requests import Mask, check_mode
 from tokserve.train.scores import PIECE_BYTES, Items
-
-Mask = Sequence[int] | None
 
 
 def selective_logprobs(
@@ -31,8 +29,7 @@ def selective_logprobs(
     by token in the order of the flattened `token_ids`, the ids that it was drawn from, None: the whole vocabulary.
     Differentiable once, in `logits`.  Raises ValueError.
     """
-    if logprobs_mode not in LOGPROBS_MODES:
-        raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {logprobs_mode!r}")
+    check_mode(logprobs_mode)
     if logits.dtype != torch.float32:
         raise ValueError(f"logits must be float32, as the server's are, got {logits.dtype}")
     if logits.shape[:-1] != token_ids.shape:
