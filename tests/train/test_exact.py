@@ -20,6 +20,8 @@ from tests.train.test_policy import DTYPES, rollouts, weights
 from tokserve import ops
 from tokserve.train import PolicyModel, exact, selective_logprobs
 
+DEMO = Path("tokserve/demo_model")
+
 
 def model_of(directory: Path, dtype: str, *, served: str | None = None, **options: Any) -> Any:
     """An exact model with weights in `dtype`, for a server in `served`."""
@@ -197,7 +199,7 @@ def test_it_stays_the_same_model(tmp_path: Path) -> None:
 
 
 def test_outputs_of_transformers() -> None:
-    plain = AutoModelForCausalLM.from_pretrained("tokserve/demo_model", dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     model = exact(copy.deepcopy(plain))
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
     theirs, own = (one(ids, output_hidden_states=True) for one in (plain, model))
@@ -212,8 +214,26 @@ def test_outputs_of_transformers() -> None:
         assert torch.equal(model(ids).logits, own.logits)
 
 
+def test_a_gradient_that_is_the_same_number_everywhere() -> None:
+    """That of a sum has no rows in memory."""
+    model, other = (model_of(DEMO, "float32") for _ in range(2))
+    ids = torch.tensor([[3, 4, 5, 6]])
+    model(ids).logits.sum().backward()
+    (other(ids).logits * torch.ones(1, 4, 1)).sum().backward()
+    for one, same in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.grad, same.grad) and one.grad.any()
+
+
+def test_an_empty_batch() -> None:
+    model = model_of(DEMO, "float32")
+    vocab = model.config.vocab_size
+    for shape in ((0, 5), (2, 0)):
+        logits = model(torch.zeros(shape, dtype=torch.long), output_hidden_states=True).logits
+        assert logits.shape == (*shape, vocab) and logits.dtype == torch.float32
+
+
 def test_generate() -> None:
-    plain = AutoModelForCausalLM.from_pretrained("tokserve/demo_model", dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     model = exact(copy.deepcopy(plain))
     ids, mask = padded([[5, 6, 7, 8, 9], [10, 11]], "left")
     options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -295,7 +296,8 @@ def test_each_row_has_its_own_temperature() -> None:
     rows = [[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 9]]
     found = policy.logprobs(rows, [1, 1, 2], [0.5, 1.0, 2.0], "temperature")
     for row, start, temperature, logprobs in zip(rows, [1, 1, 2], [0.5, 1.0, 2.0], found, strict=True):
-        assert torch.equal(logprobs, policy.logprobs([row], [start], temperature, "temperature")[0])
+        for same in (temperature, np.float32(temperature), torch.tensor(temperature)):
+            assert torch.equal(logprobs, policy.logprobs([row], [start], same, "temperature")[0])
     assert not torch.equal(found[0], found[1])
 
 

@@ -166,7 +166,7 @@ class _ExactBackbone(_ExactModule):
             whole, before = served.hidden(
                 weights.masters, batch, input_ids.numel(), recompute=_checkpoints(self), streams=streams
             )
-        last, *states = (part.view(*input_ids.shape, -1) for part in (whole, *before))
+        last, *states = (part.view(*input_ids.shape, part.shape[-1]) for part in (whole, *before))
         outputs = import_module("transformers.modeling_outputs")
         kind = outputs.MoeModelOutputWithPast
         out = kind(last_hidden_state=last, hidden_states=(*states, last) if streams else None)
@@ -183,7 +183,7 @@ class _ExactHead(_ExactModule):
             weight = projections.parameter(self, "lm_head", "weight")
             served.sync_head(weight)
             flat = served.logits(hidden.reshape(-1, hidden.shape[-1]), weight)
-        return flat.view(*hidden.shape[:-1], -1)
+        return flat.view(*hidden.shape[:-1], flat.shape[-1])
 
 
 class _ExactCausalLM(_ExactModule):

@@ -56,7 +56,8 @@ def checked(
     if logprobs_mode != "processed":
         sampling_masks = sampling_params = None
     count = len(sequences)
-    temperatures = [temperature] * count if isinstance(temperature, int | float) else list(temperature)
+    numbers = np.asarray(temperature, np.float64)
+    temperatures = [float(numbers)] * count if numbers.ndim == 0 else numbers.tolist()
     masks = [None] * count if sampling_masks is None else list(sampling_masks)
     params = [None] * count if sampling_params is None else list(sampling_params)
     named = {"starts": starts, "temperature": temperatures, "sampling_masks": masks, "sampling_params": params}

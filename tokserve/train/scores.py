@@ -187,5 +187,6 @@ class Logits(torch.autograd.Function):
         if head.softcap:
             grad = grad * (1.0 - (head(hidden) / head.softcap).square_())
         rounded = (grad if head.multiplier == 1.0 else grad * head.multiplier).to(dtype)
+        rounded = rounded.contiguous()  # the gradient of a sum is one number
         grad_hidden = ctx.products.linear_input(rounded, [weight]).to(hidden.dtype) if needs[0] else None
         return grad_hidden, None, ctx.products.linear_weight(rounded, hidden.to(dtype)) if needs[2] else None, None
