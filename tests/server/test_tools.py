@@ -346,6 +346,23 @@ def test_reasoning_is_apart(
     assert (found.get("reasoning"), found["content"]) == (reasoning, content)
 
 
+@pytest.mark.parametrize(("text", "content"), [("hm\n</think>\n\nYes.", "Yes."), ("hm", None)])
+def test_reasoning_is_left_out_on_request(text: str, content: str | None) -> None:
+    s = chat_site(text, OPENED, reasoning_parser="qwen3")
+    fields: dict[str, Any] = {"tools": None, "return_token_ids": True}
+    shown, hidden = ask(s, **fields), ask(s, **fields, include_reasoning=False)
+    choice, found = shown["choices"][0], hidden["choices"][0]
+    assert found["message"] == {"role": "assistant", "content": content, "refusal": None, "reasoning": None}
+    assert choice["message"]["reasoning"] == "hm" and ask(s, **fields, include_reasoning=True)["choices"] == [choice]
+    assert found["token_ids"] == choice["token_ids"] and shown["usage"] == hidden["usage"]
+    asked = {"messages": MESSAGES, "return_token_ids": True, "include_reasoning": False, "request_id": "r"}
+    (streamed,) = joined(s.events(CHAT, asked))
+    assert streamed == flat(hidden)[0]
+    made = s.post(GENERATE, s.post(CHAT + "/render", asked).json()).json()
+    back = s.post(CHAT + "/derender", {"generate_response": made, "chat_request": asked}).json()
+    assert back["choices"][0]["message"] == found["message"]
+
+
 def test_reasoning_is_content_unless_the_operator_says_otherwise() -> None:
     assert message("<think>hm</think>Yes", THINKER, tools=None)["content"] == "<think>hm</think>Yes"
 

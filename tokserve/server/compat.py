@@ -64,6 +64,7 @@ OPENAI: FieldTable = {
 OTHERS: FieldTable = {
     "bad_words_ids": _refused([], note="use bad_token_sequences"),
     "echo": _refused(False),
+    "ec_transfer_params": _refused(),
     "kv_transfer_params": _refused(),
     "length_penalty": _refused(1, 1.0),
     "logits_processors": _refused([]),
@@ -71,9 +72,13 @@ OTHERS: FieldTable = {
     "mm_processor_kwargs": _refused({}),
     "prompt_embeds": _refused(),
     "reasoning": _refused({}),
+    "session_id": _ignored(note=_TAG),
+    "stream_interval": _ignored(note="a delta has all tokens that are there"),
     "structural_tag": _refused(note=_OUTPUTS),
     "thinking_token_budget": _refused(),
     "truncate_prompt_tokens": _refused(-1),
+    "truncation_side": _ignored(note="nothing is cut"),
+    "watermarking": _refused(False, note="outputs are not watermarked"),
     "use_beam_search": _refused(False),
 }
 TEXT: FieldTable = OPENAI | OTHERS
@@ -102,6 +107,7 @@ RESPONSES: FieldTable = TEXT | {
     "conversation": _refused(note=_STATELESS),
     "documents": _refused([]),
     "image": _refused(),
+    "include_reasoning": _refused(True, note="leave its items out"),
     "logprobs": _refused(False, note="use include and top_logprobs"),
     "max_completion_tokens": _refused(note="use max_output_tokens"),
     "max_tokens": _refused(note="use max_output_tokens"),
@@ -134,6 +140,7 @@ MESSAGES: FieldTable = TEXT | {
     "documents": _refused([]),
     "fallback_credit_token": _ignored(note="nothing is billed"),
     "fallbacks": _ignored([], "default", note="another model is not tried"),
+    "include_reasoning": _refused(True, note="leave its blocks out"),
     "inference_geo": _ignored(),
     "input": _refused(note="use messages"),
     "instructions": _refused(note="use system"),

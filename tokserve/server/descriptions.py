@@ -116,6 +116,7 @@ FIELDS: dict[str, str] = {
     "tool_choice": "none, auto, required, or one tool.",
     "parallel_tool_calls": "Whether an answer may have several calls.",
     "max_tool_calls": "The largest number of calls in an answer.",
+    "include_reasoning": "False: the reasoning is left out.",
     "reasoning_effort": "A variable of the chat template.",
     "input": "A text, or items of the conversation.",
     "instructions": "The system message.",

@@ -295,10 +295,6 @@ def sampling_params(serving: Serving, body: ChatBody, plan: ToolPlan) -> Samplin
     return schemas.sampling(body, serving.defaults, max_tokens=limit, logprobs=num_logprobs, **more)
 
 
-def _delta(read: ParsedDelta) -> Delta:
-    return Delta(UNSET, read.content or UNSET, read.reasoning or UNSET, read.calls or UNSET)
-
-
 class ChatRenderer:
     """Completions as chat's JSON.  `reader` None: their text is the content."""
 
@@ -315,6 +311,7 @@ class ChatRenderer:
         self._model = serving.answers_as(body.model)
         self.generation, self.body = generation, body
         self._reader = reader
+        self._shows_reasoning = body.include_reasoning is not False
         self._spelling = logprobs.Spelling(serving.tokenizer, bool(body.return_tokens_as_token_ids))
         self._names = serving.tokenizer.token
         self._ids = bool(body.return_token_ids)
@@ -360,7 +357,12 @@ class ChatRenderer:
             call.index = UNSET
         alone = not (read.reasoning or read.calls)
         content = read.content if alone else read.content or None
-        return Message("assistant", content, None, read.reasoning or None, read.calls or UNSET)
+        reasoning = read.reasoning if self._shows_reasoning else None
+        return Message("assistant", content, None, reasoning or None, read.calls or UNSET)
+
+    def _delta(self, read: ParsedDelta) -> Delta:
+        reasoning = read.reasoning if self._shows_reasoning else None
+        return Delta(UNSET, read.content or UNSET, reasoning or UNSET, read.calls or UNSET)
 
     def _finish_reason(self, c: ChoiceOutput) -> str | None:
         return c.finish_reason if self._reader is None else self._reader.finish_reason(c)
@@ -382,7 +384,9 @@ class ChatRenderer:
         events = b""
         if delta.index not in self._begun:
             events += self._role(delta)
-        delta_fields = Delta(content=delta.text or "") if self._reader is None else _delta(self._reader.read(delta))
+        delta_fields = (
+            Delta(content=delta.text or "") if self._reader is None else self._delta(self._reader.read(delta))
+        )
         by_token = self._ids or self._has_masks or delta.logprobs
         if delta_fields.content or delta_fields.reasoning or delta_fields.tool_calls or (delta.token_ids and by_token):
             choice = ChunkChoice(delta.index, delta_fields, self._logprobs(delta))

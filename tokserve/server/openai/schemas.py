@@ -156,6 +156,7 @@ class ChatBody(TextBody, TemplateFields):
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = None
     reasoning_effort: Effort | None = None
+    include_reasoning: bool | None = None
     mm_payload: Literal["tensors", "none"] | None = None
     return_mm_kwargs: bool | None = None
 
