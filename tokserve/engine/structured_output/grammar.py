@@ -197,8 +197,8 @@ class Compiler:
             source = _source(outputs)
         except ValueError as error:
             raise unusable(field, str(error)) from None
-        wanted = _plain_text(outputs)
-        if any(text in wanted for text in self._special_texts):
+        named = _plain_text(outputs)
+        if any(text in named for text in self._special_texts):
             source = _unforced(source)
         machine = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(verbose_errors=False, **LIMITS))
         sentinels = tokenizer.eos_tokens
