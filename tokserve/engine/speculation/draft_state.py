@@ -19,6 +19,7 @@ _LEVEL = (0, 1, 2, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5, 5, 5, 5, 6)
 _EXPECTED = (0.6, 0.65, 0.7, 0.75, 0.8, 0.9, 0.95)  # of a prediction, or an output of the same seed
 _MATCHED = (0.15, 0.3, 0.4, 0.5, 0.65, 0.8, 0.9)  # of other texts
 _PRIOR_WEIGHT, _MIN_RATE = 3, 0.06
+_START_WEIGHT = 1  # where a text is expected: one that is wrong at once is rarely right later
 _SURE = 8  # tokens; a cursor that was right so often in a row is not searched for
 _UNTRIED = 8  # drafts of a request of which no token was foreseen or missed yet, at most
 _MAX_MISSES = 4  # in a row, after which a cursor is given up
@@ -52,7 +53,7 @@ class DraftState:
         self._own = Corpus("prompt", TokenIndex(tokens))
         self._corpora = [*corpora, *([self._own] if searches else [])]
         self._estimates = {
-            True: [[p, _PRIOR_WEIGHT] for p in _EXPECTED],
+            True: [[p, _PRIOR_WEIGHT if level else _START_WEIGHT] for level, p in enumerate(_EXPECTED)],
             False: [[p, _PRIOR_WEIGHT] for p in _MATCHED],
         }
         self._corpus: Corpus | None = None
