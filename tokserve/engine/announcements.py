@@ -54,9 +54,9 @@ class Announcements:
             request.ended = reason
         return {request.request_id for request in aborted}
 
-    def has_ended(self, request_id: str) -> bool:
-        """Whether a request of this id is to come and was aborted."""
-        return any(request.ended and request.request_id == request_id for request in self._announced.values())
+    def aborted_ids(self) -> set[str]:
+        """The client's ids of requests that are to come and were aborted."""
+        return {request.request_id for request in self._announced.values() if request.ended is not None}
 
     def ended(self, identity: bytes, number: int) -> str | None:
         """Why the request of this number was aborted, if it was."""

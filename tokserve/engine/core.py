@@ -478,6 +478,7 @@ class EngineCore:
         """Abort by the client's ids.  The reply, {id: "aborted" | "finished" | "not_found"}, comes when all slots and
         blocks of ended requests are free: a second abort is not answered before that either."""
         result = dict.fromkeys(keys, "not_found")
+        aborted_before = self._announcements.aborted_ids()
         coming = self._announcements.abort(result, reason) | self._admission.abort(result, reason)
         aborted: list[Request] = []
         for request_id in result:
@@ -485,7 +486,9 @@ class EngineCore:
             aborted += requests
             if requests or request_id in coming:
                 result[request_id] = "aborted"
-            elif any(one.has_ended(request_id) for one in (self._registry, self._admission, self._announcements)):
+            elif request_id in aborted_before or any(
+                one.has_ended(request_id) for one in (self._registry, self._admission)
+            ):
                 result[request_id] = "finished"
         self._abort(aborted, reason)
         self._external.drop(f"{request_id}#0" for request_id in result)
