@@ -17,12 +17,14 @@ from tests.engine.scripted import solo
 from tokserve.client import engine_client, launch
 from tokserve.client.async_llm import AsyncLLM, collect
 from tokserve.client.engine_client import EngineClient
+from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import total
 from tokserve.client.replicas import Replicas
 from tokserve.config import LoraConfig
 from tokserve.errors import Conflict, EngineDead, RequestError, StartError
 from tokserve.messages import StepStats
-from tokserve.params import SamplingParams
+from tokserve.params import RequestOptions, SamplingParams
+from tokserve.prompt import TokenPrompt, pack_ids
 
 PATIENCE = 60.0
 
@@ -111,6 +113,26 @@ def test_aborts_groups_and_ids_are_those_of_all_engines() -> None:
             for stream in streams:
                 assert (await collect(stream))[0].finish_reason == "abort"
             await llm.resume_generation()
+
+    asyncio.run(scene())
+
+
+def test_an_abort_finds_a_request_that_is_prepared_whichever_engine_it_goes_to() -> None:
+    async def scene() -> None:
+        async with make() as llm:
+            for rank in range(2):
+                announcement = llm.announce(f"r{rank}", "g")
+                assert await llm.abort_group("g") == {f"r{rank}": "aborted"}
+                request = GenerateRequest(
+                    request_id=f"r{rank}", prompt=TokenPrompt(pack_ids([5, 6])), task=SamplingParams(max_tokens=3),
+                    options=RequestOptions(group_id="g", data_parallel_rank=rank),
+                )  # fmt: skip
+                [stream] = llm.submit([llm.prepare(request)], announcement=announcement)
+                announcement.end()
+                [output] = await asyncio.wait_for(collect(stream), PATIENCE)
+                assert rank_of(stream) == rank
+                assert (output.finish_reason, output.stop_detail, output.token_ids) == ("abort", "abort_user", [])
+            assert await ask(llm, [5, 6], request_id="r0") == tokens_of([5, 6], 1, 4)
 
     asyncio.run(scene())
 
