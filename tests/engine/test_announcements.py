@@ -72,6 +72,20 @@ def test_groups_and_all_include_what_is_prepared() -> None:
     engine.check_empty()
 
 
+def test_a_prefix_of_ids_whether_they_run_or_are_prepared() -> None:
+    engine = Engine()
+    for key, number in (("p-1", 5), ("q", 6)):
+        announce(engine, key, number)
+        engine.add(f"{key}-runs", [3], max_tokens=9, ignore_eos=True)
+    engine.call("abort_prefix", prefix="p-")
+    assert result(engine) == {"p-1-runs": "aborted", "p-1": "aborted"}
+    assert submit(engine, "p-1") == SubmitReply(7) and submit(engine, "q", 6) == SubmitReply(7)
+    check_aborted(engine, "p-1")
+    engine.run()
+    engine.check_complete("q#0")
+    engine.check_complete("q-runs")
+
+
 def test_what_will_not_come_or_has_left_is_not_found() -> None:
     engine = Engine()
     announce(engine, "a", 5)

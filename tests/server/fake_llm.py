@@ -378,6 +378,11 @@ class FakeLLM(AdminMethods):
         coming = [one.request_id for one in self.announced if one.group_id == group_id and one.ended is None]
         return await self.abort([bare_id(stream.request_id) for stream in streams] + coming, reason)
 
+    async def abort_prefix(self, prefix: str, reason: str = "abort_user") -> dict[str, str]:
+        named = {bare_id(stream.request_id) for stream in self.streams.values()}
+        named |= {one.request_id for one in self.announced if one.ended is None}
+        return await self.abort([name for name in sorted(named) if name.startswith(prefix)], reason)
+
     async def abort_all(self, reason: str = "abort_user") -> dict[str, str]:
         coming = [one.request_id for one in self.announced if one.ended is None]
         return await self.abort([bare_id(stream.request_id) for stream in self.streams.values()] + coming, reason)

@@ -209,9 +209,9 @@ def test_adapters_and_snapshots() -> None:
 
 def test_requests_with_a_prefix_are_aborted() -> None:
     s = sglang()
-    s.llm.answers = {"requests": {"requests": [{"request_id": "p-1"}, {"request_id": "q"}]}}
+    announced = [s.llm.announce(name) for name in ("p-1", "q")]
     assert s.post("/abort_request", {"rid": "p", "prefix": True}).status_code == 200
-    assert s.llm.asked == [("requests", {"limit": 10_000})]
+    assert [one.ended for one in announced] == ["abort_user", None]
 
 
 def test_control_routes_need_the_admin_key() -> None:

@@ -313,6 +313,11 @@ class AsyncLLM(AdminMethods):
         results: dict[str, str] = await self.call("abort_group", reason=reason, group=group_id)
         return results
 
+    async def abort_prefix(self, prefix: str, reason: str = "abort_user") -> dict[str, str]:
+        """The same for all requests whose bare id begins with `prefix`."""
+        results: dict[str, str] = await self.call("abort_prefix", reason=reason, prefix=prefix)
+        return results
+
     async def abort_all(self, reason: str = "abort_user") -> dict[str, str]:
         """The same for all requests of this engine."""
         results: dict[str, str] = await self.call("abort_all", reason=reason)

@@ -155,6 +155,7 @@ _MERGE: dict[str, Merge] = {
     "remove_draft_corpus": _maxima,
     "abort": _best,
     "abort_group": _best,
+    "abort_prefix": _best,
     "abort_all": _best,
     "shutdown": _best,
     "requests": _requests,

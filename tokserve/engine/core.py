@@ -500,6 +500,11 @@ class EngineCore:
     def _abort_group(self, group: str, reason: str = "abort_user") -> Command:
         return (yield from self._abort_requests(self._request_ids(group), reason))
 
+    @command("abort_prefix")
+    def _abort_prefix(self, prefix: str, reason: str = "abort_user") -> Command:
+        named = [request_id for request_id in self._request_ids() if request_id.startswith(prefix)]
+        return (yield from self._abort_requests(named, reason))
+
     @command("abort_all")
     def _abort_all(self, reason: str = "abort_user") -> Command:
         return (yield from self._abort_requests(self._request_ids(), reason))

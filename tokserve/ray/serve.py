@@ -98,6 +98,10 @@ class ReplicaLLM(AsyncLLM):
         """The same for all requests of a group."""
         return await self._at_all_replicas("abort_group", group_id, reason)
 
+    async def abort_prefix(self, prefix: str, reason: str = "abort_user") -> dict[str, str]:
+        """The same for all requests whose id begins so."""
+        return await self._at_all_replicas("abort_prefix", prefix, reason)
+
     async def abort_all(self, reason: str = "abort_user") -> dict[str, str]:
         """The same for all requests of all replicas."""
         return await self._at_all_replicas("abort_all", reason)

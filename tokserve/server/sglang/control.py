@@ -15,7 +15,6 @@ from tokserve.server.serving import Serving
 from tokserve.server.sglang import weights
 from tokserve.server.sglang.replies import json, read
 
-LISTED = 10_000  # live requests that are searched for a prefix
 POLL = 0.05  # seconds between two looks at a cache that is in use
 LONGEST_WAIT = 600.0  # seconds
 MEMORY = ("kv_cache", "weights")
@@ -105,9 +104,7 @@ async def abort_request(serving: Serving, request: Request) -> Response:
     if params.abort_all:
         await serving.llm.abort_all()
     elif params.request_id and params.prefix:
-        live = await serving.llm.call("requests", limit=LISTED)
-        names = [one["request_id"] for one in live["requests"] if one["request_id"].startswith(params.request_id)]
-        await serving.llm.abort(names)
+        await serving.llm.abort_prefix(params.request_id)
     elif params.request_id:
         await serving.llm.abort([params.request_id])
     elif params.request_id is None:
