@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -20,7 +21,7 @@ from tests.train import conftest
 from tests.train.references import cosine
 from tests.train.test_policy import expected, weights
 from tokserve.errors import StartError
-from tokserve.models.weights import model_name
+from tokserve.models.weights import SINGLE, model_name
 from tokserve.train import PolicyModel, exact, selective_logprobs
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -140,6 +141,23 @@ def test_an_exact_mixture_whose_layers_are_all_dense(tmp_path: Path) -> None:
     assert torch.equal(found, PolicyModel.from_pretrained(directory, dtype="float32").logprobs([row], [1])[0])
 
 
+def test_experts_in_one_tensor_are_read_as_those_in_one_each(tmp_path: Path) -> None:
+    single = write_checkpoint(tmp_path / "single", tiny_config("qwen3_moe"))
+    policy, tensors = PolicyModel.from_pretrained(single, dtype="float32"), load_file(single / SINGLE)
+    for name, one in policy._modules_of_decoder.decoder.stacked_parameters().items():
+        parts = [tensors.pop(part) for part in one.covers]
+        tensors[name] = torch.stack(parts).view(one.parameter.shape)
+    (tmp_path / "stacked").mkdir()
+    (tmp_path / "stacked" / "config.json").write_bytes((single / "config.json").read_bytes())
+    save_file(tensors, tmp_path / "stacked" / SINGLE)
+    stacked = PolicyModel.from_pretrained(tmp_path / "stacked", dtype="float32")
+    masters = dict(stacked.named_parameters())
+    assert masters.keys() == dict(policy.named_parameters()).keys()
+    assert all(torch.equal(masters[name], master) for name, master in policy.named_parameters())
+    assert torch.equal(stacked.logprobs([[5, 6, 7]], [1])[0], policy.logprobs([[5, 6, 7]], [1])[0])
+    stacked.save_pretrained(tmp_path / "saved")
+
+
 def by_master(policy: PolicyModel, gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     """Gradients of transformers' parameters by the policy's names: transformers has one tensor for all experts."""
     decoder = policy._modules_of_decoder.decoder
@@ -147,8 +165,7 @@ def by_master(policy: PolicyModel, gradients: dict[str, Tensor | None]) -> dict[
     for name, stacked in decoder.stacked_parameters().items():
         whole = named.pop(name)
         assert whole is not None
-        parts = whole.flatten(0, 1).chunk(len(stacked.covers))
-        named |= dict(zip(stacked.covers, parts, strict=True))
+        named |= stacked.parts(whole)
     return named
 
 

@@ -95,6 +95,12 @@ class StackedParameter:
     parameter: Parameter
     covers: tuple[str, ...]
 
+    def parts(self, whole: Tensor) -> dict[str, Tensor]:
+        """Views of such a tensor, which is not transposed, by the names that it covers."""
+        shards = len(self.covers) // len(whole)  # of an expert
+        views = [view for expert in whole.unbind() for view in expert.chunk(shards)]
+        return dict(zip(self.covers, views, strict=True))
+
 
 class Experts:
     """The weights of all experts, packed for `ops.experts`.  A rank of several has a part of each expert's width."""

@@ -238,9 +238,14 @@ def _register(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
 def _masters(directory: Path, decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """(name, float32 values) of the checkpoint's tensors that the decoder has.  Raises StartError."""
     entries = weights.with_model_names(weights.catalogue(directory), decoder.spec.renames)
-    for name in decoder.parameters_by_name():
+    stacked = decoder.stacked_parameters()
+    for name in weights.layout(entries, decoder.parameters_by_name(), stacked):
         entry = entries.get(name) or (entries.get(HEAD) if name == EMBEDDING else None)  # a tied model may have either
         if entry is None or entry.is_stored or entry.dtype not in FLOATS.values():
             what = "stored in parts" if entry is None else entry.gguf.tensor.kind if entry.gguf else entry.dtype
             raise StartError(f"{name} is {what}: a quantized checkpoint cannot be trained")
-        yield name, torch.empty(entry.shape, dtype=torch.float32).copy_(weights.read(entry))
+        master = torch.empty(entry.shape, dtype=torch.float32).copy_(weights.read(entry))
+        if name in stacked:
+            yield from ((part, view.clone()) for part, view in stacked[name].parts(master).items())
+        else:
+            yield name, master

@@ -79,10 +79,7 @@ class ServedDecoder:
         names = [name for name in self.modules.names if name != HEAD and name not in covered]
         weights = projections.collect(base, [*names, *stacked], PREFIX, self.modules.renames)
         for name, one in stacked.items():
-            whole = weights.masters.pop(name)
-            parts = len(one.covers) // len(whole)  # of an expert
-            views = [view for expert in whole.unbind() for view in expert.chunk(parts)]
-            weights.masters |= dict(zip(one.covers, views, strict=True))
+            weights.masters |= one.parts(weights.masters.pop(name))
         return weights
 
     def sync(self, weights: ModelWeights) -> None:
