@@ -130,6 +130,16 @@ def test_streams_and_text_routes_count_too() -> None:
     assert values(s)['tokserve:request_success_total{finished_reason="stop"}'] == 3
 
 
+def test_a_prompt_that_is_only_scored_has_times_and_no_tokens() -> None:
+    s = site()
+    body = {"prompt": "ab", "max_tokens": 0, "echo": True, "logprobs": 0}
+    assert s.post("/v1/completions", body).json()["usage"]["completion_tokens"] == 0
+    found = values(s)
+    assert found["tokserve:request_generation_tokens_sum"] == found["tokserve:inter_token_latency_seconds_count"] == 0
+    for name in ("time_to_first_token", "request_queue_time", "request_prefill_time", "request_inference_time"):
+        assert found[f"tokserve:{name}_seconds_count"] == 1
+
+
 def test_two_apps_do_not_share_counters() -> None:
     first, second = site(), site()
     first.post("/v1/completions", {"prompt": "a"})

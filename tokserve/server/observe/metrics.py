@@ -164,7 +164,7 @@ class Metrics(Collector):
             self._truncated_masks.add(0, completion.sampling_mask_truncated)
         queued, first, total = completion.times
         self.latency.observe(total)
-        if not output_tokens:
+        if not first:
             return
         decode = max(0.0, total - first)
         self.ttft.observe(first)
