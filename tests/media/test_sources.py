@@ -130,6 +130,20 @@ def test_files_are_read_in_their_directory_only(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["link", "up/secret"])
+def test_a_file_that_becomes_a_link_once_it_was_looked_at_is_not_followed(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "media"
+    root.mkdir()
+    (tmp_path / "secret").write_bytes(b"secret")
+    (root / "link").symlink_to(tmp_path / "secret")
+    (root / "up").symlink_to(tmp_path)
+    monkeypatch.setattr(Path, "resolve", lambda path, strict=False: path)  # as it was before the change
+    error = refusal(MediaConfig(allowed_local_media_path=str(root)), f"file://{root}/{name}")
+    assert error.status == 400 and "cannot be read" in error.message
+
+
 def test_without_a_directory_no_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"1")
     assert refusal(MediaConfig(), f"file://{tmp_path}/x").code == "media_not_allowed"

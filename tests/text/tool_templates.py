@@ -73,6 +73,8 @@ UNKNOWN = {
     "no calls": "{{ tools | tojson }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
     "another": "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
     "({{ c.function.name }}){{ c.function.arguments | tojson }}{% endfor %}{% endfor %}",
+    "no arguments": HERMES.replace("{{ c.function.arguments | tojson }}", "{}"),
+    "other names": HERMES.replace("{{ c.function.name }}", "f_{{ c.function.name }}"),
     "refuses": "{{ tools | tojson }}{% for m in messages %}{% if m.tool_calls %}{{ raise_exception('no') }}{% endif %}"
     "{{ m.content }}{% endfor %}",
 }
