@@ -63,14 +63,14 @@ def _alternate(items: list[pytest.Item]) -> None:
 def pytest_collection() -> Iterator[object]:
     """Ten thousand tests and what they import stay: the collector need not look at them, now or later."""
     gc.disable()
-    found = yield
+    actual = yield
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # nanobind would name its objects that are still there
     for logger in logging.root.manager.loggerDict.values():  # pytest's handlers are added to each other root, per test
         if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
             logger.propagate = True
-    return found
+    return actual
 
 
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:

@@ -122,7 +122,7 @@ def mutations(path: Path, lines: set[int]) -> Iterator[Mutation]:
 
 def tests_of_lines(data: CoverageData, path: Path) -> dict[int, list[str]]:
     """Line -> the tests that execute it, as pytest takes them."""
-    found = {}
+    results = {}
     for line, contexts in data.contexts_by_lineno(str(path)).items():
         tests: dict[str, list[str]] = defaultdict(list)  # by folder
         for context in contexts:  # tests.engine.test_scheduler.test_one
@@ -132,8 +132,8 @@ def tests_of_lines(data: CoverageData, path: Path) -> dict[int, list[str]]:
                 tests[file.rpartition("/")[0]].append(f"{file}::{name}")
         most_first = sorted(tests.values(), key=len, reverse=True)
         if chosen := [test for folder in most_first for test in sorted(folder)][:MAX_TESTS]:
-            found[line] = chosen
-    return found
+            results[line] = chosen
+    return results
 
 
 def survives(mutation: Mutation, tests: list[str]) -> bool:

@@ -138,6 +138,12 @@ def test_no_retired_words() -> None:
             assert not retired_words(path.read_text(), nodes(path)), f"{_name(path)}: see docs/glossary.md"
 
 
+def test_variables_of_tests_name_their_content() -> None:
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        names = {name.strip("_") for _, _, name in _names(ast.walk(ast.parse(path.read_text())))}
+        assert not names & {"asked", "found"}, path
+
+
 def docstrings_without_subject(syntax: Iterable[ast.AST]) -> list[str]:
     """`line: first line` of the docstrings of classes and functions that begin in the middle of a phrase."""
     defined = (node for node in syntax if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))

@@ -14,10 +14,10 @@ import pytest
 
 def use(folder: Path) -> None:
     """Make the extension in `folder` the one that `tokserve._C` names."""
-    found = list(folder.glob("_C.*.so"))
-    if len(found) != 1:
-        sys.exit(f"{folder} holds {len(found)} builds of the extension, not one")
-    spec = importlib.util.spec_from_file_location("tokserve._C", found[0])
+    actual = list(folder.glob("_C.*.so"))
+    if len(actual) != 1:
+        sys.exit(f"{folder} holds {len(actual)} builds of the extension, not one")
+    spec = importlib.util.spec_from_file_location("tokserve._C", actual[0])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""An HTTP server that plays a script: every request gets the next answer, and what was asked is kept."""
+"""An HTTP server that plays a script: every request gets the next answer, and what was received is kept."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def event(value: Any) -> bytes:
 class Scripted:
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
-        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.requests: list[tuple[str, dict[str, Any]]] = []
         self.headers: list[dict[str, str]] = []
         self.running = self.most = 0
         self.url = ""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        self.asked.append((request.path, body))
+        self.requests.append((request.path, body))
         self.headers.append(dict(request.headers))
         self.running += 1
         self.most = max(self.most, self.running)

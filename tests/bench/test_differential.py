@@ -44,7 +44,7 @@ def test_a_stream_is_joined_to_what_would_have_come_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "found"),
+    ("first", "second", "actual"),
     [
         ({"a": 1, "id": "x"}, {"a": 1, "id": "y"}, []),
         ({"a": None}, {}, []),
@@ -57,8 +57,8 @@ def test_a_stream_is_joined_to_what_would_have_come_at_once() -> None:
          [("$.top_logprobs[].<token>", "only first"), ("$.top_logprobs[].<token>", "only second")]),
     ],
 )  # fmt: skip
-def test_differences(first: Any, second: Any, found: list[tuple[str, str]]) -> None:
-    assert list(differences(first, second, frozenset({"id"}))) == found
+def test_differences(first: Any, second: Any, actual: list[tuple[str, str]]) -> None:
+    assert list(differences(first, second, frozenset({"id"}))) == actual
 
 
 def test_replies_are_alike_or_of_a_kind_of_difference() -> None:

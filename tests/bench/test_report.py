@@ -36,8 +36,8 @@ def test_events_cut_at_every_byte() -> None:
     stream = b': ping\r\n\r\ndata: {"a":1}\r\n\r\nevent: x\ndata:two\n\ndata: [DONE]\n\n'
     for size in range(1, len(stream) + 1):
         lines = EventLines()
-        found = [p for at in range(0, len(stream), size) for p in lines.feed(stream[at : at + size])]
-        assert found == [b'{"a":1}', b"two", b"[DONE]"]
+        actual = [p for at in range(0, len(stream), size) for p in lines.feed(stream[at : at + size])]
+        assert actual == [b'{"a":1}', b"two", b"[DONE]"]
 
 
 def test_time_per_token_by_a_known_clock() -> None:

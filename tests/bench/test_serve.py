@@ -60,12 +60,12 @@ def test_counts_and_keys() -> None:
     assert all(0 < o.ttft < o.e2el for o in outcomes if o.ttft is not None)
     assert row["output_lens"] == [4] * 5
     json.dumps(row, allow_nan=False)
-    assert len(server.asked) == 7 and {h["Authorization"] for h in server.headers} == {"Bearer k"}
-    body = server.asked[-1][1]
+    assert len(server.requests) == 7 and {h["Authorization"] for h in server.headers} == {"Bearer k"}
+    body = server.requests[-1][1]
     assert body["model"] == "scripted" and body["sampling_params"] == {
         "max_tokens": 4, "temperature": 0.0, "ignore_eos": True,
     }  # fmt: skip
-    prompts = [tuple(b["token_ids"]) for _, b in server.asked]
+    prompts = [tuple(b["token_ids"]) for _, b in server.requests]
     assert len(set(prompts)) == 7, "warming up must not fill the cache with measured prompts"
 
 
@@ -85,7 +85,7 @@ def test_samples_of_one_prompt_are_streams_of_their_own() -> None:
 def test_turns_grow_the_prompt() -> None:
     with scripted(tokens) as server:
         row, _ = serve(load(server.url, dataset={"count": 1, "turns": 3, "turn_len": 2}))
-    prompts = [body["token_ids"] for _, body in server.asked]
+    prompts = [body["token_ids"] for _, body in server.requests]
     assert [len(p) for p in prompts] == [6, 12, 18] and row["completed"] == 3 and row["total_input_tokens"] == 36
     assert prompts[1][:10] == [*prompts[0], 50, 51, 52, 53] and prompts[2][:12] == prompts[1]
 
@@ -108,7 +108,7 @@ def test_text_routes_count_by_usage(backend: str) -> None:
         row, outcomes = serve(load(server.url, shape={"backend": backend, "logprobs": 2}, dataset={"text": text}))
     assert row["total_input_tokens"] == 35 and row["total_output_tokens"] == 20 and row["failed"] == 0
     assert [len(o.itl) for o in outcomes] == [2 if text else 3] * 5
-    path, body = server.asked[0]
+    path, body = server.requests[0]
     if text:
         assert path == "/v1/chat/completions" and body["logprobs"] is True and body["top_logprobs"] == 2
         assert len(body["messages"][0]["content"].split()) == 6
@@ -196,7 +196,7 @@ def test_the_base_url_may_end_in_v1() -> None:
     for end in ("", "/", "/v1", "/v1/"):
         with scripted(tokens) as server:
             row, _ = serve(load(server.url + end))
-            assert row["completed"] == 5 and {asked[0] for asked in server.asked} == {"/inference/v1/generate"}
+            assert row["completed"] == 5 and {path for path, _ in server.requests} == {"/inference/v1/generate"}
 
 
 def template_hits(repeated: bool) -> Answer:
@@ -221,4 +221,4 @@ def test_what_the_chat_template_shares_is_no_repeated_prompt(
               "--input-len", "40", "--no-stream", "--no-progress", "--warmup", "0"])  # fmt: skip
     shown = capsys.readouterr().out
     assert end.value.code == 0 and "48 of them the chat template's" in shown
-    assert ("note: 3 prompts" in shown) == repeated and len(server.asked) == 4
+    assert ("note: 3 prompts" in shown) == repeated and len(server.requests) == 4

@@ -26,7 +26,7 @@ FORMS: list[dict[str, Any]] = [
     {"regex": "[ab]{2,9}c"}, {"choice": ["été", "hiver"]}, {"grammar": 'start: "(" start ")" | "x"'},
     {"json": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3}}, {"json_object": True},
 ]  # fmt: skip
-Asked = dict[str, Any]
+Body = dict[str, Any]
 
 
 def ids(rng: random.Random, most: int) -> list[int]:
@@ -35,19 +35,19 @@ def ids(rng: random.Random, most: int) -> list[int]:
     return [rng.randrange(VOCAB) if rng.random() < 0.4 else rng.choice(COMMON) for _ in range(count)]
 
 
-def request(rng: random.Random) -> Asked:
+def request(rng: random.Random) -> Body:
     """`token_ids`, `sampling_params`, perhaps `model`.  Prompts begin alike, and end around the ends of pages."""
     shared = random.Random(rng.randrange(3))
     start = [shared.randrange(3, 285) for _ in range(CONTEXT)]
     length = rng.choice([0, 15, 16, 17, 47, 48, 49, 96, 97, rng.randrange(300)])
-    asked: Asked = {"token_ids": start[:length] + ids(rng, 20), "sampling_params": parameters(rng)}
+    body: Body = {"token_ids": start[:length] + ids(rng, 20), "sampling_params": parameters(rng)}
     if rng.random() < 0.08:
-        asked["token_ids"] = start[: CONTEXT - rng.randrange(1, 30)]
-        asked["sampling_params"].pop("max_tokens")
+        body["token_ids"] = start[: CONTEXT - rng.randrange(1, 30)]
+        body["sampling_params"].pop("max_tokens")
     if rng.random() < 0.3:
-        asked["sampling_params"]["prompt_logprobs"] = rng.choice([0, 0, 1, 5, -1])
-        asked["sampling_params"]["prompt_logprobs_start"] = rng.randrange(len(asked["token_ids"]))
-    return asked | ({"model": rng.choice(ADAPTERS)} if rng.random() < 0.3 else {})
+        body["sampling_params"]["prompt_logprobs"] = rng.choice([0, 0, 1, 5, -1])
+        body["sampling_params"]["prompt_logprobs_start"] = rng.randrange(len(body["token_ids"]))
+    return body | ({"model": rng.choice(ADAPTERS)} if rng.random() < 0.3 else {})
 
 
 def parameters(rng: random.Random) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def parameters(rng: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def way(rng: random.Random, asked: Asked) -> dict[str, Any]:
+def way(rng: random.Random, requested: Body) -> dict[str, Any]:
     """One of the ways to ask: fields of the body, and what is not of it: `sent` and `back`."""
     chosen: dict[str, Any] = {
         "logprobs_format": rng.choice(["objects", "arrays", "base64"]), "stream": rng.random() < 0.45,
@@ -86,7 +86,7 @@ def way(rng: random.Random, asked: Asked) -> dict[str, Any]:
         "sent": rng.choice(["json", "json", "msgpack", "bytes"]), "n": 1,
     }  # fmt: skip
     chosen["back"] = "json" if chosen["stream"] or rng.random() < 0.6 else "msgpack"
-    if asked["sampling_params"]["temperature"] > 0 and rng.random() < 0.35:
+    if requested["sampling_params"]["temperature"] > 0 and rng.random() < 0.35:
         chosen["n"] = rng.choice([2, 3, 5])
     return chosen
 
@@ -94,12 +94,12 @@ def way(rng: random.Random, asked: Asked) -> dict[str, Any]:
 PLAIN = {"logprobs_format": "base64", "output_mode": "text", "sent": "json", "back": "json", "stream": False, "n": 1}
 
 
-async def ask(client: httpx.AsyncClient, asked: Asked, gone: dict[str, Any]) -> tuple[int, Any]:
+async def ask(client: httpx.AsyncClient, requested: Body, gone: dict[str, Any]) -> tuple[int, Any]:
     """Status and reply; a stream's events are joined."""
-    body = asked | {name: value for name, value in gone.items() if name not in ("sent", "back", "n")}
-    body["sampling_params"] = asked["sampling_params"] | {"n": gone["n"]}
+    body = requested | {name: value for name, value in gone.items() if name not in ("sent", "back", "n")}
+    body["sampling_params"] = requested["sampling_params"] | {"n": gone["n"]}
     if gone["sent"] == "bytes":
-        body["token_ids"] = struct.pack(f"<{len(asked['token_ids'])}i", *asked["token_ids"])
+        body["token_ids"] = struct.pack(f"<{len(requested['token_ids'])}i", *requested["token_ids"])
     kind = MSGPACK if gone["sent"] in ("bytes", "msgpack") else "application/json"
     content = msgspec.msgpack.encode(body) if kind == MSGPACK else msgspec.json.encode(body)
     headers = {"content-type": kind} | ({"accept": MSGPACK} if gone["back"] == "msgpack" else {})
@@ -120,27 +120,27 @@ def _joined(events: list[Any]) -> Any:
         for delta in event.pop("choices", ()):
             choice = choices.setdefault(delta["index"], {"token_ids": [], "rows": []})
             assert choice.get("finish_reason") is None, "an event after the end"
-            ids_, found = delta.pop("token_ids"), delta.pop("logprobs")
+            ids_, actual = delta.pop("token_ids"), delta.pop("logprobs")
             choice["token_ids"] += ids_
-            choice["rows"] += rows(found, ids_) if found else []
+            choice["rows"] += rows(actual, ids_) if actual else []
             choice["text"] = choice.pop("text", "") + delta.pop("text", "")
             choice |= delta
         whole |= event
     return whole | {"choices": [choices[index] for index in sorted(choices)]}
 
 
-def rows(found: Any, tokens: list[int]) -> list[Any]:
+def rows(actual: Any, tokens: list[int]) -> list[Any]:
     """Logprobs of any format: (logprob, rank, [(id, logprob) of the others, in order]) by token."""
-    if "content" in found:
-        entries = found["content"]
+    if "content" in actual:
+        entries = actual["content"]
         assert [entry["token_id"] for entry in entries] == tokens
         tops = [[(top["token_id"], top["logprob"]) for top in entry["top_logprobs"][1:]] for entry in entries]
         return [(entry["logprob"], entry["rank"], top) for entry, top in zip(entries, tops, strict=True)]
-    columns = [found[name] for name in ("token_logprobs", "ranks", "top_token_ids", "top_logprobs")]
-    if "shape" in found:
+    columns = [actual[name] for name in ("token_logprobs", "ranks", "top_token_ids", "top_logprobs")]
+    if "shape" in actual:
         raw = [base64.b64decode(column) if isinstance(column, str) else column for column in columns]
         arrays = [np.frombuffer(column, kind) for column, kind in zip(raw, ("<f4", "<i4", "<i4", "<f4"), strict=True)]
-        columns = [array.reshape(found["shape"] if i > 1 else -1).tolist() for i, array in enumerate(arrays)]
+        columns = [array.reshape(actual["shape"] if i > 1 else -1).tolist() for i, array in enumerate(arrays)]
     made = []
     for token, own, rank, ids_, values in zip(tokens, *columns, strict=True):
         others = {id_: max(value, FLOOR) for id_, value in zip(ids_, values, strict=True) if id_ != token}
@@ -148,18 +148,18 @@ def rows(found: Any, tokens: list[int]) -> list[Any]:
     return made
 
 
-def answer(reply: Any, asked: Asked, index: int = 0) -> tuple[Any, ...]:
+def answer(reply: Any, requested: Body, index: int = 0) -> tuple[Any, ...]:
     """What no way may change of one choice: tokens, end, logprobs; and of the request: the prompt's logprobs."""
     choice = reply["choices"][index]
     tokens = choice["token_ids"]
     if isinstance(tokens, bytes):
         tokens = list(struct.unpack(f"<{len(tokens) // 4}i", tokens))
-    found = choice["rows"] if "rows" in choice else rows(choice["logprobs"], tokens) if choice["logprobs"] else []
+    actual = choice["rows"] if "rows" in choice else rows(choice["logprobs"], tokens) if choice["logprobs"] else []
     scores = reply.get("prompt_logprobs")
     if isinstance(scores, list):
         entries = [[(int(id_), score) for id_, score in entry.items()] for entry in scores if entry]
         scores = [(own["logprob"], own["rank"], [(id_, score["logprob"]) for id_, score in others])
                   for (_, own), *others in entries]  # fmt: skip
     elif scores is not None:
-        scores = rows(scores, asked["token_ids"][scores["start"] :])
-    return tokens, choice["finish_reason"], choice["stop_reason"], choice["stop_detail"]["kind"], found, scores
+        scores = rows(scores, requested["token_ids"][scores["start"] :])
+    return tokens, choice["finish_reason"], choice["stop_reason"], choice["stop_detail"]["kind"], actual, scores

@@ -130,11 +130,11 @@ class Block:
 
 def block(soak: Soak, begin: float, end: float) -> Block:
     """What happened between two times."""
-    asked = [each for each in soak.ended if begin <= each.at < end]
+    requested = [each for each in soak.ended if begin <= each.at < end]
     held = [each for each in soak.samples if begin <= each.at < end]
-    first, last = [1e3 * each.first for each in asked], [1e3 * each.last for each in asked]
+    first, last = [1e3 * each.first for each in requested], [1e3 * each.last for each in requested]
     return Block(
-        begin, len(asked), percentile(first, 0.5), percentile(first, 0.99), percentile(last, 0.5),
+        begin, len(requested), percentile(first, 0.5), percentile(first, 0.99), percentile(last, 0.5),
         percentile(last, 0.99), fmean(each.server for each in held), fmean(each.engine for each in held),
         max(each.server_files for each in held), max(each.engine_files for each in held),
     )  # fmt: skip
@@ -197,13 +197,13 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=10.0, help="requests per second. Default: 10.")
     parser.add_argument("--seed", type=int, default=1, help="of requests and arrivals. Default: 1.")
     parser.add_argument("--csv", type=Path, help="a row per half a minute")
-    asked = parser.parse_args()
-    soak = play(asked.seconds, asked.rate, asked.seed)
-    print(f"{len(soak.ended)} requests in {asked.seconds:g} s")
-    print("\n".join(report(soak, asked.seconds)))
-    if asked.csv:
-        rows = [vars(each) for each in blocks(soak, asked.seconds, int(asked.seconds // BLOCK))]
-        with asked.csv.open("w", newline="") as target:
+    args = parser.parse_args()
+    soak = play(args.seconds, args.rate, args.seed)
+    print(f"{len(soak.ended)} requests in {args.seconds:g} s")
+    print("\n".join(report(soak, args.seconds)))
+    if args.csv:
+        rows = [vars(each) for each in blocks(soak, args.seconds, int(args.seconds // BLOCK))]
+        with args.csv.open("w", newline="") as target:
             writer = csv.DictWriter(target, rows[0])
             writer.writeheader()
             writer.writerows(rows)

@@ -16,7 +16,7 @@ import pytest
 
 from tests.adapters import write_adapter
 from tests.chaos import crossings
-from tests.chaos.crossings import ADAPTERS, CONTEXT, PLAIN, Asked, answer, ask, way
+from tests.chaos.crossings import ADAPTERS, CONTEXT, PLAIN, Body, answer, ask, way
 from tests.e2e.server import Server
 from tokserve.checkpoint import DEMO_DIR
 
@@ -68,27 +68,27 @@ def run(server: Server, work: Callable[[httpx.AsyncClient], Awaitable[None]]) ->
     assert not any("Traceback" in line or " ERROR" in line for line in server.log), "\n".join(server.log[-200:])
 
 
-async def check_alone(client: httpx.AsyncClient, asked: Asked) -> None:
+async def check_alone(client: httpx.AsyncClient, requested: Body) -> None:
     """An output's second half has the same logprobs as a prompt, and is what follows on the first."""
-    status, reply = await ask(client, asked, PLAIN)
+    status, reply = await ask(client, requested, PLAIN)
     if status != 200:
         return
-    params, prompt = asked["sampling_params"], asked["token_ids"]
-    tokens, _, _, _, logprobs, _ = answer(reply, asked)
+    params, prompt = requested["sampling_params"], requested["token_ids"]
+    tokens, _, _, _, logprobs, _ = answer(reply, requested)
     if any(params.get(name) for name in LOOKING_AT_OUTPUT) or len(prompt) + len(tokens) == CONTEXT:
         return
     kept = {name: value for name, value in params.items() if name not in CUTTING and "prompt" not in name}
     kept["ignore_eos"] = True
     half = len(tokens) // 2
     scores = {"prompt_logprobs": params.get("logprobs", 0), "prompt_logprobs_start": len(prompt) + half}
-    again = asked | {"token_ids": prompt + tokens, "sampling_params": kept | scores | {"max_tokens": 1}}
+    again = requested | {"token_ids": prompt + tokens, "sampling_params": kept | scores | {"max_tokens": 1}}
     status, reply = await ask(client, again, PLAIN)
     if status == 200 and "logprobs" in params and "logprob_token_ids" not in params:
-        assert answer(reply, again)[5] == logprobs[half:], asked
+        assert answer(reply, again)[5] == logprobs[half:], requested
     again |= {"token_ids": prompt + tokens[:half], "sampling_params": kept | {"max_tokens": len(tokens) - half}}
     status, reply = await ask(client, again, PLAIN)
     if status == 200:
-        assert (answer(reply, again)[0], answer(reply, again)[4]) == (tokens[half:], logprobs[half:]), asked
+        assert (answer(reply, again)[0], answer(reply, again)[4]) == (tokens[half:], logprobs[half:]), requested
 
 
 async def trouble(client: httpx.AsyncClient, rng: random.Random, over: asyncio.Event) -> None:
@@ -100,15 +100,15 @@ async def trouble(client: httpx.AsyncClient, rng: random.Random, over: asyncio.E
             await asyncio.sleep(rng.random() * 0.1)
 
 
-async def check_one(client: httpx.AsyncClient, asked: Asked, gone: dict[str, Any], wanted: Sequence[Any]) -> None:
+async def check_one(client: httpx.AsyncClient, requested: Body, gone: dict[str, Any], wanted: Sequence[Any]) -> None:
     """`wanted`: the reply to each choice as a request of its own."""
-    status, reply = await ask(client, asked, gone)
+    status, reply = await ask(client, requested, gone)
     assert status == 200, reply
-    for index, found in enumerate(wanted):
-        assert answer(reply, asked, index)[:5] == answer(found, asked)[:5], (asked, gone)
-        text = found["choices"][0]["text"] if gone["output_mode"] == "text" else ""
-        assert reply["choices"][index].get("text", "") == text, (asked, gone)
-    assert answer(reply, asked)[5] == answer(wanted[0], asked)[5], (asked, gone)
+    for index, actual in enumerate(wanted):
+        assert answer(reply, requested, index)[:5] == answer(actual, requested)[:5], (requested, gone)
+        text = actual["choices"][0]["text"] if gone["output_mode"] == "text" else ""
+        assert reply["choices"][index].get("text", "") == text, (requested, gone)
+    assert answer(reply, requested)[5] == answer(wanted[0], requested)[5], (requested, gone)
 
 
 @pytest.mark.slow
@@ -117,18 +117,18 @@ async def check_one(client: httpx.AsyncClient, asked: Asked, gone: dict[str, Any
 def test_answers_alone_and_in_company(common: list[str], plain: Server, options: tuple[str, ...]) -> None:
     rng = random.Random(" ".join(options))
     pool = [crossings.request(rng) for _ in range(POOL)]
-    jobs: list[tuple[Asked, dict[str, Any], list[Any]]] = []
+    jobs: list[tuple[Body, dict[str, Any], list[Any]]] = []
 
     async def alone(client: httpx.AsyncClient) -> None:
-        for asked in pool:
-            await check_alone(client, asked)
+        for requested in pool:
+            await check_alone(client, requested)
         while len(jobs) < CROWD * CROWDS:
-            asked = rng.choice(pool)
-            gone, params = way(rng, asked), asked["sampling_params"]
-            singles = [asked | {"sampling_params": params | {"seed": params["seed"] + i}} for i in range(gone["n"])]
+            requested = rng.choice(pool)
+            gone, params = way(rng, requested), requested["sampling_params"]
+            singles = [requested | {"sampling_params": params | {"seed": params["seed"] + i}} for i in range(gone["n"])]
             replies = [await ask(client, single, PLAIN) for single in singles]
             if all(status == 200 for status, _ in replies):
-                jobs.append((asked, gone, [reply for _, reply in replies]))
+                jobs.append((requested, gone, [reply for _, reply in replies]))
 
     async def together(client: httpx.AsyncClient) -> None:
         for first in range(0, len(jobs), CROWD):

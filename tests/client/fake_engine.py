@@ -153,9 +153,9 @@ class FakeEngine:
         """All messages of a kind, once there are `count`."""
         with self._news:
             end = time.monotonic() + seconds
-            while len(found := [m for m in self.received if isinstance(m, kind)]) < count:
-                assert self._news.wait(end - time.monotonic()), f"{len(found)} of {count} {kind.__name__} came"
-            return found
+            while len(actual := [m for m in self.received if isinstance(m, kind)]) < count:
+                assert self._news.wait(end - time.monotonic()), f"{len(actual)} of {count} {kind.__name__} came"
+            return actual
 
     def _run(self) -> None:
         context = zmq.Context()

@@ -553,8 +553,8 @@ def test_abort_says_what_became_of_each_id(play: Callable[..., None]) -> None:
             "one": "aborted", "chatcmpl-two": "aborted", "two": "aborted",
             "done": "finished", "cmpl-nobody": "not_found",
         }  # fmt: skip
-        asked = [call for call in engine.wait(Call) if call.method == "abort"]
-        assert [call.args["keys"] for call in asked] == [["one", "two", "done", "nobody", "two"]]
+        requested = [call for call in engine.wait(Call) if call.method == "abort"]
+        assert [call.args["keys"] for call in requested] == [["one", "two", "done", "nobody", "two"]]
         [first] = await collect(one)
         assert (first.finish_reason, first.stop_detail) == ("abort", "abort_user")
         assert [c.token_ids for c in await collect(two)] == [[5], [6]]
@@ -604,10 +604,10 @@ def test_generate_is_a_growing_output(play: Callable[..., None]) -> None:
 def test_who_leaves_generate_aborts(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         outputs = llm.generate([1], PLAIN, "left")
-        asked = asyncio.ensure_future(anext(outputs))
+        requested = asyncio.ensure_future(anext(outputs))
         await waited(engine, EngineRequest)
         engine.step(tokens("left#0", [5]))
-        await asked
+        await requested
         await outputs.aclose()
         [abort] = await waited(engine, Abort)
         assert abort.request_ids == ["left#0"]
@@ -624,15 +624,15 @@ def test_before_the_start_it_says_what_to_do(model: Path) -> None:
 
 def test_abort_group(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
-        asked: dict[str, Any] = {}
+        body: dict[str, Any] = {}
 
         async def call(method: str, /, **args: Any) -> dict[str, str]:
-            asked[method] = args
+            body[method] = args
             return {"a": "aborted"}
 
         llm.call = call  # type: ignore[method-assign]
         assert await llm.abort_group("g", "shutdown") == {"a": "aborted"}
-        assert asked == {"abort_group": {"group": "g", "reason": "shutdown"}}
+        assert body == {"abort_group": {"group": "g", "reason": "shutdown"}}
 
     play(scene)
 

@@ -61,13 +61,13 @@ def test_beams_are_those_of_transformers(llm: LLM, model: Path, width: int, pena
             length_penalty=penalty, early_stopping="never" if width > 1 else False, eos_token_id=EOS, pad_token_id=0,
             return_dict_in_generate=True, output_scores=True,
         )  # fmt: skip
-        for row, (sequence, found) in enumerate(zip(expected.sequences.tolist(), output.sequences, strict=True)):
-            whole = sequence[: len(found.tokens)]
-            assert found.tokens == whole and set(sequence[len(found.tokens) :]) <= {0, EOS}  # padding
-            num_ended += found.finish_reason == "stop"
+        for row, (sequence, actual) in enumerate(zip(expected.sequences.tolist(), output.sequences, strict=True)):
+            whole = sequence[: len(actual.tokens)]
+            assert actual.tokens == whole and set(sequence[len(actual.tokens) :]) <= {0, EOS}  # padding
+            num_ended += actual.finish_reason == "stop"
             if width > 1:
-                generated = len(found.tokens) - len(ids)
-                score = found.cum_logprob / generated**penalty
+                generated = len(actual.tokens) - len(ids)
+                score = actual.cum_logprob / generated**penalty
                 assert abs(score - float(expected.sequences_scores[row])) < 1e-3
     assert num_ended > 0 or width < 3
 
@@ -90,18 +90,18 @@ def test_a_search_is_the_same_alone_and_beside_others(llm: LLM) -> None:
 
 def test_an_eos_that_is_ignored_and_tokens_that_are_allowed(llm: LLM) -> None:
     [ignoring] = llm.beam_search([[9, 10]], BeamSearchParams(beam_width=4, max_tokens=6, ignore_eos=True))
-    assert {len(found.tokens) for found in ignoring.sequences} == {8}
+    assert {len(actual.tokens) for actual in ignoring.sequences} == {8}
     allowed = [11, 12, 13, EOS]
     params = BeamSearchParams(beam_width=3, max_tokens=5, allowed_token_ids=allowed)
     [output] = llm.beam_search([[9, 10]], params)
-    assert all(set(found.tokens[2:]) <= set(allowed) for found in output.sequences)
-    assert all(EOS not in found.tokens for found in output.sequences)  # it is left out of those that it ended
+    assert all(set(actual.tokens[2:]) <= set(allowed) for actual in output.sequences)
+    assert all(EOS not in actual.tokens for actual in output.sequences)  # it is left out of those that it ended
 
 
 def test_the_context_ends_a_search(llm: LLM) -> None:
     [output] = llm.beam_search([[9] * 253], BeamSearchParams(beam_width=2, max_tokens=50, ignore_eos=True))
-    assert {len(found.tokens) for found in output.sequences} == {256}
-    assert {found.finish_reason for found in output.sequences} == {"length"}
+    assert {len(actual.tokens) for actual in output.sequences} == {256}
+    assert {actual.finish_reason for actual in output.sequences} == {"length"}
 
 
 @pytest.mark.parametrize(

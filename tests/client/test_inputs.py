@@ -50,7 +50,7 @@ def refusal(request: GenerateRequest, checks: Inputs | None = None) -> RequestEr
     return caught.value
 
 
-def asked(**params: Any) -> GenerateRequest:
+def request_with(**params: Any) -> GenerateRequest:
     return ask([1, 2, 3], SamplingParams(**params))
 
 
@@ -149,7 +149,7 @@ def test_the_longest_prompt_and_any_max_tokens_pass() -> None:
     ],
 )
 def test_params_that_this_model_cannot_serve(params: dict[str, Any], field: str) -> None:
-    error = refusal(asked(**params))
+    error = refusal(request_with(**params))
     assert error.field == field and field.partition("[")[0].partition(".")[0] in error.message
 
 
@@ -160,18 +160,18 @@ def test_few_tokens_left_to_draw_are_enough() -> None:
         {"allowed_token_ids": [2]},
         {"bad_token_ids": list(range(1, VOCAB))},
     ):
-        inputs().prepare(asked(**params))
+        inputs().prepare(request_with(**params))
 
 
 def test_logprobs_limits() -> None:
-    inputs().prepare(asked(logprobs=20, prompt_logprobs=20, prompt_logprobs_start=2))
+    inputs().prepare(request_with(logprobs=20, prompt_logprobs=20, prompt_logprobs_start=2))
     unlimited = inputs(model_options={"max_logprobs": -1})
-    unlimited.prepare(asked(logprobs=-1, prompt_logprobs=VOCAB))
+    unlimited.prepare(request_with(logprobs=-1, prompt_logprobs=VOCAB))
     with pytest.raises(RequestError, match=f"at most {VOCAB}"):
-        unlimited.prepare(asked(logprobs=VOCAB + 1))
+        unlimited.prepare(request_with(logprobs=VOCAB + 1))
     whole = inputs(model_options={"max_logprobs": VOCAB})
-    whole.prepare(asked(logprobs=-1))
-    assert "whole vocabulary" in refusal(asked(logprobs=-1)).message
+    whole.prepare(request_with(logprobs=-1))
+    assert "whole vocabulary" in refusal(request_with(logprobs=-1)).message
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_a_prompt_of_one_token_has_no_scores_to_wait_for() -> None:
     ],
 )
 def test_lists_longer_than_any_use_of_them(params: dict[str, Any], field: str, words: str) -> None:
-    error = refusal(asked(**params))
+    error = refusal(request_with(**params))
     assert error.field == field
     assert re.search(words, error.message), error.message
 
@@ -349,18 +349,18 @@ def test_a_pooling_request_needs_no_room_for_output() -> None:
 
 def test_ranges_have_one_declaration() -> None:
     for request, words in (
-        (asked(temperature=2.5), "temperature must be from 0 to 2, got 2.5"),
-        (asked(temperature=float("nan")), "temperature must be from 0 to 2, got nan"),
-        (asked(top_p=0.0), "top_p must be above 0 and at most 1, got 0.0"),
+        (request_with(temperature=2.5), "temperature must be from 0 to 2, got 2.5"),
+        (request_with(temperature=float("nan")), "temperature must be from 0 to 2, got nan"),
+        (request_with(top_p=0.0), "top_p must be above 0 and at most 1, got 0.0"),
         (
-            asked(repetition_penalty=float("inf")),
+            request_with(repetition_penalty=float("inf")),
             "repetition_penalty must be a finite number of at least 1e-30, got inf",
         ),
-        (asked(top_k=-2), "top_k must be at least -1, got -2"),
-        (asked(n=1025), "n must be at most 1024, got 1025"),
-        (asked(seed=1 << 63), "seed must fit in 64 bits"),
-        (asked(logprob_token_ids=[]), "logprob_token_ids must have 1 to 128 ids, got 0"),
-        (asked(allowed_token_ids=[]), "allowed_token_ids must not be empty"),
+        (request_with(top_k=-2), "top_k must be at least -1, got -2"),
+        (request_with(n=1025), "n must be at most 1024, got 1025"),
+        (request_with(seed=1 << 63), "seed must fit in 64 bits"),
+        (request_with(logprob_token_ids=[]), "logprob_token_ids must have 1 to 128 ids, got 0"),
+        (request_with(allowed_token_ids=[]), "allowed_token_ids must not be empty"),
         (ask([1], cache_salt="x" * 129), "cache_salt must have 1 to 128 characters, got 129"),
         (ask([1], group_id=""), "group_id must have 1 to 256 characters, got 0"),
         (ask([1], deadline_ms=1 << 31), "deadline_ms must fit in 32 bits"),

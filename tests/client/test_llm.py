@@ -119,8 +119,8 @@ def test_control_verbs_block_for_their_result(fake: LLM) -> None:
 
 
 def test_prompts_in_mappings_are_told_again_as_they_were_given(fake: LLM) -> None:
-    asked: list[Any] = [{"prompt": "one and two"}, {"prompt_token_ids": [4, 5]}, {"prompt": "x", "cache_salt": "s"}]
-    outputs = fake.generate(prompts=asked, sampling_params=SamplingParams(), use_tqdm=False)
+    requested: list[Any] = [{"prompt": "one and two"}, {"prompt_token_ids": [4, 5]}, {"prompt": "x", "cache_salt": "s"}]
+    outputs = fake.generate(prompts=requested, sampling_params=SamplingParams(), use_tqdm=False)
     assert [output.prompt for output in outputs] == ["one and two", None, "x"]
     assert outputs[0].prompt_token_ids == fake.generate("one and two", use_tqdm=False)[0].prompt_token_ids
 
@@ -364,8 +364,8 @@ def test_adapters_with_a_path_are_loaded_unless_they_are_there(fake: LLM, monkey
 
     monkeypatch.setattr(fake._llm, "call", call)
     monkeypatch.setattr(fake._llm._engine, "status", Status(adapters=[LoadedAdapter("a", "/a", 1)]))
-    asked = [LoRARequest("a", 1, "/a"), LoRARequest("b", 2, "/b"), "c", None, LoRARequest("b", 2, "/b")]
-    assert fake._adapters(asked, 5) == ["a", "b", "c", "", "b"]
+    requested = [LoRARequest("a", 1, "/a"), LoRARequest("b", 2, "/b"), "c", None, LoRARequest("b", 2, "/b")]
+    assert fake._adapters(requested, 5) == ["a", "b", "c", "", "b"]
     assert loaded == ["b", "/b", None]
     assert fake._adapters(LoRARequest("a", 1, "/other"), 2) == ["a", "a"] and loaded[3:] == ["a", "/other", None]
     assert fake._adapters(LoRARequest("a", 1, "/a", load_inplace=True), 1) == ["a"] and len(loaded) == 9

@@ -34,5 +34,5 @@ class Report:
     def done(self, *packages: str, passed: int = 0) -> None:
         """The last line, which `run.py` reads."""
         versions = {package: version(package) for package in packages}
-        found = {"versions": versions, "checks": self._passed + passed, "not_served": self._left_out}
-        print(json.dumps(found))
+        actual = {"versions": versions, "checks": self._passed + passed, "not_served": self._left_out}
+        print(json.dumps(actual))

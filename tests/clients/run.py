@@ -96,12 +96,12 @@ def drive(name: str, url: str, model: Path) -> dict[str, Any] | None:
     if done.returncode:
         print(f"{name}: FAILED\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
         return None
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    versions = " ".join(f"{package} {number}" for package, number in found["versions"].items())
-    print(f"{name}: {found['checks']} checks passed in {time.monotonic() - began:.0f} s ({versions})", flush=True)
-    if found["not_served"]:
-        print(f"  left out, not served: {' '.join(sorted(set(found['not_served'])))}")
-    return found
+    actual: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    versions = " ".join(f"{package} {number}" for package, number in actual["versions"].items())
+    print(f"{name}: {actual['checks']} checks passed in {time.monotonic() - began:.0f} s ({versions})", flush=True)
+    if actual["not_served"]:
+        print(f"  left out, not served: {' '.join(sorted(set(actual['not_served'])))}")
+    return actual
 
 
 class Recorder(BaseHTTPRequestHandler):
@@ -139,8 +139,8 @@ class Recorder(BaseHTTPRequestHandler):
         sent = {name: value for name, value in sent.items() if not name.startswith("x-stainless")}
         entry = {"method": self.command, "path": self.path, "headers": sent, "body": body, "status": answer.status_code}
         kind = json.dumps([self.command, self.path, sorted(sent), shape(body), answer.status_code])
-        found = reply_shape(answer.headers.get("content-type", ""), answer.text)
-        self.kinds.setdefault(kind, entry | {"reply": found})
+        actual = reply_shape(answer.headers.get("content-type", ""), answer.text)
+        self.kinds.setdefault(kind, entry | {"reply": actual})
 
     def log_message(self, *_: Any) -> None:
         """Say nothing."""
@@ -182,9 +182,9 @@ def model_of(name: str) -> Path:
     return write_served(BUILD / "models" / "vl") if name in IMAGES else DEMO_DIR
 
 
-def record(asked: str) -> int:
+def record(requested: str) -> int:
     """Record what a command sends; `asked` is NAME=COMMAND."""
-    stem, _, command = asked.partition("=")
+    stem, _, command = requested.partition("=")
     with Server("demo") as server, recording(stem, server.url) as proxy:
         return subprocess.run([word.replace("{url}", proxy) for word in shlex.split(command)]).returncode
 
@@ -199,10 +199,10 @@ def main() -> int:
         "--record", nargs="?", const="", metavar="NAME=COMMAND",
         help="Write tests/conformance/recorded/NAME.jsonl: of the clients, or of a command that talks to {url}.",
     )  # fmt: skip
-    asked = parser.parse_args()
-    if asked.record:
-        return record(asked.record)
-    names = asked.names or list(CLIENTS)
+    args = parser.parse_args()
+    if args.record:
+        return record(args.record)
+    names = args.names or list(CLIENTS)
     for name in names:
         python_of(name)
     failed = []
@@ -212,7 +212,7 @@ def main() -> int:
             for name in names:
                 if (model_of(name), FLAGS.get(name, ())) != (model, flags):
                     continue
-                records = asked.record == "" and not flags and model == DEMO_DIR
+                records = args.record == "" and not flags and model == DEMO_DIR
                 if not run(name, server.url, model, records):
                     failed.append(name)
             alive &= server.get("/health?deep=1").status_code == 200

@@ -57,8 +57,8 @@ async def many(report: Report, vectors: list[list[float]]) -> None:
             *(client.embeddings.create(model="demo", input=TEXTS[i % 4 :] + TEXTS[: i % 4]) for i in range(32))
         )
     right = [[vectors[(i + j) % 4] for j in range(4)] for i in range(32)]
-    found = [[item.embedding for item in reply.data] for reply in replies]
-    report.check("32 requests at once are what they are alone", found == right)
+    actual = [[item.embedding for item in reply.data] for reply in replies]
+    report.check("32 requests at once are what they are alone", actual == right)
 
 
 def bits(values: list[float]) -> int:

@@ -77,13 +77,13 @@ def evaluate(report: Report, manager: TaskManager, backend: str, batch: int, con
     }  # fmt: skip
     if backend == "remote":
         del arguments["tokenizer"]
-    found = simple_evaluate(
+    actual = simple_evaluate(
         model="local-completions", model_args=arguments, tasks=list(TASKS), task_manager=manager, batch_size=batch,
         bootstrap_iters=0, cache_requests=False,
     )  # fmt: skip
     return {
         f"{task} {metric}": value
-        for task, row in found["results"].items() for metric, value in row.items()
+        for task, row in actual["results"].items() for metric, value in row.items()
         if isinstance(value, float) and "stderr" not in metric
     }  # fmt: skip
 

@@ -57,8 +57,8 @@ async def masks(report: Report, client: AsyncOpenAI, renderer: Any) -> None:
     ids, rows = answer["completion_ids"], answer["sampling_mask"]
     report.check("a sampling mask per token", len(rows) == len(ids))
     report.check("that has the token", all(token in row for token, row in zip(ids, rows, strict=True)))
-    asked = params | {"return_sampling_mask": True, "logprobs": 0, "logprobs_mode": "temperature"}
-    body = {"token_ids": answer["prompt_ids"], "sampling_params": asked}
+    request = params | {"return_sampling_mask": True, "logprobs": 0, "logprobs_mode": "temperature"}
+    body = {"token_ids": answer["prompt_ids"], "sampling_params": request}
     choice = httpx.post(f"{report.url}/inference/v1/generate", json=body).json()["choices"][0]
     report.check("the masks are those of the reply", choice["sampling_mask"] == rows and choice["token_ids"] == ids)
     sums = [kept + drawn for kept, drawn in zip(choice["kept_logprob"], choice["sampling_logprobs"], strict=True)]

@@ -59,8 +59,8 @@ def rerank(report: Report, expected: list[float]) -> None:
                 model=f"{provider}/demo", query=QUERY, documents=DOCUMENTS, top_n=top, api_base=report.url + base,
                 api_key="none", return_documents=True,
             )  # fmt: skip
-            found = [(one["index"], one["relevance_score"]) for one in reply.results]
-            report.check(f"litellm as {provider}, top_n {top}", found == wanted[:top])
+            actual = [(one["index"], one["relevance_score"]) for one in reply.results]
+            report.check(f"litellm as {provider}, top_n {top}", actual == wanted[:top])
 
 
 def main() -> None:

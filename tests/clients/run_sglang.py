@@ -42,8 +42,8 @@ class Sglang:
         fields["sampling_params"] = many or self.types.SamplingParams(**params)
         written = self.types.GenerateRequest(**fields).to_json_value()
         self.types.GenerateRequest.from_json_value(json.loads(json.dumps(written)))
-        found: dict[str, Any] = written
-        return found
+        actual: dict[str, Any] = written
+        return actual
 
     def generate(self, **fields: Any) -> Any:
         """A reply, or the list of them."""

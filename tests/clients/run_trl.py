@@ -26,12 +26,12 @@ def generates(report: Report, client: Any, tokenizer: Any) -> None:
     prompts = [tokenizer.apply_chat_template(q, add_generation_prompt=True, return_dict=False) for q in QUESTIONS]
     texts = [tokenizer.apply_chat_template(q, add_generation_prompt=True, tokenize=False) for q in QUESTIONS]
     for given in (prompts, texts):
-        found = client.generate(given, n=2, max_tokens=8, logprobs=0, generation_kwargs={"seed": 3})
-        report.check("generate: prompts come back", found["prompt_ids"] == prompts)
-        report.check("generate: prompt-major choices", len(found["completion_ids"]) == 6)
-        firsts = [[row[0] for row in ids] for ids in found["logprob_token_ids"]]
-        report.check("generate: logprobs of the drawn tokens", firsts == found["completion_ids"])
-        report.check("generate: finite", finite(found["logprobs"]))
+        actual = client.generate(given, n=2, max_tokens=8, logprobs=0, generation_kwargs={"seed": 3})
+        report.check("generate: prompts come back", actual["prompt_ids"] == prompts)
+        report.check("generate: prompt-major choices", len(actual["completion_ids"]) == 6)
+        firsts = [[row[0] for row in ids] for ids in actual["logprob_token_ids"]]
+        report.check("generate: logprobs of the drawn tokens", firsts == actual["completion_ids"])
+        report.check("generate: finite", finite(actual["logprobs"]))
     wide = client.generate(prompts, max_tokens=8, logprobs=5, temperature=0.7, top_p=0.9, top_k=40, min_p=0.01,
                            repetition_penalty=1.1)  # fmt: skip
     report.check("generate: alternatives", all(5 <= len(row) <= 6 for rows in wide["logprobs"] for row in rows))
@@ -47,12 +47,12 @@ def generates(report: Report, client: Any, tokenizer: Any) -> None:
 
 
 def chats(report: Report, client: Any, tokenizer: Any) -> None:
-    found = client.chat(QUESTIONS, n=1, temperature=0.0, max_tokens=8, logprobs=0)
-    answers = [tokenizer.decode(ids, skip_special_tokens=True) for ids in found["completion_ids"]]
+    actual = client.chat(QUESTIONS, n=1, temperature=0.0, max_tokens=8, logprobs=0)
+    answers = [tokenizer.decode(ids, skip_special_tokens=True) for ids in actual["completion_ids"]]
     report.check("chat: answers", answers == ["85", "25", "81"])
-    report.check("chat: finite", finite(found["logprobs"]))
+    report.check("chat: finite", finite(actual["logprobs"]))
     prompts = [tokenizer.apply_chat_template(q, add_generation_prompt=True, return_dict=False) for q in QUESTIONS]
-    report.check("chat: prompts", found["prompt_ids"] == prompts)
+    report.check("chat: prompts", actual["prompt_ids"] == prompts)
     wide = client.chat(QUESTIONS, n=2, temperature=1.0, max_tokens=8, logprobs=3, chat_template_kwargs={"a": 1})
     report.check("chat: alternatives", all(3 <= len(row) <= 4 for rows in wide["logprobs"] for row in rows))
     report.check("chat: without logprobs", client.chat(QUESTIONS, logprobs=None)["logprobs"] is None)
@@ -61,19 +61,19 @@ def chats(report: Report, client: Any, tokenizer: Any) -> None:
 def scores(report: Report, client: Any) -> None:
     sequences = [[5, 20, 31, 44, 7, 9], [60, 61, 62], [7] * 40]
     lengths = [3, 1, 20]
-    found = client.get_sequence_logprobs(sequences, lengths, top_logprobs=5)
+    actual = client.get_sequence_logprobs(sequences, lengths, top_logprobs=5)
     for chunk in (1, 2):
         again = client.get_sequence_logprobs(sequences, lengths, top_logprobs=5, chunk_size=chunk)
-        report.check(f"get_sequence_logprobs in chunks of {chunk}", again == found)
-    report.check("positions", [len(rows) for rows in found["logprobs"]] == [3, 2, 20])
-    report.check("alternatives", all(len(row) == 5 for rows in found["logprobs"] for row in rows))
+        report.check(f"get_sequence_logprobs in chunks of {chunk}", again == actual)
+    report.check("positions", [len(rows) for rows in actual["logprobs"]] == [3, 2, 20])
+    report.check("alternatives", all(len(row) == 5 for rows in actual["logprobs"] for row in rows))
     report.check(
-        "the tokens' own", found["actual_token_ids"][0] == [[44], [7], [9]] and finite(found["actual_logprobs"])
+        "the tokens' own", actual["actual_token_ids"][0] == [[44], [7], [9]] and finite(actual["actual_logprobs"])
     )
     whole = client.get_sequence_logprobs(sequences, lengths, top_logprobs=20)
     report.check("more alternatives begin alike", all(
         wide[:5] == row
-        for rows, wides in zip(found["logprobs"], whole["logprobs"], strict=True)
+        for rows, wides in zip(actual["logprobs"], whole["logprobs"], strict=True)
         for row, wide in zip(rows, wides, strict=True)
     ))  # fmt: skip
 

@@ -45,12 +45,12 @@ def main() -> None:
     generation.processing_class = Processor(tokenizer, "<|image_pad|>")
     prompts = chats["prompt_ids"]
     placed = [generation._place_features(each, ids) for each, ids in zip(features[:2], prompts, strict=True)]
-    found = client.generate(prompts, features=placed, n=2, max_tokens=8, logprobs=0, generation_kwargs={"seed": 3})
-    report.check("generate: the chat's tokens", found["completion_ids"] == chats["completion_ids"])
-    report.check("generate: the chat's logprobs", found["logprobs"] == chats["logprobs"])
+    actual = client.generate(prompts, features=placed, n=2, max_tokens=8, logprobs=0, generation_kwargs={"seed": 3})
+    report.check("generate: the chat's tokens", actual["completion_ids"] == chats["completion_ids"])
+    report.check("generate: the chat's logprobs", actual["logprobs"] == chats["logprobs"])
     mixed = client.generate([prompts[0], [5, 6, 7]], features=[placed[0], None], max_tokens=8,
                             generation_kwargs={"seed": 3})  # fmt: skip
-    report.check("a prompt without pictures beside one with", mixed["completion_ids"][0] == found["completion_ids"][0])
+    report.check("a prompt without pictures beside one with", mixed["completion_ids"][0] == actual["completion_ids"][0])
     client.close_communicator()
     report.done("trl", "pillow", "transformers")
 

@@ -11,11 +11,11 @@ from tests.conformance.api import Api
 def api(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> Iterator[Api]:
     given = pytestconfig.getoption("--base-url")
     if given:
-        with Api(given, *(pytestconfig.getoption(name) for name in ("--vocab-size", "--eos-token-id"))) as asked:
-            yield asked
+        with Api(given, *(pytestconfig.getoption(name) for name in ("--vocab-size", "--eos-token-id"))) as requested:
+            yield requested
     else:
-        with Api(request.getfixturevalue("demo").url) as asked:
-            yield asked
+        with Api(request.getfixturevalue("demo").url) as requested:
+            yield requested
 
 
 @pytest.fixture

@@ -16,21 +16,21 @@ def shape(value: Any) -> dict[str, str]:
 
     Keys that are token ids are one path, and so are the tokens of completions' `top_logprobs`.
     """
-    found: dict[str, set[str]] = {}
-    _collect(value, "", found)
-    return {path: "|".join(sorted(kinds - {"null"})) or "null" for path, kinds in sorted(found.items())}
+    results: dict[str, set[str]] = {}
+    _collect(value, "", results)
+    return {path: "|".join(sorted(kinds - {"null"})) or "null" for path, kinds in sorted(results.items())}
 
 
-def _collect(value: Any, path: str, found: dict[str, set[str]]) -> None:
-    found.setdefault(path, set()).add(KINDS[type(value)])
+def _collect(value: Any, path: str, actual: dict[str, set[str]]) -> None:
+    actual.setdefault(path, set()).add(KINDS[type(value)])
     if isinstance(value, list):
         for entry in value:
-            _collect(entry, f"{path}[]", found)
+            _collect(entry, f"{path}[]", actual)
     elif isinstance(value, dict):
         by_token = path.endswith("logprobs.top_logprobs[]") and all(isinstance(v, float) for v in value.values())
         for key, entry in value.items():
             name = "#" if by_token or _ID.match(key) else key
-            _collect(entry, f"{path}.{name}".lstrip("."), found)
+            _collect(entry, f"{path}.{name}".lstrip("."), actual)
 
 
 def reply_shape(kind: str, text: str) -> dict[str, str]:

@@ -68,10 +68,10 @@ def test_an_id_that_the_model_has_not_is_refused_with_its_place(api: Api, name: 
 
 
 def test_choices_at_temperature_zero_are_equal(api: Api) -> None:
-    asked = {"temperature": 0, "max_tokens": 6, "seed": 3, "ignore_eos": True, "logprobs": 1}
-    alone = api.choice(asked)
+    body = {"temperature": 0, "max_tokens": 6, "seed": 3, "ignore_eos": True, "logprobs": 1}
+    alone = api.choice(body)
     for zero in (0, 0.0, -0.0):
-        answer = api.post(GENERATE, {"token_ids": PROMPT, "sampling_params": asked | {"n": 3, "temperature": zero}})
+        answer = api.post(GENERATE, {"token_ids": PROMPT, "sampling_params": body | {"n": 3, "temperature": zero}})
         assert answer.status_code == 200, answer.text
         reply = answer.json()
         assert reply["choices"] == [alone | {"index": i} for i in range(3)]
@@ -234,8 +234,8 @@ EXTREME = [
 def test_extreme_parameters_together_still_draw(api: Api) -> None:
     for i, params in enumerate(EXTREME):
         mode = ("raw", "temperature", "processed")[i % 3]
-        asked = params | {"max_tokens": 4, "seed": i, "logprobs": 2, "prompt_logprobs": 1, "logprobs_mode": mode}
-        reply = api.generate(asked)
+        body = params | {"max_tokens": 4, "seed": i, "logprobs": 2, "prompt_logprobs": 1, "logprobs_mode": mode}
+        reply = api.generate(body)
         [choice] = reply["choices"]
         assert choice["finish_reason"] in ("stop", "length"), (params, choice)
         values = [entry["logprob"] for entry in choice["logprobs"]["content"]]

@@ -75,8 +75,8 @@ def test_every_delta_has_its_fields(api: Api) -> None:
 
 def test_prompt_logprobs_come_once(api: Api) -> None:
     body = {"token_ids": PROMPT, "sampling_params": PARAMS | {"prompt_logprobs": 2, "n": 2}}
-    found = [event["prompt_logprobs"] for event in api.events(GENERATE, body) if "prompt_logprobs" in event]
-    assert found == [api.ok(GENERATE, body)["prompt_logprobs"]]
+    actual = [event["prompt_logprobs"] for event in api.events(GENERATE, body) if "prompt_logprobs" in event]
+    assert actual == [api.ok(GENERATE, body)["prompt_logprobs"]]
 
 
 BODIES = {

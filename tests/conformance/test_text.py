@@ -75,8 +75,8 @@ def test_structured_outputs_give_the_text_its_form(text: Api, route: str, form: 
 
 
 def test_response_format_gives_the_text_its_form(text: Api, route: str) -> None:
-    asked = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes"]}}}
-    [choice] = text.ok(route, BODIES[route] | {"response_format": asked})["choices"]
+    body = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes"]}}}
+    [choice] = text.ok(route, BODIES[route] | {"response_format": body})["choices"]
     assert (choice["message"]["content"] if "message" in choice else choice["text"]) == '"yes"'
     text.refused(text.post(route, BODIES[route] | {"response_format": {"type": "xml"}}), 400, "response_format.type")
 

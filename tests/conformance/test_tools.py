@@ -39,8 +39,8 @@ def test_a_forced_call(text: Api, route: str, choice: Any) -> None:
     body = ASK | {"tool_choice": choice, "parallel_tool_calls": False}
     if route == CHAT_TOKENS:
         body = {name: value for name, value in body.items() if name != "messages"} | {"tokens": PROMPT}
-    [found] = text.ok(route, body)["choices"]
-    made = functions(found, "tool_calls" if choice == "required" else "stop")
+    [actual] = text.ok(route, body)["choices"]
+    made = functions(actual, "tool_calls" if choice == "required" else "stop")
     check(made)
     assert len(made) == 1 and (choice == "required" or made[0][0] == "weather")
 
@@ -112,11 +112,11 @@ def test_an_answer_of_some_form_or_calls(text: Api, fields: dict[str, Any], para
     begins = {mark: text.ok(TOKENIZE, {"prompt": mark, "add_special_tokens": False})["tokens"][0] for mark in "<{"}
     body = ASK | fields | {"parallel_tool_calls": parallel, "max_tokens": 160, "temperature": 1}
     for seed in range(3):
-        asked = body | {"seed": seed, "logit_bias": {begins["{"]: 50, begins["<"]: -50}}
-        [choice] = text.ok(CHAT, asked)["choices"]
+        request = body | {"seed": seed, "logit_bias": {begins["{"]: 50, begins["<"]: -50}}
+        [choice] = text.ok(CHAT, request)["choices"]
         assert json.loads(choice["message"]["content"]).keys() == {"right"} and choice["finish_reason"] == "stop"
-        asked = body | {"seed": seed, "logit_bias": {begins["<"]: 8}, "return_token_ids": True}
-        [choice] = text.ok(CHAT, asked)["choices"]
+        request = body | {"seed": seed, "logit_bias": {begins["<"]: 8}, "return_token_ids": True}
+        [choice] = text.ok(CHAT, request)["choices"]
         if choice["finish_reason"] == "length":  # of calls without end
             assert parallel
             continue
@@ -128,8 +128,8 @@ def test_a_strict_function_changes_nothing_of_other_text(text: Api) -> None:
     strict = [TOOLS[0] | {"function": TOOLS[0]["function"] | {"strict": True}}, TOOLS[1]]
     body = ASK | {"max_tokens": 24, "logprobs": True, "top_logprobs": 3, "return_token_ids": True}
     for question in ("What is 47 + 38?", "Reverse: abc", "é <tool_cal"):
-        asked = body | {"messages": [{"role": "user", "content": question}]}
-        assert text.ok(CHAT, asked | {"tools": strict})["choices"] == text.ok(CHAT, asked)["choices"]
+        request = body | {"messages": [{"role": "user", "content": question}]}
+        assert text.ok(CHAT, request | {"tools": strict})["choices"] == text.ok(CHAT, request)["choices"]
 
 
 def test_the_result_of_a_call_goes_back(text: Api) -> None:

@@ -45,8 +45,8 @@ class Browser:
     def _address(self) -> str:
         assert self._process.stdout
         for line in self._process.stdout:
-            if found := re.search(r"started successfully on port (\d+)", line):
-                return f"http://127.0.0.1:{found[1]}"
+            if match := re.search(r"started successfully on port (\d+)", line):
+                return f"http://127.0.0.1:{match[1]}"
         raise AssertionError("ChromeDriver did not start")
 
     def __enter__(self) -> Browser:
@@ -94,8 +94,8 @@ class Browser:
 
     def element(self, selector: str) -> str:
         """A reference to an element."""
-        found: dict[str, str] = self._send("POST", "/element", {"using": "css selector", "value": selector})
-        return found[ELEMENT]
+        actual: dict[str, str] = self._send("POST", "/element", {"using": "css selector", "value": selector})
+        return actual[ELEMENT]
 
     def click(self, selector: str) -> None:
         """As a mouse does: what lies under something else cannot be clicked."""

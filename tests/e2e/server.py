@@ -68,7 +68,7 @@ class Server(Served):
         )
         self.log: list[str] = []
         self._url: str | None = None
-        self._found = threading.Event()
+        self._started = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -76,15 +76,15 @@ class Server(Served):
         assert self.process.stderr
         for line in self.process.stderr:
             self.log.append(line.rstrip("\n"))
-            if found := re.search(r"serving on (\S+),", line):
-                self._url = found.group(1)
-                self._found.set()
-        self._found.set()
+            if match := re.search(r"serving on (\S+),", line):
+                self._url = match.group(1)
+                self._started.set()
+        self._started.set()
 
     @property
     def url(self) -> str:
         """Base URL; waits until the server serves."""
-        assert self._found.wait(START_SECONDS), "\n".join(self.log)
+        assert self._started.wait(START_SECONDS), "\n".join(self.log)
         assert self._url, "\n".join(self.log)
         return self._url
 
@@ -131,5 +131,5 @@ class Server(Served):
     def api_processes(self) -> list[psutil.Process]:
         """The API processes of a server that has several, oldest first."""
         children: list[psutil.Process] = psutil.Process(self.process.pid).children()
-        found = [p for p in children if "tokserve.cli.api_server" in " ".join(p.cmdline())]
-        return sorted(found, key=lambda p: (p.create_time(), p.pid))
+        actual = [p for p in children if "tokserve.cli.api_server" in " ".join(p.cmdline())]
+        return sorted(actual, key=lambda p: (p.create_time(), p.pid))

@@ -53,17 +53,17 @@ def test_text_is_everywhere_and_in_the_engine_too(two: Server) -> None:
 
 def test_an_adapter_loaded_through_one_process_serves_through_all(two: Server, tmp_path: Path) -> None:
     adapter = {"lora_name": "mine", "lora_path": str(write_adapter(tmp_path, DEMO_DIR, rank=4))}
-    asked = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 8, "temperature": 0.0}}
+    body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 8, "temperature": 0.0}}
     with via(two, 0) as one, via(two, 1) as other:
         for _ in range(3):
             assert one.post("/v1/load_lora_adapter", json=adapter).status_code == 200
-            answer = other.post(GENERATE, json=asked | {"model": "mine"})
+            answer = other.post(GENERATE, json=body | {"model": "mine"})
             assert answer.status_code == 200 and answer.json()["model"] == "mine"
             assert "mine" in [model["id"] for model in other.get("/v1/models").json()["data"]]
             assert other.post("/v1/unload_lora_adapter", json={"lora_name": "mine"}).status_code == 200
-            gone = one.post(GENERATE, json=asked | {"model": "mine"})
+            gone = one.post(GENERATE, json=body | {"model": "mine"})
             assert gone.status_code == 404 and gone.json()["error"]["code"] == "model_not_found"
-        assert one.post(GENERATE, json=asked).json()["model"] == "demo"
+        assert one.post(GENERATE, json=body).json()["model"] == "demo"
 
 
 def body(rid: str, n: int = 400, max_tokens: int = 1900, **fields: Any) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def via(server: Server, index: int) -> Iterator[httpx.Client]:
 def in_flight(server: Server, *requests: tuple[int, dict[str, Any]]) -> Iterator[list[Future[httpx.Response]]]:
     """These requests, each sent through the API process of this index, running or queued; aborted at the end."""
     with ThreadPoolExecutor(len(requests)) as pool:
-        futures = [pool.submit(send, server, index, asked) for index, asked in requests]
+        futures = [pool.submit(send, server, index, requested) for index, requested in requests]
         try:
             until(lambda: server.get("/load").json()["server_load"] >= len(requests))
             until(lambda: server.get("/load").json()["running"] > 0)
@@ -97,9 +97,9 @@ def in_flight(server: Server, *requests: tuple[int, dict[str, Any]]) -> Iterator
                 server.post("/abort_requests", {"all": True})
 
 
-def send(server: Server, index: int, asked: dict[str, Any]) -> httpx.Response:
+def send(server: Server, index: int, body: dict[str, Any]) -> httpx.Response:
     with via(server, index) as client:
-        return client.post(GENERATE, json=asked)
+        return client.post(GENERATE, json=body)
 
 
 def reasons(answer: httpx.Response) -> set[str]:
@@ -222,8 +222,8 @@ def test_kill_9_of_the_supervisor_leaves_nothing() -> None:
 def test_sigterm_drains_all_processes() -> None:
     with Server("demo", *FLAGS, "--shutdown-timeout", "60") as server:
         left = [server.engine(), *server.api_processes()]
-        asked = [(index, body(f"r{index}", n=16, max_tokens=1000)) for index in (0, 1)]
-        with via(server, 0) as first, via(server, 1) as second, in_flight(server, *asked) as running:
+        requests = [(index, body(f"r{index}", n=16, max_tokens=1000)) for index in (0, 1)]
+        with via(server, 0) as first, via(server, 1) as second, in_flight(server, *requests) as running:
             server.process.send_signal(signal.SIGTERM)
             until(lambda: sum("may still run for 60 s" in line for line in server.log) == 2)
             refused = [client.post(GENERATE, json=body("late")) for client in (first, second)]

@@ -287,10 +287,10 @@ def test_rows_of_the_language_models_head_as_labels(tmp_path: Path) -> None:
     with torch.inference_mode():
         last = [model(torch.tensor([ids])).logits[0, -1] for ids in PROMPTS]
     with LLM(str(tmp_path), hf_overrides=overrides, **options) as llm:
-        found = logits(llm, PROMPTS)
+        actual = logits(llm, PROMPTS)
         score = llm.score("query", "document")[0].outputs.score
         assert score == llm.classify("querydocument")[0].outputs.probs[0]
-    assert np.allclose(found, [[float(row[yes] - row[no])] for row in last], atol=1e-4)
+    assert np.allclose(actual, [[float(row[yes] - row[no])] for row in last], atol=1e-4)
     with LLM(str(tmp_path), hf_overrides=overrides | {"is_original_qwen3_reranker": False}, **options) as llm:
         assert np.allclose(logits(llm, PROMPTS), [[float(row[no]), float(row[yes])] for row in last], atol=1e-4)
     with pytest.raises(StartError, match="'maybe'"):

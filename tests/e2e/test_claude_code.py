@@ -24,8 +24,8 @@ CONTEXT = 32768
 def bodies() -> list[dict[str, Any]]:
     """The recorded ones, with texts as long as they were."""
 
-    def text(found: re.Match[str]) -> str:
-        return ("some words " * (int(found[1]) // 11 + 1))[: int(found[1])]
+    def text(actual: re.Match[str]) -> str:
+        return ("some words " * (int(actual[1]) // 11 + 1))[: int(actual[1])]
 
     first, *later = RECORDED["requests"]
     whole = [first, *(first | one for one in later)]

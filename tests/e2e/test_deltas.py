@@ -286,11 +286,11 @@ def test_ranks_change_their_parts(checkpoint: Path, weights: Weights, ranks: str
     with Server(str(checkpoint), "--dtype", "bfloat16", "--tokens-only") as one:
 
         async def again(client: TokserveClient) -> list[Any]:
-            found = []
+            results = []
             for number, step in enumerate(steps):
                 await client.push(step, f"r{number}", delta=True)
-                found.append(((await client.served_weights(checksum=True))["checksum"], await rollout(client)))
-            return found
+                results.append(((await client.served_weights(checksum=True))["checksum"], await rollout(client)))
+            return results
 
         expected = in_client(one, again)
     assert [checksum for checksum, _ in seen] == [checksum for checksum, _ in expected]

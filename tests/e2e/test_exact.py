@@ -41,8 +41,8 @@ def result(output: Any) -> tuple[Any, ...]:
 
 
 def columns(logprobs: Any) -> tuple[Any, ...]:
-    found = logprobs
-    return tuple(c.tolist() for c in (found.token_logprobs, found.ranks, found.top_ids, found.top_logprobs))
+    actual = logprobs
+    return tuple(c.tolist() for c in (actual.token_logprobs, actual.ranks, actual.top_ids, actual.top_logprobs))
 
 
 def together(llm: LLM, count: int | None = None) -> list[tuple[Any, ...]]:

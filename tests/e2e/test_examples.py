@@ -66,9 +66,9 @@ def test_stop_strings_client(tokens_only: Served, demo_dir: Path) -> None:
 
 def test_multi_turn_tokens(demo: Server) -> None:
     shown = run(sys.executable, str(EXAMPLES / "multi_turn_tokens.py"), demo.url)
-    found = [(int(n), int(cached)) for n, cached in re.findall(r"prompt (\d+) tokens, (\d+) of them cached", shown)]
-    assert "What is 47 + 38? -> 85" in shown and len(found) == 4
-    for (earlier, _), (_, cached) in itertools.pairwise(found):
+    actual = [(int(n), int(cached)) for n, cached in re.findall(r"prompt (\d+) tokens, (\d+) of them cached", shown)]
+    assert "What is 47 + 38? -> 85" in shown and len(actual) == 4
+    for (earlier, _), (_, cached) in itertools.pairwise(actual):
         assert cached >= earlier // 16 * 16, shown
 
 
@@ -98,8 +98,8 @@ def test_demo_model_answers_its_tasks(demo: Server) -> None:
 def test_what_the_token_api_document_shows(demo: Server) -> None:
     text = (EXAMPLES.parent / "docs" / "token-api.md").read_text()
     shown = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", text, re.DOTALL)]
-    asked = re.findall(r"curl -s http://127.0.0.1:8041(\S+) .*? -d '(.*?)'\n```", text, re.DOTALL)
-    replies = {path: demo.post(path, json.loads(body)).json() for path, body in asked}
+    requests = re.findall(r"curl -s http://127.0.0.1:8041(\S+) .*? -d '(.*?)'\n```", text, re.DOTALL)
+    replies = {path: demo.post(path, json.loads(body)).json() for path, body in requests}
     assert replies["/v1/chat/completions/render"] in shown
     for reply in [replies["/inference/v1/generate"], shown[0]]:
         del reply["id"], reply["request_id"], reply["created"], reply["usage"]["prompt_tokens_details"]

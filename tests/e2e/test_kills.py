@@ -110,7 +110,7 @@ def _ask(client: httpx.Client, *, stream: bool) -> str:
 def processes(server: Server) -> dict[str, list[psutil.Process]]:
     """The server's processes by kind."""
     front_end = psutil.Process(server.process.pid)
-    found: dict[str, list[psutil.Process]] = {"front end": [front_end]}
+    actual: dict[str, list[psutil.Process]] = {"front end": [front_end]}
     for process in front_end.children(recursive=True):
         try:
             command = " ".join(process.cmdline())
@@ -118,8 +118,8 @@ def processes(server: Server) -> dict[str, list[psutil.Process]]:
             continue
         kind = next((kind for kind, module in MODULES.items() if module in command), None)
         if kind is not None:
-            found.setdefault(kind, []).append(process)
-    return {kind: sorted(group, key=lambda one: one.pid) for kind, group in found.items()}
+            actual.setdefault(kind, []).append(process)
+    return {kind: sorted(group, key=lambda one: one.pid) for kind, group in actual.items()}
 
 
 def everyone(server: Server) -> list[psutil.Process]:

@@ -26,8 +26,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def resident(process: psutil.Process, line: str) -> int:
     """Bytes in memory now (VmRSS) or at most (VmHWM)."""
-    found = dict(entry.split(":", 1) for entry in Path(f"/proc/{process.pid}/status").read_text().splitlines())
-    return int(found[line].split()[0]) << 10
+    actual = dict(entry.split(":", 1) for entry in Path(f"/proc/{process.pid}/status").read_text().splitlines())
+    return int(actual[line].split()[0]) << 10
 
 
 def prompt_of(seed: int) -> list[int]:

@@ -50,16 +50,16 @@ def outcome(output: RequestOutput) -> Any:
 
 def test_a_batch_of_several_adapters_and_none(llm: LLM, paths: dict[str, str]) -> None:
     llm.load_lora_adapter("b", paths["b"])
-    asked = ["a", None, LoRARequest("c", 3, paths["c"]), "b", None, "a", "b", "c"]  # c is loaded by this
+    requests = ["a", None, LoRARequest("c", 3, paths["c"]), "b", None, "a", "b", "c"]  # c is loaded by this
     prompts = [PROMPTS[i % 4] for i in range(8)]
     params = [
         SamplingParams(max_tokens=20, logprobs=2, prompt_logprobs=1, seed=i, n=1 + i % 2, ignore_eos=True)
         for i in range(8)
     ]
-    together = llm.generate(prompts, params, use_tqdm=False, lora_request=asked)
+    together = llm.generate(prompts, params, use_tqdm=False, lora_request=requests)
     assert llm.list_loras() == paths
     for number, output in enumerate(together):
-        name = asked[number]
+        name = requests[number]
         alone = llm.generate([prompts[number]], [params[number]], use_tqdm=False, lora_request=name)[0]
         assert outcome(alone) == outcome(output)
         label = name.lora_name if isinstance(name, LoRARequest) else name

@@ -158,8 +158,8 @@ def test_routes_return_the_same_experts_whole_and_streamed(server: Served) -> No
     want = unpacked(whole["routed_experts"])
     assert want.shape == (48, 3, 3)
     events = events_of(server, "/inference/v1/generate", body | {"stream": True})
-    found = [choice["routed_experts"] for event in events for choice in event["choices"] if "routed_experts" in choice]
-    assert found == [whole["routed_experts"]], "with the last event"
+    actual = [choice["routed_experts"] for event in events for choice in event["choices"] if "routed_experts" in choice]
+    assert actual == [whole["routed_experts"]], "with the last event"
     late = server.post("/inference/v1/generate", body | {"routed_experts_prompt_start": 10}).json()["choices"][0]
     assert np.array_equal(unpacked(late["routed_experts"]), want[10:])
     text = {"prompt": prompt, "return_token_ids": True} | sampling
@@ -171,8 +171,8 @@ def test_routes_return_the_same_experts_whole_and_streamed(server: Served) -> No
     experts = unpacked(reply["choices"][0]["routed_experts"])
     assert len(experts) == len(reply["prompt_token_ids"]) + 8
     events = events_of(server, "/v1/chat/completions", chat | {"stream": True})
-    found = [choice["routed_experts"] for event in events for choice in event["choices"] if "routed_experts" in choice]
-    assert [unpacked(npy).tolist() for npy in found] == [experts.tolist()]
+    actual = [choice["routed_experts"] for event in events for choice in event["choices"] if "routed_experts" in choice]
+    assert [unpacked(npy).tolist() for npy in actual] == [experts.tolist()]
     again = {"token_ids": prompt + whole["token_ids"], "sampling_params": {"max_tokens": 1}}
     scored = unpacked(server.post("/inference/v1/generate", again).json()["choices"][0]["routed_experts"])
     assert np.array_equal(scored[:48], want)

@@ -122,14 +122,14 @@ class Weather(pydantic.BaseModel):
 
 
 def test_tool_calls_by_the_sdks_helpers(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {
+    body: dict[str, Any] = {
         "model": "demo", "messages": QUESTION, "max_tokens": 200, "seed": 2, "tool_choice": "required",
         "tools": [openai.pydantic_function_tool(Weather)], "parallel_tool_calls": False,
     }  # fmt: skip
-    choice = client.chat.completions.parse(**asked).choices[0]
+    choice = client.chat.completions.parse(**body).choices[0]
     (call,) = choice.message.tool_calls or []
     assert isinstance(call.function.parsed_arguments, Weather) and choice.finish_reason == "tool_calls"
-    with client.chat.completions.stream(**asked) as stream:
+    with client.chat.completions.stream(**body) as stream:
         kinds = {event.type for event in stream}
         (streamed,) = stream.get_final_completion().choices[0].message.tool_calls or []
     assert streamed.function.arguments == call.function.arguments

@@ -44,9 +44,9 @@ def reply(sock: socket.socket) -> bytes:
     """A whole reply; the connection stays open."""
     with sock.makefile("rb") as stream:
         head = b"".join(iter(stream.readline, b"\r\n"))
-        found = re.search(rb"content-length: (\d+)", head)
-        assert found, head
-        return head + stream.read(int(found[1]))
+        match = re.search(rb"content-length: (\d+)", head)
+        assert match, head
+        return head + stream.read(int(match[1]))
 
 
 def refused(answer: bytes) -> bool:

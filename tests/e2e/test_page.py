@@ -66,9 +66,9 @@ def test_live_requests_and_their_abort(browser: Browser, server: Server) -> None
         browser.wait(lambda: len(rows(browser)) == 2, "both requests are listed")
         browser.wait(lambda: browser.text("#running") == "2", "two choices run")
         assert int(browser.text("#waiting")) > 100
-        found = rows(browser)
-        assert found.keys() == {"first", hostile} and not browser.run("return document.images.length")
-        assert found["first"][3] == "3" and found["first"][6].endswith("of 100") and found["first"][7] == "g"
+        actual = rows(browser)
+        assert actual.keys() == {"first", hostile} and not browser.run("return document.images.length")
+        assert actual["first"][3] == "3" and actual["first"][6].endswith("of 100") and actual["first"][7] == "g"
         browser.wait(lambda: browser.text("#output-rate").strip("0.kM\u2013"), "tokens are counted")
         browser.click("[aria-label='Abort first']")
         assert {choice["finish_reason"] for choice in first.result(60).json()["choices"]} == {"abort"}

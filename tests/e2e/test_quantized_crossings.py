@@ -108,7 +108,7 @@ class Lab:
 
 def outcome(server: Server) -> list[Any]:
     """What two prompts get, with and without an adapter: first, then from the prefix cache, then with drafts."""
-    found = []
+    results = []
     for model in (None, "one"):
         for ids in PROMPTS:
             body: dict[str, Any] = {"token_ids": ids, "sampling_params": PARAMS, "logprobs_format": "arrays"}
@@ -117,9 +117,9 @@ def outcome(server: Server) -> list[Any]:
             drafts = {"draft_token_ids": first["choices"][0]["token_ids"]}
             drafted = reply(server, body | drafts | ({"model": model} if model else {}))
             assert part(first) == part(again) == part(drafted)
-            found.append(part(first))
-    assert found[:2] != found[2:], "the adapter changes nothing"
-    return found
+            results.append(part(first))
+    assert results[:2] != results[2:], "the adapter changes nothing"
+    return results
 
 
 def reply(server: Server, body: dict[str, Any]) -> dict[str, Any]:
@@ -161,10 +161,10 @@ def lab(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lab]:
     directories = [first, plain if how == "gguf" else second]
     adapter = write_adapter(tmp_path / "adapter", base, seed=1, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
     with ThreadPoolExecutor() as pool:
-        found = list(pool.map(lambda directory: seen(form, directory, adapter), [*directories, plain]))
+        actual = list(pool.map(lambda directory: seen(form, directory, adapter), [*directories, plain]))
     tensors = [made[i][1] if how == "gguf" else stored(directories[i]) for i in range(2)]
     with Server(str(first), *flags(form, adapter), "--allowed-weight-dirs", str(tmp_path)) as server:
-        replies, digests = [one for one, _ in found], [one for _, one in found]
+        replies, digests = [one for one, _ in actual], [one for _, one in actual]
         assert replies[0] != replies[1]
         yield Lab(form, server, tensors, directories, floats, replies, digests)
 

@@ -67,8 +67,8 @@ def reference(directory: Path) -> np.ndarray[Any, Any]:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.inference_mode():
         logprobs = torch.log_softmax(model(torch.tensor([PROMPT])).logits[0].float(), -1)
-    found: np.ndarray[Any, Any] = logprobs[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0].numpy()
-    return found
+    actual: np.ndarray[Any, Any] = logprobs[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0].numpy()
+    return actual
 
 
 @pytest.mark.slow

@@ -44,22 +44,22 @@ FULL = {"logprobs": True, "top_logprobs": 4, "return_token_ids": True}
 @pytest.mark.parametrize("fields", COMMON, ids=str)
 def test_chat(http: httpx.Client, demo: Server, fields: dict[str, Any]) -> None:
     for form, logprobs in (("objects", {}), ("objects", FULL), ("base64", FULL), ("arrays", {"logprobs": True})):
-        asked = {"messages": MESSAGES} | fields | logprobs
-        made = ask(http, demo, GENERATE, ask(http, demo, CHAT + "/render", asked) | {"logprobs_format": form})
-        body = {"generate_response": made, "chat_request": asked}
-        assert steady(ask(http, demo, CHAT + "/derender", body)) == steady(ask(http, demo, CHAT, asked))
+        request = {"messages": MESSAGES} | fields | logprobs
+        made = ask(http, demo, GENERATE, ask(http, demo, CHAT + "/render", request) | {"logprobs_format": form})
+        body = {"generate_response": made, "chat_request": request}
+        assert steady(ask(http, demo, CHAT + "/derender", body)) == steady(ask(http, demo, CHAT, request))
 
 
 @pytest.mark.parametrize("fields", [*COMMON, {"echo": True}, {"echo": True, "max_tokens": 0}], ids=str)
 def test_completions(http: httpx.Client, demo: Server, fields: dict[str, Any]) -> None:
     for form, logprobs in (("objects", {"logprobs": 2}), ("arrays", {"logprobs": 0})):
-        asked = {"prompt": ["47+38<|im_end|>", "hello"], "seed": 1} | fields | logprobs
+        request = {"prompt": ["47+38<|im_end|>", "hello"], "seed": 1} | fields | logprobs
         made = [
             ask(http, demo, GENERATE, r | {"logprobs_format": form})
-            for r in ask(http, demo, COMPLETIONS + "/render", asked)
+            for r in ask(http, demo, COMPLETIONS + "/render", request)
         ]
-        body = {"generate_responses": made, "completion_request": asked}
-        assert steady(ask(http, demo, COMPLETIONS + "/derender", body)) == steady(ask(http, demo, COMPLETIONS, asked))
+        body = {"generate_responses": made, "completion_request": request}
+        assert steady(ask(http, demo, COMPLETIONS + "/derender", body)) == steady(ask(http, demo, COMPLETIONS, request))
 
 
 @pytest.mark.parametrize("fields", COMMON, ids=str)
@@ -67,12 +67,12 @@ def test_generated_by_a_tokens_only_server(
     http: httpx.Client, demo: Server, tokens_only: Served, fields: dict[str, Any]
 ) -> None:
     """Which knows no stop strings: it generates on, and the way back cuts."""
-    asked = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2} | fields
-    rendered = ask(http, demo, CHAT + "/render", asked)
+    request = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2} | fields
+    rendered = ask(http, demo, CHAT + "/render", request)
     rendered["sampling_params"].pop("stop", None)
     made = ask(http, tokens_only, GENERATE, rendered)
-    body = {"generate_response": made, "chat_request": asked}
-    assert steady(ask(http, demo, CHAT + "/derender", body)) == steady(ask(http, demo, CHAT, asked))
+    body = {"generate_response": made, "chat_request": request}
+    assert steady(ask(http, demo, CHAT + "/derender", body)) == steady(ask(http, demo, CHAT, request))
 
 
 PLAIN = [
@@ -84,10 +84,10 @@ PLAIN = [
 def test_without_the_request_the_text_of_a_cut_reply_is_the_same(
     http: httpx.Client, demo: Server, fields: dict[str, Any]
 ) -> None:
-    asked = {"messages": MESSAGES} | fields
-    made = ask(http, demo, GENERATE, ask(http, demo, CHAT + "/render", asked))
+    body = {"messages": MESSAGES} | fields
+    made = ask(http, demo, GENERATE, ask(http, demo, CHAT + "/render", body))
     shown = ask(http, demo, CHAT + "/derender", {"generate_response": made})
-    whole = ask(http, demo, CHAT, asked)
+    whole = ask(http, demo, CHAT, body)
     assert [c["message"] for c in shown["choices"]] == [c["message"] for c in whole["choices"]]
     assert steady(shown)["usage"] == steady(whole)["usage"]
 

@@ -40,11 +40,11 @@ def client(demo: Server) -> Iterator[openai.OpenAI]:
         yield made
 
 
-@pytest.mark.parametrize("asked", OPTIONS, ids=range(len(OPTIONS)))
-def test_replies_and_events_are_of_the_sdks_types(demo: Server, asked: dict[str, Any]) -> None:
-    whole = demo.post("/v1/responses", asked).json()
+@pytest.mark.parametrize("body", OPTIONS, ids=range(len(OPTIONS)))
+def test_replies_and_events_are_of_the_sdks_types(demo: Server, body: dict[str, Any]) -> None:
+    whole = demo.post("/v1/responses", body).json()
     Response.model_validate(whole)
-    text = demo.post("/v1/responses", asked | {"stream": True}).text
+    text = demo.post("/v1/responses", body | {"stream": True}).text
     events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
     for event in events:
         EVENT.validate_python(event)
@@ -84,12 +84,12 @@ def test_parse_and_the_stream_helper(client: openai.OpenAI) -> None:
 
 
 def test_a_call_and_its_result_by_the_sdks_helpers(client: openai.OpenAI) -> None:
-    asked = FORCED | {"tools": [openai.pydantic_function_tool(Weather)]}
-    with client.responses.stream(**asked, extra_body={"seed": 2}) as stream:
+    body = FORCED | {"tools": [openai.pydantic_function_tool(Weather)]}
+    with client.responses.stream(**body, extra_body={"seed": 2}) as stream:
         kinds = {event.type for event in stream}
         (call,) = stream.get_final_response().output
     assert {"response.function_call_arguments.delta", "response.function_call_arguments.done"} <= kinds
-    whole = client.responses.parse(**asked, extra_body={"seed": 2})
+    whole = client.responses.parse(**body, extra_body={"seed": 2})
     (again,) = whole.output
     assert call.type == again.type == "function_call" and call.arguments == again.arguments
     assert isinstance(again.parsed_arguments, Weather)

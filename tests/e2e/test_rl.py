@@ -71,8 +71,8 @@ class Lab:
         return outcome(self.server) == self.wants[number]
 
     def state(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.server.get("/inference/v1/state").json()
-        return found
+        actual: dict[str, Any] = self.server.get("/inference/v1/state").json()
+        return actual
 
 
 def outcome(server: Served) -> Any:
@@ -310,9 +310,9 @@ def test_checksums_are_compared(lab: Lab) -> None:
     before = lab.post("/weight_checker", {"action": "checksum"})["checksums"]
     assert lab.post("/weight_checker", {"action": "compare", "baseline": before})["match"] is True
     mine = checksums(lab.tensors(0))
-    asked = {"action": "compare", "names": "checkpoint"}
-    assert lab.post("/weight_checker", asked | {"baseline": mine}) == {"match": True, "mismatches": []}
-    assert lab.post("/weight_checker", asked | {"baseline": checksums(lab.tensors(1))})["match"] is False
+    body = {"action": "compare", "names": "checkpoint"}
+    assert lab.post("/weight_checker", body | {"baseline": mine}) == {"match": True, "mismatches": []}
+    assert lab.post("/weight_checker", body | {"baseline": checksums(lab.tensors(1))})["match"] is False
 
 
 def test_a_sender_that_leaves_midway_fails_the_update(lab: Lab) -> None:

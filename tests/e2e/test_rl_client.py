@@ -150,9 +150,9 @@ def test_async_rollouts(open_server: Served) -> None:
 def test_rl_loop_reaches_its_goal() -> None:
     with Server("demo", "--dtype", "float32") as server:
         shown = run(str(EXAMPLES / "rl_loop.py"), server.url)
-    found = re.search(r"reward ([\d.]+) -> ([\d.]+) in \d+ s; mean .* ([\d.e-]+)$", shown.strip())
-    assert found, shown
-    assert float(found[1]) < 0.8 and float(found[2]) > 0.85 and float(found[3]) < 1e-4
+    match = re.search(r"reward ([\d.]+) -> ([\d.]+) in \d+ s; mean .* ([\d.e-]+)$", shown.strip())
+    assert match, shown
+    assert float(match[1]) < 0.8 and float(match[2]) > 0.85 and float(match[3]) < 1e-4
 
 
 @pytest.mark.slow

@@ -60,8 +60,8 @@ def chat_request(seed: int) -> dict[str, Any]:
 def completion_request(seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
     prompts: Any = rng.sample(PROMPTS, rng.randrange(1, 4))
-    asked = {"prompt": prompts if rng.random() < 0.6 else prompts[0]} | options(rng)
-    return asked | maybe(rng, 0.6, logprobs=rng.randrange(0, 5)) | maybe(rng, 0.3, echo=True)
+    body = {"prompt": prompts if rng.random() < 0.6 else prompts[0]} | options(rng)
+    return body | maybe(rng, 0.6, logprobs=rng.randrange(0, 5)) | maybe(rng, 0.3, echo=True)
 
 
 def ask(client: httpx.Client, path: str, body: Any) -> Any:
@@ -69,8 +69,8 @@ def ask(client: httpx.Client, path: str, body: Any) -> Any:
 
 
 def events(client: httpx.Client, path: str, body: Any) -> list[Any]:
-    asked = body | {"stream": True, "stream_options": {"include_usage": True}}
-    with client.stream("POST", path, json=asked) as answer:
+    request = body | {"stream": True, "stream_options": {"include_usage": True}}
+    with client.stream("POST", path, json=request) as answer:
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
     assert answer.status_code == 200 and lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
@@ -119,28 +119,28 @@ def steady(reply: dict[str, Any]) -> dict[str, Any]:
 def ways(client: httpx.Client, rendered: Any) -> Iterator[Any]:
     """What the token route makes of a rendered request, whole and joined from a stream, in two formats."""
     for form in ("objects", "arrays"):
-        asked = rendered | {"logprobs_format": form}
-        yield ask(client, GENERATE, asked)
-        yield whole(events(client, GENERATE, asked))
+        body = rendered | {"logprobs_format": form}
+        yield ask(client, GENERATE, body)
+        yield whole(events(client, GENERATE, body))
 
 
 def check_chat(client: httpx.Client, seed: int) -> None:
-    asked = chat_request(seed)
-    wanted = steady(ask(client, CHAT, asked))
-    assert steady(whole(events(client, CHAT, asked))) == wanted, asked
-    for made in ways(client, ask(client, CHAT + "/render", asked)):
-        body = {"generate_response": made, "chat_request": asked}
-        assert steady(ask(client, CHAT + "/derender", body)) == wanted, asked
+    requested = chat_request(seed)
+    wanted = steady(ask(client, CHAT, requested))
+    assert steady(whole(events(client, CHAT, requested))) == wanted, requested
+    for made in ways(client, ask(client, CHAT + "/render", requested)):
+        body = {"generate_response": made, "chat_request": requested}
+        assert steady(ask(client, CHAT + "/derender", body)) == wanted, requested
 
 
 def check_completions(client: httpx.Client, seed: int) -> None:
-    asked = completion_request(seed)
-    wanted = steady(ask(client, COMPLETIONS, asked))
-    assert steady(whole(events(client, COMPLETIONS, asked))) == wanted, asked
-    made = zip(*[ways(client, rendered) for rendered in ask(client, COMPLETIONS + "/render", asked)], strict=True)
+    requested = completion_request(seed)
+    wanted = steady(ask(client, COMPLETIONS, requested))
+    assert steady(whole(events(client, COMPLETIONS, requested))) == wanted, requested
+    made = zip(*[ways(client, rendered) for rendered in ask(client, COMPLETIONS + "/render", requested)], strict=True)
     for replies in made:
-        body = {"generate_responses": replies, "completion_request": asked}
-        assert steady(ask(client, COMPLETIONS + "/derender", body)) == wanted, asked
+        body = {"generate_responses": replies, "completion_request": requested}
+        assert steady(ask(client, COMPLETIONS + "/derender", body)) == wanted, requested
 
 
 @pytest.mark.parametrize("seed", range(FEW))

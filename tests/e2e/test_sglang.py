@@ -64,8 +64,8 @@ def test_what_a_reply_says_about_its_drafts(server: Served) -> None:
     assert 0 < counts["spec_accept_rate"] <= 1
     reply = httpx.post(f"{server.url}/v1/completions", json={"prompt": [5, 6] * 9, "temperature": 0}, timeout=60).json()
     assert reply["metrics"]["speculative_decoding"]["per_step_drafted"]
-    asked = {"prompt": [5, 6], "spec_decode_metrics": "none"}
-    assert "metrics" not in httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60).json()
+    request = {"prompt": [5, 6], "spec_decode_metrics": "none"}
+    assert "metrics" not in httpx.post(f"{server.url}/v1/completions", json=request, timeout=60).json()
 
 
 def test_sampling_masks_add_up(server: Served) -> None:

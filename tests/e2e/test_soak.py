@@ -55,9 +55,9 @@ async def version(wire: Wire) -> None:
     reader, writer = wire
     writer.write(ASK)
     head = await reader.readuntil(b"\r\n\r\n")
-    found = re.search(rb"content-length: (\d+)", head)
-    assert head.startswith(b"HTTP/1.1 200") and found, head
-    await reader.readexactly(int(found[1]))
+    match = re.search(rb"content-length: (\d+)", head)
+    assert head.startswith(b"HTTP/1.1 200") and match, head
+    await reader.readexactly(int(match[1]))
 
 
 async def crowd(url: str) -> list[Answer]:

@@ -198,18 +198,18 @@ def test_what_a_reply_of_tokens_says_about_its_drafts(pair: Pair) -> None:
     body = generate_body(temperature=1.2, seed=44) | {"token_ids": [7, 7, 3]}
     assert "metrics" not in pair.post(GENERATE, body)
     output = pair.post(GENERATE, body)["choices"][0]["token_ids"]
-    asked = body | {"draft_token_ids": output[:30], "spec_decode_metrics": "detailed", "cache_salt": "new"}
-    made = report(post(pair, GENERATE, **asked))
+    request = body | {"draft_token_ids": output[:30], "spec_decode_metrics": "detailed", "cache_salt": "new"}
+    made = report(post(pair, GENERATE, **request))
     assert made["sources"]["prediction"]["num_accepted_draft_tokens"] >= 25
     assert sum(source["num_draft_tokens"] for source in made["sources"].values()) == made["num_draft_tokens"]
     assert sum(made["per_step_accepted"]) == made["num_accepted_draft_tokens"]
     assert sum(made["per_step_drafted"]) == made["num_draft_tokens"]
-    again = asked | {"draft_token_ids": None, "stream": True, "stream_options": {"include_usage": True}}
+    again = request | {"draft_token_ids": None, "stream": True, "stream_options": {"include_usage": True}}
     lines = httpx.post(pair.drafting.url + GENERATE, json=again, timeout=60).text.split("\n")
     last = json.loads([line for line in lines if line.startswith("data: {")][-1][6:])
     assert report(last)["sources"]["history"]["num_accepted_draft_tokens"] > 20
     for off in ({"speculate": False}, {"draft_token_ids": None, "token_ids": [200], "cache_salt": "other"}):
-        body = asked | off | {"sampling_params": {"max_tokens": 1}}
+        body = request | off | {"sampling_params": {"max_tokens": 1}}
         nothing = post(pair, GENERATE, **body)["metrics"]["speculative_decoding"]
         assert nothing["num_spec_steps"] == 0 and nothing["mean_acceptance_length"] is None
         assert nothing["acceptance_histogram"] == nothing["per_step_drafted"] == [] and nothing["sources"] == {}
@@ -218,7 +218,7 @@ def test_what_a_reply_of_tokens_says_about_its_drafts(pair: Pair) -> None:
 def test_what_replies_of_text_say_about_their_drafts(pair: Pair) -> None:
     message = {"role": "user", "content": "Reverse the word stone."}
     prediction = {"prediction": {"type": "content", "content": "enots"}}
-    asked = {"temperature": 0, "spec_decode_metrics": "summary"}
+    request = {"temperature": 0, "spec_decode_metrics": "summary"}
     expected = {
         CHAT: {"messages": [message]} | prediction,
         COMPLETIONS: {"prompt": "abcabcabcabc", "n": 3},
@@ -226,11 +226,11 @@ def test_what_replies_of_text_say_about_their_drafts(pair: Pair) -> None:
         "/v1/messages": {"messages": [message], "max_tokens": 20, "model": "demo"},
     }
     for path, body in expected.items():
-        made = report(post(pair, path, **(body | asked)))
+        made = report(post(pair, path, **(body | request)))
         assert "per_step_drafted" not in made and "sources" not in made
         refused = httpx.post(pair.drafting.url + path, json=body | {"spec_decode_metrics": "all"}, timeout=60)
         assert refused.status_code == 400 and "spec_decode_metrics" in refused.text
-        streamed = body | asked | {"stream": True}
+        streamed = body | request | {"stream": True}
         if path in (CHAT, COMPLETIONS):
             streamed["stream_options"] = {"include_usage": True}
         text = httpx.post(pair.drafting.url + path, json=streamed, timeout=60).text
@@ -273,7 +273,7 @@ def test_refusals(pair: Pair, path: str, fields: dict[str, Any], param: str) -> 
 def test_the_offline_api() -> None:
     params = SamplingParams(max_tokens=40, ignore_eos=True, seed=3, logprobs=1)
     prompt = {"prompt_token_ids": [5, 6, 7, 8]}
-    found = []
+    results = []
     configs: list[dict[str, Any]] = [
         {"method": "none"}, {"method": "suffix", "num_speculative_tokens": 20}, {"method": "self"},
         {"model": "demo", "num_speculative_tokens": 5, "quantization": "int8"},
@@ -282,12 +282,12 @@ def test_the_offline_api() -> None:
         with LLM("demo", speculative_config=config) as llm:
             alone = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
             again = llm.generate([prompt | {"draft_token_ids": alone.token_ids}], params, use_tqdm=False)[0].outputs[0]
-            found += [(c.token_ids, c.logprobs.token_logprobs.tobytes()) for c in (alone, again)]
+            results += [(c.token_ids, c.logprobs.token_logprobs.tobytes()) for c in (alone, again)]
             with pytest.raises(RequestError, match="draft_token_ids"):
                 llm.generate([prompt | {"draft_token_ids": [1.5]}], params)
             metrics = llm.get_metrics()
             assert (sum(metrics["accepted_by_position"]) > 20) == (config.get("method") != "none")
             assert ("draft_model" in metrics["drafts_by_source"]) == (config.get("method") in ("self", None))
-    assert len({ids for ids in map(str, found)}) == 1
+    assert len({ids for ids in map(str, results)}) == 1
     with pytest.raises(StartError, match="there is no method 'eagle3'; methods are suffix"):
         LLM("demo", speculative_config={"method": "eagle3", "num_speculative_tokens": 3})

@@ -139,10 +139,10 @@ def test_every_reply_is_equal(pair: Pair, seed: int) -> None:
     drafted = [with_drafts(body, reply, rng) for body, reply in zip(some, expected, strict=True)]
     accepted = pair.drafting.metric("tokserve:spec_decode_num_accepted_tokens_total")
     if seed % 2:
-        found = asyncio.run(replies_while_weights_are_replaced(pair, drafted))
+        actual = asyncio.run(replies_while_weights_are_replaced(pair, drafted))
     else:
-        found = asyncio.run(replies(pair.drafting, drafted))
-    for body, one, other in zip(drafted, found, expected, strict=True):
+        actual = asyncio.run(replies(pair.drafting, drafted))
+    for body, one, other in zip(drafted, actual, expected, strict=True):
         late = any(TOO_SLOW in reply.get("message", "") for reply in (one, other))  # on a machine that others use
         assert late or one == other, body
     assert pair.drafting.metric("tokserve:spec_decode_num_accepted_tokens_total") > accepted + 100

@@ -23,17 +23,17 @@ BOMB = "start: T\nT: " + " & ".join(f"/[ab]*a[ab]{{{i}}}/" for i in range(600))
 
 
 def body(form: dict[str, Any] | None, **params: Any) -> dict[str, Any]:
-    asked = {"max_tokens": 40, **params} | ({} if form is None else {"structured_outputs": form})
-    return {"token_ids": PROMPT, "sampling_params": asked, "output_mode": "text"}
+    request = {"max_tokens": 40, **params} | ({} if form is None else {"structured_outputs": form})
+    return {"token_ids": PROMPT, "sampling_params": request, "output_mode": "text"}
 
 
-def choices(server: Server, asked: dict[str, Any]) -> list[dict[str, Any]]:
-    return good(server.post(GENERATE, asked))["choices"]
+def choices(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
+    return good(server.post(GENERATE, body))["choices"]
 
 
 def test_beside_others_every_row_is_what_it_is_alone(demo: Server) -> None:
     tight = {"json": SCHEMA, "disable_any_whitespace": True}
-    asked = [
+    requests = [
         body(form, seed=seed, logprobs=2, logprobs_mode=mode, **more)
         for seed in range(3)
         for mode in ("raw", "processed")
@@ -42,10 +42,10 @@ def test_beside_others_every_row_is_what_it_is_alone(demo: Server) -> None:
             ({"choice": ["yes", "no"]}, {"ignore_eos": True}), ({"json_object": True}, {"repetition_penalty": 1.2}),
         )
     ]  # fmt: skip
-    alone = [choices(demo, each) for each in asked]
-    with ThreadPoolExecutor(len(asked)) as pool:
-        assert list(pool.map(lambda each: choices(demo, each), asked)) == alone
-    for (choice,), each in zip(alone, asked, strict=True):
+    alone = [choices(demo, each) for each in requests]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        assert list(pool.map(lambda each: choices(demo, each), requests)) == alone
+    for (choice,), each in zip(alone, requests, strict=True):
         form = each["sampling_params"].get("structured_outputs")
         if form == tight:
             assert json.loads(choice["text"]).keys() == {"a", "b"} and choice["stop_detail"]["kind"] == "eos"
@@ -55,11 +55,11 @@ def test_beside_others_every_row_is_what_it_is_alone(demo: Server) -> None:
 
 def test_who_sits_out_steps_for_a_slow_mask_draws_the_same_tokens(demo: Server) -> None:
     slow = body({"regex": r"(\w+\s*\d*){0,2000}", "unicode_classes": True}, max_tokens=12, ignore_eos=True, logprobs=2)
-    asked = [slow | {"sampling_params": slow["sampling_params"] | {"seed": seed}} for seed in range(3)]
-    alone = [choices(demo, each) for each in asked]
-    asked += [body({"regex": "[a-z]{9}"}), body(None, ignore_eos=True)]
-    with ThreadPoolExecutor(len(asked)) as pool:
-        assert list(pool.map(lambda each: choices(demo, each), asked))[:3] == alone
+    requests = [slow | {"sampling_params": slow["sampling_params"] | {"seed": seed}} for seed in range(3)]
+    alone = [choices(demo, each) for each in requests]
+    requests += [body({"regex": "[a-z]{9}"}), body(None, ignore_eos=True)]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        assert list(pool.map(lambda each: choices(demo, each), requests))[:3] == alone
 
 
 def test_greedy_is_the_most_probable_of_what_is_allowed(demo: Server) -> None:
@@ -72,9 +72,9 @@ def test_greedy_is_the_most_probable_of_what_is_allowed(demo: Server) -> None:
 
 
 def test_choices_of_one_request_follow_the_grammar_each_by_itself(demo: Server) -> None:
-    found = choices(demo, body({"regex": "[a-z]{2,12}"}, n=8, seed=3))
-    assert len({choice["text"] for choice in found}) > 1
-    assert all(choice["text"].islower() and 2 <= len(choice["text"]) <= 12 for choice in found)
+    actual = choices(demo, body({"regex": "[a-z]{2,12}"}, n=8, seed=3))
+    assert len({choice["text"] for choice in actual}) > 1
+    assert all(choice["text"].islower() and 2 <= len(choice["text"]) <= 12 for choice in actual)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -193,14 +193,14 @@ def solo(
             detail = "max_tokens"
         if not detail and len(prompt) + len(tokens) == context:
             detail = "context"
-    asked = params.logprobs is not None or params.logprob_token_ids
+    requested = params.logprobs is not None or params.logprob_token_ids
     prompt_logprobs = None
     if params.prompt_logprobs is not None:
         width = VOCAB if params.prompt_logprobs < 0 else params.prompt_logprobs
         start = max(1, params.prompt_logprobs_start)
         scored = [logprob_row(prefixes[j], prompt[j], width) for j in range(start, len(prompt))]
         prompt_logprobs = packed(scored, width)
-    return Solo(tokens, detail, packed(rows, logprob_width(params)) if asked else None, prompt_logprobs)
+    return Solo(tokens, detail, packed(rows, logprob_width(params)) if requested else None, prompt_logprobs)
 
 
 # --- the executor ---
@@ -556,8 +556,8 @@ class ScriptedExecutor:
 
     def _check_read(self, slot: Slot) -> None:
         for position in range(slot.computed):
-            found = self.kv.get(self._place(slot, position), (b"", -1))[0]
-            demand(found == slot.prefixes[position + 1], f"{slot.row.request_id} reads a stale block at {position}")
+            actual = self.kv.get(self._place(slot, position), (b"", -1))[0]
+            demand(actual == slot.prefixes[position + 1], f"{slot.row.request_id} reads a stale block at {position}")
             if self.only_own_kv:
                 made_by = self.kv_weights[self._place(slot, position)]
                 demand(made_by == self._weights(slot), f"{slot.row.request_id} reads KV of the weights {made_by!r}")

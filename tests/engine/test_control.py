@@ -29,8 +29,8 @@ def ask(engine: Engine, method: str, /, *, call_id: int = 50, **args: Any) -> Re
     """Call a verb, step until it is answered."""
     engine.call(method, call_id=call_id, **args)
     for _ in range(200):
-        if found := answers(engine, call_id):
-            return found[-1]
+        if actual := answers(engine, call_id):
+            return actual[-1]
         engine.step()
     raise AssertionError(f"{method} is not answered")
 

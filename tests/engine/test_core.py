@@ -14,9 +14,9 @@ DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 
 
 def finish(engine: Engine, rid: str) -> Finish:
-    found = engine.received[rid].finish
-    assert found is not None
-    return found
+    actual = engine.received[rid].finish
+    assert actual is not None
+    return actual
 
 
 def last_reply(engine: Engine) -> Reply:

@@ -38,8 +38,8 @@ def tokenizer() -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_file(str(DEMO_DIR / "tokenizer.json"))
 
 
-def matcher(*, ends: bool = True, **asked: Any) -> Matcher:
-    outputs = StructuredOutputs(**asked)
+def matcher(*, ends: bool = True, **requested: Any) -> Matcher:
+    outputs = StructuredOutputs(**requested)
     outputs.validate()
     return Matcher(compiler().compile(outputs.plain()), ends=ends)
 
@@ -86,7 +86,7 @@ def test_special_tokens_and_rows_beyond_the_tokenizer_are_forbidden() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "text"),
+    ("requested", "text"),
     [
         ({"json": {"const": "x<|im_end|>y"}}, '"x<|im_end|>y"'),
         ({"json": {"const": "<|im_start|>"}, "disable_any_whitespace": True}, '"<|im_start|>"'),
@@ -96,9 +96,9 @@ def test_special_tokens_and_rows_beyond_the_tokenizer_are_forbidden() -> None:
         ({"grammar": 'start: "<|im_end|>" "x"'}, "<|im_end|>x"),
     ],
 )
-def test_a_text_may_read_like_a_special_token(asked: dict[str, Any], text: str) -> None:
-    compiler().try_out(StructuredOutputs(**asked).plain())
-    assert all(written(matcher(**asked), seed) == text for seed in range(8))
+def test_a_text_may_read_like_a_special_token(requested: dict[str, Any], text: str) -> None:
+    compiler().try_out(StructuredOutputs(**requested).plain())
+    assert all(written(matcher(**requested), seed) == text for seed in range(8))
 
 
 def test_a_token_that_may_not_come_is_an_error() -> None:
@@ -107,15 +107,15 @@ def test_a_token_that_may_not_come_is_an_error() -> None:
 
 
 def test_matchers_of_one_grammar_go_their_own_ways() -> None:
-    found = compiler().compile(StructuredOutputs(choice=["ab", "ba"]))
-    one, other = Matcher(found, ends=True), Matcher(found, ends=True)
+    actual = compiler().compile(StructuredOutputs(choice=["ab", "ba"]))
+    one, other = Matcher(actual, ends=True), Matcher(actual, ends=True)
     one.advance(*spelled("a"))
     assert allowed(one) == spelled("b") and set(allowed(other)) >= {*spelled("a"), *spelled("b")}
 
 
-def accepts(text: str, **asked: Any) -> bool:
+def accepts(text: str, **requested: Any) -> bool:
     """Whether a whole output may be this text."""
-    made = matcher(**asked)
+    made = matcher(**requested)
     for token in spelled(text):
         if token not in allowed(made):
             return False
@@ -132,12 +132,12 @@ LETTER, SPACE = "\u00e9", "\u2003"
                                     (r"[\d.]+", "7.", f"{SEVEN}."), (r"[^\W]", "e", LETTER)]
 )  # fmt: skip
 def test_classes_are_of_ascii_unless_all_scripts_are_asked_for(pattern: str, plain: str, other: str) -> None:
-    for asked in (
+    for requested in (
         {"regex": f'"{pattern}"'}, {"json": {"type": "string", "pattern": f"^{pattern}$"}},
         {"json": json.dumps({"type": "string", "pattern": f"^{pattern}$"})},
     ):  # fmt: skip
-        assert accepts(f'"{plain}"', **asked) and accepts(f'"{plain}"', **asked, unicode_classes=True)
-        assert not accepts(f'"{other}"', **asked) and accepts(f'"{other}"', **asked, unicode_classes=True)
+        assert accepts(f'"{plain}"', **requested) and accepts(f'"{plain}"', **requested, unicode_classes=True)
+        assert not accepts(f'"{other}"', **requested) and accepts(f'"{other}"', **requested, unicode_classes=True)
 
 
 def test_a_negated_class_has_what_the_class_has_not() -> None:
@@ -272,7 +272,7 @@ def test_white_space_between_json_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "field"),
+    ("requested", "field"),
     [
         ({"regex": "("}, "regex"), ({"regex": "(?=a)b"}, "regex"), ({"json": {"type": "foo"}}, "json"),
         ({"json": {"not": {}}}, "json"), ({"json": {"$ref": "#"}}, "json"), ({"grammar": 'root ::= "a"'}, "grammar"),
@@ -281,23 +281,23 @@ def test_white_space_between_json_tokens() -> None:
         ({"json": '{"items":' * 3000 + "{}" + "}" * 3000}, "json"),
     ],
 )  # fmt: skip
-def test_what_the_library_does_not_take_is_named(asked: dict[str, Any], field: str) -> None:
+def test_what_the_library_does_not_take_is_named(requested: dict[str, Any], field: str) -> None:
     with pytest.raises(RequestError, match=f"^structured_outputs.{field}") as caught:
-        matcher(**asked)
+        matcher(**requested)
     assert caught.value.field == f"structured_outputs.{field}" and len(caught.value.message) < 500
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "requested",
     [
         {"regex": "(((a{1,1000}){1,1000}){1,1000})"}, {"regex": ".*a.{2000}"}, {"regex": "(a?){700}a{700}"},
         {"json": {"$defs": {"n": {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"}},
         {"json": {"type": "string", "minLength": 10**9}}, {"grammar": 'start: start start | "a"'},
     ],
 )  # fmt: skip
-def test_large_things_are_followed_or_refused_token_by_token(asked: dict[str, Any]) -> None:
+def test_large_things_are_followed_or_refused_token_by_token(requested: dict[str, Any]) -> None:
     try:
-        made = matcher(**asked)
+        made = matcher(**requested)
         for _ in range(20):
             made.advance(allowed(made)[0])
     except RequestError as error:
@@ -317,11 +317,11 @@ HOPELESS = [  # they compile, and their second token comes to a limit
 ]
 
 
-@pytest.mark.parametrize("asked", HOPELESS, ids=["optional", "regex", "doubling"])
-def test_a_trial_refuses_what_fails_with_its_second_token(asked: dict[str, Any]) -> None:
-    outputs = StructuredOutputs(**asked)
+@pytest.mark.parametrize("requested", HOPELESS, ids=["optional", "regex", "doubling"])
+def test_a_trial_refuses_what_fails_with_its_second_token(requested: dict[str, Any]) -> None:
+    outputs = StructuredOutputs(**requested)
     outputs.validate()
-    (field,) = asked
+    (field,) = requested
     with pytest.raises(RequestError, match=f"^structured_outputs.{field} cannot be used: its texts come to a limit"):
         compiler().try_out(outputs.plain())
 
@@ -352,7 +352,7 @@ def test_no_space_is_put_before_a_text(tmp_path: Path, inside: bool) -> None:
     spaced = pre_tokenizers.ByteLevel(add_prefix_space=True)
     made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(), spaced]) if inside else spaced
     made.save(str(tmp_path / "tokenizer.json"))
-    for asked in ({"json_object": True}, {"choice": ["the cat", "a dog"]}):
-        outputs = StructuredOutputs(**asked)
+    for requested in ({"json_object": True}, {"choice": ["the cat", "a dog"]}):
+        outputs = StructuredOutputs(**requested)
         outputs.validate()
         assert Compiler(str(tmp_path), WIDTH, [EOS]).try_out(outputs.plain()).seconds > 0

@@ -289,13 +289,13 @@ def test_blocks_of_equal_ids_are_shared_only_if_their_features_are_equal() -> No
     assert cache.allocate(table, tokens(12), 0, reserve=0)
     cache.cache_full_blocks(table, tokens(12), 12)
 
-    def found(*features: Feature) -> int | None:
+    def num_cached(*features: Feature) -> int | None:
         return cache.lookup(BlockTable("", features=features), tokens(12), 3)
 
-    assert found(image(b"one", start=5)) == 3
-    assert found(image(b"two", start=5)) == found() == found(image(b"one", start=5, kind="audio")) == 1
-    assert found(image(b"one", start=4)) == found(image(b"one", start=6)) == 1
-    assert found(image(b"one", start=3)) == 0, "it begins in the first block"
+    assert num_cached(image(b"one", start=5)) == 3
+    assert num_cached(image(b"two", start=5)) == num_cached() == num_cached(image(b"one", start=5, kind="audio")) == 1
+    assert num_cached(image(b"one", start=4)) == num_cached(image(b"one", start=6)) == 1
+    assert num_cached(image(b"one", start=3)) == 0, "it begins in the first block"
 
 
 def test_a_feature_changes_the_blocks_it_overlaps_and_those_after() -> None:

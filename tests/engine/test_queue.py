@@ -71,9 +71,9 @@ def test_requests_that_would_wait_are_counted() -> None:
     limits.added(5)
     assert limits.excess([5], [], 0.0) is None
     assert limits.excess([5, 5], [5], 0.0) is None  # one of them need not wait
-    found = limits.excess([5, 5], [], 0.0)
-    assert found is not None and "3 requests would wait, and at most 2 may (--max-queued-requests)" in found[0]
-    assert found[1] == 1  # nobody has left yet, so nothing is known of the pace
+    actual = limits.excess([5, 5], [], 0.0)
+    assert actual is not None and "3 requests would wait, and at most 2 may (--max-queued-requests)" in actual[0]
+    assert actual[1] == 1  # nobody has left yet, so nothing is known of the pace
     limits.left(5)
     assert limits.excess([5, 5], [], 0.0) is None
 
@@ -84,10 +84,10 @@ def test_when_to_ask_again_follows_from_the_pace_of_those_that_left() -> None:
         limits.added(40)
         limits.admitted(40, moment)
     limits.added(90)
-    found = limits.excess([60], [], 3.0)  # 50 too many, at 40 in two seconds
-    assert found is not None and "150 prompt tokens would wait, and at most 100 may (--max-queued-tokens)" in found[0]
-    assert found[1] == 3
+    actual = limits.excess([60], [], 3.0)  # 50 too many, at 40 in two seconds
+    assert actual is not None and "150 prompt tokens would wait, and at most 100 may (--max-queued-tokens)" in actual[0]
+    assert actual[1] == 3
     assert limits.excess([10], [], 3.0) is None and limits.excess([60], [60], 3.0) is None
     for length, seconds in ((11, 1), (10**6, LONGEST_RETRY)):
-        found = limits.excess([length], [], 3.0)
-        assert found is not None and found[1] == seconds
+        actual = limits.excess([length], [], 3.0)
+        assert actual is not None and actual[1] == seconds

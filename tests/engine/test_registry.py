@@ -24,9 +24,9 @@ def test_requests_of_all_front_ends_oldest_first() -> None:
     engine.add("a", [3, 4, 5], max_tokens=9, ignore_eos=True, owner=b"A", group_id="g")
     engine.add("b", [3, 4], max_tokens=4, ignore_eos=True, owner=b"B")
     engine.steps(3)
-    found = listed(engine)
-    assert found["total"] == 2
-    first, second = found["requests"]
+    actual = listed(engine)
+    assert actual["total"] == 2
+    first, second = actual["requests"]
     assert (first["request_id"], first["group_id"], first["state"]) == ("a", "g", "running")
     assert (first["prompt_tokens"], first["max_tokens"], first["choices"], first["running"]) == (3, 9, 1, 1)
     assert first["output_tokens"] == engine.core._registry.requests("a")[0].num_output > 0

@@ -134,8 +134,8 @@ def test_circles_end_at_the_first_token_where_the_whole_tail_says_so() -> None:
         request = make(repetition_detection=circles)
         while request.finish is None and request.num_output < 24:
             request.append([output[request.num_output]], None, 0, "v", 101.0)
-        found = None if request.finish is None else (request.num_output, len(request.finish.stop))  # type: ignore[arg-type]
-        assert found == expected
+        actual = None if request.finish is None else (request.num_output, len(request.finish.stop))  # type: ignore[arg-type]
+        assert actual == expected
 
 
 def test_below_min_tokens_no_circle_ends() -> None:
@@ -236,9 +236,9 @@ def test_width_of_logprobs(params: dict[str, Any], width: int | None) -> None:
         assert (logprobs.width, len(logprobs.ranks), len(logprobs.top_ids)) == (width, 4, 4 * width)
 
 
-@pytest.mark.parametrize(("asked", "mode"), [(None, "raw"), ("processed", "processed")])
-def test_mode_of_logprobs_is_the_requests_or_the_models(asked: Any, mode: str) -> None:
-    request = make(max_tokens=1, logprobs=0, prompt_logprobs=1, logprobs_mode=asked)
+@pytest.mark.parametrize(("requested", "mode"), [(None, "raw"), ("processed", "processed")])
+def test_mode_of_logprobs_is_the_requests_or_the_models(requested: Any, mode: str) -> None:
+    request = make(max_tokens=1, logprobs=0, prompt_logprobs=1, logprobs_mode=requested)
     request.output.add_prompt_rows(0, rows_of([(0.0, 1, [0], [0.0])] * (request.prompt_len - 1), 1))
     request.append([20], PackedRows(rows_of([(0.0, 1, [], [])], 0)), 0, "v", 101.0)
     output = emitted(request)

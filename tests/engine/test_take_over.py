@@ -105,14 +105,14 @@ def test_weights_of_a_directory_are_read_again_also_asleep() -> None:
     assert serves(other) == "renamed"
 
 
-@pytest.mark.parametrize("found", [{}, {"d": ("w3", "second")}])
-def test_without_the_files_that_were_read_nothing_is_served(found: Any) -> None:
+@pytest.mark.parametrize("actual", [{}, {"d": ("w3", "second")}])
+def test_without_the_files_that_were_read_nothing_is_served(actual: Any) -> None:
     engine = busy()
     engine.executor.directories["d"] = ("w2", "first")
     ask(engine, "update_weights_from_dir", weight_dir="d", weight_version="step-7")
-    other = successor(engine, **found)
+    other = successor(engine, **actual)
     assert state(other) == "quarantined" and other.executor.staged is None
-    assert "step-7" in refuses(other) and ("have changed" in refuses(other) or not found)
+    assert "step-7" in refuses(other) and ("have changed" in refuses(other) or not actual)
 
 
 def test_pushed_weights_are_missed_until_they_are_pushed_again() -> None:

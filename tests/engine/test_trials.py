@@ -133,10 +133,11 @@ def test_a_cancelled_trial_is_killed_and_a_waiting_one_never_runs(trials: Trials
     assert not any(each.outcome.done() for each in bombs)
 
 
-def test_clients_take_turns(trials: Trials) -> None:
+def test_clients_take_turns(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SLICE", PATIENCE)
     log: list[str] = []
     first = costly(trials)
-    until(lambda: children(trials))  # the rest wait for its slice
+    until(lambda: children(trials))  # the rest wait for its end
     many = [Tried(trials, "a", log, regex=f"a{i}") for i in range(3)]
     one = Tried(trials, "b", log, regex="b")
     trials.cancel(first.trial)

@@ -21,11 +21,11 @@ EVERYWHERE = {"instance", "job", "le"}  # labels that Prometheus adds, and a his
 @pytest.fixture(scope="module")
 def exported() -> dict[str, set[str]]:
     """Labels by the name of each sample."""
-    found: dict[str, set[str]] = {}
+    results: dict[str, set[str]] = {}
     for line in site().get("/metrics").text.splitlines():
         if sample := re.match(r"(tokserve:\w+)\{(.*)\} ", line):
-            found.setdefault(sample[1], set()).update(re.findall(r'(\w+)="', sample[2]))
-    return found
+            results.setdefault(sample[1], set()).update(re.findall(r'(\w+)="', sample[2]))
+    return results
 
 
 def expressions() -> list[str]:

@@ -77,13 +77,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--executions", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--atheris", action="store_true")
-    asked = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     logging.disable()
-    if asked.atheris:
-        guided(asked.target, asked.executions)
+    if args.atheris:
+        guided(args.target, args.executions)
     began = time.monotonic()
-    fuzz(asked.target, asked.executions, asked.seed)
-    print(f"{asked.target}: {asked.executions} executions in {time.monotonic() - began:.0f} s, nothing found")
+    fuzz(args.target, args.executions, args.seed)
+    print(f"{args.target}: {args.executions} executions in {time.monotonic() - began:.0f} s, nothing found")
 
 
 if __name__ == "__main__":

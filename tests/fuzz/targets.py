@@ -71,10 +71,10 @@ def _request(raw: bytes, packed: bool) -> Request:
 
 async def _generate(request: Request) -> None:
     packed = body.is_msgpack(request)
-    asked = generate.decode_body(await SERVING.bodies.read(request), packed)
-    prompt, fields = generate.prompt_of(asked)
-    params = generate.decode_params(asked.sampling_params, packed)
-    await SERVING.check(request, SERVING.request_of(request, asked, params, text=False), [prompt], fields)
+    requested = generate.decode_body(await SERVING.bodies.read(request), packed)
+    prompt, fields = generate.prompt_of(requested)
+    params = generate.decode_params(requested.sampling_params, packed)
+    await SERVING.check(request, SERVING.request_of(request, requested, params, text=False), [prompt], fields)
 
 
 async def _chat(request: Request) -> None:

@@ -106,8 +106,8 @@ def test_logits_and_greedy_tokens_equal_transformers(name: str, tmp_path: Path) 
     with torch.no_grad():
         expected = theirs(torch.tensor([ids])).logits[0].log_softmax(-1)
     model = ours(tmp_path)
-    found = prefill(model, ids).log_softmax(-1)
-    assert expected.std() > 0.3 and (found - expected).abs().max() < 2e-4
+    actual = prefill(model, ids).log_softmax(-1)
+    assert expected.std() > 0.3 and (actual - expected).abs().max() < 2e-4
     prompt = random_ids(11, 320, seed=3)
     with torch.no_grad():
         whole = theirs.generate(

@@ -62,8 +62,8 @@ def choices(chance: random.Random) -> dict[str, Any]:
 
 def body(form: dict[str, Any] | None, **params: Any) -> dict[str, Any]:
     """A request for up to 24 tokens."""
-    asked = {"max_tokens": 24, **params} | ({} if form is None else {"structured_outputs": form})
-    return {"token_ids": [5, 20, 31, 44, 7], "sampling_params": asked, "output_mode": "text"}
+    request = {"max_tokens": 24, **params} | ({} if form is None else {"structured_outputs": form})
+    return {"token_ids": [5, 20, 31, 44, 7], "sampling_params": request, "output_mode": "text"}
 
 
 async def send(client: httpx.AsyncClient, form: dict[str, Any], **params: Any) -> httpx.Response:

@@ -54,12 +54,12 @@ def table_of(frequencies: torch.Tensor, scale: float, positions: int) -> torch.T
     return torch.cat((angles.cos(), angles.sin()), -1) * scale
 
 
-def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Within two float32 roundings of the frequency, which grow with the position."""
     allowed = 1e-6 + 2.4e-7 * torch.arange(len(expected))[:, None]
-    assert found.dtype == torch.float32
-    assert found.shape == expected.shape
-    assert bool(((found - expected).abs() <= allowed).all())
+    assert actual.dtype == torch.float32
+    assert actual.shape == expected.shape
+    assert bool(((actual - expected).abs() <= allowed).all())
 
 
 @pytest.mark.parametrize("dim", [64, 80, 2])

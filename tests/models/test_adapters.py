@@ -50,9 +50,9 @@ def refusal(directory: Path, max_rank: int = 16) -> str:
 
 def test_all_linear_layers_are_read_with_their_scale(base: Path, tmp_path: Path) -> None:
     directory = write_adapter(tmp_path, base, rank=4, alpha=6.0)
-    found, written = read(directory), load_file(directory / adapters.TENSORS)
-    assert found.keys() == SIZES.keys()
-    for module, weights in found.items():
+    actual, written = read(directory), load_file(directory / adapters.TENSORS)
+    assert actual.keys() == SIZES.keys()
+    for module, weights in actual.items():
         assert torch.equal(weights.down, written[f"base_model.model.{module}.lora_A.weight"])
         assert torch.equal(weights.up, written[f"base_model.model.{module}.lora_B.weight"])
         assert weights.scale == 1.5
@@ -63,17 +63,17 @@ def test_some_layers_ranks_and_scales_of_their_own(base: Path, tmp_path: Path) -
         tmp_path, base, rank=4, alpha=8, targets=["q_proj", "down_proj"], use_rslora=True,
         rank_pattern={"down_proj": 9}, alpha_pattern={"layers.1.self_attn.q_proj": 2.0},
     )  # fmt: skip
-    found = read(directory)
-    assert {name.rpartition(".")[2] for name in found} == {"q_proj", "down_proj"}
-    assert found["model.layers.0.mlp.down_proj"].down.shape == (9, INNER)
-    assert found["model.layers.0.mlp.down_proj"].scale == pytest.approx(8 / 3)
-    assert found["model.layers.1.self_attn.q_proj"].scale == pytest.approx(2 / math.sqrt(4))
-    assert found["model.layers.2.self_attn.q_proj"].scale == pytest.approx(8 / math.sqrt(4))
+    actual = read(directory)
+    assert {name.rpartition(".")[2] for name in actual} == {"q_proj", "down_proj"}
+    assert actual["model.layers.0.mlp.down_proj"].down.shape == (9, INNER)
+    assert actual["model.layers.0.mlp.down_proj"].scale == pytest.approx(8 / 3)
+    assert actual["model.layers.1.self_attn.q_proj"].scale == pytest.approx(2 / math.sqrt(4))
+    assert actual["model.layers.2.self_attn.q_proj"].scale == pytest.approx(8 / math.sqrt(4))
 
 
 def test_patterns_may_be_null(base: Path, tmp_path: Path) -> None:
-    found = read(write_adapter(tmp_path, base, rank=4, alpha=8, rank_pattern=None, alpha_pattern=None))
-    assert {each.scale for each in found.values()} == {2.0}
+    actual = read(write_adapter(tmp_path, base, rank=4, alpha=8, rank_pattern=None, alpha_pattern=None))
+    assert {each.scale for each in actual.values()} == {2.0}
 
 
 def test_names_of_a_state_dict_and_of_a_model_without_head_are_known(base: Path, tmp_path: Path) -> None:
@@ -83,8 +83,8 @@ def test_names_of_a_state_dict_and_of_a_model_without_head_are_known(base: Path,
         "base_model.model.layers.1.mlp.gate_proj.lora_A.default.weight": down,
         "base_model.model.layers.1.mlp.gate_proj.lora_B.default.weight": up,
     }
-    found = read(write_adapter(tmp_path, base, tensors=changes | own))
-    assert torch.equal(found[LAYER].down, down) and torch.equal(found[LAYER].up, up)
+    actual = read(write_adapter(tmp_path, base, tensors=changes | own))
+    assert torch.equal(actual[LAYER].down, down) and torch.equal(actual[LAYER].up, up)
 
 
 @pytest.mark.parametrize(

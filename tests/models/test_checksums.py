@@ -28,9 +28,9 @@ def test_tensors_are_named_once_by_their_first_path() -> None:
     shared = Layer(one, {"a": two, "b": [three]})
     loader = Parameter((2,), lambda tensor: None, torch.float32)
     foreign = argparse.Namespace(weight=one)
-    found = checksums([shared, (two, None, 5), shared, loader, foreign])
-    assert list(found) == ["0.weight", "0.more.a", "0.more.b.0"]
-    assert found["0.more.a"] == digest(two) != found["0.weight"]
+    actual = checksums([shared, (two, None, 5), shared, loader, foreign])
+    assert list(actual) == ["0.weight", "0.more.a", "0.more.b.0"]
+    assert actual["0.more.a"] == digest(two) != actual["0.weight"]
 
 
 def test_a_circle_is_walked_once() -> None:

@@ -57,7 +57,7 @@ def test_written_dtype_and_configuration(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "new" / "directory", hf)
     assert sorted(path.name for path in directory.iterdir()) == ["config.json", "model.safetensors"]
     assert checkpoint.hf_config(directory) == hf
-    found = weights.catalogue(directory)
-    assert {entry.dtype for entry in found.values()} == {torch.bfloat16}
+    actual = weights.catalogue(directory)
+    assert {entry.dtype for entry in actual.values()} == {torch.bfloat16}
     wanted = made("qwen2").parameters_by_name()
-    assert {name: entry.shape for name, entry in found.items()} == {n: p.shape for n, p in wanted.items()}
+    assert {name: entry.shape for name, entry in actual.items()} == {n: p.shape for n, p in wanted.items()}

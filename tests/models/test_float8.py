@@ -112,7 +112,7 @@ def test_the_model_is_that_of_the_values(
 
 def kept(decoder: Decoder) -> dict[str, Tensor]:
     """What each projection's float8 weight means, by name."""
-    found = {}
+    results = {}
     linears = decoder.named_linears()
     for name, (holder, shard) in decoder.adapter_targets().items():
         linear = linears[holder]
@@ -120,8 +120,8 @@ def kept(decoder: Decoder) -> dict[str, Tensor]:
         assert isinstance(packed, ops.PackedFloat8)
         values = packed.packed[: packed.columns, : packed.rows].t()  # as the reference packs
         whole = values * packed.scales.t().repeat_interleave(packed.group, 1)[:, : packed.columns]
-        found[name + ".weight"] = linear._rows(whole, shard)
-    return found
+        results[name + ".weight"] = linear._rows(whole, shard)
+    return results
 
 
 @pytest.mark.parametrize(
@@ -144,14 +144,14 @@ def test_a_device_with_float8_products_keeps_it_with_its_scales(
     assert "stay float8, with their scales" in caplog.text
     packed = decoder.blocks[0].attention.qkv.packed
     assert isinstance(packed, ops.PackedFloat8) and len(packed.scales) == groups
-    found = kept(decoder)
-    assert found.keys() == {name for name in tensors if name + ending in tensors}
-    for name, weight in found.items():
+    actual = kept(decoder)
+    assert actual.keys() == {name for name in tensors if name + ending in tensors}
+    for name, weight in actual.items():
         assert torch.equal(weight, tensors[name].float() * spread(tensors[name + ending], tensors[name].shape))
     near, other = prefill(decoder, IDS).log_softmax(-1), logits(directory, dtype="bfloat16").log_softmax(-1)
     assert 0.0 < (near - other).abs().mean() < 0.4  # its activations are float8 too
-    asked = opened(directory, dtype="bfloat16", quantization="fp8")
-    assert all(torch.equal(weight, found[name]) for name, weight in kept(asked).items())
+    requested = opened(directory, dtype="bfloat16", quantization="fp8")
+    assert all(torch.equal(weight, actual[name]) for name, weight in kept(requested).items())
 
 
 def test_it_can_be_served_in_the_models_dtype_everywhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -208,8 +208,8 @@ def test_an_update_is_kept_as_the_start_keeps_it(tmp_path: Path) -> None:
 def test_it_can_be_quantized_again(tmp_path: Path) -> None:
     plain, float8 = write_checkpoint(tmp_path / "plain", HF), write_checkpoint(tmp_path / "float8", HF)
     rewrite(plain, quantize(float8, QWEN, "block", "_scale_inv", torch.float32))
-    found, expected = (logits(directory, dtype="bfloat16", quantization="int8") for directory in (float8, plain))
-    assert torch.equal(found, expected)
+    actual, expected = (logits(directory, dtype="bfloat16", quantization="int8") for directory in (float8, plain))
+    assert torch.equal(actual, expected)
 
 
 def test_a_plain_checkpoint_quantized_as_it_loads_is_near_the_original(tmp_path: Path) -> None:

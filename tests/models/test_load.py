@@ -92,10 +92,10 @@ def test_a_tied_weight_under_both_names_or_the_heads_only(tmp_path: Path, caplog
 def test_tied_weights_that_differ_are_both_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tensors = stored(write_checkpoint(tmp_path, TIED))
     rewrite(tmp_path, tensors | {HEAD: 2 * tensors[EMBEDDING]})
-    found = logits(tmp_path)
+    actual = logits(tmp_path)
     assert "tie_word_embeddings" in caplog.text
     rewrite(tmp_path, tensors)
-    torch.testing.assert_close(found, 2 * logits(tmp_path))
+    torch.testing.assert_close(actual, 2 * logits(tmp_path))
 
 
 def test_all_that_does_not_fit_is_in_one_error(tmp_path: Path) -> None:

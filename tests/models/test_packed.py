@@ -170,16 +170,16 @@ def test_quantized_weights_of_a_model_with_states_round_as_floats_do(tmp_path: P
     directory = write_checkpoint(tmp_path / "q", HYBRID, seed=1)
     meant = write(directory, scheme("compressed-tensors", 8, 48), lambda w: compressed(w, 8, 48, sym=True))
     ids = random_ids(150, HYBRID["vocab_size"])
-    found = [prefill(opened(directory), ids)]
+    actual = [prefill(opened(directory), ids)]
     rewrite(directory, meant)
     hf = json.loads((directory / "config.json").read_text())
     del hf["quantization_config"]
     (directory / "config.json").write_text(json.dumps(hf))
-    found.append(prefill(opened(directory), ids))
+    actual.append(prefill(opened(directory), ids))
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, experts_implementation="eager")
     with torch.no_grad():
         exact = model.double()(torch.tensor([ids])).logits[0].log_softmax(-1)
-    for logits in found:
+    for logits in actual:
         assert (logits.double().log_softmax(-1) - exact).abs().max() < OF_STATES
 
 

@@ -286,9 +286,9 @@ def test_float32_logits_equal_transformers(name: str, theirs: Callable[[str], tu
     ids = random_ids(LENGTH, hf["vocab_size"])
     expected = oracle_logits(model, ids)
     assert expected.std() > 1.5  # sharp enough for a difference to show
-    found = prefill(ours(directory / "ours"), ids)
-    assert (found - expected).abs().max() < allowed(hf)
-    assert torch.equal(prefill(ours(directory / "theirs"), ids), found)
+    actual = prefill(ours(directory / "ours"), ids)
+    assert (actual - expected).abs().max() < allowed(hf)
+    assert torch.equal(prefill(ours(directory / "theirs"), ids), actual)
 
 
 @pytest.fixture(scope="module")
@@ -323,13 +323,13 @@ def test_greedy_decoding_equals_transformers(
 ) -> None:
     prompt, expected = greedy(name)
     driver = Driver(ours(theirs(name)[0] / "ours"))
-    found: list[int] = []
+    results: list[int] = []
     pending = prompt
-    while len(found) < 64:
+    while len(results) < 64:
         pending = [int(driver.step({0: pending})[0][-1].argmax())]
-        found += pending
+        results += pending
     assert len(set(expected)) > 10
-    assert found == expected
+    assert results == expected
 
 
 def test_dynamic_rope_past_the_original_length_equals_cached_generation(tmp_path: Path) -> None:
@@ -344,11 +344,11 @@ def test_dynamic_rope_past_the_original_length_equals_cached_generation(tmp_path
             cache = getattr(step, name)
             rows.append(step.logits[0, -1])
     decoder = ours(tmp_path, max_model_len=128)
-    found = prefill(decoder, ids)
-    assert (found - torch.stack(rows)).abs().max() < LARGEST
+    actual = prefill(decoder, ids)
+    assert (actual - torch.stack(rows)).abs().max() < LARGEST
     within = oracle_logits(oracle(tmp_path), ids[:32])
-    assert (found[:32] - within).abs().max() < LARGEST
-    assert torch.equal(found[:32], prefill(ours(tmp_path), ids[:32]))
+    assert (actual[:32] - within).abs().max() < LARGEST
+    assert torch.equal(actual[:32], prefill(ours(tmp_path), ids[:32]))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -427,8 +427,8 @@ def test_serving_dtype_converts_a_float32_checkpoint(dtype: str, tmp_path: Path)
     expected = oracle_logits(oracle(write_checkpoint(tmp_path, hf)), random_ids(40, hf["vocab_size"]))
     decoder = ours(tmp_path, dtype)
     assert {spec.dtype for spec in decoder.kv_specs()} == {dtype}
-    found = prefill(decoder, random_ids(40, hf["vocab_size"]))
-    assert 0 < (found - expected).abs().mean() < (0.06 if dtype == "bfloat16" else 0.01)
+    actual = prefill(decoder, random_ids(40, hf["vocab_size"]))
+    assert 0 < (actual - expected).abs().mean() < (0.06 if dtype == "bfloat16" else 0.01)
 
 
 def test_a_qwen3_5_checkpoint_without_its_tower(tmp_path: Path) -> None:

@@ -132,11 +132,11 @@ def test_random_configurations(family: str, seed: int, tmp_path: Path) -> None:
         max_model_len=128,
     )  # fmt: skip
     ids, driver, cut = random_ids(70, hf["vocab_size"], seed), Driver(decoder, length=128), 1 + 7 * seed
-    found = torch.cat([driver.step({0: ids[:cut]})[0], driver.step({0: ids[cut:]})[0]]).log_softmax(-1)
+    actual = torch.cat([driver.step({0: ids[:cut]})[0], driver.step({0: ids[cut:]})[0]]).log_softmax(-1)
     with torch.no_grad():
         single, expected = (
             model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
             for model in (theirs, deepcopy(theirs).double())
         )
     sharp = float((single - expected).abs().max())  # what rounding makes of random weights
-    assert (found - expected).abs().max() < 20 * sharp + 1e-4 * max(1.0, float(expected.std())), hf
+    assert (actual - expected).abs().max() < 20 * sharp + 1e-4 * max(1.0, float(expected.std())), hf

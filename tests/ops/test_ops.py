@@ -116,9 +116,9 @@ def test_layer_norms_are_torch(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_residuals_caps_and_activations_are_the_formula(dtype: torch.dtype) -> None:
     for x, residual, multiplier in samples("add_residual", dtype):
-        found = OPS["add_residual"].reference(x, residual, multiplier)
-        torch.testing.assert_close(found.double(), **rounded(x.double() * multiplier + residual.double(), x))
-        assert multiplier != 1.0 or torch.equal(found, x + residual)  # torch adds 16-bit floats in float32 too
+        actual = OPS["add_residual"].reference(x, residual, multiplier)
+        torch.testing.assert_close(actual.double(), **rounded(x.double() * multiplier + residual.double(), x))
+        assert multiplier != 1.0 or torch.equal(actual, x + residual)  # torch adds 16-bit floats in float32 too
     for x, multiplier, limit in samples("cap", dtype):
         exact = x.double() * multiplier
         exact = torch.tanh(exact / limit) * limit if limit else exact
@@ -142,8 +142,8 @@ def test_residuals_caps_and_activations_are_the_formula(dtype: torch.dtype) -> N
 def test_gated_activations_have_the_bits_of_those_with_names(name: str, dtype: torch.dtype) -> None:
     for (x,) in samples("silu_mul", dtype):
         for activation, op in (("silu", "silu_mul"), ("gelu_tanh", "gelu_mul")):
-            found = implementation(name, "activate")(x, activation, True)
-            assert torch.equal(found.nan_to_num(), implementation(name, op)(x).nan_to_num())
+            actual = implementation(name, "activate")(x, activation, True)
+            assert torch.equal(actual.nan_to_num(), implementation(name, op)(x).nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -297,7 +297,7 @@ def test_route_is_the_formula() -> None:
     for logits, bias, k, sigmoid, groups, kept, two, normalize, added, scale in samples("route", torch.float32):
         ids, weights = OPS["route"].reference(logits, bias, k, sigmoid, groups, kept, two, normalize, added, scale)
         assert ids.dtype == torch.int32 and ids.shape == weights.shape == (len(logits), k)
-        for row, chosen, found in zip(logits.double(), ids.tolist(), weights.double(), strict=True):
+        for row, chosen, actual in zip(logits.double(), ids.tolist(), weights.double(), strict=True):
             scores = torch.sigmoid(row) if sigmoid else torch.softmax(row, -1)
             choice = (scores if bias is None else scores + bias).tolist()
             size = len(choice) // groups
@@ -307,7 +307,7 @@ def test_route_is_the_formula() -> None:
             assert sorted(allowed, key=lambda e: (-round(choice[e], 12), e))[:k] == chosen
             exact = scores[chosen]
             exact = exact / (exact.sum() + added) * scale if normalize else exact * scale
-            torch.testing.assert_close(found, exact, rtol=3e-6, atol=0)
+            torch.testing.assert_close(actual, exact, rtol=3e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -188,10 +188,10 @@ def test_experts_of_integers() -> None:
     chosen = torch.tensor([[0.5, 2.0], [1.0, 0.25], [1.5, 1.0]])
 
     def outputs_of(rows: slice) -> Tensor:
-        found: Tensor = to_cpu(
+        actual: Tensor = to_cpu(
             call(*map(to_device, (x[rows], ids[rows], chosen[rows])), gate_up, None, downs, None, "silu")
         )
-        return found
+        return actual
 
     dense_up = torch.stack([up[0].dense(), up[1].dense(), up[0].dense(), floats[0]])
     dense_down = torch.stack([down[0].dense(), down[1].dense(), down[0].dense(), floats[1]])
@@ -470,9 +470,9 @@ def test_attention_has_the_same_bits_on_any_number_of_programs(window: int, monk
         def attend(q: Tensor, keys: Tensor, values: Tensor, *rows: Any) -> Tensor:
             q, keys, values, *rows = (to_device(argument) for argument in (q, keys, values, *rows))
             work = prepare(q, keys, *rows[:3], window)
-            found: Tensor = call(q, keys, values, *rows, None, work)
+            actual: Tensor = call(q, keys, values, *rows, None, work)
             assert not work[2 * len(rows[1]) :].any()  # counters are zero again
-            return found.cpu()
+            return actual.cpu()
 
         results.append(torch.cat(paged.attend(attend, spans)))
     assert all(torch.equal(result, results[0]) for result in results)

@@ -114,7 +114,7 @@ def test_sampling_masks_and_speculation(server: Server, smollm2: Model) -> None:
 
 
 def test_speculation_changes_nothing(smollm2: Model) -> None:
-    asked = [
+    requested = [
         {
             "token_ids": prompt,
             "sampling_params": {"temperature": temperature, "seed": 1, "max_tokens": 48, "logprobs": 1},
@@ -127,7 +127,7 @@ def test_speculation_changes_nothing(smollm2: Model) -> None:
         with Server(
             smollm2.directory, "--dtype", "bfloat16", "--max-model-len", "512", "--spec-method", method
         ) as server:
-            replies.append([server.post("/inference/v1/generate", body).json()["choices"] for body in asked])
+            replies.append([server.post("/inference/v1/generate", body).json()["choices"] for body in requested])
     assert replies[0] == replies[1]
 
 

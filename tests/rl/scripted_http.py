@@ -39,10 +39,10 @@ def run(script: dict[str, list[Answer]], use: Callable[[rl.AsyncClient], Any]) -
         await request.aread()
         sent.append(request.url.path)
         answers = script.get(request.url.path, [OK])
-        found = answers.pop(0) if len(answers) > 1 else answers[0]
-        if isinstance(found, Exception):
-            raise found
-        return found
+        actual = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(actual, Exception):
+            raise actual
+        return actual
 
     async def scene() -> Any:
         async with connected(answer) as client:

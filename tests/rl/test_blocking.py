@@ -83,7 +83,7 @@ def test_what_is_closed_says_so() -> None:
 
 def test_a_thread_that_waits_is_told_that_the_client_is_closed() -> None:
     async def answer(request: httpx.Request) -> httpx.Response:
-        asked.set()
+        requested.set()
         return refusal(503, **{"retry-after": "3600"})  # it is to be sent again
 
     def wait() -> None:
@@ -91,10 +91,10 @@ def test_a_thread_that_waits_is_told_that_the_client_is_closed() -> None:
             client.state()
         told.set()
 
-    asked, told = threading.Event(), threading.Event()
+    requested, told = threading.Event(), threading.Event()
     client = blocking(answer)
     threading.Thread(target=wait, daemon=True).start()
-    assert asked.wait(10)
+    assert requested.wait(10)
     client.close()
     assert told.wait(10)
 

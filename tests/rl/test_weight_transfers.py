@@ -74,18 +74,18 @@ def test_an_unknown_backend_is_refused_before_any_other_rank_is_met() -> None:
     ids=str,
 )
 def test_an_update_is_never_left_open_and_never_sent_twice(script: dict[str, list[Answer]], sent: list[str]) -> None:
-    found, result = run(dict(script), lambda client: client.update_weights(WEIGHTS))
-    assert found == sent
+    actual, result = run(dict(script), lambda client: client.update_weights(WEIGHTS))
+    assert actual == sent
     assert (result == {"weight_version": "7", "epoch": 7}) is (not script)
 
 
 def test_weights_are_sent_as_a_safetensors_file_float8_as_it_is() -> None:
     tensors = {"a": torch.randn(5, 3).to(torch.float8_e4m3fn), "b": torch.randn(5, 1), "c": torch.ones(3).bfloat16()}
 
-    found = load(b"".join(file_pieces(tensors)))
-    assert found.keys() == tensors.keys()
+    actual = load(b"".join(file_pieces(tensors)))
+    assert actual.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name].float(), tensor.float())
+        assert actual[name].dtype == tensor.dtype and torch.equal(actual[name].float(), tensor.float())
 
 
 class DeafGroup:

@@ -107,8 +107,8 @@ def test_steps_are_larger_and_overlap_on_a_gpu(
     monkeypatch.setattr("tokserve.resolve._device", lambda name: device)
 
     def scheduler(**options: object) -> tuple[int | None, ...]:
-        found = resolve(Config.make(model=str(checkpoint), **options)).scheduler
-        return found.depth, found.max_num_seqs, found.max_num_batched_tokens
+        actual = resolve(Config.make(model=str(checkpoint), **options)).scheduler
+        return actual.depth, actual.max_num_seqs, actual.max_num_batched_tokens
 
     assert scheduler() == defaults
     given = {"depth": 1, "max_num_seqs": 128, "max_num_batched_tokens": 512}
@@ -177,8 +177,8 @@ def test_a_checkpoint_that_does_not_say_how_long_or_of_which_type(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path)
-    found = resolve(Config.make(model=str(tmp_path), max_model_len=700)).model
-    assert (found.max_model_len, found.dtype, found.eos_token_ids) == (700, "float32", [])
+    actual = resolve(Config.make(model=str(tmp_path), max_model_len=700)).model
+    assert (actual.max_model_len, actual.dtype, actual.eos_token_ids) == (700, "float32", [])
     assert not caplog.records
     assert resolve(Config.make(model=str(tmp_path))).model.max_model_len == 2048
     assert "has no max_position_embeddings: contexts of 2048 tokens" in caplog.text
@@ -354,8 +354,8 @@ def test_a_quantized_head_needs_no_quantization_and_excludes_another_type(checkp
 
 def test_a_gpu_is_taken_where_there_is_one_with_its_kernels(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def resolved(**options: object) -> tuple[str, int | None]:
-        found = resolve(Config.make(model=str(checkpoint), **options))
-        return found.runtime.device, found.cache.block_size
+        actual = resolve(Config.make(model=str(checkpoint), **options))
+        return actual.runtime.device, actual.cache.block_size
 
     monkeypatch.setattr("tokserve.resolve.GPU_FILE", checkpoint / "absent")
     assert resolved() == ("cpu", 16)

@@ -58,8 +58,8 @@ def test_close(schema: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_a_definition_that_is_a_part_anywhere_stays_open_everywhere() -> None:
     schema = {"properties": {"x": {"$ref": "#/$defs/a~1b"}, "y": {"allOf": [{"$ref": "#/$defs/a~1b"}, B]}},
               "$defs": {"a/b": A, "c": A}}  # fmt: skip
-    found = closed(schema)
-    assert found["$defs"] == {"a/b": A, "c": A | SHUT} and found["additionalProperties"] is False
+    actual = closed(schema)
+    assert actual["$defs"] == {"a/b": A, "c": A | SHUT} and actual["additionalProperties"] is False
 
 
 def test_a_schema_that_refers_to_itself() -> None:

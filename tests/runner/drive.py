@@ -179,10 +179,10 @@ class Driver:
             job = active[i]
             first = max(job.params.prompt_logprobs_start, 1, int(plan.num_computed[i]) + 1)
             width = rows.top_ids.shape[1]
-            found = {first + n: row(rows, n, width) for n in range(len(rows.ranks))}
+            actual = {first + n: row(rows, n, width) for n in range(len(rows.ranks))}
             for index, known in job.prompt_rows.items():
-                assert found.get(index, known) == known, "a prompt token scored again after preemption"
-            job.prompt_rows |= found
+                assert actual.get(index, known) == known, "a prompt token scored again after preemption"
+            job.prompt_rows |= actual
         at = 0
         assert len(result.token_ids) == result.counts.sum()
         for i, (job, count) in enumerate(zip(active, result.counts.tolist(), strict=True)):

@@ -98,7 +98,7 @@ def bind_kernels(kind: str, *rest: object, **options: object) -> dict[str, str]:
 
 
 def jobs(adapters: int) -> list[Job]:
-    asked: list[dict[str, Any]] = [
+    requested: list[dict[str, Any]] = [
         {"temperature": 0.0}, {"logprobs": 0}, {"logprobs": 7, "temperature": 0.3}, {"top_p": 0.9, "logprobs": 12},
         {"top_k": 3, "prompt_logprobs": 2}, {"repetition_penalty": 1.2, "min_p": 0.1}, {"frequency_penalty": 1.0},
         {"logprobs": 3, "logprobs_mode": "temperature"}, {"logprobs": 2, "logprobs_mode": "processed", "top_k": 4},
@@ -109,7 +109,7 @@ def jobs(adapters: int) -> list[Job]:
         Job(
             prompt(1 + 23 * i % 190, i), SamplingParams(max_tokens=3 + i % 4, **each), i, adapter=i % (adapters + 1) - 1
         )
-        for i, each in enumerate(asked + asked)
+        for i, each in enumerate(requested + requested)
     ]
 
 

@@ -37,15 +37,15 @@ class Tape(TorchDispatchMode):
             for old, new in zip(made, tensors(call()), strict=True):
                 old.copy_(new)
 
-        found = call()
-        made, given = tensors(found), {place(tensor) for tensor in tensors((args, kwargs))}
+        actual = call()
+        made, given = tensors(actual), {place(tensor) for tensor in tensors((args, kwargs))}
         if made and given.isdisjoint(map(place, made)):
             self.made += made
             if not func.__name__.startswith(("empty", "new_empty")):
                 self.launches.append(again)
         elif not func.is_view:
             self.launches.append(call)
-        return found
+        return actual
 
     def repeat(self) -> None:
         for tensor in self.made:
@@ -75,8 +75,8 @@ def recording() -> Iterator[Tape]:
             yield tape
 
 
-def tensors(found: object) -> list[Tensor]:
-    return [each for each in tree_iter(found) if isinstance(each, Tensor)]
+def tensors(actual: object) -> list[Tensor]:
+    return [each for each in tree_iter(actual) if isinstance(each, Tensor)]
 
 
 def place(tensor: Tensor) -> int:

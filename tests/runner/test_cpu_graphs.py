@@ -113,12 +113,12 @@ def swap_head(model: Decoder) -> None:
 
 
 def test_foreign_code_that_replaces_weights_is_seen_by_the_next_step(tmp_path: Path) -> None:
-    found = []
+    results = []
     for enforce_eager in (False, True):
         torch.manual_seed(0)
         runner, facts = make_runner(tmp_path / "model", tiny_config("llama"), enforce_eager=enforce_eager)
         before = run(runner, facts, 1)
         runner.call("apply_model", {"function": f"{__name__}:swap_head"})
-        found.append((before, run(runner, facts, 1)))
-    assert found[0] == found[1]
-    assert found[0][0] != found[0][1]
+        results.append((before, run(runner, facts, 1)))
+    assert results[0] == results[1]
+    assert results[0][0] != results[0][1]

@@ -65,18 +65,18 @@ def test_attention_that_differs_between_steps_chunks_and_prompts_is_found_out(
 ) -> None:
     pages = [tuple(torch.zeros(9, *shape) for shape in spec.shapes(16)) for spec in model.kv_specs()]
     assert exactness.unequal_attention(model, pages) == []
-    attend, asked = ops.paged_attention, []
+    attend, requested = ops.paged_attention, []
 
     def attend_by_the_batch(q: Tensor, *rest: Any) -> Tensor:
-        asked.append(q.shape[0])
+        requested.append(q.shape[0])
         out = attend(q, *rest)
         return out * (1.0 + 2**-20) if q.shape[0] == wrong else out
 
     monkeypatch.setattr(ops, "paged_attention", attend_by_the_batch)
     for wrong in (2, exactness.CHUNK + 1, exactness.PROMPT):  # noqa: B007  (read above)
-        asked.clear()
+        requested.clear()
         assert exactness.unequal_attention(model, pages) == ["attention of 4 heads of 16"]
-        assert asked == [exactness.PROMPT, 2, exactness.CHUNK + 1]
+        assert requested == [exactness.PROMPT, 2, exactness.CHUNK + 1]
 
 
 def test_latent_attention_is_asked_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,14 +100,14 @@ def test_what_adapters_add_is_asked_too(model: Decoder, monkeypatch: pytest.Monk
     LoraTables(LoraConfig(enable_lora=True, max_loras=1, max_lora_rank=8), model, None).attach(model)
     assert exactness.unequal_products(model) == []
     add = ops.add_lora
-    asked: list[Tensor] = []
+    requested: list[Tensor] = []
 
     def add_by_the_batch(out: Tensor, x: Tensor, adapters: Tensor, *rest: Any) -> None:
-        asked.append(adapters)
+        requested.append(adapters)
         add(out, x, adapters, *rest)
         if x.shape[1] == model.blocks[0].mlp.down.inputs:
             out.copy_(by_the_batch(out))
 
     monkeypatch.setattr(ops, "add_lora", add_by_the_batch)
     assert exactness.unequal_products(model) == ["adapters of down"]
-    assert {len(adapters) for adapters in asked} == {1, 64, 70} and asked[0].unique().tolist() == [-1, 0, 1]
+    assert {len(adapters) for adapters in requested} == {1, 64, 70} and requested[0].unique().tolist() == [-1, 0, 1]

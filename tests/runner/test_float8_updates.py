@@ -64,11 +64,11 @@ def test_a_commit_serves_what_a_start_serves(tmp_path: Path, way: Way, quantizat
     other, layout = start(new, quantization=quantization)
     assert outcome(runner, facts) == outcome(other, layout) != before
     assert runner.background("checksums", {}) == other.background("checksums", {})
-    found = runner.background("checkpoint_checksums", {})
-    assert found == other.background("checkpoint_checksums", {})  # of weights and scales, as they are stored
+    actual = runner.background("checkpoint_checksums", {})
+    assert actual == other.background("checkpoint_checksums", {})  # of weights and scales, as they are stored
     expected = checksums(stored(new))
-    assert found["checkpoint"].items() >= expected.items() and SCALE in expected
-    assert found["checkpoint"].keys() - expected.keys() <= found["tied"].keys()
+    assert actual["checkpoint"].items() >= expected.items() and SCALE in expected
+    assert actual["checkpoint"].keys() - expected.keys() <= actual["tied"].keys()
 
 
 @pytest.mark.parametrize(

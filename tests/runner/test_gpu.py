@@ -54,11 +54,11 @@ def test_company_chunks_slots_and_preemption_change_no_bit(tmp_path: Path, dtype
 
 
 def test_graphs_change_no_bit(tmp_path: Path) -> None:
-    found = []
+    results = []
     for eager in (False, True):
         runner, facts = gpu(tmp_path, tiny_config("qwen3") | BIG, dtype="bfloat16", enforce_eager=eager)
-        found.append(outcomes(Driver(runner, facts, seed=1).run(jobs(), chunk=16)))
-    assert found[0] == found[1]
+        results.append(outcomes(Driver(runner, facts, seed=1).run(jobs(), chunk=16)))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])

@@ -63,8 +63,8 @@ def start(directory: Path, **options: Any) -> tuple[Runner, DeviceFacts, FakeDev
 
 
 def jobs() -> list[Job]:
-    asked: list[dict[str, Any]] = [{"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1}, {"temperature": 0.7}]
-    return [Job(prompt(40 - 9 * i, i), SamplingParams(max_tokens=5, **each), i) for i, each in enumerate(asked)]
+    requested: list[dict[str, Any]] = [{"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1}, {"temperature": 0.7}]
+    return [Job(prompt(40 - 9 * i, i), SamplingParams(max_tokens=5, **each), i) for i, each in enumerate(requested)]
 
 
 def come_of(runner: Runner, facts: DeviceFacts, **how: Any) -> list[Any]:

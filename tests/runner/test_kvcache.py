@@ -15,9 +15,9 @@ BLOCK_BYTES = 16 * (2 * 2 * 16 * 4 + 2 * 2 * 16 * 2)
 
 def blocks(seqs: int = 4, length: int = 100, free: int = GIB, **options: object) -> int:
     cache = CacheConfig(block_size=16, **options)  # type: ignore[arg-type]
-    found = kvcache.layout(SPECS, cache, max_num_seqs=seqs, max_model_len=length, free_bytes=free)
-    assert found.specs == SPECS and found.block_size == 16
-    return found.num_blocks
+    actual = kvcache.layout(SPECS, cache, max_num_seqs=seqs, max_model_len=length, free_bytes=free)
+    assert actual.specs == SPECS and actual.block_size == 16
+    return actual.num_blocks
 
 
 def test_default_is_what_full_contexts_need() -> None:
@@ -25,8 +25,8 @@ def test_default_is_what_full_contexts_need() -> None:
 
 
 def test_blocks_are_of_the_size_that_was_asked_for() -> None:
-    found = kvcache.layout(SPECS, CacheConfig(block_size=8), max_num_seqs=4, max_model_len=100, free_bytes=GIB)
-    assert (found.block_size, found.num_blocks) == (8, 4 * 13)
+    actual = kvcache.layout(SPECS, CacheConfig(block_size=8), max_num_seqs=4, max_model_len=100, free_bytes=GIB)
+    assert (actual.block_size, actual.num_blocks) == (8, 4 * 13)
 
 
 def test_default_is_bounded_by_4_gib_and_by_the_share_of_free_memory() -> None:

@@ -61,13 +61,13 @@ def loaded(base: Path, adapters: list[Path], **options: Any) -> Loaded:
 
 def jobs(adapters: bool = True) -> list[Job]:
     """Eight requests, two for each adapter and two for none."""
-    asked: list[dict[str, Any]] = [
+    requested: list[dict[str, Any]] = [
         {"temperature": 0.0, "logprobs": 2}, {"logprobs": 0, "prompt_logprobs": 1},
         {"temperature": 0.7, "top_k": 40, "logprobs": 1}, {"prompt_logprobs": 0, "temperature": 0.0},
     ]  # fmt: skip
     return [
         Job(
-            prompt([21, 1, 40, 17][i // 2], i // 4), SamplingParams(max_tokens=7 + i, **asked[i % 4]), i,
+            prompt([21, 1, 40, 17][i // 2], i // 4), SamplingParams(max_tokens=7 + i, **requested[i % 4]), i,
             adapter=i % 4 - 1 if adapters else -1,
         )
         for i in range(8)
@@ -78,11 +78,11 @@ def scores(runner: Runner, facts: DeviceFacts, ids: list[int], adapter: int) -> 
     """Logprobs of all of the vocabulary after each token of a prompt but the last."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=-1)
     rows = Driver(runner, facts).run([Job(ids, params, adapter=adapter)])[0].prompt_rows
-    found = torch.empty(len(ids) - 1, 320)
+    actual = torch.empty(len(ids) - 1, 320)
     for at in range(1, len(ids)):
         _, _, top_ids, top = rows[at]
-        found[at - 1, top_ids] = torch.tensor(top)
-    return found
+        actual[at - 1, top_ids] = torch.tensor(top)
+    return actual
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "qwen2", "gemma3_text"])
@@ -95,16 +95,18 @@ def test_logprobs_are_those_of_transformers_with_merged_weights(family: str, tmp
     ]
     runner, facts = make_runner(base, hf, load_format="auto", enable_lora=True)
     ids = prompt(60, 1)
-    found = []
+    results = []
     for slot, adapter in enumerate(made):
         load(runner, slot, adapter)
         model = AutoModelForCausalLM.from_pretrained(merge(tmp_path / f"merged{slot}", base, adapter))
         with torch.no_grad():
             exact = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1].double(), -1)
-        found.append(scores(runner, facts, ids, slot))
-        assert (found[-1] - exact).abs().max() <= 1e-4
+        results.append(scores(runner, facts, ids, slot))
+        assert (results[-1] - exact).abs().max() <= 1e-4
     plain = scores(runner, facts, ids, -1)
-    assert min((a - b).abs().max() for a, b in ((found[0], found[1]), (found[0], plain), (found[1], plain))) > 0.1
+    assert (
+        min((a - b).abs().max() for a, b in ((results[0], results[1]), (results[0], plain), (results[1], plain))) > 0.1
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)

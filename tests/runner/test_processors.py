@@ -303,8 +303,8 @@ def grammar_step(masks: dict[int, set[int]]) -> GrammarBitmask:
 
 
 def test_a_grammar_forbids_all_but_what_the_step_allows() -> None:
-    asked = {"structured_outputs": StructuredOutputs(regex="x")}
-    made, _ = pipeline(asked, {}, asked)
+    body = {"structured_outputs": StructuredOutputs(regex="x")}
+    made, _ = pipeline(body, {}, body)
     made.set_bitmask(grammar_step({2: {0, 11}, 0: {3}}))
     kept, out = processed(made, rows_of([0, 1, 2], [4, 4, 4]))
     for row, allowed in enumerate([{3}, set(range(VOCAB)), {0, 11}]):

@@ -118,7 +118,7 @@ def test_each_rank_has_what_it_would_have_loaded(family: str, tensor: int, stage
     assert base == one.checksum(one.sums)
     old, new = rounded(one, weights), rounded(one, then)
     target = set_checksum({name: tensor_sum(value) for name, value in new.items()}, one.described)
-    deltas = {name: found[0] for name in new if (found := difference(old[name], new[name])) is not None}
+    deltas = {name: actual[0] for name in new if (actual := difference(old[name], new[name])) is not None}
     assert {delta.indices is None for delta in deltas.values()} == {True, False}
 
     def apply(rank: int) -> None:

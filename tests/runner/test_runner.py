@@ -38,14 +38,14 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Loaded]:
 
 
 def prompt(length: int, seed: int) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
-    return found
+    actual: list[int] = np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+    return actual
 
 
 def jobs() -> list[Job]:
     """Seventeen requests of all sorts."""
     few = list(range(30, 40))
-    asked: list[dict[str, Any]] = [
+    requested: list[dict[str, Any]] = [
         {"temperature": 0.0, "logprobs": 3},
         {"logprobs": 0},
         {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "logprobs": 5, "logprobs_mode": "processed",
@@ -68,12 +68,12 @@ def jobs() -> list[Job]:
         {"temperature": 0.0},
         {"temperature": 0.5, "prompt_logprobs": 1, "prompt_logprobs_start": 30, "logprobs": 1},
     ]  # fmt: skip
-    for i, options in enumerate(asked):
+    for i, options in enumerate(requested):
         if i % 3:
             options["return_sampling_mask"] = True
     return [
         Job(prompt([1, 40, 37, 16, 50, 33, 8][i % 7], i), SamplingParams(max_tokens=8 + i % 6, **options), i, (31, 33))
-        for i, options in enumerate(asked)
+        for i, options in enumerate(requested)
     ]
 
 
@@ -129,12 +129,12 @@ def test_prompt_logprobs_of_a_chunked_prompt_are_those_of_the_whole(loaded: Call
     runner, facts = loaded("bfloat16")
     for options in ({}, {"repetition_penalty": 1.5, "logprobs_mode": "processed"}, {"prompt_logprobs_start": 31}):
         params = SamplingParams(max_tokens=1, temperature=0.7, prompt_logprobs=2, **options)  # type: ignore[arg-type]
-        found = []
+        results = []
         for chunk in (1 << 30, 16, 5, 1):
             job = Driver(runner, facts).run([Job(prompt(60, 8), params)], chunk=chunk)[0]
             assert sorted(job.prompt_rows) == list(range(max(params.prompt_logprobs_start, 1), 60))
-            found.append(job.prompt_rows)
-        assert found.count(found[0]) == 4
+            results.append(job.prompt_rows)
+        assert results.count(results[0]) == 4
 
 
 @pytest.fixture
@@ -275,14 +275,14 @@ def test_min_tokens_and_bad_sequences_hold_to_the_end(loaded: Callable[..., Load
         max_tokens=60, min_tokens=30, allowed_token_ids=[1, 2, 3, 4], bad_token_sequences=[[1, 2], [2, 2, 3], [9, 1]]
     )
     driver = Driver(*loaded("float32"))
-    found = [job.output for job in driver.run([Job([9], params, seed, (4,)) for seed in range(8)])]
-    for output in found:
+    actual = [job.output for job in driver.run([Job([9], params, seed, (4,)) for seed in range(8)])]
+    for output in actual:
         text = [9, *output]
         assert 4 not in output[:30]
         assert all(text[i : i + 2] not in ([1, 2], [9, 1]) for i in range(60))
         assert all(text[i : i + 3] != [2, 2, 3] for i in range(59))
-    assert any(4 in output[30:] for output in found)
-    assert all({1, 2, 3} <= set(output) for output in found)
+    assert any(4 in output[30:] for output in actual)
+    assert all({1, 2, 3} <= set(output) for output in actual)
 
 
 def test_steps_without_samples_or_rows(loaded: Callable[..., Loaded]) -> None:

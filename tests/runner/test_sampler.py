@@ -29,10 +29,10 @@ def model_logits(rows: int = 1, seed: int = 5) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 1.5
 
 
-def sampler(asked: list[SamplingParams], mode: Any = "raw") -> tuple[Sampler, Slots]:
-    slots = Slots(len(asked), 16, 4)
+def sampler(requested: list[SamplingParams], mode: Any = "raw") -> tuple[Sampler, Slots]:
+    slots = Slots(len(requested), 16, 4)
     made = Sampler(slots, VOCAB, mode, Host())
-    for slot, params in enumerate(asked):
+    for slot, params in enumerate(requested):
         entering = NewRow(slot, "", np.array(PROMPT + OUTPUT, np.int32), len(PROMPT), params, 1000 + slot, STOP)
         slots.assign(entering)
         made.assign(entering)
@@ -80,8 +80,8 @@ def exact(params: SamplingParams, logits: torch.Tensor) -> np.ndarray[Any, Any]:
         p[order[before >= params.top_p]] = 0
         p /= p.sum()
     p[p < params.min_p * p.max()] = 0
-    found: np.ndarray[Any, Any] = p / p.sum()
-    return found
+    actual: np.ndarray[Any, Any] = p / p.sum()
+    return actual
 
 
 DISTRIBUTIONS: dict[str, dict[str, Any]] = {
@@ -211,13 +211,13 @@ def test_greedy_takes_the_best_after_penalties_and_counts_as_temperature_one(mod
 
 def test_mode_of_requests_that_do_not_say() -> None:
     logits = model_logits()
-    found = []
+    results = []
     for default, own in (("raw", None), ("temperature", None), ("raw", "temperature"), ("processed", "raw")):
         params = SamplingParams(temperature=0.5, logprobs=1, logprobs_mode=own)  # type: ignore[arg-type]
         drawn = draw(sampler([params], default)[0], logits.clone(), rows_of([0]))
         assert drawn.logprobs is not None
-        found.append(float(drawn.logprobs.token_logprobs[0]))
-    assert found[0] == found[3] != found[1] == found[2]
+        results.append(float(drawn.logprobs.token_logprobs[0]))
+    assert results[0] == results[3] != results[1] == results[2]
 
 
 def varied(count: int, seed: int) -> list[SamplingParams]:
@@ -247,20 +247,22 @@ def own_row(params: SamplingParams, drawn: SampledTokens, n: int) -> Any:
     width += len(params.logprob_token_ids or [])
     asks = params.logprobs is not None or params.logprob_token_ids
     assert drawn.logprobs is not None or not asks
-    found = row(drawn.logprobs, n, width) if drawn.logprobs is not None and asks else None
-    return int(drawn.token_ids[n]), drawn.status is None or drawn.status[n] == OK, found
+    actual = row(drawn.logprobs, n, width) if drawn.logprobs is not None and asks else None
+    return int(drawn.token_ids[n]), drawn.status is None or drawn.status[n] == OK, actual
 
 
 def test_a_row_is_the_same_bits_in_any_company() -> None:
-    asked = varied(60, 1)
-    made, _ = sampler(asked)
+    requested = varied(60, 1)
+    made, _ = sampler(requested)
     logits = model_logits(60, seed=9)
-    alone = [own_row(p, draw(made, logits[i : i + 1].clone(), rows_of([i])), 0) for i, p in enumerate(asked)]
+    alone = [own_row(p, draw(made, logits[i : i + 1].clone(), rows_of([i])), 0) for i, p in enumerate(requested)]
     rng = np.random.default_rng(2)
     for count in (60, 60, 31, 7, 2, 2, 2):
         which = rng.permutation(60)[:count]
         drawn = draw(made, logits[torch.from_numpy(which)].clone(), rows_of(which))
-        assert [own_row(asked[i], drawn, n) for n, i in enumerate(which.tolist())] == [alone[i] for i in which.tolist()]
+        assert [own_row(requested[i], drawn, n) for n, i in enumerate(which.tolist())] == [
+            alone[i] for i in which.tolist()
+        ]
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-6, 5e-7, 1e-20])
@@ -285,8 +287,8 @@ def test_broken_rows_are_flagged_and_touch_nobody(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(ops, "sample", checked(sample))
     monkeypatch.setattr(ops, "logprobs", checked(logprobs))
-    asked = [*varied(40, 3)[:20], SamplingParams(allowed_token_ids=[2], bad_token_ids=[2], logprobs=2)]
-    made, _ = sampler(asked)
+    requested = [*varied(40, 3)[:20], SamplingParams(allowed_token_ids=[2], bad_token_ids=[2], logprobs=2)]
+    made, _ = sampler(requested)
     logits = model_logits(21, seed=4)
     sound = draw(made, logits.clone(), rows_of(np.arange(21)))
     assert sound.status is not None and sound.status.tolist() == [OK] * 20 + [NO_LEGAL_TOKEN]
@@ -300,7 +302,7 @@ def test_broken_rows_are_flagged_and_touch_nobody(monkeypatch: pytest.MonkeyPatc
     assert np.flatnonzero(drawn.status == NO_LEGAL_TOKEN).tolist() == [20]
     assert ((drawn.token_ids >= 0) & (drawn.token_ids < VOCAB)).all()
     for n in np.flatnonzero(drawn.status == OK).tolist():
-        assert own_row(asked[n], drawn, n) == own_row(asked[n], sound, n)
+        assert own_row(requested[n], drawn, n) == own_row(requested[n], sound, n)
 
 
 def test_nothing_is_returned_for_rows_that_ask_for_no_logprobs() -> None:
@@ -326,18 +328,18 @@ def test_scoring_where_everything_is_forbidden_is_minus_infinity() -> None:
         allowed_token_ids=[2], bad_token_sequences=[[3, 2]], prompt_logprobs=2, logprobs_mode="processed"
     )
     made, _ = sampler([params])
-    found: LogprobRows = made.score(model_logits(2), 0, 1)  # after token 3; after tokens 3, 3
-    assert found.token_logprobs.tolist() == [float("-inf")] * 2
-    assert not np.isnan(found.top_logprobs).any()
+    actual: LogprobRows = made.score(model_logits(2), 0, 1)  # after token 3; after tokens 3, 3
+    assert actual.token_logprobs.tolist() == [float("-inf")] * 2
+    assert not np.isnan(actual.top_logprobs).any()
 
 
 def test_scoring_knows_no_min_tokens() -> None:
     params = SamplingParams(prompt_logprobs=2, logprobs_mode="processed", min_tokens=5, temperature=0.5)
     logits = model_logits(3)
-    found = sampler([params])[0].score(logits.clone(), 0, 1)
+    actual = sampler([params])[0].score(logits.clone(), 0, 1)
     expected = sampler([SamplingParams(prompt_logprobs=2, logprobs_mode="temperature", temperature=0.5)])[0]
-    assert np.array_equal(found.top_logprobs, expected.score(logits.clone(), 0, 1).top_logprobs)
-    assert np.array_equal(found.token_logprobs, expected.score(logits.clone(), 0, 1).token_logprobs)
+    assert np.array_equal(actual.top_logprobs, expected.score(logits.clone(), 0, 1).top_logprobs)
+    assert np.array_equal(actual.token_logprobs, expected.score(logits.clone(), 0, 1).token_logprobs)
 
 
 @pytest.mark.slow

@@ -43,10 +43,10 @@ class Case(msgspec.Struct):
 
 def cases(rng: random.Random, count: int) -> list[Case]:
     """Requests of all kinds; some have the same prompt, or the same group."""
-    found: list[Case] = []
+    results: list[Case] = []
     for _ in range(count):
-        if found and rng.random() < 0.4:
-            again = rng.choice(found)
+        if results and rng.random() < 0.4:
+            again = rng.choice(results)
             prompt_ids, seed = again.prompt, rng.choice([again.seed, rng.randrange(99)])
         else:
             period = rng.choice([2, 3, 50])
@@ -54,8 +54,8 @@ def cases(rng: random.Random, count: int) -> list[Case]:
         params = {"max_tokens": rng.randrange(1, 40), "ignore_eos": rng.random() < 0.5} | rng.choice(OPTIONS)
         params["min_tokens"] = min(params.get("min_tokens", 0), params["max_tokens"])
         group = rng.choice([None, None, "a", "b"])
-        found.append(Case(prompt_ids, params, seed, group, rng.choice([None, None, "s"])))
-    return found
+        results.append(Case(prompt_ids, params, seed, group, rng.choice([None, None, "s"])))
+    return results
 
 
 def drafts_for(output: Sequence[int], rng: random.Random) -> list[int]:

@@ -55,13 +55,13 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def jobs() -> list[Job]:
-    asked = [
+    requested = [
         {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
         {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2},
     ]
     return [
         Job(prompt(6 + 9 * i, i), SamplingParams(max_tokens=2, **options), i)  # type: ignore[arg-type]
-        for i, options in enumerate(asked)
+        for i, options in enumerate(requested)
     ]
 
 
@@ -97,11 +97,11 @@ def test_what_is_recorded_is_launches_and_not_lines() -> None:
         return made.sum(0)
 
     with recording() as tape:
-        found = run()
+        actual = run()
     for value in (5.0, 7.0):
         x.fill_(value)
         tape.repeat()
-        assert found.tolist() == [3 * (value + 1)] * 3 and len(lines) == 1
+        assert actual.tolist() == [3 * (value + 1)] * 3 and len(lines) == 1
     with recording(), pytest.raises(AssertionError, match="on the host"):
         x.tolist()
 
@@ -123,7 +123,7 @@ def test_a_recorded_step_has_the_bits_of_one_that_is_launched(
     attention = "model.layers.0.self_attn."
     rewrite(base, stored(base) | {attention + "k_scale": torch.tensor(0.03), attention + "v_scale": torch.tensor(0.02)})
     adapters = [write_adapter(tmp_path / str(seed), base, rank=4 + seed, seed=seed) for seed in (0, 1)]
-    found = []
+    results = []
     for eager in (False, True):
         runner, facts = make_runner(
             base, hf, load_format="auto", max_num_seqs=3, max_num_batched_tokens=16, enforce_eager=eager, **options
@@ -132,8 +132,8 @@ def test_a_recorded_step_has_the_bits_of_one_that_is_launched(
         for slot, directory in enumerate(adapters if "enable_lora" in options else []):
             load(runner, slot, directory)
             made[slot].adapter = slot
-        found.append(outcomes(Driver(runner, facts, max_num_seqs=3).run(made, chunk=5)))
-    assert found[0] == found[1]
+        results.append(outcomes(Driver(runner, facts, max_num_seqs=3).run(made, chunk=5)))
+    assert results[0] == results[1]
 
 
 @pytest.mark.slow
@@ -154,9 +154,9 @@ def test_the_start_compiles_all_that_serving_needs(options: dict[str, object]) -
         text=True, check=False, timeout=240, env=os.environ | {"TRITON_INTERPRET": "0"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
-    assert found["serving"] == []
-    assert 30 < len(found["start"]) <= 80  # of all kernels, in about a minute
+    actual = json.loads(done.stdout)
+    assert actual["serving"] == []
+    assert 30 < len(actual["start"]) <= 80  # of all kernels, in about a minute
 
 
 def bind_references(*_: object, **__: object) -> dict[str, str]:

@@ -222,10 +222,10 @@ def test_pushed_weights_have_the_checksums_that_the_trainer_has(
     runner.background("finish_update", {})
     assert runner.background("checkpoint_checksums", {}) == at_start  # until the commit
     runner.call("commit_update", {})
-    found = runner.background("checkpoint_checksums", {})
+    actual = runner.background("checkpoint_checksums", {})
     expected = checksums(sent)
-    assert {name: found["checkpoint"][name] for name in expected} == expected
-    assert found["checkpoint"].keys() - expected.keys() <= found["tied"].keys()
+    assert {name: actual["checkpoint"][name] for name in expected} == expected
+    assert actual["checkpoint"].keys() - expected.keys() <= actual["tied"].keys()
 
 
 def test_checksums_of_a_directory_and_without_any(bench: Bench) -> None:
@@ -238,8 +238,8 @@ def test_checksums_of_a_directory_and_without_any(bench: Bench) -> None:
         runner.background("finish_update", {})
         runner.call("commit_update", {})
         if expected:
-            found = runner.background("checkpoint_checksums", {})["checkpoint"]
-            assert {name: found[name] for name in expected} == expected
+            actual = runner.background("checkpoint_checksums", {})["checkpoint"]
+            assert {name: actual[name] for name in expected} == expected
             expected = {}
             continue
         with pytest.raises(Conflict, match="--no-weight-checksums"):

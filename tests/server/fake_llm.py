@@ -226,8 +226,8 @@ class _Choice:
         self.finish = Finish(reason, detail, stop, message, queued=0.001, first_token=0.25, total=1.25)
 
 
-def _width(asked: int | None) -> int:
-    return 8 if asked == -1 else asked or 0
+def _width(body: int | None) -> int:
+    return 8 if body == -1 else body or 0
 
 
 @dataclass(eq=False)
@@ -262,7 +262,7 @@ class FakeLLM(AdminMethods):
     status: Status = RUNNING
     calls: list[Call] = field(default_factory=list)
     verbs: list[str] = field(default_factory=list)
-    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # verbs with their arguments
+    commands: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # verbs with their arguments
     answers: dict[str, Any] = field(default_factory=dict)  # by verb; an exception is raised
     streams: dict[str, FakeStream] = field(default_factory=dict)
     made: list[FakeStream] = field(default_factory=list)  # all streams
@@ -359,19 +359,19 @@ class FakeLLM(AdminMethods):
     async def abort(self, request_ids: Sequence[str], reason: str = "abort_user") -> dict[str, str]:
         if self.dead:
             raise self.dead
-        found = {}
+        results = {}
         for given in request_ids:
             streams = self._of(bare_id(given))
             coming = [one for one in self.announced if one.request_id == bare_id(given) and one.ended is None]
             for announcement in coming:
                 announcement.ended = reason
             ended = "finished" if bare_id(given) in self.ended else "not_found"
-            found[given] = "aborted" if streams or coming else ended
+            results[given] = "aborted" if streams or coming else ended
             for stream in streams:
                 stream.abort_reason = reason
                 stream.wake.set()
         await asyncio.sleep(0)
-        return found
+        return results
 
     async def abort_group(self, group_id: str, reason: str = "abort_user") -> dict[str, str]:
         streams = [stream for stream in self.streams.values() if stream.call.options["group_id"] == group_id]
@@ -396,7 +396,7 @@ class FakeLLM(AdminMethods):
         if self.dead:
             raise self.dead
         self.verbs.append(method)
-        self.asked.append((method, complete(method, args)))
+        self.commands.append((method, complete(method, args)))
         answer = self.answers.get(method, {})
         if isinstance(answer, Exception):
             raise answer

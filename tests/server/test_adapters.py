@@ -74,11 +74,11 @@ def test_an_adapter_that_goes_before_its_request_comes_is_a_404() -> None:
 
 def test_models_lists_adapters_with_their_parent() -> None:
     s = with_adapters(served_model_name=["base"])
-    found = {model["id"]: model for model in s.get("/v1/models").json()["data"]}
-    assert list(found) == ["base", "sql", "tone"]
-    assert (found["base"]["parent"], found["base"]["root"]) == (None, "demo")
-    assert (found["sql"]["parent"], found["sql"]["root"]) == ("base", "/adapters/sql")
-    assert s.get("/v1/models/sql").json() == found["sql"]
+    actual = {model["id"]: model for model in s.get("/v1/models").json()["data"]}
+    assert list(actual) == ["base", "sql", "tone"]
+    assert (actual["base"]["parent"], actual["base"]["root"]) == (None, "demo")
+    assert (actual["sql"]["parent"], actual["sql"]["root"]) == ("base", "/adapters/sql")
+    assert s.get("/v1/models/sql").json() == actual["sql"]
     assert s.get("/v1/models/none").status_code == 404
     assert s.get("/server_info").json()["adapters"] == {"sql": 3, "tone": 1}
 

@@ -73,8 +73,8 @@ def kinds(schema: dict[str, Any], schemas: dict[str, Any]) -> set[str]:
         return set().union(*(kinds(option, schemas) for option in options))
     if "enum" in schema:
         return {"enum"}
-    found = schema.get("type", [*WRONG])
-    return set(found if isinstance(found, list) else [found])
+    actual = schema.get("type", [*WRONG])
+    return set(actual if isinstance(actual, list) else [actual])
 
 
 def wrong_values(schema: dict[str, Any], schemas: dict[str, Any]) -> list[Any]:
@@ -117,7 +117,7 @@ def test_the_field_is_named_in_the_doors_own_shape(name: str) -> None:
     ]
     assert {path for path, *_ in cases} >= {path for path, body in door.bodies.items() if body}
     rng = random.Random(name)
-    served = len(server.llm.asked)
+    served = len(server.llm.commands)
     failures = []
     for _ in range(BODIES):
         path, body, field, values = rng.choice(cases)
@@ -127,4 +127,4 @@ def test_the_field_is_named_in_the_doors_own_shape(name: str) -> None:
         if not 400 <= answer.status_code < 500 or not fits(said, door.shape) or field not in named(said):
             failures.append((path, field, wrong, answer.status_code, answer.text[:200]))
     assert not failures, failures[:20]
-    assert not server.llm.streams and {verb for verb, _ in server.llm.asked[served:]} <= {"ping", "stats", "status"}
+    assert not server.llm.streams and {verb for verb, _ in server.llm.commands[served:]} <= {"ping", "stats", "status"}

@@ -130,18 +130,18 @@ def test_scheduling_fields_arrive() -> None:
 def test_the_tokenizers_own_special_tokens_come_on_request_only(
     wanted: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    requests = []
     encode = TOKENIZER.encode
 
     def noted(text: str, add_special_tokens: bool) -> list[int]:
-        asked.append(add_special_tokens)
+        requests.append(add_special_tokens)
         return encode(text, add_special_tokens)
 
     monkeypatch.setattr(TOKENIZER, "encode", noted)
     s = site()
     ask(s, add_special_tokens=wanted, max_tokens=1)
     assert s.post("/tokenize", {"messages": MESSAGES, "add_special_tokens": wanted}).status_code == 200
-    assert asked == [bool(wanted)] * 2
+    assert requests == [bool(wanted)] * 2
 
 
 def test_max_completion_tokens_is_max_tokens() -> None:
@@ -234,9 +234,9 @@ def test_with_token_ids_come_the_weights_that_made_them(path: str) -> None:
     assert told == [made]
 
 
-@pytest.mark.parametrize(("asked", "width"), [(1, 1), (True, 1), (0, 0)])
-def test_prompt_logprobs(asked: Any, width: int) -> None:
-    scores = ask(site(says("a")), prompt_logprobs=asked)["prompt_logprobs"]
+@pytest.mark.parametrize(("body", "width"), [(1, 1), (True, 1), (0, 0)])
+def test_prompt_logprobs(body: Any, width: int) -> None:
+    scores = ask(site(says("a")), prompt_logprobs=body)["prompt_logprobs"]
     text = ids("user:hi;assistant:")
     assert scores[0] is None and len(scores) == len(text)
     for token, entry in zip(text[1:], scores[1:], strict=True):
@@ -302,18 +302,18 @@ def test_large_conversations_are_rendered_in_a_thread() -> None:
 
 @pytest.mark.parametrize("route", [CHAT, "/v1/completions"])
 def test_the_fingerprint_changes_with_the_weights_and_options(route: str) -> None:
-    asked = {"messages": MESSAGES} if route == CHAT else {"prompt": "hi"}
+    requested = {"messages": MESSAGES} if route == CHAT else {"prompt": "hi"}
     s = site(says("ab"))
-    first = s.post(route, asked).json()["system_fingerprint"]
-    assert first.startswith("tokserve-") and s.post(route, asked).json()["system_fingerprint"] == first
-    choices = [event for event in s.events(route, asked | {"n": 2}) if event["choices"][0]["finish_reason"]]
+    first = s.post(route, requested).json()["system_fingerprint"]
+    assert first.startswith("tokserve-") and s.post(route, requested).json()["system_fingerprint"] == first
+    choices = [event for event in s.events(route, requested | {"n": 2}) if event["choices"][0]["finish_reason"]]
     assert [event["system_fingerprint"] for event in choices] == [first] * 2
     s.llm.status = msgspec.structs.replace(s.llm.status, epoch=1)
-    second = s.post(route, asked).json()["system_fingerprint"]
-    other = site(says("ab"), dtype="float32").post(route, asked).json()["system_fingerprint"]
+    second = s.post(route, requested).json()["system_fingerprint"]
+    other = site(says("ab"), dtype="float32").post(route, requested).json()["system_fingerprint"]
     pairs = site(says("ab"))
     pairs.llm.ready.facts["arithmetic"] = "pairs"
-    third = pairs.post(route, asked).json()["system_fingerprint"]
+    third = pairs.post(route, requested).json()["system_fingerprint"]
     assert len({first, second, other, third}) == 4
     made = s.post("/inference/v1/generate", {"token_ids": [5]}).json()
     assert s.post(CHAT + "/derender", {"generate_response": made}).json()["system_fingerprint"] is None
@@ -380,9 +380,9 @@ def test_reasoning_effort_is_the_templates() -> None:
 
 def test_reasoning_effort_that_nothing_reads() -> None:
     for path, prompt_ids in ((CHAT, {}), (CHAT + "/tokens", {"tokens": [5]})):
-        asked = {"messages": MESSAGES, "reasoning_effort": "low"} | prompt_ids
-        assert site(says("a")).post(path, asked).headers["x-ignored-fields"] == "reasoning_effort"
-        refused = site(strict=True).post(path, asked)
+        body = {"messages": MESSAGES, "reasoning_effort": "low"} | prompt_ids
+        assert site(says("a")).post(path, body).headers["x-ignored-fields"] == "reasoning_effort"
+        refused = site(strict=True).post(path, body)
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "reasoning_effort"
     assert refusal(reasoning_effort="a bit")[:2] == (400, "reasoning_effort")
 
@@ -406,8 +406,8 @@ def test_strict_refuses_unknown_fields() -> None:
     answer = site(strict=True).post(CHAT, {"messages": MESSAGES, "top_pp": 1})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "top_pp"
     assert "did you mean 'top_p'" in answer.json()["error"]["message"]
-    asked = {"messages": MESSAGES, "stream": True, "stream_options": {"usage": True}}
-    assert site(strict=True).post(CHAT, asked).json()["error"]["param"] == "stream_options.usage"
+    body = {"messages": MESSAGES, "stream": True, "stream_options": {"usage": True}}
+    assert site(strict=True).post(CHAT, body).json()["error"]["param"] == "stream_options.usage"
 
 
 @pytest.mark.parametrize(

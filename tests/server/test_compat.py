@@ -54,9 +54,9 @@ def treatment(route: str, name: str) -> FieldRule | None:
 
 
 def cell(route: str, name: str) -> str:
-    found = treatment(route, name)
-    if found is not None:
-        return found.treatment
+    actual = treatment(route, name)
+    if actual is not None:
+        return actual.treatment
     return "effect" if name in ROUTES[route][0].model_fields else "unknown"
 
 
@@ -80,12 +80,12 @@ def names(*, of_openai: bool) -> list[str]:
 def table(*, of_openai: bool) -> str:
     lines = ["| field | chat | completions | responses | messages | |", "|---|---|---|---|---|---|"]
     for name in names(of_openai=of_openai):
-        known = [found for route in ROUTES if (found := treatment(route, name)) is not None]
-        notes = list(dict.fromkeys(found.note for found in known if found.note))
-        values = dict.fromkeys(json.dumps(value) for found in known for value in found.no_effect)
+        known = [actual for route in ROUTES if (actual := treatment(route, name)) is not None]
+        notes = list(dict.fromkeys(actual.note for actual in known if actual.note))
+        values = dict.fromkeys(json.dumps(value) for actual in known for value in actual.no_effect)
         if values:
             notes.append(f"asks for nothing: {', '.join(f'`{value}`' for value in values)}")
-        if any(found.strict for found in known):
+        if any(actual.strict for actual in known):
             notes.append("refused with `--strict`")
         row = [f"`{name}`", *(cell(route, name) for route in ROUTES), "; ".join(notes)]
         lines.append(f"| {' | '.join(row)} |".replace("  |", " |"))
@@ -131,19 +131,19 @@ def ask(s: Site, route: str, name: str, value: Any) -> Any:
 def test_the_routes_keep_to_the_table(route: str) -> None:
     lenient, strict = site(says("a")), site(says("a"), strict=True)
     for name in names(of_openai=True) + names(of_openai=False):
-        found = treatment(route, name)
-        if found is None:
+        actual = treatment(route, name)
+        if actual is None:
             continue
         for server in (lenient, strict):
-            for value in (None, *found.no_effect):
+            for value in (None, *actual.no_effect):
                 answer = ask(server, route, name, value)
                 assert answer.status_code == 200, (name, value, answer.text)
                 assert "x-ignored-fields" not in answer.headers, (name, value)
             answer = ask(server, route, name, ODD)
-            if found.treatment == "refused" or (server is strict and found.strict):
+            if actual.treatment == "refused" or (server is strict and actual.strict):
                 error = error_of(answer)
                 assert answer.status_code == 400 and error.get("param", name) == name, (name, answer.text)
-                assert name in error["message"] and (found.note in error["message"] or found.strict)
+                assert name in error["message"] and (actual.note in error["message"] or actual.strict)
             else:
                 assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == name, name
 

@@ -71,14 +71,14 @@ def test_sixteen_tokens_unless_told_otherwise() -> None:
     assert ask(s, max_tokens=None)["usage"]["completion_tokens"] == 510
 
 
-@pytest.mark.parametrize(("asked", "width"), [(0, 0), (2, 2), (True, 1)])
-def test_logprobs(asked: Any, width: int) -> None:
+@pytest.mark.parametrize(("body", "width"), [(0, 0), (2, 2), (True, 1)])
+def test_logprobs(body: Any, width: int) -> None:
     s = site()
-    choice = ask(s, logprobs=asked, max_tokens=4)["choices"][0]
-    found = choice["logprobs"]
+    choice = ask(s, logprobs=body, max_tokens=4)["choices"][0]
+    actual = choice["logprobs"]
     assert s.llm.calls[0].params.logprobs == width
-    assert "".join(found["tokens"]) == choice["text"] and found["text_offset"] == [0, 1, 2, 3]
-    for token, own, tops in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
+    assert "".join(actual["tokens"]) == choice["text"] and actual["text_offset"] == [0, 1, 2, 3]
+    for token, own, tops in zip(actual["tokens"], actual["token_logprobs"], actual["top_logprobs"], strict=True):
         assert next(iter(tops)) == token and tops[token] == own
         assert max(1, width) <= len(tops) <= width + 1
 
@@ -111,11 +111,11 @@ def test_echo_puts_the_prompt_before_the_answer() -> None:
 def test_echo_with_logprobs_scores_the_prompt_too(n: int) -> None:
     s = site(says("cd"))
     for choice in ask(s, echo=True, logprobs=1, n=n)["choices"]:
-        found = choice["logprobs"]
+        actual = choice["logprobs"]
         assert s.llm.calls[0].params.prompt_logprobs == 1
-        assert found["tokens"] == ["a", "b", "c", "d", "<eos>"] and found["text_offset"] == [0, 1, 2, 3, 4]
-        assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
-        assert all(value <= 0 for value in found["token_logprobs"][1:])
+        assert actual["tokens"] == ["a", "b", "c", "d", "<eos>"] and actual["text_offset"] == [0, 1, 2, 3, 4]
+        assert actual["token_logprobs"][0] is None and actual["top_logprobs"][0] is None
+        assert all(value <= 0 for value in actual["token_logprobs"][1:])
         assert choice["prompt_logprobs"] is None
 
 
@@ -126,8 +126,8 @@ def test_echo_keeps_to_its_own_width() -> None:
 
 
 def test_prompt_logprobs_keep_to_their_own_width() -> None:
-    asked = {"logprobs": 3, "prompt_logprobs": 1, "return_tokens_as_token_ids": True}
-    choice = ask(site(), ids("abc"), echo=True, max_tokens=1, **asked)["choices"][0]
+    body = {"logprobs": 3, "prompt_logprobs": 1, "return_tokens_as_token_ids": True}
+    choice = ask(site(), ids("abc"), echo=True, max_tokens=1, **body)["choices"][0]
     assert all(len(tops) >= 3 for tops in choice["logprobs"]["top_logprobs"][1:])
     assert all(len(tops) <= 2 for tops in choice["prompt_logprobs"][1:])
 
@@ -145,10 +145,10 @@ def logprobs_of(s: Site, prompt: Any, **fields: Any) -> Any:
 
 
 def test_a_character_of_several_tokens_is_that_of_the_last() -> None:
-    found = logprobs_of(site(says("aé日b")), "é")
-    assert found["tokens"] == ["", "é", "a", "", "é", "", "", "日", "b", "<eos>"]
-    assert found["text_offset"] == [0, 0, 1, 2, 2, 3, 3, 3, 4, 5]
-    assert [next(iter(tops)) for tops in found["top_logprobs"][1:]] == found["tokens"][1:]
+    actual = logprobs_of(site(says("aé日b")), "é")
+    assert actual["tokens"] == ["", "é", "a", "", "é", "", "", "日", "b", "<eos>"]
+    assert actual["text_offset"] == [0, 0, 1, 2, 2, 3, 3, 3, 4, 5]
+    assert [next(iter(tops)) for tops in actual["top_logprobs"][1:]] == actual["tokens"][1:]
 
 
 def test_what_is_no_character_is_no_part_of_the_next_token() -> None:
@@ -184,10 +184,10 @@ def test_offsets_of_a_prompt_whose_first_space_is_dropped(monkeypatch: pytest.Mo
     prompt = tokenizer.encode("the win", False)
     s = site(lambda p, i: [*prompt, 0])
     reply = ask(s, prompt, echo=True, logprobs=0, max_tokens=len(prompt))["choices"][0]
-    text, found = reply["text"], reply["logprobs"]
+    text, actual = reply["text"], reply["logprobs"]
     assert text == "the win the win"
-    places = zip(found["tokens"][1:], found["text_offset"][1:], strict=True)
-    assert found["text_offset"][0] == 0 and all(text.startswith(token, at) for token, at in places)
+    places = zip(actual["tokens"][1:], actual["text_offset"][1:], strict=True)
+    assert actual["text_offset"][0] == 0 and all(text.startswith(token, at) for token, at in places)
 
 
 def test_choices_of_all_prompts_have_a_limit() -> None:
@@ -203,9 +203,9 @@ def packed(s: Site, route: str, body: dict[str, Any]) -> Any:
 def test_msgpack_has_packed_ids_and_numbers_as_keys() -> None:
     s = site()
     raw = array("i", [5, 6]).tobytes()
-    asked = {"max_tokens": 2, "logit_bias": {7: 1.5, "8": 2}}
+    body = {"max_tokens": 2, "logit_bias": {7: 1.5, "8": 2}}
     for route, name in ((COMPLETIONS, "prompt"), ("/v1/chat/completions/tokens", "tokens")):
-        answer = packed(s, route, asked | {name: raw})
+        answer = packed(s, route, body | {name: raw})
         assert answer.status_code == 200, answer.text
         assert s.llm.calls[-1].prompt == [5, 6] and s.llm.calls[-1].params.logit_bias == {7: 1.5, 8: 2.0}
         assert packed(s, route, {name: raw[:5]}).json()["error"]["param"] == name

@@ -88,7 +88,7 @@ def test_each_route_is_one_call_of_the_engine(path: str, sent: Any, verb: str, a
     s = site()
     answer = s.post(path, sent)
     assert answer.status_code == 200, answer.text
-    assert s.llm.asked == [(verb, complete(verb, args))]
+    assert s.llm.commands == [(verb, complete(verb, args))]
 
 
 def test_the_table_has_every_control_route() -> None:
@@ -119,8 +119,8 @@ def test_checksums_in_memory_and_of_the_checkpoint() -> None:
     known = {"checkpoint": {"a": "1", "head": "2", "embed": "2"}, "tied": {"head": "embed"}}
     s.llm.answers = {"weight_checksums": {"place": "0"}, "checkpoint_checksums": known}
 
-    def check(**asked: Any) -> dict[str, Any]:
-        return good(s.post("/weight_checker", asked))
+    def check(**body: Any) -> dict[str, Any]:
+        return good(s.post("/weight_checker", body))
 
     assert check(action="checksum") == {"checksums": {"place": "0"}, **known}
     assert check(action="checksum", names="memory") == {"checksums": {"place": "0"}}
@@ -131,8 +131,8 @@ def test_checksums_in_memory_and_of_the_checkpoint() -> None:
         ({"a": "1"}, ["embed", "head"]), ({"a": "3", "embed": "2"}, ["a"]), ({"a": "1", "embed": "2", "x": "1"}, ["x"]),
         ({"a": "1", "embed": "2", "head": "5"}, ["head"]),
     ):  # fmt: skip
-        found = check(action="compare", names="checkpoint", baseline=baseline)
-        assert found == {"match": not mismatches, "mismatches": mismatches}, baseline
+        actual = check(action="compare", names="checkpoint", baseline=baseline)
+        assert actual == {"match": not mismatches, "mismatches": mismatches}, baseline
     answer = s.post("/weight_checker", {"action": "checksum", "names": "files"})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "names"
 
@@ -165,7 +165,7 @@ def test_bad_bodies_name_the_field(path: str, sent: Any, param: str | None) -> N
     s = site()
     answer = s.post(path, sent)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
-    assert not s.llm.asked
+    assert not s.llm.commands
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,8 @@ def test_a_weight_body_goes_on_in_pieces() -> None:
     content = bytes(range(256)) * 40_000
     answer = s.post("/update_weights", content=content, headers={"Content-Type": "application/octet-stream"})
     assert answer.status_code == 200
-    pieces = [args for verb, args in s.llm.asked if verb == "feed_weights"]
-    assert s.llm.asked[0] == ("begin_weight_stream", {"stream": pieces[0]["stream"], "update_id": None})
+    pieces = [args for verb, args in s.llm.commands if verb == "feed_weights"]
+    assert s.llm.commands[0] == ("begin_weight_stream", {"stream": pieces[0]["stream"], "update_id": None})
     assert b"".join(piece["chunk"] for piece in pieces) == content and len({p["stream"] for p in pieces}) == 1
     assert [piece["last"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
@@ -253,7 +253,7 @@ def test_a_sender_that_leaves_is_told_to_the_engine() -> None:
         "server": ("a", 1), "client": ("127.0.0.1", 1), "http_version": "1.1",
     }  # fmt: skip
     asyncio.run(s.app(scope, receive, send))
-    assert s.llm.asked[-1][1]["broken"] is True
+    assert s.llm.commands[-1][1]["broken"] is True
 
 
 @pytest.mark.parametrize(

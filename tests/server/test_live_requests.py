@@ -15,7 +15,7 @@ def test_it_is_the_engines_answer() -> None:
     assert [row["request_id"] for row in answer["requests"]] == ["a"]
     assert s.get("/inference/v1/requests").json() == answer
     assert s.get("/inference/v1/requests?limit=7").json() == answer
-    assert s.llm.asked == [("requests", {"limit": 100}), ("requests", {"limit": 7})]
+    assert s.llm.commands == [("requests", {"limit": 100}), ("requests", {"limit": 7})]
 
 
 @pytest.mark.parametrize("limit", ["", "-1", "x", "1.5", "10001", "1" * 30, "²"])

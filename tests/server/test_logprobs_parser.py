@@ -13,8 +13,8 @@ def back(row: Logprobs, own: int, top: int, named: tuple[int, ...] = ()) -> tupl
     written = {"content": [{"token_id": entry.token_id, "logprob": entry.logprob, "rank": entry.rank, "top_logprobs": [
         {"token_id": other.token_id, "logprob": other.logprob, "rank": other.rank} for other in entry.top_logprobs]}
         for entry in logprobs.objects(row, [own], top).content]}  # fmt: skip
-    found = read.parse_output(written, [own], top, named, "logprobs")
-    return np.frombuffer(found.top_ids, "<i4").tolist(), np.frombuffer(found.top_logprobs, "<f4").tolist()
+    actual = read.parse_output(written, [own], top, named, "logprobs")
+    return np.frombuffer(actual.top_ids, "<i4").tolist(), np.frombuffer(actual.top_logprobs, "<f4").tolist()
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_where_prompts_are_tokenized_and_choices_written(
     answer = site(endless, sglang_api=True).post(path, {field: ["ab"] * count, **others})
     assert answer.status_code == 200, answer.text
     assert {"encode_each", "reply"} <= names.keys()
-    assert {name.startswith("tokserve-") for found in names.values() for name in found} == {in_threads}
+    assert {name.startswith("tokserve-") for actual in names.values() for name in actual} == {in_threads}
 
 
 VECTORS = [("/encode", {"input_ids": [[5]] * 50}), ("/score", {"queries": "ab", "documents": ["ab"] * 50})]
@@ -55,8 +55,8 @@ def embedder(**options: Any) -> Site:
     return made
 
 
-@pytest.mark.parametrize(("path", "asked"), VECTORS)
-def test_where_vectors_are_worked_on(monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("path", "payload"), VECTORS)
+def test_where_vectors_are_worked_on(monkeypatch: pytest.MonkeyPatch, path: str, payload: dict[str, Any]) -> None:
     names: set[str] = set()
     finish = VectorRules.finish
 
@@ -70,7 +70,7 @@ def test_where_vectors_are_worked_on(monkeypatch: pytest.MonkeyPatch, path: str,
 
     monkeypatch.setattr(VectorRules, "finish", noted)
     monkeypatch.setattr(inputs, "pool", pool)
-    answer = embedder().post(path, asked)
+    answer = embedder().post(path, payload)
     assert answer.status_code == 200, answer.text
     assert names and all(name.startswith("tokserve-") for name in names)
 

@@ -31,13 +31,13 @@ def values(s: Site) -> dict[str, float]:
 
 
 def parse(text: str) -> dict[str, float]:
-    found = {}
+    results = {}
     for line in text.splitlines():
         if not line.startswith("#"):
             name, _, value = line.rpartition(" ")
             rest = re.sub(r'engine="0",?|,?model_name="tiny"', "", name)
-            found[rest.replace("{,", "{").replace("{}", "")] = float(value)
-    return found
+            results[rest.replace("{,", "{").replace("{}", "")] = float(value)
+    return results
 
 
 def test_all_names_are_there_before_the_first_request() -> None:
@@ -54,19 +54,19 @@ def test_the_engines_statistics() -> None:
     s.llm.stats = StepStats(2, 3, 16, 8, 64, 100, 4, 1000, 500, 800, 200, 1, deferred=1,
         grammar_bytes=77, grammars_compiling=6, grammar_refusals=9, clients=5, stalled=13, displaced=21,
         snapshots=12)  # fmt: skip
-    found = values(s)
-    assert found["tokserve:num_requests_running"] == 2 and found["tokserve:num_requests_waiting"] == 3
-    assert found["tokserve:kv_cache_usage_perc"] == 0.25 and found["tokserve:num_preemptions_total"] == 4
-    assert found["tokserve:prompt_tokens_total"] == 1000 and found["tokserve:generation_tokens_total"] == 500
-    assert found["tokserve:prefix_cache_queries_total"] == 800 and found["tokserve:prefix_cache_hits_total"] == 200
-    assert found["tokserve:nan_requests_total"] == 1
-    assert found["tokserve:grammar_cache_bytes"] == 77 and found["tokserve:grammars_compiling"] == 6
-    assert found["tokserve:grammar_refusals_total"] == 9
-    assert found["tokserve:recurrent_state_snapshots"] == 12 and found["tokserve:recurrent_state_bytes"] == 0
-    assert found["tokserve:clients"] == 5 and found["tokserve:num_requests_stalled"] == 13
-    assert found["tokserve:displaced_requests_total"] == 21
-    assert found['tokserve:num_requests_waiting_by_reason{reason="capacity"}'] == 2
-    assert found['tokserve:num_requests_waiting_by_reason{reason="deferred"}'] == 1
+    actual = values(s)
+    assert actual["tokserve:num_requests_running"] == 2 and actual["tokserve:num_requests_waiting"] == 3
+    assert actual["tokserve:kv_cache_usage_perc"] == 0.25 and actual["tokserve:num_preemptions_total"] == 4
+    assert actual["tokserve:prompt_tokens_total"] == 1000 and actual["tokserve:generation_tokens_total"] == 500
+    assert actual["tokserve:prefix_cache_queries_total"] == 800 and actual["tokserve:prefix_cache_hits_total"] == 200
+    assert actual["tokserve:nan_requests_total"] == 1
+    assert actual["tokserve:grammar_cache_bytes"] == 77 and actual["tokserve:grammars_compiling"] == 6
+    assert actual["tokserve:grammar_refusals_total"] == 9
+    assert actual["tokserve:recurrent_state_snapshots"] == 12 and actual["tokserve:recurrent_state_bytes"] == 0
+    assert actual["tokserve:clients"] == 5 and actual["tokserve:num_requests_stalled"] == 13
+    assert actual["tokserve:displaced_requests_total"] == 21
+    assert actual['tokserve:num_requests_waiting_by_reason{reason="capacity"}'] == 2
+    assert actual['tokserve:num_requests_waiting_by_reason{reason="deferred"}'] == 1
 
 
 def test_each_engine_has_its_own_samples_and_the_front_end_sums() -> None:
@@ -108,19 +108,19 @@ def test_each_engine_has_its_own_samples_and_the_front_end_sums() -> None:
 def test_a_finished_request_is_observed_once_per_choice() -> None:
     s = site()
     s.post("/inference/v1/generate", {"token_ids": [5, 6, 8], "sampling_params": {"max_tokens": 11, "n": 2}})
-    found = values(s)
-    assert found['tokserve:request_success_total{finished_reason="length"}'] == 2
-    assert found["tokserve:time_to_first_token_seconds_count"] == 2
-    assert found["tokserve:time_to_first_token_seconds_sum"] == 0.5
-    assert found["tokserve:e2e_request_latency_seconds_sum"] == 2.5
-    assert found["tokserve:inter_token_latency_seconds_count"] == 20  # 10 pauses in each of two choices
-    assert abs(found["tokserve:inter_token_latency_seconds_sum"] - 2.0) < 1e-9
-    assert found['tokserve:inter_token_latency_seconds_bucket{le="0.1"}'] == 20
-    assert found['tokserve:inter_token_latency_seconds_bucket{le="0.08"}'] == 0
-    assert found["tokserve:request_time_per_output_token_seconds_count"] == 2
-    assert abs(found["tokserve:request_inference_time_seconds_sum"] - 2 * 1.249) < 1e-9
-    assert found["tokserve:request_generation_tokens_sum"] == 22 and found["tokserve:request_prompt_tokens_sum"] == 6
-    assert found["tokserve:request_params_n_sum"] == 2 and found["tokserve:request_params_max_tokens_sum"] == 11
+    actual = values(s)
+    assert actual['tokserve:request_success_total{finished_reason="length"}'] == 2
+    assert actual["tokserve:time_to_first_token_seconds_count"] == 2
+    assert actual["tokserve:time_to_first_token_seconds_sum"] == 0.5
+    assert actual["tokserve:e2e_request_latency_seconds_sum"] == 2.5
+    assert actual["tokserve:inter_token_latency_seconds_count"] == 20  # 10 pauses in each of two choices
+    assert abs(actual["tokserve:inter_token_latency_seconds_sum"] - 2.0) < 1e-9
+    assert actual['tokserve:inter_token_latency_seconds_bucket{le="0.1"}'] == 20
+    assert actual['tokserve:inter_token_latency_seconds_bucket{le="0.08"}'] == 0
+    assert actual["tokserve:request_time_per_output_token_seconds_count"] == 2
+    assert abs(actual["tokserve:request_inference_time_seconds_sum"] - 2 * 1.249) < 1e-9
+    assert actual["tokserve:request_generation_tokens_sum"] == 22 and actual["tokserve:request_prompt_tokens_sum"] == 6
+    assert actual["tokserve:request_params_n_sum"] == 2 and actual["tokserve:request_params_max_tokens_sum"] == 11
 
 
 def test_streams_and_text_routes_count_too() -> None:
@@ -134,10 +134,10 @@ def test_a_prompt_that_is_only_scored_has_times_and_no_tokens() -> None:
     s = site()
     body = {"prompt": "ab", "max_tokens": 0, "echo": True, "logprobs": 0}
     assert s.post("/v1/completions", body).json()["usage"]["completion_tokens"] == 0
-    found = values(s)
-    assert found["tokserve:request_generation_tokens_sum"] == found["tokserve:inter_token_latency_seconds_count"] == 0
+    actual = values(s)
+    assert actual["tokserve:request_generation_tokens_sum"] == actual["tokserve:inter_token_latency_seconds_count"] == 0
     for name in ("time_to_first_token", "request_queue_time", "request_prefill_time", "request_inference_time"):
-        assert found[f"tokserve:{name}_seconds_count"] == 1
+        assert actual[f"tokserve:{name}_seconds_count"] == 1
 
 
 def test_two_apps_do_not_share_counters() -> None:

@@ -31,8 +31,8 @@ def server() -> Site:
 
 @pytest.fixture(scope="module")
 def schemas(server: Site) -> dict[str, Any]:
-    found: dict[str, Any] = server.get("/openapi.json").json()["components"]["schemas"]
-    return found
+    actual: dict[str, Any] = server.get("/openapi.json").json()["components"]["schemas"]
+    return actual
 
 
 def beyond(part: dict[str, Any]) -> list[Any]:

@@ -22,18 +22,18 @@ def steady(reply: Any) -> Any:
     return {name: value for name, value in reply.items() if name not in ("id", "created", "system_fingerprint")}
 
 
-def chat_by_hand(s: Site, asked: dict[str, Any], form: str = "objects", **changes: Any) -> Any:
-    rendered = good(s.post(CHAT + "/render", asked)) | {"logprobs_format": form}
+def chat_by_hand(s: Site, body: dict[str, Any], form: str = "objects", **changes: Any) -> Any:
+    rendered = good(s.post(CHAT + "/render", body)) | {"logprobs_format": form}
     made = good(s.post(GENERATE, rendered | changes))
     length = len(rendered["token_ids"])
-    return good(s.post(CHAT + "/derender", {"generate_response": made, "chat_request": asked, "prompt_tokens": length}))
+    return good(s.post(CHAT + "/derender", {"generate_response": made, "chat_request": body, "prompt_tokens": length}))
 
 
-def completions_by_hand(s: Site, asked: dict[str, Any], form: str = "objects") -> Any:
+def completions_by_hand(s: Site, body: dict[str, Any], form: str = "objects") -> Any:
     made = []
-    for one in good(s.post(COMPLETIONS + "/render", asked)):
+    for one in good(s.post(COMPLETIONS + "/render", body)):
         made.append(good(s.post(GENERATE, one | {"logprobs_format": form})))
-    return good(s.post(COMPLETIONS + "/derender", {"generate_responses": made, "completion_request": asked}))
+    return good(s.post(COMPLETIONS + "/derender", {"generate_responses": made, "completion_request": body}))
 
 
 CHATS: list[dict[str, Any]] = [
@@ -54,8 +54,8 @@ CHATS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("fields", CHATS, ids=str)
 def test_chat_by_hand_is_chat(fields: dict[str, Any], form: str) -> None:
     s = site(says(ODD))
-    asked = {"messages": MESSAGES} | fields
-    assert steady(chat_by_hand(s, asked, form)) == steady(good(s.post(CHAT, asked)))
+    body = {"messages": MESSAGES} | fields
+    assert steady(chat_by_hand(s, body, form)) == steady(good(s.post(CHAT, body)))
 
 
 TEXTS: list[dict[str, Any]] = [
@@ -69,34 +69,34 @@ TEXTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("asked", TEXTS, ids=str)
-def test_completions_by_hand_are_completions(asked: dict[str, Any], form: str) -> None:
+@pytest.mark.parametrize("body", TEXTS, ids=str)
+def test_completions_by_hand_are_completions(body: dict[str, Any], form: str) -> None:
     s = site(says(ODD))
-    assert steady(completions_by_hand(s, asked, form)) == steady(good(s.post(COMPLETIONS, asked)))
+    assert steady(completions_by_hand(s, body, form)) == steady(good(s.post(COMPLETIONS, body)))
 
 
 @pytest.mark.parametrize("fields", [{"stop": "xt"}, {"stop": ["e", "ex"]}, {"stop": "\u20ac"}], ids=str)
 def test_stop_strings_that_the_generator_did_not_know_are_cut_here(fields: dict[str, Any]) -> None:
     s = site(says(ODD))
-    asked = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1} | fields
-    sampling = good(s.post(CHAT + "/render", asked))["sampling_params"]
+    body = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1} | fields
+    sampling = good(s.post(CHAT + "/render", body))["sampling_params"]
     del sampling["stop"]
-    assert steady(chat_by_hand(s, asked, sampling_params=sampling)) == steady(good(s.post(CHAT, asked)))
+    assert steady(chat_by_hand(s, body, sampling_params=sampling)) == steady(good(s.post(CHAT, body)))
 
 
 def test_msgpack_all_the_way() -> None:
     s, kind = site(says(ODD)), "application/msgpack"
-    asked = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    request = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
 
     def post(path: str, body: Any) -> Any:
         answer = s.post(path, content=msgspec.msgpack.encode(body), headers={"Content-Type": kind, "Accept": kind})
         assert answer.status_code == 200, answer.content
         return msgspec.msgpack.decode(answer.content)
 
-    made = post(GENERATE, post(CHAT + "/render", asked))
+    made = post(GENERATE, post(CHAT + "/render", request))
     assert isinstance(made["choices"][0]["token_ids"], bytes)
-    reply = post(CHAT + "/derender", {"generate_response": made, "chat_request": asked})
-    assert steady(reply) == steady(good(s.post(CHAT, asked)))
+    reply = post(CHAT + "/derender", {"generate_response": made, "chat_request": request})
+    assert steady(reply) == steady(good(s.post(CHAT, request)))
 
 
 def test_what_a_rendered_chat_looks_like() -> None:
@@ -104,12 +104,12 @@ def test_what_a_rendered_chat_looks_like() -> None:
     assert good(s.post(CHAT + "/render", {"messages": MESSAGES})) == {
         "token_ids": ids("user:hi;assistant:"), "sampling_params": {}, "model": "tiny",
     }  # fmt: skip
-    asked: dict[str, Any] = {
+    body: dict[str, Any] = {
         "messages": MESSAGES, "temperature": 0.5, "stop": ["x"], "bad_words": ["no"], "request_id": "chatcmpl-7",
         "cache_salt": "s", "deadline_ms": 5, "queue_timeout_ms": 6, "group_id": "g", "stream": True, "max_tokens": 9,
         "stream_options": {"include_usage": True}, "logit_bias": {"5": 1}, "logprobs": True,
     }  # fmt: skip
-    answer = s.post(CHAT + "/render", asked)
+    answer = s.post(CHAT + "/render", body)
     assert answer.headers["x-request-id"] == "chatcmpl-7"
     made = answer.json()
     sampling = made.pop("sampling_params")
@@ -150,16 +150,16 @@ def test_rendered_completions_are_a_list_with_ids_of_their_own() -> None:
 )  # fmt: skip
 def test_render_refuses_what_chat_refuses(fields: dict[str, Any], param: str) -> None:
     s = site()
-    asked = {"messages": MESSAGES} | fields
-    answer, other = s.post(CHAT + "/render", asked), s.post(CHAT, asked)
+    body = {"messages": MESSAGES} | fields
+    answer, other = s.post(CHAT + "/render", body), s.post(CHAT, body)
     assert answer.json() == other.json() and answer.status_code == other.status_code
     assert answer.json()["error"]["param"] == param
 
 
 def test_render_refuses_a_prompt_by_its_place() -> None:
     refused: list[dict[str, Any]] = [{"prompt": ["a", [9999]]}, {"prompt": []}, {"prompt": "a", "max_tokens": 0}]
-    for asked in refused:
-        answer, other = (site().post(path, asked) for path in (COMPLETIONS + "/render", COMPLETIONS))
+    for requested in refused:
+        answer, other = (site().post(path, requested) for path in (COMPLETIONS + "/render", COMPLETIONS))
         assert answer.status_code == 400 and answer.json() == other.json()
 
 
@@ -215,8 +215,8 @@ def test_a_token_is_among_equal_alternatives_by_its_id_or_its_rank(rank: int, or
     a, b, c = ids("abc")
     entry = {"token_id": b, "logprob": -1.0, "rank": rank, "top_logprobs": [
         {"token_id": other, "logprob": -1.0, "rank": 1} for other in (a, c)]}  # fmt: skip
-    asked = {"logprobs": True, "top_logprobs": 3}
-    shown = derendered(reply([b], logprobs={"content": [entry]}), chat_request=asked)["choices"][0]["logprobs"]
+    body = {"logprobs": True, "top_logprobs": 3}
+    shown = derendered(reply([b], logprobs={"content": [entry]}), chat_request=body)["choices"][0]["logprobs"]
     assert "".join(top["token"] for top in shown["content"][0]["top_logprobs"]) == order
 
 
@@ -325,8 +325,8 @@ def test_unknown_fields_are_ignored_and_named_or_refused() -> None:
     assert site(strict=True).post(CHAT + "/derender", body).json()["error"]["param"] == "other"
     del body["other"]
     assert site(strict=True).post(CHAT + "/derender", body).json()["error"]["param"] == "chat_request.no_stop_trim"
-    asked = {"messages": MESSAGES, "no_stop_trim": False}
-    assert site().post(CHAT + "/render", asked).headers["x-ignored-fields"] == "no_stop_trim"
+    request = {"messages": MESSAGES, "no_stop_trim": False}
+    assert site().post(CHAT + "/render", request).headers["x-ignored-fields"] == "no_stop_trim"
 
 
 def test_tokenizer_description() -> None:

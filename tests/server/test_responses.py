@@ -26,8 +26,8 @@ LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 ENDS = ("response.completed", "response.incomplete", "response.failed")
 
 
-def ask(s: Site, asked: Any = "hi", **fields: Any) -> dict[str, Any]:
-    return good(s.post(RESPONSES, {"input": asked, "request_id": "r"} | fields))
+def ask(s: Site, conversation: Any = "hi", **fields: Any) -> dict[str, Any]:
+    return good(s.post(RESPONSES, {"input": conversation, "request_id": "r"} | fields))
 
 
 def events(text: str) -> list[dict[str, Any]]:
@@ -37,8 +37,8 @@ def events(text: str) -> list[dict[str, Any]]:
     return numbered
 
 
-def streamed(s: Site, asked: Any = "hi", **fields: Any) -> list[dict[str, Any]]:
-    answer = s.post(RESPONSES, {"input": asked, "request_id": "r", "stream": True} | fields)
+def streamed(s: Site, conversation: Any = "hi", **fields: Any) -> list[dict[str, Any]]:
+    answer = s.post(RESPONSES, {"input": conversation, "request_id": "r", "stream": True} | fields)
     assert answer.status_code == 200, answer.text
     return events(answer.text)
 
@@ -154,8 +154,8 @@ def test_streamed_whole_and_chat_are_the_same(fields: dict[str, Any], as_chat: d
         for reply in (whole, response):
             reply.pop("created_at"), reply.pop("completed_at")
         assert response == whole
-        asked = {"messages": [{"role": "user", "content": "hi"}], "request_id": "r"} | as_chat
-        choice = reader.post(CHAT, asked).json()["choices"][0]
+        body = {"messages": [{"role": "user", "content": "hi"}], "request_id": "r"} | as_chat
+        choice = reader.post(CHAT, body).json()["choices"][0]
         sent, got = (call.params for call in reader.llm.calls[-2:])
         assert sent == got and reader.llm.calls[-2].prompt == reader.llm.calls[-1].prompt
         assert text_of(whole) == (choice["message"]["content"] or "")
@@ -222,9 +222,9 @@ def test_ids_of_the_tokens() -> None:
 # the input
 
 
-def prompt(asked: Any, template: str = THINKER, **fields: Any) -> str:
+def prompt(conversation: Any, template: str = THINKER, **fields: Any) -> str:
     s = chat_site("a", template)
-    ask(s, asked, **fields)
+    ask(s, conversation, **fields)
     return TOKENIZER.decode(s.llm.calls[0].prompt, False)
 
 
@@ -242,7 +242,7 @@ HI = {"role": "user", "content": "hi"}
 
 
 @pytest.mark.parametrize(
-    ("asked", "messages"),
+    ("body", "messages"),
     [
         ("hi", [HI]), ([HI], [HI]), ([HI | {"type": "message"}], [HI]),
         ([{"role": "developer", "content": "be brief"}, HI], [{"role": "developer", "content": "be brief"}, HI]),
@@ -271,10 +271,10 @@ HI = {"role": "user", "content": "hi"}
         ([HI, THOUGHT, THOUGHT, CALLED], [HI, {"role": "assistant", "reasoning": "hm\nhm", "tool_calls": [AS_CALL]}]),
     ],
 )  # fmt: skip
-def test_items_are_the_messages_of_a_chat(asked: Any, messages: list[dict[str, Any]]) -> None:
-    assert prompt(asked) == chats(messages)
+def test_items_are_the_messages_of_a_chat(body: Any, messages: list[dict[str, Any]]) -> None:
+    assert prompt(body) == chats(messages)
     system = {"role": "system", "content": "Answer."}
-    assert prompt(asked, instructions="Answer.") == chats([system, *messages])
+    assert prompt(body, instructions="Answer.") == chats([system, *messages])
 
 
 def test_what_it_said_goes_back_as_it_is() -> None:
@@ -434,8 +434,8 @@ BYTES = {"type": "json_schema", "json_schema": {"schema": {"enum": [b"x"]}}}
 )
 def test_what_json_cannot_say_is_refused(route: str, fields: dict[str, Any], param: str, stream: bool) -> None:
     s = chat_site("hello")
-    asked = {"stream": stream} | ({"input": "hi"} if route == RESPONSES else {"messages": [HI]})
-    raw = msgspec.msgpack.encode(asked | fields)
+    body = {"stream": stream} | ({"input": "hi"} if route == RESPONSES else {"messages": [HI]})
+    raw = msgspec.msgpack.encode(body | fields)
     answer = s.post(route, content=raw, headers={"Content-Type": "application/msgpack"})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param

@@ -44,8 +44,8 @@ def test_chat_with_meta_info() -> None:
     """As miles' session server asks: its own ids, and the tokens that came of them."""
     s = sglang()
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "logprobs": True, "no_stop_trim": False}
-    asked = body | {"input_ids": [70, 71, 72], "return_meta_info": True, "return_prompt_token_ids": True}
-    answer = s.post("/v1/chat/completions", asked)
+    request = body | {"input_ids": [70, 71, 72], "return_meta_info": True, "return_prompt_token_ids": True}
+    answer = s.post("/v1/chat/completions", request)
     (choice,) = answer.json()["choices"]
     same = generate(s, PROMPT | {"return_logprob": True}, max_new_tokens=3)["meta_info"]
     names = set(same) - {"id", "input_token_logprobs"}
@@ -58,11 +58,11 @@ def test_chat_with_meta_info() -> None:
     for wrong, field in (
         ({"stream": True}, "return_meta_info"), ({"input_ids": [VOCAB]}, "input_ids"), ({"input_ids": []}, "input_ids"),
     ):  # fmt: skip
-        refused = s.post("/v1/chat/completions", asked | wrong)
+        refused = s.post("/v1/chat/completions", request | wrong)
         assert refused.status_code == 400 and refused.json()["error"]["param"] == field, refused.text
-    assert s.post("/v1/chat/completions", asked | {"lora_path": "b"}).status_code == 404
+    assert s.post("/v1/chat/completions", request | {"lora_path": "b"}).status_code == 404
     s.llm.status = Status(adapters=[LoadedAdapter("b", "/p", 1)])
-    assert s.post("/v1/chat/completions", asked | {"lora_path": "b"}).json()["model"] == "b"
+    assert s.post("/v1/chat/completions", request | {"lora_path": "b"}).json()["model"] == "b"
 
 
 def test_detokenize_answers_with_sglangs_name_too() -> None:

@@ -76,7 +76,7 @@ def sglang(**options: Any) -> Site:
 
 
 def calls(s: Site) -> list[tuple[str, dict[str, Any]]]:
-    return [call for call in s.llm.asked if call[0] not in ("ping", "stats")]
+    return [call for call in s.llm.commands if call[0] not in ("ping", "stats")]
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT"])
@@ -126,13 +126,13 @@ def test_parts_of_an_update_are_committed_when_generation_goes_on() -> None:
     s.llm.answers = {"start_weight_update": Conflict("open already", code="update_open")}
     s.post("/update_weights_from_distributed", TENSORS | {"weight_version": "7"})
     assert [name for name, _ in calls(s)] == ["start_weight_update", "update_weights"] * 2
-    s.llm.asked.clear()
+    s.llm.commands.clear()
     assert s.post("/continue_generation", {}).status_code == 200
     assert calls(s) == [
         ("finish_weight_update", complete("finish_weight_update", {"weight_version": "7"})),
         ("resume", {}),
     ]
-    s.llm.asked.clear()
+    s.llm.commands.clear()
     s.llm.answers = {"finish_weight_update": Conflict("none is open", code="no_update")}
     assert s.post("/continue_generation", {}).status_code == 200
     assert calls(s) == [("finish_weight_update", complete("finish_weight_update", {})), ("resume", {})]
@@ -221,7 +221,7 @@ def test_control_routes_need_the_admin_key() -> None:
         for method in endpoint.methods:
             answer = s.request(method, endpoint.path, headers={"Authorization": "Bearer k"})
             assert answer.status_code == 401, (method, endpoint.path)
-    assert s.llm.asked == []
+    assert s.llm.commands == []
     assert s.get("/model_info").status_code == 401 and s.post("/generate", {"text": "a"}).status_code == 401
     assert s.get("/health_generate").status_code == 200
     assert s.post("/pause_generation", headers={"Authorization": "Bearer admin"}).status_code == 200

@@ -37,9 +37,9 @@ def joined(events: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 def test_deltas_joined_equal_the_full_reply(n: int) -> None:
     s = site()
     params = BODY["sampling_params"] | {"n": n, "logprobs": 2, "prompt_logprobs": 1}  # type: ignore[operator]
-    asked = BODY | {"sampling_params": params, "output_mode": "text", "return_token_ids": True}
-    full = s.post(GENERATE, asked).json()
-    events = s.events(GENERATE, asked | {"stream_options": {"include_usage": True}})
+    body = BODY | {"sampling_params": params, "output_mode": "text", "return_token_ids": True}
+    full = s.post(GENERATE, body).json()
+    events = s.events(GENERATE, body | {"stream_options": {"include_usage": True}})
     choices = joined(events)
     assert len(choices) == n
     for choice in full["choices"]:
@@ -99,15 +99,15 @@ LONG: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "asked"), LONG[:4] + LONG[5:])
+@pytest.mark.parametrize(("path", "body"), LONG[:4] + LONG[5:])
 def test_a_long_reply_is_made_in_parts_beside_the_loop(
-    path: str, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s = site(max_logprobs=-1)
-    whole = s.post(path, asked | {"request_id": "r"})
+    whole = s.post(path, body | {"request_id": "r"})
     monkeypatch.setattr(sse, "PARTED", 1)
     monkeypatch.setattr(reply_parts, "PART", 3)
-    parts = s.post(path, asked | {"request_id": "r"})
+    parts = s.post(path, body | {"request_id": "r"})
     assert whole.status_code == parts.status_code == 200, parts.text
     assert whole.json() | {"created": 0} == parts.json() | {"created": 0}
     assert whole.headers["content-length"] and "content-length" not in parts.headers
@@ -115,12 +115,12 @@ def test_a_long_reply_is_made_in_parts_beside_the_loop(
     assert parts.headers["x-request-id"] == "r"
 
 
-@pytest.mark.parametrize(("path", "asked"), LONG)
+@pytest.mark.parametrize(("path", "body"), LONG)
 def test_large_deltas_of_a_stream_are_made_beside_the_loop(
-    path: str, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def events() -> list[dict[str, Any]]:
-        return [event | {"created": 0} for event in site(max_logprobs=-1).events(path, asked | {"request_id": "r"})]
+        return [event | {"created": 0} for event in site(max_logprobs=-1).events(path, body | {"request_id": "r"})]
 
     def tokens(events: list[dict[str, Any]]) -> dict[int, list[Any]]:
         """What each choice says, however it is cut into events."""
@@ -147,11 +147,11 @@ def test_deltas_that_are_large_together_are_made_beside_the_loop(monkeypatch: py
         threads.append(threading.current_thread().name)
         return make(*args)
 
-    asked = BODY | {"sampling_params": {"max_tokens": 6, "seed": 3, "logprobs": 2, "n": 4}}
-    at_once = joined(site().events(GENERATE, asked))
+    body = BODY | {"sampling_params": {"max_tokens": 6, "seed": 3, "logprobs": 2, "n": 4}}
+    at_once = joined(site().events(GENERATE, body))
     monkeypatch.setattr(logprobs, "objects", objects)
     monkeypatch.setattr(sse, "LARGE", 3 * sse.columns_size(ChoiceOutput(0, [5], logprobs=columns([5], 2, ()))))
-    assert joined(site().events(GENERATE, asked)) == at_once
+    assert joined(site().events(GENERATE, body)) == at_once
     assert any(name.startswith("tokserve-work") for name in threads)
 
 
@@ -161,8 +161,8 @@ def test_a_large_delta_that_cannot_be_made_ends_the_stream_with_an_error(monkeyp
 
     monkeypatch.setattr(sse, "LARGE", 1)
     monkeypatch.setattr(logprobs, "objects", fail)
-    asked = BODY | {"sampling_params": {"max_tokens": 6, "logprobs": 2}}
-    assert site().events(GENERATE, asked)[-1]["error"]["type"] == "internal_error"
+    body = BODY | {"sampling_params": {"max_tokens": 6, "logprobs": 2}}
+    assert site().events(GENERATE, body)[-1]["error"]["type"] == "internal_error"
 
 
 def test_a_reply_that_would_be_too_large_is_refused() -> None:
@@ -512,9 +512,9 @@ def test_the_servers_own_cancellation_is_not_swallowed() -> None:
 @pytest.mark.parametrize("n", [1, 2])
 def test_chat_stream_joined_equals_the_full_answer(n: int) -> None:
     s = site()
-    asked = CHAT_BODY | {"n": n, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
-    full = s.post(CHAT, asked).json()
-    events = s.events(CHAT, asked | {"stream_options": {"include_usage": True}})
+    body = CHAT_BODY | {"n": n, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    full = s.post(CHAT, body).json()
+    events = s.events(CHAT, body | {"stream_options": {"include_usage": True}})
     assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert events[0]["prompt_token_ids"] == full["prompt_token_ids"]
     assert events[-1]["choices"] == [] and events[-1]["usage"] == full["usage"]
@@ -536,13 +536,13 @@ def test_half_a_character_is_not_sent() -> None:
     assert deltas == ["a", "é", "€"]
 
 
-@pytest.mark.parametrize("asked", [{"prompt": ["ab", "cd"], "n": 2}, {"prompt": [[5, 6], [7, 9]]}, {"prompt": "ab"}])
+@pytest.mark.parametrize("body", [{"prompt": ["ab", "cd"], "n": 2}, {"prompt": [[5, 6], [7, 9]]}, {"prompt": "ab"}])
 @pytest.mark.parametrize("echo", [True, False])
-def test_completions_stream_joined_equals_the_full_answer(asked: dict[str, Any], echo: bool) -> None:
+def test_completions_stream_joined_equals_the_full_answer(body: dict[str, Any], echo: bool) -> None:
     s = site()
-    asked = asked | {"max_tokens": 5, "seed": 1, "logprobs": 2, "echo": echo, "return_token_ids": True}
-    full = s.post(COMPLETIONS, asked).json()
-    events = s.events(COMPLETIONS, asked | {"stream_options": {"include_usage": True}})
+    body = body | {"max_tokens": 5, "seed": 1, "logprobs": 2, "echo": echo, "return_token_ids": True}
+    full = s.post(COMPLETIONS, body).json()
+    events = s.events(COMPLETIONS, body | {"stream_options": {"include_usage": True}})
     assert events[-1]["usage"] == full["usage"]
     for choice in full["choices"]:
         mine = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
@@ -570,12 +570,12 @@ def test_everything_is_json() -> None:
 def test_an_event_in_the_middle_reads_as_if_it_were_encoded_whole(
     logprobs: int | None, kind: Any, mode: Any, usage: bool
 ) -> None:
-    asked = generate.GenerateBody(
+    requested = generate.GenerateBody(
         token_ids=[5], logprobs_format=kind, output_mode=mode, stream=True, stream_options=generate.StreamOptions(usage)
     )
     params = SamplingParams(logprobs=logprobs, n=2)
     generation: Any = SimpleNamespace(key='a"\\\x00é')
-    render = generate._Render(site().app.state.serving, generation, asked, params, packed=False)
+    render = generate._Render(site().app.state.serving, generation, requested, params, packed=False)
     render._first = False
     for index, new in enumerate(([7], [4, 450_000, 0], [])):
         rows = None if logprobs is None or not new else columns(new, logprobs, [])
@@ -586,9 +586,9 @@ def test_an_event_in_the_middle_reads_as_if_it_were_encoded_whole(
 @pytest.mark.parametrize("read", [True, False])
 def test_prompt_logprobs_wait_for_a_choice_that_has_read_the_prompt(read: bool) -> None:
     params = SamplingParams(prompt_logprobs=0, n=2)
-    asked = generate.GenerateBody(token_ids=[5, 6], stream=True)
+    requested = generate.GenerateBody(token_ids=[5, 6], stream=True)
     generation: Any = SimpleNamespace(key="r", ended=False, seed=1, prompt_ids=lambda: [5, 6])
-    render = generate._Render(site().app.state.serving, generation, asked, params, packed=False)
+    render = generate._Render(site().app.state.serving, generation, requested, params, packed=False)
     never = ChoiceOutput(0, [], finish_reason="deadline", stop_detail="queue_timeout")
     assert "prompt_logprobs" not in json.loads(render.delta(never).removeprefix(b"data: "))
     other = ChoiceOutput(1, [7], prompt_logprobs=columns([6], 0, [])) if read else never

@@ -64,13 +64,13 @@ def test_nothing_in_it_needs_more_than_that() -> None:
 
 def test_all_it_asks_for_is_there() -> None:
     s = shown()
-    asked = set(re.findall(r'(?:call|ask)\([`"]([\w/]+)', SCRIPT))
-    assert asked == {
+    requested = set(re.findall(r'(?:call|ask)\([`"]([\w/]+)', SCRIPT))
+    assert requested == {
         "health", "metrics", "inference/v1/requests", "inference/v1/generate", "abort_requests", "server_info",
         "v1/models", "tokenizer_info", "tokenize", "v1/chat/completions/render",
     }  # fmt: skip
     routes = {route.path for route in s.app.routes}
-    assert {f"/{path}" for path in asked} <= routes
+    assert {f"/{path}" for path in requested} <= routes
     names = set(re.findall(r'"?\b(\w+_(?:total|sum|count|perc|running|waiting))\b', SCRIPT)) - {"requests_waiting"}
     exported = set(re.findall(r"^tokserve:(\w+)", s.get("/metrics").text, re.MULTILINE))
     assert len(names) >= 8 and names <= exported, names - exported

@@ -21,7 +21,7 @@ def server() -> Site:
     return site(says("ok"))
 
 
-def asked(server: Site) -> StructuredOutputs | None:
+def received_form(server: Site) -> StructuredOutputs | None:
     return server.llm.calls[-1].params.structured_outputs
 
 
@@ -52,7 +52,7 @@ def test_every_form_on_every_route(server: Site, form: dict[str, Any]) -> None:
             *((r, b | {"structured_outputs": value}) for r, b in TEXT.items()),
         ]:
             assert server.post(path, body).status_code == 200, path
-            assert asked(server) == StructuredOutputs(**form)
+            assert received_form(server) == StructuredOutputs(**form)
 
 
 @ROUTES
@@ -73,7 +73,7 @@ def test_every_form_on_every_route(server: Site, form: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_response_format(server: Site, route: str, given: dict[str, Any], meant: StructuredOutputs | None) -> None:
     assert server.post(route, TEXT[route] | {"response_format": given}).status_code == 200
-    assert asked(server) == meant
+    assert received_form(server) == meant
 
 
 def test_a_server_may_close_schemas_by_default() -> None:
@@ -83,17 +83,17 @@ def test_a_server_may_close_schemas_by_default() -> None:
         form = {"type": "json_schema", "json_schema": schema | {"strict": strict}}
         for route, body in TEXT.items():
             assert server.post(route, body | {"response_format": form}).status_code == 200
-            assert asked(server) == StructuredOutputs(json=SCHEMA, disable_additional_properties=shut)
+            assert received_form(server) == StructuredOutputs(json=SCHEMA, disable_additional_properties=shut)
         told = {"type": "json_schema", **schema, "strict": strict}
         assert server.post("/v1/responses", {"input": "x", "text": {"format": told}}).status_code == 200
-        assert asked(server) == StructuredOutputs(json=SCHEMA, disable_additional_properties=shut)
+        assert received_form(server) == StructuredOutputs(json=SCHEMA, disable_additional_properties=shut)
     for value, shut in ((None, True), (False, False)):
         own = {"json": SCHEMA, "disable_additional_properties": value}
         for path, body in [(GENERATE, generate(own)), *((r, b | {"structured_outputs": own}) for r, b in TEXT.items())]:
             assert server.post(path, body).status_code == 200
-            assert asked(server) == StructuredOutputs(json=SCHEMA, disable_additional_properties=shut)
+            assert received_form(server) == StructuredOutputs(json=SCHEMA, disable_additional_properties=shut)
     assert server.post(GENERATE, generate({"regex": "a"})).status_code == 200
-    assert asked(server) == StructuredOutputs(regex="a")
+    assert received_form(server) == StructuredOutputs(regex="a")
 
 
 WRONG: list[tuple[Any, str, str]] = [

@@ -157,18 +157,18 @@ def test_logprob_token_ids_alone() -> None:
 def test_minus_infinity_is_minus_9999_in_json() -> None:
     s = site(lambda prompt, index: [NOWHERE, 8, 8, 8])
     for form in ("objects", "arrays"):
-        found = generate(s, fields={"logprobs_format": form}, logprobs=0)["choices"][0]["logprobs"]
-        first = found["content"][0]["logprob"] if form == "objects" else found["token_logprobs"][0]
+        actual = generate(s, fields={"logprobs_format": form}, logprobs=0)["choices"][0]["logprobs"]
+        first = actual["content"][0]["logprob"] if form == "objects" else actual["token_logprobs"][0]
         assert first == -9999.0
 
 
 def test_logprobs_arrays() -> None:
-    found = generate(site(), fields={"logprobs_format": "arrays"}, logprobs=2)["choices"][0]
-    columns = found["logprobs"]
+    actual = generate(site(), fields={"logprobs_format": "arrays"}, logprobs=2)["choices"][0]
+    columns = actual["logprobs"]
     assert list(columns) == ["token_logprobs", "ranks", "top_token_ids", "top_logprobs", "mode"]
     assert columns["mode"] == "raw" and len(columns["token_logprobs"]) == len(columns["ranks"]) == 4
     assert np.array(columns["top_token_ids"]).shape == np.array(columns["top_logprobs"]).shape == (4, 2)
-    assert columns["ranks"] == [1 if token % 2 == 0 else 3 for token in found["token_ids"]]
+    assert columns["ranks"] == [1 if token % 2 == 0 else 3 for token in actual["token_ids"]]
 
 
 def test_logprobs_base64_are_the_same_arrays() -> None:
@@ -207,10 +207,10 @@ def test_prompt_logprobs_of_one_token() -> None:
     assert generate(site(), [5], prompt_logprobs=1)["prompt_logprobs"] == [None]
 
 
-@pytest.mark.parametrize(("asked", "mode"), [({}, "raw"), ({"logprobs_mode": "processed_logprobs"}, "processed")])
-def test_columns_without_rows_name_their_mode(asked: dict[str, Any], mode: str) -> None:
+@pytest.mark.parametrize(("body", "mode"), [({}, "raw"), ({"logprobs_mode": "processed_logprobs"}, "processed")])
+def test_columns_without_rows_name_their_mode(body: dict[str, Any], mode: str) -> None:
     fields = {"logprobs_format": "arrays"}
-    assert generate(site(), [5], fields, prompt_logprobs=1, **asked)["prompt_logprobs"]["mode"] == mode
+    assert generate(site(), [5], fields, prompt_logprobs=1, **body)["prompt_logprobs"]["mode"] == mode
 
 
 def test_prompt_logprobs_arrays() -> None:
@@ -281,9 +281,9 @@ def test_what_the_client_accepts_decides(accept: str, packed: bool) -> None:
 
 def test_msgpack_reply_with_objects_equals_json() -> None:
     s = site()
-    asked = body(logprobs=2, prompt_logprobs=1, seed=1)
-    plain = s.post(GENERATE, asked).json()
-    packed = msgspec.msgpack.decode(s.post(GENERATE, asked, headers={"Accept": MSGPACK}).content)
+    request = body(logprobs=2, prompt_logprobs=1, seed=1)
+    plain = s.post(GENERATE, request).json()
+    packed = msgspec.msgpack.decode(s.post(GENERATE, request, headers={"Accept": MSGPACK}).content)
     assert packed["choices"][0]["logprobs"] == plain["choices"][0]["logprobs"]
     assert packed["prompt_logprobs"] == plain["prompt_logprobs"]
 

@@ -36,8 +36,8 @@ def ask(s: Site, **fields: Any) -> dict[str, Any]:
 
 
 def message(text: str, template: str = HERMES, **fields: Any) -> dict[str, Any]:
-    found: dict[str, Any] = ask(chat_site(text, template), **fields)["choices"][0]["message"]
-    return found
+    actual: dict[str, Any] = ask(chat_site(text, template), **fields)["choices"][0]["message"]
+    return actual
 
 
 def functions(message: dict[str, Any]) -> list[tuple[str, str]]:
@@ -136,11 +136,11 @@ def test_streamed_whole_and_derendered_are_the_same(fields: dict[str, Any], read
     s = reader
     for text in ANSWERS:
         s.llm.script = says(text)
-        asked = {"messages": MESSAGES, "tools": TOOLS, "request_id": "r"} | fields
-        whole = s.post(CHAT, asked).json()
-        assert joined(s.events(CHAT, asked)) == flat(whole), text
-        made = s.post(GENERATE, s.post(CHAT + "/render", asked).json()).json()
-        back = s.post(CHAT + "/derender", {"generate_response": made, "chat_request": asked})
+        body = {"messages": MESSAGES, "tools": TOOLS, "request_id": "r"} | fields
+        whole = s.post(CHAT, body).json()
+        assert joined(s.events(CHAT, body)) == flat(whole), text
+        made = s.post(GENERATE, s.post(CHAT + "/render", body).json()).json()
+        back = s.post(CHAT + "/derender", {"generate_response": made, "chat_request": body})
         assert back.status_code == 200, back.text
         assert back.json()["choices"] == whole["choices"], text
 
@@ -207,8 +207,8 @@ def test_required_forces_a_list_of_calls() -> None:
     assert all(call["required"] == ["name", "parameters"] for call in schema["items"]["anyOf"])
     assert forced(tool_choice="required", parallel_tool_calls=False)["json"]["maxItems"] == 1
     text = '[{"name": "ping", "parameters": {}}, {"name": "weather", "parameters": {"city": "Oslo"}}]'
-    found = message(text, tool_choice="required")
-    assert functions(found) == [("ping", "{}"), ("weather", '{"city": "Oslo"}')] and found["content"] is None
+    actual = message(text, tool_choice="required")
+    assert functions(actual) == [("ping", "{}"), ("weather", '{"city": "Oslo"}')] and actual["content"] is None
 
 
 def test_references_inside_parameters_still_meet_their_definitions() -> None:
@@ -216,8 +216,8 @@ def test_references_inside_parameters_still_meet_their_definitions() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": inner}}
     schema = forced(tools=[TOOLS[1], tool], tool_choice="required")["json"]
     assert schema["items"]["anyOf"][1]["properties"]["parameters"] == {"$ref": "#/$defs/function1"}
-    found = schema["$defs"]["function1"]["properties"]
-    assert found == {"p": {"$ref": "#/$defs/function1/$defs/P"}, "q": {"$ref": "#/$defs/function1"}}
+    actual = schema["$defs"]["function1"]["properties"]
+    assert actual == {"p": {"$ref": "#/$defs/function1/$defs/P"}, "q": {"$ref": "#/$defs/function1"}}
 
 
 @pytest.mark.parametrize("more", [{"additionalProperties": {"type": "string"}}, {"allOf": [{}]}, {"$ref": "#/$defs/A"}])
@@ -276,9 +276,9 @@ def test_calls_of_strict_functions_keep_to_their_schemas() -> None:
     assert forced(tools=strictly(), tool_choice=NAMED) == forced(tool_choice=NAMED)
     assert forced(tools=strictly(), response_format=VERDICT) == forced(response_format=VERDICT)
     s = chat_site(f"<think>hm</think>Yes {CALL}", reasoning_parser="qwen3")
-    found = ask(s, tools=strictly())["choices"][0]["message"]
-    assert functions(found) == [("weather", '{"city": "Rome"}')]
-    assert (found["reasoning"], found["content"]) == ("hm", "Yes")
+    actual = ask(s, tools=strictly())["choices"][0]["message"]
+    assert functions(actual) == [("weather", '{"city": "Rome"}')]
+    assert (actual["reasoning"], actual["content"]) == ("hm", "Yes")
 
 
 def test_where_strict_cannot_be_kept_to() -> None:
@@ -318,9 +318,9 @@ def test_a_call_and_its_result_go_back_into_the_conversation(template: str, text
 
 
 def test_the_prompt_may_come_as_ids() -> None:
-    asked = {"tokens": ids("x"), "tools": TOOLS}
+    body = {"tokens": ids("x"), "tools": TOOLS}
     for choice, text in (("auto", CALL), (NAMED, '{"city": "Rome"}')):
-        reply = chat_site(text).post(CHAT + "/tokens", asked | {"tool_choice": choice}).json()
+        reply = chat_site(text).post(CHAT + "/tokens", body | {"tool_choice": choice}).json()
         assert functions(reply["choices"][0]["message"]) == [("weather", '{"city": "Rome"}')]
 
 
@@ -342,8 +342,8 @@ def test_reasoning_is_apart(
     template: str, fields: dict[str, Any], text: str, reasoning: str | None, content: str | None
 ) -> None:
     s = chat_site(text, template, reasoning_parser="qwen3")
-    found = ask(s, tools=None, **fields)["choices"][0]["message"]
-    assert (found.get("reasoning"), found["content"]) == (reasoning, content)
+    actual = ask(s, tools=None, **fields)["choices"][0]["message"]
+    assert (actual.get("reasoning"), actual["content"]) == (reasoning, content)
 
 
 @pytest.mark.parametrize(("text", "content"), [("hm\n</think>\n\nYes.", "Yes."), ("hm", None)])
@@ -351,16 +351,16 @@ def test_reasoning_is_left_out_on_request(text: str, content: str | None) -> Non
     s = chat_site(text, OPENED, reasoning_parser="qwen3")
     fields: dict[str, Any] = {"tools": None, "return_token_ids": True}
     shown, hidden = ask(s, **fields), ask(s, **fields, include_reasoning=False)
-    choice, found = shown["choices"][0], hidden["choices"][0]
-    assert found["message"] == {"role": "assistant", "content": content, "refusal": None, "reasoning": None}
+    choice, actual = shown["choices"][0], hidden["choices"][0]
+    assert actual["message"] == {"role": "assistant", "content": content, "refusal": None, "reasoning": None}
     assert choice["message"]["reasoning"] == "hm" and ask(s, **fields, include_reasoning=True)["choices"] == [choice]
-    assert found["token_ids"] == choice["token_ids"] and shown["usage"] == hidden["usage"]
-    asked = {"messages": MESSAGES, "return_token_ids": True, "include_reasoning": False, "request_id": "r"}
-    (streamed,) = joined(s.events(CHAT, asked))
+    assert actual["token_ids"] == choice["token_ids"] and shown["usage"] == hidden["usage"]
+    body = {"messages": MESSAGES, "return_token_ids": True, "include_reasoning": False, "request_id": "r"}
+    (streamed,) = joined(s.events(CHAT, body))
     assert streamed == flat(hidden)[0]
-    made = s.post(GENERATE, s.post(CHAT + "/render", asked).json()).json()
-    back = s.post(CHAT + "/derender", {"generate_response": made, "chat_request": asked}).json()
-    assert back["choices"][0]["message"] == found["message"]
+    made = s.post(GENERATE, s.post(CHAT + "/render", body).json()).json()
+    back = s.post(CHAT + "/derender", {"generate_response": made, "chat_request": body}).json()
+    assert back["choices"][0]["message"] == actual["message"]
 
 
 def test_reasoning_is_content_unless_the_operator_says_otherwise() -> None:
@@ -369,10 +369,10 @@ def test_reasoning_is_content_unless_the_operator_says_otherwise() -> None:
 
 def test_derender_finds_out_from_the_messages_how_the_answer_begins() -> None:
     s = chat_site("hm</think>Yes", OPENED, reasoning_parser="qwen3")
-    asked = {"messages": MESSAGES}
-    rendered = s.post(CHAT + "/render", asked).json()
+    body = {"messages": MESSAGES}
+    rendered = s.post(CHAT + "/render", body).json()
     made = s.post(GENERATE, rendered).json()
-    for more in ({"chat_request": asked}, {"chat_request": {}, "prompt_token_ids": rendered["token_ids"]}):
+    for more in ({"chat_request": body}, {"chat_request": {}, "prompt_token_ids": rendered["token_ids"]}):
         back = s.post(CHAT + "/derender", {"generate_response": made} | more).json()["choices"][0]["message"]
         assert (back["reasoning"], back["content"]) == ("hm", "Yes")
     for more in ({}, {"chat_request": {}}):
@@ -510,13 +510,13 @@ def test_a_forced_call_can_be_sent_back() -> None:
 
 def test_strict_closes_the_objects_in_a_functions_arguments() -> None:
     nested = {"type": "object", "properties": {"at": {"type": "object", "properties": {"x": {}}}}}
-    for strict, found in ((True, {"additionalProperties": False}), (False, {}), (None, {})):
+    for strict, actual in ((True, {"additionalProperties": False}), (False, {}), (None, {})):
         function = {"type": "function", "function": {"name": "f", "parameters": nested, "strict": strict}}
         named = {"type": "function", "function": {"name": "f"}}
         schema = forced(tools=[function], tool_choice=named)["json"]
-        assert schema["properties"]["at"] == nested["properties"]["at"] | found  # type: ignore[index]
+        assert schema["properties"]["at"] == nested["properties"]["at"] | actual  # type: ignore[index]
         (arguments,) = forced(tools=[function], tool_choice="required")["json"]["$defs"].values()
-        assert arguments["properties"]["at"] == nested["properties"]["at"] | found  # type: ignore[index]
+        assert arguments["properties"]["at"] == nested["properties"]["at"] | actual  # type: ignore[index]
 
 
 BLIND = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"  # shows no tools
@@ -536,8 +536,8 @@ def test_refusals_of_free_calls_name_the_cure_that_works(tmp_path: Path) -> None
 
 def test_max_tool_calls() -> None:
     def most(**fields: Any) -> int:
-        found: int = forced(tool_choice="required", **fields)["json"]["maxItems"]
-        return found
+        actual: int = forced(tool_choice="required", **fields)["json"]["maxItems"]
+        return actual
 
     assert (most(), most(max_tool_calls=None), most(max_tool_calls=3), most(max_tool_calls=128)) == (16, 16, 3, 128)
     assert most(max_tool_calls=3, parallel_tool_calls=False) == 1

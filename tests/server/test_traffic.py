@@ -73,9 +73,9 @@ def test_trl_generate() -> None:
 
 
 def test_lm_eval() -> None:
-    found = site().post("/v1/completions", LM_EVAL).json()["choices"][0]["logprobs"]
-    assert len(found["token_logprobs"]) == 4 and found["token_logprobs"][0] is None
-    for token, tops in zip(found["tokens"][1:-1], found["top_logprobs"][1:-1], strict=True):
+    actual = site().post("/v1/completions", LM_EVAL).json()["choices"][0]["logprobs"]
+    assert len(actual["token_logprobs"]) == 4 and actual["token_logprobs"][0] is None
+    for token, tops in zip(actual["tokens"][1:-1], actual["top_logprobs"][1:-1], strict=True):
         assert token in tops
 
 

@@ -26,7 +26,7 @@ PRIME_RL = {"host": "trainer", "port": 29501, "rank_offset": 0, "inference_world
 
 
 def verbs(s: Any) -> list[str]:
-    return [verb for verb, _ in s.llm.asked if verb != "ping"]
+    return [verb for verb, _ in s.llm.commands if verb != "ping"]
 
 
 def test_areal_joins_a_group_of_torch() -> None:
@@ -34,7 +34,7 @@ def test_areal_joins_a_group_of_torch() -> None:
     answer = s.post("/areal_init_weights_update_group", AREAL_GROUP)
     assert answer.json()["success"] is True
     verb = "init_weight_transfer_engine"
-    assert s.llm.asked == [(verb, complete(verb, {"init_info": JOINED}))]
+    assert s.llm.commands == [(verb, complete(verb, {"init_info": JOINED}))]
 
 
 def test_areals_pieces_are_one_update_that_the_end_of_the_pause_commits() -> None:
@@ -45,11 +45,11 @@ def test_areals_pieces_are_one_update_that_the_end_of_the_pause_commits() -> Non
         assert s.post("/areal_update_weights_xccl", {}).status_code == 200
         s.llm.answers["start_weight_update"] = Conflict("a weight update is open already", code="update_open")
     assert [verb for verb in verbs(s) if verb != "start_weight_update"] == ["update_weights"] * 2
-    assert ("update_weights", complete("update_weights", {"update": STAGED})) in s.llm.asked
-    s.llm.asked.clear()
+    assert ("update_weights", complete("update_weights", {"update": STAGED})) in s.llm.commands
+    s.llm.commands.clear()
     assert s.post("/areal_continue_generation", {}).json()["success"] is True
     assert verbs(s) == ["finish_weight_update", "resume"]
-    s.llm.asked.clear()
+    s.llm.commands.clear()
     s.post("/areal_continue_generation", {})
     assert verbs(s) == ["resume"], "an update of others is not AReaL's to commit"
 
@@ -62,10 +62,10 @@ def test_areals_update_is_over_when_a_piece_fails() -> None:
             s.llm.answers["start_weight_update"] = Conflict("a weight update is open already", code="update_open")
         s.llm.answers["update_weights"] = Conflict("the group is broken")
         s.post("/areal_set_update_weight_meta", AREAL_META)
-        s.llm.asked.clear()
+        s.llm.commands.clear()
         assert s.post("/areal_update_weights_xccl", {}).status_code == 409
         assert verbs(s)[1:] == ["update_weights"] + ["abort_weight_update"] * own, "an update of others stays"
-        s.llm.asked.clear()
+        s.llm.commands.clear()
         s.post("/areal_continue_generation", {})
         assert verbs(s) == ["resume"]
 
@@ -112,7 +112,7 @@ def test_skyrls_methods_that_need_cuda_or_pickles_say_so(method: str, why: str) 
     answer = s.post("/collective_rpc", {"method": method, "kwargs": {"update_info": {}}})
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["code"] == "unsupported" and error["param"] == "method"
-    assert why in error["message"] and "/update_weights" in error["message"] and s.llm.asked == []
+    assert why in error["message"] and "/update_weights" in error["message"] and s.llm.commands == []
 
 
 def test_an_extension_of_ones_own_has_its_methods_called() -> None:

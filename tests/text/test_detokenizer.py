@@ -29,13 +29,13 @@ def portions(ids: list[int], cuts: list[int]) -> list[list[int]]:
 
 def run(detokenizer: Detokenizer, parts: list[list[int]]) -> tuple[list[str], StopHit | None]:
     """All deltas, that of the end last, and the hit."""
-    deltas, found = [], None
+    deltas, actual = [], None
     for part in parts:
         text, hit = detokenizer.push(part)
         deltas.append(text)
-        found = found or hit
+        actual = actual or hit
     text, hit = detokenizer.push((), True)
-    return [*deltas, text], found or hit
+    return [*deltas, text], actual or hit
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -124,7 +124,7 @@ def test_a_possible_stop_is_held_and_released() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "found"),
+    ("stop", "actual"),
     [
         (["cd", "b"], "b"),  # ends first
         (["abcd", "cd"], "abcd"),  # ends with the other, begins earlier
@@ -132,13 +132,13 @@ def test_a_possible_stop_is_held_and_released() -> None:
         (["x", "d"], "d"),
     ],
 )
-def test_the_match_that_ends_first_wins(stop: list[str], found: str) -> None:
+def test_the_match_that_ends_first_wins(stop: list[str], actual: str) -> None:
     ids = [BYTES.encode(char, False)[0] for char in "abcde"]
     for parts in ([ids], [[token] for token in ids]):
         deltas, hit = run(Detokenizer(BYTES, stop), parts)
-        assert hit is not None and hit.text == found
-        assert "".join(deltas) == "abcde"[: "abcde".index(found)]
-        assert hit.index == "abcde".index(found) + len(found) - 1
+        assert hit is not None and hit.text == actual
+        assert "".join(deltas) == "abcde"[: "abcde".index(actual)]
+        assert hit.index == "abcde".index(actual) + len(actual) - 1
 
 
 def test_stop_inside_one_token_cuts_the_text_not_the_token() -> None:

@@ -7,12 +7,12 @@ from tokserve.text.stops import StopStrings
 
 def first(stops: list[str], text: str, floor: int) -> tuple[int, int] | None:
     """By definition: the match that ends first after `floor`; of those that end together, the longest."""
-    found = [
+    actual = [
         (begin + len(stop), begin)
         for stop in stops for begin in range(len(text) - len(stop) + 1)
         if text.startswith(stop, begin) and begin + len(stop) > floor
     ]  # fmt: skip
-    return (min(found)[1], min(found)[0]) if found else None
+    return (min(actual)[1], min(actual)[0]) if actual else None
 
 
 def test_the_same_as_by_definition() -> None:

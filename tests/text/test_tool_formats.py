@@ -26,8 +26,8 @@ def template(source: str) -> ChatTemplate:
 
 @pytest.mark.parametrize(("name", "source"), SHOWS)
 def test_a_template_shows_its_format(name: str, source: str) -> None:
-    found = tool_formats.recognize(template(source))
-    assert found is not None and found.name == name
+    actual = tool_formats.recognize(template(source))
+    assert actual is not None and actual.name == name
 
 
 @pytest.mark.parametrize("kind", UNKNOWN)

@@ -140,8 +140,8 @@ def takes(compiler: Compiler, marks: str, form: str, answer: dict[str, Any], tex
     return follows(compiler, marks, either(marks, form, answer, **options), text)
 
 
-def follows(compiler: Compiler, marks: str, asked: StructuredOutputs, text: str) -> bool:
-    made = Matcher(compiler.compile(asked), ends=True)
+def follows(compiler: Compiler, marks: str, requested: StructuredOutputs, text: str) -> bool:
+    made = Matcher(compiler.compile(requested), ends=True)
     try:
         for token in backend(marks).encode(text, add_special_tokens=False).ids:
             made.advance(token)
@@ -152,15 +152,15 @@ def follows(compiler: Compiler, marks: str, asked: StructuredOutputs, text: str)
 
 def calls(form: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
     """The content and the calls that are read."""
-    content, found = "", []
+    content, actual = "", []
     for kind, part in Parser(OutputFormat(named(TOOL_FORMATS, form), functions=FUNCTIONS)).push(text, final=True):
         if kind == "call":
-            found.append((part, ""))
+            actual.append((part, ""))
         elif kind == "arguments":
-            found[-1] = (found[-1][0], found[-1][1] + part)
+            actual[-1] = (actual[-1][0], actual[-1][1] + part)
         else:
             content += part
-    return content, [(name, json.loads(arguments)) for name, arguments in found]
+    return content, [(name, json.loads(arguments)) for name, arguments in actual]
 
 
 @pytest.mark.parametrize("marks", ["text", "added", "special"])
@@ -168,10 +168,10 @@ def calls(form: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
 def test_calls_are_taken_as_the_model_writes_them(compilers: dict[str, Compiler], form: str, marks: str) -> None:
     for text in WRITTEN[form]:
         expected = [("weather", json.loads(WEATHER)), ("weathers", json.loads(CITIES))]
-        found = calls(form, text)[1]
-        assert found == expected[: len(found)] and found
+        actual = calls(form, text)[1]
+        assert actual == expected[: len(actual)] and actual
         assert takes(compilers[marks], marks, form, ANSWERS["json"][0], text), text
-        assert takes(compilers[marks], marks, form, ANSWERS["json"][0], text, max_calls=1) == (len(found) == 1), text
+        assert takes(compilers[marks], marks, form, ANSWERS["json"][0], text, max_calls=1) == (len(actual) == 1), text
         for wrong in (text.replace('"Oslo"', '"Rom"').replace("\nOslo", "\nRom"), text.replace("weather", "water")):
             assert not takes(compilers[marks], marks, form, ANSWERS["json"][0], wrong), wrong
         assert not takes(compilers[marks], marks, form, ANSWERS["json"][0], '{"right": true}' + text)
@@ -209,12 +209,12 @@ def test_whatever_is_written_is_read_back(compilers: dict[str, Compiler], form: 
             made.advance(token)
         else:
             continue  # calls without end
-        content, found = calls(form, backend(marks).decode(tokens, skip_special_tokens=False))
-        seen |= {name for name, _ in found} or {"answer"}
-        assert bool(content) != bool(found)
+        content, actual = calls(form, backend(marks).decode(tokens, skip_special_tokens=False))
+        seen |= {name for name, _ in actual} or {"answer"}
+        assert bool(content) != bool(actual)
         if content:
             assert json.loads(content).keys() <= {"right", "score"}
-        for name, arguments in found:
+        for name, arguments in actual:
             properties = FUNCTIONS[name].get("properties", {})
             assert arguments.keys() <= properties.keys() and arguments.keys() >= set(
                 FUNCTIONS[name].get("required", ())
@@ -302,9 +302,9 @@ def test_elements_that_may_be_strings_are_any_text(
 ) -> None:
     text, answer = elements(**values), {"json_object": True}
     assert takes(compilers["added"], "added", "qwen3_coder", answer, text, functions={"f": STRINGS}) == taken
-    found = takes(compilers["added"], "added", "qwen3_coder", answer, text, functions={"f": STRINGS | {
+    actual = takes(compilers["added"], "added", "qwen3_coder", answer, text, functions={"f": STRINGS | {
         "additionalProperties": False}})  # fmt: skip
-    assert found == (taken and "other" not in values)
+    assert actual == (taken and "other" not in values)
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,13 @@ async def scored(
     )  # fmt: skip
     rows = [np.concatenate([rollout.prompt_ids, rollout.token_ids]).tolist() for rollout in rollouts]
     masks = [rollout.sampling_mask for rollout in rollouts] if mode == "processed" else None
-    found: list[torch.Tensor] = model.logprobs(
+    actual: list[torch.Tensor] = model.logprobs(
         rows, [len(rollout.prompt_ids) for rollout in rollouts], TEMPERATURE, mode, masks
     )
-    for rollout, row in zip(rollouts, found, strict=True):
+    for rollout, row in zip(rollouts, actual, strict=True):
         expected = rollout.sampling_logprobs if mode == "processed" else rollout.logprobs
         assert row.tolist() == expected.tolist()
-    return found
+    return actual
 
 
 async def train(

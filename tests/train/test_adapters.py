@@ -58,10 +58,10 @@ def test_gradients_are_near_to_float64(dtype: str, tmp_path: Path) -> None:
         (logprobs * weights(logprobs)).sum().backward(retain_graph=True)
     for activation_bytes in (1 << 30, 0):
         policy.activation_bytes = activation_bytes
-        found = gradients(policy, rows, starts)
-        assert set(found) == {name for name in leaves if ".lora_" in name}
-        exact = torch.cat([leaves[name].grad.flatten() for name in found])  # type: ignore[union-attr]
-        both = cosine(torch.cat([gradient.double().flatten() for gradient in found.values()]), exact)
+        actual = gradients(policy, rows, starts)
+        assert set(actual) == {name for name in leaves if ".lora_" in name}
+        exact = torch.cat([leaves[name].grad.flatten() for name in actual])  # type: ignore[union-attr]
+        both = cosine(torch.cat([gradient.double().flatten() for gradient in actual.values()]), exact)
         assert both > (0.9999 if dtype == "float32" else 0.997)
 
 

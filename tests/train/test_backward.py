@@ -56,9 +56,9 @@ def test_rms_norm(dtype: torch.dtype) -> None:
     weight = drawn(64, seed=2).to(dtype)
     grad_x, grad_weight = expected(partial(references.norm, eps=1e-5), grad, x, weight)
     for upstream, carried in ((grad, None), (grad.float(), 0.1 * x)):
-        found, of_weight = ops.norm_gradients(upstream, x, weight, 1e-5, carried)
-        assert found.dtype == dtype
-        assert_close(found, grad_x if carried is None else grad_x + carried.double(), dtype)
+        actual, of_weight = ops.norm_gradients(upstream, x, weight, 1e-5, carried)
+        assert actual.dtype == dtype
+        assert_close(actual, grad_x if carried is None else grad_x + carried.double(), dtype)
         assert_close(of_weight, grad_weight, torch.float32)
 
 
@@ -67,9 +67,9 @@ def test_rope(interleaved: bool) -> None:
     for rotated in (16, 8):
         grads, table = (drawn(40, 3, 16), drawn(40, 1, 16, seed=1)), drawn(64, rotated, seed=2)
         positions = torch.arange(7, 47)
-        found = backward.rope(*grads, table, positions, interleaved=interleaved)
+        actual = backward.rope(*grads, table, positions, interleaved=interleaved)
         turn = partial(turned, table=table[positions].double(), interleaved=interleaved)
-        for grad, gradient in zip(grads, found, strict=True):
+        for grad, gradient in zip(grads, actual, strict=True):
             (reference,) = expected(turn, grad, grad)  # linear: the same anywhere
             assert_close(gradient, reference, torch.float32)
 
@@ -93,9 +93,9 @@ def test_gate(name: str, dtype: torch.dtype) -> None:
         return references.activation(name, both[:, :32]) * both[:, 32:]
 
     (reference,) = expected(gate, grad, both)
-    found = ops.activation_gradients(grad, both, name, True)
-    assert found.dtype == dtype
-    assert_close(found, reference, dtype)
+    actual = ops.activation_gradients(grad, both, name, True)
+    assert actual.dtype == dtype
+    assert_close(actual, reference, dtype)
 
 
 @DTYPES
@@ -110,9 +110,9 @@ def test_attention(start: int, count: int, window: int, softcap: float, dtype: t
     cuts = torch.tensor([0, start, start + count])
     paths = torch.cat([torch.arange(start), torch.arange(start + count)])
     path_start = torch.tensor([0, start, 2 * start + count])
-    found = ops.attention_gradients(grad, q, k, v, cuts, paths, path_start, 0.3, window, softcap)
+    actual = ops.attention_gradients(grad, q, k, v, cuts, paths, path_start, 0.3, window, softcap)
     function = partial(references.attention, scale=0.3, window=window, softcap=softcap)
-    for gradient, reference in zip(found, expected(function, grad, q, k, v), strict=True):
+    for gradient, reference in zip(actual, expected(function, grad, q, k, v), strict=True):
         assert gradient.dtype == torch.float32
         assert_close(gradient, reference, dtype)
 
@@ -126,7 +126,7 @@ def test_the_reference_of_attentions_gradient_in_float64() -> None:
     flat = torch.tensor([token for path in paths for token in path])
     for window, softcap in ((0, 0.0), (7, 2.0)):
         op = gradients.attention_gradients.reference
-        found = op(grad, q, k, v, cuts, flat, path_start, 0.3, window, softcap)
+        actual = op(grad, q, k, v, cuts, flat, path_start, 0.3, window, softcap)
 
         def whole(q: Tensor, k: Tensor, v: Tensor, window: int = window, softcap: float = softcap) -> Tensor:
             parts = [
@@ -135,7 +135,7 @@ def test_the_reference_of_attentions_gradient_in_float64() -> None:
             ]
             return torch.cat(parts)
 
-        for gradient, reference in zip(found, expected(whole, grad, q, k, v), strict=True):
+        for gradient, reference in zip(actual, expected(whole, grad, q, k, v), strict=True):
             assert gradient.dtype == torch.float64
             assert (gradient - reference).abs().max() < 1e-12
 
@@ -261,8 +261,8 @@ def test_gradients_do_not_depend_on_the_number_of_threads() -> None:
             ops.norm_gradients(drawn(1290, 70), drawn(1290, 70, seed=1), drawn(70, seed=2), 1e-5)[1],
         ]
 
-    found = []
+    results = []
     for threads in (1, 2):
         ops.bind("cpu", {}, threads)
-        found.append(both())
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        results.append(both())
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))

@@ -52,8 +52,8 @@ def assert_equal(model: Any, rows: list[list[int]], expected: list[Tensor], **op
         ids, mask = padded(rows, side)
         logits = model(ids, attention_mask=mask).logits
         assert logits.dtype == torch.float32
-        found = scored(selective_logprobs(logits[:, :-1], ids[:, 1:], **options), mask)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        actual = scored(selective_logprobs(logits[:, :-1], ids[:, 1:], **options), mask)
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
@@ -66,8 +66,8 @@ def test_logprobs_are_the_servers(family: Path, dtype: str) -> None:
     for mode, temperature in (("temperature", 0.7), ("processed", 0.7), ("processed", 2.0**-9), ("raw", 0.7)):
         expected = policy.logprobs(rows, starts, temperature, mode)
         assert_equal(model, rows, expected, temperature=temperature, logprobs_mode=mode)
-        found = model.logprobs(rows, starts, temperature, mode)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        actual = model.logprobs(rows, starts, temperature, mode)
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_weights_in_bfloat16(family: Path) -> None:
@@ -87,9 +87,9 @@ def test_masks_of_the_draws() -> None:
     (expected,) = policy.logprobs([row], [1], 0.5, "processed", [masks])
     ids = torch.tensor([row])
     logits = model(ids).logits
-    found = selective_logprobs(logits[0, :-1], ids[0, 1:], 0.5, "processed", masks)
-    assert torch.equal(found, expected)
-    assert found[3] == 0.0
+    actual = selective_logprobs(logits[0, :-1], ids[0, 1:], 0.5, "processed", masks)
+    assert torch.equal(actual, expected)
+    assert actual[3] == 0.0
     with pytest.raises(ValueError, match=r"sampling_masks\[1\] must hold ids"):
         selective_logprobs(logits[0, :-1], ids[0, 1:], 0.5, "processed", [None, [1], None, None])
 
@@ -105,9 +105,9 @@ def test_gradients(dtype: str, checkpointing: bool, tmp_path: Path) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     rows = rollouts()
     ids, mask = padded(rows, "left")
-    found = scored(selective_logprobs(model(ids, attention_mask=mask).logits[:, :-1], ids[:, 1:], 0.8), mask)
+    actual = scored(selective_logprobs(model(ids, attention_mask=mask).logits[:, :-1], ids[:, 1:], 0.8), mask)
     expected = reference.logprobs(rows, [1] * len(rows), 0.8, "temperature")
-    for values in (found, expected):
+    for values in (actual, expected):
         torch.stack([(row * weights(row)).sum() for row in values]).sum().backward()
     own = {name: parameter.grad for name, parameter in model.named_parameters()}
     for name, master in reference.named_parameters():
@@ -161,8 +161,8 @@ def test_packed_rows_and_positions() -> None:
         assert torch.equal(model(ids, attention_mask=mask, position_ids=positions).logits, expected)
     hole = torch.tensor([[1, 1, 0, 1, 1, 1]])
     ids = torch.tensor([[5, 6, 0, 7, 8, 9]])
-    found = model(ids, attention_mask=hole, position_ids=(hole.cumsum(1) - 1)).logits[0]
-    assert torch.equal(found[hole[0].bool()], alone[0])
+    actual = model(ids, attention_mask=hole, position_ids=(hole.cumsum(1) - 1)).logits[0]
+    assert torch.equal(actual[hole[0].bool()], alone[0])
     with pytest.raises(ValueError, match=r"attention_mask\[0\] hides a token between two others"):
         model(ids, attention_mask=hole)
     with pytest.raises(ValueError, match=r"position_ids\[0\]\[4\] must follow"):
@@ -246,12 +246,12 @@ def test_selective_logprobs_have_a_gradient() -> None:
     ids = torch.randint(0, 320, (3, 5), generator=generator)
     temperatures = torch.tensor([0.5, 1.0, 2.0])[:, None]
     for mode in ("raw", "temperature", "processed"):
-        (found,) = torch.autograd.grad(selective_logprobs(logits, ids, temperatures, mode).square().sum(), logits)
+        (actual,) = torch.autograd.grad(selective_logprobs(logits, ids, temperatures, mode).square().sum(), logits)
         wide = logits.detach().double().requires_grad_()
         rows = (wide / (1.0 if mode == "raw" else temperatures[..., None])).log_softmax(-1)
         rows.gather(-1, ids[..., None]).square().sum().backward()
         assert wide.grad is not None  # up to 80, in float32
-        assert (found - wide.grad).abs().max() < 1e-6 * wide.grad.abs().max()
+        assert (actual - wide.grad).abs().max() < 1e-6 * wide.grad.abs().max()
     with pytest.raises(ValueError, match="logits must be float32"):
         selective_logprobs(logits.bfloat16(), ids)
     with pytest.raises(ValueError, match="token_ids must have the shape"):

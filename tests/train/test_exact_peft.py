@@ -70,8 +70,8 @@ def test_logprobs_are_those_of_the_adapter(dtype: str, config: dict[str, Any], t
     policy = served(tmp_path, model, dtype)
     expected = policy.logprobs(ROWS, STARTS)
     assert_equal(model, ROWS, expected)
-    found = model.logprobs(ROWS, STARTS)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    actual = model.logprobs(ROWS, STARTS)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     with policy.adapter_disabled(), model.disable_adapter():
         plain = policy.logprobs(ROWS, STARTS)
         assert not torch.equal(plain[0], expected[0])
@@ -86,8 +86,8 @@ def test_gradients_and_steps(tmp_path: Path) -> None:
     assert names
     assert all("lora_" in name for name in names)
     ids, mask = padded(ROWS, "left")
-    found = scored(selective_logprobs(model(ids, attention_mask=mask).logits[:, :-1], ids[:, 1:]), mask)
-    for values in (found, policy.logprobs(ROWS, STARTS)):
+    actual = scored(selective_logprobs(model(ids, attention_mask=mask).logits[:, :-1], ids[:, 1:]), mask)
+    for values in (actual, policy.logprobs(ROWS, STARTS)):
         torch.stack([(row * weights(row)).sum() for row in values]).sum().backward()
     own = dict(model.named_parameters())
     for name, master in policy.named_parameters():
@@ -97,7 +97,7 @@ def test_gradients_and_steps(tmp_path: Path) -> None:
     assert all(parameter.grad is None for name, parameter in own.items() if name not in names)
     torch.optim.AdamW([own[name] for name in names], lr=0.01).step()
     after = served(tmp_path, model, "float32").logprobs(ROWS, STARTS)
-    assert not torch.equal(after[0], found[0])
+    assert not torch.equal(after[0], actual[0])
     assert_equal(model, ROWS, after)
 
 

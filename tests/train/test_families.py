@@ -123,9 +123,9 @@ def test_exact_models(name: str, tmp_path: Path) -> None:
     model, row = exact(whole), rows()[0]
     (scored,) = policy.logprobs([row], [1])
     logits = model(torch.tensor([row])).logits
-    found = selective_logprobs(logits[0, :-1], torch.tensor(row[1:]))
-    assert torch.equal(found, scored)
-    for values in (found, scored):
+    actual = selective_logprobs(logits[0, :-1], torch.tensor(row[1:]))
+    assert torch.equal(actual, scored)
+    for values in (actual, scored):
         (values * weights(values)).sum().backward()
     masters = dict(policy.named_parameters())
     gradients = by_master(policy, {n: p.grad for n, p in model.named_parameters()})
@@ -137,8 +137,8 @@ def test_exact_models(name: str, tmp_path: Path) -> None:
 def test_an_exact_mixture_whose_layers_are_all_dense(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, tiny_config("qwen3_moe", mlp_only_layers=[0, 1, 2]))
     model, row = exact(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)), rows()[0]
-    found = selective_logprobs(model(torch.tensor([row])).logits[0, :-1], torch.tensor(row[1:]))
-    assert torch.equal(found, PolicyModel.from_pretrained(directory, dtype="float32").logprobs([row], [1])[0])
+    actual = selective_logprobs(model(torch.tensor([row])).logits[0, :-1], torch.tensor(row[1:]))
+    assert torch.equal(actual, PolicyModel.from_pretrained(directory, dtype="float32").logprobs([row], [1])[0])
 
 
 def test_experts_in_one_tensor_are_read_as_those_in_one_each(tmp_path: Path) -> None:
@@ -241,9 +241,9 @@ def test_random_configurations(family: str, seed: int, tmp_path: Path) -> None:
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in batch])
     logits, sums = whole(ids, attention_mask=mask).logits, []
     for number, (row, logprobs) in enumerate(zip(batch, scored, strict=True)):
-        found = selective_logprobs(logits[number, start - len(row) - 1 : -1], torch.tensor(row[start:]))
-        assert torch.equal(found, logprobs)
-        sums.append((found * weights(found)).sum())
+        actual = selective_logprobs(logits[number, start - len(row) - 1 : -1], torch.tensor(row[start:]))
+        assert torch.equal(actual, logprobs)
+        sums.append((actual * weights(actual)).sum())
     torch.stack(sums).sum().backward()
     check_gradients(policy, by_master(policy, {name: parameter.grad for name, parameter in whole.named_parameters()}))
 

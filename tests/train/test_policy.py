@@ -66,8 +66,8 @@ def test_logprobs_equal_the_decoders(family: Path, dtype: str) -> None:
     policy = PolicyModel.from_pretrained(family, dtype=dtype)
     rows = rollouts()
     starts = half(rows)
-    found = policy.logprobs(rows, starts)
-    for row, start, logprobs in zip(rows, starts, found, strict=True):
+    actual = policy.logprobs(rows, starts)
+    for row, start, logprobs in zip(rows, starts, actual, strict=True):
         assert logprobs.dtype == torch.float32
         assert torch.equal(logprobs, expected(family, dtype, row, start))
 
@@ -83,8 +83,8 @@ def test_how_rows_are_cut_changes_no_bit(family: Path, dtype: str) -> None:
     for options in ({}, {"share_prefixes": False}):
         for max_tokens, activation_bytes in ((4096, 0), (64, 1 << 30), (10, 1 << 18)):
             policy.max_tokens, policy.activation_bytes = max_tokens, activation_bytes
-            found = policy.logprobs([rows[i] for i in order], [starts[i] for i in order], **options)  # type: ignore[arg-type]
-            assert all(torch.equal(found[at], whole[i]) for at, i in enumerate(order))
+            actual = policy.logprobs([rows[i] for i in order], [starts[i] for i in order], **options)  # type: ignore[arg-type]
+            assert all(torch.equal(actual[at], whole[i]) for at, i in enumerate(order))
     with torch.no_grad():
         alone = [policy.logprobs([row], [start])[0] for row, start in zip(rows, starts, strict=True)]
     assert all(torch.equal(one, other) for one, other in zip(alone, whole, strict=True))
@@ -95,7 +95,7 @@ def test_gradients_are_near_to_float64(family: Path, dtype: str) -> None:
     policy = PolicyModel.from_pretrained(family, dtype=dtype)
     rows = rollouts()
     starts = half(rows)
-    found = gradients(policy, rows, starts)
+    actual = gradients(policy, rows, starts)
     leaves = {
         name: master.detach().to(torch.bfloat16 if dtype == "bfloat16" else master.dtype).double().requires_grad_()
         for name, master in policy.named_parameters()
@@ -105,10 +105,10 @@ def test_gradients_are_near_to_float64(family: Path, dtype: str) -> None:
         logprobs = references.logprobs(hf, leaves, row, start)
         (logprobs * weights(logprobs)).sum().backward()
     reference = {name: leaf.grad for name, leaf in leaves.items()}
-    assert found.keys() == reference.keys()
-    together = [torch.cat([gradient.double().flatten() for gradient in each.values()]) for each in (found, reference)]
+    assert actual.keys() == reference.keys()
+    together = [torch.cat([gradient.double().flatten() for gradient in each.values()]) for each in (actual, reference)]
     assert cosine(*together) > (0.9999 if dtype == "float32" else 0.998)  # activations are rounded to bfloat16 as well
-    for name, gradient in found.items():
+    for name, gradient in actual.items():
         assert gradient.dtype == torch.float32
         if dtype == "float32" and not name.endswith("k_proj.bias"):  # zero but for rounding: it shifts scores alike
             assert cosine(gradient, reference[name]) > 0.9999, name
@@ -128,11 +128,11 @@ def test_bfloat16_gradients_are_as_near_to_float64_as_transformers(name: str, tm
             column = torch.tensor(row[start:])[:, None]
             logprobs = logits[start - 1 :].log_softmax(-1).gather(1, column)[:, 0]
             (logprobs * weights(logprobs)).sum().backward()
-    found, theirs = gradients(policy, rows, starts), dict(model.named_parameters())
+    actual, theirs = gradients(policy, rows, starts), dict(model.named_parameters())
     own, other, exact = (
         torch.cat([each.double().flatten() for each in gradient])
         for gradient in zip(
-            *((found[name], theirs[name].grad, leaf.grad) for name, leaf in leaves.items()), strict=True
+            *((actual[name], theirs[name].grad, leaf.grad) for name, leaf in leaves.items()), strict=True
         )
     )
     assert 1.0 - cosine(own, exact) <= 1.0 - cosine(other, exact)
@@ -156,8 +156,8 @@ def test_what_bfloat16_gradients_lack_is_lost_in_the_forward_pass(name: str, see
         return torch.cat([leaf.grad.flatten() for leaf in leaves.values() if leaf.grad is not None])
 
     exact, rounded = gradient(lambda x: x), gradient(references.rounded)
-    found = gradients(policy, rows, starts)
-    own = torch.cat([found[name].double().flatten() for name, _ in policy.named_parameters()])
+    actual = gradients(policy, rows, starts)
+    own = torch.cat([actual[name].double().flatten() for name, _ in policy.named_parameters()])
     assert 1.0 - cosine(own, exact) < 1.25 * (1.0 - cosine(rounded, exact))
     assert cosine(own, rounded) > 0.9995
 
@@ -215,8 +215,8 @@ def test_ordered_gradients_do_not_depend_on_the_calls(
 def test_temperature(dtype: str, temperature: float, tmp_path: Path) -> None:
     policy = PolicyModel.from_pretrained(write_checkpoint(tmp_path, tiny_config("llama")), dtype=dtype)
     rows = rollouts()[:2]
-    found = policy.logprobs(rows, [30, 30], temperature=temperature, logprobs_mode="temperature")
-    for row, logprobs in zip(rows, found, strict=True):
+    actual = policy.logprobs(rows, [30, 30], temperature=temperature, logprobs_mode="temperature")
+    for row, logprobs in zip(rows, actual, strict=True):
         column = torch.full((len(row) - 30,), temperature)
         assert torch.equal(logprobs, expected(tmp_path, dtype, row, 30, column))
 
@@ -227,10 +227,10 @@ def test_processed_logprobs_are_over_the_mask(tmp_path: Path) -> None:
     row = rollouts()[0]
     masks = [None if n % 3 == 0 else sorted({token, (token + 7) % VOCAB, 5}) for n, token in enumerate(row[30:])]
     arguments = {"temperature": 0.7, "logprobs_mode": "processed", "sampling_masks": [masks]}
-    (found,) = policy.logprobs([row], [30], **arguments)  # type: ignore[arg-type]
+    (actual,) = policy.logprobs([row], [30], **arguments)  # type: ignore[arg-type]
     leaves = {name: master.detach().double().requires_grad_() for name, master in policy.named_parameters()}
     reference = references.logprobs(hf, leaves, row, 30, temperature=0.7, masks=masks)
-    assert (found.detach() - reference.detach()).abs().max() < 1e-4
+    assert (actual.detach() - reference.detach()).abs().max() < 1e-4
     found_gradients = gradients(policy, [row], [30], **arguments)
     (reference * weights(reference)).sum().backward()
     for name, leaf in leaves.items():
@@ -260,8 +260,8 @@ def test_gradients_through_bias_and_penalties(tmp_path: Path) -> None:
     reference = torch.stack(expected)
     for activation_bytes in (0, 1 << 30):
         policy.activation_bytes = activation_bytes
-        (found,) = policy.logprobs([row], [start], **arguments)  # type: ignore[arg-type]
-        assert (found.detach() - reference.detach()).abs().max() < 1e-4
+        (actual,) = policy.logprobs([row], [start], **arguments)  # type: ignore[arg-type]
+        assert (actual.detach() - reference.detach()).abs().max() < 1e-4
     found_gradients = gradients(policy, [row], [start], **arguments)
     (reference * weights(reference)).sum().backward()
     for name, leaf in leaves.items():
@@ -294,11 +294,11 @@ def test_extreme_parameters_are_the_servers() -> None:
 def test_each_row_has_its_own_temperature() -> None:
     policy = PolicyModel.from_pretrained("demo", dtype="float32")
     rows = [[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 9]]
-    found = policy.logprobs(rows, [1, 1, 2], [0.5, 1.0, 2.0], "temperature")
-    for row, start, temperature, logprobs in zip(rows, [1, 1, 2], [0.5, 1.0, 2.0], found, strict=True):
+    actual = policy.logprobs(rows, [1, 1, 2], [0.5, 1.0, 2.0], "temperature")
+    for row, start, temperature, logprobs in zip(rows, [1, 1, 2], [0.5, 1.0, 2.0], actual, strict=True):
         for same in (temperature, np.float32(temperature), torch.tensor(temperature)):
             assert torch.equal(logprobs, policy.logprobs([row], [start], same, "temperature")[0])
-    assert not torch.equal(found[0], found[1])
+    assert not torch.equal(actual[0], actual[1])
 
 
 def test_a_changed_weight_is_packed_again(tmp_path: Path) -> None:
@@ -368,13 +368,13 @@ def test_the_torch_references_serve_as_well(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, tiny_config("qwen3"))
     compiled = PolicyModel.from_pretrained(directory, dtype="float32")
     rows, starts = rollouts(), half(rollouts())
-    found = gradients(compiled, rows, starts)
+    actual = gradients(compiled, rows, starts)
     other = PolicyModel.from_pretrained(directory, dtype="float32", ops={"*": "torch"})
     assert all(
         torch.equal(a, b) for a, b in zip(other.logprobs(rows, starts), other.logprobs(rows, starts), strict=True)
     )
     for name, gradient in gradients(other, rows, starts).items():
-        assert cosine(gradient, found[name]) > 0.9999, name
+        assert cosine(gradient, actual[name]) > 0.9999, name
 
 
 @pytest.mark.parametrize(
@@ -407,8 +407,8 @@ def test_a_wrong_argument_is_named(arguments: tuple[object, ...], message: str) 
 def test_nothing_to_score() -> None:
     policy = PolicyModel.from_pretrained("demo", dtype="float32")
     assert policy.logprobs([], []) == []
-    found = policy.logprobs([[5], [5, 6], [5, 6, 7]], [1, 2, 1])
-    assert [len(row) for row in found] == [0, 0, 2]
+    actual = policy.logprobs([[5], [5, 6], [5, 6, 7]], [1, 2, 1])
+    assert [len(row) for row in actual] == [0, 0, 2]
 
 
 def test_quantization_is_refused() -> None:

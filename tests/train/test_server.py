@@ -106,8 +106,8 @@ def test_an_exact_model(checkpoint: tuple[str, str], server: Served) -> None:
     rollouts = groups(server, temperature=0.7, logprobs_mode="temperature")
     ids, mask = padded([[*rollout.prompt_ids.tolist(), *rollout.token_ids.tolist()] for rollout in rollouts], "left")
     logits = transformer(ids, attention_mask=mask).logits[:, :-1]
-    found = scored(selective_logprobs(logits, ids[:, 1:], 0.7), mask)
-    for rollout, row in zip(rollouts, found, strict=True):
+    actual = scored(selective_logprobs(logits, ids[:, 1:], 0.7), mask)
+    for rollout, row in zip(rollouts, actual, strict=True):
         assert row[len(rollout.prompt_ids) - 1 :].tolist() == rollout.logprobs.tolist()
 
 
@@ -130,8 +130,8 @@ def test_logprobs_over_the_support_of_the_draws(server: Served, policy: PolicyMo
         )
         expected.append(columns["token_logprobs"])
     assert len({len(mask) for row in masks for mask in row}) > 3
-    found = policy.logprobs(rows, starts, 1.3, "processed", masks)
-    assert [np.float32(row).tolist() for row in expected] == [row.tolist() for row in found]
+    actual = policy.logprobs(rows, starts, 1.3, "processed", masks)
+    assert [np.float32(row).tolist() for row in expected] == [row.tolist() for row in actual]
 
 
 PENALTIES: list[dict[str, Any]] = [
@@ -157,10 +157,10 @@ def test_bias_and_penalties(server: Served, policy: PolicyModel) -> None:
         expected.append(rollout.logprobs.tolist())
         params.append(sampling)
     temperatures = [given["temperature"] for given in params]
-    found = policy.logprobs(rows, starts, temperatures, "processed", sampling_params=params)
-    assert [row.tolist() for row in found] == expected
+    actual = policy.logprobs(rows, starts, temperatures, "processed", sampling_params=params)
+    assert [row.tolist() for row in actual] == expected
     again = policy.logprobs(rows[1:2], starts[1:2], temperatures[1:2], "processed", sampling_params=params[1:2])
-    assert torch.equal(again[0], found[1])
+    assert torch.equal(again[0], actual[1])
 
 
 def test_prompt_logprobs(server: Served, policy: PolicyModel) -> None:
@@ -169,8 +169,8 @@ def test_prompt_logprobs(server: Served, policy: PolicyModel) -> None:
     body = {"token_ids": sequence, "sampling_params": params, "logprobs_format": "arrays"}
     reply = server.post("/inference/v1/generate", body).json()
     scored = reply["prompt_logprobs"]["token_logprobs"]
-    (found,) = policy.logprobs([sequence], [1])
-    assert np.float32(scored[-149:]).tolist() == found.tolist()
+    (actual,) = policy.logprobs([sequence], [1])
+    assert np.float32(scored[-149:]).tolist() == actual.tolist()
 
 
 @pytest.mark.parametrize(
