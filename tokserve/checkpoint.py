@@ -40,9 +40,9 @@ def locate(model: str, *, weights: bool = True, what: str = "model") -> Path:
     if model == "demo":
         return DEMO_DIR
     path = Path(model).expanduser()
-    if os.path.isdir(path):  # False for a directory without access
+    if os.path.isdir(path):  # False for a directory without access and for a name that is too long
         return path
-    if path.suffix == SUFFIX and path.is_file():
+    if path.suffix == SUFFIX and os.path.isfile(path):
         return gguf_config.unpacked(path)
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise StartError(

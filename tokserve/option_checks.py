@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from pathlib import Path
+import os
 
 from tokserve.config import BACKENDS, PACKING, Config
 from tokserve.errors import StartError
@@ -48,13 +48,13 @@ def _check_server(config: Config) -> None:
         raise StartError("ssl_keyfile and ssl_certfile must be given together")
     for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
         path = getattr(server, name)
-        if path is not None and not Path(path).is_file():
+        if path is not None and not os.path.isfile(path):  # False for a name that is too long
             raise StartError(f"option {name}: no file {path!r}")
     weights = config.weights.weight_transfer_config or {}
     if weights.keys() - {"backend", *PACKING} or weights.get("backend", "disk") not in BACKENDS:
         raise StartError(f'option weight_transfer_config: expected {{"backend": one of {", ".join(BACKENDS)}}}')
     for directory in config.weights.allowed_weight_dirs or []:
-        if not Path(directory).is_dir():
+        if not os.path.isdir(directory):
             raise StartError(f"option allowed_weight_dirs: no directory {directory!r}")
     if server.otlp_traces_endpoint and not server.otlp_traces_endpoint.startswith(("http://", "https://")):
         raise StartError(f"option otlp_traces_endpoint: expected an http URL, got {server.otlp_traces_endpoint!r}")

@@ -58,6 +58,7 @@ def values(words: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("X --model X", {"model": "X"}),
         ("X --served-model-name a b --served_model_name c", {"model": "X", "served_model_name": ["a", "b", "c"]}),
         ("X --api-key a b", {"model": "X", "api_key": ["a", "b"]}),
+        ("--api-key " + "a" * 4000, {"model": "demo", "api_key": ["a" * 4000]}),
         ("X --max_model_len 4k", {"model": "X", "max_model_len": 4000}),
         ("X --max-model-len=4K", {"model": "X", "max_model_len": 4096}),
         ("X --max-model-len auto --max-num-batched-tokens 1.5k", {"model": "X", "max_num_batched_tokens": 1500}),

@@ -120,3 +120,7 @@ def test_people_read_the_name_of_the_file_and_its_types(tmp_path: Path) -> None:
     assert checkpoint.given_name(str(directory)) == str(path)
     assert chosen(Config.make(model=str(directory))) == f"model={path}"
     assert checkpoint.given_name(str(tmp_path)) == str(tmp_path) and gguf_config.file_name(tmp_path) is None
+
+
+def test_a_name_that_is_too_long_for_a_file_is_that_of_no_gguf_file() -> None:
+    assert checkpoint.gguf_file("/" + "a" * 4000) is None

@@ -259,6 +259,8 @@ def test_adapters_in_vllms_json() -> None:
         ("/no/such/place", "neither a directory"),
         ("./nowhere", "neither a directory"),
         ("just-a-name", "neither a directory"),
+        ("/" + "a" * 4000, "neither a directory"),
+        ("/" + "a" * 4000 + ".gguf", "neither a directory"),
     ],
 )
 def test_a_model_that_is_not_there(model: str, text: str) -> None:
@@ -304,6 +306,8 @@ def test_a_download_that_fails_says_why(error: type[Exception], reason: str, mon
         ({"weight_transfer_config": {"backend": "smoke"}}, "weight_transfer_config: expected"),
         ({"weight_transfer_config": {"back": "gloo"}}, "weight_transfer_config: expected"),
         ({"allowed_weight_dirs": ["/", "/no/place"]}, "allowed_weight_dirs: no directory '/no/place'"),
+        ({"allowed_weight_dirs": ["/" + "a" * 4000]}, "allowed_weight_dirs: no directory '/aaa"),
+        ({"ssl_keyfile": "a" * 4000, "ssl_certfile": "/no/cert"}, "ssl_keyfile: no file 'aaa"),
         ({"otlp_traces_endpoint": "collector:4318"}, "otlp_traces_endpoint: expected an http URL"),
         ({"hf_overrides": {"torch_dtype": "float64"}}, "dtype is 'float64'; choose one with --dtype: float32, bfloat"),
         (

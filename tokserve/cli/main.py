@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import tokserve
@@ -79,7 +79,7 @@ def _model(command: argparse.ArgumentParser, values: dict[str, Any]) -> str:
         command.error(f"two models are named: {named!r} and {flagged!r}")
     for option in () if named or flagged else SEVERAL:
         last = (values[option] or [""])[-1]
-        if last == "demo" or (last and Path(last).is_dir()):
+        if last == "demo" or os.path.isdir(last):
             flag = "--" + option.replace("_", "-")
             command.error(f"{last!r} is a value of {flag} here, and no model is named; name the model before {flag}")
     return named or flagged or "demo"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import shutil
 import tempfile
 from collections import Counter
@@ -60,7 +61,7 @@ def file_name(directory: Path) -> tuple[str, str] | None:
     """The GGUF file that a directory stands for, as it was named, and the types of its matrices; None: an ordinary
     one."""
     path = directory / SOURCE
-    if not path.is_file():
+    if not os.path.isfile(path):  # False, too, for a name that is too long
         return None
     source = json.loads(path.read_text(encoding="utf-8"))
     return source["name"], source["types"]
