@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.server import Server
-from tests.e2e.test_routes_agree import CHAT, COMPLETIONS, GENERATE, append, events, good, maybe
+from tests.e2e.test_routes_agree import CHAT, COMPLETIONS, GENERATE, append, ask, events, maybe
 from tokserve import ops
 from tokserve.client.llm import LLM
 from tokserve.client.results import CompletionOutput
@@ -183,20 +183,20 @@ def test_formats_and_streams_say_the_same(client: httpx.Client, seed: int) -> No
     params = crossing(rng) | {"logit_bias": {"64": 1.0}}
     body = {"token_ids": prompt(rng), "sampling_params": params, "return_sampling_mask": True}
     body |= maybe(rng, 0.5, output_mode="text")
-    whole = fields(good(client, GENERATE, body))
+    whole = fields(ask(client, GENERATE, body))
     assert all(len(choice["sampling_mask"]) == len(choice["kept_logprob"]) for choice in whole.values())
     within = body | {"return_sampling_mask": None, "sampling_params": params | {"return_sampling_mask": True}}
-    assert fields(good(client, GENERATE, within)) == whole
+    assert fields(ask(client, GENERATE, within)) == whole
     assert joined(events(client, GENERATE, body)) == whole
-    arrays = good(client, GENERATE, body | {"logprobs_format": "arrays"})
+    arrays = ask(client, GENERATE, body | {"logprobs_format": "arrays"})
     streamed = joined(events(client, GENERATE, body | {"logprobs_format": "arrays"}))
     assert streamed == fields(arrays)
     for index, choice in fields(arrays).items():
         assert choice | {"sampling_mask": rows_of(**choice["sampling_mask"])} == whole[index]
-    assert packed_fields(good(client, GENERATE, body | {"logprobs_format": "base64"}), True) == whole
+    assert packed_fields(ask(client, GENERATE, body | {"logprobs_format": "base64"}), True) == whole
     answer = client.post(GENERATE, json=body | {"logprobs_format": "arrays"}, headers={"Accept": "application/msgpack"})
     assert packed_fields(msgspec.msgpack.decode(answer.content), False) == whole
-    off = good(client, GENERATE, body | {"return_sampling_mask": False})
+    off = ask(client, GENERATE, body | {"return_sampling_mask": False})
     assert not set(FIELDS) & set(off["choices"][0])
 
 
@@ -207,12 +207,12 @@ def test_text_routes_have_the_token_routes_rows(client: httpx.Client, path: str,
     params = crossing(rng) | {"logit_bias": {"64": 1.0}, "top_p": 0.9, "top_k": 0, "min_p": 0.0}
     ids = {"messages": [{"role": "user", "content": "né 🙂 hi"}]} if path == CHAT else {"prompt": "né 🙂 hi"}
     body = params | ids | {"return_sampling_mask": True, "return_token_ids": True}
-    reply = good(client, path, body)
+    reply = ask(client, path, body)
     assert joined(events(client, path, body)) == fields(reply)
     tokens = (reply if path == CHAT else reply["choices"][0])["prompt_token_ids"]
-    again = good(client, GENERATE, {"token_ids": tokens, "sampling_params": params, "return_sampling_mask": True})
+    again = ask(client, GENERATE, {"token_ids": tokens, "sampling_params": params, "return_sampling_mask": True})
     assert fields(again) == fields(reply)
-    plain = good(client, path, body | {"return_sampling_mask": None})
+    plain = ask(client, path, body | {"return_sampling_mask": None})
     assert not set(FIELDS) & set(plain["choices"][0])
 
 
@@ -221,12 +221,12 @@ def test_large_replies_are_made_in_parts(client: httpx.Client) -> None:
         "token_ids": [286, 84], "return_sampling_mask": True,
         "sampling_params": {"n": 6, "max_tokens": 400, "ignore_eos": True, "top_k": 60, "seed": 5, "temperature": 2.0},
     }  # fmt: skip
-    whole = fields(good(client, GENERATE, body))
+    whole = fields(ask(client, GENERATE, body))
     assert [len(choice["sampling_mask"]) for choice in whole.values()] == [400] * 6
     assert joined(events(client, GENERATE, body)) == whole
-    assert packed_fields(good(client, GENERATE, body | {"logprobs_format": "base64"}), True) == whole
+    assert packed_fields(ask(client, GENERATE, body | {"logprobs_format": "base64"}), True) == whole
     completion = {"prompt": [286, 84], "return_sampling_mask": True} | body["sampling_params"]
-    assert fields(good(client, COMPLETIONS, completion)) == whole
+    assert fields(ask(client, COMPLETIONS, completion)) == whole
 
 
 def test_refusals(client: httpx.Client) -> None:
@@ -263,13 +263,13 @@ def test_truncated_masks_are_counted() -> None:
         params = {"max_tokens": 20, "ignore_eos": True, "seed": 3, "n": 2}
         body: dict[str, Any] = {"token_ids": [286, 84], "sampling_params": params | {"top_k": 6}}
         with httpx.Client(base_url=server.url, timeout=60) as client:
-            choices = fields(good(client, GENERATE, body))
+            choices = fields(ask(client, GENERATE, body))
             for choice in choices.values():
                 assert choice["sampling_mask"] == [None] * 20 and choice["sampling_mask_truncated"] == 20
                 assert all(kept < 0.0 for kept in choice["kept_logprob"])
-            five = fields(good(client, GENERATE, {"token_ids": [286, 84], "sampling_params": params | {"top_k": 5}}))
+            five = fields(ask(client, GENERATE, {"token_ids": [286, 84], "sampling_params": params | {"top_k": 5}}))
             assert {len(row) for row in five[1]["sampling_mask"]} == {5} and five[1]["sampling_mask_truncated"] == 0
-            whole = fields(good(client, GENERATE, {"token_ids": [286, 84], "sampling_params": params}))
+            whole = fields(ask(client, GENERATE, {"token_ids": [286, 84], "sampling_params": params}))
             assert whole[0]["sampling_mask"] == [None] * 20 and whole[0]["sampling_mask_truncated"] == 0
             assert whole[0]["kept_logprob"] == [0.0] * 20
             assert joined(events(client, GENERATE, body)) == choices
