@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from tokserve.config import Config
+from tokserve.engine.admin.aborts import Aborts
 from tokserve.engine.admin.adapters import Adapters
 from tokserve.engine.admin.command import Command, Commands, command
 from tokserve.engine.admin.control import Control
@@ -107,6 +108,9 @@ class EngineCore:
             grammars=self.grammars, deadlines=self._deadlines, emit=emit, fail=self._fail, abort=self._abort,
             wake=wake, external=self._external,
         )  # fmt: skip
+        self._aborts = Aborts(
+            self._registry, self._admission, self._announcements, self.scheduler, self._external, self._abort
+        )
         self._held: list[tuple[bytes, Abort | Stall]] = []  # until no submission is being admitted
         self._leaving: deque[tuple[list[Request], str]] = deque()  # to be aborted, a part in each turn, and why
         self._status = self._state_now()
@@ -114,7 +118,7 @@ class EngineCore:
         self._profiler = Profiler(config.profiler, self, executor, clock)
         self._span = self._profiler.spans.span
         self._commands = Commands(
-            (self, self.control, self.control.weights, self.adapters, drafts, self._profiler), emit=emit,
+            (self, self.control, self.control.weights, self.adapters, self._aborts, drafts, self._profiler), emit=emit,
             at_boundary=lambda: not self.scheduler.in_flight, on_progress=self._send_status, wake=wake,
         )  # fmt: skip
 
@@ -473,55 +477,11 @@ class EngineCore:
         self._front_ends.leave(identity)
         return len(requests)
 
-    @command("abort")
-    def _abort_requests(self, keys: list[str], reason: str = "abort_user") -> Command:
-        """Abort by the client's ids.  The reply, {id: "aborted" | "finished" | "not_found"}, comes when all slots and
-        blocks of ended requests are free: a second abort is not answered before that either."""
-        result = dict.fromkeys(keys, "not_found")
-        aborted_before = self._announcements.aborted_ids()
-        coming = self._announcements.abort(result, reason) | self._admission.abort(result, reason)
-        aborted: list[Request] = []
-        for request_id in result:
-            requests = self._registry.requests(request_id)
-            aborted += requests
-            if requests or request_id in coming:
-                result[request_id] = "aborted"
-            elif request_id in aborted_before or any(
-                one.has_ended(request_id) for one in (self._registry, self._admission)
-            ):
-                result[request_id] = "finished"
-        self._abort(aborted, reason)
-        self._external.drop(f"{request_id}#0" for request_id in result)
-        unreleased = self.scheduler.unreleased()
-        yield lambda: all(request.released for request in unreleased)
-        return result
-
-    @command("abort_group")
-    def _abort_group(self, group: str, reason: str = "abort_user") -> Command:
-        return (yield from self._abort_requests(self._request_ids(group), reason))
-
-    @command("abort_prefix")
-    def _abort_prefix(self, prefix: str, reason: str = "abort_user") -> Command:
-        named = [request_id for request_id in self._request_ids() if request_id.startswith(prefix)]
-        return (yield from self._abort_requests(named, reason))
-
-    @command("abort_all")
-    def _abort_all(self, reason: str = "abort_user") -> Command:
-        return (yield from self._abort_requests(self._request_ids(), reason))
-
-    def _request_ids(self, group: str | None = None) -> list[str]:
-        """The client's ids of a group, or all: of requests in flight, being admitted, and announced."""
-        return [
-            request_id
-            for source in (self._registry, self._admission, self._announcements)
-            for request_id in source.request_ids(group)
-        ]
-
     @command("shutdown")
     def _shutdown(self) -> Command:
         """Abort all requests and stop; no more are accepted."""
         self._admission.closed = True
-        result = yield from self._abort_requests(self._request_ids(), "shutdown")
+        result = yield from self._aborts.all("shutdown")
         yield lambda: not self._admission.busy  # those that were being admitted have been answered
         self.stopped = True
         return result
