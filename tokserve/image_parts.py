@@ -138,6 +138,8 @@ def anthropic_block(field: str, block: Mapping[str, Any]) -> ImageUrl:
             return ImageUrl(_url(path, source.get("url")), path)
         case "file":
             raise invalid(f"{field}.source.type", "is 'file': this server stores no files", code="unsupported")
+        case None:
+            raise invalid(f"{field}.source.type", "is required")
         case kind:
             raise invalid(f"{field}.source.type", f"must be base64 or url, got {str(kind)[:100]!r}")
 
@@ -156,6 +158,8 @@ def _content_part(field: str, part: Any) -> ImageUrl:
     if not isinstance(part, Mapping):
         raise invalid(field, "must be an object")
     kind = part.get("type")
+    if kind is None:
+        raise invalid(f"{field}.type", "is required")
     if kind != "image_url":
         code = "unsupported" if kind in OTHER_MEDIA else None
         raise invalid(f"{field}.type", f"must be 'image_url', got {str(kind)[:100]!r}", code=code)

@@ -155,6 +155,13 @@ def test_broken_content_parts(value: Any, field: str, code: str | None) -> None:
     assert (caught.value.field, caught.value.code) == (field, code)
 
 
+def test_a_type_that_is_missing_is_told_as_missing() -> None:
+    with pytest.raises(RequestError, match=r"content_parts\[0\]\.type is required"):
+        content_parts([{}])
+    with pytest.raises(RequestError, match=r"b\.source\.type is required"):
+        anthropic_block("b", {"type": "image", "source": {}})
+
+
 def test_more_images_than_allowed_are_refused_in_known_words() -> None:
     images = [ImageUrl(PIXEL, f"p[{i}]") for i in range(3)]
     check_count(images, 3)
