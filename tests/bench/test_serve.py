@@ -174,7 +174,8 @@ def test_command_writes_json_and_a_table(tmp_path: Path, capsys: pytest.CaptureF
     "flags",
     [["--n", "2", "--temperature", "0"], ["--goodput", "itl:3"], ["--request-rate", "0"], ["--dataset", "jsonl"],
      ["--no-stream", "--goodput", "ttft:3"], ["--percentiles", "101"], ["--result-json", "/no/such/x.json"],
-     ["--base-url", "localhost:8000"], []],
+     ["--base-url", "localhost:8000"], ["--result-json", "/"], ["--request-timeout", "0"],
+     ["--save-detailed", "--no-progress"], []],
 )  # fmt: skip
 def test_what_cannot_run_is_said_before_it_runs(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:  # bound and not listening: nobody answers there
@@ -183,6 +184,14 @@ def test_what_cannot_run_is_said_before_it_runs(flags: list[str], capsys: pytest
             main(["bench", "serve", "--base-url", f"http://127.0.0.1:{taken.getsockname()[1]}", *flags])
     text = capsys.readouterr().err
     assert end.value.code == 1 and (flags[-2] if flags else "cannot reach") in text
+
+
+def test_a_server_that_does_not_answer_is_told_with_a_reason() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with pytest.raises(StartError, match=r"cannot reach .*/v1/models: no answer in time; is a server"):
+            serve(load(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.01))
 
 
 def test_replace_keeps_loads_apart() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -189,6 +190,8 @@ def check_path(path: str | None, flag: str) -> None:
     """Raise StartError if the result could not be written, before a long run."""
     if path is not None and not Path(path).resolve().parent.is_dir():
         raise StartError(f"{flag}: the directory of {path} does not exist")
+    if path is not None and os.path.isdir(path):
+        raise StartError(f"{flag}: {path} is a directory")
 
 
 def write(row: dict[str, Any], path: str) -> None:

@@ -61,6 +61,8 @@ class Load:
             raise StartError(f"--base-url must begin with http:// or https://, got {self.base_url!r}")
         if not self.request_rate > 0.0:
             raise StartError(f"--request-rate must be above 0, got {self.request_rate}")
+        if not self.timeout > 0.0:
+            raise StartError(f"--request-timeout must be above 0, got {self.timeout}")
         if self.max_concurrency is not None and self.max_concurrency < 1:
             raise StartError(f"--max-concurrency must be at least 1, got {self.max_concurrency}")
         if self.warmup < 0 or shape.n < 1:
@@ -221,7 +223,7 @@ async def first_model(load: Load, session: aiohttp.ClientSession) -> str:
             if response.status != 200:
                 raise StartError(f"{url} answered HTTP {response.status}: {raw[:300].decode(errors='replace')}")
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error) or "no answer in time"
         raise StartError(f"cannot reach {url}: {why}; is a server running there? --base-url names another") from None
     try:
         return str(msgspec.json.decode(raw)["data"][0]["id"])

@@ -164,6 +164,8 @@ def _serve(v: dict[str, Any]) -> int:
     draw = _plotter() if v["plot"] else None
     report.check_path(v["result_json"], "--result-json")
     report.check_path(v["plot"], "--plot")
+    if v["save_detailed"] and v["result_json"] is None:
+        raise StartError("--save-detailed needs --result-json")
     percentiles = report.parse_percentiles(v["percentiles"])
     shape = RequestShape(
         backend=v["backend"], model=v["model"], stream=v["stream"], n=v["n"], temperature=_temperature(v),
