@@ -347,6 +347,13 @@ def test_a_pooling_request_needs_no_room_for_output() -> None:
     assert "the prompt has 65" in refusal(ask([1] * 65, PoolingParams())).message
 
 
+def test_a_model_that_pools_generates_no_tokens() -> None:
+    pools = inputs(model_options={"runner": "pooling"})
+    error = refusal(ask([1]), pools)
+    assert (error.field, error.code) == ("model", "unsupported") and "vectors" in error.message
+    assert sent(ask([1], PoolingParams()), pools)
+
+
 def test_ranges_have_one_declaration() -> None:
     for request, words in (
         (request_with(temperature=2.5), "temperature must be from 0 to 2, got 2.5"),

@@ -105,6 +105,7 @@ def test_sglangs_bodies_of_areal_and_verl(reward: Path) -> None:
     text, ids = "a good answer", [5, 9, 40]
     want = [float(one[0]) for one in theirs(reward, [ids_of(text), ids])]
     with ServerThread(str(reward), "--max-model-len", "128", "--sglang-api") as server:
+        assert httpx.get(f"{server.url}/health_generate").status_code == 200
         for path in ("/classify", "/encode"):
             one = post(server, path, text=text)
             assert one["embedding"] == [pytest.approx(want[0], abs=1e-4)]

@@ -35,6 +35,7 @@ MAX_ID = 1024
 MAX_EXTRA = 1 << 16  # bytes of extra_args: each choice carries them
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 S = TypeVar("S", bound=msgspec.Struct)
+POOLS = "the model makes vectors here (--runner pooling), not tokens"
 NO_TOKENIZER = "this server has no tokenizer (--tokens-only)"
 
 
@@ -80,6 +81,7 @@ class Inputs:
         self.ready = ready
         self._tokenizer = tokenizer
         self._has_priority = config.scheduler.scheduling_policy == "priority"
+        self._pools = config.model.runner == "pooling"
         self._max_logprobs = config.model.max_logprobs
         self._return_sampling_mask = config.model.return_sampling_mask
         self._num_engines = config.parallel.data_parallel_size
@@ -134,6 +136,8 @@ class Inputs:
             self._check_prompt(request.prompt.ids, outputs=0)
             self._check_request(request)
             return params
+        if self._pools:
+            raise RequestError(POOLS, field="model", code="unsupported")
         _check_extra(params)
         check_lists(params, self._limits, self.ready.vocab_size)
         length = self._check_prompt(request.prompt.ids, outputs=1)

@@ -24,7 +24,7 @@ from tokserve import __version__, log
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.beam_search import BeamSearchParams
 from tokserve.client.beam_stream import BeamStream, BeamTask
-from tokserve.client.inputs import RECOMMENDED, GenerateRequest, bare_id, generation_defaults, token_prompt
+from tokserve.client.inputs import POOLS, RECOMMENDED, GenerateRequest, bare_id, generation_defaults, token_prompt
 from tokserve.client.pooling import pooler_of
 from tokserve.client.request_state import RequestState
 from tokserve.client.stream import Stream
@@ -304,9 +304,7 @@ class Serving:
     def check_generates(self) -> None:
         """Raise RequestError if the model makes vectors."""
         if self.pooler is not None:
-            raise RequestError(
-                "the model makes vectors here (--runner pooling), not tokens", field="model", code="unsupported"
-            )
+            raise RequestError(POOLS, field="model", code="unsupported")
 
     async def start(
         self, request: Request, generate: GenerateRequest, prompts: Prompts, fields: FieldPaths, *,

@@ -15,7 +15,7 @@ from tokserve import checkpoint
 from tokserve.client.async_llm import GenerateRequest
 from tokserve.client.inputs import token_prompt
 from tokserve.errors import EngineDead, Overloaded, RequestError, StartError, Unavailable
-from tokserve.params import SamplingParams
+from tokserve.params import PoolingParams, SamplingParams
 from tokserve.server.http import workers
 from tokserve.server.observe import introspection
 from tokserve.server.serving import SERVING, Serving
@@ -26,7 +26,7 @@ LOOK_SECONDS = 0.5  # between two looks at whether the engine makes tokens
 
 
 async def health_generate(serving: Serving, request: Request) -> Response:
-    """GET /health_generate: 200, without a body, when a token has been generated; else 503"""
+    """GET /health_generate: 200, without a body, when a token has been generated, or a vector made; else 503"""
     introspection.check_alive(serving)
     state = serving.llm.status.state
     if state not in SERVING:
@@ -68,7 +68,7 @@ async def _generate_token(serving: Serving) -> None:
     ready = serving.llm.ready
     request = GenerateRequest(
         request_id=f"health-{secrets.token_hex(8)}", prompt=token_prompt([0], ready.vocab_size),
-        task=SamplingParams(max_tokens=1, temperature=0.0),
+        task=PoolingParams() if serving.pooler else SamplingParams(max_tokens=1, temperature=0.0),
     )  # fmt: skip
     [stream] = serving.llm.submit([serving.llm.prepare(request)])
     async with stream:
