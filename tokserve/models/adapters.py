@@ -113,8 +113,9 @@ def _config(directory: Path) -> AdapterConfig:
         config.check()
     except (msgspec.ValidationError, RequestError) as error:
         _refuse(f"{CONFIG}: {error}")
-    if not all(math.isfinite(alpha) for alpha in (config.lora_alpha, *(config.alpha_pattern or {}).values())):
-        _refuse(f"{CONFIG}: lora_alpha must be finite")
+    largest = torch.finfo(torch.float32).max
+    if not all(abs(alpha) <= largest for alpha in (config.lora_alpha, *(config.alpha_pattern or {}).values())):
+        _refuse(f"{CONFIG}: lora_alpha must be finite as a float32")
     return config
 
 
