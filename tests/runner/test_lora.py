@@ -211,3 +211,16 @@ def test_without_the_option_there_are_no_slots(base: Path) -> None:
     assert "lora_bytes" not in facts.facts
     with pytest.raises(RequestError):
         runner.background("read_adapter", {"lora_path": "x"})
+
+
+def test_an_adapter_that_is_not_finite_in_the_models_dtype_is_refused_unless_nobody_checks(
+    base: Path, tmp_path: Path
+) -> None:
+    key = "base_model.model.model.layers.1.mlp.gate_proj.lora_B.weight"
+    for name, value in (("nan", float("nan")), ("large", 1e300)):
+        tensors = {key: torch.full((160, 4), value, dtype=torch.float64)}
+        directory = write_adapter(tmp_path / name, base, rank=4, tensors=tensors)
+        with pytest.raises(RequestError, match=r"layers\.1\.mlp\.gate_proj\.lora_B is not finite") as caught:
+            load(make(base)[0], 0, directory)
+        assert (caught.value.field, caught.value.code) == ("lora_path", "weights_not_finite")
+        load(make(base, check_weights="off")[0], 0, directory)

@@ -183,7 +183,7 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     check_weights: Annotated[
         Literal["finite", "off"],
         about("finite: an update with a weight that is not finite, or not in the server's dtype, is rolled back at its "
-              "commit."),
+              "commit, and such an adapter is refused."),
     ] = "finite"  # fmt: skip
     weight_transfer_timeout: Annotated[
         float, about("Seconds that a weight transfer waits for its sender before it fails.", gt=0, le=FOR_EVER)

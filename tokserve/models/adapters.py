@@ -21,7 +21,7 @@ from tokserve import checkpoint
 from tokserve.errors import RequestError, StartError
 from tokserve.layers.lora import LowRank
 from tokserve.models import weights
-from tokserve.models.formats.base import FLOATS
+from tokserve.models.formats.base import FLOATS, is_finite
 from tokserve.models.weights import Entry
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -102,6 +102,16 @@ def read(directory: Path, sizes: Sizes, renames: tuple[tuple[str, str], ...], ma
         }
     except (StartError, OSError, SafetensorError) as error:
         _refuse(str(error))
+
+
+def check_finite(adapter: Mapping[str, LowRank], dtype: torch.dtype) -> None:
+    """Raise RequestError about `lora_path` for weights that are not finite in `dtype`."""
+    tensors = {f"{module}.lora_A": low_rank.down for module, low_rank in adapter.items()}
+    tensors |= {f"{module}.lora_B": low_rank.up for module, low_rank in adapter.items()}
+    if names := sorted(name for name, tensor in tensors.items() if not is_finite(tensor, dtype)):
+        error = weights.not_finite(names, dtype)
+        error.field = FIELD
+        raise error
 
 
 def _config(directory: Path) -> AdapterConfig:

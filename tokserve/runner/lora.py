@@ -19,9 +19,16 @@ from tokserve.runner import weight_sources as sources
 
 
 class LoraTables:
-    """Slots for every projection of `model`; `allowed`: the directories that adapters may come from, None: any."""
+    """Slots for every projection of `model`; `allowed`: the directories that adapters may come from, None: any.
 
-    def __init__(self, config: LoraConfig, model: Decoder, allowed: Sequence[str] | None) -> None:
+    `check_finite`: an adapter with a weight that is not finite is refused.
+    """
+
+    def __init__(
+        self, config: LoraConfig, model: Decoder, allowed: Sequence[str] | None, *, check_finite: bool = True
+    ) -> None:
+        self._check_finite = check_finite
+        self._dtype = model.dtype
         self._max_rank = config.max_lora_rank
         self._allowed = allowed
         self._renames = model.spec.renames
@@ -54,6 +61,8 @@ class LoraTables:
             raise NotFound(error.message, field=adapters.FIELD) from None  # trainers try again: file systems lag
         sources.check_files(directory, (adapters.CONFIG, adapters.TENSORS), allowed, adapters.FIELD)
         weights = adapters.read(directory, self._sizes, self._renames, self._max_rank)
+        if self._check_finite:
+            adapters.check_finite(weights, self._dtype)
         self._read = {name: part(weights[name]) for name, part in self._parts.items() if name in weights}
         return _digest(self._read)
 
