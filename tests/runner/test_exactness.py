@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.tiny_models import tiny_config
 from tokserve import ops
-from tokserve.config import LoraConfig
+from tokserve.config import LoraConfig, WeightsConfig
 from tokserve.layers.linear import GatedLinear, Linear
 from tokserve.models.decoder import Decoder
 from tokserve.models.load import load
@@ -97,7 +97,7 @@ def test_latent_attention_is_asked_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_adapters_add_is_asked_too(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    LoraTables(LoraConfig(enable_lora=True, max_loras=1, max_lora_rank=8), model, None).attach(model)
+    LoraTables(LoraConfig(enable_lora=True, max_loras=1, max_lora_rank=8), model, WeightsConfig()).attach(model)
     assert exactness.unequal_products(model) == []
     add = ops.add_lora
     requested: list[Tensor] = []

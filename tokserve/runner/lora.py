@@ -6,10 +6,10 @@ The memory of all slots is allocated at the start and never moves.  The engine a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
-from tokserve.config import LoraConfig
+from tokserve.config import LoraConfig, WeightsConfig
 from tokserve.errors import NotFound
 from tokserve.layers.lora import LoraSlots, LowRank
 from tokserve.models import adapters
@@ -19,18 +19,13 @@ from tokserve.runner import weight_sources as sources
 
 
 class LoraTables:
-    """Slots for every projection of `model`; `allowed`: the directories that adapters may come from, None: any.
+    """Slots for every projection of `model`; `source`: where adapters may come from, and how they are checked."""
 
-    `check_finite`: an adapter with a weight that is not finite is refused.
-    """
-
-    def __init__(
-        self, config: LoraConfig, model: Decoder, allowed: Sequence[str] | None, *, check_finite: bool = True
-    ) -> None:
-        self._check_finite = check_finite
+    def __init__(self, config: LoraConfig, model: Decoder, source: WeightsConfig) -> None:
+        self._check_finite = source.check_weights == "finite"
         self._dtype = model.dtype
         self._max_rank = config.max_lora_rank
-        self._allowed = allowed
+        self._allowed = source.allowed_weight_dirs
         self._renames = model.spec.renames
         self._layers = {
             name: LoraSlots(linear.inputs, linear.shards, config.max_loras, config.max_lora_rank, linear.dtype)

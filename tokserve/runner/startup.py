@@ -69,10 +69,8 @@ def _load(config: Config, ranks: Ranks) -> tuple[Runner, DeviceFacts]:
         device.set_threads(1)  # the compiled ops have their own threads; torch's would fight them for the cores
     model = _model(config, target, ranks)
     _advise(config, model, kernels)
-    lora = None
-    if config.lora.enable_lora:
-        is_checked = config.weights.check_weights == "finite"
-        lora = LoraTables(config.lora, model, config.weights.allowed_weight_dirs, check_finite=is_checked)
+    lora = LoraTables(config.lora, model, config.weights) if config.lora.enable_lora else None
+    if lora is not None:
         lora.attach(model)
     draft = _draft(config, target, model)
     if draft is not None and draft.copy is not None and lora is not None:
