@@ -175,6 +175,7 @@ def test_command_writes_json_and_a_table(tmp_path: Path, capsys: pytest.CaptureF
     [["--n", "2", "--temperature", "0"], ["--goodput", "itl:3"], ["--request-rate", "0"], ["--dataset", "jsonl"],
      ["--no-stream", "--goodput", "ttft:3"], ["--percentiles", "101"], ["--result-json", "/no/such/x.json"],
      ["--base-url", "localhost:8000"], ["--result-json", "/"], ["--request-timeout", "0"],
+     ["--request-timeout", "inf"], ["--temperature", "nan"],
      ["--save-detailed", "--no-progress"], []],
 )  # fmt: skip
 def test_what_cannot_run_is_said_before_it_runs(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,8 +61,10 @@ class Load:
             raise StartError(f"--base-url must begin with http:// or https://, got {self.base_url!r}")
         if not self.request_rate > 0.0:
             raise StartError(f"--request-rate must be above 0, got {self.request_rate}")
-        if not self.timeout > 0.0:
-            raise StartError(f"--request-timeout must be above 0, got {self.timeout}")
+        if not 0.0 < self.timeout < math.inf:
+            raise StartError(f"--request-timeout must be above 0 and finite, got {self.timeout}")
+        if not 0.0 <= shape.temperature < math.inf:
+            raise StartError(f"--temperature must be at least 0 and finite, got {shape.temperature}")
         if self.max_concurrency is not None and self.max_concurrency < 1:
             raise StartError(f"--max-concurrency must be at least 1, got {self.max_concurrency}")
         if self.warmup < 0 or shape.n < 1:
