@@ -248,7 +248,7 @@ def rendered(
             continue_final_message=bool(body.continue_final_message), tools=body.tools, documents=body.documents,
             template=body.chat_template, kwargs=thinking | (body.chat_template_kwargs or {}),
             add_special_tokens=bool(body.add_special_tokens), context=serving.llm.ready.max_model_len,
-            must_show_tools=not (isinstance(body, ChatBody) and tools.is_forced(body.tool_choice)), images=slots,
+            must_show_tools=not isinstance(body, ChatBody) or tools.is_free(body.tool_choice), images=slots,
         )  # fmt: skip
     except RecursionError:  # JSON text inside a message: the arguments of a tool call
         raise RequestError("messages are nested too deeply", field="messages") from None

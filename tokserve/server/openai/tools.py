@@ -150,9 +150,9 @@ def _parse_choice(choice: Any) -> tuple[str, str | None]:
     return "named", function["name"]
 
 
-def is_forced(choice: Any) -> bool:
-    """Whether calls are forced: then the prompt need not show the tools."""
-    return _parse_choice(choice)[0] in ("required", "named")
+def is_free(choice: Any) -> bool:
+    """Whether the model decides about calls: then the prompt must show the tools."""
+    return _parse_choice(choice)[0] == "auto"
 
 
 def make_plan(
