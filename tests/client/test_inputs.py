@@ -354,6 +354,15 @@ def test_a_model_that_pools_generates_no_tokens() -> None:
     assert sent(ask([1], PoolingParams()), pools)
 
 
+def test_a_model_without_labels_classifies_nothing() -> None:
+    checks = inputs()
+    assert sent(ask([1], PoolingParams(classify=True)), checks)
+    checks.ready.facts["classifies"] = False
+    error = refusal(ask([1], PoolingParams(classify=True)), checks)
+    assert (error.field, error.code) == ("classify", "unsupported") and "no labels" in error.message
+    assert sent(ask([1], PoolingParams()), checks)
+
+
 def test_ranges_have_one_declaration() -> None:
     for request, words in (
         (request_with(temperature=2.5), "temperature must be from 0 to 2, got 2.5"),

@@ -135,6 +135,8 @@ class Inputs:
         if isinstance(params, PoolingParams):
             self._check_prompt(request.prompt.ids, outputs=0)
             self._check_request(request)
+            if params.classify and not self.ready.facts.get("classifies", True):
+                raise RequestError("classify: this model has no labels", field="classify", code="unsupported")
             return params
         if self._pools:
             raise RequestError(POOLS, field="model", code="unsupported")

@@ -99,6 +99,7 @@ def _load(config: Config, ranks: Ranks) -> tuple[Runner, DeviceFacts]:
         "arithmetic": kernels.arithmetic if kernels else None,
         "dtype": config.model.dtype,
         "hidden_size": model.spec.hidden,
+        "classifies": model.spec.classifier is not None,
         "quantization": model.quantization,
         "quantization_activations": config.model.quantization_activations,
         "exact": exact,
