@@ -357,7 +357,7 @@ def test_a_model_that_pools_generates_no_tokens() -> None:
 def test_a_model_without_labels_classifies_nothing() -> None:
     checks = inputs()
     assert sent(ask([1], PoolingParams(classify=True)), checks)
-    checks.ready.facts["classifies"] = False
+    checks.ready = msgspec.structs.replace(checks.ready, facts={"classifies": False})
     error = refusal(ask([1], PoolingParams(classify=True)), checks)
     assert (error.field, error.code) == ("classify", "unsupported") and "no labels" in error.message
     assert sent(ask([1], PoolingParams()), checks)
