@@ -43,6 +43,7 @@ def said(answers: list[Answer]) -> set[tuple[int, str | None, str | None]]:
 TOO_LONG = (400, "context_length_exceeded")
 
 
+@pytest.mark.slow
 def test_texts_that_cannot_fit_are_refused_unread(scene: Scene) -> None:
     *answers, of_messages = scene.under(attack.long_text)
     assert of_messages.status == 400  # an error of that route has no code

@@ -169,6 +169,7 @@ def storm(server: Server, count: int, seed: int) -> None:
     assert resident(server) - memory < 150 << 20
 
 
+@pytest.mark.slow
 def test_hostile_images(server: Server) -> None:
     storm(server, 20, seed=0)
 

@@ -391,7 +391,7 @@ def test_faults(fault: str, tmp_path: Path) -> None:
 
 
 def test_random_chains(tmp_path: Path) -> None:
-    for seed in range(30):
+    for seed in range(20):
         live(tmp_path / str(seed), seed)
 
 
