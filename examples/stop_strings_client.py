@@ -16,6 +16,8 @@ PROMPT = "<|im_start|>user\nReverse the word planet.<|im_end|>\n<|im_start|>assi
 
 
 def main() -> None:
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     base, directory = sys.argv[1], Path(sys.argv[2])
     stop = sys.argv[3] if len(sys.argv) > 3 else "nal"
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))

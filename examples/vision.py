@@ -10,6 +10,8 @@ from openai import OpenAI
 
 
 def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1] == "--help":
+        sys.exit(__doc__)
     base = sys.argv[2] if len(sys.argv) > 2 else "http://127.0.0.1:8000"
     client = OpenAI(base_url=base + "/v1", api_key="none")
     model = client.models.list().data[0].id

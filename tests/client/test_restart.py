@@ -224,53 +224,37 @@ def test_those_who_have_joined_are_told_of_the_next_engine(mode: Any) -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "cannot be watched: Too many open files"),
+        (ZeroDivisionError(), "ZeroDivisionError"),
+    ],
+    ids=["descriptors", "unforeseen"],
+)
 def test_who_cannot_join_the_next_engine_does_not_wait_for_it_for_ever(
-    mode: Any, monkeypatch: pytest.MonkeyPatch
+    mode: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
 ) -> None:
-    """It has no descriptor left, say.  Whoever keeps it puts another in its place."""
+    """Whoever keeps it puts another in its place."""
     mode("serve")
 
-    def exhausted(pid: int, then: Callable[[], object]) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
+    def failing(pid: int, then: Callable[[], object]) -> None:
+        raise error
 
     async def scene() -> None:
         first, second, other = make(0), make(0), make(1)
         await first.start()
         await second.start()
         await other.connect(first.engine[0], pid=first.engine[1], name="api-0")
-        monkeypatch.setattr(engine_client, "watch", exhausted)
+        monkeypatch.setattr(engine_client, "watch", failing)
         other.rejoin(*second.engine)
         await asyncio.wait_for(other.restored(), 30)
         assert other.dead is not None and other.dead.code == "engine_dead"
-        assert "cannot be watched: Too many open files" in other.dead.private
+        assert reason in other.dead.private
         with pytest.raises(EngineDead):
             other.stream([1], PLAIN)
         other.rejoin(*second.engine)  # too late
         assert other.dead is not None
-        await other.shutdown()
-        await first.shutdown()
-        await second.shutdown()
-
-    asyncio.run(scene())
-
-
-def test_whatever_fails_when_the_next_engine_is_joined_is_heard_of(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    mode("serve")
-
-    def broken(pid: int, then: Callable[[], object]) -> None:
-        raise ZeroDivisionError
-
-    async def scene() -> None:
-        first, second, other = make(0), make(0), make(1)
-        await first.start()
-        await second.start()
-        await other.connect(first.engine[0], pid=first.engine[1], name="api-0")
-        monkeypatch.setattr(engine_client, "watch", broken)
-        other.rejoin(*second.engine)
-        await asyncio.wait_for(other.restored(), 30)
-        assert other.dead is not None and "ZeroDivisionError" in other.dead.private
-        with pytest.raises(EngineDead):
-            other.stream([1], PLAIN)
         for llm in (other, first, second):
             await llm.shutdown()
 

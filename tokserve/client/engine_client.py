@@ -36,7 +36,7 @@ from tokserve.messages import (
     Submit,
     SubmitReply,
     ToEngine,
-)
+)  # fmt: skip
 
 logger = logging.getLogger(__name__)
 

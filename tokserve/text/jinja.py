@@ -75,6 +75,7 @@ _ENVIRONMENT = _environment()
 
 @lru_cache(maxsize=32)
 def compiled(source: str) -> jinja2.Template:
+    """A template, ready to render.  Raises TemplateSyntaxError."""
     return _ENVIRONMENT.from_string(source)
 
 
@@ -85,6 +86,7 @@ def variables_of(source: str) -> frozenset[str]:
 
 
 def render(source: str, variables: dict[str, Any], field: str) -> str:
+    """The template's text.  Raises RequestError naming `field`, or `messages` if the template itself refuses them."""
     try:
         return compiled(source).render(variables)
     except _Refusal as error:
