@@ -40,7 +40,7 @@ header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
 print("python", platform.python_version(), "cores", len(os.sched_getaffinity(0)), "cc", shutil.which("cc"), header, os.path.exists(header))
 if not (shutil.which("cc") and os.path.exists(header)):
     print("WARNING: triton compiles its launchers with a C compiler and Python.h")
-for name in "torch triton transformers numpy msgspec pyzmq fastapi uvicorn uvloop pydantic prometheus-client httpx pytest pytest-xdist".split():
+for name in "torch triton transformers numpy msgspec pyahocorasick pyzmq fastapi uvicorn uvloop pydantic prometheus-client httpx pytest pytest-xdist".split():
     try:
         print(name, metadata.version(name), end="; ")
     except metadata.PackageNotFoundError:
@@ -51,7 +51,7 @@ if not torch.cuda.is_available():
 print(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), "CUDA", torch.version.cuda, "memory", torch.cuda.mem_get_info())
 MACHINE
 failed=0 table="" errors="" workers=""
-"$python" -c 'import xdist' 2>/dev/null && workers="-n $(($(nproc) < 8 ? $(nproc) : 8))"
+"$python" -c 'import xdist' 2>/dev/null && workers="-n $(($(nproc) < 12 ? $(nproc) : 12))"
 
 part() { # part NAME SECONDS MODULES COMMAND...: run it if the modules are there, and note how it went
   local name=$1 limit=$2 modules=$3 log="$out/$1.log" began=$SECONDS left=$((seconds - SECONDS)) state
@@ -62,7 +62,7 @@ part() { # part NAME SECONDS MODULES COMMAND...: run it if the modules are there
     state=skipped
   elif [ "$limit" -lt 10 ]; then
     state="no time"
-  elif timeout -k 5 "$limit" "$@" >"$log" 2>&1; then
+  elif timeout -s INT -k 10 "$limit" "$@" >"$log" 2>&1; then
     state=passed
   else
     state=FAILED failed=1
@@ -87,7 +87,7 @@ first_error() { # first_error LOG: what failed first, and the last lines, in 1,6
 tests() { # tests NAME SECONDS MODULES ARGUMENT...
   local name=$1 limit=$2 modules=$3
   shift 3
-  part "$name" "$limit" "msgspec psutil pytest $modules" "$python" -m pytest -q -rfE --tb=short --maxfail=25 \
+  part "$name" "$limit" "msgspec psutil ahocorasick pytest $modules" "$python" -m pytest -q -rfE --tb=short --maxfail=25 \
     -p no:cacheprovider -o addopts= -o filterwarnings=default -o timeout=$((limit * 3 / 4)) -o timeout_method=thread \
     --import-mode=importlib "$@"
 }
@@ -105,7 +105,7 @@ tests kernels 110 "" $workers tests/ops/test_triton.py
 tests runner 150 "transformers" $workers tests/runner/test_gpu.py
 result "$out/steps.json" part steps 190 "msgspec psutil" "$python" benchmarks/gpu.py --out "$out/steps.json"
 tests server 90 "zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" tests/e2e/test_gpu.py
-result "$out/whole.json" part whole 170 "msgspec psutil transformers zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" \
+result "$out/whole.json" part whole 170 "msgspec psutil ahocorasick transformers zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" \
   "$python" benchmarks/gpu_whole.py --out "$out/whole.json"
 printf '%s' "$errors"
 grep -hs '^ *[0-9]* \(yes\|NO\|--\|FAILED\) ' "$out/summary.txt" | cut -c1-300

@@ -56,6 +56,9 @@ TOLERANCE = {
     ("gelu_mul", torch.float16): (4e-6, 1e-3),
     ("gelu_mul", torch.bfloat16): (4e-6, 8e-3),
     ("gated_linear", torch.float32): (3e-5, 3e-5),
+    ("gated_linear_int8", torch.float32): (4e-6, 4e-6),  # the same as gelu_mul
+    ("gated_linear_int8", torch.float16): (4e-6, 1e-3),
+    ("gated_linear_int8", torch.bfloat16): (4e-6, 8e-3),
 }
 # cuBLAS may split K and round the parts to 16 bits before it adds them
 BY_CUBLAS = {torch.float32: (3e-5, 3e-5), torch.float16: (4e-3, 4e-3), torch.bfloat16: (3e-2, 3e-2)}
