@@ -3,18 +3,23 @@
     python benchmarks/gpu_tune.py --out OUT.json [--write] [--hidden 4096 --inner 12288 --heads 32 --kv-heads 8]
 
 Matrix products by rows and outputs (of a layer, and of one a quarter as wide, for small models), attention by head
-size; a candidate whose bits differ from the present one's is left out, as is one that does not fit the card.  `--write`
-puts the entries before the others in tuning.json.  Takes `--seconds`; where they end, the best so far stands.
+size; a candidate whose bits differ from the present one's is left out, as is one that does not fit the card.  All are
+compiled first, by `--jobs` processes.  `--write` puts the entries before the others in tuning.json.  Takes `--seconds`;
+where they end, the best so far stands.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
+import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +30,16 @@ from triton.testing import do_bench_cudagraph
 from tokserve import ops
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
-from tokserve.ops.triton import launch
+from tokserve.ops.triton import dense, launch
 
 TILES = {  # by rows
-    16: ((64, 32), (64, 16), (64, 64)),
+    16: ((16, 16), (16, 32), (16, 64), (64, 32), (64, 16)),
     64: ((64, 64), (64, 32), (64, 128)),
-    128: ((64, 64), (128, 64), (64, 128), (128, 128)),
-    256: ((128, 64), (128, 128), (64, 256), (128, 256)),
+    128: ((64, 64), (128, 64), (128, 128)),
+    256: ((128, 64), (128, 128), (128, 256)),
     2048: ((128, 256), (128, 128), (256, 128)),
 }
-STEPS, STAGES = (64, 128), (8, 6, 4, 3)
+STEPS, STAGES = (64, 128, 256), (8, 6, 4, 3)
 FETCHED_BYTES = (60_000, 225_000)  # of shared memory, what a candidate takes at least and at most
 SUMS = 4096  # of a warp at most: 128 registers of a thread
 CACHE_BYTES = 1 << 30  # inputs are taken in turn from so much memory that they are not in the card's cache
@@ -74,20 +79,47 @@ def seconds_of(run: Callable[[], object]) -> float:
     return float(do_bench_cudagraph(run, rep=4, return_mode="median")) / 1e3
 
 
-def fitting(rows: int) -> list[Entry]:
-    """What is tried for that many rows."""
-    return [
+def fitting(rows: int, chains: int = 1) -> list[Entry]:
+    """What is tried for that many rows, of a weight with so many chains."""
+    entries = [
         {"tile": list(tile), "step": step, "warps": warps, "stages": stages}
         for tile, step, warps, stages in itertools.product(TILES[rows], STEPS, (4, 8), STAGES)
         if FETCHED_BYTES[0] <= BF16.itemsize * stages * step * sum(tile) <= FETCHED_BYTES[1]
         and (warps == 4 or math.prod(tile) >= 64 * 128)
+        and (step == 256) <= (tile[0] == 16)
         and math.prod(tile) <= warps * SUMS
     ]
+    return (
+        entries
+        if chains == 1 or rows > 256
+        else [entry | {"apart": apart} for apart in (True, False) for entry in entries]
+    )
+
+
+def cases_of(shapes: list[tuple[int, int]]) -> list[tuple[int, tuple[int, int]]]:
+    """Numbers of rows, and outputs and inputs."""
+    return list(itertools.product(TILES, sorted(shapes)))
+
+
+def compile_products(shapes: list[tuple[int, int]], first: int, jobs: int) -> None:
+    """Run every `jobs`-th candidate once from number `first` on, so that Triton's cache on disk has it."""
+    assert registry.load_extension("cuda") is None
+    work = [
+        (rows, shape, candidate)
+        for rows, shape in cases_of(shapes) for candidate in fitting(rows, dense.chains(*shape))
+    ]  # fmt: skip
+    for rows, (outputs, inputs), candidate in work[first::jobs]:
+        launch.table()["linear"] = [candidate]
+        launch.tuned.cache_clear()
+        weight = torch.empty(outputs, inputs, device="cuda", dtype=BF16)
+        x = torch.empty(rows, inputs, device="cuda", dtype=BF16)
+        with contextlib.suppress(OutOfResources):
+            call("linear")(x, ops.PackedWeight(outputs, inputs, BF16, weight), None)
 
 
 def products(shapes: list[tuple[int, int]], until: float) -> Iterator[Entry]:
     """An entry for each number of rows and of outputs that is asked for."""
-    cases = list(itertools.product(TILES, sorted(shapes)))
+    cases = cases_of(shapes)
     for number, (rows, (outputs, inputs)) in enumerate(cases):
         copies = max(1, min(16, CACHE_BYTES // (2 * outputs * inputs)))
         weights = torch.randn(copies, outputs, inputs, device="cuda", dtype=BF16)
@@ -98,11 +130,13 @@ def products(shapes: list[tuple[int, int]], until: float) -> Iterator[Entry]:
             return [call("linear")(x, weight, None) for weight in packed]
 
         share = (until - time.monotonic()) / (len(cases) - number)
-        entry, seconds, before = best("linear", fitting(rows), run, time.monotonic() + share)
+        entry, seconds, before = best(
+            "linear", fitting(rows, dense.chains(outputs, inputs)), run, time.monotonic() + share
+        )
         if entry is None:  # the present one is the fastest of those tried
             sizes = {"rows": rows, "outputs": outputs, "bytes": BF16.itemsize}
             config = launch.tuned("linear", torch.cuda.current_device(), **sizes)
-            entry = {name: config[name] for name in ("tile", "step", "warps", "stages") if name in config}
+            entry = {name: config[name] for name in ("tile", "step", "warps", "stages", "apart") if name in config}
         report(f"linear {rows} x {outputs} x {inputs}", entry, seconds / copies, before / copies, 2 * outputs * inputs)
         bounds = {"rows": rows, "outputs": outputs}
         largest = {"rows": max(TILES), "outputs": max(shapes)[0]}  # stands for all that is larger
@@ -166,6 +200,7 @@ def main() -> None:
     for name, default in (("hidden", 4096), ("inner", 12288), ("heads", 32), ("kv-heads", 8), ("head-dim", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--seconds", type=float, default=220.0)
+    parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1), help="processes that compile")
     args = parser.parse_args()
     until = time.monotonic() + args.seconds
     assert registry.load_extension("cuda") is None
@@ -174,7 +209,11 @@ def main() -> None:
         (qkv, args.hidden), (args.hidden, args.heads * args.head_dim), (2 * args.inner, args.hidden),
         (args.hidden // 4, args.inner // 4),
     ]  # fmt: skip
-    halfway = time.monotonic() + args.seconds / 5
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+        for job in [pool.submit(compile_products, shapes, first, args.jobs) for first in range(args.jobs)]:
+            job.result()
+    print(f"compiled, {until - time.monotonic():.0f} s are left", flush=True)
+    halfway = time.monotonic() + (until - time.monotonic()) / 4
     entries = {"attention": [attention(args.heads, args.kv_heads, args.head_dim, halfway)]}
     entries["linear"] = merged(list(products(shapes, until)))
     args.out.write_text(json.dumps(entries, indent=1) + "\n")

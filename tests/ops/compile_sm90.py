@@ -2,8 +2,8 @@
 
 The driver is replaced by one that names the target, and launching by compiling.  Prints a JSON object: for each kernel
 registers and bytes of stack a thread uses (ptxas), bytes of shared memory, and what its PTX says of the order in which
-it adds up: chains of the matrix unit, the floating-point operations of the loop around them, fma and atomics.
-Arguments are the numbers of rows that products are compiled for.
+it adds up: chains of the matrix unit (or whether warps multiply tiles of 16 rows), the floating-point operations of the
+loop around them, fma and atomics.  Arguments are the numbers of rows that products are compiled for.
 """
 
 from __future__ import annotations
@@ -220,6 +220,7 @@ def figures(kernel: Any) -> dict[str, Any]:
     return {
         "registers": registers, "stack": stack, "shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps,
         "chains": chains(ptx), "loop": loop(kernel.asm["ttgir"]) if "wgmma" in ptx else [],
+        "by_warps": bool(re.search(r"mma\.sync\.aligned\.m16n8k16\S*\.f32\.bf16", ptx)),
         "waits": "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx,
         "fma": bool(re.search(r"\bfma\.", ptx)), "atomics": bool(re.search(r"\b(atom|red)\.", ptx)),
     }  # fmt: skip

@@ -76,7 +76,7 @@ def test_tiles_of_any_shape_add_up_in_one_order_on_sm_90(
     products = variants(compiled, "linear", "gated_linear")
     assert len(products) >= (12 if "whole-table" in request.node.name else 6)
     for name, figures in products.items():
-        assert figures["chains"], f"{name} does without the matrix unit of Hopper"
+        assert figures["chains"] or figures["by_warps"], f"{name} does without a matrix unit"
         for chain in figures["chains"]:
             assert chain["adds"] and chain["ascending"], f"{name}: {chain}"
             if chain["inputs"] == [32] and not chain["fresh"]:

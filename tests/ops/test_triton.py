@@ -27,7 +27,7 @@ from tests.ops.test_ops import close, run  # noqa: E402
 from tokserve import ops  # noqa: E402, F401  (declares the ops)
 from tokserve.ops import float8, registry  # noqa: E402
 from tokserve.ops.registry import OPS, Op  # noqa: E402
-from tokserve.ops.triton import attention, dense  # noqa: E402
+from tokserve.ops.triton import attention, dense, launch  # noqa: E402
 from tokserve.ops.triton import latent as latent_kernels  # noqa: E402
 from tokserve.ops.triton.sums import strided_sums  # noqa: E402
 
@@ -316,6 +316,24 @@ def test_narrow_products_are_sums_of_chains_over_equal_parts() -> None:
     for part in others:
         first = first + part
     assert torch.equal(call(x, pack(weight), None, torch.float32), first)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(("tile", "step"), [((16, 32), 128), ((16, 16), 256), ((64, 32), 64)], ids=str)
+def test_chains_have_the_same_bits_in_one_loop_and_by_programs_of_their_own(
+    tile: tuple[int, int], step: int, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = randn(DTYPES[-1], 1, 19, 1024), randn(DTYPES[-1], 2, 40, 1024)
+    packed, call = OPS["pack_linear"].implementations["triton"].call(weight), on_device("linear")
+    expected = call(x, packed, None, torch.float32)
+    step = dense.BLOCK_K if INTERPRETED else step  # the interpreter sums a step in an order of its own
+    entry = {"tile": tile, "step": step, "apart": apart, "warps": 4, "stages": 3}
+    monkeypatch.setitem(launch.table(), "linear", [entry])
+    launch.tuned.cache_clear()
+    try:
+        assert torch.equal(call(x, packed, None, torch.float32), expected)
+    finally:
+        launch.tuned.cache_clear()
 
 
 @pytest.mark.parametrize("biased", [False, True])

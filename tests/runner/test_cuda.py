@@ -358,8 +358,11 @@ def test_a_step_with_few_tokens_in_a_prompt_is_repeated(staged: Loaded) -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 15, 31, 200, 600])
 def test_steps_with_few_tokens_fit_their_graph(most: int) -> None:
-    sizes = prompt_sizes(512)
-    assert sizes[0] == 16 and sizes[-1] == 512 and prompt_sizes(100) == [16, 32, 64] and prompt_sizes(15) == []
+    sizes = prompt_sizes(512, 1e6)
+    assert sizes[0] == 16 and sizes[-1] == 512
+    assert prompt_sizes(100, 1e6) == [16, 32, 64] and prompt_sizes(15, 1e6) == []
+    largest = [prompt_sizes(8192, weights)[-1] for weights in (0, 15.7e6, 50e6, 100e6, 193e6)]  # 0.6B, 1.7B, 4B, 8B
+    assert largest == [2048, 2048, 1536, 768, 512]
     for tokens in range(2, 513):
         size = next(size for size in sizes if size >= tokens)
         rows = prompt_rows(size, most)

@@ -19,7 +19,14 @@ from tokserve.models.decoder import Decoder
 from tokserve.plan import Int32, StepPlan
 from tokserve.runner import exactness, kvcache
 from tokserve.runner.backend import WARM_UPS, Draft, HiddenStates, decode_step
-from tokserve.runner.cuda_graphs import DecodeGraphs, PromptGraphs, decode_sizes, prompt_rows, prompt_sizes
+from tokserve.runner.cuda_graphs import (
+    DecodeGraphs,
+    PromptGraphs,
+    decode_sizes,
+    layer_weights,
+    prompt_rows,
+    prompt_sizes,
+)
 from tokserve.runner.device_slots import DeviceSlots
 from tokserve.runner.features import FeatureRows
 from tokserve.runner.logits import LogitRows
@@ -101,7 +108,7 @@ class CudaBackend:
         decode_bytes = peak(lambda: step(decode) * 1.0)
         if self._eager:
             return prompt_bytes + decode_bytes
-        sizes = prompt_sizes(tokens)[-1:]
+        sizes = prompt_sizes(tokens, layer_weights(model))[-1:]
         batches = [_batch_in_one_page(size, prompt_rows(size, rows), width, kv) for size in sizes]
         graphs = max([decode_bytes, *(peak(partial(model.forward, batch)) for batch in batches)])
         logits, hidden = 4 * rows * model.spec.vocab, sum(sizes) * model.spec.hidden * model.dtype.itemsize
@@ -181,7 +188,8 @@ class CudaBackend:
             return
         self.invalidate()
         decode = [(size, size) for size in decode_sizes(self._max_rows)]
-        prompts = [(size, prompt_rows(size, self._max_rows)) for size in prompt_sizes(self._max_tokens)]
+        sizes = prompt_sizes(self._max_tokens, layer_weights(model))
+        prompts = [(size, prompt_rows(size, self._max_rows)) for size in sizes]
         pool = self.device.pool()
         try:
             self.decode_graphs = DecodeGraphs(

@@ -19,13 +19,17 @@ from torch import Tensor
 
 from tokserve.device import Accelerator
 from tokserve.layers.batch import ForwardBatch, Pages
+from tokserve.models.decoder import Decoder
 from tokserve.plan import StepPlan
 from tokserve.runner.device_slots import DecodeRows, DeviceSlots
 from tokserve.runner.replay import Step, is_decode
 
 Shape = tuple[int, int]  # tokens, rows
 
-MAX_PROMPT_TOKENS = 512  # of more, the device works longer than the host needs to launch
+PROMPT_SIZES = (16, 32, *range(64, 513, 64), *range(768, 2049, 256))  # tokens of graphs with prompts among them
+LEAST_PROMPT_TOKENS = 512  # up to which there are graphs for any model
+LAUNCH_SECONDS = 0.4e-3  # of the host, for the kernels of a layer (measured: 0.47 ms beside an H200)
+FLOPS = 4e14  # operations a second of the device in products of that size
 
 
 def decode_sizes(max_rows: int) -> list[int]:
@@ -34,9 +38,17 @@ def decode_sizes(max_rows: int) -> list[int]:
     return sorted(size for size in sizes if size <= max_rows)
 
 
-def prompt_sizes(max_tokens: int) -> list[int]:
-    """Numbers of tokens up to `max_tokens` to capture with prompts among them, ascending."""
-    return [size for size in (16, 32, *range(64, MAX_PROMPT_TOKENS + 1, 64)) if size <= max_tokens]
+def prompt_sizes(max_tokens: int, weights: float) -> list[int]:
+    """Numbers of tokens up to `max_tokens` to capture with prompts among them, ascending: those for which the host
+    takes longer to launch a layer of so many weights than the device to compute it."""
+    most = max(LEAST_PROMPT_TOKENS, LAUNCH_SECONDS * FLOPS / max(1.0, 2 * weights))
+    return [size for size in PROMPT_SIZES if size <= min(max_tokens, most)]
+
+
+def layer_weights(model: Decoder) -> float:
+    """Weights that a token meets in the projections of a layer."""
+    linears = model.named_linears().values()
+    return sum(linear.outputs * linear.inputs for linear in linears) / max(1, len(model.blocks))
 
 
 def prompt_rows(tokens: int, max_rows: int) -> int:

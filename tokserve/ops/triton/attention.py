@@ -28,11 +28,13 @@ from torch import Tensor
 from tokserve.ops import attention
 from tokserve.ops.triton.elementwise import tanh
 from tokserve.ops.triton.launch import (
+    cdiv,
     is_dependent,
     is_last_of,
     launch_dependents,
     launched,
     multiprocessors,
+    next_power_of_2,
     tuned,
     wait_for_inputs,
 )
@@ -332,15 +334,15 @@ class Launch:
 def divide(q: Tensor, cache: Tensor, block_tables: Tensor) -> Launch:
     """The launch, which follows from shapes and dtypes alone."""
     (tokens, heads, dim), (rows, width), (kv_heads, page) = q.shape, block_tables.shape, cache.shape[1:3]
-    group, dim_block = heads // kv_heads, max(16, triton.next_power_of_2(dim))
+    group, dim_block = heads // kv_heads, max(16, next_power_of_2(dim))
     single = q.dtype == torch.float32
-    least = triton.next_power_of_2(group)
+    least = next_power_of_2(group)
     tile = max(FLOAT32_TILE if single else TILE, least)
     prompt_tile = max(PROMPT_TILE, least) if dim_block <= WIDE and not single else tile
     config = tuned("attention", q.device.index, row_bytes=dim_block * cache.element_size(), group=group)
-    max_splits = triton.cdiv(width * page, SPLIT)
+    max_splits = cdiv(width * page, SPLIT)
     programs = min(config["programs"] * multiprocessors(q.device.index), rows * kv_heads * max_splits)
-    capacity = 1 + min(triton.cdiv(rows * kv_heads * max_splits, programs), max_splits)
+    capacity = 1 + min(cdiv(rows * kv_heads * max_splits, programs), max_splits)
     packed = min(tile // group, max(1, SCRATCH // (programs * capacity * group * dim * 4))) if tokens > rows else 1
     return Launch(
         FLOAT32_KEYS if single else KEYS, tile, prompt_tile, WARPS * max(1, prompt_tile // TILE), packed, programs,
@@ -350,7 +352,7 @@ def divide(q: Tensor, cache: Tensor, block_tables: Tensor) -> Launch:
 
 def rows_block(rows: int) -> int:
     """Rows that kernels are compiled for: up to LEAST_ROWS, and each power of two from there on."""
-    return max(LEAST_ROWS, int(triton.next_power_of_2(rows)))
+    return max(LEAST_ROWS, int(next_power_of_2(rows)))
 
 
 @attention.attention_work.implement("triton", device="cuda")
@@ -396,7 +398,7 @@ def paged_attention(
     if work is None:
         work = attention_work(q, k_cache, block_tables, query_start, seq_lens, window)
     launch, group = divide(q, k_cache, block_tables), heads // kv_heads
-    dim_block = max(16, triton.next_power_of_2(dim))
+    dim_block = max(16, next_power_of_2(dim))
     shape = (group, kv_heads, dim, page, window, SPLIT, launch.keys, dim_block, softcap > 0.0)
     scale *= 1.0 if softcap > 0.0 else LOG2_E  # capped scores are multiplied by it in the kernel
     inputs = (q, k_cache, v_cache, block_tables, query_start, seq_lens, work)
@@ -410,10 +412,10 @@ def paged_attention(
         )  # fmt: skip
     lines = launch.packed * group
     parts = q.new_empty((launch.programs * launch.capacity * lines, dim), dtype=torch.float32)
-    maxima, row_sums = q.new_empty((2, triton.cdiv(len(parts), 4) * 4), dtype=torch.float32).unbind()
+    maxima, row_sums = q.new_empty((2, cdiv(len(parts), 4) * 4), dtype=torch.float32).unbind()
     decode_kernel[(launch.programs,)](
         *inputs, parts, maxima, row_sums, *outputs, rows, scale, softcap, v_scale, *strides, launch.capacity, lines,
-        page * dim, *shape, launch.tile, sinks is not None, rows_block(rows), triton.next_power_of_2(group),
+        page * dim, *shape, launch.tile, sinks is not None, rows_block(rows), next_power_of_2(group),
         is_dependent(q.device.index), num_warps=WARPS, num_stages=launch.config["decode_stages"],
         **launched(q.device.index),
     )  # fmt: skip

@@ -25,6 +25,7 @@ from tokserve.ops.float8 import STEP
 from tokserve.ops.triton import elementwise
 from tokserve.ops.triton.launch import (
     COUNTERS,
+    cdiv,
     counters,
     is_dependent,
     is_last_of,
@@ -40,8 +41,8 @@ BLOCK_K = 64  # inputs of one step, unless the table says otherwise
 FLOAT8_STEP = 128  # the same where both are float8, and part of the arithmetic; 64 where scales change in between
 CHAINS = ((2048, 4), (4096, 2))  # outputs up to which a weight has so many; part of the arithmetic
 LEAST_CHAIN = 256  # inputs of a chain are multiples of this, or there is one chain
-MOST_APART = 64  # rows up to which chains have programs of their own
-LIBRARY_ROWS = (2048, 1024)  # numbers of rows that a library is given; no captured step has as many
+MOST_APART = 64  # rows up to which chains have programs of their own, unless the table says otherwise
+LIBRARY_ROWS = (2048, 1024)  # numbers of rows that a library is given
 _accepted: set[tuple[int, int, torch.dtype]] = set()  # outputs, inputs and dtype of weights that it may multiply
 PREFETCHED = tl.constexpr(8)  # lines of 64 inputs, for each output
 BAND = 8  # tiles of rows computed before the next outputs: their inputs stay in the L2 cache
@@ -92,6 +93,25 @@ def chain_sums(
 
 
 @triton.jit
+def all_chains(x_ptrs, weight_ptrs, x_valid, weight_valid, inputs, length, BLOCK_K: tl.constexpr):
+    """The chains of `length` inputs one after the other, and their sum in ascending order: [M,N] float32.
+
+    One loop, so that a chain's first inputs are under way while the one before ends; the matrix unit of sm_90 would
+    wait at each step of such a loop, mma.sync, which multiplies tiles of 16 rows, waits anyway.
+    """
+    sums = tl.zeros([x_ptrs.shape[0], weight_ptrs.shape[0]], tl.float32)
+    total = tl.zeros([x_ptrs.shape[0], weight_ptrs.shape[0]], tl.float32)
+    for start in range(0, inputs, BLOCK_K):
+        if (start % length == 0) & (start > 0):
+            total += sums
+            sums = tl.zeros([x_ptrs.shape[0], weight_ptrs.shape[0]], tl.float32)
+        x = tl.load(x_ptrs + start, mask=x_valid, other=0.0)
+        weight = tl.load(weight_ptrs + start, mask=weight_valid, other=0.0)
+        sums = tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
+    return total + sums
+
+
+@triton.jit
 def tile_of(rows, outputs, BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Rows and outputs of a program: BAND tiles of rows with the same outputs follow one another."""
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(outputs, BLOCK_N)
@@ -133,6 +153,8 @@ def linear_kernel(
             x_ptrs, weight_ptrs, weight_scale_ptr, x_valid, weight_valid, output, outputs, inputs, first, length,
             SCALED, GROUP, EVEN, BLOCK_K,
         )  # fmt: skip
+    elif BLOCK_M < 64:
+        total = all_chains(x_ptrs, weight_ptrs, x_valid, weight_valid, inputs, length, BLOCK_K)
     else:
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for chain in range(CHAINS):
@@ -202,7 +224,7 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torc
     """Rows of x need not be adjacent."""
     out = x.new_empty((x.shape[0], packed.rows), dtype=out_dtype or x.dtype)
     first = 0
-    if bias is None and out.dtype == x.dtype and _kind(packed) in _accepted:
+    if bias is None and out.dtype == x.dtype and is_library_used(len(x), packed):
         for size in LIBRARY_ROWS:
             while len(x) - first >= size:
                 by_library(x[first : first + size], packed.packed, out[first : first + size])
@@ -217,8 +239,13 @@ def by_library(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def is_library_used(rows: int, packed: PackedWeight) -> bool:
-    """Whether it multiplies some of so many rows."""
-    return rows >= LIBRARY_ROWS[-1] and _kind(packed) in _accepted
+    """Whether it multiplies some of so many rows.  No captured step does: graphs would share the library's workspace,
+    which goes when one of them does."""
+    return rows >= LIBRARY_ROWS[-1] and _kind(packed) in _accepted and not _is_capturing()
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _kind(packed: PackedWeight) -> tuple[int, int, torch.dtype]:
@@ -271,8 +298,8 @@ def product(
         block_m, block_n = config["tile"]
         block_k = config.get("step", BLOCK_K) if scales is None else float8_step(group)
         parts = chains(outputs, inputs) if scales is None else 1
-        grid = (triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n), parts)
-        apart = parts > 1 and rows <= MOST_APART and grid[0] <= COUNTERS
+        grid = (cdiv(rows, block_m) * cdiv(outputs, block_n), parts)
+        apart = parts > 1 and grid[0] <= COUNTERS and config.get("apart", rows <= MOST_APART)
         memory = x.new_empty((parts, rows, outputs), dtype=torch.float32) if apart else out
         linear_kernel[grid if apart else grid[:1]](
             x, weight, out if bias is None else bias, out, *(scales or (out, out)), memory,

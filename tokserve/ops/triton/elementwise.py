@@ -12,7 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from tokserve.ops import elementwise
-from tokserve.ops.triton.launch import EXACT, is_dependent, launch_dependents, launched, wait_for_inputs, warps
+from tokserve.ops.triton.launch import (
+    EXACT,
+    cdiv,
+    is_dependent,
+    launch_dependents,
+    launched,
+    next_power_of_2,
+    wait_for_inputs,
+    warps,
+)
 from tokserve.ops.triton.sums import tree_sum
 
 GATED_BLOCK = 1024  # outputs of one program
@@ -81,7 +90,7 @@ def _norm(
     out = torch.empty_like(x)
     total = out if residual is None else torch.empty_like(x)
     if rows:
-        block = triton.next_power_of_2(width)
+        block = next_power_of_2(width)
         other = x if residual is None else residual.contiguous()
         norm_kernel[(rows,)](
             x, other, weight, weight if bias is None else bias, out, total, eps, multiplier, width, block,
@@ -136,9 +145,9 @@ def _scaled(x: Tensor, residual: Tensor | None, multiplier: float, limit: float)
     x = x.contiguous()
     out = torch.empty_like(x)
     if rows:
-        block = min(GATED_BLOCK, triton.next_power_of_2(width))
+        block = min(GATED_BLOCK, next_power_of_2(width))
         other = x if residual is None else residual.contiguous()
-        scale_kernel[(rows, triton.cdiv(width, block))](
+        scale_kernel[(rows, cdiv(width, block))](
             x, other, out, multiplier, limit, width, residual is not None, limit > 0.0, block,
             num_warps=warps(block), **EXACT,
         )  # fmt: skip
@@ -219,8 +228,8 @@ def rope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor, interleaved: bo
         rope_kernel[(tokens,)](
             q, k, table, positions, q_out, k_out, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
             q_heads, k_heads, dim, table.shape[1], interleaved,
-            triton.next_power_of_2(q_heads), triton.next_power_of_2(k_heads), triton.next_power_of_2(dim),
-            num_warps=warps(triton.next_power_of_2(q_heads * dim)), **EXACT,
+            next_power_of_2(q_heads), next_power_of_2(k_heads), next_power_of_2(dim),
+            num_warps=warps(next_power_of_2(q_heads * dim)), **EXACT,
         )  # fmt: skip
     return q_out, k_out
 
@@ -287,8 +296,8 @@ def activate(x: Tensor, activation: str, gated: bool = False) -> Tensor:
     kind = ACTIVATIONS.index(activation)
     out = x.new_empty(rows, inner)
     if rows:
-        block = min(GATED_BLOCK, triton.next_power_of_2(inner))
-        grid = (rows, triton.cdiv(inner, block))
+        block = min(GATED_BLOCK, next_power_of_2(inner))
+        grid = (rows, cdiv(inner, block))
         activate_kernel[grid](
             x, out, inner, x.stride(0), kind, gated, block, is_dependent(x.device.index), num_warps=warps(block),
             **launched(x.device.index),

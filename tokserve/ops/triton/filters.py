@@ -1,9 +1,10 @@
 """Filters and penalties of logits on the GPU: top-k, top-p and min-p.
 
 What a row keeps are the entries whose key, the order of the float and then the lower id, is at least the row's cutoff.
-Rows with a small top-k find it among the largest entries of each slice of the vocabulary.  In the others it is searched
-for by a histogram of the entries' order, digit by digit, to which all slices add (radix select).  Counts and the masses
-of top-p are integers, whose sums do not depend on order, so both ways come to the same cutoff.
+Rows with a small top-k find it among the few entries that are as large as the k-th largest of the maxima of groups.  In
+the others it is searched for by a histogram of the entries' order, digit by digit, to which all slices add (radix
+select).  Counts and the masses of top-p are integers, whose sums do not depend on order, so both ways come to the same
+cutoff.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tokserve.ops import sampling
-from tokserve.ops.triton.launch import EXACT, is_last_of, warps
+from tokserve.ops.triton.launch import EXACT, cdiv, is_last_of, next_power_of_2, warps
 from tokserve.ops.triton.sampling import ordered
 
 SLICE = 4096  # vocabulary entries of one program
 CHUNK = 1024  # tokens of a history that one program counts
+GROUPS = 4  # of a slice; the largest entries of so many groups bound what a small top-k keeps
 MAX_K = sampling.FEW  # top-k up to this is found slice by slice
 NEG_INF = tl.constexpr(float("-inf"))
 MIN_KEY = tl.constexpr(-(1 << 63))
@@ -64,33 +66,73 @@ def is_small(top_k, width, MAX_K: tl.constexpr):
     return (top_k > 0) & (top_k <= MAX_K) & (top_k < width)
 
 
-@triton.jit(do_not_specialize_on_alignment=["top_k_ptr"])
-def largest_kernel(logits_ptr, top_k_ptr, key_ptr, max_ptr, width, slices, MAX_K: tl.constexpr, SLICE: tl.constexpr):
-    """One slice of a row: its largest entry, and with a small top-k the keys of its top_k largest [MAX_K]."""
+@triton.jit
+def maxima_kernel(logits_ptr, max_ptr, key_ptr, width, slices, GROUPS: tl.constexpr, SLICE: tl.constexpr):
+    """One slice of a row: its largest entry, and the largest key of each of its groups [GROUPS]."""
     row, slice = tl.program_id(0).to(tl.int64), tl.program_id(1)
     id = slice * SLICE + tl.arange(0, SLICE)
-    top_k = tl.load(top_k_ptr + row)
     x = tl.load(logits_ptr + row * width + id, mask=id < width, other=NEG_INF)
     tl.store(max_ptr + row * slices + slice, tl.max(x, 0))
+    key = tl.reshape(tl.where(id < width, keys(x, id), MIN_KEY), [GROUPS, SLICE // GROUPS])
+    tl.store(key_ptr + (row * slices + slice) * GROUPS + tl.arange(0, GROUPS), tl.max(key, 1))
+
+
+@triton.jit(do_not_specialize_on_alignment=["top_k_ptr"])
+def bound_kernel(
+    top_k_ptr, max_ptr, key_ptr, row_max_ptr, bound_ptr, width, slices,
+    MAX_K: tl.constexpr, GROUPS: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """One row: its largest entry, and a key that the top_k-th largest entry reaches: that of the top_k-th group."""
+    row = tl.program_id(0).to(tl.int64)
+    top_k = tl.load(top_k_ptr + row)
+    slice = tl.arange(0, SLICES)
+    tl.store(row_max_ptr + row, tl.max(tl.load(max_ptr + row * slices + slice, mask=slice < slices, other=NEG_INF), 0))
+    bound = tl.full([1], MIN_KEY, tl.int64)
     if is_small(top_k, width, MAX_K):
-        key = tl.where(id < width, keys(x, id), MIN_KEY)
-        for i in range(top_k):
+        group = tl.arange(0, SLICES * GROUPS)
+        key = tl.load(key_ptr + row * slices * GROUPS + group, mask=group < slices * GROUPS, other=MIN_KEY)
+        for _ in range(top_k):
             best = tl.max(key, 0)
-            tl.store(key_ptr + (row * slices + slice) * MAX_K + i, best)
+            bound = best + tl.zeros([1], tl.int64)
             key = tl.where(key == best, MIN_KEY, key)
+    tl.store(bound_ptr + row + tl.arange(0, 1), bound)
+
+
+@triton.jit(do_not_specialize_on_alignment=["top_k_ptr"])
+def largest_kernel(
+    logits_ptr, top_k_ptr, group_ptr, bound_ptr, key_ptr, width, slices,
+    MAX_K: tl.constexpr, GROUPS: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """One slice of a row with a small top-k: the keys [MAX_K] of the entries, top_k at most, that reach the bound."""
+    row, slice = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    top_k = tl.load(top_k_ptr + row)
+    if is_small(top_k, width, MAX_K):
+        bound = tl.load(bound_ptr + row)
+        slice_max = tl.max(tl.load(group_ptr + (row * slices + slice) * GROUPS + tl.arange(0, GROUPS)), 0)
+        place = tl.arange(0, MAX_K)
+        largest = tl.full([MAX_K], MIN_KEY, tl.int64)
+        if slice_max >= bound:
+            id = slice * SLICE + tl.arange(0, SLICE)
+            x = tl.load(logits_ptr + row * width + id, mask=id < width, other=NEG_INF)
+            key = tl.where(id < width, keys(x, id), MIN_KEY)
+            count = 0
+            while (count < top_k) & (slice_max >= bound):
+                largest = tl.where(place == count, slice_max, largest)
+                key = tl.where(key == slice_max, MIN_KEY, key)
+                slice_max = tl.max(key, 0)
+                count += 1
+        tl.store(key_ptr + (row * slices + slice) * MAX_K + place, largest)
 
 
 @triton.jit(do_not_specialize_on_alignment=["top_k_ptr", "top_p_ptr"])
 def cutoff_kernel(
-    top_k_ptr, top_p_ptr, key_ptr, max_ptr, row_max_ptr, cutoff_ptr, width, slices,
+    top_k_ptr, top_p_ptr, key_ptr, row_max_ptr, cutoff_ptr, width, slices,
     MAX_K: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """One row: its largest entry, and the cutoff of a small top-k and its top-p; of the others, one that keeps all."""
+    """One row: the cutoff of a small top-k and its top-p; of the others, one that keeps all."""
     row = tl.program_id(0).to(tl.int64)
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
-    slice = tl.arange(0, SLICES)
-    row_max = tl.max(tl.load(max_ptr + row * slices + slice, mask=slice < slices, other=NEG_INF), 0)
     cutoff = tl.full([1], MIN_KEY, tl.int64)
     if is_small(top_k, width, MAX_K):
         candidate = tl.arange(0, SLICES * MAX_K)
@@ -104,12 +146,11 @@ def cutoff_kernel(
             key = tl.where(key == largest, MIN_KEY, key)
         kept = place < top_k
         if top_p < 1.0:
-            mass = tl.where(kept, masses(value_of_key(best), row_max), 0)
+            mass = tl.where(kept, masses(value_of_key(best), tl.load(row_max_ptr + row)), 0)
             target = mass_target(tl.sum(mass, 0), top_p)
             kept = kept & (tl.cumsum(mass, 0) - mass < target)
         cutoff = tl.min(tl.where(kept, best, MAX_KEY), 0) + tl.zeros([1], tl.int64)
     tl.store(cutoff_ptr + row + tl.arange(0, 1), cutoff)
-    tl.store(row_max_ptr + row, row_max)
 
 
 @triton.jit
@@ -246,17 +287,25 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, f
     rows, width = logits.shape
     out = torch.empty_like(logits)
     if rows:
-        size = min(SLICE, max(16, triton.next_power_of_2(width)))
-        slices = triton.cdiv(width, size)
+        size = min(SLICE, max(16, next_power_of_2(width)))
+        slices = cdiv(width, size)
+        groups = logits.new_empty((rows, slices, GROUPS), dtype=torch.int64)
         best = logits.new_empty((rows, slices, MAX_K), dtype=torch.int64)
         maxima, row_maxima = logits.new_empty((rows, slices)), logits.new_empty(rows)
-        cutoffs = logits.new_empty(rows, dtype=torch.int64)
+        bounds, cutoffs = logits.new_empty((2, -(-rows // 2) * 2), dtype=torch.int64).unbind()
+        maxima_kernel[(rows, slices)](
+            logits, maxima, groups, width, slices, GROUPS, size, num_warps=warps(size), **EXACT
+        )
+        bound_kernel[(rows,)](
+            top_k, maxima, groups, row_maxima, bounds, width, slices,
+            MAX_K, GROUPS, next_power_of_2(slices), num_warps=1, **EXACT,
+        )  # fmt: skip
         largest_kernel[(rows, slices)](
-            logits, top_k, best, maxima, width, slices, MAX_K, size, num_warps=warps(size), **EXACT
+            logits, top_k, groups, bounds, best, width, slices, MAX_K, GROUPS, size, num_warps=warps(size), **EXACT
         )
         cutoff_kernel[(rows,)](
-            top_k, top_p, best, maxima, row_maxima, cutoffs, width, slices,
-            MAX_K, triton.next_power_of_2(slices), num_warps=16, **EXACT,
+            top_k, top_p, best, row_maxima, cutoffs, width, slices,
+            MAX_K, next_power_of_2(slices), num_warps=16, **EXACT,
         )  # fmt: skip
         if not few:
             _search(logits, top_k, top_p, row_maxima, cutoffs, size)
@@ -269,7 +318,7 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, f
 def _search(logits: Tensor, top_k: Tensor, top_p: Tensor, row_maxima: Tensor, cutoffs: Tensor, size: int) -> None:
     """Fill in the cutoffs of rows with top-p alone, or with a top-k that is not small."""
     rows, width = logits.shape
-    slices = triton.cdiv(width, size)
+    slices = cdiv(width, size)
     memory = logits.new_zeros(rows * (BINS + STATE + 1), dtype=torch.int64)
     bins, states, counts = memory.split([rows * BINS, rows * STATE, rows])
     ties = logits.new_empty((rows, slices), dtype=torch.int32)
@@ -281,7 +330,7 @@ def _search(logits: Tensor, top_k: Tensor, top_p: Tensor, row_maxima: Tensor, cu
             )  # fmt: skip
     ties_kernel[(rows, slices)](
         logits, top_k, top_p, ties, counts, states, cutoffs, width, slices,
-        MAX_K, size, triton.next_power_of_2(slices), STATE, num_warps=warps(size), **EXACT,
+        MAX_K, size, next_power_of_2(slices), STATE, num_warps=warps(size), **EXACT,
     )  # fmt: skip
 
 
@@ -331,12 +380,12 @@ def penalize(
     out = torch.empty_like(logits)
     seen = torch.zeros(rows, width, dtype=torch.int32, device=logits.device)
     if rows and length:
-        count_kernel[(rows, triton.cdiv(length, CHUNK))](
+        count_kernel[(rows, cdiv(length, CHUNK))](
             history.contiguous(), prompt_lens, lens, seen, length, width, CHUNK, num_warps=4, **EXACT
         )
     if rows:
-        size = min(SLICE, max(16, triton.next_power_of_2(width)))
-        penalize_kernel[(rows, triton.cdiv(width, size))](
+        size = min(SLICE, max(16, next_power_of_2(width)))
+        penalize_kernel[(rows, cdiv(width, size))](
             logits, seen, presence, frequency, repetition, out, width, size, num_warps=warps(size), **EXACT
         )
     return out

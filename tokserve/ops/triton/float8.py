@@ -14,7 +14,15 @@ from torch import Tensor
 from tokserve.ops import float8
 from tokserve.ops.float8 import PackedFloat8
 from tokserve.ops.triton.dense import product
-from tokserve.ops.triton.launch import is_dependent, launch_dependents, launched, torch_device, wait_for_inputs, warps
+from tokserve.ops.triton.launch import (
+    is_dependent,
+    launch_dependents,
+    launched,
+    next_power_of_2,
+    torch_device,
+    wait_for_inputs,
+    warps,
+)
 
 MAX = tl.constexpr(float8.MAX)
 MIN_MAGNITUDE = tl.constexpr(float8.MIN_MAGNITUDE)
@@ -57,7 +65,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     values = x.new_empty((rows, width), dtype=torch.float8_e4m3fn)
     scales = x.new_empty(rows, dtype=torch.float32)
     if rows:
-        block = triton.next_power_of_2(width)
+        block = next_power_of_2(width)
         float8_rows_kernel[(rows,)](
             x, values, scales, x.stride(0), width, block, is_dependent(x.device.index), num_warps=warps(block),
             **launched(x.device.index),

@@ -27,7 +27,7 @@ from tokserve.ops.triton.dense import (
     tile_of,
 )
 from tokserve.ops.triton.elementwise import ACTIVATIONS, active
-from tokserve.ops.triton.launch import is_dependent, launch_dependents, launched, prefetch, tuned, wait_for_inputs
+from tokserve.ops.triton.launch import cdiv, is_dependent, launch_dependents, launched, prefetch, tuned, wait_for_inputs
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -98,7 +98,7 @@ def gated_product(
         config = tuned("linear", device, rows=rows, outputs=2 * inner, bytes=x.element_size())
         block_m, block_n = config["tile"][0], max(16, config["tile"][1] // 2)
         block_k = config.get("step", BLOCK_K) if scales is None else float8_step(0)
-        gated_linear_kernel[(triton.cdiv(rows, block_m) * triton.cdiv(inner, block_n),)](
+        gated_linear_kernel[(cdiv(rows, block_m) * cdiv(inner, block_n),)](
             x, weight, out if bias is None else bias, out, *(scales or (out, out)), rows, inner, inputs,
             inner * inputs, x.stride(0), scales is not None, bias is not None, inputs % block_k == 0,
             ACTIVATIONS.index(activation), BAND, block_m, block_n, block_k, is_dependent(device),

@@ -14,7 +14,15 @@ from torch import Tensor
 from tokserve.ops import quant
 from tokserve.ops.quant import PackedInt8
 from tokserve.ops.triton.dense import product
-from tokserve.ops.triton.launch import is_dependent, launch_dependents, launched, torch_device, wait_for_inputs, warps
+from tokserve.ops.triton.launch import (
+    is_dependent,
+    launch_dependents,
+    launched,
+    next_power_of_2,
+    torch_device,
+    wait_for_inputs,
+    warps,
+)
 
 LEVELS = tl.constexpr(quant.LEVELS)
 MIN_MAGNITUDE = tl.constexpr(quant.MIN_MAGNITUDE)
@@ -49,7 +57,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
     values, scales = x.new_empty((rows, width), dtype=torch.int8), x.new_empty(rows, dtype=torch.float32)
     if rows:
-        block, device = triton.next_power_of_2(width), x.device.index
+        block, device = next_power_of_2(width), x.device.index
         int8_rows_kernel[(rows,)](
             x, values, scales, x.stride(0), width, block, is_dependent(device), num_warps=warps(block),
             **launched(device),

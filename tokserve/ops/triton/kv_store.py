@@ -12,7 +12,15 @@ from torch import Tensor
 from tokserve.ops import attention
 from tokserve.ops.triton.elementwise import pairing, rotate
 from tokserve.ops.triton.float8 import nearest
-from tokserve.ops.triton.launch import EXACT, is_dependent, launch_dependents, launched, wait_for_inputs, warps
+from tokserve.ops.triton.launch import (
+    EXACT,
+    is_dependent,
+    launch_dependents,
+    launched,
+    next_power_of_2,
+    wait_for_inputs,
+    warps,
+)
 from tokserve.ops.triton.sums import tree_sum, tree_sums
 
 
@@ -56,7 +64,7 @@ def store_kv(
     """k and v may be slices of one tensor [T, ...]."""
     tokens, heads, dim = k.shape
     if tokens:
-        heads_block, dim_block = triton.next_power_of_2(heads), triton.next_power_of_2(dim)
+        heads_block, dim_block = next_power_of_2(heads), next_power_of_2(dim)
         store_kernel[(tokens,)](
             k, v, k_cache, v_cache, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1), k_scale, v_scale,
             heads, dim, k_cache.shape[2], heads_block, dim_block, num_warps=warps(heads_block * dim_block), **EXACT,
@@ -161,12 +169,12 @@ def norm_rope_store(
     if norm_last and norm == 2:
         raise ValueError("norm_rope_store: a norm after the rotation is of each head")
     if tokens:
-        q_block, dim_block = triton.next_power_of_2(heads), triton.next_power_of_2(dim)
+        q_block, dim_block = next_power_of_2(heads), next_power_of_2(dim)
         norm_rope_store_kernel[(tokens,)](
             qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, eps, table, positions,
             k_cache, v_cache, slot_mapping, q, qkv.stride(0), k_scale, v_scale,
             heads, kv_heads, dim, table.shape[1], page, 3 if norm and norm_last else norm, interleaved,
-            q_block, triton.next_power_of_2(kv_heads), dim_block, 2 * dim if gated else dim,
+            q_block, next_power_of_2(kv_heads), dim_block, 2 * dim if gated else dim,
             is_dependent(qkv.device.index), num_warps=warps(q_block * dim_block), **launched(qkv.device.index),
         )  # fmt: skip
     return q

@@ -18,7 +18,7 @@ from tokserve.ops.dense import PackedWeight
 from tokserve.ops.triton.attention import LOG2_E, MERGE_STAGES, NEG_INF, SPLIT, TILE, finite, merge
 from tokserve.ops.triton.dense import BLOCK_K
 from tokserve.ops.triton.elementwise import pairing, rotated_heads
-from tokserve.ops.triton.launch import EXACT, addresses, tuned, warps
+from tokserve.ops.triton.launch import EXACT, addresses, cdiv, next_power_of_2, tuned, warps
 from tokserve.ops.triton.sums import strided_sums, tree_sum
 
 KEYS = 32  # rows of one tile, which lies in shared memory; part of the arithmetic
@@ -69,7 +69,7 @@ def linear_heads(x: Tensor, packed: Sequence[PackedWeight]) -> Tensor:
         block_m, block_n = config["tile"]
         block_k = config.get("step", BLOCK_K)
         table = addresses(tuple(weight.packed.data_ptr() for weight in packed), x.device)
-        linear_heads_kernel[(triton.cdiv(tokens, block_m), triton.cdiv(outputs, block_n), heads)](
+        linear_heads_kernel[(cdiv(tokens, block_m), cdiv(outputs, block_n), heads)](
             x, table, out, tokens, outputs, inputs, x.stride(0), x.stride(1), heads, inputs % block_k == 0, block_m,
             block_n, block_k, num_warps=config["warps"], num_stages=config["stages"], **EXACT,
         )  # fmt: skip
@@ -124,7 +124,7 @@ def latent_rope_store(
     size, rotated = len(weight), table.shape[1]
     q_rope = q.new_empty(tokens, heads, rotated)
     if tokens:
-        blocks = [triton.next_power_of_2(count) for count in (heads, size, rotated)]
+        blocks = [next_power_of_2(count) for count in (heads, size, rotated)]
         latent_rope_store_kernel[(tokens,)](
             q, kv, weight, eps, table, positions, cache, slot_mapping, q_rope, q.stride(0), kv.stride(0), heads,
             width - rotated, size, rotated, interleaved, *blocks, num_warps=warps(blocks[0] * blocks[2]), **EXACT,
@@ -289,25 +289,25 @@ def latent_attention(
     out = q.new_empty(q.shape)
     if tokens == 0:
         return out
-    blocks = max(16, triton.next_power_of_2(size)), max(16, triton.next_power_of_2(rotated))
+    blocks = max(16, next_power_of_2(size)), max(16, next_power_of_2(rotated))
     values = min(VALUES, blocks[0])
-    pieces = triton.cdiv(size, values)
+    pieces = cdiv(size, values)
     shape = (heads, size, rotated, page, SPLIT, KEYS, *blocks, TILE, values, pieces)
     options = {"num_warps": WARPS, "num_stages": STAGES, **EXACT}
     scale, stride = scale * LOG2_E, block_tables.stride(0)
     if tokens > rows:
         group = min(heads, TILE)
-        latent_prefill_kernel[(tokens // (TILE // group) + rows, triton.cdiv(heads, group) * pieces)](
+        latent_prefill_kernel[(tokens // (TILE // group) + rows, cdiv(heads, group) * pieces)](
             q, q_rope, cache, block_tables, query_start, seq_lens, out, rows, scale, stride, *shape, group, **options
         )
-    max_splits = triton.cdiv(width * page, SPLIT)
+    max_splits = cdiv(width * page, SPLIT)
     most = max(ALIGN, SCRATCH // (4 * max_splits * heads * size) // ALIGN * ALIGN)
     for first in range(0, rows, most):
         count = min(most, rows - first)
         tables, starts, lens = block_tables[first:], query_start[first:], seq_lens[first:]
         parts = q.new_empty((count, max_splits, heads, size), dtype=torch.float32)
         maxima, row_sums = q.new_empty((2, count, max_splits, heads), dtype=torch.float32).unbind()
-        latent_decode_kernel[(count, triton.cdiv(heads, TILE) * pieces, max_splits)](
+        latent_decode_kernel[(count, cdiv(heads, TILE) * pieces, max_splits)](
             q, q_rope, cache, tables, starts, lens, parts, maxima, row_sums, scale, stride, max_splits, *shape,
             **options,
         )  # fmt: skip

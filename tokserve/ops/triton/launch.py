@@ -59,6 +59,16 @@ def is_last_of(count_ptr, amount, total):
     return is_last
 
 
+def cdiv(count: int, size: int) -> int:
+    """The number of blocks of `size` that `count` takes; Triton's own function takes the host ten times as long."""
+    return -(-count // size)
+
+
+def next_power_of_2(count: int) -> int:
+    """The least power of two that is at least `count`; 0 for 0, as Triton's."""
+    return 1 << (count - 1).bit_length() if count else 0
+
+
 def warps(block: int) -> int:
     """Warps for a block of that many elements: a power of two, 1 to 16."""
     return max(1, min(16, block // PER_WARP))

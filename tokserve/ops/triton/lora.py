@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokserve.ops.lora import add_lora as add_lora_op
-from tokserve.ops.triton.launch import EXACT
+from tokserve.ops.triton.launch import EXACT, cdiv, next_power_of_2
 
 BLOCK_T, BLOCK_N, BLOCK_K = 16, 64, 64  # rows and outputs of a tile, inputs of a step
 MAX_BLOCK_R = 64  # ranks at a time
@@ -100,16 +100,16 @@ def add_lora(
     slots, shards, rank, _ = down.shape
     if rows == 0:
         return
-    tiles, splits = triton.cdiv(rows, BLOCK_T), triton.cdiv(inputs, SPLIT)
-    block_r = max(16, min(MAX_BLOCK_R, triton.next_power_of_2(rank)))
+    tiles, splits = cdiv(rows, BLOCK_T), cdiv(inputs, SPLIT)
+    block_r = max(16, min(MAX_BLOCK_R, next_power_of_2(rank)))
     partial = x.new_empty((splits, rows, rank), dtype=scales.dtype)
     first = 0
     for shard, size in enumerate(sizes):
-        lora_down_kernel[(tiles, splits, triton.cdiv(rank, block_r))](
+        lora_down_kernel[(tiles, splits, cdiv(rank, block_r))](
             x, adapters, down[:, shard], ranks[:, shard], partial, rows, inputs, rank, slots, shards, x.stride(0),
             BLOCK_T, BLOCK_K, block_r, SPLIT, num_warps=4, **EXACT,
         )  # fmt: skip
-        lora_up_kernel[(tiles, triton.cdiv(size, BLOCK_N))](
+        lora_up_kernel[(tiles, cdiv(size, BLOCK_N))](
             partial, adapters, up[:, :, first:], ranks[:, shard], scales[:, shard], out[:, first:], rows, size, rank,
             slots, shards, splits, up.stride(1), out.stride(0),
             BLOCK_T, BLOCK_N, block_r, num_warps=4, **EXACT,

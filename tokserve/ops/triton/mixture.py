@@ -20,7 +20,7 @@ from tokserve.ops.quant import PackedInt8
 from tokserve.ops.triton import elementwise
 from tokserve.ops.triton.dense import BLOCK_K
 from tokserve.ops.triton.int8 import INTEGER_STEP, quantize
-from tokserve.ops.triton.launch import EXACT, addresses, tuned, warps
+from tokserve.ops.triton.launch import EXACT, addresses, cdiv, next_power_of_2, tuned, warps
 from tokserve.ops.triton.sums import tree_sum
 
 COLUMNS = 1024  # of a row that one program adds up
@@ -104,11 +104,11 @@ def route(
     tokens, experts = logits.shape
     ids, weights = logits.new_empty(tokens, k, dtype=torch.int32), logits.new_empty(tokens, k)
     if tokens:
-        block = triton.next_power_of_2(experts)
+        block = next_power_of_2(experts)
         route_kernel[(tokens,)](
             logits.contiguous(), logits if bias is None else bias, ids, weights, float(added), float(scale), experts, k,
             sigmoid, bias is not None, groups, kept_groups, two_of_group, normalize, mixture.MIN_SUM, block,
-            triton.next_power_of_2(groups), triton.next_power_of_2(k), num_warps=warps(block), **EXACT,
+            next_power_of_2(groups), next_power_of_2(k), num_warps=warps(block), **EXACT,
         )  # fmt: skip
     return ids, weights
 
@@ -223,13 +223,13 @@ def product(
     block_m, block_n = config["tile"]
     block_k = config.get("step", BLOCK_K) if scales is None else INTEGER_STEP
     tiles, grid_tiles = tiles_of(sorting, block_m)
-    grid = (grid_tiles, triton.cdiv(outputs, block_n))
+    grid = (grid_tiles, cdiv(outputs, block_n))
     table = addresses(tuple(0 if weight is None else weight.packed.data_ptr() for weight in weights), x.device)
     of_weights = tuple(weight.scales.data_ptr() for weight in weights if isinstance(weight, PackedInt8))
     experts_kernel[grid](
         x, table, out if bias is None else bias, out, order, starts, tiles, out if scales is None else scales,
         addresses(of_weights, x.device) if of_weights else table, choices, outputs, inputs, x.stride(0), k,
-        count, bias is not None, inputs % block_k == 0, triton.next_power_of_2(count), block_m, block_n, block_k,
+        count, bias is not None, inputs % block_k == 0, next_power_of_2(count), block_m, block_n, block_k,
         num_warps=config["warps"], num_stages=config["stages"], **EXACT,
     )  # fmt: skip
     return out
@@ -316,8 +316,8 @@ def mixed(
     back(inner, outputs, sorting)
     places = torch.empty_like(order)
     places[order.long()] = torch.arange(len(order), dtype=torch.int32, device=x.device)
-    block = min(COLUMNS, triton.next_power_of_2(width))
-    combine_kernel[(tokens, triton.cdiv(width, block))](
+    block = min(COLUMNS, next_power_of_2(width))
+    combine_kernel[(tokens, cdiv(width, block))](
         outputs, places, weights, out if shared is None else shared, weights if shared_gate is None else shared_gate,
         out, width, k, shared is not None, shared_gate is not None, block, num_warps=warps(block), **EXACT,
     )  # fmt: skip

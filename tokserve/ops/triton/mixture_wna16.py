@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokserve.ops import mixture
 from tokserve.ops.dense import PackedWeight
-from tokserve.ops.triton.launch import EXACT, addresses, tuned
+from tokserve.ops.triton.launch import EXACT, addresses, cdiv, next_power_of_2, tuned
 from tokserve.ops.triton.mixture import Sorting, mixed, product, rows_of_tile, tiles_of
 from tokserve.ops.triton.wna16 import is_even, step_of, wna16_sums
 from tokserve.ops.wna16 import PackedPart, PackedWna16
@@ -99,10 +99,10 @@ def _product(
             for name in ("packed", "factors", "scales", "mins", "order")
         ]
         of_part, bias_part = out[:, first : first + rows], out if bias is None else bias[:, first : first + rows]
-        experts_wna16_kernel[grid_tiles, triton.cdiv(rows, block_n)](
+        experts_wna16_kernel[grid_tiles, cdiv(rows, block_n)](
             x, *tables, bias_part, of_part, *sorting, tiles, choices, rows, columns, groups, stride, x.stride(0),
             out.stride(0), bias_part.stride(0), k, count, bits, zero, group, has_mins, has_order, folded,
-            bias is not None, is_even(columns, group, step), triton.next_power_of_2(count), block_m, block_n, step,
+            bias is not None, is_even(columns, group, step), next_power_of_2(count), block_m, block_n, step,
             num_warps=config["warps"], num_stages=config["stages"], **EXACT,
         )  # fmt: skip
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokserve.ops import recurrent
-from tokserve.ops.triton.launch import EXACT, warps
+from tokserve.ops.triton.launch import EXACT, cdiv, next_power_of_2, warps
 from tokserve.ops.triton.sums import tree_sum
 
 COLUMNS = 32  # of a state in a program
@@ -229,9 +229,9 @@ def gated_delta(
     reads = x.new_zeros((x.shape[0], heads, value_dim), dtype=torch.float32)  # zero for rows without a state
     out = x.new_empty(x.shape[0], heads * value_dim)
     if len(seq_lens) and len(x):
-        key_block, value_block = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+        key_block, value_block = next_power_of_2(key_dim), next_power_of_2(value_dim)
         columns = min(COLUMNS, value_block)
-        gated_delta_kernel[(len(seq_lens), heads, triton.cdiv(value_dim, columns))](
+        gated_delta_kernel[(len(seq_lens), heads, cdiv(value_dim, columns))](
             entries, conv_weight, a_log, dt_bias, state, ring, reads, query_start, seq_lens, state_rows, start, end,
             saves, len(saves),
             heads, heads // sizes.key_heads, key_dim, value_dim, channels, taps, ring.shape[1], key_block, columns,
@@ -263,7 +263,7 @@ def short_conv(
     entries = (before.float() * inner.float()).to(x.dtype)
     out = torch.zeros_like(entries)
     if len(seq_lens) and len(x):
-        short_conv_kernel[(len(seq_lens), triton.cdiv(channels, CHANNELS))](
+        short_conv_kernel[(len(seq_lens), cdiv(channels, CHANNELS))](
             entries, x, conv_weight, conv_weight if bias is None else bias, ring, out, query_start, seq_lens,
             state_rows, channels, taps, ring.shape[1], bias is not None, CHANNELS, num_warps=warps(CHANNELS), **EXACT,
         )  # fmt: skip
@@ -276,7 +276,7 @@ def gate_heads(mixed: Tensor, x: Tensor) -> Tensor:
     tokens, heads, dim = mixed.shape
     out = mixed.new_empty(tokens, heads * dim)
     if tokens:
-        block = triton.next_power_of_2(dim)
+        block = next_power_of_2(dim)
         gate_heads_kernel[(tokens, heads)](
             mixed, x, out, x.stride(0), heads, dim, block, num_warps=warps(block), **EXACT
         )
@@ -287,7 +287,7 @@ def _keep_inputs(
     entries: Tensor, ring: Tensor, query_start: Tensor, seq_lens: Tensor, state_rows: Tensor, saves: Tensor, taps: int
 ) -> None:
     width = entries.shape[1]
-    keep_inputs_kernel[(len(seq_lens), triton.cdiv(width, CHANNELS))](
+    keep_inputs_kernel[(len(seq_lens), cdiv(width, CHANNELS))](
         entries, ring, query_start, seq_lens, state_rows, saves, len(saves), width, taps, ring.shape[1], CHANNELS,
         num_warps=warps(CHANNELS), **EXACT,
     )  # fmt: skip

@@ -12,11 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tokserve.ops import sampling
-from tokserve.ops.triton.launch import EXACT, warps
+from tokserve.ops.triton.launch import EXACT, cdiv, next_power_of_2, warps
 from tokserve.ops.triton.sums import tree_sum
 
 SLICE = 4096  # vocabulary entries of one program
 SWEEP = 1024  # entries that one program of a whole row reads at a time
+NOISE_SWEEP = 256  # entries of a row without finite logits that one warp draws for at a time
 TOP_SIZES = (0, 8, 64)  # limits of k that kernels are compiled for; beyond the last, torch selects the ids
 NEG_INF = tl.constexpr(float("-inf"))
 MIN_KEY = tl.constexpr(-(1 << 63))
@@ -76,34 +77,36 @@ def row_terms(temperature_ptr, finite_ptr, row, TEMPERATURE: tl.constexpr, FINIT
 @triton.jit
 def sample_slice_kernel(
     logits_ptr, seed_ptr, position_ptr, greedy_ptr, temperature_ptr, best_ptr, id_ptr, max_ptr,
-    zero_best_ptr, zero_id_ptr, width, slices, TEMPERATURE: tl.constexpr, SLICE: tl.constexpr,
+    width, slices, TEMPERATURE: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """Reduce one slice of a row: largest perturbed logit and its id, the same for logits of zero, largest logit."""
+    """Reduce one slice of a row: largest perturbed logit and its id, largest logit."""
     row, slice = tl.program_id(0).to(tl.int64), tl.program_id(1)
     id = slice * SLICE + tl.arange(0, SLICE)
     valid = id < width
     temperature, finite = row_terms(temperature_ptr, temperature_ptr, row, TEMPERATURE, False)
     raw = read(logits_ptr, row * width + id, valid, finite)
-    x = scaled(raw, temperature)
     offset = row * slices + slice
-    noise = tl.zeros([SLICE], tl.float32)
-    if tl.load(greedy_ptr + row) == 0:
-        block = slice * (SLICE // 4) + tl.arange(0, SLICE // 4)
-        noise = gumbel(tl.load(seed_ptr + row), tl.load(position_ptr + row), block, SLICE)
-    best, at = tl.max(x + noise, 0, return_indices=True)
-    tl.store(best_ptr + offset, best)
-    tl.store(id_ptr + offset, slice * SLICE + at)
-    best, at = tl.max(tl.where(valid, noise, NEG_INF), 0, return_indices=True)
-    tl.store(zero_best_ptr + offset, best)
-    tl.store(zero_id_ptr + offset, slice * SLICE + at)
     has_nan = tl.sum((raw != raw).to(tl.int32), 0) > 0
-    tl.store(max_ptr + offset, tl.where(has_nan, float("nan"), tl.max(raw, 0)))
+    slice_max = tl.max(raw, 0)
+    tl.store(max_ptr + offset, tl.where(has_nan, float("nan"), slice_max))
+    if slice_max == NEG_INF:  # of what a filter left nothing here: it needs no noise
+        tl.store(best_ptr + offset, NEG_INF)
+        tl.store(id_ptr + offset, slice * SLICE)
+    else:
+        x = scaled(raw, temperature)
+        if tl.load(greedy_ptr + row) == 0:
+            block = slice * (SLICE // 4) + tl.arange(0, SLICE // 4)
+            x += gumbel(tl.load(seed_ptr + row), tl.load(position_ptr + row), block, SLICE)
+        best, at = tl.max(x, 0, return_indices=True)
+        tl.store(best_ptr + offset, best)
+        tl.store(id_ptr + offset, slice * SLICE + at)
 
 
 @triton.jit
 def sample_merge_kernel(
-    best_ptr, id_ptr, max_ptr, zero_best_ptr, zero_id_ptr, out_ptr, finite_ptr, slices, SLICES: tl.constexpr
-):
+    best_ptr, id_ptr, max_ptr, seed_ptr, position_ptr, greedy_ptr, out_ptr, finite_ptr, width, slices,
+    SLICES: tl.constexpr, SWEEP: tl.constexpr,
+):  # fmt: skip
     """One row: its id, and whether its largest logit is finite.  Where it is not, logits count as zeros."""
     row = tl.program_id(0).to(tl.int64)
     slice = tl.arange(0, SLICES)
@@ -113,14 +116,22 @@ def sample_merge_kernel(
     has_nan = tl.sum((row_max != row_max).to(tl.int32), 0) > 0
     row_max = tl.max(row_max, 0)
     finite = (row_max > NEG_INF) & (row_max < float("inf")) & (has_nan == 0)
-    best = tl.load(best_ptr + offset, mask=valid, other=NEG_INF)
-    zero_best = tl.load(zero_best_ptr + offset, mask=valid, other=NEG_INF)
+    value = tl.load(best_ptr + offset, mask=valid, other=NEG_INF)
     id = tl.load(id_ptr + offset, mask=valid, other=0)
-    zero_id = tl.load(zero_id_ptr + offset, mask=valid, other=0)
-    value = tl.where(finite, best, zero_best)
-    id = tl.where(finite, id, zero_id)
-    id = tl.min(tl.where(valid & (value == tl.max(value, 0)), id, 0x7FFFFFFF), 0)
-    tl.store(out_ptr + row, id.to(tl.int64))
+    best = tl.min(tl.where(valid & (value == tl.max(value, 0)), id, 0x7FFFFFFF), 0)
+    if finite == 0:
+        best = 0
+        if tl.load(greedy_ptr + row) == 0:
+            largest = tl.full([], NEG_INF, tl.float32)
+            for start in range(0, width, SWEEP):
+                block = start // 4 + tl.arange(0, SWEEP // 4)
+                noise = gumbel(tl.load(seed_ptr + row), tl.load(position_ptr + row), block, SWEEP)
+                noise = tl.where(start + tl.arange(0, SWEEP) < width, noise, NEG_INF)
+                highest, at = tl.max(noise, 0, return_indices=True)
+                if highest > largest:
+                    largest = highest
+                    best = start + at
+    tl.store(out_ptr + row, best.to(tl.int64))
     tl.store(finite_ptr + row, finite.to(tl.int8))
 
 
@@ -136,18 +147,18 @@ def _sample(
     """Ids int64 [R], and whether each row's largest logit is finite, bool [R]."""
     rows, width = logits.shape
     ids, finite = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows, dtype=torch.int8)
-    slices = triton.cdiv(width, SLICE)
-    floats, whole = _planes(logits, 3, slices), _planes(logits, 2, slices, torch.int32)
+    slices = cdiv(width, SLICE)
+    (best, maxima), (best_ids,) = _planes(logits, 2, slices), _planes(logits, 1, slices, torch.int32)
+    is_greedy = greedy.view(torch.int8)
     if rows:
-        size = min(SLICE, max(4, triton.next_power_of_2(width)))
+        size = min(SLICE, max(4, next_power_of_2(width)))
         sample_slice_kernel[(rows, slices)](
-            logits, seeds, positions, greedy.view(torch.int8), logits if temperature is None else temperature,
-            floats[0], whole[0], floats[1], floats[2], whole[1], width, slices, temperature is not None, size,
-            num_warps=warps(size), **EXACT,
+            logits, seeds, positions, is_greedy, logits if temperature is None else temperature,
+            best, best_ids, maxima, width, slices, temperature is not None, size, num_warps=warps(size), **EXACT,
         )  # fmt: skip
         sample_merge_kernel[(rows,)](
-            floats[0], whole[0], floats[1], floats[2], whole[1], ids, finite, slices,
-            triton.next_power_of_2(slices), num_warps=1, **EXACT,
+            best, best_ids, maxima, seeds, positions, is_greedy, ids, finite, width, slices,
+            next_power_of_2(slices), min(NOISE_SWEEP, size), num_warps=1, **EXACT,
         )  # fmt: skip
     return ids, finite.view(torch.bool)
 
@@ -243,8 +254,8 @@ def _logprobs(
     ids, values = logits.new_empty((rows, k + num_named), dtype=torch.int32), logits.new_empty((rows, k + num_named))
     if rows == 0:
         return token_logprobs, ranks, ids, values
-    size = min(SLICE, max(16, triton.next_power_of_2(width)))
-    slices = triton.cdiv(width, size)
+    size = min(SLICE, max(16, next_power_of_2(width)))
+    slices = cdiv(width, size)
     maxima, sums = _planes(logits, 2, slices)
     greater = ranks.new_empty((rows, slices))
     candidates = logits.new_empty((rows, slices, k), dtype=torch.int64)
@@ -259,8 +270,8 @@ def _logprobs(
     logprobs_merge_kernel[(rows,)](
         logits, token_ids, columns, flags, maxima, sums, greater, candidates,
         token_ids if named is None else named.contiguous(), token_logprobs, ranks, ids, values,
-        width, slices, num_named, *switches, triton.next_power_of_2(slices),
-        triton.next_power_of_2(max(1, slices * top_size)), 256, num_warps=4, **EXACT,
+        width, slices, num_named, *switches, next_power_of_2(slices),
+        next_power_of_2(max(1, slices * top_size)), 256, num_warps=4, **EXACT,
     )  # fmt: skip
     return token_logprobs, ranks, ids, values
 
@@ -339,7 +350,7 @@ def sampling_mask(
     counts, ids = logits.new_empty(rows, dtype=torch.int32), logits.new_empty((rows, limit), dtype=torch.int32)
     kept_logprobs = logits.new_empty(rows)
     if rows:
-        size = min(SWEEP, max(16, triton.next_power_of_2(width)))
+        size = min(SWEEP, max(16, next_power_of_2(width)))
         sampling_mask_kernel[(rows,)](
             logits, processed, token_ids, greedy.view(torch.int8), temperature, counts, ids, kept_logprobs,
             width, limit, size, num_warps=warps(size), **EXACT,

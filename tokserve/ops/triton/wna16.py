@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tokserve.ops import wna16
 from tokserve.ops.triton import elementwise
-from tokserve.ops.triton.launch import EXACT, torch_device, tuned
+from tokserve.ops.triton.launch import EXACT, cdiv, torch_device, tuned
 from tokserve.ops.triton.sums import tree_sums
 from tokserve.ops.wna16 import SIGNED, UNSIGNED, PackedPart, PackedWna16, QuantizedRows
 
@@ -180,7 +180,7 @@ def _multiply(x: Tensor, part: PackedPart, zero: int, bias: Tensor | None, out: 
     block_m, block_n = config["tile"]
     group = min(part.group, part.columns)
     block_k = step_of(group, x.dtype, ordered=part.order is not None)
-    wna16_kernel[triton.cdiv(rows, block_m), triton.cdiv(part.rows, block_n)](
+    wna16_kernel[cdiv(rows, block_m), cdiv(part.rows, block_n)](
         x, part.packed, part.factors, part.scales, part.scales if part.mins is None else part.mins,
         part.factors if part.order is None else part.order, out if bias is None else bias, out, rows, part.rows,
         part.columns, groups, part.packed.stride(0), x.stride(0), out.stride(0), part.bits, zero, group,
