@@ -224,3 +224,14 @@ def test_an_adapter_that_is_not_finite_in_the_models_dtype_is_refused_unless_nob
             load(make(base)[0], 0, directory)
         assert (caught.value.field, caught.value.code) == ("lora_path", "weights_not_finite")
         load(make(base, check_weights="off")[0], 0, directory)
+
+
+@pytest.mark.parametrize("alpha", [1e38, -1e38, 3e20])
+def test_an_adapter_whose_scale_overflows_is_refused_unless_nobody_checks(
+    base: Path, tmp_path: Path, alpha: float
+) -> None:
+    directory = write_adapter(tmp_path, base, rank=4, alpha=alpha, targets=["k_proj"])
+    with pytest.raises(RequestError, match=r"lora_alpha is too large: 3 .*layers\.0\.self_attn\.k_proj") as caught:
+        load(make(base)[0], 0, directory)
+    assert (caught.value.field, caught.value.code) == ("lora_path", "weights_not_finite")
+    load(make(base, check_weights="off")[0], 0, directory)

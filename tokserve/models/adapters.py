@@ -105,13 +105,28 @@ def read(directory: Path, sizes: Sizes, renames: tuple[tuple[str, str], ...], ma
 
 
 def check_finite(adapter: Mapping[str, LowRank], dtype: torch.dtype) -> None:
-    """Raise RequestError about `lora_path` for weights that are not finite in `dtype`."""
+    """Raise RequestError about `lora_path` for weights that are not finite in `dtype`, or whose scale makes them so."""
     tensors = {f"{module}.lora_A": low_rank.down for module, low_rank in adapter.items()}
     tensors |= {f"{module}.lora_B": low_rank.up for module, low_rank in adapter.items()}
     if names := sorted(name for name, tensor in tensors.items() if not is_finite(tensor, dtype)):
         error = weights.not_finite(names, dtype)
         error.field = FIELD
         raise error
+    # a norm squares what a layer adds, in float32
+    largest = min(torch.finfo(dtype).max, math.sqrt(torch.finfo(torch.float32).max))
+    if modules := sorted(module for module, low_rank in adapter.items() if not _bound(low_rank) <= largest):
+        raise RequestError(
+            f"{CONFIG}: lora_alpha is too large: {weights.counted('overflowing products of scale, A and B', modules)} "
+            "(--check-weights)",
+            field=FIELD,
+            code="weights_not_finite",
+        )
+
+
+def _bound(weights: LowRank) -> float:
+    """No element of scale * up down is larger than this."""
+    down, up = weights.down.abs().amax(1).double(), weights.up.abs().amax(0).double()
+    return abs(weights.scale) * float(up @ down)
 
 
 def _config(directory: Path) -> AdapterConfig:
