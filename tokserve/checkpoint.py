@@ -88,23 +88,23 @@ def _download(model: str, patterns: list[str], what: str) -> Path:
         ) from error
 
 
-def read_json(directory: Path, name: str) -> dict[str, Any] | None:
-    """The object in the file, or None if there is no file."""
-    value = read_any_json(directory, name)
+def read_json(directory: Path, name: str, what: str = "model") -> dict[str, Any] | None:
+    """The object in the file, or None if there is no file.  `what`: whose file it is, in errors."""
+    value = read_any_json(directory, name, what)
     if value is not None and not isinstance(value, dict):
-        raise StartError(f"{name} of the model is not a JSON object")
+        raise StartError(f"{name} of the {what} is not a JSON object")
     return value
 
 
-def read_any_json(directory: Path, name: str) -> Any:
-    """What the file holds, or None if there is no file."""
+def read_any_json(directory: Path, name: str, what: str = "model") -> Any:
+    """What the file holds, or None if there is no file.  `what`: as of `read_json`."""
     path = directory / name
     try:
         if not path.is_file():
             return None
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        raise StartError(f"{name} of the model cannot be read: {error}") from error
+        raise StartError(f"{name} of the {what} cannot be read: {error}") from error
 
 
 def hf_config(directory: Path) -> dict[str, Any]:

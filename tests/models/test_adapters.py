@@ -146,7 +146,7 @@ def test_files_that_are_none(base: Path, tmp_path: Path) -> None:
     assert "safetensors" in refusal(directory)
     for text in ("[]", "{", "[" * 100_000):
         (directory / adapters.CONFIG).write_text(text)
-        assert adapters.CONFIG in refusal(directory)
+        assert f"{adapters.CONFIG} of the adapter" in refusal(directory)
 
 
 def test_an_adapter_without_tensors(base: Path, tmp_path: Path) -> None:

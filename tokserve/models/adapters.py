@@ -130,7 +130,7 @@ def _bound(weights: LowRank) -> float:
 
 
 def _config(directory: Path) -> AdapterConfig:
-    value = checkpoint.read_json(directory, CONFIG)
+    value = checkpoint.read_json(directory, CONFIG, "adapter")
     if value is None:
         _refuse(f"{directory} holds no {CONFIG}; is it a PEFT adapter?")
     try:
