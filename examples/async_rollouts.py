@@ -33,4 +33,7 @@ async def main(url: str) -> None:
         print(f"all {tokens.total()} tokens are accounted for; state: {(await client.state())['state']}")
 
 
-asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"))
+if "--help" in sys.argv:
+    print(__doc__)
+else:
+    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"))

@@ -4,19 +4,30 @@ import json
 import sys
 from pathlib import Path
 
-import matplotlib.pyplot as plt
-
 FLOOR = 1e-9  # where a mismatch of 0.0 is drawn on the logarithmic scale
-*logs, out = map(Path, sys.argv[1:])
-figure, axes = plt.subplots(1, 4, figsize=(16, 3.2), layout="constrained")
-for log in logs:
-    steps = [json.loads(line) for line in log.read_text().splitlines()]
-    axes[0].plot([step["reward"] for step in steps], label=log.stem)
-    axes[1].semilogy([max(step["mismatch"], FLOOR) for step in steps], ".-", label=log.stem)
-    axes[2].plot([step["tokens"] / step["seconds"] for step in steps], label=log.stem)
-    axes[3].plot([step["bytes"] / 1e6 for step in steps], label=log.stem)
-for axis, label in zip(axes, ("mean reward", "max |server - trainer| logprob", "tokens/s", "MB pushed"), strict=True):
-    axis.set(xlabel="step", ylabel=label)
-axes[1].set_ylim(FLOOR / 3, 10)
-axes[0].legend()
-figure.savefig(out, dpi=80)
+
+
+def main() -> None:
+    if "--help" in sys.argv:
+        return print(__doc__)
+    import matplotlib.pyplot as plt
+
+    *logs, out = map(Path, sys.argv[1:])
+    figure, axes = plt.subplots(1, 4, figsize=(16, 3.2), layout="constrained")
+    for log in logs:
+        steps = [json.loads(line) for line in log.read_text().splitlines()]
+        axes[0].plot([step["reward"] for step in steps], label=log.stem)
+        axes[1].semilogy([max(step["mismatch"], FLOOR) for step in steps], ".-", label=log.stem)
+        axes[2].plot([step["tokens"] / step["seconds"] for step in steps], label=log.stem)
+        axes[3].plot([step["bytes"] / 1e6 for step in steps], label=log.stem)
+    for axis, label in zip(
+        axes, ("mean reward", "max |server - trainer| logprob", "tokens/s", "MB pushed"), strict=True
+    ):
+        axis.set(xlabel="step", ylabel=label)
+    axes[1].set_ylim(FLOOR / 3, 10)
+    axes[0].legend()
+    figure.savefig(out, dpi=80)
+
+
+if __name__ == "__main__":
+    main()

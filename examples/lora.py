@@ -38,6 +38,8 @@ def write_adapter(directory: Path, gain: float) -> None:
 
 
 def main() -> None:
+    if "--help" in sys.argv:
+        return print(__doc__)
     if sys.argv[1:2] == ["--write"]:
         return write_adapter(Path(sys.argv[2]), 0.5)
     base = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"

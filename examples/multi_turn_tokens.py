@@ -19,6 +19,8 @@ def post(url: str, body: Any) -> Any:
 
 
 def main() -> None:
+    if "--help" in sys.argv:
+        return print(__doc__)
     base = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 
     def encode(text: str) -> list[int]:

@@ -6,6 +6,8 @@ from tokserve import LLM, SamplingParams
 
 
 def main() -> None:
+    if "--help" in sys.argv:
+        return print(__doc__)
     with LLM(sys.argv[1] if len(sys.argv) > 1 else "demo") as llm:
         questions = ["What is 47 + 38?", "Reverse the word hello.", "Sort the letters of apple."]
         chats = [[{"role": "user", "content": question}] for question in questions]

@@ -2,10 +2,12 @@
 
 import sys
 
-from openai import OpenAI
-
 
 def main() -> None:
+    if "--help" in sys.argv:
+        return print(__doc__)
+    from openai import OpenAI
+
     base = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
     client = OpenAI(base_url=base + "/v1", api_key="none")
     stream = client.chat.completions.create(

@@ -9,10 +9,6 @@ from __future__ import annotations
 
 import argparse
 
-import ray
-
-from tokserve.ray.batch import generate
-
 
 def main() -> None:
     """The command."""
@@ -24,6 +20,10 @@ def main() -> None:
     parser.add_argument("--cpu-threads", type=int, default=1, help="CPUs of each. Default: 1.")
     parser.add_argument("--max-tokens", type=int, default=64, help="of each output. Default: 64.")
     args = parser.parse_args()
+    import ray
+
+    from tokserve.ray.batch import generate
+
     ray.init()  # RAY_ADDRESS, the cluster of this machine, or a new one
     params = {"max_tokens": args.max_tokens, "temperature": 0.7, "seed": 1, "logprobs": 0}
     outputs = generate(

@@ -12,11 +12,6 @@ from __future__ import annotations
 import argparse
 import time
 
-import ray
-from ray import serve
-
-from tokserve.ray.serve import build
-
 
 def main() -> None:
     """The command."""
@@ -26,6 +21,11 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=3, help="replicas at most. Default: 3.")
     parser.add_argument("--port", type=int, default=8000, help="of Serve's proxy. Default: 8000.")
     args = parser.parse_args()
+    import ray
+    from ray import serve
+
+    from tokserve.ray.serve import build
+
     ray.init()  # RAY_ADDRESS, the cluster of this machine, or a new one
     serve.start(http_options={"host": "127.0.0.1", "port": args.port})
     scaling = {"min_replicas": 1, "max_replicas": args.most, "target_ongoing_requests": 8}

@@ -8,8 +8,6 @@ import re
 import sys
 from pathlib import Path
 
-import matplotlib.pyplot as plt
-
 ROW = r"reward ([\d.]+)  mean .logprob difference. (\S+)  loss \S+  (\d+) engine steps"
 
 
@@ -20,20 +18,29 @@ def runs(log: str) -> list[list[tuple[float, float, int]]]:
     return [rows for rows in parsed if rows]
 
 
-first, *more = runs(sys.argv[1])
-figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
-left.plot([row[0] for row in first], label="reward")
-left.set(xlabel="step", ylabel="mean reward", ylim=(0, 1))
-if more:
-    left.plot([row[0] for row in more[0]], "k:", label="with drafts: the same")
-    left.legend()
-    right.plot([row[2] for row in first], label="without drafts")
-    right.plot([row[2] for row in more[0]], label="drafts, fresh seeds")
-    if len(sys.argv) > 3:
-        right.plot([row[2] for row in runs(sys.argv[3])[1]], label="drafts, sticky seeds")
-    right.set(xlabel="step", ylabel="steps of the engine", ylim=(0, None))
-    right.legend()
-else:
-    right.semilogy([row[1] for row in first])
-    right.set(xlabel="step", ylabel="mean |server - trainer| logprob", ylim=(1e-8, 1e-3))
-figure.savefig(sys.argv[2], dpi=80)
+def main() -> None:
+    if "--help" in sys.argv:
+        return print(__doc__)
+    import matplotlib.pyplot as plt
+
+    first, *more = runs(sys.argv[1])
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+    left.plot([row[0] for row in first], label="reward")
+    left.set(xlabel="step", ylabel="mean reward", ylim=(0, 1))
+    if more:
+        left.plot([row[0] for row in more[0]], "k:", label="with drafts: the same")
+        left.legend()
+        right.plot([row[2] for row in first], label="without drafts")
+        right.plot([row[2] for row in more[0]], label="drafts, fresh seeds")
+        if len(sys.argv) > 3:
+            right.plot([row[2] for row in runs(sys.argv[3])[1]], label="drafts, sticky seeds")
+        right.set(xlabel="step", ylabel="steps of the engine", ylim=(0, None))
+        right.legend()
+    else:
+        right.semilogy([row[1] for row in first])
+        right.set(xlabel="step", ylabel="mean |server - trainer| logprob", ylim=(1e-8, 1e-3))
+    figure.savefig(sys.argv[2], dpi=80)
+
+
+if __name__ == "__main__":
+    main()

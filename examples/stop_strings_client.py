@@ -8,16 +8,18 @@ import sys
 import uuid
 from pathlib import Path
 
-import httpx
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
-
 PROMPT = "<|im_start|>user\nReverse the word planet.<|im_end|>\n<|im_start|>assistant\n"
 
 
 def main() -> None:
+    if "--help" in sys.argv:
+        return print(__doc__)
     if len(sys.argv) < 3:
         sys.exit(__doc__)
+    import httpx
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import DecodeStream
+
     base, directory = sys.argv[1], Path(sys.argv[2])
     stop = sys.argv[3] if len(sys.argv) > 3 else "nal"
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))

@@ -6,12 +6,14 @@ The server runs a model with a vision tower: `tokserve serve path/to/Qwen2.5-VL-
 import base64
 import sys
 
-from openai import OpenAI
-
 
 def main() -> None:
-    if len(sys.argv) < 2 or sys.argv[1] == "--help":
+    if "--help" in sys.argv:
+        return print(__doc__)
+    if len(sys.argv) < 2:
         sys.exit(__doc__)
+    from openai import OpenAI
+
     base = sys.argv[2] if len(sys.argv) > 2 else "http://127.0.0.1:8000"
     client = OpenAI(base_url=base + "/v1", api_key="none")
     model = client.models.list().data[0].id

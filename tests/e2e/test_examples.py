@@ -1,8 +1,10 @@
 """Every example runs and prints what it promises."""
 
+import contextlib
 import itertools
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +85,20 @@ def test_lora() -> None:
 def test_examples_are_short() -> None:
     for path in [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.sh")]:
         assert len(path.read_text().splitlines()) < LONGER.get(path.name, 95), path
+
+
+@pytest.mark.parametrize(
+    "path", [*sorted(EXAMPLES.glob("*.py")), EXAMPLES / "trainers" / "plot.py"], ids=lambda p: p.name
+)
+def test_help_is_printed_without_the_packages_that_the_example_needs(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    for package in ("matplotlib", "openai", "ray"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with contextlib.suppress(SystemExit):  # argparse's
+        runpy.run_path(str(path), run_name="__main__")
+    assert path.name in capsys.readouterr().out
 
 
 def test_offline() -> None:
