@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -152,16 +154,18 @@ def test_a_trace_that_cannot_be_written_is_an_error_and_no_more(tmp_path: Path) 
     engine.run()
     engine.call("stop_profile")
     assert (engine.replies[-1].status, engine.replies[-1].error) == (500, "the disk is full")
-    (tmp_path / "file").write_text("")
-    other = Profiled(tmp_path / "file" / "x")
+    other = Profiled(tmp_path / "other")
+    (tmp_path / "other").rmdir()
+    (tmp_path / "other").write_text("")
     other.call("start_profile")
     assert other.replies[-1].status == 500 and "could not be started" in str(other.replies[-1].error)
     other.run()
 
 
 def test_a_profile_that_cannot_begin_later_is_an_error_of_its_end(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    engine = Profiled(tmp_path / "file" / "x")
+    engine = Profiled(tmp_path / "directory")
+    (tmp_path / "directory").rmdir()
+    (tmp_path / "directory").write_text("")
     engine.call("start_profile", delay_iterations=1)
     engine.add("a", [2, 3], max_tokens=6, ignore_eos=True)
     engine.run()
@@ -173,6 +177,18 @@ def test_profiles_need_a_directory() -> None:
     engine = Engine()
     engine.call("start_profile")
     assert engine.replies[-1].status == 400 and "--profiler-dir" in str(engine.replies[-1].error)
+
+
+def test_a_directory_that_cannot_be_written_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "x"):
+        with pytest.raises(StartError, match=f"option profiler_dir: {path}: "):
+            Profiled(path)
+    monkeypatch.setattr(tempfile, "TemporaryFile", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(StartError, match=f"option profiler_dir: {tmp_path}/new: Permission denied"):
+        Profiled(tmp_path / "new")
 
 
 def test_vllms_object() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from tokserve.config import ProfilerConfig
 from tokserve.engine.admin.command import STEP_BOUNDARY, Command, RunningRequests, command
 from tokserve.engine.plan_builder import InFlightStep
 from tokserve.engine.request import Request
-from tokserve.errors import Conflict, RequestError, RequestFailed
+from tokserve.errors import Conflict, RequestError, RequestFailed, StartError
 from tokserve.executor.base import Executor
 from tokserve.trace import Spans, totals
 
@@ -31,7 +32,10 @@ LOOP = "turn"  # the span around a turn of the engine's loop; what is in no span
 
 
 class Profiler:
-    """`spans` records the loop; the core calls `on_step` and `on_end` while `active`.  `clock`: as in `Request`."""
+    """`spans` records the loop; the core calls `on_step` and `on_end` while `active`.  `clock`: as in `Request`.
+
+    Raises StartError if traces cannot be written to the directory.
+    """
 
     def __init__(
         self, config: ProfilerConfig, requests: RunningRequests, executor: Executor, clock: Callable[[], float]
@@ -39,6 +43,8 @@ class Profiler:
         self.spans = Spans()
         self.active = False  # delayed, starting or recording
         self._plan = config.resolved()
+        if self._plan.directory is not None:
+            _make_writable(self._plan.directory)
         self._requests = requests
         self._executor = executor
         self._clock = clock
@@ -213,6 +219,15 @@ class Profiler:
             "trace": str(self._path), "ended_by": ended_by, "steps": self._num_steps, "tokens": self._num_tokens,
             "seconds": seconds, "busy_seconds": busy, "phases": phases, **tables,
         }  # fmt: skip
+
+
+def _make_writable(directory: str) -> None:
+    try:
+        os.makedirs(directory, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise StartError(f"option profiler_dir: {directory}: {error.strerror}") from None
 
 
 def _ns(seconds: float) -> int:
