@@ -244,6 +244,42 @@ def test_a_request_whose_text_is_being_tokenized(monkeypatch: pytest.MonkeyPatch
     play(scene)
 
 
+CHAT = {
+    "messages": [{"role": "user", "content": "a"}], "model": "tiny", "max_tokens": 4,
+    "chat_template_kwargs": {"unused": "a" * 50_000},  # enough for a thread
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/completions/render", {"prompt": ["a"] * 200}), ("/v1/chat/completions/render", CHAT),
+     ("/v1/messages/render", CHAT)],
+)  # fmt: skip
+def test_a_rendering_is_not_aborted(monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]) -> None:
+    async def scene(s: Site, client: httpx.AsyncClient) -> None:
+        began, go_on = threading.Event(), threading.Event()
+        encode, encode_each = Tokenizer.encode, Tokenizer.encode_each
+
+        def slow(call: Any) -> Any:
+            def wait(*args: Any, **options: Any) -> Any:
+                began.set()
+                assert go_on.wait(60)
+                return call(*args, **options)
+
+            return wait
+
+        monkeypatch.setattr(Tokenizer, "encode", slow(encode))
+        monkeypatch.setattr(Tokenizer, "encode_each", slow(encode_each))
+        waiting = asyncio.create_task(client.post(path, json=body | {"request_id": "a"}))
+        assert await asyncio.to_thread(began.wait, 60)
+        for selector in ({"all": True}, {"request_ids": ["a"]}):
+            assert (await client.post(ROUTES[0], json=selector)).json()["aborted"] == 0
+        go_on.set()
+        assert (await waiting).status_code == 200
+
+    play(scene)
+
+
 def test_a_request_that_is_refused_is_not_to_come_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(s: Site, client: httpx.AsyncClient) -> None:
         body = {"prompt": ["a"] * 200 + ["b" * 5000], "request_id": "a"}

@@ -12,13 +12,13 @@ from tokserve.client.inputs import bare_id
 
 class Preparation:
     """A request that is sent in the turn of the event loop in which its body was read is not announced: no abort can
-    come in between."""
+    come in between.  Nor is one that is never sent, as a rendering (`is_sent` False)."""
 
-    def __init__(self, llm: AsyncLLM, request_id: str, group_id: str | None) -> None:
+    def __init__(self, llm: AsyncLLM, request_id: str, group_id: str | None, *, is_sent: bool) -> None:
         self.request_id = request_id
         self._llm, self._group_id = llm, group_id
         self._announcement: RequestAnnouncement | None = None
-        self._later = asyncio.get_running_loop().call_soon(self._announce)
+        self._later = asyncio.get_running_loop().call_soon(self._announce) if is_sent else None
 
     def _announce(self) -> None:
         with suppress(UnicodeEncodeError):  # of ids that the request will be refused for
@@ -26,7 +26,8 @@ class Preparation:
 
     def take(self) -> RequestAnnouncement | None:
         """The announcement, if it was made; the caller ends it."""
-        self._later.cancel()
+        if self._later is not None:
+            self._later.cancel()
         announcement, self._announcement = self._announcement, None
         return announcement
 

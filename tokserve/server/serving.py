@@ -264,13 +264,14 @@ class Serving:
             return self.config.model.return_sampling_mask
         return params.return_sampling_mask
 
-    def name_request(self, request: Request, body: Any) -> str:
-        """The request's id: the client's, or a new one.  From here on, aborts find the request."""
+    def name_request(self, request: Request, body: Any, *, is_sent: bool = True) -> str:
+        """The request's id: the client's, or a new one.  From here on, aborts find the request, unless `is_sent` is
+        False: it never goes to the engine."""
         if PREPARATION not in request.scope:
             client_id = request.scope[GIVEN_ID] = given_request_id(request, body.request_id)
             request_id = client_id or secrets.token_hex(16)
             log.request_id.set(bare_id(request_id))  # in this request's task: what it logs from here on carries the id
-            request.scope[PREPARATION] = Preparation(self.llm, request_id, body.group_id)
+            request.scope[PREPARATION] = Preparation(self.llm, request_id, body.group_id, is_sent=is_sent)
         preparation: Preparation = request.scope[PREPARATION]
         return preparation.request_id
 

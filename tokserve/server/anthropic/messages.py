@@ -92,7 +92,7 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
     sse.check_format(request_body.stream, replies and body.wants_msgpack(request))
     converted = await off_loop(request, size, lambda: _as_chat(serving, request_body))
     try:
-        call = await chat.call_of(serving, request, converted.body, converted.ignored, size)
+        call = await chat.call_of(serving, request, converted.body, converted.ignored, size, replies=replies)
     except RequestError as error:
         raise _with_messages_field(error, converted.fields) from None
     others = {name: _messages_field(field, ()) for name, field in call.fields.others.items()}

@@ -169,15 +169,17 @@ async def read(serving: Serving, request: Request, *, prompt: str = "messages", 
     False: what comes back is no chat reply, and may be msgpack."""
     body, ignored, size = await schemas.read(serving, request, ChatBody)
     schemas.check_stream(body, replies and wants_msgpack(request))
-    return await call_of(serving, request, body, ignored, size, prompt)
+    return await call_of(serving, request, body, ignored, size, prompt, replies=replies)
 
 
 async def call_of(
-    serving: Serving, request: Request, body: ChatBody, ignored: list[str], size: int, source: str = "messages"
-) -> ChatCall:
-    """What a body that has passed `schemas.parse` comes to.  `size`: its bytes; `source`: the field with the prompt."""
+    serving: Serving, request: Request, body: ChatBody, ignored: list[str], size: int, source: str = "messages",
+    *, replies: bool = True,
+) -> ChatCall:  # fmt: skip
+    """What a body that has passed `schemas.parse` comes to.  `size`: its bytes; `source`: the field with the prompt;
+    `replies`: as of `read`."""
     serving.check_generates()
-    serving.name_request(request, body)
+    serving.name_request(request, body, is_sent=replies)
 
     def plan_and_params() -> tuple[ToolPlan, SamplingParams]:
         plan = tool_plan(serving, body)

@@ -104,7 +104,7 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
     """Read the body, and tokenize its prompts.  `replies` False: the reply is not a completion, and may be msgpack."""
     body, ignored, size = await schemas.read(serving, request, CompletionBody)
     schemas.check_stream(body, replies and wants_msgpack(request))
-    serving.name_request(request, body)
+    serving.name_request(request, body, is_sent=replies)
     params = await off_loop(request, size, lambda: sampling_params(serving, body))
     bare = serving.request_of(request, body, params, score_each=True)
     prompts = await off_loop(request, size, lambda: parse_prompts(body.prompt))
