@@ -205,6 +205,24 @@ def test_an_effort_that_no_template_reads_is_named(server: Site) -> None:
     assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == "output_config.effort"
 
 
+@pytest.mark.parametrize(
+    ("choice", "status"),
+    [(None, 400), ({"type": "auto"}, 400), ({"type": "none"}, 200), ({"type": "any"}, 200),
+     ({"type": "tool", "name": "weather"}, 200)],
+)  # fmt: skip
+def test_all_routes_refuse_the_same_tools_where_the_template_shows_none(
+    choice: dict[str, Any] | None, status: int
+) -> None:
+    s = site(says("[]"))
+    fields = {"tools": TOOLS[:1], "tool_choice": choice}
+    if status == 200:
+        assert prompt(s, **fields) == "user:hi;assistant:"
+    for path in (MESSAGES, RENDER, COUNT):
+        answer = s.post(path, BODY | fields)
+        assert answer.status_code == status
+        assert status == 200 or "--chat-template FILE" in answer.json()["error"]["message"]
+
+
 def test_deferred_tools_are_shown_once_the_conversation_refers_to_them(server: Site) -> None:
     tools = [TOOLS[0] | {"defer_loading": True}, TOOLS[1]]
     result = RESULT | {"content": [{"type": "tool_reference", "tool_name": "weather"}]}
