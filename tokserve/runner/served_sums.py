@@ -34,24 +34,23 @@ class ServedSums:
 
     def of(self, model: Decoder, coordinates: Coordinates) -> Sums:
         """The sums of the model's tensors."""
-        while (sums := self.known(model)) is None:
-            changes, computed = self._unchanged(coordinates.sums)
-            with self._lock:
-                if changes == self._changes:
-                    self._known = weakref.ref(model), computed
-        return sums
 
-    def consistent(self, read: Callable[[], T]) -> T:
-        """`read()`, again if weights were changed meanwhile."""
-        return self._unchanged(read)[1]
+        def keep(sums: Sums) -> None:
+            self._known = weakref.ref(model), sums
 
-    def _unchanged(self, read: Callable[[], T]) -> tuple[int, T]:
+        known = self.known(model)
+        return self.consistent(coordinates.sums, keep) if known is None else known
+
+    def consistent(self, read: Callable[[], T], keep: Callable[[T], None] = lambda result: None) -> T:
+        """`read()`, again if weights were changed meanwhile; no change comes between the last one and `keep`."""
         while True:
             changes = self._changes
             if changes % 2 == 0:
                 result = read()
-                if changes == self._changes:
-                    return changes, result
+                with self._lock:
+                    if changes == self._changes:
+                        keep(result)
+                        return result
             time.sleep(0.001)
 
     @contextmanager
