@@ -97,7 +97,7 @@ def read(directory: Path, sizes: Sizes, renames: tuple[tuple[str, str], ...], ma
         tensors = _paired(_catalogue(directory), renames)
         _check(tensors, config, sizes, max_rank)
         return {
-            module: LowRank(_tensor(parts["A"]), _tensor(parts["B"]), config.scale(module))
+            module: LowRank(weights.read(parts["A"]), weights.read(parts["B"]), config.scale(module))
             for module, parts in tensors.items()
         }
     except (StartError, OSError, SafetensorError) as error:
@@ -198,11 +198,6 @@ def _check(tensors: Mapping[str, dict[str, Entry]], config: AdapterConfig, sizes
     listed = [weights.counted(kind, names) for kind, names in problems if names]
     if listed:
         _refuse(f"the tensors of {TENSORS} do not fit the model: {'; '.join(listed)}")
-
-
-def _tensor(entry: Entry) -> torch.Tensor:
-    """A copy: the file may change while it is mapped."""
-    return weights.read(entry).clone()
 
 
 def _by_pattern(pattern: Mapping[str, float] | None, module: str, default: float) -> float:

@@ -54,7 +54,6 @@ class QuantizedCopy:
         """The source's weights are given up, until `follow`; `blank` is like it, without weights."""
         self._source = blank
         self._borrow()
-        self._stale = []
 
     def advance(self) -> None:
         """Quantize one projection that has changed, where it is: captured steps read it there.

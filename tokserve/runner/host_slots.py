@@ -192,7 +192,6 @@ class HostSlots(Slots):
         np.add.accumulate(counts, out=into.query_start[1 : rows + 1])
         into.query_start[rows + 1 :] = into.query_start[rows]
         np.add(plan.num_computed, counts, out=into.seq_lens[:rows])
-        into.seq_lens[rows:] = 0
         into.block_tables[:rows, :width] = self.blocks[plan.slots, :width]
         rope = self._rope_positions(plan.slots, plan.num_computed, counts, positions)[0] if self._axes else positions
         into.positions[:] = rope
