@@ -64,6 +64,11 @@ def test_an_image_is_encoded_once_until_weights_change(tmp_path: Path) -> None:
     assert encoder.encoded == 1 and encoder.num_bytes == 3 * picture.length * 64 * 4
     runner.features.on_weights()
     assert run(2) == outputs[:2] and encoder.encoded == 2
+    encoder.forget()
+    for max_bytes, kept in ((3 * picture.length * 64 * 4, 1), (3 * picture.length * 64 * 4 - 1, 0)):
+        encoder._max_bytes, encoder.encoded = max_bytes, 0
+        assert run(1) == run(1) == outputs[:1] and encoder.encoded == 2 - kept
+        encoder.forget()
     assert facts.feature_bytes["image"] == 0 and facts.images == picture.kind
 
 

@@ -277,6 +277,10 @@ def test_progress_of_a_slot_ends_with_its_request() -> None:
     progress.before_write(1, 3, 5)
     progress.release(0)
     assert progress.computed(0, 14) == 0
+    progress.on_computed(0, 8)
+    progress.release(0)
+    progress.before_write(1, 4, 5)
+    assert progress.computed(0, 14) == 4, "a block of which one token was overwritten is not found"
 
 
 def test_a_plan_keeps_drafts_that_it_was_given(loaded: Callable[..., Loaded]) -> None:

@@ -16,6 +16,7 @@ from tokserve.models.decoder import Decoder
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts, NewRow, StepPlan
 from tokserve.prompt import Feature
+from tokserve.runner.encoder import ImageEncoder
 from tokserve.runner.features import FeatureRows, FeatureTable
 from tokserve.runner.runner import Runner
 
@@ -53,6 +54,24 @@ def test_the_part_of_a_feature_in_a_chunk_is_given() -> None:
         assert rows_of(table, plan_of([(slot, computed, count, 1)])) is None
     table.release(1)
     assert rows_of(table, plan_of([(1, 0, 20, 1)])) is None
+
+
+def test_an_image_half_computed_is_encoded_again_with_new_weights() -> None:
+    versions = iter((1.0, 2.0))
+
+    class Encoder:
+        def __call__(self, model: Decoder, feature: Feature) -> torch.Tensor:
+            return torch.full((1, feature.length, 2), next(versions))
+
+        def forget(self) -> None:
+            """It keeps nothing."""
+
+    table = FeatureTable(2, torch.float32, torch.device("cpu"), cast(ImageEncoder, Encoder()))
+    table.assign(row(0, Feature("image", b"", 1, 6, b"")))
+    assert first_columns(rows_of(table, plan_of([(0, 0, 3, 0)]))) == [(1, 1.0), (2, 1.0)]
+    assert first_columns(rows_of(table, plan_of([(0, 3, 1, 0)]))) == [(0, 1.0)]
+    table.on_weights()
+    assert first_columns(rows_of(table, plan_of([(0, 4, 5, 0)]))) == [(i, 2.0) for i in range(3)]
 
 
 def test_embeddings_have_the_models_dtype() -> None:

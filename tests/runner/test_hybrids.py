@@ -6,10 +6,13 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.engine.scripted import OneByOne
+from tests.runner.drive import plan_of
 from tests.runner.fake_device import FakeDevice
 from tests.runner.test_with_engine import KINDS, RealEngine
 from tests.tiny_models import tiny_config, write_checkpoint
@@ -17,7 +20,10 @@ from tokserve import device
 from tokserve.engine.request import Request
 from tokserve.errors import StartError
 from tokserve.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
+from tokserve.params import SamplingParams
+from tokserve.plan import NewRow
 from tokserve.runner import kvcache
+from tokserve.runner.states import StateTable
 from tokserve.train import PolicyModel
 
 FAMILIES = ["lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "qwen3_5_text"))]
@@ -120,6 +126,20 @@ def test_requests_outlive_sleep(level: int, tmp_path: Path) -> None:
 def test_states_that_do_not_fit_say_how_many_would(tmp_path: Path) -> None:
     with pytest.raises(StartError, match=r"recurrent states of max_num_seqs 4096 .* lower --max-num-seqs to at most"):
         engine_of(tmp_path / "one", "qwen3_next", max_num_seqs=4096, gpu_memory_utilization=1e-3)
+
+
+def test_snapshots_are_taken_only_of_positions_that_the_state_passes() -> None:
+    states = StateLayout(slots=2, snapshots=3, interval=16, spare_inputs=1)
+    specs = (StateSpec(3, 8, "float32"),)
+    table = StateTable(KVLayout(specs, 4, 16, states), states, kvcache.allocate(KVLayout(specs, 4, 16, states)))
+    for slot in (0, 1):
+        table.assign(NewRow(slot, "", np.zeros(40, np.int32), 40, SamplingParams(), 0, (), num_state=16 * slot))
+    plan = plan_of([(1, 16, 17, 1), (0, 0, 16, 0)])
+    plan = replace(plan, saves=[(1, 16, 0), (1, 32, 1), (1, 48, 2), (0, 16, 2)])
+    table.begin(plan)
+    assert table.saved == [1, 2]
+    assert (table.step.start.tolist(), table.step.end.tolist()) == ([16, 0], [33, 16])
+    assert table.step.saves.tolist() == [[0, 32, 2 + 1], [1, 16, 2 + 2]]
 
 
 def test_a_device_gets_a_spare_block_and_no_spare_state() -> None:

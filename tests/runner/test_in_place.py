@@ -10,7 +10,7 @@ import torch
 from tests.models.test_load import rewrite, stored
 from tests.runner.test_cuda import make
 from tests.runner.test_kv_scales import come_of, update
-from tests.runner.test_weight_sync import by_disk
+from tests.runner.test_weight_sync import by_stream
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.models.in_place import copy_weights, tensors_of
 
@@ -25,7 +25,7 @@ def test_a_commit_on_a_device_captures_nothing_anew(tmp_path: Path, eager: bool)
     runner, facts, fake = make(old, HF, **options)
     before, captured, model = come_of(runner, facts), fake.captured, runner.model
     places = {name: tensor.data_ptr() for name, tensor in tensors_of(model)}
-    update(runner, by_disk, stored(new))
+    update(runner, by_stream, stored(new))
     assert come_of(runner, facts) == before
     fake.side.clear()
     runner.call("commit_update", {})
@@ -37,7 +37,7 @@ def test_a_commit_on_a_device_captures_nothing_anew(tmp_path: Path, eager: bool)
     runner.background("forget_weights", {})
     other, layout, _ = make(new, HF, **options)
     assert come_of(runner, facts) == come_of(other, layout) != before
-    for sums in ("checksums", "weights_checksum"):
+    for sums in ("checksums", "weights_checksum", "checkpoint_checksums"):
         assert runner.background(sums, {}) == other.background(sums, {})
 
 

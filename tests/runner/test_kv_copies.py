@@ -54,6 +54,11 @@ def test_blocks_come_back_from_files(tmp_path: Path) -> None:
     assert runner.copy("use_identity", {"identity": identity, "parts": {}}) == [key]
     result = runner.copy("read_files", {"identity": identity, "keys": [key, b"n" * 32], "slots": [4, 5]})
     assert (result["count"], result["damaged"]) == (1, 0) and (some._slots[4] == some._slots[3]).all()
+    (path,) = (tmp_path / "kv").rglob("*.kv")
+    path.write_bytes(path.read_bytes()[:-1])
+    for damaged in (1, 0):  # the file is deleted then
+        result = runner.copy("read_files", {"identity": identity, "keys": [key], "slots": [4]})
+        assert (result["count"], result["damaged"]) == (0, damaged)
 
 
 def test_the_identity_is_of_the_weights_and_not_of_the_context(tmp_path: Path) -> None:

@@ -96,6 +96,12 @@ def test_those_used_least_recently_make_room(tmp_path: Path) -> None:
     assert files(tmp_path, 3).write(ID, key(5), content(5)) == (True, [key(4)])
 
 
+def test_a_block_that_is_written_again_counts_once(tmp_path: Path) -> None:
+    some = files(tmp_path)
+    assert [some.write(ID, key(1), content(number)) for number in (1, 2)] == [(True, [])] * 2
+    assert some.num_bytes == SIZE + HEADER_BYTES and read(some, 1) == bytes(content(2))
+
+
 def test_files_of_other_processes_are_found_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = files(tmp_path, 3), files(tmp_path, 3)
     for number in (1, 2, 3):

@@ -5,7 +5,7 @@ import torch
 
 from tokserve.config import CacheConfig
 from tokserve.errors import StartError
-from tokserve.kv_spec import KVLayout, KVSpec
+from tokserve.kv_spec import KVLayout, KVSpec, StateSpec
 from tokserve.runner import kvcache
 
 GIB = 1 << 30
@@ -32,6 +32,14 @@ def test_blocks_are_of_the_size_that_was_asked_for() -> None:
 def test_default_is_bounded_by_4_gib_and_by_the_share_of_free_memory() -> None:
     assert blocks(seqs=4096, length=10_000, free=100 * GIB) == 4 * GIB // BLOCK_BYTES
     assert blocks(seqs=4096, length=10_000, free=GIB, gpu_memory_utilization=0.5) == GIB // 2 // BLOCK_BYTES
+
+
+def test_snapshots_are_taken_where_blocks_end() -> None:
+    specs = (*SPECS, StateSpec(3, 8, "float32"))
+    for given, interval in ((0, 0), (1, 16), (16, 16), (100, 112)):
+        cache = CacheConfig(block_size=16, state_snapshot_interval=given)
+        states = kvcache.layout(specs, cache, max_num_seqs=4, max_model_len=100, free_bytes=GIB).states
+        assert states is not None and states.interval == interval and bool(states.snapshots) == bool(interval)
 
 
 def test_one_context_may_take_more_than_4_gib_if_there_is_memory() -> None:

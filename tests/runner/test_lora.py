@@ -179,6 +179,7 @@ def test_a_failed_read_changes_nothing(base: Path, adapters: list[Path], tmp_pat
     runner, facts = loaded(base, adapters)
     expected = outcomes(Driver(runner, facts).run(jobs()))
     broken = write_adapter(tmp_path / "broken", base, rank=17)
+    runner.background("read_adapter", {"lora_path": str(adapters[1])})  # and not placed
     with pytest.raises(RequestError, match="max-lora-rank"):
         runner.background("read_adapter", {"lora_path": str(broken)})
     with pytest.raises(RuntimeError):

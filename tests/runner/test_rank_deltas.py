@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from tokserve.models.delta_staging import DeltaStaging
 from tokserve.models.load import load
 from tokserve.rl.deltas import difference
 from tokserve.rl.sums import Sums, set_checksum, tensor_sum
+from tokserve.runner.collectives import ProcessGroup
 from tokserve.runner.rank_sums import RankSums, merged
 
 WHOLE = (1, 1)
@@ -166,6 +167,12 @@ def test_a_rank_that_fails_ends_the_delta_on_all(tmp_path: Path) -> None:
 
     assert model.together(fail) == ["another rank has failed", "the file cannot be read"]
     assert model.checksum()
+
+
+@pytest.mark.parametrize("total", [0, 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
+def test_a_sum_comes_back_whatever_its_highest_bit(total: int) -> None:
+    sums = RankSums(cast(ProcessGroup, FakeProcessGroup(Exchange(1), 0)))
+    assert sums.total(lambda: {"a": total}, {"a": (None, (2, 5))}) == {"a": total}
 
 
 def test_parts_must_form_tensors() -> None:

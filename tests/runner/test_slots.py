@@ -71,6 +71,21 @@ def test_logits_rows_are_the_last_tokens_of_the_rows_that_need_them(slots: HostS
     assert with_adapters.adapters.tolist() == [2, -1, -1, -1, -1]
 
 
+def test_the_second_text_of_a_pair_ends_with_its_request(slots: HostSlots) -> None:
+    def types(*rows: tuple[int, int, int]) -> list[int] | None:
+        made = slots.build(plan(list(rows)), []).token_types
+        return None if made is None else made.tolist()
+
+    tokens = np.zeros(6, np.int32)
+    for slot, second in ((1, 4), (2, -1), (3, 2)):
+        slots.assign(NewRow(slot, "", tokens, 6, PoolingParams(), 0, (), second=second))
+    assert types((1, 0, 6), (2, 0, 6), (3, 0, 6)) == [0, 0, 0, 0, 1, 1, *[0] * 6, 0, 0, 1, 1, 1, 1]
+    slots.assign(NewRow(1, "", tokens, 6, PoolingParams(), 0, ()))
+    assert types((1, 0, 6), (3, 0, 3)) == [*[0] * 6, 0, 0, 1]
+    slots.assign(NewRow(3, "", tokens, 6, PoolingParams(), 0, ()))
+    assert types((1, 0, 6), (3, 0, 3)) is None
+
+
 def test_last_indices() -> None:
     counts = np.array([2, 0, 1, 3], np.int32)
     assert last_indices(np.array([5, 6, 7, 20]), counts).tolist() == [3, 4, 6, 17, 18, 19]
