@@ -61,7 +61,7 @@ def test_all_linear_layers_are_read_with_their_scale(base: Path, tmp_path: Path)
 def test_some_layers_ranks_and_scales_of_their_own(base: Path, tmp_path: Path) -> None:
     directory = write_adapter(
         tmp_path, base, rank=4, alpha=8, targets=["q_proj", "down_proj"], use_rslora=True,
-        rank_pattern={"down_proj": 9}, alpha_pattern={"layers.1.self_attn.q_proj": 2.0},
+        rank_pattern={"down_proj": 9}, alpha_pattern={"layers.1.self_attn.q_proj": 2.0, "proj": 1.0, "n.q_proj": 1.0},
     )  # fmt: skip
     actual = read(directory)
     assert {name.rpartition(".")[2] for name in actual} == {"q_proj", "down_proj"}

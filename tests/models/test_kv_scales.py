@@ -49,6 +49,9 @@ def test_every_name_in_use_is_read(
     rewrite(directory, stored(directory) | mine)
     decoder = opened(directory, float8_cache=True)
     assert decoder.kv_scales() == [(1.0, 1.0), expected] == decoder.blank().kv_scales()
+    drafting = opened(directory)
+    drafting.borrow(decoder)  # keys and values in the same cache
+    assert drafting.kv_scales() == decoder.kv_scales()
     before = {name: one for name, one in checksums(decoder).items() if "cache_scales" in name}
     assert list(before) == ["blocks.1.attention.cache_scales"]
 

@@ -191,6 +191,11 @@ def test_words_of_any_strides_are_unpacked(shape: tuple[int, int], bits: int) ->
     assert torch.equal(unpacked(stored_words.t(), bits), codes.to(torch.uint8))
 
 
+@pytest.mark.parametrize(("bits", "finite"), [(0x7E, True), (0xFE, True), (0x7F, False), (0xFF, False)])
+def test_float8_is_finite_but_for_both_nans(bits: int, finite: bool) -> None:
+    assert is_finite(torch.tensor([0, bits], dtype=torch.uint8).view(torch.float8_e4m3fn), torch.float16) is finite
+
+
 def test_words_that_are_no_finite_float16_are_finite() -> None:
     assert is_finite(torch.tensor([2**31 - 1], dtype=torch.int32), torch.float16)
 
@@ -278,6 +283,19 @@ def test_groups_of_different_sizes_become_floats() -> None:
     made = PackedFormat("gptq", 4, 32, frozenset(), frozenset()).assemble(roles | {"order": uneven})
     assert isinstance(made, Tensor)
     assert torch.equal(made[:, :3], meant[:, :3]) and not torch.equal(made[:, 3], meant[:, 3])
+    for number in (2, -1):  # there are groups 0 and 1
+        uneven[3] = number
+        made = PackedFormat("gptq", 4, 32, frozenset(), frozenset()).assemble(roles | {"order": uneven})
+        assert isinstance(made, Tensor) and bool(made.isnan().all())
+
+
+@pytest.mark.parametrize("point", [0, 1, 255])
+def test_zero_points_of_8_bits(point: int) -> None:
+    codes = torch.arange(4 * 64).view(4, 64)
+    points = torch.full((2, 4), point)
+    roles = {"codes": words(codes, 8).t().contiguous(), "zeros": words(points, 8), "scales": torch.full((2, 4), 0.5)}
+    made = PackedFormat("gptq_v2", 8, 32, frozenset(), frozenset()).assemble(roles)
+    assert not isinstance(made, Tensor) and torch.equal(made.dense(), (codes - point) * 0.5)
 
 
 def test_a_policy_refuses_a_quantized_checkpoint(tmp_path: Path) -> None:

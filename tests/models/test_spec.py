@@ -139,6 +139,22 @@ BY_TYPE = {
 }
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo3"])
+def test_flat_rope_parameters_are_those_of_layers_without_a_window(family: str) -> None:
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    flat = spec_of(family, rope_parameters={**scaling, "rope_theta": 3e5})
+    older = spec_of(family, rope_parameters=ABSENT, rope_scaling=scaling, rope_theta=3e5)
+    assert {rope.kind for rope in flat.ropes} == {"yarn", "default"}
+    assert [block.attention.rope for block in flat.blocks] == [block.attention.rope for block in older.blocks]
+
+
+def test_null_key_value_heads_are_as_many_as_query_heads() -> None:
+    def kv_heads(value: object) -> int:
+        return spec_of("mixtral", num_attention_heads=16, num_key_value_heads=value).blocks[0].attention.kv_heads
+
+    assert [kv_heads(value) for value in (None, ABSENT, 2)] == [16, 8, 2]
+
+
 @pytest.mark.parametrize(
     "attributes",
     [
