@@ -10,6 +10,8 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -144,6 +146,15 @@ def bind(
     others = [f"{name}={implementation}" for name, implementation in chosen.items() if implementation != common]
     logger.info("ops: %s%s", common, f", but {', '.join(others)}" if others else "")
     return chosen
+
+
+def compile_ahead(jobs: int) -> AbstractContextManager[None] | None:
+    """A context in which ops compile their kernels side by side, with `jobs` threads, and compute nothing; None on a
+    CPU, whose kernels are compiled."""
+    if torch_device.type != "cuda":
+        return None
+    context: AbstractContextManager[None] = import_module("tokserve.ops.triton.launch").compile_ahead(jobs)
+    return context
 
 
 def wrap(wrapper: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:

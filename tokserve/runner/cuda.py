@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections import deque
 from functools import partial
 
@@ -10,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokserve import ops
 from tokserve.config import DEFAULT_BLOCK_SIZE, Config
 from tokserve.device import Accelerator
 from tokserve.errors import StartError
@@ -39,6 +42,7 @@ from tokserve.runner.steps import PendingResult
 logger = logging.getLogger(__name__)
 
 
+MAX_COMPILERS = 16  # threads that compile kernels at the start
 SCORING_COPIES = 3  # of logits of prompt tokens: the model's, divided, and without what is forbidden
 
 
@@ -68,6 +72,7 @@ class CudaBackend:
         self._exact, self._most_drafts = config.runtime.exact, config.speculation.resolved().num_drafts
         self._adapters = config.lora.enable_lora
         block_size = config.cache.block_size or DEFAULT_BLOCK_SIZE
+        self._compile_ahead(model, specs, block_size)
         activations = self.activation_bytes(model, specs, block_size)
         if draft is not None:
             activations += self.activation_bytes(draft.model, specs[draft.first_layer :], block_size)
@@ -90,6 +95,26 @@ class CudaBackend:
         self._max_in_flight = config.scheduler.steps_in_flight - 1
         self._in_flight: deque[tuple[PendingResult, Int64]] = deque()  # with the generations of their rows' slots
 
+    def _compile_ahead(self, model: Decoder, specs: tuple[LayerSpec, ...], block_size: int) -> None:
+        """Compile the kernels of products and attention side by side; a start would meet them one by one."""
+        compiling = ops.compile_ahead(min(MAX_COMPILERS, len(os.sched_getaffinity(0))))
+        if compiling is None:
+            return
+        began = time.perf_counter()
+        kv = self._pages_of_one_block(specs, block_size)
+        try:
+            with torch.inference_mode(), compiling:
+                exactness.unequal_products(model)
+                exactness.unequal_attention(model, kv)
+        except Exception as error:  # the start compiles what is missing, and raises what cannot be compiled
+            logger.warning("kernels are compiled one by one: %s", error)
+            return
+        logger.info("kernels of products and attention are compiled, in %.1f s", time.perf_counter() - began)
+
+    def _pages_of_one_block(self, specs: tuple[LayerSpec, ...], block_size: int) -> Pages:
+        one_state = StateLayout(1, 0, 0, self._most_drafts + 1)
+        return kvcache.allocate_on(self.device.torch_device, KVLayout(specs, 1, block_size, one_state))
+
     def activation_bytes(self, model: Decoder, specs: tuple[LayerSpec, ...], block_size: int) -> int:
         """Bytes that the largest steps take beside weights and cache: of all tokens in a prompt and a token a row.
 
@@ -97,8 +122,7 @@ class CudaBackend:
         """
         rows, tokens, step = self._max_rows, self._max_tokens, decode_step(model)
         width = -(-self._max_model_len // block_size)
-        one_state = StateLayout(1, 0, 0, self._most_drafts + 1)
-        kv = kvcache.allocate_on(self.device.torch_device, KVLayout(specs, 1, block_size, one_state))
+        kv = self._pages_of_one_block(specs, block_size)
         prompt, decode = _batch_in_one_page(tokens, 1, width, kv), _batch_in_one_page(rows, rows, width, kv)
         last = decode.input_ids
         peak = torch.inference_mode()(self.device.peak)

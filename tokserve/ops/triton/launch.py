@@ -7,6 +7,9 @@ default.  Options that change no bit are in a table, tuning.json, by GPU archite
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 EXACT = {"enable_fp_fusion": False}
 COUNTERS = 1 << 14
@@ -126,6 +130,30 @@ def addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
     transfer."""
     assert all(pointer % 16 == 0 for pointer in pointers), "packed weights begin at multiples of 16 bytes"
     return torch.tensor(pointers, dtype=torch.int64, device=device)
+
+
+@contextmanager
+def compile_ahead(jobs: int) -> Iterator[None]:
+    """Launches inside run nothing; their kernels are compiled and loaded by `jobs` threads before this returns.
+
+    Tensors that kernels would write hold anything, so nothing inside may depend on values.
+    """
+    run, kernels = JITFunction.run, []
+
+    def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernels.append(run(kernel, *arguments, grid=grid, warmup=True, **options))
+
+    with ThreadPoolExecutor(jobs) as pool:
+        JITFunction.run = compile_only
+        try:
+            with triton.AsyncCompileMode(pool):
+                yield
+        finally:
+            JITFunction.run = run
+        compiled = [kernel.result() if hasattr(kernel, "result") else kernel for kernel in kernels]
+        unique = {id(kernel): kernel for kernel in compiled}.values()
+        for loading in [pool.submit(getattr, kernel, "run") for kernel in unique]:
+            loading.result()  # builds the launcher, and brings the code to the GPU
 
 
 def torch_device() -> torch.device:
