@@ -116,6 +116,7 @@ EXTENSION = Need(
 TRITON = Need(
     "Triton",
     (
+        "ops/test_compile_ahead.py",
         "ops/test_launch.py",
         "ops/test_sm90.py",
         "ops/test_triton.py",

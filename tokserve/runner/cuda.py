@@ -7,6 +7,7 @@ import os
 import time
 from collections import deque
 from functools import partial
+from subprocess import SubprocessError
 
 import numpy as np
 import torch
@@ -106,7 +107,7 @@ class CudaBackend:
             with torch.inference_mode(), compiling:
                 exactness.unequal_products(model)
                 exactness.unequal_attention(model, kv)
-        except Exception as error:  # the start compiles what is missing, and raises what cannot be compiled
+        except (RuntimeError, OSError, SubprocessError) as error:  # the start raises what cannot be compiled
             logger.warning("kernels are compiled one by one: %s", error)
             return
         logger.info("kernels of products and attention are compiled, in %.1f s", time.perf_counter() - began)
