@@ -141,7 +141,7 @@ def test_no_retired_words() -> None:
 def test_variables_of_tests_name_their_content() -> None:
     for path in sorted((ROOT / "tests").rglob("*.py")):
         names = {name.strip("_") for _, _, name in _names(ast.walk(ast.parse(path.read_text())))}
-        assert not names & {"asked", "found"}, path
+        assert not names & {"asked", "each", "found", "gone", "got", "said", "told"}, path
 
 
 def docstrings_without_subject(syntax: Iterable[ast.AST]) -> list[str]:
@@ -167,9 +167,9 @@ class _Verdict:
     def settle_block(self, asked: int) -> None:
         self.rid = found = asked  # whoever asks
 '''
-    said = "\n".join(retired_words(source))
+    output = "\n".join(retired_words(source))
     for word in ("_Verdict", "settle_block", "asked", "rid", "found", "nobody", "must not know", "whoever"):
-        assert word in said, said
+        assert word in output, output
     assert not retired_words("settled = grid = foundation = order = 1  # in order, settled")
 
 

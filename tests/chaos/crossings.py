@@ -94,23 +94,23 @@ def way(rng: random.Random, requested: Body) -> dict[str, Any]:
 PLAIN = {"logprobs_format": "base64", "output_mode": "text", "sent": "json", "back": "json", "stream": False, "n": 1}
 
 
-async def ask(client: httpx.AsyncClient, requested: Body, gone: dict[str, Any]) -> tuple[int, Any]:
+async def ask(client: httpx.AsyncClient, requested: Body, ending: dict[str, Any]) -> tuple[int, Any]:
     """Status and reply; a stream's events are joined."""
-    body = requested | {name: value for name, value in gone.items() if name not in ("sent", "back", "n")}
-    body["sampling_params"] = requested["sampling_params"] | {"n": gone["n"]}
-    if gone["sent"] == "bytes":
+    body = requested | {name: value for name, value in ending.items() if name not in ("sent", "back", "n")}
+    body["sampling_params"] = requested["sampling_params"] | {"n": ending["n"]}
+    if ending["sent"] == "bytes":
         body["token_ids"] = struct.pack(f"<{len(requested['token_ids'])}i", *requested["token_ids"])
-    kind = MSGPACK if gone["sent"] in ("bytes", "msgpack") else "application/json"
+    kind = MSGPACK if ending["sent"] in ("bytes", "msgpack") else "application/json"
     content = msgspec.msgpack.encode(body) if kind == MSGPACK else msgspec.json.encode(body)
-    headers = {"content-type": kind} | ({"accept": MSGPACK} if gone["back"] == "msgpack" else {})
+    headers = {"content-type": kind} | ({"accept": MSGPACK} if ending["back"] == "msgpack" else {})
     answer = await client.post(GENERATE, content=content, headers=headers)
     if answer.status_code != 200:
         return answer.status_code, answer.json()
-    if gone["stream"]:
+    if ending["stream"]:
         *lines, last = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
         assert last == "[DONE]"
         return 200, _joined([json.loads(line) for line in lines])
-    return 200, answer.json() if gone["back"] == "json" else msgspec.msgpack.decode(answer.content)
+    return 200, answer.json() if ending["back"] == "json" else msgspec.msgpack.decode(answer.content)
 
 
 def _joined(events: list[Any]) -> Any:

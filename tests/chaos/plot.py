@@ -21,8 +21,8 @@ def main(source: str, target: str) -> None:
     axes = figure.subplots(3, 1, sharex=True)
     (soak if "first_p50" in rows[0] else scene)(rows, *axes)
     axes[0].legend()
-    for each in axes[:2]:
-        each.set(ylim=(0, None))
+    for axis in axes[:2]:
+        axis.set(ylim=(0, None))
     figure.savefig(target)
 
 

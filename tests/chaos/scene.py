@@ -180,9 +180,9 @@ class Scene:
         asking = asyncio.create_task(self._client.post(GENERATE, json=body))
         await asyncio.sleep(self._rng.random() * 0.3)
         try:
-            told = await self._client.post("/abort_requests", json={"request_ids": [body["request_id"]]})
-            if told.status_code != 200:
-                self._refused(told.status_code, told.content, told.headers)
+            reply = await self._client.post("/abort_requests", json={"request_ids": [body["request_id"]]})
+            if reply.status_code != 200:
+                self._refused(reply.status_code, reply.content, reply.headers)
         finally:
             answer = await asking
         if answer.status_code != 200:

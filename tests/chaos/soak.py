@@ -130,13 +130,13 @@ class Block:
 
 def block(soak: Soak, begin: float, end: float) -> Block:
     """What happened between two times."""
-    requested = [each for each in soak.ended if begin <= each.at < end]
-    held = [each for each in soak.samples if begin <= each.at < end]
-    first, last = [1e3 * each.first for each in requested], [1e3 * each.last for each in requested]
+    requested = [request for request in soak.ended if begin <= request.at < end]
+    held = [sample for sample in soak.samples if begin <= sample.at < end]
+    first, last = [1e3 * request.first for request in requested], [1e3 * request.last for request in requested]
     return Block(
         begin, len(requested), percentile(first, 0.5), percentile(first, 0.99), percentile(last, 0.5),
-        percentile(last, 0.99), fmean(each.server for each in held), fmean(each.engine for each in held),
-        max(each.server_files for each in held), max(each.engine_files for each in held),
+        percentile(last, 0.99), fmean(sample.server for sample in held), fmean(sample.engine for sample in held),
+        max(sample.server_files for sample in held), max(sample.engine_files for sample in held),
     )  # fmt: skip
 
 
@@ -165,14 +165,14 @@ def report(soak: Soak, seconds: float) -> list[str]:
     rows = ["| minutes | requests | first token p50, p99, ms | whole p50, p99, ms | RSS server, engine, MiB | files |",
             "|---|---|---|---|---|---|"]  # fmt: skip
     rows += [
-        f"| from {each.begin / 60:g} | {each.requests} | {each.first_p50:.1f}, {each.first_p99:.1f} | "
-        f"{each.last_p50:.0f}, {each.last_p99:.0f} | {each.server / (1 << 20):.1f}, {each.engine / (1 << 20):.1f} | "
-        f"{each.server_files}, {each.engine_files} |"
-        for each in blocks(soak, seconds, ROWS)
+        f"| from {row.begin / 60:g} | {row.requests} | {row.first_p50:.1f}, {row.first_p99:.1f} | "
+        f"{row.last_p50:.0f}, {row.last_p99:.0f} | {row.server / (1 << 20):.1f}, {row.engine / (1 << 20):.1f} | "
+        f"{row.server_files}, {row.engine_files} |"
+        for row in blocks(soak, seconds, ROWS)
     ]
-    warm = [each for each in blocks(soak, seconds, int(seconds // BLOCK)) if each.begin >= WARM * seconds]
+    warm = [row for row in blocks(soak, seconds, int(seconds // BLOCK)) if row.begin >= WARM * seconds]
     for name in ("server", "engine"):
-        grows, error = slope([each.begin for each in warm], [vars(each)[name] for each in warm])
+        grows, error = slope([row.begin for row in warm], [vars(row)[name] for row in warm])
         rows.append(f"{name}: RSS grows by {grows / 1024:.1f} +- {error / 1024:.1f} KiB a minute")
     return rows
 
@@ -202,7 +202,7 @@ def main() -> None:
     print(f"{len(soak.ended)} requests in {args.seconds:g} s")
     print("\n".join(report(soak, args.seconds)))
     if args.csv:
-        rows = [vars(each) for each in blocks(soak, args.seconds, int(args.seconds // BLOCK))]
+        rows = [vars(block) for block in blocks(soak, args.seconds, int(args.seconds // BLOCK))]
         with args.csv.open("w", newline="") as target:
             writer = csv.DictWriter(target, rows[0])
             writer.writeheader()

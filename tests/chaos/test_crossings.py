@@ -100,15 +100,15 @@ async def trouble(client: httpx.AsyncClient, rng: random.Random, over: asyncio.E
             await asyncio.sleep(rng.random() * 0.1)
 
 
-async def check_one(client: httpx.AsyncClient, requested: Body, gone: dict[str, Any], wanted: Sequence[Any]) -> None:
+async def check_one(client: httpx.AsyncClient, requested: Body, ending: dict[str, Any], wanted: Sequence[Any]) -> None:
     """`wanted`: the reply to each choice as a request of its own."""
-    status, reply = await ask(client, requested, gone)
+    status, reply = await ask(client, requested, ending)
     assert status == 200, reply
     for index, actual in enumerate(wanted):
-        assert answer(reply, requested, index)[:5] == answer(actual, requested)[:5], (requested, gone)
-        text = actual["choices"][0]["text"] if gone["output_mode"] == "text" else ""
-        assert reply["choices"][index].get("text", "") == text, (requested, gone)
-    assert answer(reply, requested)[5] == answer(wanted[0], requested)[5], (requested, gone)
+        assert answer(reply, requested, index)[:5] == answer(actual, requested)[:5], (requested, ending)
+        text = actual["choices"][0]["text"] if ending["output_mode"] == "text" else ""
+        assert reply["choices"][index].get("text", "") == text, (requested, ending)
+    assert answer(reply, requested)[5] == answer(wanted[0], requested)[5], (requested, ending)
 
 
 @pytest.mark.slow
@@ -124,11 +124,13 @@ def test_answers_alone_and_in_company(common: list[str], plain: Server, options:
             await check_alone(client, requested)
         while len(jobs) < CROWD * CROWDS:
             requested = rng.choice(pool)
-            gone, params = way(rng, requested), requested["sampling_params"]
-            singles = [requested | {"sampling_params": params | {"seed": params["seed"] + i}} for i in range(gone["n"])]
+            ending, params = way(rng, requested), requested["sampling_params"]
+            singles = [
+                requested | {"sampling_params": params | {"seed": params["seed"] + i}} for i in range(ending["n"])
+            ]
             replies = [await ask(client, single, PLAIN) for single in singles]
             if all(status == 200 for status, _ in replies):
-                jobs.append((requested, gone, [reply for _, reply in replies]))
+                jobs.append((requested, ending, [reply for _, reply in replies]))
 
     async def together(client: httpx.AsyncClient) -> None:
         for first in range(0, len(jobs), CROWD):

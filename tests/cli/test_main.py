@@ -36,8 +36,8 @@ def test_a_wrong_command_line_is_told_by_its_command_in_two_lines(
     with pytest.raises(SystemExit) as ended:
         main(words.split())
     assert ended.value.code == 2
-    told = capsys.readouterr()
-    assert message in told.err and told.err.count("\n") == 2 and not told.out
+    output = capsys.readouterr()
+    assert message in output.err and output.err.count("\n") == 2 and not output.out
 
 
 def values(words: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

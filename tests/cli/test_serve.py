@@ -85,14 +85,14 @@ def test_sockets_of_several_processes_share_an_address_that_nobody_else_can_take
     with listen.bind(Config.make(port=0)) as first:
         sockets = listen.spread(first, 3)
         try:
-            assert sockets[0] is first and {each.getsockname() for each in sockets} == {first.getsockname()}
-            for each in sockets:
-                each.listen()
+            assert sockets[0] is first and {socket.getsockname() for socket in sockets} == {first.getsockname()}
+            for socket in sockets:
+                socket.listen()
             with pytest.raises(StartError, match="cannot listen"):
                 listen.bind(Config.make(port=first.getsockname()[1]))
         finally:
-            for each in sockets[1:]:
-                each.close()
+            for socket in sockets[1:]:
+                socket.close()
 
 
 def test_a_unix_socket_is_one_for_all(tmp_path: Path) -> None:
@@ -106,11 +106,11 @@ def test_a_unix_socket_is_one_for_all(tmp_path: Path) -> None:
 
 def test_a_hangup_stops_unless_it_is_ignored_from_the_start() -> None:
     async def heard() -> bool:
-        told = asyncio.Event()
-        Signals(told.set)
+        notified = asyncio.Event()
+        Signals(notified.set)
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGTERM)  # read after it
-        await told.wait()
+        await notified.wait()
         return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
 
     usual = [(number, signal.getsignal(number)) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)]

@@ -120,12 +120,12 @@ def test_deltas_stream_and_add_up(play: Callable[..., None]) -> None:
 
 def test_deltas_can_be_taken_by_who_must_not_wait(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
-        stream, news = llm.stream([5], PLAIN, request_id="r"), asyncio.Event()
-        stream.listen(news.set)
+        stream, has_output = llm.stream([5], PLAIN, request_id="r"), asyncio.Event()
+        stream.listen(has_output.set)
         assert stream.num_choices == 1 and not list(stream.take()) and not stream.ended
         await waited(engine, EngineRequest)
         engine.step(tokens("r#0", [11]))
-        await news.wait()
+        await has_output.wait()
         assert [delta.token_ids for delta in stream.take()] == [[11]] and not stream.ended
         engine.step(tokens("r#0", [12], stop()))
         await settled(llm)
@@ -228,12 +228,12 @@ def test_a_possible_stop_is_held_back_from_the_text_but_not_its_tokens(play: Cal
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         stream = llm.stream([1], SamplingParams(stop="##"), request_id="r", text=True)
         ids = ids_of(llm, "a#b")
-        got = []
+        received = []
         for token in ids:
             engine.step(tokens("r#0", [token]))
             delta = await anext(stream)
-            got.append((delta.token_ids, delta.text))
-        assert got == [([ids[0]], "a"), ([ids[1]], ""), ([ids[2]], "#b")]
+            received.append((delta.token_ids, delta.text))
+        assert received == [([ids[0]], "a"), ([ids[1]], ""), ([ids[2]], "#b")]
         engine.step(tokens("r#0", ids_of(llm, "#"), stop()))
         last = await anext(stream)
         assert last.text == "#" and last.finish_reason == "length"
@@ -594,9 +594,9 @@ def test_generate_is_a_growing_output(play: Callable[..., None]) -> None:
         choice = last.outputs[0]
         assert last.finished and choice.token_ids == [*ids, 2] and choice.weight_versions == [("v", 0, 3)]
         assert choice.logprobs is not None
-        told = [choice.logprobs[i][token].logprob for i, token in enumerate(choice.token_ids)]
-        assert told == pytest.approx([-token / 10 for token in choice.token_ids])
-        assert [each async for each in outputs] == []
+        logprobs = [choice.logprobs[i][token].logprob for i, token in enumerate(choice.token_ids)]
+        assert logprobs == pytest.approx([-token / 10 for token in choice.token_ids])
+        assert [output async for output in outputs] == []
 
     play(scene)
 

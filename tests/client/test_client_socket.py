@@ -19,10 +19,10 @@ from tokserve.messages import Call, Dead, FromEngine, Ready, Reply
 
 def test_every_message_comes_once_and_in_order(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/e.sock"
-    got: list[FromEngine] = []
+    received: list[FromEngine] = []
 
     async def scene() -> None:
-        link = ClientSocket(address, got.append, lambda: None)
+        link = ClientSocket(address, received.append, lambda: None)
         link.send(Call(0, "hello"))
         count = 5 * BURST + 3
         with FakeEngine(address) as engine:
@@ -34,10 +34,10 @@ def test_every_message_comes_once_and_in_order(tmp_path: Path) -> None:
                 if i % 50 == 0:
                     await asyncio.sleep(0.001)
             end = asyncio.get_running_loop().time() + 10
-            while len(got) < count + 1 and asyncio.get_running_loop().time() < end:
+            while len(received) < count + 1 and asyncio.get_running_loop().time() < end:
                 await asyncio.sleep(0.005)
-            assert isinstance(got[0], Ready)
-            assert [m.call_id for m in got[1:] if isinstance(m, Reply)] == list(range(count))
+            assert isinstance(received[0], Ready)
+            assert [m.call_id for m in received[1:] if isinstance(m, Reply)] == list(range(count))
             assert len(await asyncio.to_thread(engine.wait, Call, 1 + (count + 6) // 7)) == 1 + (count + 6) // 7
         link.close()
         link.close()
@@ -47,31 +47,31 @@ def test_every_message_comes_once_and_in_order(tmp_path: Path) -> None:
 
 def test_what_came_together_is_settled_once(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/e.sock"
-    got: list[FromEngine | None] = []
+    received: list[FromEngine | None] = []
 
     async def scene() -> None:
-        link = ClientSocket(address, got.append, lambda: got.append(None))
+        link = ClientSocket(address, received.append, lambda: received.append(None))
         link.send(Call(0, "hello"))
         with FakeEngine(address) as engine:
             await asyncio.to_thread(engine.wait, Call)
             engine.send(*[Reply(i) for i in range(3 * BURST)])
             async with asyncio.timeout(60):
-                while len([m for m in got if isinstance(m, Reply)]) < 3 * BURST or got[-1] is not None:
+                while len([m for m in received if isinstance(m, Reply)]) < 3 * BURST or received[-1] is not None:
                     await asyncio.sleep(0.005)
         link.close()
 
     asyncio.run(scene())
-    bursts = "".join("|" if message is None else "m" for message in got).split("|")
+    bursts = "".join("|" if message is None else "m" for message in received).split("|")
     assert bursts[-1] == "" and all(len(burst) <= BURST for burst in bursts)
 
 
 def test_closing_while_messages_are_delivered(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/e.sock"
-    got: list[FromEngine] = []
+    received: list[FromEngine] = []
 
     async def scene() -> None:
         def deliver(message: FromEngine) -> None:
-            got.append(message)
+            received.append(message)
             if isinstance(message, Dead):
                 link.close()
 
@@ -81,7 +81,7 @@ def test_closing_while_messages_are_delivered(tmp_path: Path) -> None:
             await asyncio.to_thread(engine.wait, Call)
             engine.send(Dead("x"), *[Reply(i) for i in range(10)])
             await asyncio.sleep(0.1)
-        assert isinstance(got[-1], Dead)
+        assert isinstance(received[-1], Dead)
 
     asyncio.run(scene())
 

@@ -50,40 +50,40 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def heart(timeout: float) -> tuple[Heartbeat, list[str]]:
-    said: list[str] = []
-    return Heartbeat(timeout, lambda: said.append("ask"), lambda: said.append("hung")), said
+    events: list[str] = []
+    return Heartbeat(timeout, lambda: events.append("ask"), lambda: events.append("hung")), events
 
 
 def test_an_engine_that_answers_is_asked_for_ever(clock: Clock) -> None:
-    beating, said = heart(8.0)
+    beating, events = heart(8.0)
     assert beating.silence == 0.0 and not beating.hung
     beating.start()
     for _ in range(20):
         beating.answered()
         clock.beat()
-    assert said == ["ask"] * 21 and clock.now == 140.0 and not beating.hung
+    assert events == ["ask"] * 21 and clock.now == 140.0 and not beating.hung
 
 
 def test_silence_for_the_timeout_is_a_hang_until_the_answer_comes(clock: Clock) -> None:
-    beating, said = heart(8.0)
+    beating, events = heart(8.0)
     beating.start()
     for _ in range(4):
         clock.beat()
         assert not beating.hung
     assert beating.silence == 8.0
     clock.beat()
-    assert beating.hung and said == ["ask"], "one beat alone may be this process' own fault"
+    assert beating.hung and events == ["ask"], "one beat alone may be this process' own fault"
     clock.beat()
     clock.beat()
-    assert said == ["ask", "hung", "hung"]
+    assert events == ["ask", "hung", "hung"]
     beating.answered()
     assert not beating.hung and beating.silence == 0.0
     clock.beat()
-    assert said[3:] == ["ask"]
+    assert events[3:] == ["ask"]
 
 
 def test_a_process_that_was_stopped_itself_blames_nobody(clock: Clock) -> None:
-    beating, said = heart(8.0)
+    beating, events = heart(8.0)
     beating.start()
     clock.beat(late=1000.0)
     assert beating.hung
@@ -92,18 +92,18 @@ def test_a_process_that_was_stopped_itself_blames_nobody(clock: Clock) -> None:
     clock.beat(late=1000.0)
     beating.answered()
     clock.beat()
-    assert "hung" not in said
+    assert "hung" not in events
 
 
 def test_a_new_engine_owes_nothing(clock: Clock) -> None:
-    beating, said = heart(8.0)
+    beating, events = heart(8.0)
     beating.start()
     for _ in range(5):
         clock.beat()
     beating.stop()
     assert not beating.hung and clock.timer.cancelled
     beating.start()
-    assert not beating.hung and said == ["ask", "ask"]
+    assert not beating.hung and events == ["ask", "ask"]
 
 
 def test_it_is_never_long_between_two_beats(clock: Clock) -> None:

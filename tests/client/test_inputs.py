@@ -100,8 +100,8 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_told_of(
             return llm.tokenizer.vocab_size
 
     count = asyncio.run(start())
-    told = [record.getMessage().partition(":")[0] for record in caplog.records]
-    assert told == ([f"the tokenizer has {count} tokens and the model 200"] if rows < count else [])
+    warned = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert warned == ([f"the tokenizer has {count} tokens and the model 200"] if rows < count else [])
 
 
 def test_a_prompt_the_kv_cache_cannot_hold() -> None:
@@ -225,13 +225,13 @@ def test_options_travel_as_they_are() -> None:
     assert sent(request)[0].options is options
 
 
-@pytest.mark.parametrize("each", [False, True])
-def test_the_prompt_is_scored_once(each: bool) -> None:
+@pytest.mark.parametrize("score_each", [False, True])
+def test_the_prompt_is_scored_once(score_each: bool) -> None:
     params = SamplingParams(n=3, prompt_logprobs=2, prompt_logprobs_start=1, seed=5)
-    prepared = inputs().prepare(ask([1, 2, 3], params, score_each=each))
+    prepared = inputs().prepare(ask([1, 2, 3], params, score_each=score_each))
     assert [request.task.prompt_logprobs for request in prepared.engine_requests] == [2, None, None]
     assert [request.task.prompt_logprobs_start for request in prepared.engine_requests] == [1, 0, 0]
-    assert [choice.awaits_scores for choice in prepared.choices] == [False, each, each]
+    assert [choice.awaits_scores for choice in prepared.choices] == [False, score_each, score_each]
 
 
 def test_a_prompt_of_one_token_has_no_scores_to_wait_for() -> None:

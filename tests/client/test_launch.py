@@ -49,7 +49,7 @@ def mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     assert not list(tmp_path.iterdir()), "a socket directory was left behind"
 
 
-def gone(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -73,7 +73,7 @@ def test_start_serve_and_shut_down(mode: Any, tmp_path: Path) -> None:
         assert (await collect(llm.stream([4, 5], PLAIN)))[0].token_ids == [4, 5]
         pid = pid_of(llm)
         await llm.shutdown()
-        assert gone(pid) and llm._engine.engine.exited.result() == 0
+        assert has_ended(pid) and llm._engine.engine.exited.result() == 0
         return pid
 
     asyncio.run(scene())
@@ -98,7 +98,7 @@ def test_a_start_that_fails_says_why(mode: Any, name: str, message: str) -> None
 
     with pytest.raises(StartError, match=message):
         asyncio.run(scene())
-    assert gone(pid_of(seen[0]))
+    assert has_ended(pid_of(seen[0]))
 
 
 def test_a_cancelled_start_leaves_nothing(mode: Any) -> None:
@@ -112,7 +112,7 @@ def test_a_cancelled_start_leaves_nothing(mode: Any) -> None:
         with pytest.raises(asyncio.CancelledError):
             await starting
         await llm.shutdown()
-        assert gone(pid_of(llm))
+        assert has_ended(pid_of(llm))
 
     asyncio.run(scene())
 
@@ -184,7 +184,7 @@ def test_a_stubborn_engine_is_killed(mode: Any, monkeypatch: pytest.MonkeyPatch)
         llm = AsyncLLM.from_config(config(tokens_only=True))
         await llm.start()
         await llm.shutdown()
-        assert gone(pid_of(llm)) and llm._engine.engine.exited.result() == -signal.SIGKILL
+        assert has_ended(pid_of(llm)) and llm._engine.engine.exited.result() == -signal.SIGKILL
 
     asyncio.run(scene())
 

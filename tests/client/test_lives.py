@@ -105,9 +105,9 @@ class Lives:
         complete = self.complete
         await self.request()
         assert self.complete == complete + 1
-        for each in (*self.others, self.owner):
-            assert each.num_inflight == 0
-            await each.shutdown()
+        for front_end in (*self.others, self.owner):
+            assert front_end.num_inflight == 0
+            await front_end.shutdown()
 
     # --- what they do ---
 

@@ -167,8 +167,8 @@ def test_the_models_defaults_hold_without_params(fake: LLM) -> None:
 
 
 def test_params_one_for_all_or_one_each(fake: LLM) -> None:
-    each = [SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)]
-    outputs = fake.generate([[4, 5, 6]] * 2, each, use_tqdm=False)
+    params = [SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)]
+    outputs = fake.generate([[4, 5, 6]] * 2, params, use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2]
     with pytest.raises(RequestError, match="2 prompts and 1 sampling_params"):
         fake.generate([[4], [5]], [SamplingParams()])
@@ -350,8 +350,8 @@ def test_what_the_engine_last_said_of_itself(fake: LLM, monkeypatch: pytest.Monk
     assert fake.get_metrics()["steps"] == fake.stats.steps
     assert not fake.is_paused() and not fake.is_sleeping() and fake.list_loras() == {}
     adapters = [LoadedAdapter("a", "/a", 1)]
-    said = Status(weight_version="v9", paused=True, sleeping=True, adapters=adapters)
-    monkeypatch.setattr(fake._llm._engine, "status", said)
+    status = Status(weight_version="v9", paused=True, sleeping=True, adapters=adapters)
+    monkeypatch.setattr(fake._llm._engine, "status", status)
     assert fake.is_paused() and fake.is_sleeping()
     assert fake.get_weight_version() == "v9" and fake.list_loras() == {"a": "/a"}
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from tests.client.fake_engine import config
-from tests.client.test_launch import gone
+from tests.client.test_launch import has_ended
 from tests.engine.scripted import solo
 from tokserve.client import engine_client, launch
 from tokserve.client.async_llm import AsyncLLM, collect
@@ -64,7 +64,7 @@ def rank_of(stream: Any) -> int:
     return rank
 
 
-async def each(llm: AsyncLLM, command: str, **args: Any) -> list[Any]:
+async def call_each(llm: AsyncLLM, command: str, **args: Any) -> list[Any]:
     return [await engine.call(command, args) for engine in replicas(llm).engines]
 
 
@@ -74,7 +74,7 @@ def test_requests_of_any_engine_are_those_of_a_single_one() -> None:
             prompts = [[index, 3, 4] for index in range(12)]
             results = await asyncio.gather(*(ask(llm, prompt, seed) for seed, prompt in enumerate(prompts)))
             assert results == [tokens_of(prompt, seed, 4) for seed, prompt in enumerate(prompts)]
-            assert all([state["steps"] for state in await each(llm, "state")])
+            assert all([state["steps"] for state in await call_each(llm, "state")])
             for rank in range(3):
                 stream = llm.stream([5, 6], SamplingParams(max_tokens=3, ignore_eos=True, seed=9),
                                     data_parallel_rank=rank)  # fmt: skip
@@ -85,7 +85,7 @@ def test_requests_of_any_engine_are_those_of_a_single_one() -> None:
             assert caught.value.field == "data_parallel_rank" and "below 3" in caught.value.message
             assert llm.num_inflight == 0 and llm.stats.output_tokens == 12 * 4 + 3 * 3
             ended = pids(llm)
-        assert all(map(gone, ended))
+        assert all(map(has_ended, ended))
 
     asyncio.run(scene())
 
@@ -141,12 +141,12 @@ def test_control_acts_on_all_engines_and_answers_for_all() -> None:
     async def scene() -> None:
         async with make() as llm:
             await llm.pause_generation(mode="keep")
-            assert [state["state"] for state in await each(llm, "state")] == ["paused", "paused"]
+            assert [state["state"] for state in await call_each(llm, "state")] == ["paused", "paused"]
             assert await llm.is_paused()
             await llm.resume_generation()
             await llm.sleep(1)
             assert await llm.is_sleeping()
-            assert [state["state"] for state in await each(llm, "state")] == ["sleeping", "sleeping"]
+            assert [state["state"] for state in await call_each(llm, "state")] == ["sleeping", "sleeping"]
             await llm.wake_up()
             state = await llm.call("state")
             assert [one["state"] for one in state["engines"]] == ["running", "running"]
@@ -171,12 +171,12 @@ def test_where_one_engine_refuses_tensors_all_roll_back() -> None:
             with pytest.raises(Conflict, match=r"^engine 1: a weight update is open already") as caught:
                 await llm.start_weight_update()
             assert caught.value.code == "update_open"
-            assert [state["state"] for state in await each(llm, "state")] == ["running", "updating"]
+            assert [state["state"] for state in await call_each(llm, "state")] == ["running", "updating"]
             await llm.start_weight_update(take_over=True)
             await replicas(llm).engines[0].call("abort_weight_update", {})
             with pytest.raises(Conflict, match=r"^engine 0: no weight update is open"):
                 await llm.update_weights({"update_info": {"weights": "w1"}})
-            assert [state["state"] for state in await each(llm, "state")] == ["running", "running"]
+            assert [state["state"] for state in await call_each(llm, "state")] == ["running", "running"]
 
     asyncio.run(scene())
 
@@ -189,7 +189,7 @@ def test_weights_change_on_all_engines_or_on_none() -> None:
             await first.call("update_weights", {"update": {"weights": "w1"}})  # the second lacks them
             with pytest.raises(RequestError, match=r"^engine 1: "):
                 await llm.finish_weight_update("one")
-            states = await each(llm, "state")
+            states = await call_each(llm, "state")
             assert [(state["state"], state["weight_version"], state["epoch"]) for state in states] == [
                 ("running", "v1", 0)
             ] * 2
@@ -202,7 +202,7 @@ def test_weights_change_on_all_engines_or_on_none() -> None:
             assert done["weight_version"] == "2" and done["epoch"] == 2
             assert [engine.status.epoch for engine in (first, second)] == [2, 2]
             await llm.update_weight_version("three")
-            assert [state["epoch"] for state in await each(llm, "state")] == [3, 3]
+            assert [state["epoch"] for state in await call_each(llm, "state")] == [3, 3]
             for rank in range(2):
                 assert await ask(llm, [3], data_parallel_rank=rank) == tokens_of([3], 1, 4, "w2")
 
@@ -255,7 +255,7 @@ def test_an_abort_comes_before_a_commit_on_all_engines_or_after_it() -> None:
                     await asyncio.sleep(0)
                 aborted = await asyncio.gather(llm.abort_weight_update(), return_exceptions=True)
                 finished = await asyncio.gather(finishing, return_exceptions=True)
-                states = await each(llm, "state")
+                states = await call_each(llm, "state")
                 assert len({(state["state"], state["weight_version"], state["epoch"]) for state in states}) == 1, states
                 assert isinstance(aborted[0], Conflict) != isinstance(finished[0], Conflict)
                 assert (states[0]["weight_version"] == f"v-{number}") is isinstance(aborted[0], Conflict)
@@ -274,7 +274,7 @@ def test_a_caller_that_gives_up_leaves_the_engines_alike() -> None:
                     await asyncio.sleep(0)
                 finishing.cancel()
                 async with asyncio.timeout(PATIENCE):
-                    while {state["weight_version"] for state in await each(llm, "state")} != {f"v-{turns}"}:
+                    while {state["weight_version"] for state in await call_each(llm, "state")} != {f"v-{turns}"}:
                         await asyncio.sleep(0.01)
 
     asyncio.run(scene())
@@ -388,7 +388,7 @@ def test_an_engine_that_cannot_start_ends_the_others(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(engines[1], "_process", failing)
         with pytest.raises(StartError, match="exit code 3"):
             await llm.start()
-        assert all(map(gone, pids(llm)))
+        assert all(map(has_ended, pids(llm)))
 
     asyncio.run(scene())
 

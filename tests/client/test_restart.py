@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.client.fake_engine import FakeEngine, config
-from tests.client.test_launch import gone, mode, pid_of
+from tests.client.test_launch import has_ended, mode, pid_of
 from tokserve.client import engine_client
 from tokserve.client.async_llm import AsyncLLM, collect
 from tokserve.client.inputs import GenerateRequest
@@ -73,7 +73,7 @@ def test_a_killed_engine_is_replaced_and_its_requests_may_be_sent_again(mode: An
             llm.stream([1], PLAIN)
         assert caught.value.code == "engine_dead" and caught.value.retry_after is None
         await llm.shutdown()
-        assert gone(pid_of(llm))
+        assert has_ended(pid_of(llm))
 
     asyncio.run(scene())
 
@@ -104,12 +104,12 @@ def test_an_engine_that_cannot_be_replaced_is_dead_in_the_end(
 
     async def scene() -> None:
         llm = make(2)
-        told = asyncio.Event()
-        llm.on_replaced(told.set)
+        notified = asyncio.Event()
+        llm.on_replaced(notified.set)
         await llm.start()
         mode(name)
         os.kill(pid_of(llm), signal.SIGKILL)
-        await asyncio.wait_for(told.wait(), 60)
+        await asyncio.wait_for(notified.wait(), 60)
         assert llm.dead is not None and llm.dead.code == "engine_dead"
         await llm.restored()  # does not wait
         await llm.shutdown()
@@ -125,8 +125,8 @@ def test_an_unforeseen_error_of_a_restart_ends_the_waiting(
 
     async def scene() -> None:
         llm = make(3)
-        told = asyncio.Event()
-        llm.on_replaced(told.set)
+        notified = asyncio.Event()
+        llm.on_replaced(notified.set)
         await llm.start()
         engine = llm._engine.engine
 
@@ -141,7 +141,7 @@ def test_an_unforeseen_error_of_a_restart_ends_the_waiting(
         else:
             monkeypatch.setattr(llm._engine, "_process", no_such_program)
         os.kill(pid_of(llm), signal.SIGKILL)
-        await asyncio.wait_for(told.wait(), 30)
+        await asyncio.wait_for(notified.wait(), 30)
         assert llm.dead is not None and "the cluster is gone" in llm.dead.private
         await llm.restored()  # does not wait
         monkeypatch.undo()
@@ -188,7 +188,7 @@ def test_shutdown_while_another_engine_starts_leaves_nothing(mode: Any) -> None:
         os.kill(first, signal.SIGKILL)
         await until(lambda: pid_of(llm) != first)
         await llm.shutdown()
-        assert gone(pid_of(llm)) and gone(first) and llm.dead is None
+        assert has_ended(pid_of(llm)) and has_ended(first) and llm.dead is None
 
     asyncio.run(scene())
 
@@ -291,8 +291,8 @@ def test_an_engine_is_told_what_was_announced_to_the_one_before(tmp_path: Path) 
         with FakeEngine(f"ipc://{tmp_path}/a") as first, FakeEngine(f"ipc://{tmp_path}/b") as second:
             llm = make(1)
             await llm.connect(first.address)
-            gone, left = llm.announce("cmpl-gone", "g"), llm.announce("cmpl-left", "g")
-            gone.end()
+            ended, left = llm.announce("cmpl-gone", "g"), llm.announce("cmpl-left", "g")
+            ended.end()
             first.wait(EndAnnouncement)
             llm.rejoin(second.address, os.getpid())
             await asyncio.wait_for(llm.restored(), 30)
@@ -339,13 +339,13 @@ def test_an_engine_that_cannot_be_what_the_last_one_was_does_not_serve(mode: Any
 
     async def scene() -> None:
         llm = make(1)
-        told = asyncio.Event()
-        llm.on_replaced(told.set)
+        notified = asyncio.Event()
+        llm.on_replaced(notified.set)
         await llm.start()
         mode(name)
         llm._engine._config = config(tokens_only=True, start_timeout=2.0, runtime={"restart_engine": 1})
         os.kill(pid_of(llm), signal.SIGKILL)
-        await asyncio.wait_for(told.wait(), 60)
+        await asyncio.wait_for(notified.wait(), 60)
         assert llm.dead is not None
         await llm.shutdown()
 
@@ -366,7 +366,7 @@ def test_a_hung_engine_is_killed_and_replaced(mode: Any) -> None:
         assert caught.value.code == "engine_restarting" and caught.value.retry_after
         assert "had not finished a step" in caught.value.private
         await llm.restored()
-        assert gone(first) and pid_of(llm) != first and llm.dead is None
+        assert has_ended(first) and pid_of(llm) != first and llm.dead is None
         assert (await collect(llm.stream([1, 2], PLAIN, request_id="r")))[0].token_ids == [1, 2]
         await llm.shutdown()
 
@@ -384,7 +384,7 @@ def test_a_hung_engine_that_nothing_may_replace_is_left_alone(mode: Any) -> None
         second = pid_of(llm)
         for _ in range(5):
             llm._engine._heartbeat._beat()
-        assert llm.hung and llm.dead is None and llm.down is None and pid_of(llm) == second and not gone(second)
+        assert llm.hung and llm.dead is None and llm.down is None and pid_of(llm) == second and not has_ended(second)
         await llm.shutdown()
 
     asyncio.run(scene())

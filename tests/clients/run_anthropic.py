@@ -158,8 +158,8 @@ def errors(report: Report, client: Any, url: str) -> None:
         try:
             create(**ASK | fields)
         except kind as error:
-            said = error.body["error"]
-            report.check(f"{kind.__name__} of {list(fields)}", said["type"] == name and word in said["message"])
+            details = error.body["error"]
+            report.check(f"{kind.__name__} of {list(fields)}", details["type"] == name and word in details["message"])
         else:
             report.check(f"{fields} must be refused", False)
     tries: list[int] = []

@@ -78,8 +78,8 @@ def litellm_calls(report: Report, common: dict[str, Any]) -> None:
     report.check("a forced call", call.name == "weather" and json.loads(call.arguments)["city"] in CITIES)
     report.check("its end", choice.finish_reason == "tool_calls" and choice.message.content is None)
     built = litellm.stream_chunk_builder(list(litellm.completion(**forced, **USAGE)), messages=MESSAGES)
-    streamed = [each.function for each in built.choices[0].message.tool_calls]
-    whole = [each.function for each in choice.message.tool_calls]
+    streamed = [item.function for item in built.choices[0].message.tool_calls]
+    whole = [item.function for item in choice.message.tool_calls]
     report.check("calls streamed", [(f.name, f.arguments) for f in streamed] == [(f.name, f.arguments) for f in whole])
     result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "sunny"}
     history = [*MESSAGES, choice.message.model_dump(), result]

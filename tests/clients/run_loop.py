@@ -56,8 +56,8 @@ def by_stream(report: Report, client: openai.OpenAI) -> None:
         [call] = message.tool_calls
         report.check(f"chat, streamed, turn {turn}", called(call.function.name, call.function.arguments))
         sent = message.model_dump(exclude={"parsed"}, exclude_unset=True)
-        for each in sent["tool_calls"]:
-            each["function"].pop("parsed_arguments", None)
+        for tool_call in sent["tool_calls"]:
+            tool_call["function"].pop("parsed_arguments", None)
         messages += [sent, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
 
 

@@ -85,9 +85,9 @@ def responses(report: Report, client: Any) -> None:
     forced: dict[str, Any] = common | {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
     call = client.responses.create(**forced, max_output_tokens=300).output[0]
     report.check("a call", call.type == "function_call" and json.loads(call.arguments)["city"] in ("Oslo", "Rome"))
-    said = [{"role": "user", "content": QUESTION}, call,
+    messages = [{"role": "user", "content": QUESTION}, call,
             {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]  # fmt: skip
-    again = client.responses.create(model="demo", input=said, tools=[tool], max_output_tokens=8)
+    again = client.responses.create(model="demo", input=messages, tools=[tool], max_output_tokens=8)
     report.check("its result", again.usage.input_tokens > answer.usage.input_tokens)
     for kind, options in (
         (openai.BadRequestError, {"previous_response_id": "resp_1"}), (openai.BadRequestError, {"background": True}),

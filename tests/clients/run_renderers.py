@@ -33,8 +33,13 @@ async def single(report: Report, client: AsyncOpenAI, renderer: Any) -> None:
         await generate(**options, sampling_params=params, cache_salt=salt, priority=0, extra_headers=headers)
         for salt in ("3", "4", None)
     ]
-    report.check("salts change nothing", all(each["completion_ids"] == salted[0]["completion_ids"] for each in salted))
-    report.check("nor a bit", all(each["completion_logprobs"] == salted[0]["completion_logprobs"] for each in salted))
+    report.check(
+        "salts change nothing",
+        all(completion["completion_ids"] == salted[0]["completion_ids"] for completion in salted),
+    )
+    report.check(
+        "nor a bit", all(completion["completion_logprobs"] == salted[0]["completion_logprobs"] for completion in salted)
+    )
 
 
 async def turns(report: Report, client: AsyncOpenAI, renderer: Any) -> None:

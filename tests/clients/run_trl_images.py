@@ -39,12 +39,12 @@ def main() -> None:
     report.check("chat: two choices of each", len(chats["completion_ids"]) == 4)
     features = client.image_features([[one], [one, two], None])
     report.check("image_features: as many as pictures",
-                 [len(each["mm_hashes"]["image"]) for each in features[:2]] == [1, 2])  # fmt: skip
+                 [len(feature["mm_hashes"]["image"]) for feature in features[:2]] == [1, 2])  # fmt: skip
     report.check("image_features: none without pictures", features[2] is None)
     generation = VLLMGeneration.__new__(VLLMGeneration)
     generation.processing_class = Processor(tokenizer, "<|image_pad|>")
     prompts = chats["prompt_ids"]
-    placed = [generation._place_features(each, ids) for each, ids in zip(features[:2], prompts, strict=True)]
+    placed = [generation._place_features(feature, ids) for feature, ids in zip(features[:2], prompts, strict=True)]
     actual = client.generate(prompts, features=placed, n=2, max_tokens=8, logprobs=0, generation_kwargs={"seed": 3})
     report.check("generate: the chat's tokens", actual["completion_ids"] == chats["completion_ids"])
     report.check("generate: the chat's logprobs", actual["logprobs"] == chats["logprobs"])

@@ -69,26 +69,29 @@ def test_blocks_of_every_kind_are_taken_or_refused(api: Api, path: str) -> None:
 
 def events(answer: Any) -> list[dict[str, Any]]:
     blocks = answer.text.split("\n\n")[:-1]
-    told = [json.loads(block.partition("\ndata: ")[2]) for block in blocks]
-    assert [block.partition("\n")[0] for block in blocks] == [f"event: {event['type']}" for event in told]
-    return told
+    parsed = [json.loads(block.partition("\ndata: ")[2]) for block in blocks]
+    assert [block.partition("\n")[0] for block in blocks] == [f"event: {event['type']}" for event in parsed]
+    return parsed
 
 
 def test_an_answer_is_chats_whole_and_streamed(text: Api) -> None:
     body = {"model": text.model} | ASK
     whole = text.ok(CREATE, body)
     chat = text.ok(CHAT, {"messages": MESSAGES, "max_tokens": 16, "temperature": 0})
-    said = chat["choices"][0]["message"]["content"]
-    assert whole["content"] == [{"type": "text", "text": said}] and whole["stop_reason"] in ("end_turn", "max_tokens")
+    content = chat["choices"][0]["message"]["content"]
+    assert whole["content"] == [{"type": "text", "text": content}] and whole["stop_reason"] in (
+        "end_turn",
+        "max_tokens",
+    )
     usage = whole["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
     assert usage["output_tokens"] == chat["usage"]["completion_tokens"]
-    told = events(text.post(CREATE, body | {"stream": True}))
-    kinds = [event["type"] for event in told if event["type"] != "content_block_delta"]
+    streamed = events(text.post(CREATE, body | {"stream": True}))
+    kinds = [event["type"] for event in streamed if event["type"] != "content_block_delta"]
     assert kinds == ["message_start", "content_block_start", "content_block_stop", "message_delta", "message_stop"]
-    assert "".join(e["delta"]["text"] for e in told if e["type"] == "content_block_delta") == said
-    assert told[-2]["delta"]["stop_reason"] == whole["stop_reason"]
-    assert told[-2]["usage"]["output_tokens"] == usage["output_tokens"]
+    assert "".join(e["delta"]["text"] for e in streamed if e["type"] == "content_block_delta") == content
+    assert streamed[-2]["delta"]["stop_reason"] == whole["stop_reason"]
+    assert streamed[-2]["usage"]["output_tokens"] == usage["output_tokens"]
 
 
 def test_a_forced_call_and_its_result(text: Api) -> None:
@@ -98,8 +101,8 @@ def test_a_forced_call_and_its_result(text: Api) -> None:
         [call] = reply["content"]
         assert call["type"] == "tool_use" and call["input"]["city"] in ("Oslo", "Rome")
         assert reply["stop_reason"] == "tool_use" and reply["stop_sequence"] is None
-    told = events(text.post(CREATE, body | {"stream": True, "temperature": 0}))
-    parts = [e["delta"]["partial_json"] for e in told if e["type"] == "content_block_delta"]
+    streamed = events(text.post(CREATE, body | {"stream": True, "temperature": 0}))
+    parts = [e["delta"]["partial_json"] for e in streamed if e["type"] == "content_block_delta"]
     assert json.loads("".join(parts)) == text.ok(CREATE, body | {"temperature": 0})["content"][0]["input"]
     result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "sunny"}]}
     turns = [*MESSAGES, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]

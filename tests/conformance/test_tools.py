@@ -133,9 +133,9 @@ def test_a_strict_function_changes_nothing_of_other_text(text: Api) -> None:
 
 
 def test_the_result_of_a_call_goes_back(text: Api) -> None:
-    said = text.ok(CHAT, ASK | {"tool_choice": NAMED})["choices"][0]["message"]
-    result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "sunny"}
-    [choice] = text.ok(CHAT, ASK | {"messages": [*MESSAGES, said, result], "max_tokens": 8})["choices"]
+    message = text.ok(CHAT, ASK | {"tool_choice": NAMED})["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "sunny"}
+    [choice] = text.ok(CHAT, ASK | {"messages": [*MESSAGES, message, result], "max_tokens": 8})["choices"]
     assert choice["finish_reason"] in ("stop", "length", "tool_calls")
 
 

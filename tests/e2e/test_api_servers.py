@@ -61,8 +61,8 @@ def test_an_adapter_loaded_through_one_process_serves_through_all(two: Server, t
             assert answer.status_code == 200 and answer.json()["model"] == "mine"
             assert "mine" in [model["id"] for model in other.get("/v1/models").json()["data"]]
             assert other.post("/v1/unload_lora_adapter", json={"lora_name": "mine"}).status_code == 200
-            gone = one.post(GENERATE, json=body | {"model": "mine"})
-            assert gone.status_code == 404 and gone.json()["error"]["code"] == "model_not_found"
+            removed = one.post(GENERATE, json=body | {"model": "mine"})
+            assert removed.status_code == 404 and removed.json()["error"]["code"] == "model_not_found"
         assert one.post(GENERATE, json=body).json()["model"] == "demo"
 
 
@@ -213,7 +213,7 @@ def test_kill_9_of_the_supervisor_leaves_nothing() -> None:
             with pytest.raises(httpx.HTTPError):
                 lost.result(PATIENCE)
         assert psutil.wait_procs(left, PATIENCE)[1] == []
-        assert directories and not [each for each in directories if each.exists()]
+        assert directories and not [directory for directory in directories if directory.exists()]
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((address[0], int(address[1])))
 

@@ -96,9 +96,9 @@ def test_five_paths_have_the_same_bits(server: Served) -> None:
         {"type": "image", "source": {"type": "base64", "media_type": "image/png",
                                      "data": base64.b64encode(TWO).decode()}},
     ]}]  # fmt: skip
-    told = {"model": "vl", "max_tokens": 6, "messages": anthropic}
-    assert ask(server, told, "/v1/messages/render")["token_ids"] == expanded
-    assert ask(server, told, "/v1/messages/count_tokens")["input_tokens"] == len(expanded)
+    request = {"model": "vl", "max_tokens": 6, "messages": anthropic}
+    assert ask(server, request, "/v1/messages/render")["token_ids"] == expanded
+    assert ask(server, request, "/v1/messages/count_tokens")["input_tokens"] == len(expanded)
     items = [{"role": "user", "content": [
         {"type": "input_text", "text": "see "}, {"type": "input_image", "image_url": data_url(ONE)},
         {"type": "input_text", "text": " and "}, {"type": "input_image", "image_url": data_url(TWO)},

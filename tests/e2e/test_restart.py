@@ -82,7 +82,7 @@ def test_an_engine_that_is_killed_or_hangs_is_replaced_with_its_last_weights_and
         third = server.engine()
         assert len({engine.pid, second.pid, third.pid}) == 3 and not second.is_running()
         assert any("had not finished a step" in line for line in server.log)
-        assert len(left) == 2 and not [each for each in left if each.exists()]
+        assert len(left) == 2 and not [path for path in left if path.exists()]
         after = server.generate([5, 20, 31], max_tokens=9, seed=3, logprobs=1, ignore_eos=True)
         assert after["choices"] == before["choices"]  # with the version that was pushed
         assert server.get("/inference/v1/state").json()["epoch"] == 1
@@ -98,7 +98,7 @@ def test_an_engine_that_is_killed_or_hangs_is_replaced_with_its_last_weights_and
         server.process.kill()
         server.process.wait()
         third.wait(30)
-        assert left and not [each for each in left if each.exists()]
+        assert left and not [path for path in left if path.exists()]
 
 
 def push(client: httpx.Client, weights: Path, version: str) -> int:
@@ -160,7 +160,7 @@ def test_no_more_than_so_often() -> None:
         until(lambda: status(server) == "dead", server.log)
         assert server.get("/health").json()["error"]["code"] == "engine_dead"
         assert server.process.wait(PATIENCE) == 1
-        assert left and not [each for each in left if each.exists()]
+        assert left and not [path for path in left if path.exists()]
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_several_api_processes_go_on_with_the_next_engine() -> None:
         directory = directories(left[0])
         left[0].kill()  # that was one too many
         assert server.process.wait(PATIENCE) == 1
-        assert psutil.wait_procs(left, PATIENCE)[1] == [] and not [each for each in directory if each.exists()]
+        assert psutil.wait_procs(left, PATIENCE)[1] == [] and not [path for path in directory if path.exists()]
 
 
 @pytest.mark.slow

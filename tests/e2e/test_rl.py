@@ -269,14 +269,14 @@ def test_after_recompute_kv_tokens_in_flight_have_the_logprobs_of_the_new_weight
                 pairs.append((made.logprobs[after:].tolist(), np.array(scored, np.float32).tolist()))
             return pairs
 
-    for got, want in asyncio.run(across_a_commit(1, recompute_kv=True)):
-        assert got == want
+    for received, want in asyncio.run(across_a_commit(1, recompute_kv=True)):
+        assert received == want
     assert lab.serves(1)
-    assert any(got != want for got, want in asyncio.run(across_a_commit(0)))
+    assert any(received != want for received, want in asyncio.run(across_a_commit(0)))
     assert lab.serves(0)
-    for got, want in asyncio.run(across_a_commit(1, mode="retract")):
-        assert got == want
-    assert any(got != want for got, want in asyncio.run(across_a_commit(0)))
+    for received, want in asyncio.run(across_a_commit(1, mode="retract")):
+        assert received == want
+    assert any(received != want for received, want in asyncio.run(across_a_commit(0)))
     assert lab.serves(0)
 
 

@@ -110,8 +110,8 @@ def steady(reply: dict[str, Any]) -> dict[str, Any]:
     choices = []
     for choice in reply["choices"]:
         message = choice.pop("message", None) or choice.pop("delta", None)
-        said = {key: value for key, value in choice.items() if value is not None or key not in UNASKED}
-        choices.append(said | ({"content": message["content"]} if message else {}))
+        fields = {key: value for key, value in choice.items() if value is not None or key not in UNASKED}
+        choices.append(fields | ({"content": message["content"]} if message else {}))
     kept = {key: reply[key] for key in ("prompt_token_ids", "prompt_logprobs") if reply.get(key) is not None}
     return {"usage": usage, "choices": choices, **kept}
 

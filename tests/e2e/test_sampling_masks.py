@@ -84,7 +84,7 @@ def check_rows(output: CompletionOutput, params: dict[str, Any]) -> list[int]:
             ids = row.tolist()
             assert 0 < len(ids) <= MAX_MASK and ids == sorted(set(ids)) and token in ids
             table = dict(zip(columns.top_ids[i].tolist(), columns.top_logprobs[i].astype(float).tolist(), strict=True))
-            assert kept == pytest.approx(np.log(np.exp([table[each] for each in ids]).sum()), abs=1e-5)
+            assert kept == pytest.approx(np.log(np.exp([table[kept_token] for kept_token in ids]).sum()), abs=1e-5)
         if params["temperature"] == 0.0:
             assert row is not None and row.tolist() == [token] and logprob == 0.0
             assert kept == pytest.approx(own, abs=1e-5)

@@ -42,11 +42,11 @@ def test_beside_others_every_row_is_what_it_is_alone(demo: Server) -> None:
             ({"choice": ["yes", "no"]}, {"ignore_eos": True}), ({"json_object": True}, {"repetition_penalty": 1.2}),
         )
     ]  # fmt: skip
-    alone = [choices(demo, each) for each in requests]
+    alone = [choices(demo, request) for request in requests]
     with ThreadPoolExecutor(len(requests)) as pool:
-        assert list(pool.map(lambda each: choices(demo, each), requests)) == alone
-    for (choice,), each in zip(alone, requests, strict=True):
-        form = each["sampling_params"].get("structured_outputs")
+        assert list(pool.map(lambda request: choices(demo, request), requests)) == alone
+    for (choice,), request in zip(alone, requests, strict=True):
+        form = request["sampling_params"].get("structured_outputs")
         if form == tight:
             assert json.loads(choice["text"]).keys() == {"a", "b"} and choice["stop_detail"]["kind"] == "eos"
         if form == {"choice": ["yes", "no"]}:
@@ -56,10 +56,10 @@ def test_beside_others_every_row_is_what_it_is_alone(demo: Server) -> None:
 def test_who_sits_out_steps_for_a_slow_mask_draws_the_same_tokens(demo: Server) -> None:
     slow = body({"regex": r"(\w+\s*\d*){0,2000}", "unicode_classes": True}, max_tokens=12, ignore_eos=True, logprobs=2)
     requests = [slow | {"sampling_params": slow["sampling_params"] | {"seed": seed}} for seed in range(3)]
-    alone = [choices(demo, each) for each in requests]
+    alone = [choices(demo, request) for request in requests]
     requests += [body({"regex": "[a-z]{9}"}), body(None, ignore_eos=True)]
     with ThreadPoolExecutor(len(requests)) as pool:
-        assert list(pool.map(lambda each: choices(demo, each), requests))[:3] == alone
+        assert list(pool.map(lambda request: choices(demo, request), requests))[:3] == alone
 
 
 def test_greedy_is_the_most_probable_of_what_is_allowed(demo: Server) -> None:
@@ -68,7 +68,7 @@ def test_greedy_is_the_most_probable_of_what_is_allowed(demo: Server) -> None:
     assert len(choice["text"]) == 6 and choice["text"].isdigit()
     for token, entry in zip(choice["token_ids"][:6], choice["logprobs"]["content"], strict=False):
         digits = {top["token_id"]: top["logprob"] for top in entry["top_logprobs"] if top["token"].isdigit()}
-        assert len(digits) == 10 and max(digits, key=lambda each: digits[each]) == token
+        assert len(digits) == 10 and max(digits, key=lambda digit: digits[digit]) == token
 
 
 def test_choices_of_one_request_follow_the_grammar_each_by_itself(demo: Server) -> None:
@@ -108,7 +108,7 @@ def test_openais_client(demo: Server) -> None:
         assert whole.finish_reason == "stop"
         assert json.loads(whole.message.content or "").keys() == {"a", "b"}
         events = client.chat.completions.create(**options, seed=2, temperature=0.5, stream=True)
-        streamed = "".join(each.choices[0].delta.content or "" for each in events if each.choices)
+        streamed = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
         assert streamed == whole.message.content
         options["response_format"] = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "foo"}}}
         with pytest.raises(openai.BadRequestError, match="Invalid type") as caught:

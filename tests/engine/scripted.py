@@ -919,15 +919,15 @@ class Engine:
 
     def check_complete(self, rid: str) -> None:
         """The request ended by itself, with exactly what it gives alone."""
-        got, want = self.received[rid], self.solo(rid)
-        assert got.finish is not None, f"{rid} has not ended"
-        assert (got.tokens, got.finish.detail) == (want.tokens, want.detail)
-        assert got.logprobs == want.logprobs
-        assert got.prompt_logprobs == want.prompt_logprobs
+        received, want = self.received[rid], self.solo(rid)
+        assert received.finish is not None, f"{rid} has not ended"
+        assert (received.tokens, received.finish.detail) == (want.tokens, want.detail)
+        assert received.logprobs == want.logprobs
+        assert received.prompt_logprobs == want.prompt_logprobs
         self.check_spans(rid)
-        assert got.pooled == want.pooled
+        assert received.pooled == want.pooled
         if not self.requests[rid].options.stream:
-            assert len(got.outputs) == 1
+            assert len(received.outputs) == 1
 
     def check_spans(self, rid: str) -> None:
         """They cover all output tokens without gaps, or say what made the vector; that the versions are right, `solo`

@@ -28,8 +28,8 @@ def spans(engine: Engine, rid: str) -> list[tuple[str, int, int]]:
 
 
 def statuses(engine: Engine) -> list[list[tuple[str, int]]]:
-    told = [message for _, message in engine.messages if isinstance(message, Status)]
-    return [[(adapter.name, adapter.generation) for adapter in status.adapters] for status in told]
+    announced = [message for _, message in engine.messages if isinstance(message, Status)]
+    return [[(adapter.name, adapter.generation) for adapter in status.adapters] for status in announced]
 
 
 @DEPTHS
@@ -73,11 +73,11 @@ def test_the_same_name_replaces_the_weights_of_requests_in_flight(depth: int) ->
 def test_a_failed_load_leaves_all_as_it_was() -> None:
     engine = make()
     load(engine, "a", "/good")
-    told = len(statuses(engine))
+    count = len(statuses(engine))
     for name in ("a", "b"):
         reply = load(engine, name, "bad")
         assert (reply.error, reply.status, reply.field) == ("no adapter", 400, "lora_path")
-    assert len(statuses(engine)) == told
+    assert len(statuses(engine)) == count
     engine.add("r", PROMPT, adapter="a", max_tokens=5)
     engine.run()
     engine.check_complete("r")
@@ -135,14 +135,14 @@ def test_the_adapter_that_is_unused_for_longest_is_evicted() -> None:
     engine.add("r", PROMPT, adapter="a", max_tokens=2, ignore_eos=True)
     engine.run()
     assert load(engine, "c", "/c").error is None
-    assert [each.name for each in engine.core.adapters.listed()] == ["a", "c"]
+    assert [adapter.name for adapter in engine.core.adapters.listed()] == ["a", "c"]
     engine.add("s", PROMPT, adapter="c", max_tokens=4, ignore_eos=True)
     engine.run()
     engine.check_complete("s")
     refused = engine.submit("late", engine.make("late", PROMPT, adapter="b"))
     assert refused.refusal == "model_not_found"
     assert load(engine, "b", "/again").error is None
-    assert [each.name for each in engine.core.adapters.listed()] == ["b", "c"]
+    assert [adapter.name for adapter in engine.core.adapters.listed()] == ["b", "c"]
 
 
 @DEPTHS
@@ -169,7 +169,7 @@ def test_a_request_that_comes_while_the_load_reads_keeps_its_adapter() -> None:
     engine.run()
     engine.check_complete("r")
     assert answers(engine, 90)[0].status == 409
-    assert [each.name for each in engine.core.adapters.listed()] == ["a"]
+    assert [adapter.name for adapter in engine.core.adapters.listed()] == ["a"]
 
 
 def test_an_unload_while_the_load_reads_wins_or_loses_but_leaves_one_slot_each() -> None:
@@ -181,7 +181,7 @@ def test_an_unload_while_the_load_reads_wins_or_loses_but_leaves_one_slot_each()
     engine.executor.settle()
     engine.run()
     assert answers(engine, 81)[0].error is None and answers(engine, 80)[0].error is None
-    assert [(each.name, each.path) for each in engine.core.adapters.listed()] == [("a", "/two")]
+    assert [(adapter.name, adapter.path) for adapter in engine.core.adapters.listed()] == [("a", "/two")]
     assert load_slow(engine, "b").status == 409
 
 
@@ -199,7 +199,7 @@ def test_loads_at_once_come_one_after_the_other() -> None:
         engine.executor.settle(1)
         engine.step()
     assert [answers(engine, 80 + n)[0].result["generation"] for n in range(4)] == [1, 2, 3, 4]
-    assert [each.path for each in engine.core.adapters.listed()] == ["/2", "/3"]
+    assert [adapter.path for adapter in engine.core.adapters.listed()] == ["/2", "/3"]
 
 
 @DEPTHS
@@ -244,7 +244,7 @@ def test_a_server_without_adapters_says_so() -> None:
 
 def test_adapters_of_the_start_are_there_before_the_first_request() -> None:
     engine = make(lora_modules=["a=/one", "b=/two=2"])
-    assert [each.generation for each in engine.core.adapters.listed()] == [1, 2]
+    assert [adapter.generation for adapter in engine.core.adapters.listed()] == [1, 2]
     assert engine.executor.adapter_from_anywhere is True  # the operator has named it
     engine.loads = {1: "/one", 2: "/two=2"}
     engine.add("r", PROMPT, adapter="b", max_tokens=5)

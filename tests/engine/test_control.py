@@ -82,8 +82,8 @@ def test_abort_ends_what_is_in_flight_and_later_requests_wait(depth: int) -> Non
     engine.add("late", PROMPT, max_tokens=3, ignore_eos=True)
     engine.steps(5)
     assert "late" not in engine.received and state(engine) == "paused"
-    told = [message.stats for _, message in engine.messages if isinstance(message, StepOutput)]
-    assert (told[-1].running, told[-1].waiting) == (0, 1)
+    stats = [message.stats for _, message in engine.messages if isinstance(message, StepOutput)]
+    assert (stats[-1].running, stats[-1].waiting) == (0, 1)
     assert ask(engine, "resume").result == {"status": "resumed"}
     engine.run()
     engine.check_complete("late")
@@ -208,10 +208,10 @@ def test_front_ends_hear_of_a_state_before_the_caller_does() -> None:
     engine.call("hello", owner=b"B")
     engine.messages.clear()
     ask(engine, "pause", mode="keep")
-    told = [(who, m) for who, m in engine.messages if isinstance(m, Status | Reply)]
+    messages = [(who, m) for who, m in engine.messages if isinstance(m, Status | Reply)]
     paused = Status("paused", "v1", 0, True)
-    assert (b"A", paused) in told and (b"B", paused) in told
-    assert isinstance(told[-1][1], Reply)
+    assert (b"A", paused) in messages and (b"B", paused) in messages
+    assert isinstance(messages[-1][1], Reply)
 
 
 # --- updates ---

@@ -93,7 +93,7 @@ class Life:
         """Which versions have come to be, and what they stand for."""
         weights, holds = self.engine.executor.weights, self.engine.core._state_now()
         version = holds.weight_version
-        assert self.told() == holds or not self.engine.messages
+        assert self.last_status() == holds or not self.engine.messages
         if weights is not None and (holds.quarantine is None or holds.lost):
             assert self.engine.weights_of.setdefault(version, weights) == weights, version
 
@@ -168,20 +168,20 @@ class Life:
     def rpc(self) -> None:
         self.call("collective_rpc", method="look")
 
-    def told(self) -> Status:
+    def last_status(self) -> Status:
         """What the front end was told last."""
-        told = [message for _, message in self.engine.messages if isinstance(message, Status)]
-        return told[-1] if told else Status(weight_version="v1")
+        statuses = [message for _, message in self.engine.messages if isinstance(message, Status)]
+        return statuses[-1] if statuses else Status(weight_version="v1")
 
     def kill(self) -> None:
         """The engine ends in the middle of whatever it does; another takes its place."""
-        was, old = self.told(), self.engine
+        was, old = self.last_status(), self.engine
         self.check_ended()
         self.kills += 1
         self.begin(old.weights_of, old.executor.beside)
         self.call("take_over", last=was)
         self.rest()
-        now, executor = self.told(), self.engine.executor
+        now, executor = self.last_status(), self.engine.executor
         assert not self.engine.replies[0].error, self.engine.replies[0]
         assert (now.paused, now.asleep) == (was.paused, was.asleep)
         in_place = now.lost and not (was.lost or executor.beside)  # it could not be read again in the place of another
@@ -258,9 +258,9 @@ class Life:
             busy = self.engine.step()
             self.learn()
             if not busy and not self.engine.executor.slow and not self.masks:
-                said = len(self.engine.messages)
+                sent = len(self.engine.messages)
                 self.engine.step()
-                assert len(self.engine.messages) == said, "it had more to say, and rested"
+                assert len(self.engine.messages) == sent, "it had more to say, and rested"
                 return
         raise AssertionError("the engine does not come to rest")
 
@@ -323,7 +323,7 @@ def test_any_order_of_commands(part: int) -> None:
     commits = kills = 0
     for seed in range(50 * part, 50 * (part + 1)):
         life = live(seed)
-        commits += life.told().epoch
+        commits += life.last_status().epoch
         kills += life.kills
     assert commits > 100 and kills > 10  # else this tests nothing
 

@@ -120,10 +120,10 @@ def test_abort_returns_what_there_is_to_the_owner_and_the_reply_to_the_caller(de
     engine.add("a", [3, 4], max_tokens=30, ignore_eos=True, stream=stream, logprobs=1)
     engine.steps(4)
     engine.abort("a", owner=b"B", call_id=5, reason="abort_stop_string")
-    got = engine.received["a"]
+    received = engine.received["a"]
     assert (finish(engine, "a").reason, finish(engine, "a").detail) == ("abort", "abort_stop_string")
-    assert got.tokens == engine.solo("a").tokens[: len(got.tokens)] and len(got.tokens) == 5 - depth
-    assert got.outputs[-1].spans == [("v1", 0, len(got.tokens))]
+    assert received.tokens == engine.solo("a").tokens[: len(received.tokens)] and len(received.tokens) == 5 - depth
+    assert received.outputs[-1].spans == [("v1", 0, len(received.tokens))]
     engine.run()
     assert [i for i, m in engine.messages if isinstance(m, Reply)] == [b"B"]
     assert last_reply(engine) == Reply(5, {"a": "aborted"})
@@ -252,7 +252,7 @@ def test_a_group_is_aborted_whoever_sent_it() -> None:
         engine.call("abort_group", group="g", call_id=call_id, owner=owner)
     engine.run()
     assert engine.replies == [Reply(1, {"a": "aborted", "b": "aborted"}), Reply(2, {})]
-    assert {rid for rid, got in engine.received.items() if got.finish and got.finish.reason == "abort"} == {
+    assert {rid for rid, output in engine.received.items() if output.finish and output.finish.reason == "abort"} == {
         "a#0", "a#1", "b#0", "b#1"
     }  # fmt: skip
     engine.check_empty()

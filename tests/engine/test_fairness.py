@@ -47,8 +47,8 @@ def test_one_client_is_served_by_the_policy(policy: str) -> None:
     chance = random.Random(1)
     queue = FairQueue(POLICIES[policy], Shares())
     waiting = [request(i, "a", chance.randrange(3), chance.randrange(5)) for i in range(40)]
-    for each in waiting:
-        queue.add(each)
+    for queued in waiting:
+        queue.add(queued)
     assert list(queue) == list(queue.order()) == sorted(waiting, key=POLICIES[policy])
 
 
@@ -56,14 +56,14 @@ def test_clients_alternate() -> None:
     queue = FairQueue(POLICIES["fcfs"], Shares())
     for i, client in enumerate("aaaabbc"):
         queue.add(request(i, client))
-    assert [each.request_id for each in queue] == ["a0", "b4", "c6", "a1", "b5", "a2", "a3"]
+    assert [queued.request_id for queued in queue] == ["a0", "b4", "c6", "a1", "b5", "a2", "a3"]
 
 
 def test_a_level_of_priority_stands_above_clients() -> None:
     queue = FairQueue(POLICIES["priority"], Shares())
     for i, (client, priority) in enumerate([("a", 0), ("a", 0), ("b", 1), ("b", 0)]):
         queue.add(request(i, client, priority))
-    assert [each.request_id for each in queue] == ["a0", "b3", "a1", "b2"]
+    assert [queued.request_id for queued in queue] == ["a0", "b3", "a1", "b2"]
 
 
 def test_those_who_enter_change_the_order_and_those_passed_over_do_not() -> None:
@@ -72,11 +72,11 @@ def test_those_who_enter_change_the_order_and_those_passed_over_do_not() -> None
     for i, client in enumerate("aaab"):
         queue.add(request(i, client))
     seen = []
-    for each in queue.order():
-        seen.append(each.request_id)
-        if each.request_id != "a1":  # passed over
-            queue.remove(each)
-            shares.admitted(each)
+    for queued in queue.order():
+        seen.append(queued.request_id)
+        if queued.request_id != "a1":  # passed over
+            queue.remove(queued)
+            shares.admitted(queued)
     assert seen == ["a0", "b3", "a1", "a2"] and len(queue) == 1
 
 
@@ -86,14 +86,14 @@ def test_whatever_happens_the_queue_yields_each_request_once(seed: int) -> None:
     queue, inside = FairQueue(POLICIES["priority"], shares), []
     for i in range(300):
         if inside and chance.random() < 0.4:
-            gone = inside.pop(chance.randrange(len(inside)))
-            queue.remove(gone)
+            removed = inside.pop(chance.randrange(len(inside)))
+            queue.remove(removed)
         else:
             inside.append(request(i, chance.choice("abc"), chance.randrange(3)))
             queue.add(inside[-1])
         for order in (queue, queue.order()):
-            rids = [each.request_id for each in order]
-            assert sorted(rids) == sorted(each.request_id for each in inside) and len(queue) == len(rids)
+            rids = [queued.request_id for queued in order]
+            assert sorted(rids) == sorted(queued.request_id for queued in inside) and len(queue) == len(rids)
 
 
 # --- slots ---

@@ -41,9 +41,9 @@ def test_gauges_stay_fresh_while_only_held_requests_run(depth: int) -> None:
         engine.clock.now += 0.1
         engine.step()
     for identity in (b"A", b"B"):
-        told = [m for i, m in engine.messages if i == identity and isinstance(m, StepOutput)]
-        assert 9 <= len(told) <= 12 and not any(m.request_ids for m in told)
-        assert told[-1].stats.running == 1
+        messages = [m for i, m in engine.messages if i == identity and isinstance(m, StepOutput)]
+        assert 9 <= len(messages) <= 12 and not any(m.request_ids for m in messages)
+        assert messages[-1].stats.running == 1
 
 
 @DEPTHS
@@ -54,9 +54,9 @@ def test_going_idle_is_told_once_to_everybody(depth: int) -> None:
     engine.run()
     count = len(engine.messages)
     for identity in (b"A", b"B"):
-        told = [m for i, m in engine.messages if i == identity and isinstance(m, StepOutput)]
-        assert told[-1].stats == engine.stats
-        assert (told[-1].stats.running, told[-1].stats.blocks_held) == (0, 0)
+        messages = [m for i, m in engine.messages if i == identity and isinstance(m, StepOutput)]
+        assert messages[-1].stats == engine.stats
+        assert (messages[-1].stats.running, messages[-1].stats.blocks_held) == (0, 0)
     if depth == 1:  # the owner's last output said it already
         assert sum(i == b"A" and isinstance(m, StepOutput) for i, m in engine.messages) == 3
     engine.clock.now += 9
@@ -92,8 +92,8 @@ def test_stats_are_told_to_who_asks_ahead_of_the_reply() -> None:
     engine.add("a", [3], max_tokens=9, stream=False, ignore_eos=True)
     engine.steps(2)
     engine.call("stats", call_id=3, owner=b"C")
-    told = [m for identity, m in engine.messages if identity == b"C"]
-    assert told == [StepOutput(engine.stats), Reply(3, {})] and isinstance(engine.stats, StepStats)
+    messages = [m for identity, m in engine.messages if identity == b"C"]
+    assert messages == [StepOutput(engine.stats), Reply(3, {})] and isinstance(engine.stats, StepStats)
     assert engine.stats.output_tokens == 2
 
 

@@ -228,7 +228,7 @@ SCHEMAS = st.recursive(
 def fits(value: Any, schema: dict[str, Any]) -> bool:
     """The part of JSON Schema that these tests use."""
     if "anyOf" in schema:
-        return any(fits(value, each) for each in schema["anyOf"])
+        return any(fits(value, branch) for branch in schema["anyOf"])
     if "enum" in schema:
         return value in schema["enum"]
     kind = schema["type"]
@@ -236,7 +236,7 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
         parts = schema["properties"]
         return isinstance(value, dict) and value.keys() == parts.keys() and all(fits(value[k], parts[k]) for k in parts)
     if kind == "array":
-        return isinstance(value, list) and 1 <= len(value) <= 2 and all(fits(each, schema["items"]) for each in value)
+        return isinstance(value, list) and 1 <= len(value) <= 2 and all(fits(item, schema["items"]) for item in value)
     if kind == "integer":
         return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
     if kind == "string":

@@ -140,13 +140,13 @@ def test_events_tell_where_blocks_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
     published: list[Any] = []
     monkeypatch.setattr(e.core._events, "publish", published.extend)
 
-    def told(medium: str) -> list[tuple[str, int]]:
+    def stored(medium: str) -> list[tuple[str, int]]:
         return [(type(event).__name__, block) for event in published if event.medium == medium
                 for block in event.block_hashes]  # fmt: skip
 
     cached(e, "a")
-    first, second = (block for _, block in told("GPU"))
-    assert told("CPU") == told("STORAGE") == [("BlockStored", first), ("BlockStored", second)]
+    first, second = (block for _, block in stored("GPU"))
+    assert stored("CPU") == stored("STORAGE") == [("BlockStored", first), ("BlockStored", second)]
     kept = [event for event in published if event.medium == "CPU"]
     assert [event.parent_block_hash for event in kept] == [None, first]
     assert [event.token_ids for event in kept] == [PROMPT[:4], PROMPT[4:8]]
@@ -155,11 +155,11 @@ def test_events_tell_where_blocks_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
     copies.broken.add(key)
     for number in range(40):  # more than the KV cache holds, and memory
         cached(e, f"other{number}", [4 + number % 14, 4 + number // 14] * 4 + [9])
-    assert {("BlockRemoved", first), ("BlockRemoved", second)} <= set(told("CPU"))
-    assert all(kind == "BlockStored" for kind, _ in told("STORAGE"))
+    assert {("BlockRemoved", first), ("BlockRemoved", second)} <= set(stored("CPU"))
+    assert all(kind == "BlockStored" for kind, _ in stored("STORAGE"))
     published.clear()
     assert cached(e, "b") == 4, "the other block's file is damaged"
-    assert told("STORAGE") == [("BlockRemoved", second), ("BlockStored", second)]
+    assert stored("STORAGE") == [("BlockRemoved", second), ("BlockStored", second)]
     published.clear()
     e.call("reset_prefix_cache", reset_external=True, call_id=2)
     e.run()
@@ -302,15 +302,15 @@ def test_rates_decide_and_files_that_were_slow_are_tried_again() -> None:
 
 
 def test_slots_that_are_pinned_are_not_replaced() -> None:
-    gone: list[bytes] = []
-    slots = MemorySlots(3, gone.append)
+    evicted: list[bytes] = []
+    slots = MemorySlots(3, evicted.append)
     for key in (b"a", b"b", b"c"):
         [slot] = slots.take(1)
         assert slots.keep(key, slot)
         slots.unpin([slot])
     slots.use(b"a")
     slots.pin([slots.use(b"b")])
-    assert len(slots.take(3, keep={b"a"})) == 1 and gone == [b"c"]
+    assert len(slots.take(3, keep={b"a"})) == 1 and evicted == [b"c"]
     slots.clear()
     assert len(slots) == 0 and len(slots.take(3)) == 1  # the other two are pinned still
 

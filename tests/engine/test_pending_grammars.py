@@ -186,10 +186,10 @@ def test_an_abort_while_compiling_is_accepted_first() -> None:
     engine, grammars = made()
     send(engine, "g", "h")
     engine.abort("g", call_id=None)
-    told = [
+    messages = [
         m for _, m in engine.messages if isinstance(m, SubmitReply) or (isinstance(m, StepOutput) and m.request_ids)
     ]
-    assert told[0] == SubmitReply(9) and isinstance(told[1], StepOutput)
+    assert messages[0] == SubmitReply(9) and isinstance(messages[1], StepOutput)
     assert detail(engine, "g") == "abort_user"
     assert grammars.futures[0].cancelled()
     grammars.futures[1].set_exception(RequestError("no such thing", field="structured_outputs.regex"))

@@ -68,15 +68,15 @@ def add(rid: str, *, seed: int = 0, stream: bool = False, prompt: tuple[int, ...
 
 def gather(front: Front, *rids: str) -> dict[str, Received]:
     """Receive until all these have ended."""
-    got = {rid: Received() for rid in rids}
-    while any(each.finish is None for each in got.values()):
+    received = {rid: Received() for rid in rids}
+    while any(outcome.finish is None for outcome in received.values()):
         message = front.receive()
         if message == SubmitReply(99):
             continue
         assert isinstance(message, StepOutput), message
         for output in unpack(message):
-            got[output.rid].take(output)
-    return got
+            received[output.rid].take(output)
+    return received
 
 
 def answer(front: Front, kind: type[FromEngine], waiting: Callable[[], None] | None = None) -> Any:
@@ -96,9 +96,9 @@ def test_a_life_from_hello_to_shutdown(address: str, depth: int) -> None:
         params: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "logprobs": 1}
         front.send(add("a", seed=1, **params))
         front.send(add("b", seed=2, stream=False, **params))
-        for seed, got in enumerate(gather(front, "a", "b").values(), 1):
+        for seed, received in enumerate(gather(front, "a", "b").values(), 1):
             want = solo([3, 4], SamplingParams(**params), seed, 64)
-            assert (got.tokens, got.logprobs) == (want.tokens, want.logprobs)
+            assert (received.tokens, received.logprobs) == (want.tokens, want.logprobs)
         permits = running.executor.permits = threading.Semaphore(0)  # "c" cannot end before its abort arrives
         front.send(add("c", ignore_eos=True))
         front.send(Call(7, "abort", {"keys": ["c", "a", "x"]}))

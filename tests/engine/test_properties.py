@@ -119,18 +119,18 @@ def play(options: dict[str, Any], script: list[Arrival], reset_at: int | None) -
         else:
             engine.check_complete(rid)
     engine.check_empty()
-    assert engine.stats.output_tokens >= sum(len(got.tokens) for got in engine.received.values())
+    assert engine.stats.output_tokens >= sum(len(received.tokens) for received in engine.received.values())
     return engine
 
 
 def check_aborted(engine: Engine, rid: str) -> None:
-    got, want = engine.received[rid], engine.solo(rid)
-    assert got.finish is not None and (got.finish.reason, got.finish.detail) == ("abort", "abort_user")
-    assert got.tokens == want.tokens[: len(got.tokens)]
-    if got.logprobs is not None:
-        assert want.logprobs is not None and got.logprobs == want.logprobs.cut(len(got.tokens))
-    if got.prompt_logprobs is not None and got.tokens:
-        assert got.prompt_logprobs == want.prompt_logprobs
+    received, want = engine.received[rid], engine.solo(rid)
+    assert received.finish is not None and (received.finish.reason, received.finish.detail) == ("abort", "abort_user")
+    assert received.tokens == want.tokens[: len(received.tokens)]
+    if received.logprobs is not None:
+        assert want.logprobs is not None and received.logprobs == want.logprobs.cut(len(received.tokens))
+    if received.prompt_logprobs is not None and received.tokens:
+        assert received.prompt_logprobs == want.prompt_logprobs
 
 
 @given(engines, st.lists(arrivals(), min_size=2, max_size=10), st.sampled_from([5, 20, None]))

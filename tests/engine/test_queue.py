@@ -21,9 +21,9 @@ def request(number: int, *, arrival: float = 0.0, priority: int = 0) -> Request:
 
 def order(policy: str, requests: list[Request]) -> list[str]:
     queue = Queue(POLICIES[policy])
-    for each in requests:
-        queue.add(each)
-    return [each.request_id for each in queue]
+    for request in requests:
+        queue.add(request)
+    return [request.request_id for request in queue]
 
 
 def test_fcfs_is_by_arrival_then_receipt() -> None:
@@ -51,8 +51,8 @@ def test_queue_stays_in_order_through_random_changes(policy: str) -> None:
         queue.add(made)
         inside.append(made)
         if rng.random() < 0.4:
-            gone = inside.pop(rng.randrange(len(inside)))
-            queue.remove(gone)
+            removed = inside.pop(rng.randrange(len(inside)))
+            queue.remove(removed)
     inside.sort(key=POLICIES[policy])
     assert list(queue) == inside
     assert len(queue) == len(inside) and queue[3] is inside[3]

@@ -30,22 +30,22 @@ def wire(address: str) -> Iterator[EngineSocket]:
 
 
 def take(wire: EngineSocket, count: int) -> list[Received]:
-    got: list[Received] = []
-    while len(got) < count:
+    received: list[Received] = []
+    while len(received) < count:
         more = wire.take(60)
         assert more, "nothing came"
-        got += more
-    return got
+        received += more
+    return received
 
 
 def test_messages_go_both_ways_in_order(wire: EngineSocket, address: str) -> None:
     with Front(address) as front:
         for number in range(50):
             front.send(Call(number, "ping"))
-        got = take(wire, 50)
-        assert [message for _, message, _ in got] == [Call(number, "ping") for number in range(50)]
-        assert {received for _, _, received in got} == {5.0}
-        (identity,) = {identity for identity, _, _ in got}
+        actual = take(wire, 50)
+        assert [message for _, message, _ in actual] == [Call(number, "ping") for number in range(50)]
+        assert {received for _, _, received in actual} == {5.0}
+        (identity,) = {identity for identity, _, _ in actual}
         for number in range(50):
             wire.send(identity, Reply(number, {"n": number}))
         assert [front.receive() for _ in range(50)] == [Reply(number, {"n": number}) for number in range(50)]
@@ -84,12 +84,12 @@ def test_unreadable_messages_are_logged_and_passed_over(
 def test_a_front_end_that_has_gone_hurts_nobody(wire: EngineSocket, address: str) -> None:
     with Front(address) as front:
         front.send(Call(1, "ping"))
-        ((gone, _, _),) = take(wire, 1)
+        ((identity_left, _, _),) = take(wire, 1)
     with Front(address) as front:
         front.send(Call(2, "ping"))
         ((identity, _, _),) = take(wire, 1)
         for number in range(2000):
-            wire.send(gone, Reply(number, "x" * 1000))
+            wire.send(identity_left, Reply(number, "x" * 1000))
         wire.send(identity, Reply(2))
         assert front.receive() == Reply(2)
 

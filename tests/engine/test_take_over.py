@@ -205,7 +205,7 @@ def test_adapters_are_those_of_the_start_that_were_not_replaced_since() -> None:
     last = engine.core._state_now()
     other = Engine(**options)
     ask(other, "take_over", last=last)
-    assert [(each.name, each.generation) for each in other.core.adapters.listed()] == [("a", 1)]
+    assert [(adapter.name, adapter.generation) for adapter in other.core.adapters.listed()] == [("a", 1)]
     assert other.core._state_now().num_loads == 5
     for name in ("b", "d"):
         assert ask(other, "load_lora_adapter", lora_name=name, lora_path="/x").error is None

@@ -126,12 +126,12 @@ def test_a_cheap_grammar_does_not_wait_for_costly_ones(trials: Trials, monkeypat
 def test_a_cancelled_trial_is_killed_and_a_waiting_one_never_runs(trials: Trials) -> None:
     bombs = [costly(trials, i) for i in range(5)]
     until(lambda: children(trials))
-    for each in bombs:
-        trials.cancel(each.trial)
+    for bomb in bombs:
+        trials.cancel(bomb.trial)
     assert isinstance(Tried(trials, regex="cheap").result, Cost)
     until(lambda: not children(trials))
     assert not trials._running and not trials._quick and not trials._slow
-    assert not any(each.outcome.done() for each in bombs)
+    assert not any(bomb.outcome.done() for bomb in bombs)
 
 
 def test_clients_take_turns(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +142,8 @@ def test_clients_take_turns(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> 
     many = [Tried(trials, "a", log, regex=f"a{i}") for i in range(3)]
     one = Tried(trials, "b", log, regex="b")
     trials.cancel(first.trial)
-    for each in (*many, one):
-        assert isinstance(each.result, Cost)
+    for trial in (*many, one):
+        assert isinstance(trial.result, Cost)
     assert log == ["a0", "b", "a1", "a2"]
 
 
@@ -185,6 +185,6 @@ def test_close_refuses_what_waits_and_leaves_no_process() -> None:
     process = psutil.Process(trials.pid)
     left = children(trials)
     trials.close()
-    assert all(isinstance(each.result, Unavailable) for each in bombs)
+    assert all(isinstance(bomb.result, Unavailable) for bomb in bombs)
     until(lambda: not process.is_running() and not any(child.is_running() for child in left))
     assert not any(thread.name == "trials" for thread in threading.enumerate())

@@ -45,7 +45,7 @@ def test_removal() -> None:
     items = [f"{i}" for i in range(50)]
     for item in items:
         turns.add(chance.choice("abc"), item, chance.randrange(2))
-    gone = chance.sample(items, 20)
-    for item in [*gone, "unknown"]:
+    removed = chance.sample(items, 20)
+    for item in [*removed, "unknown"]:
         turns.remove(item)
-    assert len(turns) == 30 and sorted(drained(turns)) == sorted(set(items) - set(gone))
+    assert len(turns) == 30 and sorted(drained(turns)) == sorted(set(items) - set(removed))

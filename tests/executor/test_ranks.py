@@ -173,10 +173,10 @@ def test_only_ranks_that_know_the_key_join(keys: tuple[str, str], monkeypatch: p
         return ""
 
     with ThreadPoolExecutor() as pool:
-        said = pool.submit(join)
+        joined = pool.submit(join)
         came = listener.accept(WAIT)
         assert (came is not None) == (keys[0] == keys[1])
-        assert ("does not know the key" in said.result(WAIT)) == (keys[0] != keys[1] != "")
+        assert ("does not know the key" in joined.result(WAIT)) == (keys[0] != keys[1] != "")
     for channel in [*channels, *([came[0]] if came else [])]:
         channel.close()
     listener.close()

@@ -176,7 +176,10 @@ def seeds(name: str) -> list[bytes]:
     """Good inputs of a target, to begin with."""
     if name == "bodies":
         params = {"max_tokens": 5, "temperature": 0.5, "stop": ["a"], "logit_bias": {"5": 1.5}, "logprobs": 2, "n": 2}
-        said = [{"role": "user", "content": [{"type": "text", "text": "x"}]}, {"role": "assistant", "content": "y"}]
+        chat = [
+            {"role": "user", "content": [{"type": "text", "text": "x"}]},
+            {"role": "assistant", "content": "y"},
+        ]
         choice = {"index": 0, "token_ids": [65, 66], "finish_reason": "stop", "logprobs": None}
         called = [
             {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
@@ -187,12 +190,12 @@ def seeds(name: str) -> list[bytes]:
         values: list[Any] = [
             {"token_ids": [5, 6], "sampling_params": params, "stream": False, "request_id": "a", "cache_salt": "s"},
             {"token_ids_b64": "BQAAAA==", "sampling_params": params, "deadline_ms": 5},
-            {"messages": said, "stop": "x", "max_tokens": 3, "logprobs": True, "top_logprobs": 2}, {"tokens": [5, 6]},
+            {"messages": chat, "stop": "x", "max_tokens": 3, "logprobs": True, "top_logprobs": 2}, {"tokens": [5, 6]},
             {"prompt": ["a", "b"], "echo": True, "n": 2, "logprobs": 1}, {"prompt": [[5], [6]]}, {"request_ids": ["a"]},
             {"group_id": "g"}, {"prompt": "x", "return_token_strs": True}, {"tokens": [5], "skip_special_tokens": True},
             {"input": "x", "instructions": "y", "text": {"format": {"type": "json_object"}}, "reasoning": {}},
-            {"input": [*said, *called], "tools": [tool], "tool_choice": {"type": "function", "name": "f"}},
-            {"generate_responses": [{"choices": [choice]}], "request": {"messages": said}},
+            {"input": [*chat, *called], "tools": [tool], "tool_choice": {"type": "function", "name": "f"}},
+            {"generate_responses": [{"choices": [choice]}], "request": {"messages": chat}},
             {"generate_responses": [{"choices": [choice], "prompt_token_ids": [5]}]},
         ]  # fmt: skip
         return [
@@ -204,12 +207,12 @@ def seeds(name: str) -> list[bytes]:
         request = messages.EngineRequest("r#0", TokenPrompt(b"\5\0\0\0"), sampling, options, 3)
         rare = messages.RareFields(0, messages.Finish("stop", "eos", 2), messages.Logprobs(b"1234", b"1234"))
         step = messages.StepOutput(messages.StepStats(1, 2), ["r#0"], b"\5\0\0\0", b"", [], [rare])
-        said: list[Any] = [
+        samples: list[Any] = [
             step, messages.Submit(1, "r", [request], "c"), messages.Abort(["r#0"]), messages.Reply(2, {"a": [1]}),
             messages.Call(2, "abort", {"keys": ["r"]}), messages.SubmitReply(1), messages.Dead("x"),
             messages.Ready(9, 9, 9, 9, [2], "0"),
         ]  # fmt: skip
-        return [messages.encode(each) for each in said]
+        return [messages.encode(message) for message in samples]
     return [bytes(range(start, start + 24)) for start in range(0, 224, 8)]
 
 

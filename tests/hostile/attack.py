@@ -92,7 +92,7 @@ def post(url: str, path: str, body: Any, headers: dict[str, str] | None = None) 
 def together(count: int, call: Callable[[], Answer]) -> list[Answer]:
     """The same from several clients at once."""
     with ThreadPoolExecutor(count) as pool:
-        return [each.result() for each in [pool.submit(call) for _ in range(count)]]
+        return [future.result() for future in [pool.submit(call) for _ in range(count)]]
 
 
 def connect(url: str) -> socket.socket:
@@ -431,7 +431,7 @@ class Scene:
     def memory(self) -> int:
         """Resident bytes of the server and its engine."""
         processes = [psutil.Process(self.server.process.pid)]
-        return sum(process.memory_info().rss for each in processes for process in (each, *each.children()))
+        return sum(process.memory_info().rss for parent in processes for process in (parent, *parent.children()))
 
     def stalls(self, above: float = 0.25) -> int:
         """How often the event loop has stalled for longer."""

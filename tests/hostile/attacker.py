@@ -23,7 +23,7 @@ from tests.hostile import grammar_attacks, stream_attacks
 from tests.hostile.attack import ATTACKS
 from tests.hostile.grammar_attacks import ANSWERS, Fault
 
-UNTIL_DEADLINE = {each.__name__: each for each in (*grammar_attacks.ATTACKS, *stream_attacks.ATTACKS)}
+UNTIL_DEADLINE = {attack.__name__: attack for attack in (*grammar_attacks.ATTACKS, *stream_attacks.ATTACKS)}
 NAMES = [*ATTACKS, *UNTIL_DEADLINE]
 SHORTEST, LONGEST = 5.0, 15.0  # seconds of an attack that goes on until its deadline
 

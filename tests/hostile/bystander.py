@@ -30,16 +30,16 @@ class Bystander:
 
     async def round(self, client: httpx.AsyncClient) -> None:
         """One of each kind of request.  The first round says what is expected."""
-        got = []
+        received = []
         for request in REQUESTS:
             began = time.monotonic()
             answer = await client.post(GENERATE, json=request, headers=self.headers)
             self.seconds.append(time.monotonic() - began)
             assert answer.status_code == 200, answer.text
-            got.append([(c["token_ids"], c["logprobs"], c["text"]) for c in answer.json()["choices"]])
+            received.append([(c["token_ids"], c["logprobs"], c["text"]) for c in answer.json()["choices"]])
         if self._expected is None:
-            self._expected = got
-        assert got == self._expected, "a bystander's tokens or logprobs have changed"
+            self._expected = received
+        assert received == self._expected, "a bystander's tokens or logprobs have changed"
 
     async def beside(self, attacks: list[Attack], seconds: float, seed: int = 0) -> int:
         """Run rounds while all of the attacks run, each until its deadline; returns how many rounds there were."""

@@ -53,7 +53,7 @@ class GoodClient:
         async with httpx.AsyncClient(base_url=self._url, timeout=TIMEOUT) as client:
             if not self._solo:
                 requests = [(kind, seed) for kind in KINDS for seed in range(EACH)]
-                self._solo = {each: (await self._send(client, *each))[0] for each in requests}
+                self._solo = {request: (await self._send(client, *request))[0] for request in requests}
             end = time.monotonic() + seconds
             while time.monotonic() < end:
                 await self._one(client, self._rng.choice(KINDS), self._rng.randrange(EACH))
@@ -62,12 +62,12 @@ class GoodClient:
     async def _one(self, client: httpx.AsyncClient, kind: str, seed: int) -> None:
         begin = time.monotonic()
         try:
-            got, first = await self._send(client, kind, seed)
+            received, first = await self._send(client, kind, seed)
         except httpx.HTTPError as error:
             self.faults.append(f"good client, {kind} {seed}: {error!r} after {time.monotonic() - begin:.1f} s")
             return
         self.replies.append(Reply(begin, kind, first, time.monotonic() - begin))
-        if got != self._solo[kind, seed]:
+        if received != self._solo[kind, seed]:
             self.faults.append(f"good client, {kind} {seed}: the reply differs from the solo reply")
 
     async def _send(self, client: httpx.AsyncClient, kind: str, seed: int) -> tuple[Any, float]:

@@ -25,8 +25,8 @@ def draw(soak: Soak, target: Path) -> None:
     memory(soak, axes[1])
     requests(soak, axes[2])
     attacks(soak, axes[3])
-    for each in axes:
-        each.legend(loc="upper right", fontsize="small")
+    for axis in axes:
+        axis.legend(loc="upper right", fontsize="small")
     axes[3].set(xlabel="minutes")
     figure.savefig(target, dpi=110)
 
@@ -34,10 +34,10 @@ def draw(soak: Soak, target: Path) -> None:
 def latency(soak: Soak, axes: Axes) -> None:
     """Every reply, the p99 of each half minute, and the bound."""
     blocks: dict[int, list[float]] = {}
-    for each in soak.loud:
-        blocks.setdefault(int((each.at - soak.began) / BLOCK), []).append(each.last)
-    minutes = [(each.at - soak.began) / 60 for each in soak.loud]
-    axes.semilogy(minutes, [1e3 * each.last for each in soak.loud], ".", markersize=1, alpha=0.4, label="a reply")
+    for reply in soak.loud:
+        blocks.setdefault(int((reply.at - soak.began) / BLOCK), []).append(reply.last)
+    minutes = [(reply.at - soak.began) / 60 for reply in soak.loud]
+    axes.semilogy(minutes, [1e3 * reply.last for reply in soak.loud], ".", markersize=1, alpha=0.4, label="a reply")
     axes.semilogy(
         [(number + 0.5) * BLOCK / 60 for number in blocks],
         [1e3 * percentile(values, 0.99) for values in blocks.values()], label="p99 of half a minute",
@@ -50,26 +50,26 @@ def latency(soak: Soak, axes: Axes) -> None:
 
 def memory(soak: Soak, axes: Axes) -> None:
     """Resident sets."""
-    minutes = [(each.at - soak.began) / 60 for each in soak.samples]
+    minutes = [(sample.at - soak.began) / 60 for sample in soak.samples]
     for name, label in (("whole", "all processes"), ("engine", "engine"), ("server", "server")):
-        axes.plot(minutes, [getattr(each, name) / MIB for each in soak.samples], label=label)
+        axes.plot(minutes, [getattr(sample, name) / MIB for sample in soak.samples], label=label)
     axes.axhline(soak.memory["before"]["all"] / MIB, color="grey", linestyle=":", label="all, before")
     axes.set(ylabel="RSS, MiB", ylim=(0, None))
 
 
 def requests(soak: Soak, axes: Axes) -> None:
     """What the engine holds."""
-    minutes = [(each.at - soak.began) / 60 for each in soak.samples]
+    minutes = [(sample.at - soak.began) / 60 for sample in soak.samples]
     for name in ("running", "waiting", "stalled"):
-        axes.plot(minutes, [getattr(each, name) for each in soak.samples], label=name)
+        axes.plot(minutes, [getattr(sample, name) for sample in soak.samples], label=name)
     axes.set(ylabel="requests", yscale="symlog", ylim=(0, None))
 
 
 def attacks(soak: Soak, axes: Axes) -> None:
     """Attacks that ended so far, and stalls of the event loop."""
     ends = sorted((attack["end"] - soak.began) / 60 for attack in soak.attacks)
-    minutes = [(each.at - soak.began) / 60 for each in soak.samples]
+    minutes = [(sample.at - soak.began) / 60 for sample in soak.samples]
     axes.plot(ends, range(1, len(ends) + 1), label="attacks ended")
     first = soak.samples[0].stalls
-    axes.plot(minutes, [each.stalls - first for each in soak.samples], label="stalls above 0.25 s")
+    axes.plot(minutes, [sample.stalls - first for sample in soak.samples], label="stalls above 0.25 s")
     axes.set(ylabel="so far", ylim=(0, None))

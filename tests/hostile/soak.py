@@ -187,7 +187,7 @@ class Soak:
             self._attack(server, client)
             self._settle(server, processes)
             sampler.stop()
-            self.samples = [each for each in sampler.samples if each.at >= self.began]
+            self.samples = [sample for sample in sampler.samples if sample.at >= self.began]
             self.loud = client.replies
             self.broken += client.faults + sampler.faults
             self.stalls = [line for line in server.log if "stalled" in line]
@@ -204,14 +204,14 @@ class Soak:
             clients = [
                 start_attacker(server.url, i, self._seed + i, self._seconds, output) for i, output in enumerate(outputs)
             ]
-            stack.callback(lambda: [each.kill() for each in clients])
+            stack.callback(lambda: [process.kill() for process in clients])
             asyncio.run(client.run(self._seconds))
             after = processor_seconds(server)
             end = time.monotonic() + PATIENCE
-            for number, each in enumerate(clients):
+            for number, process in enumerate(clients):
                 try:
-                    if each.wait(max(0.0, end - time.monotonic())):
-                        self.broken.append(f"hostile client {number} ended with status {each.returncode}")
+                    if process.wait(max(0.0, end - time.monotonic())):
+                        self.broken.append(f"hostile client {number} ended with status {process.returncode}")
                 except subprocess.TimeoutExpired:
                     self.broken.append(f"an attack of hostile client {number} did not end in {PATIENCE:g} s")
             used = 0.0
@@ -265,7 +265,7 @@ class Soak:
 
     def p99(self, replies: list[Reply]) -> float:
         """Seconds to the end of a reply."""
-        return percentile([each.last for each in replies], 0.99)
+        return percentile([reply.last for reply in replies], 0.99)
 
     def answers(self) -> Counter[str]:
         """What the hostile clients were told."""
@@ -326,27 +326,29 @@ def table(soak: Soak) -> list[str]:
     lines = [
         "| good client | quiet | p50, p99, worst, ms | beside attacks | p50, p99, worst, ms | p99 ratio |",
         "|---|---|---|---|---|---|",
-        row("whole reply, all", [each.last for each in soak.quiet], [each.last for each in soak.loud]),
+        row("whole reply, all", [reply.last for reply in soak.quiet], [reply.last for reply in soak.loud]),
     ]
     for kind in KINDS:
         lines.append(
-            row(kind, *([each.last for each in part if each.kind == kind] for part in (soak.quiet, soak.loud)))
+            row(kind, *([reply.last for reply in part if reply.kind == kind] for part in (soak.quiet, soak.loud)))
         )
-    lines.append(row("first token", *([each.first for each in part if each.first] for part in (soak.quiet, soak.loud))))
-    memory = [each.whole / MIB for each in soak.samples]
+    lines.append(
+        row("first token", *([reply.first for reply in part if reply.first] for part in (soak.quiet, soak.loud)))
+    )
+    memory = [sample.whole / MIB for sample in soak.samples]
     lines += [
         "", f"memory of all processes: {max(memory):.0f} MiB at most, {percentile(memory, 0.5):.0f} median",
         *(f"memory {when}, MiB: " + ", ".join(f"{name} {size >> 20}" for name, size in sizes.items())
           for when, sizes in soak.memory.items()),
-        f"requests at most: {max(each.running for each in soak.samples):g} running, "
-        f"{max(each.waiting for each in soak.samples):g} waiting",
+        f"requests at most: {max(s.running for s in soak.samples):g} running, "
+        f"{max(s.waiting for s in soak.samples):g} waiting",
         f"event loop: {soak.samples[-1].stalls - soak.samples[0].stalls:g} stalls above {STALL} s; "
-        f"an idle process woke up to {max(each.late for each in soak.samples):.2f} s late",
+        f"an idle process woke up to {max(s.late for s in soak.samples):.2f} s late",
         "processors: " + ", ".join(f"{name} {value:.2f}" for name, value in soak.processors.items()),
         f"attacks: {len(soak.attacks)}; " + counts(Counter(attack["attack"] for attack in soak.attacks)),
         "answers: " + counts(soak.answers()),
         *(f"stall: {line}" for line in soak.stalls[:20]),
-        *(f"BROKEN: {each}" for each in soak.broken[:50] + soak.too_slow),
+        *(f"BROKEN: {problem}" for problem in soak.broken[:50] + soak.too_slow),
     ]  # fmt: skip
     return lines
 
@@ -362,7 +364,7 @@ def summary(soak: Soak, seconds: float) -> dict[str, Any]:
     return {
         "seconds": seconds, "good_replies": len(soak.loud), "quiet_p99_s": round(quiet, 4), "p99_s": round(loud, 4),
         "p99_ratio": round(loud / quiet, 2), "memory_bytes": soak.memory,
-        "memory_most_mib": max(each.whole for each in soak.samples) >> 20, "processors": soak.processors,
+        "memory_most_mib": max(sample.whole for sample in soak.samples) >> 20, "processors": soak.processors,
         "stalls": soak.samples[-1].stalls - soak.samples[0].stalls, "attacks": len(soak.attacks),
         "answers": dict(soak.answers()), "broken": soak.broken + soak.too_slow,
     }  # fmt: skip

@@ -36,7 +36,7 @@ def impatient() -> Iterator[Scene]:
         yield made
 
 
-def said(answers: list[Answer]) -> set[tuple[int, str | None, str | None]]:
+def errors(answers: list[Answer]) -> set[tuple[int, str | None, str | None]]:
     return {(answer.status, answer.code, answer.field) for answer in answers}
 
 
@@ -49,18 +49,18 @@ def test_texts_that_cannot_fit_are_refused_unread(scene: Scene) -> None:
     assert of_messages.status == 400  # an error of that route has no code
     fields = ["prompt", "messages", "prompt", "input", "prompt[1]", "prompt"]
     assert [(answer.status, answer.code, answer.field) for answer in answers] == [(*TOO_LONG, name) for name in fields]
-    assert said(scene.under(attack.many_texts)) == {(*TOO_LONG, "prompt")}
-    assert said(scene.under(attack.longest_text)) == {(413, "too_many_values", None)}, "its commas may be values"
+    assert errors(scene.under(attack.many_texts)) == {(*TOO_LONG, "prompt")}
+    assert errors(scene.under(attack.longest_text)) == {(413, "too_many_values", None)}, "its commas may be values"
 
 
 @pytest.mark.slow
 def test_long_texts_are_tokenized_beside_the_loop(scene: Scene) -> None:
-    assert said(scene.under(attack.text_to_count)) == {(200, None, None)}
+    assert errors(scene.under(attack.text_to_count)) == {(200, None, None)}
 
 
 def test_stop_strings(scene: Scene) -> None:
-    assert said(scene.under(attack.many_stops)) == {(400, None, "stop")}
-    assert said(scene.under(attack.as_many_stops_as_allowed)) == {(200, None, None)}
+    assert errors(scene.under(attack.many_stops)) == {(400, None, "stop")}
+    assert errors(scene.under(attack.as_many_stops_as_allowed)) == {(200, None, None)}
 
 
 def test_bad_words(scene: Scene) -> None:
@@ -135,11 +135,11 @@ def test_many_ids(scene: Scene) -> None:
 
 
 def test_values_that_decoding_would_multiply(scene: Scene) -> None:
-    assert said(scene.under(attack.nothing_but_lists)) == {(413, "too_many_values", None)}
+    assert errors(scene.under(attack.nothing_but_lists)) == {(413, "too_many_values", None)}
 
 
 def test_another_host_reaches_no_control(scene: Scene) -> None:
-    assert said(scene.under(attack.another_host)) == {(403, "host_not_allowed", None)}
+    assert errors(scene.under(attack.another_host)) == {(403, "host_not_allowed", None)}
     assert not scene.server.get("/is_sleeping").json()["is_sleeping"]
 
 
@@ -147,7 +147,7 @@ def test_odd_requests(scene: Scene) -> None:
     version, level, *names = scene.under(attack.odd_requests)
     assert (version.status, version.code) == (505, "http_version")
     assert (level.status, level.field) == (400, "level")
-    assert said(names) == {(400, None, "new_version")}
+    assert errors(names) == {(400, None, "new_version")}
 
 
 def test_a_signal_ends_the_server_while_it_is_attacked() -> None:

@@ -71,10 +71,10 @@ def test_a_cheap_grammar_does_not_wait_for_bombs(server: Server) -> None:
         for number in range(3):
             answer = server.post(GENERATE, body({"choice": ["yes", "no", f"number {number}"]}))
             assert answer.status_code == 200, answer.text
-        assert not all(each.done() for each in sent), "the bombs were refused first"
+        assert not all(request.done() for request in sent), "the bombs were refused first"
         server.post("/abort_requests", {"all": True})  # the rest need not be waited for
-        for each in sent:
-            assert each.result().status_code in (200, 400)
+        for request in sent:
+            assert request.result().status_code in (200, 400)
     until_quiet(server)
 
 

@@ -61,8 +61,8 @@ def test_a_smaller_adapter_leaves_nothing_of_a_larger_one() -> None:
     other.load("o_proj", weight)
     large, small = low_rank(8, 5, rank=4), low_rank(8, 5, rank=2)
     place(layer, 1, "o_proj", large)
-    for each in (layer, other):
-        place(each, 1, "o_proj", small)
+    for linear in (layer, other):
+        place(linear, 1, "o_proj", small)
     x, ones = torch.randn(3, 8), torch.ones(3, dtype=torch.int32)
     assert torch.equal(layer(x, adapters=ones), other(x, adapters=ones))
     place(layer, 1, "o_proj", None)

@@ -267,12 +267,12 @@ def test_cookies_and_the_environments_proxies_are_not_used(web: Web, monkeypatch
 
 
 def test_cancelling_closes_the_connection(web: Web) -> None:
-    arrived, gone = threading.Event(), threading.Event()
+    arrived, closed = threading.Event(), threading.Event()
 
     def waits(handler: BaseHTTPRequestHandler) -> None:
         arrived.set()
         if handler.connection.recv(1) == b"":
-            gone.set()
+            closed.set()
 
     web.answers["/a"] = waits
     sources = ImageSources(MediaConfig(allowed_media_domains=[web.host], media_fetch_timeout=60.0))
@@ -289,17 +289,17 @@ def test_cancelling_closes_the_connection(web: Web) -> None:
             await task
 
     asyncio.run(run())
-    assert gone.wait(30)
+    assert closed.wait(30)
     sources.close()
 
 
 def test_the_first_refusal_cancels_the_other_fetches(web: Web) -> None:
-    arrived, gone = threading.Event(), threading.Event()
+    arrived, closed = threading.Event(), threading.Event()
 
     def waits(handler: BaseHTTPRequestHandler) -> None:
         arrived.set()
         if handler.connection.recv(1) == b"":
-            gone.set()
+            closed.set()
 
     def missing(handler: BaseHTTPRequestHandler) -> None:
         arrived.wait()
@@ -315,5 +315,5 @@ def test_the_first_refusal_cancels_the_other_fetches(web: Web) -> None:
 
     with pytest.raises(RequestError, match="status 404"):
         asyncio.run(run())
-    assert gone.wait(30)
+    assert closed.wait(30)
     sources.close()

@@ -73,7 +73,7 @@ def test_some_layers_ranks_and_scales_of_their_own(base: Path, tmp_path: Path) -
 
 def test_patterns_may_be_null(base: Path, tmp_path: Path) -> None:
     actual = read(write_adapter(tmp_path, base, rank=4, alpha=8, rank_pattern=None, alpha_pattern=None))
-    assert {each.scale for each in actual.values()} == {2.0}
+    assert {low_rank.scale for low_rank in actual.values()} == {2.0}
 
 
 def test_names_of_a_state_dict_and_of_a_model_without_head_are_known(base: Path, tmp_path: Path) -> None:

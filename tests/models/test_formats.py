@@ -226,7 +226,7 @@ def test_a_layer_turns_stored_shards_into_floats_where_one_is_floats() -> None:
             layer.parameters()[f"{name}.weight"].take(one if name == "a" else parts[name])
         packed.append(layer.packed)
     expected = FLOAT8.pack(torch.cat((one.dense(), parts["b"])))
-    assert all(torch.equal(each.packed, expected.packed) for each in packed)
+    assert all(torch.equal(matrix.packed, expected.packed) for matrix in packed)
 
 
 ALLOWED = {  # files that may name float8 or int8

@@ -302,12 +302,12 @@ def greedy(theirs: Callable[[str], tuple[Path, PreTrainedModel]]) -> Callable[[s
         hf = tiny_config(family, **changes)
         prompt = random_ids(11, hf["vocab_size"], seed=3)
         with torch.no_grad():
-            said = model.generate(
+            generated = model.generate(
                 torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=64, do_sample=False
             )[0, len(prompt) :].tolist()
-        first, second = oracle_logits(model, prompt + said)[len(prompt) - 1 : -1].topk(2).values.unbind(-1)
+        first, second = oracle_logits(model, prompt + generated)[len(prompt) - 1 : -1].topk(2).values.unbind(-1)
         assert (first - second).min() > 2 * allowed(hf)  # so no rounding within the tolerance chooses another token
-        return prompt, said
+        return prompt, generated
 
     return made
 

@@ -89,14 +89,14 @@ def test_a_thread_that_waits_is_told_that_the_client_is_closed() -> None:
     def wait() -> None:
         with pytest.raises(rl.ClientClosed):
             client.state()
-        told.set()
+        notified.set()
 
-    requested, told = threading.Event(), threading.Event()
+    requested, notified = threading.Event(), threading.Event()
     client = blocking(answer)
     threading.Thread(target=wait, daemon=True).start()
     assert requested.wait(10)
     client.close()
-    assert told.wait(10)
+    assert notified.wait(10)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -19,10 +19,10 @@ class PlayedEvent:
         self._cuda = cuda
 
     def record(self) -> None:
-        self._cuda.told.append(("record", id(self)))
+        self._cuda.calls.append(("record", id(self)))
 
     def synchronize(self) -> None:
-        self._cuda.told.append(("wait", id(self)))
+        self._cuda.calls.append(("wait", id(self)))
 
     def query(self) -> bool:
         return self._cuda.is_idle
@@ -33,17 +33,17 @@ class PlayedStream:
         self._cuda = cuda
 
     def wait_stream(self, other: object) -> None:
-        self._cuda.told.append(("wait_stream", other))
+        self._cuda.calls.append(("wait_stream", other))
         self._cuda.waits.append((self, other))
 
 
 class PlayedCuda:
-    """torch.cuda, as far as it is used.  `told` is what was asked for."""
+    """torch.cuda, as far as it is used.  `calls` is what was asked for."""
 
     capability = (9, 0)
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, Any]] = []
+        self.calls: list[tuple[str, Any]] = []
         self.pools = 0
         self.is_idle = False
         self.main = PlayedStream(self)
@@ -63,14 +63,14 @@ class PlayedCuda:
         return PlayedEvent(self)
 
     def stream(self, stream: PlayedStream) -> Any:
-        self.told.append(("on", stream))
+        self.calls.append(("on", stream))
         return nullcontext()
 
     def set_device(self, device: object) -> None:
-        self.told.append(("set_device", device))
+        self.calls.append(("set_device", device))
 
     def empty_cache(self) -> None:
-        self.told.append(("empty_cache", None))
+        self.calls.append(("empty_cache", None))
 
     def graph_pool_handle(self) -> int:
         self.pools += 1
@@ -78,12 +78,12 @@ class PlayedCuda:
 
     def CUDAGraph(self) -> Any:
         class Graph:
-            replay = staticmethod(lambda: self.told.append(("replay", None)))
+            replay = staticmethod(lambda: self.calls.append(("replay", None)))
 
         return Graph()
 
     def graph(self, graph: object, **options: object) -> Any:
-        self.told.append(("graph", options))
+        self.calls.append(("graph", options))
         return nullcontext()
 
 
@@ -109,7 +109,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> PlayedTorch:
     torch_with_gpu = PlayedTorch()
     monkeypatch.setattr(device, "torch", torch_with_gpu)
     monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda self, stream: torch_with_gpu.cuda.told.append(("keep", stream))
+        torch.Tensor, "record_stream", lambda self, stream: torch_with_gpu.cuda.calls.append(("keep", stream))
     )
     return torch_with_gpu
 
@@ -118,10 +118,10 @@ def test_a_staging_buffer_is_filled_again_only_when_its_copy_is_done(played: Pla
     gpu, most = device.Cuda(), device.NUM_BUFFERS
     for _ in range(2 * most + 1):
         gpu.put([np.arange(3)])
-    told = played.cuda.told
-    assert [what for what, _ in told] == ["record"] * most + ["wait", "record"] * (most + 1)
-    events = [event for what, event in told if what == "record"]
-    assert [event for what, event in told if what == "wait"] == events[most:]  # its own event, each time
+    calls = played.cuda.calls
+    assert [what for what, _ in calls] == ["record"] * most + ["wait", "record"] * (most + 1)
+    events = [event for what, event in calls if what == "record"]
+    assert [event for what, event in calls if what == "wait"] == events[most:]  # its own event, each time
     assert events[:most] == events[most:-1] and len(set(events)) == most
 
 
@@ -130,7 +130,7 @@ def test_a_step_with_many_copies_waits_for_none_of_its_own(played: PlayedTorch) 
     for copy in range(50):
         played.cuda.is_idle = copy >= 10  # the first ten are under way at once
         gpu.put([np.arange(3)])
-    waits = [event for what, event in played.cuda.told if what == "wait"]
+    waits = [event for what, event in played.cuda.calls if what == "wait"]
     assert len(set(waits)) == len(gpu._buffers) == 10  # only for copies that are done
 
 
@@ -143,10 +143,10 @@ def test_a_larger_step_gets_a_larger_buffer(played: PlayedTorch) -> None:
 def test_what_leaves_waits_for_the_work_before_it_and_is_kept_until_it_left(played: PlayedTorch) -> None:
     gpu = device.Cuda()
     leaving = gpu.fetch([torch.arange(3), torch.zeros(0)])
-    assert [what for what, _ in played.cuda.told] == ["wait_stream", "on", "keep", "keep", "record"]
-    assert played.cuda.told[0][1] is played.cuda.main
+    assert [what for what, _ in played.cuda.calls] == ["wait_stream", "on", "keep", "keep", "record"]
+    assert played.cuda.calls[0][1] is played.cuda.main
     assert [array.tolist() for array in leaving.arrays()] == [[0, 1, 2], []]
-    assert played.cuda.told[-1] == ("wait", played.cuda.told[-2][1])
+    assert played.cuda.calls[-1] == ("wait", played.cuda.calls[-2][1])
 
 
 def test_a_step_runs_once_before_it_is_recorded_in_a_pool_of_its_time(played: PlayedTorch) -> None:
@@ -154,40 +154,40 @@ def test_a_step_runs_once_before_it_is_recorded_in_a_pool_of_its_time(played: Pl
     runs: list[int] = []
 
     def run() -> torch.Tensor:
-        runs.append(len(played.cuda.told))
+        runs.append(len(played.cuda.calls))
         return torch.tensor(len(runs))
 
     first, second = gpu.pool(), gpu.pool()
     assert first != second
     replay = gpu.capture(run, first)
-    assert runs == [0, 1] and played.cuda.told == [("graph", {"pool": first, "capture_error_mode": "thread_local"})]
-    assert replay().item() == 2 and played.cuda.told[-1] == ("replay", None) and len(runs) == 2
+    assert runs == [0, 1] and played.cuda.calls == [("graph", {"pool": first, "capture_error_mode": "thread_local"})]
+    assert replay().item() == 2 and played.cuda.calls[-1] == ("replay", None) and len(runs) == 2
 
 
 def test_memory_is_given_back_but_not_while_a_step_is_recorded(played: PlayedTorch) -> None:
     gpu = device.Cuda()
     gpu.give_back_memory()
-    assert played.cuda.told == [("empty_cache", None)]
+    assert played.cuda.calls == [("empty_cache", None)]
     threads: list[threading.Thread] = []
 
     def run() -> torch.Tensor:
-        if played.cuda.told[-1][0] == "graph":
+        if played.cuda.calls[-1][0] == "graph":
             threads.append(threading.Thread(target=gpu.give_back_memory))
             threads[0].start()
             assert not gpu._capturing.acquire(blocking=False)  # nor can the thread
-            played.cuda.told.append(("recorded", None))
+            played.cuda.calls.append(("recorded", None))
         return torch.tensor(0)
 
     gpu.capture(run, None)
     threads[0].join()
-    assert [what for what, _ in played.cuda.told[1:]] == ["graph", "recorded", "empty_cache"]
+    assert [what for what, _ in played.cuda.calls[1:]] == ["graph", "recorded", "empty_cache"]
 
 
 def test_weights_come_on_a_stream_of_their_own_that_steps_join(played: PlayedTorch) -> None:
     gpu, main = device.Cuda(), played.cuda.main
     with gpu.beside():
-        assert [what for what, _ in played.cuda.told] == ["set_device", "wait_stream", "on"]
-        side = played.cuda.told[-1][1]
+        assert [what for what, _ in played.cuda.calls] == ["set_device", "wait_stream", "on"]
+        side = played.cuda.calls[-1][1]
     assert side is not main and played.cuda.waits == [(side, main)]  # steps wait for nothing
     gpu.join()
     assert played.cuda.waits[1:] == [(main, side), (side, main)]

@@ -107,9 +107,12 @@ def jobs(adapters: int) -> list[Job]:
     ]  # fmt: skip
     return [
         Job(
-            prompt(1 + 23 * i % 190, i), SamplingParams(max_tokens=3 + i % 4, **each), i, adapter=i % (adapters + 1) - 1
+            prompt(1 + 23 * i % 190, i),
+            SamplingParams(max_tokens=3 + i % 4, **options),
+            i,
+            adapter=i % (adapters + 1) - 1,
         )
-        for i, each in enumerate(requested + requested)
+        for i, options in enumerate(requested + requested)
     ]
 
 
@@ -122,7 +125,7 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     with Zeros():
         start, serving = served(options)
-    json.dump({"start": [each.split()[0] for each in start], "serving": sorted(serving)}, sys.stdout)
+    json.dump({"start": [line.split()[0] for line in start], "serving": sorted(serving)}, sys.stdout)
 
 
 def served(options: dict[str, Any]) -> tuple[set[str], set[str]]:

@@ -76,7 +76,7 @@ def recording() -> Iterator[Tape]:
 
 
 def tensors(actual: object) -> list[Tensor]:
-    return [each for each in tree_iter(actual) if isinstance(each, Tensor)]
+    return [leaf for leaf in tree_iter(actual) if isinstance(leaf, Tensor)]
 
 
 def place(tensor: Tensor) -> int:

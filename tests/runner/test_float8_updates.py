@@ -158,8 +158,8 @@ def test_a_server_whose_config_says_nothing_of_float8_refuses_it(tmp_path: Path)
     with pytest.raises(RequestError, match=r"unexpected.*unsupported dtype.*has no quantization_config"):
         update(runner, by_stream, new)
     assert outcome(runner, facts) == before
-    told, layout = start(tmp_path / "old", quantization="fp8", hf_overrides={"quantization_config": QWEN})
-    assert outcome(told, layout) == before
-    update(told, by_stream, new)
-    told.call("commit_update", {})
-    assert outcome(told, layout) == outcome(*start(tmp_path / "new", quantization="fp8"))
+    overridden, layout = start(tmp_path / "old", quantization="fp8", hf_overrides={"quantization_config": QWEN})
+    assert outcome(overridden, layout) == before
+    update(overridden, by_stream, new)
+    overridden.call("commit_update", {})
+    assert outcome(overridden, layout) == outcome(*start(tmp_path / "new", quantization="fp8"))

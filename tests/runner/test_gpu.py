@@ -160,7 +160,9 @@ def distances(path: Path, hf: dict[str, Any], dtype: str) -> list[list[float]]:
     for at in range(1, len(ids)):
         _, _, top_ids, top = rows[at]
         ours[at - 1, top_ids] = torch.tensor(top, dtype=torch.float64)
-    return [[(each - exact).abs().mean().item(), (each - exact).abs().max().item()] for each in (ours, theirs)]
+    return [
+        [(logprobs - exact).abs().mean().item(), (logprobs - exact).abs().max().item()] for logprobs in (ours, theirs)
+    ]
 
 
 @pytest.mark.parametrize("big", [False, True], ids=["tiny", "real"])

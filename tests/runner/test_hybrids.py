@@ -64,8 +64,8 @@ def run(engine: RealEngine, *, turns: int = 1) -> dict[str, Any]:
     engine.core.cache.check_idle()
     engine.core.close()
     return {
-        rid: (got.tokens, got.logprobs, got.prompt_logprobs, got.finish and got.finish.detail)
-        for rid, got in engine.received.items()
+        rid: (received.tokens, received.logprobs, received.prompt_logprobs, received.finish and received.finish.detail)
+        for rid, received in engine.received.items()
     }
 
 

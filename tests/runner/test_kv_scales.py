@@ -46,7 +46,7 @@ def references() -> Iterator[None]:
 def scaled(directory: Path, factor: float = 1.0, seed: int = 0) -> Path:
     """A checkpoint with scales."""
     write_checkpoint(directory, HF, seed=seed)
-    rewrite(directory, stored(directory) | {name: torch.tensor(factor * each) for name, each in SCALES.items()})
+    rewrite(directory, stored(directory) | {name: torch.tensor(factor * scale) for name, scale in SCALES.items()})
     return directory
 
 
@@ -64,7 +64,9 @@ def start(directory: Path, **options: Any) -> tuple[Runner, DeviceFacts, FakeDev
 
 def jobs() -> list[Job]:
     requested: list[dict[str, Any]] = [{"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1}, {"temperature": 0.7}]
-    return [Job(prompt(40 - 9 * i, i), SamplingParams(max_tokens=5, **each), i) for i, each in enumerate(requested)]
+    return [
+        Job(prompt(40 - 9 * i, i), SamplingParams(max_tokens=5, **options), i) for i, options in enumerate(requested)
+    ]
 
 
 def come_of(runner: Runner, facts: DeviceFacts, **how: Any) -> list[Any]:
@@ -110,7 +112,7 @@ def test_scales_keep_what_would_be_too_small(tmp_path: Path) -> None:
 
 def test_scales_are_of_no_use_to_another_cache(tmp_path: Path) -> None:
     scaled(tmp_path / "scaled"), write_checkpoint(tmp_path / "plain", HF)
-    first, second = (start(tmp_path / each, kv_cache_dtype="auto") for each in ("scaled", "plain"))
+    first, second = (start(tmp_path / name, kv_cache_dtype="auto") for name in ("scaled", "plain"))
     assert come_of(*first[:2]) == come_of(*second[:2])
     assert first[0].background("checksums", {}) == second[0].background("checksums", {})
 

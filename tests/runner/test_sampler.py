@@ -132,15 +132,15 @@ def test_draws_among_huge_logits_follow_the_logprobs_that_are_told(bias: float, 
         logit_bias=dict.fromkeys((4, 9, 20), bias), temperature=temperature, logprobs=-1, logprobs_mode="processed"
     )
     logits = model_logits()
-    told = draw(sampler([params])[0], logits.clone(), rows_of([0])).logprobs
-    assert told is not None
+    logprobs = draw(sampler([params])[0], logits.clone(), rows_of([0])).logprobs
+    assert logprobs is not None
     made, slots = sampler([params] * BATCH)
     slots.seeds[:] = np.arange(BATCH) * 7919
     drawn = draw(made, logits.repeat(BATCH, 1), rows_of(np.arange(BATCH)))
     counts = np.bincount(drawn.token_ids, minlength=VOCAB)
-    best = told.top_ids[0, :3]
+    best = logprobs.top_ids[0, :3]
     assert sorted(best) == [4, 9, 20] and counts[best].sum() == BATCH
-    expected = np.exp(told.top_logprobs[0, :3].astype(np.float64))
+    expected = np.exp(logprobs.top_logprobs[0, :3].astype(np.float64))
     assert stats.chisquare(counts[best], expected / expected.sum() * BATCH).pvalue > 1e-3
 
 

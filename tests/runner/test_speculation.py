@@ -73,10 +73,10 @@ def drafts_for(output: Sequence[int], rng: random.Random) -> list[int]:
 def outcomes(engine: RealEngine) -> dict[str, Any]:
     return {
         rid: (
-            got.tokens, got.logprobs, got.prompt_logprobs,
-            got.finish and (got.finish.reason, got.finish.detail, got.finish.stop, got.finish.message),
+            output.tokens, output.logprobs, output.prompt_logprobs,
+            output.finish and (output.finish.reason, output.finish.detail, output.finish.stop, output.finish.message),
         )
-        for rid, got in engine.received.items()
+        for rid, output in engine.received.items()
     }  # fmt: skip
 
 
@@ -91,10 +91,10 @@ def serve(engine: RealEngine, some: Sequence[Case], drafts: Sequence[Sequence[in
         engine.core.receive(b"A", Submit(7, request.request_id, [request]))
         engine.steps(rng.randrange(12))
     engine.run(5000)
-    said, stats = outcomes(engine), engine.stats
+    outputs, stats = outcomes(engine), engine.stats
     engine.core.close()
     engine.real.close()
-    return said, stats
+    return outputs, stats
 
 
 def crossed(directory: Path, seed: int, count: int, model: dict[str, Any] | None = None, **options: Any) -> None:
@@ -108,11 +108,11 @@ def crossed(directory: Path, seed: int, count: int, model: dict[str, Any] | None
     plain, stats = serve(RealEngine(directory, **eos, **options), some, none, random.Random(2))
     assert plain == expected and stats.draft_steps == 0
     method = rng.choice(["suffix", "suffix", "ngram", "prediction"])
-    said, stats = serve(
+    outputs, stats = serve(
         RealEngine(directory, spec_method=method, spec_tokens=rng.choice([None, 1, 5]), **eos, **options), some, drafts,
         random.Random(3),
     )  # fmt: skip
-    assert said == expected
+    assert outputs == expected
     assert stats.draft_tokens > count // 5 and sum(stats.accepted_by_position) > count // 20
     assert sum(stats.accepted_by_position) <= stats.draft_tokens
 

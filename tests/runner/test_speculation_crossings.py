@@ -138,12 +138,12 @@ class Server(RealEngine):
         assert reply.call_id == 77 and reply.error is None, reply
 
     def outcome(self, rid: str) -> Any:
-        got = self.received[rid]
-        finish = got.finish
+        received = self.received[rid]
+        finish = received.finish
         assert finish is not None
         masks = [b"".join(parts) for parts in zip(*self.masks.get(rid, []), strict=True)]
         return (
-            got.tokens, got.logprobs, got.prompt_logprobs, masks,
+            received.tokens, received.logprobs, received.prompt_logprobs, masks,
             (finish.reason, finish.detail, finish.stop, finish.message),
         )  # fmt: skip
 
@@ -153,7 +153,7 @@ def serve(
     weights: Sequence[Path],
 ) -> dict[str, Any]:  # fmt: skip
     """The rounds one after the other, each with other weights; returns what each choice says."""
-    said: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
     for number, some in enumerate(rounds):
         aborts: dict[int, list[str]] = {}
         rids: list[str] = []
@@ -180,10 +180,10 @@ def serve(
             if rng.random() < 0.08:
                 disturb(server, rng, weights[number])
         server.settle([rid for rid in rids if rid in server.requests])
-        said |= {rid: server.outcome(rid) for rid in rids}
+        outputs |= {rid: server.outcome(rid) for rid in rids}
         server.command("update_weights_from_dir", weight_dir=str(weights[number + 1]))
     server.core.cache.check()
-    return said
+    return outputs
 
 
 def disturb(server: Server, rng: random.Random, weights: Path) -> None:
@@ -246,23 +246,23 @@ def crossed(root: Path, seed: int, count: int, arithmetic: dict[str, Any], sourc
     plain = Server(root, **arithmetic)
     expected = serve(plain, rounds, {}, random.Random(1), weights)
     drafts = {
-        rid: [token % VOCAB for token in drafts_for(said[0] or [3], rng)]
-        for rid, said in expected.items()
+        rid: [token % VOCAB for token in drafts_for(actual[0] or [3], rng)]
+        for rid, actual in expected.items()
         if rng.random() < 0.5
     }
     options = rng.choice(ENGINES)
     drafting = Server(root, **(options | arithmetic | source))
-    said = serve(drafting, rounds, drafts, random.Random(seed + 1), weights)
+    actual = serve(drafting, rounds, drafts, random.Random(seed + 1), weights)
     stats = drafting.stats
     for server in (plain, drafting):
         server.core.close()
         server.real.close()
-    assert said.keys() == expected.keys()
-    unequal = [rid for rid in said if not equal(said[rid], expected[rid])]
-    assert not unequal, (options, source, unequal[:3], [(said[rid], expected[rid]) for rid in unequal[:1]])
+    assert actual.keys() == expected.keys()
+    unequal = [rid for rid in actual if not equal(actual[rid], expected[rid])]
+    assert not unequal, (options, source, unequal[:3], [(actual[rid], expected[rid]) for rid in unequal[:1]])
     assert plain.stats.draft_steps == 0
     assert sum(stats.accepted_by_position) > count // 20, "nothing was tested"
-    return len(said)
+    return len(actual)
 
 
 def test_a_few_requests_with_all_kinds_of_drafts(root: Path) -> None:

@@ -61,12 +61,12 @@ class RealEngine(Engine):
         self.real.close()
         return {
             rid: (
-                got.tokens,
-                got.logprobs,
-                got.prompt_logprobs,
-                got.finish and replace(got.finish, drafts=DraftCounts()),
+                received.tokens,
+                received.logprobs,
+                received.prompt_logprobs,
+                received.finish and replace(received.finish, drafts=DraftCounts()),
             )
-            for rid, got in self.received.items()
+            for rid, received in self.received.items()
         }
 
 

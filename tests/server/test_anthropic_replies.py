@@ -36,13 +36,16 @@ def streamed(s: Site, **fields: Any) -> list[dict[str, Any]]:
     return named_events(answer.text)
 
 
-def put_together(told: list[dict[str, Any]]) -> dict[str, Any]:
+def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
     """The message that the events add up to, after a look at the order of all of them."""
-    assert told[0]["type"] == "message_start" and [e["type"] for e in told[-2:]] == ["message_delta", "message_stop"]
-    message = told[0]["message"]
+    assert events[0]["type"] == "message_start" and [e["type"] for e in events[-2:]] == [
+        "message_delta",
+        "message_stop",
+    ]
+    message = events[0]["message"]
     assert message["content"] == [] and message["stop_reason"] is None and message["usage"]["output_tokens"] == 0
     block, texts = None, ""
-    for event in told[1:-2]:
+    for event in events[1:-2]:
         if event["type"] == "content_block_start":
             assert block is None and event["index"] == len(message["content"])
             block, texts = event["content_block"], ""
@@ -56,7 +59,7 @@ def put_together(told: list[dict[str, Any]]) -> dict[str, Any]:
             message["content"].append(block)
             block = None
     assert block is None
-    last = told[-2]
+    last = events[-2]
     assert last["usage"].keys() == message["usage"].keys()
     return message | last["delta"] | {"usage": last["usage"]} | {
         name: last[name] for name in ("token_ids", "weight_versions") if name in last
@@ -94,20 +97,20 @@ def test_the_whole_shape() -> None:
 
 
 def test_the_events_of_a_thought_a_text_and_a_call() -> None:
-    told = streamed(chat_site(f"<think>hm</think>so\n{CALL}", reasoning_parser="qwen3"), tools=TOOLS)
-    for event in told:
+    events = streamed(chat_site(f"<think>hm</think>so\n{CALL}", reasoning_parser="qwen3"), tools=TOOLS)
+    for event in events:
         event.pop("message", None)
-    kinds = [(event["type"], event.get("index")) for event in told]
+    kinds = [(event["type"], event.get("index")) for event in events]
     runs = [kind for i, kind in enumerate(kinds) if i == 0 or kinds[i - 1] != kind]
     blocks = [(f"content_block_{kind}", index) for index in range(3) for kind in ("start", "delta", "stop")]
     assert runs == [("message_start", None), *blocks, ("message_delta", None), ("message_stop", None)]
-    starts = [event["content_block"] for event in told if event["type"] == "content_block_start"]
+    starts = [event["content_block"] for event in events if event["type"] == "content_block_start"]
     assert starts[0] == {"type": "thinking", "thinking": "", "signature": ""} and starts[1] == {
         "type": "text",
         "text": "",
     }
     assert starts[2].pop("id") and starts[2] == {"type": "tool_use", "name": "weather", "input": {}}
-    assert told[-1] == {"type": "message_stop"}
+    assert events[-1] == {"type": "message_stop"}
 
 
 def plain(reply: dict[str, Any]) -> dict[str, Any]:
@@ -171,10 +174,10 @@ def test_the_signature_is_a_digest_of_the_thought() -> None:
 )  # fmt: skip
 def test_stop_reasons(text: str, fields: dict[str, Any], reason: str, sequence: str | None) -> None:
     s = chat_site(text)
-    told = streamed(s, **fields)
+    events = streamed(s, **fields)
     whole = ask(s, **fields)
-    assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, sequence) and put_together(told) == whole
-    assert ("stop_detail" in told[-2]["delta"]) == ("stop_token_ids" in fields)
+    assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, sequence) and put_together(events) == whole
+    assert ("stop_detail" in events[-2]["delta"]) == ("stop_token_ids" in fields)
 
 
 def test_arguments_of_a_call_that_was_cut_off_are_the_complete_ones() -> None:
@@ -182,8 +185,8 @@ def test_arguments_of_a_call_that_was_cut_off_are_the_complete_ones() -> None:
     s = chat_site(begun + 'slo"}}\n</tool_call>')
     [call] = ask(s, tools=TOOLS, max_tokens=len(begun))["content"]
     assert call["type"] == "tool_use" and call["input"] == {"days": 3}
-    told = streamed(s, tools=TOOLS, max_tokens=len(begun))
-    parts = [event["delta"]["partial_json"] for event in told if event["type"] == "content_block_delta"]
+    events = streamed(s, tools=TOOLS, max_tokens=len(begun))
+    parts = [event["delta"]["partial_json"] for event in events if event["type"] == "content_block_delta"]
     assert "".join(parts) == '{"days": 3, "city": "O'
 
 
@@ -193,8 +196,8 @@ def test_usage_takes_the_cached_tokens_apart() -> None:
     want = {"input_tokens": PROMPT - 4, "output_tokens": 6, "cache_read_input_tokens": 4,
             "cache_creation_input_tokens": 0}  # fmt: skip
     assert ask(s)["usage"] == want
-    told = streamed(s)
-    assert told[0]["message"]["usage"] == want | {"output_tokens": 0} and told[-2]["usage"] == want
+    events = streamed(s)
+    assert events[0]["message"]["usage"] == want | {"output_tokens": 0} and events[-2]["usage"] == want
 
 
 def test_token_ids_on_demand() -> None:
@@ -274,10 +277,10 @@ def test_an_error_within_a_stream_is_its_last_event() -> None:
         assert caller.status == 200 and caller.done
         return named_events(b"".join(caller.writes).decode())
 
-    told = asyncio.run(scene(site(endless, chat_template=HERMES), True))
+    events = asyncio.run(scene(site(endless, chat_template=HERMES), True))
     error = {"type": "error", "error": {"type": "overloaded_error", "message": "the engine process ended"}}
-    assert told[0]["type"] == "message_start" and told[-1] == error
-    assert not {"message_delta", "message_stop"} & {event["type"] for event in told}
+    assert events[0]["type"] == "message_start" and events[-1] == error
+    assert not {"message_delta", "message_stop"} & {event["type"] for event in events}
     assert asyncio.run(scene(site(endless, chat_template=HERMES), False)) == [error]
 
 

@@ -123,8 +123,8 @@ def test_the_field_is_named_in_the_doors_own_shape(name: str) -> None:
         path, body, field, values = rng.choice(cases)
         wrong = rng.choice(values)
         answer = server.post(path, body | {field: wrong})
-        said = answer.json()
-        if not 400 <= answer.status_code < 500 or not fits(said, door.shape) or field not in named(said):
+        reply = answer.json()
+        if not 400 <= answer.status_code < 500 or not fits(reply, door.shape) or field not in named(reply):
             failures.append((path, field, wrong, answer.status_code, answer.text[:200]))
     assert not failures, failures[:20]
     assert not server.llm.streams and {verb for verb, _ in server.llm.commands[served:]} <= {"ping", "stats", "status"}

@@ -99,7 +99,7 @@ def test_bodies_together_have_a_limit_that_small_ones_do_not_meet() -> None:
 
 
 def test_a_body_whose_client_leaves_while_its_values_are_counted_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts, may_end, gone = threading.Event(), threading.Event(), asyncio.Event()
+    counts, may_end, disconnected = threading.Event(), threading.Event(), asyncio.Event()
     count = body_reader._json_values
 
     def slowly(raw: body_reader.Buffer) -> int:
@@ -111,7 +111,7 @@ def test_a_body_whose_client_leaves_while_its_values_are_counted_is_not_held(mon
     raw = json.dumps([1] * MIB).encode()
 
     async def receive() -> Any:
-        await gone.wait()
+        await disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def scene() -> None:
@@ -119,7 +119,7 @@ def test_a_body_whose_client_leaves_while_its_values_are_counted_is_not_held(mon
         made = Request({"type": "http", "headers": []}, receive)
         decoding = asyncio.create_task(all_bodies.decode(made, raw))
         assert await asyncio.to_thread(counts.wait, 30)
-        gone.set()
+        disconnected.set()
         with pytest.raises(ClientDisconnected):
             await decoding
         all_bodies.release(made)

@@ -114,9 +114,11 @@ def test_all_sampling_fields_arrive() -> None:
     }  # fmt: skip
     s = site()
     ask(s, **fields, logit_bias={"5": 1.5}, vllm_xargs={"a": 1})
-    got = s.llm.calls[0].params
-    assert {name: getattr(got, name) for name in fields} == fields
-    assert got.logit_bias == {5: 1.5} and got.extra_args == {"a": 1} and s.llm.calls[0].options["text"] is True
+    received = s.llm.calls[0].params
+    assert {name: getattr(received, name) for name in fields} == fields
+    assert (
+        received.logit_bias == {5: 1.5} and received.extra_args == {"a": 1} and s.llm.calls[0].options["text"] is True
+    )
 
 
 def test_scheduling_fields_arrive() -> None:
@@ -230,8 +232,8 @@ def test_with_token_ids_come_the_weights_that_made_them(path: str) -> None:
     assert reply["weight_version"] == "0"
     assert "weight_version" not in site(says("ab")).post(path, sent).json()
     events = site(says("ab")).events(path, sent | {"return_token_ids": True})
-    told = [c["weight_versions"] for event in events for c in event["choices"] if "weight_versions" in c]
-    assert told == [made]
+    versions = [c["weight_versions"] for event in events for c in event["choices"] if "weight_versions" in c]
+    assert versions == [made]
 
 
 @pytest.mark.parametrize(("body", "width"), [(1, 1), (True, 1), (0, 0)])

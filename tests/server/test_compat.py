@@ -65,7 +65,7 @@ def inner_fields(body: type[RequestBody]) -> list[str]:
     nested = []
     for name, field in body.model_fields.items():
         for kind in re.findall(r"(\w+Options)", str(field.annotation)):
-            model: Any = next(each for each in BaseModel.__subclasses__() if each.__name__ == kind)
+            model: Any = next(subclass for subclass in BaseModel.__subclasses__() if subclass.__name__ == kind)
             nested += [f"{name}.{inner}" for inner in model.model_fields]
     return nested
 

@@ -10,7 +10,7 @@ from tokserve.server.observe.counters import ApiProcess, SharedCounters, create_
 def test_rows_are_summed_and_outlive_their_writer() -> None:
     descriptor = create_shared_memory(3)
     first, last = (SharedCounters(descriptor, index, 3) for index in (0, 2))
-    (a, b), (c, d) = ((each.allocate(2), each.allocate(3)) for each in (first, last))
+    (a, b), (c, d) = ((block.allocate(2), block.allocate(3)) for block in (first, last))
     a.add(1)
     c.add(1, 2.5)
     b.add(2, 4)
@@ -28,17 +28,17 @@ def test_all_processes_show_the_sums_of_all() -> None:
     descriptor = create_shared_memory(2)
     sites = [site(says("ab"), api_process=ApiProcess(index, 123, descriptor), api_server_count=2) for index in range(2)]
     os.close(descriptor)
-    for count, each in enumerate(sites, 1):
+    for count, process in enumerate(sites, 1):
         for _ in range(count):
-            each.post("/v1/completions", {"prompt": ["a", "b"], "n": 2})
-    shown = [values(each) for each in sites]
+            process.post("/v1/completions", {"prompt": ["a", "b"], "n": 2})
+    shown = [values(process) for process in sites]
     assert shown[0] == shown[1]
     assert shown[0]['tokserve:request_success_total{finished_reason="stop"}'] == 12
     assert shown[0]["tokserve:e2e_request_latency_seconds_count"] == 12
     assert shown[0]["tokserve:e2e_request_latency_seconds_sum"] == 15
     assert shown[0]['tokserve:request_params_n_bucket{le="2.0"}'] == 3
-    assert [each.get("/server_info").json()["api_server"] for each in sites] == [0, 1]
-    models = [each.get("/v1/models").json() for each in sites]
+    assert [process.get("/server_info").json()["api_server"] for process in sites] == [0, 1]
+    models = [process.get("/v1/models").json() for process in sites]
     assert models[0] == models[1] and models[0]["data"][0]["created"] == 123
 
 
@@ -52,8 +52,8 @@ def test_gauges_and_load_ask_the_engine_first() -> None:
 def test_requests_in_flight_of_a_process_that_has_died_are_forgotten() -> None:
     descriptor = create_shared_memory(2)
     sites = [site(api_process=ApiProcess(index, 123, descriptor), api_server_count=2) for index in range(2)]
-    for each in sites:
-        each.app.state.serving.metrics.started()
+    for process in sites:
+        process.app.state.serving.metrics.started()
     assert sites[0].get("/load").json()["server_load"] == 2
     site(api_process=ApiProcess(1, 123, descriptor), api_server_count=2)
     assert sites[0].get("/load").json()["server_load"] == 1

@@ -68,10 +68,10 @@ def test_a_stream_has_the_same_bytes_past_send() -> None:
     assert apart[0][0] == apart[1][0] and b"transfer-encoding: chunked" in apart[0][0]
     bodies = [unchunked(body) for _, body in apart]
     assert [len(chunk) for chunk in bodies[0]] == [len(chunk) for chunk in bodies[1]]
-    said = [parse_events(b"".join(chunks).decode()) for chunks in bodies]
-    for events in said:
+    streams = [parse_events(b"".join(chunks).decode()) for chunks in bodies]
+    for events in streams:
         del events[0]["created"]
-    assert said[0] == said[1]
+    assert streams[0] == streams[1]
 
 
 def unchunked(body: bytes) -> list[bytes]:

@@ -134,7 +134,7 @@ def test_rendered_completions_are_a_list_with_ids_of_their_own() -> None:
     ]
     assert made[0]["sampling_params"]["max_tokens"] == 16
     one = good(s.post(COMPLETIONS + "/render", {"prompt": "a"}, headers={"X-Request-Id": "h"}))
-    assert [each["request_id"] for each in one] == ["h"]
+    assert [rendered["request_id"] for rendered in one] == ["h"]
 
 
 @pytest.mark.parametrize(

@@ -43,16 +43,16 @@ def streamed(s: Site, conversation: Any = "hi", **fields: Any) -> list[dict[str,
     return events(answer.text)
 
 
-def put_together(told: list[dict[str, Any]]) -> dict[str, Any]:
+def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
     """The last event's response, after a look at the order of all events and at what they add up to."""
-    assert [event["type"] for event in told[:2]] == ["response.created", "response.in_progress"]
-    for event in told[:2]:
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    for event in events[:2]:
         assert event["response"]["status"] == "in_progress" and event["response"]["output"] == []
-    assert told[-1]["type"] in ENDS
-    rest = iter(told[2:-1])
+    assert events[-1]["type"] in ENDS
+    rest = iter(events[2:-1])
     items = [item_of(rest, event, place) for place, event in enumerate(iter_added(rest))]
-    response: dict[str, Any] = told[-1]["response"]
-    assert response["output"] == items and told[-1]["type"] == f"response.{response['status']}"
+    response: dict[str, Any] = events[-1]["response"]
+    assert response["output"] == items and events[-1]["type"] == f"response.{response['status']}"
     return response
 
 
@@ -156,11 +156,11 @@ def test_streamed_whole_and_chat_are_the_same(fields: dict[str, Any], as_chat: d
         assert response == whole
         body = {"messages": [{"role": "user", "content": "hi"}], "request_id": "r"} | as_chat
         choice = reader.post(CHAT, body).json()["choices"][0]
-        sent, got = (call.params for call in reader.llm.calls[-2:])
-        assert sent == got and reader.llm.calls[-2].prompt == reader.llm.calls[-1].prompt
+        sent, received = (call.params for call in reader.llm.calls[-2:])
+        assert sent == received and reader.llm.calls[-2].prompt == reader.llm.calls[-1].prompt
         assert text_of(whole) == (choice["message"]["content"] or "")
-        said = choice["message"].get("reasoning") or ""
-        assert said == "".join(i["content"][0]["text"] for i in whole["output"] if i["type"] == "reasoning")
+        reasoning = choice["message"].get("reasoning") or ""
+        assert reasoning == "".join(i["content"][0]["text"] for i in whole["output"] if i["type"] == "reasoning")
         calls = [[i["call_id"], i["name"], i["arguments"]] for i in whole["output"] if i["type"] == "function_call"]
         assert calls == [[c["id"], *c["function"].values()] for c in choice["message"].get("tool_calls", [])]
         assert (whole["status"] == "incomplete") is (choice["finish_reason"] == "length")
@@ -279,9 +279,9 @@ def test_items_are_the_messages_of_a_chat(body: Any, messages: list[dict[str, An
 
 def test_what_it_said_goes_back_as_it_is() -> None:
     s = chat_site(f"<think>\nhm\n</think>\n\nOk\n{CALL}", THINKER, reasoning_parser="qwen3")
-    said = ask(s, tools=TOOLS)["output"]
-    result = {"type": "function_call_output", "call_id": said[2]["call_id"], "output": "sunny"}
-    ask(s, [HI, *said, result], tools=TOOLS)
+    output = ask(s, tools=TOOLS)["output"]
+    result = {"type": "function_call_output", "call_id": output[2]["call_id"], "output": "sunny"}
+    ask(s, [HI, *output, result], tools=TOOLS)
     again = TOKENIZER.decode(s.llm.calls[1].prompt, False)
     assert again.startswith(TOKENIZER.decode(s.llm.calls[0].prompt, False) + f"<think>\nhm\n</think>\n\nOk\n{CALL}")
     assert "sunny" in again

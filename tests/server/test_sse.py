@@ -124,11 +124,11 @@ def test_large_deltas_of_a_stream_are_made_beside_the_loop(
 
     def tokens(events: list[dict[str, Any]]) -> dict[int, list[Any]]:
         """What each choice says, however it is cut into events."""
-        said: dict[int, list[Any]] = {}
+        reported: dict[int, list[Any]] = {}
         for choice in (choice for event in events for choice in event["choices"]):
             logprobs = choice["logprobs"] or {}
-            said.setdefault(choice["index"], []).extend(logprobs.get("content") or logprobs.get("tokens") or [])
-        return said
+            reported.setdefault(choice["index"], []).extend(logprobs.get("content") or logprobs.get("tokens") or [])
+        return reported
 
     at_once = events()
     monkeypatch.setattr(sse, "LARGE", 1)

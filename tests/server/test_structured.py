@@ -84,8 +84,8 @@ def test_a_server_may_close_schemas_by_default() -> None:
         for route, body in TEXT.items():
             assert server.post(route, body | {"response_format": form}).status_code == 200
             assert received_form(server) == StructuredOutputs(json=SCHEMA, disable_additional_properties=shut)
-        told = {"type": "json_schema", **schema, "strict": strict}
-        assert server.post("/v1/responses", {"input": "x", "text": {"format": told}}).status_code == 200
+        response_format = {"type": "json_schema", **schema, "strict": strict}
+        assert server.post("/v1/responses", {"input": "x", "text": {"format": response_format}}).status_code == 200
         assert received_form(server) == StructuredOutputs(json=SCHEMA, disable_additional_properties=shut)
     for value, shut in ((None, True), (False, False)):
         own = {"json": SCHEMA, "disable_additional_properties": value}
@@ -109,7 +109,7 @@ WRONG: list[tuple[Any, str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("value", "path", "message"), WRONG, ids=lambda each: str(each)[:30])
+@pytest.mark.parametrize(("value", "path", "message"), WRONG, ids=lambda parameter: str(parameter)[:30])
 def test_errors_name_the_field(server: Site, value: Any, path: str, message: str) -> None:
     refused(server.post(GENERATE, generate(value)), f"sampling_params.structured_outputs{path}", message)
     for route, body in TEXT.items():

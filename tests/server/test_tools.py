@@ -309,9 +309,9 @@ def test_a_template_that_shows_no_tools_serves_all_but_free_calls() -> None:
 ])  # fmt: skip
 def test_a_call_and_its_result_go_back_into_the_conversation(template: str, text: str) -> None:
     s = chat_site(text, template)
-    said = ask(s)["choices"][0]["message"]
-    result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "sunny"}
-    assert s.post(CHAT, {"messages": [*MESSAGES, said, result], "tools": TOOLS}).status_code == 200
+    message = ask(s)["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "sunny"}
+    assert s.post(CHAT, {"messages": [*MESSAGES, message, result], "tools": TOOLS}).status_code == 200
     prompt = TOKENIZER.decode(s.llm.calls[-1].prompt, False)
     assert '{"city": "Rome"}' in prompt and "sunny" in prompt
 

@@ -52,10 +52,10 @@ def test_a_span_for_the_request_and_one_for_each_phase() -> None:
     (root,) = traced.spans("llm_request")
     assert root.context.trace_id == 0x4BF92F3577B34DA6A3CE929D0E0E4736
     assert root.parent and root.parent.span_id == 0x00F067AA0BA902B7 and root.kind.name == "SERVER"
-    said = attributes(root)
-    assert said["gen_ai.request.id"] == "a" and said["gen_ai.request.model"] == "tiny"
-    assert said["gen_ai.request.max_tokens"] == 9 and said["gen_ai.response.finish_reasons"] == ("stop",)
-    assert (said["gen_ai.usage.input_tokens"], said["gen_ai.usage.output_tokens"]) == (2, 3)
+    values = attributes(root)
+    assert values["gen_ai.request.id"] == "a" and values["gen_ai.request.model"] == "tiny"
+    assert values["gen_ai.request.max_tokens"] == 9 and values["gen_ai.response.finish_reasons"] == ("stop",)
+    assert (values["gen_ai.usage.input_tokens"], values["gen_ai.usage.output_tokens"]) == (2, 3)
     phases = [traced.spans(name)[0] for name in ("queue", "prefill", "decode")]
     assert [round(seconds(span), 6) for span in phases] == [0.001, 0.249, 1.0]
     assert all(span.parent and span.parent.span_id == root.context.span_id for span in phases)

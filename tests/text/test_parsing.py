@@ -31,20 +31,20 @@ def parser(form: str | None = None, thinking: str | None = None, *, inside: bool
 
 def read(one: Parser, text: str, cuts: Iterable[int] = ()) -> Said:
     """What is said, in order; pieces of a kind are joined."""
-    said: Said = []
+    pieces: Said = []
     places = [0, *cuts, len(text)]
     for begin, end in pairwise(places):
         for kind, piece in one.push(text[begin:end]):
-            add(said, kind, piece)
+            add(pieces, kind, piece)
     for kind, piece in one.push("", final=True):
-        add(said, kind, piece)
-    return said
+        add(pieces, kind, piece)
+    return pieces
 
 
-def add(said: Said, kind: str, piece: str) -> None:
-    if kind != "call" and said and said[-1][0] == kind:
-        piece = said.pop()[1] + piece
-    said.append((kind, piece))
+def add(pieces: Said, kind: str, piece: str) -> None:
+    if kind != "call" and pieces and pieces[-1][0] == kind:
+        piece = pieces.pop()[1] + piece
+    pieces.append((kind, piece))
 
 
 def call(name: str, arguments: str) -> Said:
@@ -165,12 +165,12 @@ def test_a_parameter_has_a_type_that_its_schema_allows(schema: dict[str, Any], t
     assert not parameters.is_text(schema) and parameters.json_of(text, schema) == value
 
 
-@pytest.mark.parametrize(("form", "text", "said"), CASES)
-def test_calls_and_what_only_looks_like_one(form: str, text: str, said: Said) -> None:
-    assert read(parser(form), text) == said
+@pytest.mark.parametrize(("form", "text", "pieces"), CASES)
+def test_calls_and_what_only_looks_like_one(form: str, text: str, pieces: Said) -> None:
+    assert read(parser(form), text) == pieces
     for place in range(len(text) + 1):
-        assert read(parser(form), text, [place]) == said, place
-    assert read(parser(form), text, range(1, len(text))) == said
+        assert read(parser(form), text, [place]) == pieces, place
+    assert read(parser(form), text, range(1, len(text))) == pieces
 
 
 THOUGHT: list[tuple[str, bool, str, Said]] = [
@@ -186,12 +186,12 @@ THOUGHT: list[tuple[str, bool, str, Said]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("thinking", "inside", "text", "said"), THOUGHT)
-def test_reasoning(thinking: str, inside: bool, text: str, said: Said) -> None:
+@pytest.mark.parametrize(("thinking", "inside", "text", "pieces"), THOUGHT)
+def test_reasoning(thinking: str, inside: bool, text: str, pieces: Said) -> None:
     make = lambda: parser("hermes", thinking, inside=inside)  # noqa: E731
     for place in range(len(text) + 1):
-        assert read(make(), text, [place]) == said, place
-    assert read(make(), text, range(1, len(text))) == said
+        assert read(make(), text, [place]) == pieces, place
+    assert read(make(), text, range(1, len(text))) == pieces
 
 
 def test_whether_the_prompt_has_begun_the_reasoning() -> None:
@@ -272,8 +272,8 @@ def test_no_cut_changes_what_is_said() -> None:
         }
         whole, cut = (parser(form, thinking, inside=inside, **more) for _ in range(2))
         cuts = range(1, len(text)) if rng.random() < 0.3 else sorted(rng.choices(range(len(text) + 1), k=4))
-        said = read(whole, text)
-        assert read(cut, text, cuts) == said, (text, form, thinking, inside, more, cuts)
+        pieces = read(whole, text)
+        assert read(cut, text, cuts) == pieces, (text, form, thinking, inside, more, cuts)
         assert (cut.num_calls, cut.complete) == (whole.num_calls, whole.complete)
         if not whole.num_calls and thinking is None and form != "deepseek_v31":  # whose frames say nothing
-            assert "".join(piece for _, piece in said) == text
+            assert "".join(piece for _, piece in pieces) == text

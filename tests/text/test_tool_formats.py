@@ -46,8 +46,8 @@ def test_calls_that_a_template_writes_are_read_back(name: str, source: str) -> N
     assert whole.startswith(prompt)
     answer = whole[len(prompt) :].replace("<|start_header_id|>assistant<|end_header_id|>\n\n", "")
     reading = OutputFormat(form, functions={"add": TOOLS[0]["function"]["parameters"]})  # type: ignore[index]
-    said = Parser(reading).push(answer, final=True)
-    told = [text for kind, text in said if kind == "call"]
-    arguments = "".join(text if kind == "arguments" else "\n" for kind, text in said if kind in ("call", "arguments"))
-    assert told == ["add"] * len(calls)
+    pieces = Parser(reading).push(answer, final=True)
+    names = [text for kind, text in pieces if kind == "call"]
+    arguments = "".join(text if kind == "arguments" else "\n" for kind, text in pieces if kind in ("call", "arguments"))
+    assert names == ["add"] * len(calls)
     assert [json.loads(line) for line in arguments.splitlines()[1:]] == [{"a": i} for i in range(len(calls))]

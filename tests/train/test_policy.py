@@ -106,7 +106,9 @@ def test_gradients_are_near_to_float64(family: Path, dtype: str) -> None:
         (logprobs * weights(logprobs)).sum().backward()
     reference = {name: leaf.grad for name, leaf in leaves.items()}
     assert actual.keys() == reference.keys()
-    together = [torch.cat([gradient.double().flatten() for gradient in each.values()]) for each in (actual, reference)]
+    together = [
+        torch.cat([gradient.double().flatten() for gradient in by_name.values()]) for by_name in (actual, reference)
+    ]
     assert cosine(*together) > (0.9999 if dtype == "float32" else 0.998)  # activations are rounded to bfloat16 as well
     for name, gradient in actual.items():
         assert gradient.dtype == torch.float32
@@ -130,7 +132,7 @@ def test_bfloat16_gradients_are_as_near_to_float64_as_transformers(name: str, tm
             (logprobs * weights(logprobs)).sum().backward()
     actual, theirs = gradients(policy, rows, starts), dict(model.named_parameters())
     own, other, exact = (
-        torch.cat([each.double().flatten() for each in gradient])
+        torch.cat([part.double().flatten() for part in gradient])
         for gradient in zip(
             *((actual[name], theirs[name].grad, leaf.grad) for name, leaf in leaves.items()), strict=True
         )
