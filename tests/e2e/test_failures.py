@@ -232,7 +232,7 @@ def test_port_in_use_is_told_at_once() -> None:
         (["serve", "demo", "--kv-cache-memory-bytes", "1K"], "--kv-cache-memory-bytes"),
         pytest.param(
             ["serve", "demo", "--hf-overrides", '{"architectures": ["MambaForCausalLM"]}'],
-            "Qwen3ForCausalLM",
+            "Lfm2ForCausalLM",
             marks=pytest.mark.slow,
         ),
         pytest.param(["serve", "demo", "--hf-overrides", '{"hidden_size": 64}'], "shape", marks=pytest.mark.slow),
