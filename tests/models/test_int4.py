@@ -52,7 +52,7 @@ def test_activations_are_rounded_where_that_is_chosen(tmp_path: Path) -> None:
     driver.step({1: IDS[:3]})
     parts = [driver.step({0: IDS[:5]})[0], *(driver.step({0: [token], 1: [1]})[0] for token in IDS[5:])]
     assert torch.equal(torch.cat(parts), rounded)
-    with pytest.raises(StartError, match="quantization_activations: the weights are no integers"):
+    with pytest.raises(StartError, match="quantization_activations: needs integer weights"):
         opened(directory, quantization_activations="int8")
 
 

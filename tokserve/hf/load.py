@@ -38,7 +38,7 @@ def load(
     if float8_cache:
         raise StartError("kv_cache_dtype fp8 is not supported by --model-impl transformers")
     if quantization_activations is not None and quantization not in ("int4", "int8"):
-        raise StartError("option quantization_activations: the weights are no integers; give --quantization int4, too")
+        raise StartError("option quantization_activations: needs integer weights; add --quantization int4 or int8")
     quant, head_quant = quant_methods(
         quantization, group_size, quantize_lm_head=quantize_lm_head, rounded=quantization_activations is not None
     )

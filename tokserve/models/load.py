@@ -83,7 +83,7 @@ def load(
     if keeps:
         options["quantization"] = stored
     if options["rounded"] and options["quantization"] not in ("int4", "int8", WNA16.name):
-        raise StartError("option quantization_activations: the weights are no integers; give --quantization int4, too")
+        raise StartError("option quantization_activations: needs integer weights; add --quantization int4 or int8")
     if any(entry.is_stored for entry in entries.values()):
         _log_conversion(spec.format.name, quantization, stored, dtype, keeps=keeps)
     spec, entries = _with_head(spec, entries, needed=needs_head)
