@@ -58,7 +58,7 @@ DECODE: list[Flood | Case] = [case for case in LARGE if case.name in ("decode c=
 
 @dataclass
 class Figures:
-    """Of one case and build, by round."""
+    """The figures of one case and build, by round."""
 
     values: list[float] = field(default_factory=list)
     server: list[float] = field(default_factory=list)  # seconds of processors

@@ -218,7 +218,7 @@ def differences(first: Any, second: Any, ignored: frozenset[str], path: str = "$
 
 
 def kinds(path: str, first: tuple[int, Any], second: tuple[int, Any], ignored: frozenset[str]) -> set[str]:
-    """In what the two replies to one body differ; that neither server replies is no agreement."""
+    """The differences of the two replies to one body; if neither server replies, that is a difference."""
     if not first[0] and not second[0]:
         return {f"{path}  no reply: {first[1]}, {second[1]}"}
     if first[0] != second[0]:

@@ -302,7 +302,7 @@ def _print(r: dict[str, Any]) -> None:
 
 
 def run_engine() -> None:
-    """As the server starts it: the opening line of `tokserve.engine.process` on stdin."""
+    """Run the engine process as the server starts it: with the opening line of `tokserve.engine.process` on stdin."""
     opening = msgspec.json.decode(sys.stdin.buffer.readline())
     Engine(opening["address"], os.environ["FRONTEND_ACKS"], int(os.environ["FRONTEND_WINDOW"])).run()
 

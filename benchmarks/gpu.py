@@ -55,7 +55,7 @@ class Card:
 
 
 def median_seconds(run: Any, repeat: int = 10) -> float:
-    """By events, after two calls that do not count."""
+    """The median time of a call, measured with CUDA events, after two calls that do not count."""
     seconds = []
     for _ in range(repeat + 2):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -155,7 +155,7 @@ def with_a_prompt(runner: Runner, rows: int) -> float:
 
 
 def seconds(runner: Runner, plan: Callable[[int], StepPlan]) -> float:
-    """Of a step, two in flight."""
+    """The time of a step, with two in flight."""
     in_flight: deque[PendingResult] = deque()
     for step in range(WARM + STEPS):
         if step == WARM:
@@ -199,7 +199,7 @@ def sampling_seconds(rows: int) -> tuple[float, float]:
 
 
 def graph_seconds(run: Callable[[], Any]) -> float:
-    """Of a graph of calls: what the card takes, without what the host takes to launch them."""
+    """The GPU's time for a call, from a graph of calls: the host's time to launch them is not in it."""
     run()
     graph, count = torch.cuda.CUDAGraph(), 10
     with torch.cuda.graph(graph):

@@ -75,7 +75,7 @@ def best(
 
 
 def seconds_of(run: Callable[[], object]) -> float:
-    """Of one run, as a graph, which the host does not slow down."""
+    """The time of one run as a graph, which the host does not slow down."""
     return float(do_bench_cudagraph(run, rep=4, return_mode="median")) / 1e3
 
 
@@ -172,7 +172,7 @@ def attention(heads: int, kv_heads: int, dim: int, until: float) -> Entry:
 
 
 def architecture() -> str:
-    """As the table names it."""
+    """The GPU's architecture, as the table names it."""
     return "sm_{}{}".format(*torch.cuda.get_device_capability())
 
 

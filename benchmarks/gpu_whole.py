@@ -75,7 +75,7 @@ def transformers_generates(model: Any) -> dict[str, float]:
 
 
 def start_seconds(directory: Path, **environment: str) -> float:
-    """From the command to the line that says it serves."""
+    """The time from the command to the log line that says the server is ready."""
     command = [sys.executable, "-m", "tokserve", "serve", str(directory), "--port", "0", "--tokens-only"]
     began = time.perf_counter()
     with subprocess.Popen(

@@ -208,7 +208,7 @@ def elementwise_cases(tokens: int) -> Iterator[Case]:
 
 
 def gradient_cases(rows: int, length: int) -> Iterator[Case]:
-    """Of `rows` sequences of `length` tokens."""
+    """The gradient cases of `rows` sequences of `length` tokens."""
     tokens = rows * length
     cuts, path = torch.arange(0, tokens + 1, length), torch.arange(tokens)
     grad, q = randn(2, tokens, HEADS, DIM).unbind()
@@ -379,7 +379,7 @@ HEADER = """| op | shape | implementation | ms | GB/s | of read | GFLOP/s | of c
 
 
 def line(r: Row) -> str:
-    """Of a Markdown table."""
+    """A row of a Markdown table."""
     ratio = "" if r.torch_ratio is None else f"{r.torch_ratio:.2f}"
     return (
         f"| {r.op} | {r.shape} | {r.implementation} | {r.ms:.4g} | {r.gb_s:.3g} | {r.read_share:.0%} "

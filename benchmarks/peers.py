@@ -77,7 +77,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Flood:
-    """As many requests as a server answers, `per_lane` after one another on each connection; one more warms up."""
+    """A closed loop of requests, `per_lane` after one another on each connection, after one to warm up."""
 
     name: str
     concurrency: int

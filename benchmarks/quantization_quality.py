@@ -40,7 +40,7 @@ def text() -> str:
 
 
 class Scores:
-    """Of every token but the first of each window: its logprob, and the logprobs of the most probable ones."""
+    """The logprob of every token but the first of each window, and the logprobs of the most probable ones."""
 
     def __init__(self, llm: LLM, prompts: list[list[int]], top: int) -> None:
         params = SamplingParams(max_tokens=1, prompt_logprobs=top, temperature=0.0)

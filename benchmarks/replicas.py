@@ -23,7 +23,7 @@ FIGURES = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms
 
 
 def processor_seconds(process: psutil.Process) -> float:
-    """Of a process, all threads."""
+    """The processor time of a process, all threads."""
     times = process.cpu_times()
     return times.user + times.system
 

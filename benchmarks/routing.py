@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=40.0, help="Requests a second. Default: 40.")
     parser.add_argument("--seed", type=int, default=0, help="Of the synthetic traffic. Default: 0.")
     parser.add_argument("--trace", type=Path, help="recorded traffic, in Mooncake's form")
-    parser.add_argument("--scale", type=float, default=1.0, help="How much faster the trace is played. Default: 1.")
+    parser.add_argument("--scale", type=float, default=1.0, help="How much faster the trace is replayed. Default: 1.")
     parser.add_argument("--router", help="URL of a router, for real servers")
     parser.add_argument("--servers", nargs="+", default=[], help="URLs of the servers behind it")
     parser.add_argument("--model", default="demo", help="The model's name there. Default: demo.")

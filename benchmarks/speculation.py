@@ -163,7 +163,7 @@ class Bench:
         return [self.ids(1)[0] if index % 10 == 9 else token for index, token in enumerate(output)]
 
     def garbage(self, output: list[int]) -> list[int]:
-        """As many others."""
+        """Random tokens, as many as the output has."""
         return self.ids(len(output))
 
 

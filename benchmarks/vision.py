@@ -1,4 +1,4 @@
-"""From a picture to the first token: tokserve over HTTP beside transformers in its process, in turns.
+"""The time from an image to the first token: tokserve over HTTP and transformers in its process, in turns.
 
     python -m benchmarks.vision ckpt/vl --dtype bfloat16 --threads 2 --rounds 5
 

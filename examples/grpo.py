@@ -55,7 +55,7 @@ class ExactTrainer:
         self.module = PolicyModel.from_pretrained(DEMO_DIR, cpu_arithmetic=arithmetic)
 
     def logprobs(self, rollouts: list[Rollout]) -> list[torch.Tensor]:
-        """Of each rollout's tokens, over the ids that they were drawn from: float32 [tokens], with gradients."""
+        """Logprobs of each rollout's tokens, over the ids they were drawn from: float32 [tokens], with gradients."""
         rows = [[*r.prompt_ids.tolist(), *r.token_ids.tolist()] for r in rollouts]
         starts = [len(r.prompt_ids) for r in rollouts]
         masks = [r.sampling_mask for r in rollouts]

@@ -105,7 +105,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def seconds(run: Callable[[], object], count: int = 20) -> float:
-    """Of one run: on a card of a graph of them, which the host does not slow down."""
+    """The time of one run; on a GPU from a graph of runs, which the host does not slow down."""
     run()
     if not torch.cuda.is_available():
         began = time.perf_counter()

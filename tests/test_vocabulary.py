@@ -13,6 +13,8 @@ from tests.sources import nodes
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tokserve"
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if "demo_model" not in p.parts)
+PROGRAMS = sorted(p for folder in ("tests", "benchmarks", "examples", "scripts") for p in (ROOT / folder).rglob("*.py"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Retired words and what is said instead; the section "Retired words" of docs/glossary.md is this table.
 CLASSES = {
@@ -63,10 +65,12 @@ PHRASES = {  # in comments, docstrings and messages
     "business": "owned by, decided in",
     "must not know": "(the layering test says it)",
     "nobody": "no process, no client",
+    "played": "fake, simulated",
     "somebody": "a caller, a client",
     "whoever": "any caller, the caller",
 }
 ANY_PHRASE = re.compile(rf"\b(?:{'|'.join(PHRASES)})\b", re.IGNORECASE)
+PLAYED = re.compile(r"(?<![a-z])played", re.IGNORECASE)  # also in names, in tests and in docs; "displayed" is no match
 RETIRED = CLASSES | WORDS | VARIABLES | PHRASES
 # a docstring that begins with one of these leaves out what it speaks of: "Of the tensors.", "As a result."
 NOT_A_SUBJECT = re.compile(r"(?:Of|As|By|In|From|And|Or|To|With|Without|For|At|On|Those|So|Nothing|If)\b")
@@ -138,6 +142,12 @@ def test_no_retired_words() -> None:
             assert not retired_words(path.read_text(), nodes(path)), f"{_name(path)}: see docs/glossary.md"
 
 
+def test_a_simulated_device_is_called_fake() -> None:
+    for path in (*PROGRAMS, *PAGES):
+        if path not in (Path(__file__), ROOT / "docs" / "glossary.md"):
+            assert not PLAYED.search(path.read_text()), path
+
+
 def test_variables_of_tests_name_their_content() -> None:
     for path in sorted((ROOT / "tests").rglob("*.py")):
         names = {name.strip("_") for _, _, name in _names(ast.walk(ast.parse(path.read_text())))}
@@ -152,8 +162,8 @@ def docstrings_without_subject(syntax: Iterable[ast.AST]) -> list[str]:
 
 
 def test_docstrings_say_what_they_speak_of() -> None:
-    for path in FILES:
-        assert not docstrings_without_subject(nodes(path)), _name(path)
+    for path in (*FILES, *PROGRAMS):
+        assert not docstrings_without_subject(nodes(path)), path
     tree = ast.parse('class A:\n    """Of tensors."""\n\n    def f(self):\n        """Offer them."""\n')
     assert docstrings_without_subject(ast.walk(tree)) == ["1: Of tensors."]
 

@@ -1,4 +1,4 @@
-"""An HTTP server that plays a script: every request gets the next answer, and what was received is kept."""
+"""An HTTP server that follows a script: each request gets the next answer, and the server keeps what it received."""
 
 from __future__ import annotations
 

@@ -293,7 +293,7 @@ def test_a_temporary_directory_that_was_removed(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("command", [launch.COMMAND, api_server.COMMAND], ids=["engine", "api_server"])
 def test_a_module_of_the_current_directory_is_not_imported(command: tuple[str, ...], tmp_path: Path) -> None:
-    """In a checkout that is not what was installed, the process would have another tokserve than its parent."""
+    """Otherwise a process started in another checkout would import another tokserve than its parent."""
     (tmp_path / "msgspec.py").write_text("raise SystemExit('of the current directory')")
     process = subprocess.run(
         command, stdin=subprocess.DEVNULL, cwd=tmp_path, capture_output=True, text=True, timeout=60

@@ -351,7 +351,7 @@ def test_a_replaced_engine_has_the_state_of_the_others() -> None:
 
 
 def test_a_replaced_engine_has_nothing_cached() -> None:
-    """So a prompt whose prefix it had goes to the engine that has it still."""
+    """A prompt whose prefix it had cached goes to the engine that still has it."""
 
     async def scene() -> None:
         async with make(runtime={"restart_engine": 5}) as llm, asyncio.timeout(PATIENCE):

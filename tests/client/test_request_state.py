@@ -21,7 +21,7 @@ def make(n: int = 1, stream: bool = True, awaits_scores: bool = False) -> tuple[
 def receive(
     choice: ChoiceState, ids: list[int], finish: Finish | None = None, prompt_logprobs: Logprobs | None = None
 ) -> bool:
-    """As the client does with a row of a step; True: the consumer must be notified."""
+    """Accept a row of a step as the client does; return whether the consumer must be notified."""
     choice.accept(ids, None, RareFields(0, finish, prompt_logprobs) if finish or prompt_logprobs else None)
     choice.request.num_open -= choice.finished
     return choice.request.enqueue(choice)

@@ -54,7 +54,7 @@ def test_links_lead_somewhere() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_bodies_are_sent_as_json(path: Path) -> None:
-    """With -d alone curl says that the body is a form, which the server refuses."""
+    """curl with -d alone declares the body as a form, which the server refuses."""
     commands = re.findall(r"^curl .* -d .*$", path.read_text(), re.M)
     assert not [one for one in commands if "-H 'Content-Type: application/json'" not in one]
 

@@ -98,7 +98,7 @@ class Browser:
         return actual[ELEMENT]
 
     def click(self, selector: str) -> None:
-        """As a mouse does: what lies under something else cannot be clicked."""
+        """Click an element as a mouse does: an element that another one covers cannot be clicked."""
         self._send("POST", f"/element/{self.element(selector)}/click", {})
 
     def type(self, selector: str, text: str) -> None:

@@ -67,7 +67,7 @@ def test_an_adapter_loaded_through_one_process_serves_through_all(two: Server, t
 
 
 def body(rid: str, n: int = 400, max_tokens: int = 1900, **fields: Any) -> dict[str, Any]:
-    """With four slots and without drafts, 400 choices take minutes: the request is there until it is aborted."""
+    """A request whose 400 choices take minutes with four slots and without drafts: it runs until it is aborted."""
     params = {"max_tokens": max_tokens, "ignore_eos": True, "n": n}
     return {"token_ids": [5, 6, 7], "request_id": rid, "sampling_params": params, "speculate": False} | fields
 

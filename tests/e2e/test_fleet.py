@@ -18,7 +18,7 @@ PROMPT = [286, 84, 82, 68, 81, 198, 19, 22, 10, 18, 23, 287, 198, 286, 64, 82, 8
 
 
 def replies(server: Server) -> list[Any]:
-    """Of a seeded request and of re-scoring what it generated."""
+    """The replies to a seeded request and to a re-score of what it generated."""
     params = {"temperature": 1.5, "seed": 7, "logprobs": 2, "max_tokens": 40, "ignore_eos": True}
     body = {"token_ids": PROMPT, "sampling_params": params, "logprobs_format": "arrays"}
     made = server.post("/inference/v1/generate", body).json()

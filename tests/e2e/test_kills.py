@@ -173,7 +173,7 @@ VICTIMS = [(layout, kind, number) for layout, kinds in KINDS.items() for kind, c
 
 @pytest.mark.parametrize(("layout", "kind", "number"), VICTIMS)
 def test_kill_9_of_each_process(model: Path, tmp_path: Path, layout: str, kind: str, number: int) -> None:
-    """Without --restart-engine."""
+    """The server runs without --restart-engine."""
     with served(model, tmp_path / "t", *LAYOUTS[layout]) as (server, load):
         before = everyone(server)
         files = segments(before)

@@ -115,7 +115,7 @@ def test_stages_of_a_classifier_have_the_bits_of_one(labels: dict[str, str], tmp
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", [*test_quantized.KINDS, "Q8_0", "Q4_K"])
 def test_quantized_weights_are_divided(kind: str, size: int, tmp_path: Path) -> None:
-    """As they load, or as they are stored: dense models, mixtures, a GGUF file."""
+    """Weights are quantized as they load, or in the checkpoint: dense models, mixtures, a GGUF file."""
     if kind in test_quantized.KINDS:
         model, options = test_quantized.checkpoint(tmp_path, kind)
     else:

@@ -24,7 +24,7 @@ def about(value: Any) -> Any:
 
 
 def trimmed(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Without what differs between runs."""
+    """The value without the fields that differ between runs."""
     if isinstance(value, dict):
         return {key: trimmed(entry, leaf) for key, entry in value.items() if key not in VARYING}
     return [trimmed(entry, leaf) for entry in value] if isinstance(value, list) else leaf(value)

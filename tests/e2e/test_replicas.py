@@ -18,7 +18,7 @@ RANK = "X-data-parallel-rank"
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def count(request: pytest.FixtureRequest) -> int:
-    """Of engines."""
+    """The number of engines."""
     number: int = request.param
     return number
 

@@ -241,10 +241,10 @@ def test_bad_updates_leave_the_server_as_it_was(lab: Lab) -> None:
 
 
 def test_after_recompute_kv_tokens_in_flight_have_the_logprobs_of_the_new_weights(lab: Lab) -> None:
-    """To the bit: what a re-score of prompt and tokens with the new weights gives."""
+    """They equal, bit for bit, a re-score of prompt and tokens with the new weights."""
 
     async def across_a_commit(number: int, *, recompute_kv: bool = False, mode: str = "keep") -> list[tuple[Any, Any]]:
-        """Of a request in flight while weights are pushed: the logprobs after the commit, and those of a re-score."""
+        """The logprobs after the commit of a request in flight while weights are pushed, and those of a re-score."""
         async with TokserveClient(lab.server.url) as client:
             sampling = {"max_tokens": 700, "ignore_eos": True, "logprobs_mode": "raw"}
             making = asyncio.ensure_future(client.generate([PROMPT, PROMPT[:9]], seeds=[1, 2], **sampling))

@@ -82,7 +82,7 @@ def alone(url: str) -> list[Answer]:
 
 
 def more_files(processes: list[psutil.Process], before: list[int]) -> list[int]:
-    """By how many more files are open than before; waits up to ten seconds until there are no more."""
+    """How many more files are open than before; it waits up to ten seconds until there are no more."""
     end = time.monotonic() + 10
     while True:
         more = [max(0, process.num_fds() - old) for process, old in zip(processes, before, strict=True)]

@@ -134,7 +134,7 @@ answer: %json {json.dumps(SCHEMA)}
 
 @pytest.mark.parametrize("form", [{"json": SCHEMA}, {"grammar": REASONING}], ids=["answer", "after reasoning"])
 def test_drafts_under_a_grammar(pair: Pair, form: dict[str, Any]) -> None:
-    """With reasoning drafts cross its end: whole, shifted so that it comes early, and wrong at it."""
+    """Drafts reach past the end of the reasoning: whole, shifted so that the end comes early, and wrong at the end."""
     body = generate_body(max_tokens=70, temperature=1.2, logprobs=1, structured_outputs=form)
     output = pair.post(GENERATE, body)["choices"][0]["token_ids"]
     before = pair.count("num_accepted_tokens")

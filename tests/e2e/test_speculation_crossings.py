@@ -112,7 +112,7 @@ async def replies(server: Server, some: list[dict[str, Any]]) -> list[dict[str, 
 
 
 async def replies_while_weights_are_replaced(pair: Pair, some: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By the same weights under the same version."""
+    """Send the requests while the weights are replaced by the same weights under the same version."""
     tensors = load_file(pair.model / "model.safetensors")
     generating = asyncio.create_task(replies(pair.drafting, some))
     async with TokserveClient(pair.drafting.url) as client:

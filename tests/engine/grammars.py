@@ -67,7 +67,7 @@ class Matcher:
 
 
 class LateGrammars:
-    """In place of `Grammars`: each is compiled, or cannot be, when the dice say so."""
+    """Takes the place of `Grammars`: a random generator decides when each is compiled, or fails to compile."""
 
     num_bytes = num_compiling = num_refused = 0
 
@@ -80,7 +80,7 @@ class LateGrammars:
         return self._due[-1]
 
     def finish(self, share: float) -> None:
-        """So many of those that are due."""
+        """Finish a random share of the grammars that are due."""
         for future in list(self._due):
             if self._rng.random() < share:
                 self._due.remove(future)
@@ -96,7 +96,7 @@ class LateGrammars:
 
 
 class LateMasks:
-    """In place of `MaskWorker`, without its threads: a mask is computed at a turn that the dice say."""
+    """Takes the place of `MaskWorker`, without threads: a random generator decides in which turn a mask is computed."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

@@ -230,7 +230,7 @@ class Slot:
         del self.tokens[length:], self.prefixes[length + 1 :]
 
     def ahead(self, collected: int) -> int:
-        """By how much the host counts too many positions: drafts rejected by steps that it has not collected."""
+        """How many positions the host counts too many: drafts rejected by steps that it has not collected."""
         return sum(count for step, count in self.rejected.items() if step > collected)
 
 
@@ -249,7 +249,7 @@ class Deferred(Future[StepResult]):
 
 
 class ScriptedExecutor:
-    """Checks and plays plans.  `spoil`: (seed, position) pairs whose logits are NaN; `bar`: those whose parameters
+    """Checks and executes plans.  `spoil`: (seed, position) pairs whose logits are NaN; `bar`: those whose parameters
     leave nothing; `fail_at`: a step that raises.  `results`: of all steps."""
 
     def __init__(
@@ -865,7 +865,7 @@ class Engine:
         assert self.submit(key, *requests, owner=owner) == SubmitReply(7)
 
     def abort(self, *keys: str, reason: str = "abort_user", call_id: int | None = 1, owner: bytes = b"A") -> None:
-        """By key and acknowledged; without a call id, as their owner does it."""
+        """Abort requests by key, with an acknowledgement; without a call id, as their owner aborts them."""
         if call_id is None:
             self.core.receive(owner, Abort(list(keys), reason))
         else:

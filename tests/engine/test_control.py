@@ -394,7 +394,7 @@ REPEATED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("method", "args", "holds"), REPEATED)
 def test_a_verb_that_is_sent_again_does_what_one_does(method: str, args: dict[str, Any], holds: str) -> None:
-    """As after a timeout at its sender: the first may be under way still, or done."""
+    """The sender repeats it after a timeout: the first may still be under way, or done."""
     engine = busy()
     for call_id in (1, 2):
         engine.call(method, call_id=call_id, **args)

@@ -169,7 +169,7 @@ def test_no_request_is_preempted_for_a_draft(depth: int) -> None:
 
 
 class Compiled:
-    """In place of `Grammars`."""
+    """Takes the place of `Grammars`."""
 
     num_bytes = num_compiling = num_refused = 0
 

@@ -28,7 +28,7 @@ def entered(engine: Engine) -> list[str]:
 
 
 def fill(engine: Engine, client: str, count: int, tokens: int = 30) -> list[str]:
-    """So many requests of a client."""
+    """Add `count` requests of a client."""
     rids = [f"{client}{i}" for i in range(count)]
     for i, rid in enumerate(rids):
         engine.add(rid, [3, i % 20, len(client)], max_tokens=tokens, ignore_eos=True, client=client, seed=i)

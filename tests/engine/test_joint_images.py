@@ -33,7 +33,7 @@ def engine_of(**options: Any) -> Engine:
 
 
 def steps(engine: Engine) -> list[list[tuple[str, int, int]]]:
-    """By step, (request, first position, count) of each row."""
+    """The rows of each step, as (request, first position, count)."""
     by_slot: dict[int, str] = {}
     result = []
     for plan, rows in zip(engine.executor.plans, shapes(engine), strict=True):

@@ -215,7 +215,7 @@ def test_a_disk_that_hangs_is_given_up_and_left_alone() -> None:
 
 
 def test_a_block_is_not_given_away_before_its_copy() -> None:
-    """With late copies, a cache of two requests' blocks: were it, the copy would have other content, and fail below."""
+    """Copies are late and the cache holds two requests: a block given away too early is copied with other content."""
     e = engine(num_blocks=6)
     e.executor.copies.instant = False
     for number in range(6):

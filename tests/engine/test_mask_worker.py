@@ -32,7 +32,7 @@ class GrammarState:
 
 
 class Worker(MaskWorker):
-    """With a `patience` that no test runs out of, and a `wait` for the masks that the loop does not wait for."""
+    """A `MaskWorker` whose `patience` no test exhausts, with a `wait` for masks that the loop does not wait for."""
 
     def __init__(self) -> None:
         self.woken = threading.Semaphore(0)

@@ -332,7 +332,7 @@ def test_a_grammar_that_others_have_exhausted_ends_a_request_and_not_the_engine(
 
 @pytest.mark.parametrize(("good", "resting_until"), [(0, math.inf), (2, math.inf), (2, 0.0)])
 def test_an_error_that_nobody_foresaw_ends_its_request_alone(good: int, resting_until: float) -> None:
-    """In a thread, or (from a request's second mask on) in the loop."""
+    """The error is raised in a thread, or (from a request's second mask on) in the loop."""
     computed: list[None] = []
 
     class Broken(Machine):

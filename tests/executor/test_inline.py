@@ -68,7 +68,7 @@ class FakeRunner:
         return args
 
     def interrupt(self) -> None:
-        """Nothing waits here."""
+        """Does nothing: no call waits."""
 
 
 def result(step: int) -> StepResult:

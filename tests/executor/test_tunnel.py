@@ -67,7 +67,7 @@ def test_what_was_sent_arrives_before_the_end() -> None:
 
 
 def test_an_end_whose_process_is_killed_ends_the_one_that_connected() -> None:
-    """And the listener's, when whoever watches the process closes it."""
+    """The listener's end ends when the watcher of the process closes it."""
     script = (
         "import sys, time; from tokserve.curve import make_keys; from tokserve.executor.tunnel import Tunnel; "
         "import msgspec; engine, client = make_keys(); tunnel = Tunnel('127.0.0.1', engine); "

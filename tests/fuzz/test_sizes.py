@@ -33,7 +33,7 @@ def check(scene: Scene, case: Case, what: str) -> None:
 
 
 def check_end(scene: Scene) -> None:
-    """Nothing is left of it."""
+    """The server is idle, its memory is released, and it replies as before."""
     assert scene.good() == scene.want
     scene.server.wait_idle()
     scene.wait_for_memory(150 * MIB)

@@ -155,7 +155,7 @@ def long_text(url: str, rng: random.Random) -> list[Answer]:
 
 @attack
 def longest_text(url: str, rng: random.Random) -> list[Answer]:
-    """As much text as a body may have."""
+    """A prompt with as much text as a body may have."""
     return [post(url, COMPLETIONS, {"prompt": words(60 * MIB)})]
 
 
@@ -264,7 +264,7 @@ def tiny_segments(url: str, rng: random.Random) -> list[Answer]:
 
 @attack
 def pipelined_requests(url: str, rng: random.Random) -> list[Answer]:
-    """As many requests as ten connections take, one behind the other, whose answers nobody reads."""
+    """Pipelined requests on ten connections, as many as these take, whose answers no client reads."""
     requests = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50_000
     with ExitStack() as stack:
         for sock in [stack.enter_context(connect(url)) for _ in range(10)]:

@@ -173,7 +173,7 @@ def large_masks(url: str, rng: random.Random) -> list[Answer]:
 
 @attack
 def many_choices_left(url: str, rng: random.Random) -> list[Answer]:
-    """As many choices as a request may have, from clients that leave."""
+    """Requests with as many choices as allowed, from clients that disconnect."""
     params = {"n": 4, "max_tokens": 500, "ignore_eos": True, "seed": rng.randrange(1 << 30)}
     leave(url, COMPLETIONS, {"prompt": ["a"] * 4096, **params}, 2)
     time.sleep(2.0)  # the last client leaves after 20 ms; then its choices end one after the other

@@ -102,7 +102,7 @@ def _experts(
 
 
 def _stacked(writer: GGUFWriter, layer: str, name: str, tensor: Tensor, kinds: dict[str, str]) -> Tensor:
-    """Of gpt-oss: gate and up in turns, transposed."""
+    """Add a tensor of gpt-oss's experts: gate and up alternate, and the matrix is transposed."""
     bias = name.endswith("_bias")
     values, ending = (tensor if bias else tensor.transpose(1, 2)).float().numpy(), "bias" if bias else "weight"
     if name.startswith("down"):

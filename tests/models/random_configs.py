@@ -156,5 +156,5 @@ def _rope(rng: random.Random, hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def every(seeds: int) -> list[tuple[str, int]]:
-    """So many configurations of each family."""
+    """All (family, seed) pairs, with `seeds` configurations of each family."""
     return [(family, seed) for seed in range(seeds) for family in sorted(FAMILIES)]

@@ -40,7 +40,7 @@ def compressed(strategy: str, **changes: Any) -> dict[str, Any]:
 
 
 def scales(weight: Tensor, kind: str) -> Tensor:
-    """As the tools choose them, so that the largest of a group is float8's largest."""
+    """Scales as quantization tools choose them: the largest of a group becomes float8's largest."""
     most = torch.finfo(FP8).max
     if kind == "tensor":
         return weight.abs().amax().reshape(1) / most

@@ -227,8 +227,8 @@ def figures(kernel: Any) -> dict[str, Any]:
 
 
 def chains(ptx: str) -> list[dict[str, Any]]:
-    """Of each set of sums: inputs an instruction adds, how many follow one another, whether the first begins at zero,
-    whether all others add to what is there, and whether operands are taken in ascending order of the inputs."""
+    """Facts of each set of sums: inputs per operation, length of the chain, whether the first operation begins at 0,
+    whether all others add to the sum, and whether operands are taken in ascending order of the inputs."""
     always = set(re.findall(r"mov\.pred\s+(%p\d+), -1;", ptx)) - set(re.findall(r"mov\.pred\s+(%p\d+), 0;", ptx))
     registers = {name: (base, int(past or 0)) for name, base, past in PLACE.findall(ptx)}
     chains: dict[str, list[tuple[str, ...]]] = {}

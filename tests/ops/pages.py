@@ -49,6 +49,6 @@ def arguments_held(op: str, name: str, arguments: tuple[Any, ...]) -> tuple[Any,
 
 
 def arguments_as_rows(op: str, name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """And back."""
+    """Arguments of op whose caches implementation `name` holds, with the caches as rows."""
     at = CACHES.get(op)
     return arguments if at is None else (*arguments[:at], *rows(name, *arguments[at : at + 2]), *arguments[at + 2 :])

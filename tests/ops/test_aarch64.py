@@ -53,7 +53,7 @@ class Program:
         return subprocess.run([*self.command, *arguments], check=True, stdout=subprocess.PIPE, timeout=600).stdout
 
     def instruction_sets(self) -> list[str]:
-        """Of the arithmetic whose bits are the same everywhere."""
+        """The instruction sets of `fma`, the arithmetic whose bits are the same on every processor."""
         lines = [line.split() for line in self.run().decode().splitlines()]
         return [name for name, arithmetic in lines if arithmetic == "fma"]
 

@@ -17,7 +17,7 @@ SETS = {"amx": "amx", "avx512_bf16": "pairs", "avx512_vnni": "fma", "avx2": "fma
 
 
 class Extension(SimpleNamespace):
-    """As `tokserve._C` of a machine that runs `sets`, best first."""
+    """`tokserve._C` as on a machine that runs `sets`, best first."""
 
     def __init__(self, sets: dict[str, str]) -> None:
         super().__init__(sets=sets, selected=None)

@@ -155,7 +155,7 @@ def mixture(dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def integer_mixture(dtype: torch.dtype) -> tuple[Any, ...]:
-    """As `mixture`, with weights of every kind."""
+    """The arguments of `mixture`, with weights of every kind."""
     x, ids, chosen, _, bias, *_, shared, gate = mixture(dtype)
     up: list[Any] = [[kind] for kind in weights(192, 128)]
     up[0], up[5] = [weights(96, 128)[3], weights(96, 128)[7]], randn(192, 128, dtype=dtype) / 11

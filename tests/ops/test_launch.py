@@ -14,11 +14,11 @@ from tokserve.ops.triton import launch
 
 @pytest.fixture
 def entries() -> Iterator[list[dict[str, object]]]:
-    """Those of a kernel, to be changed."""
+    """The entries of a kernel, for a test to fill."""
     entries: list[dict[str, object]] = []
-    launch.table()["played"] = entries
+    launch.table()["fake"] = entries
     yield entries
-    del launch.table()["played"]
+    del launch.table()["fake"]
     launch.tuned.cache_clear()
 
 
@@ -29,7 +29,7 @@ def test_the_first_entry_that_fits_counts(entries: list[dict[str, object]], monk
         {"arch": "sm_80", "is": "c"}, {"rows": 8, "is": "d"}, {"is": "e"},
     ]  # fmt: skip
     entries = [
-        launch.tuned("played", device, rows=rows, outputs=outputs)["is"]
+        launch.tuned("fake", device, rows=rows, outputs=outputs)["is"]
         for device, rows, outputs in ((0, 8, 100), (0, 8, 101), (0, 9, 1), (None, 1, 1), (None, 9, 1))
     ]
     assert entries == ["a", "b", "e", "d", "e"]

@@ -41,7 +41,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def variants(compiled: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Those of the named kernels, or of all."""
+    """The variants of the named kernels, or of all kernels."""
     return {name: report for name, report in compiled.items() if not names or name.partition("#")[0] in names}
 
 

@@ -366,7 +366,7 @@ def test_a_library_serves_many_rows_only_if_it_was_seen_to_give_the_same_bits(
 ) -> None:
     calls = []
 
-    def played(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    def fake_library(x: Tensor, weight: Tensor, out: Tensor) -> None:
         calls.append(len(x))
         dense.product(x, weight, None, out, None)
         out[-1, -1] += 0.0 if equal or len(x) == 20 else 1.0  # for one number of rows alone it is another sum
@@ -374,7 +374,7 @@ def test_a_library_serves_many_rows_only_if_it_was_seen_to_give_the_same_bits(
     monkeypatch.setattr(dense, "LIBRARY_ROWS", (20, 8))
     monkeypatch.setattr(dense, "CHAINS", ())
     monkeypatch.setattr(dense, "_accepted", set())
-    monkeypatch.setattr(dense, "by_library", played)
+    monkeypatch.setattr(dense, "by_library", fake_library)
     x, weight = randn(torch.float16, 1, 51, 40), randn(torch.float16, 2, 24, 40)
     packed = OPS["pack_linear"].implementations["triton"].call(weight)
     call, bias = on_device("linear"), randn(torch.float16, 3, 24)

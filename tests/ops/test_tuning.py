@@ -20,7 +20,7 @@ PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu_tune.py"
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The program, on a card that is played, with a copy of the table."""
+    """The program with a simulated GPU and a copy of the table."""
     spec = importlib.util.spec_from_file_location("gpu_tune", PROGRAM)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -38,7 +38,7 @@ def replies(server: Server) -> list[Any]:
 
 
 def nodes(server: Server) -> list[str]:
-    """Those that the ranks were started on last."""
+    """The nodes on which the ranks were last started."""
     lines = [line for line in server.log if " runs on node " in line]
     return [line.rpartition(" ")[2] for line in lines[-2:]]
 

@@ -189,26 +189,26 @@ class CardGroup:
 
 
 def card_group(work: CardWork, timeout: float) -> tuple[TransferGroup, CardGroup]:
-    group, played = TransferGroup.__new__(TransferGroup), CardGroup(work)
-    group._group, group._backend, group._timeout = played, "nccl", timeout
+    group, fake = TransferGroup.__new__(TransferGroup), CardGroup(work)
+    group._group, group._backend, group._timeout = fake, "nccl", timeout
     group._interrupted, group._broken, group._announces_sizes = threading.Event(), False, False
-    return group, played
+    return group, fake
 
 
 def test_a_transfer_between_cards_is_over_when_the_card_says_so() -> None:
-    group, played = card_group(CardWork(5), 60)
+    group, fake = card_group(CardWork(5), 60)
     group.broadcast(torch.zeros(1))
-    assert played.work.waited and not played.aborted and not group._broken
+    assert fake.work.waited and not fake.aborted and not group._broken
 
 
 @pytest.mark.parametrize("interrupted", [True, False])
 def test_a_transfer_between_cards_can_be_ended(interrupted: bool) -> None:
-    group, played = card_group(CardWork(float("inf")), 60 if interrupted else 0)
+    group, fake = card_group(CardWork(float("inf")), 60 if interrupted else 0)
     if interrupted:
         threading.Timer(0.01, group.interrupt).start()
     with pytest.raises(TransferError, match="interrupted" if interrupted else "silent"):
         group.broadcast(torch.zeros(1))
-    assert played.aborted and not played.work.waited
+    assert fake.aborted and not fake.work.waited
     with pytest.raises(TransferError, match="broken"):
         group.broadcast(torch.zeros(1))
 

@@ -1,4 +1,4 @@
-"""What `device.Cuda` asks of torch, in order, with a torch whose GPU is played: it works at once, and tells."""
+"""The calls that `device.Cuda` makes to torch, in order.  The GPU is a fake that records the calls."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tokserve import device
 from tokserve.errors import StartError
 
 
-class PlayedEvent:
-    def __init__(self, cuda: PlayedCuda) -> None:
+class FakeEvent:
+    def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
 
     def record(self) -> None:
@@ -28,8 +28,8 @@ class PlayedEvent:
         return self._cuda.is_idle
 
 
-class PlayedStream:
-    def __init__(self, cuda: PlayedCuda) -> None:
+class FakeStream:
+    def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
 
     def wait_stream(self, other: object) -> None:
@@ -37,8 +37,8 @@ class PlayedStream:
         self._cuda.waits.append((self, other))
 
 
-class PlayedCuda:
-    """torch.cuda, as far as it is used.  `calls` is what was asked for."""
+class FakeCuda:
+    """The part of torch.cuda that is used.  `calls` lists the calls."""
 
     capability = (9, 0)
 
@@ -46,23 +46,23 @@ class PlayedCuda:
         self.calls: list[tuple[str, Any]] = []
         self.pools = 0
         self.is_idle = False
-        self.main = PlayedStream(self)
+        self.main = FakeStream(self)
         self.waits: list[tuple[object, object]] = []
 
     def __getattr__(self, name: str) -> Any:
         plain = {
-            "is_available": True, "get_device_capability": self.capability, "get_device_name": "played",
+            "is_available": True, "get_device_capability": self.capability, "get_device_name": "fake",
             "current_device": 0, "current_stream": self.main,
         }  # fmt: skip
         return lambda *_: plain[name]
 
-    def Stream(self) -> PlayedStream:
-        return PlayedStream(self)
+    def Stream(self) -> FakeStream:
+        return FakeStream(self)
 
-    def Event(self) -> PlayedEvent:
-        return PlayedEvent(self)
+    def Event(self) -> FakeEvent:
+        return FakeEvent(self)
 
-    def stream(self, stream: PlayedStream) -> Any:
+    def stream(self, stream: FakeStream) -> Any:
         self.calls.append(("on", stream))
         return nullcontext()
 
@@ -87,11 +87,11 @@ class PlayedCuda:
         return nullcontext()
 
 
-class PlayedTorch:
-    """torch, whose pinned memory is any memory and whose GPU is the CPU."""
+class FakeTorch:
+    """torch with ordinary memory as pinned memory and the CPU as GPU."""
 
     def __init__(self) -> None:
-        self.cuda = PlayedCuda()
+        self.cuda = FakeCuda()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -105,8 +105,8 @@ class PlayedTorch:
 
 
 @pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> PlayedTorch:
-    torch_with_gpu = PlayedTorch()
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
+    torch_with_gpu = FakeTorch()
     monkeypatch.setattr(device, "torch", torch_with_gpu)
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda self, stream: torch_with_gpu.cuda.calls.append(("keep", stream))
@@ -114,86 +114,86 @@ def played(monkeypatch: pytest.MonkeyPatch) -> PlayedTorch:
     return torch_with_gpu
 
 
-def test_a_staging_buffer_is_filled_again_only_when_its_copy_is_done(played: PlayedTorch) -> None:
+def test_a_staging_buffer_is_filled_again_only_when_its_copy_is_done(fake: FakeTorch) -> None:
     gpu, most = device.Cuda(), device.NUM_BUFFERS
     for _ in range(2 * most + 1):
         gpu.put([np.arange(3)])
-    calls = played.cuda.calls
+    calls = fake.cuda.calls
     assert [what for what, _ in calls] == ["record"] * most + ["wait", "record"] * (most + 1)
     events = [event for what, event in calls if what == "record"]
     assert [event for what, event in calls if what == "wait"] == events[most:]  # its own event, each time
     assert events[:most] == events[most:-1] and len(set(events)) == most
 
 
-def test_a_step_with_many_copies_waits_for_none_of_its_own(played: PlayedTorch) -> None:
+def test_a_step_with_many_copies_waits_for_none_of_its_own(fake: FakeTorch) -> None:
     gpu = device.Cuda()
     for copy in range(50):
-        played.cuda.is_idle = copy >= 10  # the first ten are under way at once
+        fake.cuda.is_idle = copy >= 10  # the first ten are under way at once
         gpu.put([np.arange(3)])
-    waits = [event for what, event in played.cuda.calls if what == "wait"]
+    waits = [event for what, event in fake.cuda.calls if what == "wait"]
     assert len(set(waits)) == len(gpu._buffers) == 10  # only for copies that are done
 
 
-def test_a_larger_step_gets_a_larger_buffer(played: PlayedTorch) -> None:
+def test_a_larger_step_gets_a_larger_buffer(fake: FakeTorch) -> None:
     gpu = device.Cuda()
     for size in (10, 1 << 17, 10, 1 << 18):
         assert gpu.put([np.arange(size)])[0].tolist() == list(range(size))
 
 
-def test_what_leaves_waits_for_the_work_before_it_and_is_kept_until_it_left(played: PlayedTorch) -> None:
+def test_what_leaves_waits_for_the_work_before_it_and_is_kept_until_it_left(fake: FakeTorch) -> None:
     gpu = device.Cuda()
     leaving = gpu.fetch([torch.arange(3), torch.zeros(0)])
-    assert [what for what, _ in played.cuda.calls] == ["wait_stream", "on", "keep", "keep", "record"]
-    assert played.cuda.calls[0][1] is played.cuda.main
+    assert [what for what, _ in fake.cuda.calls] == ["wait_stream", "on", "keep", "keep", "record"]
+    assert fake.cuda.calls[0][1] is fake.cuda.main
     assert [array.tolist() for array in leaving.arrays()] == [[0, 1, 2], []]
-    assert played.cuda.calls[-1] == ("wait", played.cuda.calls[-2][1])
+    assert fake.cuda.calls[-1] == ("wait", fake.cuda.calls[-2][1])
 
 
-def test_a_step_runs_once_before_it_is_recorded_in_a_pool_of_its_time(played: PlayedTorch) -> None:
+def test_a_step_runs_once_before_it_is_recorded_in_a_pool_of_its_time(fake: FakeTorch) -> None:
     gpu = device.Cuda()
     runs: list[int] = []
 
     def run() -> torch.Tensor:
-        runs.append(len(played.cuda.calls))
+        runs.append(len(fake.cuda.calls))
         return torch.tensor(len(runs))
 
     first, second = gpu.pool(), gpu.pool()
     assert first != second
     replay = gpu.capture(run, first)
-    assert runs == [0, 1] and played.cuda.calls == [("graph", {"pool": first, "capture_error_mode": "thread_local"})]
-    assert replay().item() == 2 and played.cuda.calls[-1] == ("replay", None) and len(runs) == 2
+    assert runs == [0, 1] and fake.cuda.calls == [("graph", {"pool": first, "capture_error_mode": "thread_local"})]
+    assert replay().item() == 2 and fake.cuda.calls[-1] == ("replay", None) and len(runs) == 2
 
 
-def test_memory_is_given_back_but_not_while_a_step_is_recorded(played: PlayedTorch) -> None:
+def test_memory_is_given_back_but_not_while_a_step_is_recorded(fake: FakeTorch) -> None:
     gpu = device.Cuda()
     gpu.give_back_memory()
-    assert played.cuda.calls == [("empty_cache", None)]
+    assert fake.cuda.calls == [("empty_cache", None)]
     threads: list[threading.Thread] = []
 
     def run() -> torch.Tensor:
-        if played.cuda.calls[-1][0] == "graph":
+        if fake.cuda.calls[-1][0] == "graph":
             threads.append(threading.Thread(target=gpu.give_back_memory))
             threads[0].start()
             assert not gpu._capturing.acquire(blocking=False)  # nor can the thread
-            played.cuda.calls.append(("recorded", None))
+            fake.cuda.calls.append(("recorded", None))
         return torch.tensor(0)
 
     gpu.capture(run, None)
     threads[0].join()
-    assert [what for what, _ in played.cuda.calls[1:]] == ["graph", "recorded", "empty_cache"]
+    assert [what for what, _ in fake.cuda.calls[1:]] == ["graph", "recorded", "empty_cache"]
 
 
-def test_weights_come_on_a_stream_of_their_own_that_steps_join(played: PlayedTorch) -> None:
-    gpu, main = device.Cuda(), played.cuda.main
+def test_weights_come_on_a_stream_of_their_own_that_steps_join(fake: FakeTorch) -> None:
+    gpu, main = device.Cuda(), fake.cuda.main
     with gpu.beside():
-        assert [what for what, _ in played.cuda.calls] == ["set_device", "wait_stream", "on"]
-        side = played.cuda.calls[-1][1]
-    assert side is not main and played.cuda.waits == [(side, main)]  # steps wait for nothing
+        assert [what for what, _ in fake.cuda.calls] == ["set_device", "wait_stream", "on"]
+        side = fake.cuda.calls[-1][1]
+    assert side is not main and fake.cuda.waits == [(side, main)]  # steps wait for nothing
     gpu.join()
-    assert played.cuda.waits[1:] == [(main, side), (side, main)]
+    assert fake.cuda.waits[1:] == [(main, side), (side, main)]
 
 
-def test_an_old_gpu_is_refused(played: PlayedTorch) -> None:
-    played.cuda.capability = (7, 5)
-    with pytest.raises(StartError, match=r"played is older than compute capability 8\.0"):
+def test_an_old_gpu_is_refused(fake: FakeTorch) -> None:
+    fake.cuda.capability = (7, 5)
+    with pytest.raises(StartError, match=r"fake is older than compute capability 8\.0"):
         device.Cuda()

@@ -78,7 +78,7 @@ def test_free_memory_knows_the_first_version_of_control_groups(root: Path) -> No
 
 
 def nodes(root: Path, *lists: str) -> Path:
-    """As /sys/devices/system/node of a machine whose memory nodes have these CPUs."""
+    """A copy of /sys/devices/system/node of a machine whose memory nodes have these CPUs."""
     for number, cpus in enumerate(lists):
         (root / f"node{number}").mkdir()
         (root / f"node{number}" / "cpulist").write_text(cpus + "\n")

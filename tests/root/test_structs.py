@@ -34,6 +34,6 @@ print("decoded")
 
 
 def test_threads_decode_into_any_class_at_once() -> None:
-    """Without `prepare_structs` the script ends with a segmentation fault."""
+    """The script ends with a segmentation fault if `prepare_structs` is not called."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout == "decoded\n", done.stderr[-2000:]

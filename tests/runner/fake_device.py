@@ -1,7 +1,7 @@
-"""A device with memory of its own, played on the CPU: values reach it as copies, leave it late, and steps are recorded.
+"""A device with its own memory, simulated on the CPU: values reach it as copies, leave it late, and steps are recorded.
 
-It lays arrays out, stages and repeats as the real one does, and makes mistakes show: a staging buffer is overwritten as
-soon as it was read, and a repeated step writes into the memory of the first.
+It lays arrays out, stages and replays as the real one does, and makes mistakes visible: a staging buffer is overwritten
+as soon as it was read, and a replayed step writes into the memory of the first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The played device with steps recorded as a GPU records them: what was launched runs again, and no line of Python.
+"""The fake device with steps recorded as a GPU records them: a replay runs the launches again, and no line of Python.
 
-For kernels in Triton's interpreter.  A number that Python computed while a step was recorded stays what it was, and
-memory that a step fills in is spoilt before each repetition: a step that depends on either is found out.
+It serves kernels in Triton's interpreter.  A number that Python computed while a step was recorded stays as it was, and
+memory that a step fills in is overwritten before each replay, so a test fails if a step depends on either.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def refuse(*_: object) -> object:
 
 
 class TapeDevice(FakeDevice):
-    """As the played device, but what it repeats are launches."""
+    """A `FakeDevice` whose replay repeats the launches of the recorded step."""
 
     def capture(self, run: Callable[[], Tensor], pool: object) -> Callable[[], Tensor]:
         self.captured += 1

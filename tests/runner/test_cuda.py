@@ -107,7 +107,7 @@ SCORED = 3 * 4 * 64 * 320  # logits of the longest prompt in a step, and what is
 
 def test_what_graphs_take_is_kept_free(staged: Loaded) -> None:
     runner, facts, _ = staged
-    step = 1 << 20  # what the played device says of every run
+    step = 1 << 20  # what the fake device reports for each run
     logits, hidden = 4 * 320 * 24, 4 * 64 * 64  # one place for all decode steps, one for all prompts
     assert cuda(runner).activation_bytes(runner.model, facts.layout.specs, 16) == 3 * step + SCORED + logits + hidden
 

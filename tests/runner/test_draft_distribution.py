@@ -23,14 +23,14 @@ SIZES: dict[str, Any] = {"max_num_seqs": ROWS, "max_model_len": 32}
 
 
 def outputs(driver: Driver, first: int) -> dict[int, list[int]]:
-    """By seed, of `ROWS` seeds."""
+    """The output for each of `ROWS` seeds."""
     seeds = range(first, first + ROWS)
     done = driver.run([Job(PROMPT, SamplingParams(**PARAMS), seed) for seed in seeds])
     return {job.seed: job.output for job in done}
 
 
 def probabilities(driver: Driver) -> dict[tuple[int, ...], float]:
-    """Of each output of LENGTH tokens, from what the model says of each beginning alone."""
+    """The probability of each output of LENGTH tokens, from the model's probabilities after each prefix."""
     known: dict[tuple[int, ...], float] = {(): 1.0}
     fields = PARAMS | {"max_tokens": 1, "logprobs": 3, "logprobs_mode": "processed"}
     for _ in range(LENGTH):

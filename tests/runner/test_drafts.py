@@ -191,7 +191,7 @@ def test_each_draft_has_the_mask_of_its_position(loaded: Callable[..., Loaded], 
 def verified(
     drafts: list[list[int]], tokens: list[int], status: list[int] | None = None, withheld: list[bool] | None = None
 ) -> tuple[list[int], list[int], list[bool]]:
-    """Of rows that each sample one token more than they have drafts."""
+    """The result of `verify` for rows that each sample one token more than they have drafts."""
     plan = plan_of([(i, 0, len(ids) + 1, len(ids) + 1) for i, ids in enumerate(drafts)], 0, drafts)
     logprobs: LogprobRows | None = None
     sampled = SampledTokens(

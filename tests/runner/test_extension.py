@@ -18,7 +18,7 @@ HERE = __name__
 
 
 class Extension:
-    """As an operator would write one."""
+    """A worker extension as an operator would write it."""
 
     kind = "mine"
 

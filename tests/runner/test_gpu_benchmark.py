@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py runs to its end: on the played device, with small shapes and played times."""
+"""benchmarks/gpu.py runs to its end on the fake device, with small shapes and fixed times."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Values:
 
 def test_a_row_of_the_table_is_made(program: Any) -> None:
     options = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
-    row = program.measure("8B", 1, 3, program.Card("played", 1e12, 1e15), **options)
+    row = program.measure("8B", 1, 3, program.Card("fake", 1e12, 1e15), **options)
     assert row["rows"] == 3 and row["graph_ms"] == 1.0
     assert all(row[name] > 0 for name in ("decode_tok_s", "prefill_tok_s", "roofline_share", "fast_step_ms"))
     assert row["chat_step_ms"] > 0 and row["long_prompt_tok_s"] > 0

@@ -35,7 +35,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Of all layers, of some, and of another rank and dtype."""
+    """Adapters of all layers, of some layers, and of another rank and dtype."""
     root = tmp_path_factory.mktemp("adapters")
     return [
         write_adapter(root / "all", base, rank=4, seed=1),

@@ -118,7 +118,7 @@ def test_a_vector_that_is_not_finite_is_flagged(
 @pytest.mark.parametrize(("family", "kind"), [("qwen3", "Qwen3Model"), ("gemma3_text", "Gemma3TextModel"),
                                               ("phi3", "Phi3Model")])  # fmt: skip
 def test_a_checkpoint_without_a_head(tmp_path: Path, family: str, kind: str) -> None:
-    """As transformers' AutoModel saves it: the architecture has no head, names have no prefix.  Released embedding
+    """transformers' AutoModel saves it so: the architecture has no head, names have no prefix.  Released embedding
     models may have such tensors and the architecture of the model that generates."""
     config = tiny_config(family, dtype="float32", tie_word_embeddings=False)
     model = AutoModel.from_pretrained(write_checkpoint(tmp_path / "whole", config, seed=1), dtype=torch.float32)

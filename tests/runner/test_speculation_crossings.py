@@ -272,7 +272,7 @@ def test_a_few_requests_with_all_kinds_of_drafts(root: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(90))
 def test_speculation_changes_nothing_whatever_it_is_crossed_with(root: Path, seed: int) -> None:
-    """With those of `test_speculation` more than 10,000 requests."""
+    """These and the requests of `test_speculation` are more than 10,000."""
     rng = random.Random(seed)
     arithmetic = rng.choice([{"dtype": "bfloat16"}, {"dtype": "float32"}, {"quantization": "int8"}])
     sources = [one for one in SOURCES if not ("quantization" in arithmetic and "self" in str(one["spec_method"]))]

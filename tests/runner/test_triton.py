@@ -1,4 +1,4 @@
-"""A whole model through the Triton kernels, in the interpreter, on the played device: what a GPU would be given."""
+"""A whole model through the Triton kernels in the interpreter, on the fake device: the launches are those of a GPU."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_the_start_compiles_all_that_serving_needs(options: dict[str, object]) -
 
 
 def bind_references(*_: object, **__: object) -> dict[str, str]:
-    """As `bind` where nothing but torch is there."""
+    """Bind every op to its torch reference, as `bind` does where only torch is installed."""
     for name, op in OPS.items():
         setattr(ops, name, op.reference)
     return dict.fromkeys(OPS, "torch")

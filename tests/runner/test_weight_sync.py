@@ -82,7 +82,7 @@ def by_disk(runner: Runner, tensors: Tensors, key: str = "weight_dir") -> None:
 
 
 def by_path(runner: Runner, tensors: Tensors) -> None:
-    """As vLLM's disk engine is told."""
+    """Load the weights from a directory that is named as vLLM's disk engine names it."""
     by_disk(runner, tensors, "path")
 
 
@@ -603,7 +603,7 @@ def test_bodies_come_one_after_the_other_and_whole(bench: Bench) -> None:
 
 
 def test_the_packing_may_be_agreed_on_at_the_meeting(bench: Bench) -> None:
-    """As vLLM's newer trainers do; an announcement without those fields follows it, one with them goes its own way."""
+    """vLLM's newer trainers agree on it there; an announcement with those fields overrides it."""
     runner, facts = start(bench.old, weight_transfer_config={"backend": "gloo", "packed_buffer_size_bytes": 30_000})
     trainer = Trainer(runner, packed=True, packed_num_buffers=2)
     runner.background("begin_update", {"have_weights": True})

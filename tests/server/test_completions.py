@@ -177,7 +177,7 @@ def test_offsets_of_ids_leave_out_what_the_text_leaves_out() -> None:
 
 
 def test_offsets_of_a_prompt_whose_first_space_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Llama 2's tokenizer does; the output's first space stays."""
+    """Llama 2's tokenizer drops it; the output's first space stays."""
     tokenizer = Tokenizer(Backend.from_str(sentence_piece_json()))
     monkeypatch.setattr(fake_llm, "TOKENIZER", tokenizer)
     monkeypatch.setattr(fake_llm, "VOCAB", tokenizer.vocab_size)

@@ -147,7 +147,7 @@ def test_two_apps_do_not_share_counters() -> None:
 
 
 def test_the_labels_that_routers_read() -> None:
-    """As vLLM writes them; the sample below is of one of its servers."""
+    """The labels are written as vLLM writes them; the sample below is from a vLLM server."""
     shown = site(vllm_metric_names=True, block_size=16).get("/metrics").text
     (config,) = re.findall(r"^vllm:cache_config_info\{(.*)\} 1\.0$", shown, re.MULTILINE)
     labels = dict(re.findall(r'(\w+)="([^"]*)"', config))

@@ -148,7 +148,7 @@ def test_a_refusal_never_gets_into_another_answer(first: bytes, then: bytes, ans
 @pytest.mark.parametrize("requests", [1, 3])
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_whole_requests_are_answered_before_garbage_closes_the_connection(requests: int, pieces: int) -> None:
-    """As behind a body that is longer than its Content-Length."""
+    """Garbage follows, for example, from a body that is longer than its Content-Length."""
 
     async def scene() -> None:
         with connected() as (connection, wire):

@@ -41,7 +41,7 @@ def test_the_routes_are_there_with_the_option_only() -> None:
 
 
 def test_chat_with_meta_info() -> None:
-    """As miles' session server asks: its own ids, and the tokens that came of them."""
+    """miles' session server sends such requests: it sends prompt ids and gets prompt and output tokens back."""
     s = sglang()
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "logprobs": True, "no_stop_trim": False}
     request = body | {"input_ids": [70, 71, 72], "return_meta_info": True, "return_prompt_token_ids": True}

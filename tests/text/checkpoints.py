@@ -71,7 +71,7 @@ def word_piece_json() -> str:
 
 
 def metaspace_json() -> str:
-    """As `sentence_piece_json`, with the Metaspace decoder."""
+    """The tokenizer of `sentence_piece_json`, with the Metaspace decoder."""
     described = json.loads(sentence_piece_json())
     described["decoder"] = json.loads(decoders.Metaspace().__getstate__())
     return json.dumps(described)

@@ -6,7 +6,7 @@ from tokserve.text.stops import StopStrings
 
 
 def first(stops: list[str], text: str, floor: int) -> tuple[int, int] | None:
-    """By definition: the match that ends first after `floor`; of those that end together, the longest."""
+    """The match by definition: it ends first after `floor`; of those that end together, it is the longest."""
     actual = [
         (begin + len(stop), begin)
         for stop in stops for begin in range(len(text) - len(stop) + 1)

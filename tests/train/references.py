@@ -41,7 +41,7 @@ def activation(name: str, x: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """To bfloat16's values, which counts as the identity in the backward pass."""
+    """The values rounded to bfloat16, with the identity as backward pass."""
     return x + (x.detach().to(torch.bfloat16).to(x.dtype) - x.detach())
 
 
@@ -115,7 +115,7 @@ def logprobs(
     masks: Sequence[Sequence[int] | None] | None = None,
     keep: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Tensor:
-    """Of the tokens from `start` on, over the kept ids of each (None: all)."""
+    """The logprobs of the tokens from `start` on, over the kept ids of each (None: all)."""
     rows = logits(hf, weights, sequence[:-1], keep)[start - 1 :] / temperature
     for number, mask in enumerate(masks or []):
         if mask is not None:

@@ -42,7 +42,7 @@ def padded(rows: list[list[int]], side: str) -> tuple[Tensor, Tensor]:
 
 
 def scored(values: Tensor, mask: Tensor) -> list[Tensor]:
-    """By row, what predicts its tokens after the first: of values [B, L - 1] of tokens 1 .. L - 1."""
+    """The values of each row's real tokens after the first, from values [B, L - 1] of tokens 1 .. L - 1."""
     both = (mask[:, 1:] * mask[:, :-1]).bool()
     return [row[real] for row, real in zip(values, both, strict=True)]
 

@@ -38,7 +38,7 @@ def base(directory: Path) -> Any:
 
 
 def adapted(directory: Path, dtype: str, **config: Any) -> Any:
-    """With an adapter that adds something; half of the models are made exact before peft has them."""
+    """A model with an adapter that is not zero; bfloat16 models are made exact before peft wraps them, others after."""
     options = {
         "r": 4,
         "lora_alpha": 12,

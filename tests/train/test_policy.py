@@ -50,7 +50,7 @@ def expected(directory: Path, dtype: str, sequence: list[int], start: int, tempe
 
 
 def gradients(policy: PolicyModel, rows: list[list[int]], starts: list[int], **options: object) -> dict[str, Tensor]:
-    """Of a weighted sum of the logprobs."""
+    """The gradients of a weighted sum of the logprobs."""
     policy.zero_grad()
     scored = policy.logprobs(rows, starts, **options)  # type: ignore[arg-type]
     torch.stack([(row * weights(row)).sum() for row in scored]).sum().backward()

@@ -81,7 +81,7 @@ def check_the_client() -> None:
 
 
 def check_logprobs(client: pieces.TokserveVLLMClient) -> None:
-    """Of the distribution at the temperature, and those that are asked for where they are."""
+    """Check the default logprobs, which are at the temperature, and those of each requested mode."""
     options = {"max_tokens": 6, "temperature": 0.5, "logprobs": 0}
     default = client.generate([[5, 6, 7]], **options, generation_kwargs={"seed": 1})
     named = {
@@ -114,7 +114,7 @@ def check_roll_back(client: pieces.TokserveVLLMClient, policy: torch.nn.Module) 
 
 
 def check_transfer() -> None:
-    """In small parts; with a warning about the kind of logprobs."""
+    """Check a transfer in small parts, and the warning about the logprobs mode."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

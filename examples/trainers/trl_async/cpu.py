@@ -31,14 +31,14 @@ def attention(
     tree_kv_index: torch.Tensor, tree_cu_seqlens_q: torch.Tensor, tree_cu_seqlens_k: torch.Tensor,
     scaling: float | None = None, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """As transformers calls it: query [1, heads, tokens, head dim] -> [1, tokens, heads, head dim]."""
+    """Attention as transformers calls it: query [1, heads, tokens, head dim] -> [1, tokens, heads, head dim]."""
     mask = allowed(tree_kv_index, tree_cu_seqlens_q.tolist(), tree_cu_seqlens_k.tolist(), query.shape[2])
     out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2), None
 
 
 def register_attention() -> None:
-    """In the place of TRL's, which is FlashAttention 3."""
+    """Register `attention` in the place of TRL's, which is FlashAttention 3."""
     AttentionInterface.register(TREE_ATTENTION, attention)
     AttentionMaskInterface.register(TREE_ATTENTION, lambda **_: None)
 
