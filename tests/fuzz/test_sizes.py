@@ -47,10 +47,10 @@ def test_each_field_at_a_size(dialect: tuple[Scene, Sequence[Endpoint]], size: i
     scene.metronome.worst()
     stalls = scene.stalls()
     for case in cases(size, endpoints):
-        before = scene.stalls() if size == SIZES[-1] else stalls
+        before, waits = (scene.stalls(), scene.processor_waits()) if size == SIZES[-1] else (stalls, None)
         check(scene, case, f"at {size}")
         if size == SIZES[-1]:
-            scene.check_stalls(before, f"{case.path} {case.field} at {size}")
+            scene.check_stalls(before, f"{case.path} {case.field} at {size}", waits)
         paths.add(case.path)
     assert len(paths) > 10
     if size < SIZES[-1]:
