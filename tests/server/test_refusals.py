@@ -71,6 +71,7 @@ def refused(answer: Any, status: int, param: str | None, message: str = "") -> d
         (PROMPT | {"queue_timeout_ms": -5}, "queue_timeout_ms", ""),
         (PROMPT | {"group_id": ""}, "group_id", ""),
         (PROMPT | {"features": {"mm": []}}, "features", "this model takes no images"),
+        (PROMPT | {"content_parts": []}, "content_parts", "this model takes no images"),
         (PROMPT | {"content_parts": [{"type": "image_url", "url": "data:"}]}, "content_parts[0].url", "no images"),
         (PROMPT | {"kv_transfer_params": {}}, "kv_transfer_params", "not supported"),
     ],

@@ -71,7 +71,7 @@ async def fetched(
     reader = serving.images
     if reader is None:
         refuse_images(images)
-        raise invalid(field, "is a prompt with images, and this model takes none", code="unsupported")
+        raise RequestError("content_parts: this model takes no images", field="content_parts", code="unsupported")
     try:
         async with CancelOnDisconnect(request.receive):
             prepared = await reader.fetch(images, serving.client_name(request))
