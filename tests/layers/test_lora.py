@@ -11,6 +11,7 @@ from tokserve.layers.lora import LoraSlots, LowRank
 from tokserve.layers.mlp import GatedMLP, MLPSpec
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.quant import METHODS, UNQUANTIZED, QuantMethod
+from tokserve.models.checksums import checksums
 
 SHARDS = {"q_proj": 6, "k_proj": 2, "v_proj": 4}
 
@@ -65,8 +66,11 @@ def test_a_smaller_adapter_leaves_nothing_of_a_larger_one() -> None:
         place(linear, 1, "o_proj", small)
     x, ones = torch.randn(3, 8), torch.ones(3, dtype=torch.int32)
     assert torch.equal(layer(x, adapters=ones), other(x, adapters=ones))
+    assert layer.lora is not None and other.lora is not None
+    assert checksums(layer.lora) == checksums(other.lora)
     place(layer, 1, "o_proj", None)
     assert torch.equal(layer(x, adapters=ones), layer(x))
+    assert checksums(layer.lora) == checksums(LoraSlots(8, {"o_proj": 5}, 3, 4, torch.float32))
 
 
 @pytest.mark.parametrize("quant", [UNQUANTIZED, METHODS["int8"]], ids=["plain", "int8"])

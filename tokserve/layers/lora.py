@@ -48,7 +48,7 @@ class LoraSlots:
         if weights is not None:
             down[:rank].copy_(weights.down)
             up[:rank].copy_(weights.up.t())
-            self._scales[slot, number] = weights.scale
+        self._scales[slot, number] = 0.0 if weights is None else weights.scale
         self._ranks[slot, number] = rank
 
     def add(self, out: Tensor, x: Tensor, adapters: Tensor) -> None:
