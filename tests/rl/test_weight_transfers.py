@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load
 
 from tests.rl.distribution import rl
-from tests.rl.scripted_http import OK, Answer, bodies, refusal, run
+from tests.rl.scripted_http import OK, Answer, bodies, connected, refusal, run
 from tokserve.rl import TransferError, WeightsError, push
-from tokserve.rl.broadcast import TransferGroup
-from tokserve.rl.delta_directory import chain, files_of
-from tokserve.rl.deltas import file_pieces
+from tokserve.rl.broadcast import TransferGroup, batches
+from tokserve.rl.delta_directory import WeightDirectory, chain, files_of
+from tokserve.rl.deltas import DeltaReader, difference, file_pieces
 from tokserve.rl.push import PushedWeights, ServerTensors
 
 WEIGHTS = [("a", torch.ones(2, 3)), ("b", torch.ones(4, dtype=torch.bfloat16))]
@@ -219,6 +219,62 @@ def described(weights: dict[str, torch.Tensor]) -> httpx.Response:
     return httpx.Response(200, json={"tensors": tensors, "tied": {}, "renames": [], "delta_refusal": None})
 
 
+@pytest.mark.parametrize(("size", "changed"), [(40, 10), (5000, 1250)])
+def test_a_tensor_is_whole_from_a_quarter_of_changed_elements_on(size: int, changed: int) -> None:
+    for count, is_whole in ((changed - 1, False), (changed, True)):
+        delta, _ = difference(torch.zeros(size), torch.arange(size).lt(count).float()) or (None, 0)
+        assert (
+            delta is not None
+            and (delta.indices is None) is is_whole
+            and delta.num_changed == (size if is_whole else count)
+        )
+
+
+def test_elements_of_a_delta_have_the_dtype_of_their_tensor() -> None:
+    steps = ("a#steps", (2,), torch.uint8)
+    for parts in ([("a", (8,), torch.float16)], [steps, ("a#values", (2,), torch.float16)]):
+        with pytest.raises(WeightsError, match="the elements of a must be bfloat16, not float16"):
+            DeltaReader({"a": (torch.bfloat16, (8,))}).announce(parts)
+        DeltaReader({"a": (torch.float16, (8,))}).announce(parts)
+
+
+def test_a_tied_tensor_comes_once_or_twice_the_same() -> None:
+    described = {"model.embed.weight": (torch.bfloat16, (4, 3))}
+    server = ServerTensors(described, {"lm_head.weight": "model.embed.weight"}, [("embed.", "model.embed.")], None)
+    weight = torch.randn(4, 3)
+    for head in (weight, weight.clone()):
+        known, others = server.collected({"embed.weight": weight, "lm_head.weight": head})
+        assert known == {"model.embed.weight": weight} and not others
+    known, others = server.collected({"lm_head.weight": weight + 1, "embed.weight": weight, "c": weight})
+    assert list(known) == ["model.embed.weight"] and sorted(others) == ["c", "embed.weight"]
+
+
+def test_a_buffer_ends_with_the_tensor_that_brings_it_above_the_limit() -> None:
+    """As vLLM packs them: both ends must agree on it."""
+    assert list(batches([4, 4, 1, 9, 2, 7], int, 8)) == [[4, 4, 1], [9], [2, 7]]
+    assert list(batches([4, 4], int, 8)) == [[4, 4]]
+
+
+def test_a_push_of_all_weights_is_for_the_server_that_is_there() -> None:
+    weights = {"a": torch.tensor([1.0, 1 / 3])}
+    served = {"tensors": {"a": ["bfloat16", [2]]}, "tied": {}, "renames": [], "delta_refusal": None}
+    replies = [*[described(weights)] * 3, httpx.Response(200, json=served)]  # the first push asks twice
+    sent: list[torch.Tensor] = []
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        content = await request.aread()
+        if request.url.path == PUT:
+            sent.append(load(content)["a"])
+        return replies.pop(0) if request.url.path == "/weight_info" else OK
+
+    async def steps() -> list[str | None]:
+        async with connected(answer) as client:
+            return [(await client.push(weights, delta=delta)).reason for delta in (True, False, True)]
+
+    assert asyncio.run(steps())[2] == "nothing was pushed before with delta=True", "what serves is of another push"
+    assert not replies and [tensor.dtype for tensor in sent] == [torch.float32, torch.float32, torch.bfloat16]
+
+
 def test_what_was_pushed_is_kept_without_the_event_loop() -> None:
     """A trainer computes its next step after a push, and the loop stands still meanwhile."""
     weights = {"a": torch.randn(300, 2), "b": torch.randn(5000)}
@@ -285,6 +341,28 @@ def test_a_version_that_could_not_be_written_is_no_base(tmp_path: Path, monkeypa
     ]  # fmt: skip
     files = files_of(tmp_path)
     assert [file.number for file in chain(files, "3", None)] == [2]
+
+
+def test_a_directory_is_continued_where_it_ended(tmp_path: Path) -> None:
+    weights = {"a": torch.zeros(300)}
+
+    def push(versions: str) -> Any:
+        async def steps(client: Any) -> None:
+            for version in versions:
+                weights["a"][int(version)] = 3.0
+                await client.push(weights, version, delta=True, directory=tmp_path, anchor_every=2)
+
+        return run({"/weight_info": [described(weights)]}, steps)
+
+    push("01234")
+    assert WeightDirectory(tmp_path).prune() == [
+        "000000.full.safetensors", "000001.delta.safetensors", "000002.delta.safetensors", "000002.full.safetensors",
+        "000003.delta.safetensors",
+    ]  # fmt: skip
+    push("5")  # another trainer begins with a full file
+    assert [(file.number, file.identity[0], file.base is None) for file in files_of(tmp_path)] == [
+        (4, "4", False), (4, "4", True), (5, "5", True)
+    ]  # fmt: skip
 
 
 def test_a_version_that_is_pushed_again_has_a_way(tmp_path: Path) -> None:

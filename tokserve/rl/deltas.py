@@ -297,7 +297,7 @@ def difference(old: Tensor, new: Tensor) -> tuple[TensorDelta, int] | None:
     count = sum(map(len, indices))
     if not count:
         return None
-    if count > DENSE_FROM * len(before):
+    if count >= DENSE_FROM * len(before):
         return TensorDelta(None, new.detach().to("cpu", old.dtype, copy=True).contiguous()), added
     return TensorDelta(np.concatenate(indices), as_tensor(np.concatenate(values), old.dtype)), added
 

@@ -21,7 +21,7 @@ from .sums import Sums, completed, in_threads, set_checksum, tensor_sum
 Weights = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 PART_BYTES = 1 << 20  # of changed elements that are sent, at least, while other tensors are compared
-MAX_CHANGED = 0.25  # share of a set's bytes from which a full push is sent instead
+MAX_CHANGED = 0.25  # share of a set's bytes above which a full push is sent instead
 
 
 @dataclass(frozen=True, slots=True)
