@@ -18,6 +18,15 @@ def test_lookup_copies_and_converts() -> None:
     assert torch.equal(embedding(torch.tensor([3, 0, 3])), expected[[3, 0, 3]])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_are_multiplied_by_what_the_multiplier_is_in_their_dtype(dtype: torch.dtype) -> None:
+    embedding = Embedding(VOCAB, HIDDEN, dtype, multiplier=48**0.5)
+    weight = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(0)).to(dtype)
+    embedding.load(weight)
+    expected = weight * torch.tensor(48**0.5, dtype=dtype)
+    assert torch.equal(embedding(torch.arange(VOCAB)), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dtype", [torch.float32, torch.bfloat16])
 def test_a_tied_head_uses_the_embedding_and_returns_float32(dtype: torch.dtype, head_dtype: torch.dtype) -> None:

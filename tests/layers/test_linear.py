@@ -85,9 +85,12 @@ def test_the_unpacked_shards_are_dropped(quantization: str) -> None:
 def test_loading_again_replaces() -> None:
     layer = Linear(8, SHARDS, LayerOptions(torch.float32))
     filled(layer)
+    x, packed = torch.randn(2, 8), layer.packed
+    before = layer(x)
     weight = filled(layer, seed=1)
-    x = torch.randn(2, 8)
     torch.testing.assert_close(layer(x), x @ weight.T)
+    layer.packed = packed
+    assert torch.equal(layer(x), before), "the new weight has memory of its own"
 
 
 def test_loads_convert_and_copy() -> None:

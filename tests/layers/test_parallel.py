@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tokserve import ops
 from tokserve.errors import StartError
 from tokserve.layers.attention import Attention, AttentionSpec
 from tokserve.layers.embedding import Head
+from tokserve.layers.experts import Experts, MixtureSpec, RouterSpec
 from tokserve.layers.linear import GatedLinear, Linear
 from tokserve.layers.mlp import GatedMLP, MLPSpec
 from tokserve.layers.options import LayerOptions
@@ -129,6 +131,32 @@ def test_the_mlp_of_two_ranks_adds_up() -> None:
     torch.testing.assert_close(sum(part(X) for part in parts), whole(X), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_experts_of_two_ranks_add_up(bias: bool) -> None:
+    kinds: tuple[dict[str, Any], ...] = ({}, {"activation": "clamped_swiglu", "stacked": True, "interleaved": True})
+    spec = MixtureSpec(4, 64, RouterSpec(2), bias=bias, **kinds[bias])
+    whole, *parts = (Experts(96, spec, options(group)) for group in (ALONE, *RANKS))
+    for layer in (whole, *parts):
+        fill(layer.parameters())
+    ids, weights = torch.tensor([[0, 1], [2, 3], [3, 0], [1, 2], [2, 0]], dtype=torch.int32), torch.rand(5, 2)
+    results = [layer(X, ids, weights, None, None) for layer in (whole, *parts)]
+    torch.testing.assert_close(results[1] + results[2], results[0], atol=1e-5, rtol=1e-5)
+
+
+def test_experts_that_are_loaded_again_have_memory_of_their_own() -> None:
+    layer = Experts(96, MixtureSpec(1, 64, RouterSpec(1)), options(ALONE))
+    ids, weights = torch.zeros(5, 1, dtype=torch.int32), torch.ones(5, 1)
+    results = []
+    for seed in (0, 1):
+        before, packed = results[-1:], list(layer.gate_up)
+        for name, parameter in layer.parameters().items():
+            parameter.take(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+            if before and "gate" in name:
+                assert layer.gate_up == packed and torch.equal(layer(X, ids, weights, None, None), before[0])
+        results.append(layer(X, ids, weights, None, None))
+    assert not torch.equal(*results)
+
+
 def test_the_attention_of_two_ranks_adds_up() -> None:
     spec = AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5, ROPE, qkv_bias=True, out_bias=True)
     x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
@@ -191,6 +219,10 @@ def test_what_cannot_be_divided_is_refused_by_name() -> None:
         Linear(8, {"q_proj": 4, "k_proj": 3}, options(RANKS[0]), split="column")
     with pytest.raises(StartError, match="kv heads 3 cannot be divided among 2 ranks"):
         Attention(HIDDEN, AttentionSpec(6, 3, DIM, 1.0, ROPE), options(RANKS[0]))
+    for total, size in ((4, 3), (2, 3), (1, 2)):
+        assert Group(0, size).rows(total).length > 0
+        with pytest.raises(StartError, match=f"{total} rows are too few for {size} ranks"):
+            Group(size - 1, size).rows(total)
     layer = Linear(8, {"o_proj": 4}, options(RANKS[1]), split="row")
     with pytest.raises(ValueError, match=r"expected a tensor of shape \[4, 8\], found \[4, 4\]"):
         layer.load("o_proj", torch.zeros(4, 4))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from tokserve import ops
 from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.quant import METHODS, UNQUANTIZED
+from tokserve.layers.quantized import QuantizedWeight, quantize_int4
 
 SHARDS = {"q_proj": 6, "k_proj": 2}
 
@@ -41,6 +44,26 @@ def test_a_scale_belongs_to_one_output() -> None:
     x = torch.randn(4, 64)
     exact = x @ torch.cat(weights).T
     assert ((layer(x) - exact).abs().amax(0) < 0.03 * exact.abs().amax(0)).all()
+
+
+def test_columns_are_cut_between_groups() -> None:
+    weight = quantize_int4(torch.randn(4, 112), 32)
+    for start, length in ((0, 64), (32, 32), (64, 48), (96, 16)):  # the last group is a shorter one
+        part = weight.narrow(1, start, length)
+        assert isinstance(part, QuantizedWeight) and torch.equal(part.dense(), weight.dense().narrow(1, start, length))
+    for start, length in ((0, 48), (16, 96)):
+        part = weight.narrow(1, start, length)
+        assert isinstance(part, torch.Tensor) and torch.equal(part, weight.dense().narrow(1, start, length))
+
+
+def test_joined_rows_mean_what_they_mean_alone_whatever_the_order_of_inputs() -> None:
+    (rows,) = quantize_int4(torch.randn(4, 64), 32).parts
+    orders = [torch.randperm(64, generator=torch.Generator().manual_seed(seed)).int() for seed in (0, 0, 1)]
+    one, same, other = (QuantizedWeight((replace(rows, order=order),)) for order in orders)
+    for others, parts in (([same], 1), ([other], 2), ([same, other], 2)):
+        joined = one.joined(others)
+        assert joined is not None and len(joined.parts) == parts
+        assert torch.equal(joined.dense(), torch.cat([weight.dense() for weight in (one, *others)]))
 
 
 def test_methods_say_what_they_keep() -> None:

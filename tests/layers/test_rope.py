@@ -102,6 +102,21 @@ def test_dynamic_rows_have_the_base_of_their_length() -> None:
     assert (table[1023] - plain[1023]).abs().max() > 0.5
 
 
+def test_longrope_stretches_by_the_long_factors_beyond_the_original_length() -> None:
+    short, long = (tuple(first + i / 8 for i in range(32)) for first in (1.0, 3.0))
+    spec = RopeSpec(64, THETA, kind="longrope", factor=4.0, original=256, short=short, long=long)
+    rope = {
+        "rope_type": "longrope", "rope_theta": THETA, "factor": 4.0, "original_max_position_embeddings": 256,
+        "short_factor": list(short), "long_factor": list(long),
+    }  # fmt: skip
+    config = LlamaConfig(
+        hidden_size=512, num_attention_heads=8, max_position_embeddings=1024, rope_parameters=rope,
+    )  # fmt: skip
+    for positions in (255, 256, 257, 1024):
+        frequencies, scale = ROPE_INIT_FUNCTIONS["longrope"](config, seq_len=positions)
+        assert_same(rope_table(spec, positions), table_of(frequencies, scale, positions))
+
+
 def test_partial_rotary_leaves_the_rest_of_a_head() -> None:
     q, k = torch.randn(5, 3, 16), torch.randn(5, 1, 16)
     positions = torch.arange(5) + 7

@@ -109,6 +109,33 @@ def test_logprobs_are_those_of_transformers_with_merged_weights(family: str, tmp
     )
 
 
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("lfm2", ["in_proj", "out_proj", "q_proj", "k_proj", "w1"]),
+        ("deepseek_v3", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]),
+    ],
+)
+def test_layers_of_other_kinds_are_adapted_token_by_token(family: str, targets: list[str], tmp_path: Path) -> None:
+    hf = tiny_config(family)
+    base = write_checkpoint(tmp_path / "base", hf)
+    adapter = write_adapter(tmp_path / "a", base, targets=targets)
+    runner, facts = make_runner(base, hf, load_format="auto", enable_lora=True)
+    load(runner, 1, adapter)
+    merged, layout = make_runner(merge(tmp_path / "merged", base, adapter), hf, load_format="auto")
+    ids = prompt(40, 1)
+    result, plain = scores(runner, facts, ids, 1), scores(runner, facts, ids, -1)
+    assert (result - scores(merged, layout, ids, -1)).abs().max() <= 1e-4 and (result - plain).abs().max() > 0.1
+    params = SamplingParams(max_tokens=5, temperature=0.0, logprobs=0)
+    made = Driver(runner, facts, seed=1).run(
+        [Job(prompt(20 + i, i), params, i, adapter=2 * (i % 2) - 1) for i in range(4)]
+    )
+    for job in made:
+        scored = SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=len(job.prompt))
+        whole = Driver(runner, facts).run([Job(job.prompt + job.output, scored, adapter=job.adapter)])[0]
+        assert [row[0] for row in job.rows] == [row[0] for row in whole.prompt_rows.values()]
+
+
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
 def test_company_changes_no_bit(base: Path, adapters: list[Path], options: dict[str, Any]) -> None:
     runner, facts = loaded(base, adapters, **options)

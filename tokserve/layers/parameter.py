@@ -86,17 +86,18 @@ class Parameter:
 
 
 def part_of(weight: Tensor | StoredWeight, dim: int, spans: Sequence[Span]) -> Tensor | StoredWeight:
-    """Some rows (`dim` 0) or columns (1) of a weight, as it is stored if that can be divided so."""
+    """Some rows (`dim` 0) or columns (1) of a weight, as it is stored if that can be divided so.  Columns are in one
+    span."""
     parts = [weight.narrow(dim, *span) for span in spans]
     if len(parts) == 1:
         return parts[0]
     first, *others = parts
     if not isinstance(first, Tensor):
         stored = [one for one in others if not isinstance(one, Tensor)]
-        joined = first.joined(stored) if dim == 0 and len(stored) == len(others) else None
+        joined = first.joined(stored) if len(stored) == len(others) else None
         if joined is not None:
             return joined
-    return torch.cat([one if isinstance(one, Tensor) else one.dense() for one in parts], dim)
+    return torch.cat([one if isinstance(one, Tensor) else one.dense() for one in parts])
 
 
 def on_another_rank(named: dict[str, Parameter]) -> dict[str, Parameter]:
