@@ -154,3 +154,12 @@ def test_a_pause_is_extended_until_somebody_has_ended_it() -> None:
 
     sent, _ = run(script, use)
     assert sent == ["/pause", *["/extend_pause"] * 4, "/resume"]
+
+
+def test_a_pause_that_has_ended_is_extended_no_more() -> None:
+    async def use(client: rl.AsyncClient) -> None:
+        async with client.paused(lease=600):
+            assert len(asyncio.all_tasks()) == 2
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    assert run({}, use) == (["/pause", "/resume"], None)

@@ -542,6 +542,11 @@ def test_sums_as_documented() -> None:
         after[places] = generator.integers(0, 1 << 16, len(places))
         assert (expected + change(places, bits[places], after[places])) % (1 << 64) == partial_sum(after)
     assert bits_of(torch.tensor([1.0])).tolist() == [0x3F800000]
+    wide = bits_of(torch.from_numpy(generator.normal(size=5000)))  # float64, in a file that another writer has made
+    after = wide.copy()
+    places = np.array([0, 7, 4097])
+    after[places] ^= np.uint64(1 << 63 | 5)
+    assert (partial_sum(wide) + change(places, wide[places], after[places])) % (1 << 64) == partial_sum(after)
     described = {"b": (torch.float32, (2, 3)), "a": (torch.bfloat16, ())}
     lines = b"a bfloat16  8000000000000000\nb float32 2,3 0000000000000005\n"
     assert set_checksum({"b": 5, "a": 1 << 63}, described) == hashlib.sha256(lines).hexdigest()

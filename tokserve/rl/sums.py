@@ -28,7 +28,7 @@ from .native import native
 COLUMNS = 4096  # places that share the first factor of their coefficients
 BLOCK = 64 * COLUMNS  # elements that are summed at a time
 THREADS = 2
-UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Sums = dict[str, int]
 T = TypeVar("T")
 Bits = NDArray[Any]  # unsigned integers
