@@ -477,12 +477,14 @@ def test_speculation(options: dict[str, Any], resolved: tuple[Any, ...]) -> None
         ({"speculative_config": {"num_speculative_tokens": 0}, "spec_tokens": None}, "from 1 to 128, got 0"),
         ({"speculative_config": {"num_speculative_tokens": 500}}, "from 1 to 128, got 500"),
         ({"speculative_config": {"num_speculative_tokens": True}}, "must be an integer"),
+        ({"spec_tokens": 129}, "must be an integer from 1 to 128, got 129"),
         ({"speculative_config": {"method": ["suffix"]}}, "there is no method"),
         ({"speculative_config": {"method": "ngram"}, "spec_method": "suffix"}, "'suffix' by its own flag"),
     ],
 )
 def test_speculation_that_is_not_served(checkpoint: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(StartError, match=f"option speculative_config: .*{message}"):
+    option = next(name for name in ("speculative_config", "spec_method", "spec_tokens") if name in options)
+    with pytest.raises(StartError, match=f"option {option}: .*{message}"):
         resolve(Config.make(model=str(checkpoint), **options))
 
 

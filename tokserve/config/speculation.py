@@ -90,24 +90,28 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         method = _OF_VLLM.get(method, method) if isinstance(method, str) else method
         method = method or (SPECULATION_METHODS[0] if model is None else "draft_model")
         if method not in SPECULATION_METHODS:
-            raise StartError(f"option speculative_config: there is no method {method!r}; methods are {_SPECULATION}")
+            raise StartError(
+                f"option {self._source('method')}: there is no method {method!r}; methods are {_SPECULATION}"
+            )
         if model is not None and not isinstance(model, str):
             raise StartError(f"option speculative_config: model must be a directory or a hub name, got {model!r}")
         if (method == "draft_model") != (model is not None):
-            raise StartError("option speculative_config: the method draft_model needs a model, and no other takes one")
+            raise StartError(
+                f"option {self._source('method')}: the method draft_model needs a model, and no other takes one"
+            )
         if quantization is None and method == "self":
             quantization = SELF_QUANTIZATIONS[0]
         if quantization is not None and (method not in DRAWING or quantization not in SELF_QUANTIZATIONS):
             raise StartError(
-                f"option speculative_config: quantization is {' or '.join(SELF_QUANTIZATIONS)}, for the methods "
-                f"{' and '.join(DRAWING)}; got {quantization!r} for {method}"
+                f"option {self._source('quantization')}: quantization is {' or '.join(SELF_QUANTIZATIONS)}, for the "
+                f"methods {' and '.join(DRAWING)}; got {quantization!r} for {method}"
             )
         most = options.pop("num_speculative_tokens", None)
         most = DEFAULT_DRAFTS if most is None else most
         if type(most) is not int or not 1 <= most <= MAX_DRAFTS:
             raise StartError(
-                f"option speculative_config: num_speculative_tokens must be an integer from 1 to {MAX_DRAFTS}, "
-                f"got {most!r}"
+                f"option {self._source('num_speculative_tokens')}: num_speculative_tokens must be an integer from 1 "
+                f"to {MAX_DRAFTS}, got {most!r}"
             )
         for name, value in _AS_HERE.items():
             if options.pop(name, None) not in (None, value):
@@ -120,6 +124,12 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             )
         history = self.speculative_history_bytes if method in ("suffix", *DRAWING) else 0
         return SpeculationPlan(method, most, history, model, quantization)
+
+    def _source(self, name: str) -> str:
+        """The option that a value comes from, for errors."""
+        flag = "spec_tokens" if name == "num_speculative_tokens" else "spec_method"
+        is_a_flags = name not in (self.speculative_config or {}) and getattr(self, flag) is not None
+        return flag if is_a_flags else "speculative_config"
 
     def _options(self) -> dict[str, Any]:
         """The object, with what the flags say."""
