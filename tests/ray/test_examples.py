@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -38,10 +39,12 @@ def test_ray_data_batch(tmp_path: Path) -> None:
 def test_ray_serve() -> None:
     port = free_port()
     command = [sys.executable, str(EXAMPLES / "ray_serve.py"), "--most", "1", "--port", str(port)]
-    with (
-        RayCluster(1) as cluster,
-        subprocess.Popen(command, env=os.environ | cluster.env, stdout=subprocess.PIPE, text=True) as process,
-    ):
+    with ExitStack() as stack:
+        cluster = stack.enter_context(RayCluster(1))
+        process = stack.enter_context(
+            subprocess.Popen(command, env=os.environ | cluster.env, stdout=subprocess.PIPE, text=True)
+        )
+        stack.callback(process.kill)  # else a failure below would wait for it
         assert process.stdout
         lines = iter(process.stdout.readline, "")
         assert any(f"serving on http://127.0.0.1:{port}" in line for line in lines)
