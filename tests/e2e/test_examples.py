@@ -37,7 +37,8 @@ def test_grpo(tmp_path: Path) -> None:
         run(sys.executable, str(EXAMPLES / "grpo.py"), "--url", server.url, "--log", str(log), *flags)
     steps = [json.loads(line) for line in log.read_text().splitlines()]
     assert [step["mismatch"] for step in steps] == [0.0] * 3
-    assert all(step["tokens"] > 0 and step["bytes"] > 0 for step in steps)
+    assert all(step["tokens"] > 0 for step in steps)
+    assert any(step["bytes"] > 0 for step in steps)  # a step whose rewards are all alike changes no weight
 
 
 def test_curl(demo: Server) -> None:
