@@ -507,6 +507,7 @@ def test_directories_are_checked(bench: Bench, tmp_path: Path) -> None:
         (linked, Forbidden, "model.safetensors of .* is a link out of --allowed-weight-dirs"),
         (parts, Forbidden, "a.safetensors of .* is a link out of --allowed-weight-dirs"),
         (bench.new.parent / "absent", RequestError, "no directory"),
+        ("", RequestError, "must not be empty"),
         (broken, RequestError, "not a complete safetensors file"),
         (tmp_path, Forbidden, "allowed-weight-dirs"),
         (bench.new.parent / "link", Forbidden, "allowed-weight-dirs"),

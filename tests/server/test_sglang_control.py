@@ -117,6 +117,9 @@ def test_the_engines_refusals_are_400s() -> None:
     assert s.post("/update_weights_from_disk", {"model_path": "/w"}).status_code == 400
     answer = s.post("/release_memory_occupation")
     assert answer.status_code == 400 and answer.json()["message"] == "not now"
+    s.llm.answers = {"update_weights_from_dir": RequestError("weight_dir is no path", field="weight_dir")}
+    error = s.post("/update_weights_from_disk", {"model_path": "\0"}).json()["error"]
+    assert (error["param"], error["message"]) == ("model_path", "model_path is no path")
 
 
 def test_parts_of_an_update_are_committed_when_generation_goes_on() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.server.fake_llm import site
 from tests.server.test_control import complete
-from tokserve.errors import Conflict
+from tokserve.errors import Conflict, RequestError
 from tokserve.messages import Status
 
 AREAL_GROUP = {"master_address": "10.0.0.1", "master_port": "29500", "rank_offset": 1, "world_size": 2,
@@ -35,6 +35,18 @@ def test_areal_joins_a_group_of_torch() -> None:
     assert answer.json()["success"] is True
     verb = "init_weight_transfer_engine"
     assert s.llm.commands == [(verb, complete(verb, {"init_info": JOINED}))]
+
+
+def test_errors_name_areals_fields() -> None:
+    s = site()
+    s.llm.answers = {
+        "update_weights_from_dir": RequestError("weight_dir must not be empty", field="weight_dir"),
+        "load_lora_adapter": RequestError("no directory x", field="lora_path"),
+    }
+    error = s.post("/areal_update_weights", {"model_path": ""}).json()["error"]
+    assert (error["param"], error["message"]) == ("model_path", "model_path must not be empty")
+    error = s.post("/areal_update_weights_lora", {"lora_name": "a", "lora_model_path": "x"}).json()["error"]
+    assert (error["param"], error["message"]) == ("lora_model_path", "no directory x")
 
 
 def test_areals_pieces_are_one_update_that_the_end_of_the_pause_commits() -> None:

@@ -96,6 +96,8 @@ class NoDirectory(RequestError):
 
 def allowed_directory(name: str, allowed: Sequence[str] | None, field: str = "weight_dir") -> Path:
     """The directory, with links followed; Forbidden if it is not below one of `allowed`."""
+    if not name:
+        raise RequestError(f"{field} must not be empty", field=field)
     try:
         path = Path(os.path.realpath(os.path.expanduser(name)))
         is_there = path.is_dir()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
@@ -85,6 +86,15 @@ def renamed(error: RequestError, field: str) -> RequestError:
     if error.field is not None and not error.has_final_path:
         error.rename_field(field)
     return error
+
+
+@contextmanager
+def named_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Name fields of another body, the keys of `names`, as the client wrote them."""
+    try:
+        yield
+    except RequestError as error:
+        raise renamed(error, names.get(error.field or "", error.field or "")) from None
 
 
 def malformed(error: Exception, kind: str, raw: bytes | bytearray | memoryview = b"", prefix: str = "") -> RequestError:

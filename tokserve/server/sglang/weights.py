@@ -98,7 +98,8 @@ async def from_disk(serving: Serving, request: Request) -> Response:
     if params.abort_all_requests:
         await serving.llm.abort_all()
     whole = {"weight_dir": params.model_path, "weight_version": params.weight_version}
-    await serving.llm.update_weights(whole)
+    with errors.named_as({"weight_dir": "model_path"}):
+        await serving.llm.update_weights(whole)
     status = await serving.llm.fresh_status()
     paused = serving.llm.stats.running + serving.llm.stats.waiting if status.paused else 0
     done = {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": paused}

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from tokserve.errors import Conflict, RequestError
 from tokserve.server.admin import open_updates
 from tokserve.server.admin.commands import read
-from tokserve.server.http import body
+from tokserve.server.http import body, errors
 from tokserve.server.serving import Serving
 
 
@@ -82,14 +82,16 @@ async def resume(serving: Serving, request: Request) -> Response:
 async def update_weights(serving: Serving, request: Request) -> Response:
     """POST /areal_update_weights: as /update_weights with weight_dir"""
     params = await read(serving, request, ArealUpdateBody)
-    await serving.llm.update_weights({"weight_dir": params.model_path})
+    with errors.named_as({"weight_dir": "model_path"}):
+        await serving.llm.update_weights({"weight_dir": params.model_path})
     return _done(request, f"Weights updated from {params.model_path}")
 
 
 async def update_adapter(serving: Serving, request: Request) -> Response:
     """POST /areal_update_weights_lora: as /v1/load_lora_adapter"""
     params = await read(serving, request, ArealAdapterBody)
-    await serving.llm.load_lora_adapter(params.lora_name, params.lora_model_path)
+    with errors.named_as({"lora_path": "lora_model_path"}):
+        await serving.llm.load_lora_adapter(params.lora_name, params.lora_model_path)
     return _done(request, f"Adapter {params.lora_name} loaded from {params.lora_model_path}")
 
 
