@@ -250,7 +250,7 @@ def test_a_tied_tensor_comes_once_or_twice_the_same() -> None:
 
 
 def test_a_buffer_ends_with_the_tensor_that_brings_it_above_the_limit() -> None:
-    """As vLLM packs them: both ends must agree on it."""
+    """The rule is vLLM's: both ends must agree on it."""
     assert list(batches([4, 4, 1, 9, 2, 7], int, 8)) == [[4, 4, 1], [9], [2, 7]]
     assert list(batches([4, 4], int, 8)) == [[4, 4]]
 
