@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 
 from tokserve.config import BACKENDS, PACKING, Config
 from tokserve.errors import StartError
+
+HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # RFC 9110, 5.6.2
 
 
 def check(config: Config) -> None:
@@ -42,6 +45,12 @@ def _check_server(config: Config) -> None:
     server = config.server
     if not all(server.served_model_name or []):
         raise StartError("option served_model_name: must not be empty")
+    if not server.host:
+        raise StartError("option host: must not be empty; 0.0.0.0 stands for all addresses of this machine")
+    if server.uds == "":
+        raise StartError("option uds: must not be empty")
+    if server.client_header is not None and not HEADER_NAME.fullmatch(server.client_header):
+        raise StartError(f"option client_header: {server.client_header!r} is no name of a header")
     if server.ssl_ca_certs is not None and server.ssl_certfile is None:
         raise StartError("ssl_ca_certs needs ssl_certfile and ssl_keyfile: without them there is no TLS")
     if (server.ssl_keyfile is None) != (server.ssl_certfile is None):

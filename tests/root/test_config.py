@@ -299,6 +299,10 @@ def test_a_download_that_fails_says_why(error: type[Exception], reason: str, mon
     [
         ({"max_model_len": 1}, "max_model_len: must be at least 2"),
         ({"served_model_name": ["a", ""]}, "served_model_name: must not be empty"),
+        ({"host": ""}, "option host: must not be empty"),
+        ({"uds": ""}, "option uds: must not be empty"),
+        ({"client_header": "X Client"}, "option client_header: 'X Client' is no name of a header"),
+        ({"client_header": ""}, "option client_header: '' is no name of a header"),
         ({"ssl_ca_certs": "x"}, "ssl_ca_certs needs ssl_certfile"),
         ({"ssl_keyfile": "/no/key", "ssl_certfile": "/no/cert"}, "ssl_keyfile: no file '/no/key'"),
         ({"api_key": ["a", ""]}, "api_key: must not be empty"),

@@ -24,9 +24,7 @@ class ClientNames:
 
     def __init__(self, server: ServerConfig) -> None:
         self._by_key = bool(server.api_key)  # then `auth` has checked the key of every request
-        self._header = (
-            None if server.client_header is None else server.client_header.lower().encode("latin-1", "replace")
-        )
+        self._header = None if server.client_header is None else server.client_header.lower().encode()
 
     def name(self, scope: Mapping[str, Any]) -> str:
         """The client's name, which does not contain its key; "" for an unknown client."""
