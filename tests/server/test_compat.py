@@ -84,7 +84,7 @@ def table(*, of_openai: bool) -> str:
         notes = list(dict.fromkeys(actual.note for actual in known if actual.note))
         values = dict.fromkeys(json.dumps(value) for actual in known for value in actual.no_effect)
         if values:
-            notes.append(f"asks for nothing: {', '.join(f'`{value}`' for value in values)}")
+            notes.append(f"no effect: {', '.join(f'`{value}`' for value in values)}")
         if any(actual.strict for actual in known):
             notes.append("refused with `--strict`")
         row = [f"`{name}`", *(cell(route, name) for route in ROUTES), "; ".join(notes)]
@@ -118,7 +118,7 @@ def test_a_field_is_declared_or_in_the_table_and_never_both() -> None:
         assert not compat.INNER.keys() & set(inner_fields(body))
 
 
-ODD = {"a": 1}  # a value that no field has as one that asks for nothing
+ODD = {"a": 1}  # a value that is not among the values without effect of any field
 
 
 def ask(s: Site, route: str, name: str, value: Any) -> Any:

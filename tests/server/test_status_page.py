@@ -1,4 +1,4 @@
-"""The status page: its headers, and that it asks for nothing that is not there.  A browser reads it in tests/e2e."""
+"""The status page: its headers, and that every route it requests exists.  A browser reads it in tests/e2e."""
 
 from __future__ import annotations
 
