@@ -166,6 +166,13 @@ def test_the_models_defaults_hold_without_params(fake: LLM) -> None:
     assert fake._params(SamplingParams(), 1) == [SamplingParams()]
 
 
+@pytest.mark.parametrize("messages", [None, 3, "hi", {"role": "user", "content": "a"}, [None], ["hi"]])
+def test_what_is_no_list_of_messages(fake: LLM, messages: Any) -> None:
+    with pytest.raises(RequestError, match="messages must be a list of messages, or a list of such lists") as refusal:
+        fake.chat(messages, use_tqdm=False)
+    assert refusal.value.field == "messages"
+
+
 def test_params_one_for_all_or_one_each(fake: LLM) -> None:
     params = [SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)]
     outputs = fake.generate([[4, 5, 6]] * 2, params, use_tqdm=False)

@@ -198,7 +198,10 @@ class LLM(PoolingMethods):
         chat_template: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ParsedPrompt]:  # fmt: skip
         """A conversation, or several, as prompts."""
-        conversations: list[Any] = list(messages) if messages and not isinstance(messages[0], Mapping) else [messages]
+        several = isinstance(messages, Sequence) and messages and not isinstance(messages[0], Mapping)
+        conversations: list[Any] = list(messages) if several else [messages]
+        if not all(isinstance(one, Sequence) and not isinstance(one, str) for one in conversations):
+            raise RequestError("messages must be a list of messages, or a list of such lists", field="messages")
         options = {
             "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
             "tools": tools, "template": chat_template, "kwargs": chat_template_kwargs,
