@@ -3,7 +3,7 @@
 Kernels are neither compiled nor run: a launch is noted by what Triton compiles anew for (constants, dtypes, alignment,
 numbers that are 1 or that 16 divides), so what tensors hold means nothing: those of the device are on torch's "meta",
 which holds nothing and mixes with no tensor of the host.  Takes options of the configuration as JSON; prints
-{"start": names, "serving": launches}.
+{"ahead": launches that the start compiles side by side, "start": all of it, "serving": launches}.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ HOME = torch.device("meta")
 READS = ("item", "tolist", "numpy", "__bool__", "__int__", "__index__")
 
 noted: Counter[str] = Counter()
+ahead: set[str] = set()
 bind = ops.bind
 
 
@@ -91,6 +93,12 @@ def kind(parameter: KernelParam, value: Any) -> str:
     return ""
 
 
+@contextmanager
+def compile_ahead(jobs: int) -> Iterator[None]:
+    yield
+    ahead.update(noted)
+
+
 def bind_kernels(kind: str, *rest: object, **options: object) -> dict[str, str]:
     bound = bind("cuda")
     ops.torch_device = HOME
@@ -120,12 +128,12 @@ def main() -> None:
     JITFunction.run = note
     dense.torch_device = float8.torch_device = int8.torch_device = wna16.torch_device = lambda: HOME
     launch._architecture = lambda device: "sm_90"  # type: ignore[assignment]
-    ops.bind = bind_kernels
+    ops.bind, ops.compile_ahead = bind_kernels, compile_ahead
     device.use = lambda kind: Nowhere()
     options = json.loads(sys.argv[1])
     with Zeros():
         start, serving = served(options)
-    json.dump({"start": [line.split()[0] for line in start], "serving": sorted(serving)}, sys.stdout)
+    json.dump({"ahead": sorted(ahead), "start": sorted(start), "serving": sorted(serving)}, sys.stdout)
 
 
 def served(options: dict[str, Any]) -> tuple[set[str], set[str]]:

@@ -21,7 +21,7 @@ from tokserve.kv_spec import KVLayout, LayerSpec, StateLayout, StateSpec
 from tokserve.layers.batch import ForwardBatch, Pages, StateRows
 from tokserve.models.decoder import Decoder
 from tokserve.plan import Int32, StepPlan
-from tokserve.runner import exactness, kvcache
+from tokserve.runner import compile_ahead, exactness, kvcache
 from tokserve.runner.backend import WARM_UPS, Draft, HiddenStates, decode_step
 from tokserve.runner.cuda_graphs import (
     DecodeGraphs,
@@ -97,20 +97,22 @@ class CudaBackend:
         self._in_flight: deque[tuple[PendingResult, Int64]] = deque()  # with the generations of their rows' slots
 
     def _compile_ahead(self, model: Decoder, specs: tuple[LayerSpec, ...], block_size: int) -> None:
-        """Compile the kernels of products and attention side by side; a start would meet them one by one."""
         compiling = ops.compile_ahead(min(MAX_COMPILERS, len(os.sched_getaffinity(0))))
         if compiling is None:
             return
         began = time.perf_counter()
-        kv = self._pages_of_one_block(specs, block_size)
+        kv, width = self._pages_of_one_block(specs, block_size), -(-self._max_model_len // block_size)
+        batches = [
+            _batch_in_one_page(tokens, rows, width, kv)
+            for rows in compile_ahead.row_counts(self._max_rows) for tokens in (rows, rows + 1)
+        ]  # fmt: skip
         try:
             with torch.inference_mode(), compiling:
-                exactness.unequal_products(model)
-                exactness.unequal_attention(model, kv)
+                compile_ahead.launch_all(model, kv, batches)
         except (RuntimeError, OSError, SubprocessError) as error:  # the start raises what cannot be compiled
             logger.warning("kernels are compiled one by one: %s", error)
             return
-        logger.info("kernels of products and attention are compiled, in %.1f s", time.perf_counter() - began)
+        logger.info("most kernels are compiled, in %.1f s", time.perf_counter() - began)
 
     def _pages_of_one_block(self, specs: tuple[LayerSpec, ...], block_size: int) -> Pages:
         one_state = StateLayout(1, 0, 0, self._most_drafts + 1)
@@ -238,8 +240,7 @@ class CudaBackend:
         """Steps of padding rows, of tokens and of prompts, for each power of two from 16 on: kernels are compiled for
         these, and no request is to wait for that."""
         device = self.device.torch_device
-        for size in (1 << bits for bits in range(4, self._max_rows.bit_length() + 1)):
-            rows = min(size, self._max_rows)
+        for rows in compile_ahead.row_counts(self._max_rows)[:-1]:
             for tokens in (rows, rows + 1):
                 batch = self.slots.empty_batch(rows, self.kv, tokens=tokens)
                 columns = torch.zeros(rows, dtype=torch.int32, device=device)
