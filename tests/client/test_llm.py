@@ -379,6 +379,8 @@ def test_adapters_with_a_path_are_loaded_unless_they_are_there(fake: LLM, monkey
     with pytest.raises(RequestError, match="2 prompts and 1 lora requests") as caught:
         fake.generate([[4], [5]], lora_request=["a"])
     assert caught.value.field == "lora_request"
+    with pytest.raises(RequestError, match="lora_request must be a LoRARequest, a name, or a list of these"):
+        fake.generate([[4], [5]], lora_request=3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("missed", [False, True])

@@ -359,6 +359,8 @@ class LLM(PoolingMethods):
     def _adapters(self, lora_request: Adapters, count: int) -> list[str]:
         """The adapters' names, "" for none; loads those with a path."""
         one = lora_request is None or isinstance(lora_request, LoRARequest | str)
+        if not one and not isinstance(lora_request, Sequence):
+            raise RequestError("lora_request must be a LoRARequest, a name, or a list of these", field="lora_request")
         requests: list[LoRARequest | str | None] = [lora_request] * count if one else list(lora_request)  # type: ignore
         if len(requests) != count:
             raise RequestError(f"there are {count} prompts and {len(requests)} lora requests", field="lora_request")
