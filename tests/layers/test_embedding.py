@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tokserve.classifier import HeadSpec
+from tokserve.layers.classifier import Classifier
 from tokserve.layers.embedding import Embedding, Head
 from tokserve.layers.options import LayerOptions
 
@@ -66,3 +68,13 @@ def test_an_untied_float32_head_keeps_the_checkpoints_precision() -> None:
 def test_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expected .*\[11, 8\], found \[11, 9\]"):
         Embedding(VOCAB, HIDDEN, torch.float32).load(torch.zeros(VOCAB, 9))
+
+
+def test_labels_may_be_rows_of_the_head_or_the_difference_of_two() -> None:
+    head = Head(VOCAB, HIDDEN, LayerOptions(torch.float32))
+    weight, hidden = torch.randn(VOCAB, HIDDEN), torch.randn(3, HIDDEN)
+    head.parameters()["lm_head.weight"].load(weight)
+    logits = hidden @ weight.T
+    torch.testing.assert_close(Classifier(HeadSpec(2, (7, 2)), HIDDEN, head)(hidden), logits[:, [7, 2]])
+    difference = Classifier(HeadSpec(1, (7, 2), True), HIDDEN, head)(hidden)
+    torch.testing.assert_close(difference, logits[:, 2:3] - logits[:, 7:8])

@@ -15,6 +15,7 @@ from tests.models.driver import Driver, prefill, random_ids
 from tests.models.test_load import opened, rewrite, stored
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.errors import RequestError, StartError
+from tokserve.models import weights
 from tokserve.models.staging import Staging
 from tokserve.ops import PackedWeight, PackedWna16
 
@@ -95,6 +96,10 @@ def test_blocks_and_scales_are_pushed_in_any_order_and_floats_too(tmp_path: Path
         for name in sorted(tensors, key=lambda name: name[::-1]):
             staging.push(name, tensors[name])
         assert torch.equal(prefill(staging.finish(), IDS), expected)
+    staging = Staging(serving.blank())
+    for name, weight in weights.stream(weights.by_weight(weights.catalogue(other), serving.spec.format)):
+        staging.put(name, weight)
+    assert staging.num_bytes == sum(tensor.nbytes for tensor in stored(other).values())
     staging = Staging(serving.blank())
     tensors = stored(other)
     lost = "model.layers.1.mlp.experts.down_proj_scales"

@@ -11,9 +11,10 @@ import json
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -27,6 +28,7 @@ from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.errors import Conflict, RequestError
 from tokserve.models.checksums import checksums
 from tokserve.models.coordinates import Coordinates
+from tokserve.models.delta_staging import DeltaStaging
 from tokserve.rl import WeightsError
 from tokserve.rl import checksums as digests
 from tokserve.rl.delta_directory import WeightDirectory
@@ -160,6 +162,30 @@ def test_a_delta_in_parts_that_were_made_before_its_checksum_was_known(tmp_path:
         with pytest.raises(RequestError, match="it says 000" if checksum else "nothing says which checksum"):
             served.runner.background("finish_update", {"checksum": checksum})
         served.runner.background("abort_update", {})
+
+
+def test_an_update_has_one_label_and_each_tensor_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(tmp_path)
+    deltas, _, label = served.delta(served.changed(random.Random(3)), "1")
+    first, second, *_ = deltas
+
+    def body(name: str, label: DeltaLabel) -> bytes:
+        return b"".join(file_pieces(tensors_of({name: deltas[name]}), label.metadata()))
+
+    for other in (replace(label, version="2"), replace(label, checksum="0" * 64)):
+        served.begin(label)
+        feed(served.runner, body(first, label), last=True)
+        with pytest.raises(RequestError, match="must have the same versions and checksums"):
+            feed(served.runner, body(second, other), last=True)
+    served.begin(label)
+    staging = served.runner._admin._sync._staging
+    info, tensors = sparse_broadcast({first: deltas[first]}, {first: served.pushed.described[first][1]})
+    sent = iter(tensors * 2)
+    monkeypatch.setattr(delta_sources, "receive", lambda _, named, packed: [(name, next(sent)) for name, *_ in named])
+    announced = msgspec.convert({key: value * 2 for key, value in info.items()}, Announcement)
+    with pytest.raises(RequestError, match=f"{first} comes twice"):
+        delta_sources.from_group(cast(DeltaStaging, staging), announced, cast(Any, None))
+    served.runner.background("abort_update", {})
 
 
 def test_a_quantized_server_says_that_it_takes_none(tmp_path: Path) -> None:
