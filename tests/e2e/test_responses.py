@@ -103,7 +103,7 @@ def test_what_there_is_not_is_the_sdks_own_exceptions(client: openai.OpenAI, dem
         client.responses.create(**ASK, previous_response_id="resp_1")
     assert bad.value.param == "previous_response_id" and bad.value.code == "unsupported"
     for call in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
-        with pytest.raises(openai.NotFoundError, match="stores no responses"):
+        with pytest.raises(openai.NotFoundError, match="does not store responses"):
             call("resp_1")
     stream = client.responses.create(**ASK, stream=True, max_output_tokens=1500, extra_body={"ignore_eos": True})
     next(iter(stream))

@@ -378,7 +378,7 @@ def test_fields_that_nothing_hears_are_named() -> None:
         ({"tools": [TOOLS[1] | {"parameters": 5}]}, "tools[0].parameters", "schema"),
         ({"tools": TOOLS}, "tools", "--tool-call-parser"), ({"tool_choice": "required"}, "tool_choice", "no tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.name", "tool_choice.name must"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "none of the tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "not one of the tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice", "not supported"),
         ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs.messages", ""),
         ({"cache_salt": ""}, "cache_salt", "1 to"), ({"stream": 5}, "stream", "boolean"),

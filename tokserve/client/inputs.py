@@ -193,7 +193,7 @@ class Inputs:
         spelled = None if tokenizer is None else tokenizer.spelling(token)
         if spelled is not None:  # perhaps of a text
             raise RequestError(
-                f"token_ids: token {index} is {spelled!r} ({token}), which the tokenizer has and the model does not: "
+                f"token_ids: token {index} is {spelled!r} ({token}), which is not in the model's vocabulary: "
                 f"its token ids are 0 to {self.ready.vocab_size - 1}",
                 field="token_ids",
             )

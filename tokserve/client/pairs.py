@@ -26,10 +26,10 @@ def counterparts(first: int, second: int) -> list[tuple[int, int]]:
 def check_scores_pairs(rules: LabelRules) -> None:
     """Raise RequestError for a classifier that does not score: one of several labels."""
     if rules.only_tokens:
-        raise RequestError("the model labels tokens, and scores no pairs", field="model", code="unsupported")
+        raise RequestError("this model labels tokens and cannot score pairs", field="model", code="unsupported")
     if len(rules.labels) != 1:
         raise RequestError(
-            f"the model has {len(rules.labels)} labels, and scores are of one with a single label", field="model",
+            f"this model has {len(rules.labels)} labels, and scores need a model with one label", field="model",
             code="unsupported",
         )  # fmt: skip
 

@@ -144,7 +144,7 @@ def _config(fields: dict[str, Any] | None) -> _TransferConfig | None:
     if name == "NixlConnector" or name.startswith("Nixl"):
         if importlib.util.find_spec("nixl") is None:
             raise StartError(f"{OPTION}: kv_connector {name} needs the package nixl, which is not installed; use tcp")
-        raise StartError(f"{OPTION}: kv_connector {name} is not supported yet, with nixl installed either; use tcp")
+        raise StartError(f"{OPTION}: kv_connector {name} is not supported, even with nixl installed; use tcp")
     known = ("tcp", *SHARED_STORAGE, OFFLOADING)
     if name not in known:
         raise StartError(f"{OPTION}: kv_connector {name!r} is not supported; known: {', '.join(known)}")

@@ -115,7 +115,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             )
         for name, value in _AS_HERE.items():
             if options.pop(name, None) not in (None, value):
-                raise StartError(f"option speculative_config: {name} is served as {json.dumps(value)} only")
+                raise StartError(f"option speculative_config: {name} must be {json.dumps(value)}")
         unknown = [name for name in options if options[name] is not None and name not in SPECULATION_HINTS]
         if unknown:
             raise StartError(

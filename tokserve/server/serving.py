@@ -192,7 +192,7 @@ class Serving:
             logger.info("tool calls: %s, as the chat template writes them", recognised.name)
         elif server.enable_auto_tool_choice:
             raise StartError(
-                "enable_auto_tool_choice: this model's chat template does not show how it writes tool calls; "
+                "enable_auto_tool_choice: the format of tool calls is not known from the model's chat template; "
                 "give --tool-call-parser"
             )
         return recognised
@@ -383,7 +383,7 @@ class Serving:
         size = sum(len(feature.data) for feature in features)
         if not self._image_memory.add(size):
             raise Overloaded(
-                "the images of requests in flight fill the memory for them (--max-media-memory)", retry_after=1,
+                "images of requests in flight use all memory for images (--max-media-memory)", retry_after=1,
                 code="media_overload",
             )  # fmt: skip
         generation.on_close = lambda: self._image_memory.subtract(size)

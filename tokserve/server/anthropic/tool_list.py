@@ -22,7 +22,7 @@ class ToolList:
             name = _name(f"tools[{i}]", tool)
             if name in self._functions:
                 field = f"tools[{i}].name"
-                raise RequestError(f"{field}: there are two tools {name[:LONGEST_SHOWN]!r}", field=field)
+                raise RequestError(f"{field}: two tools have the name {name[:LONGEST_SHOWN]!r}", field=field)
             self._functions[name] = _function(f"tools[{i}]", tool)
             if not tool.get("defer_loading"):
                 self._shown.add(name)
@@ -51,7 +51,7 @@ class ToolList:
         if not isinstance(name, str):
             raise invalid(field, "must be a string")
         if name not in self._functions:
-            raise RequestError(f"{field}: {name[:LONGEST_SHOWN]!r} is none of the tools", field=field)
+            raise RequestError(f"{field}: {name[:LONGEST_SHOWN]!r} is not one of the tools", field=field)
         return name
 
 

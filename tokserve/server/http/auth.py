@@ -56,12 +56,12 @@ class Keys:
         elif not self._remote_control:
             if not _is_local(scope):
                 raise Forbidden(
-                    "without an API key, control routes answer only to this machine; set --admin-api-key, or "
+                    "without an API key, control routes accept requests from this machine only; set --admin-api-key or "
                     "--allow-remote-control",
                     code="remote_control",
                 )
             if any(name == b"origin" for name, _ in scope["headers"]):  # a web page in a browser of this machine
-                raise Forbidden("without an API key, control routes do not answer to web pages", code="remote_control")
+                raise Forbidden("without an API key, control routes refuse web pages", code="remote_control")
 
 
 def _check_host(scope: Scope, allowed: Container[str]) -> None:
@@ -69,8 +69,7 @@ def _check_host(scope: Scope, allowed: Container[str]) -> None:
     host = next((value for name, value in scope["headers"] if name == b"host"), b"").decode("latin-1")
     if host and _bare_host(host) not in allowed:
         raise Forbidden(
-            f"the host {host[:200]!r} is not allowed here; --allowed-hosts lets control and introspection routes "
-            "answer to it",
+            f"the host {host[:200]!r} is not allowed for control and introspection routes; add it to --allowed-hosts",
             code="host_not_allowed",
         )
 

@@ -159,7 +159,7 @@ class BodyReader:
                 self.held, request.scope[HELD] = held, after
                 return
         raise Overloaded(
-            f"the bodies of all requests have more than {self._max_held >> 20} MiB (--max-body-memory-bytes)",
+            f"the bodies of all requests would need more than {self._max_held >> 20} MiB (--max-body-memory-bytes)",
             retry_after=RETRY_SECONDS, code="body_memory",
         )  # fmt: skip
 

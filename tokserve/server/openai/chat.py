@@ -240,7 +240,7 @@ def rendered(
     is_trusted = body.chat_template is None or serving.template.knows(body.chat_template)
     if not is_trusted and not serving.config.server.trust_request_chat_template:
         raise RequestError(
-            "chat_template: this server runs no templates from requests (--trust-request-chat-template)",
+            "chat_template: templates from requests are refused (see --trust-request-chat-template)",
             field="chat_template", code="untrusted_template",
         )  # fmt: skip
     thinking = {} if effort is None else dict(zip(THINKING, (effort != "none", effort), strict=True))

@@ -134,7 +134,7 @@ async def create(serving: Serving, request: Request) -> Response:
 async def stored(serving: Serving, request: Request) -> Response:
     """404: responses are not stored"""
     raise NotFound(
-        "this server stores no responses: there is none to fetch, delete or cancel. A stream ends when its "
+        "this server does not store responses, so none can be fetched, deleted or cancelled. A stream ends when its "
         "connection is closed, and /abort_requests ends a request by its id",
         code="not_stored",
     )

@@ -297,7 +297,7 @@ def _check_json(value: Any, field: str) -> None:
                 _check_json(inner, f"{field}[{i}]")
     elif not isinstance(value, str | int | float | None):
         field = field[:LONGEST_SHOWN]
-        raise RequestError(f"{field or 'the body'} must be a value that JSON has", field=field or None)
+        raise RequestError(f"{field or 'the body'} must be a value that JSON can represent", field=field or None)
 
 
 def _check_names(value: Any) -> None:

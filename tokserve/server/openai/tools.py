@@ -107,7 +107,7 @@ def check(tools: list[dict[str, Any]] | None, choice: Any) -> None:
         raise RequestError("tool_choice: there are no tools to choose from", field="tool_choice")
     names = [tool["function"]["name"] for tool in tools or []]
     if name is not None and name not in names:
-        raise RequestError(f"tool_choice: {name[:LONGEST_SHOWN]!r} is none of the tools", field="tool_choice")
+        raise RequestError(f"tool_choice: {name[:LONGEST_SHOWN]!r} is not one of the tools", field="tool_choice")
 
 
 def check_functions(tools: list[dict[str, Any]]) -> None:
@@ -123,7 +123,7 @@ def check_functions(tools: list[dict[str, Any]]) -> None:
             raise invalid(f"tools[{i}].function.strict", "must be true or false")
         if function["name"] in names:
             field = f"tools[{i}].function.name"
-            raise RequestError(f"{field}: there are two tools {function['name'][:LONGEST_SHOWN]!r}", field=field)
+            raise RequestError(f"{field}: two tools have the name {function['name'][:LONGEST_SHOWN]!r}", field=field)
         names.add(function["name"])
         parameters, field = function.get("parameters"), f"tools[{i}].function.parameters"
         if not isinstance(parameters, dict | None):

@@ -51,7 +51,7 @@ async def respond(serving: Serving, request: Request, body: ClassifyBody, ignore
     """Probabilities or logits of each input.  `size`: bytes of the body."""
     rules = inputs.label_rules(serving)
     if rules.tokens:
-        raise RequestError("the model labels tokens here (/pooling)", field="model", code=inputs.UNSUPPORTED)
+        raise RequestError("this model labels tokens: use /pooling", field="model", code=inputs.UNSUPPORTED)
     serving.name_request(request, body)
     prompts = await off_loop(request, size, lambda: inputs.prompts_of(serving, body))
     bytes_of_one = len(rules.labels) * inputs.BYTES_OF_VALUE

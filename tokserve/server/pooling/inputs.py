@@ -74,7 +74,7 @@ def vector_rules(serving: Serving) -> VectorRules:
     """How this server makes embeddings; raises RequestError if it does not."""
     rules = any_rules(serving)
     if not isinstance(rules, VectorRules):
-        raise RequestError("the model makes probabilities of labels here (/classify)", field="model", code=UNSUPPORTED)
+        raise RequestError("this model classifies: use /classify", field="model", code=UNSUPPORTED)
     return rules
 
 
@@ -82,7 +82,7 @@ def label_rules(serving: Serving) -> LabelRules:
     """How this server classifies; raises RequestError if it does not."""
     rules = any_rules(serving)
     if not isinstance(rules, LabelRules):
-        raise RequestError("the model makes embeddings here", field="model", code=UNSUPPORTED)
+        raise RequestError("this model makes embeddings and does not classify", field="model", code=UNSUPPORTED)
     return rules
 
 
@@ -90,9 +90,7 @@ def any_rules(serving: Serving) -> PoolingRules:
     """How this server pools; raises RequestError if it generates."""
     pooler = serving.pooler
     if pooler is None:
-        raise RequestError(
-            "the model generates here; it makes embeddings with --runner pooling", field="model", code=UNSUPPORTED
-        )
+        raise RequestError("this server generates text: use --runner pooling", field="model", code=UNSUPPORTED)
     return pooler
 
 
@@ -201,7 +199,7 @@ def check_reply(serving: Serving, size: int, field: str, advice: str) -> None:
     limit = serving.config.limits.max_reply_bytes
     if size > limit:
         raise RequestError(
-            f"the reply may have {size >> 20} MiB, and at most {limit >> 20} are served (--max-reply-bytes): send "
+            f"the reply may have {size >> 20} MiB, above the limit of {limit >> 20} (--max-reply-bytes): send "
             f"{advice}", field=field, code="reply_too_large",
         )  # fmt: skip
 

@@ -139,7 +139,7 @@ class _Prompts:
         """Every entry of both sides by itself."""
         if self._body.instruction is not None:
             raise RequestError(
-                "instruction is for models that read both texts together: write it into the queries",
+                "instruction needs a cross-encoder: write it into the queries",
                 field="instruction", code=inputs.UNSUPPORTED,
             )  # fmt: skip
         prompts, paths = [], []

@@ -62,7 +62,7 @@ def check(size: int, limit: int, params: SamplingParams) -> None:
     names = ("return_sampling_mask", "prompt_logprobs", "logprobs")
     at_fault = [name for name in names if getattr(params, name) not in (None, False)]
     raise RequestError(
-        f"the reply may have {size >> 20} MiB, and at most {limit >> 20} are served (--max-reply-bytes): ask for fewer "
-        "choices, tokens or logprobs, for logprobs in columns, for smaller sampling masks (top_k), or for a stream",
+        f"the reply may have {size >> 20} MiB, above the limit of {limit >> 20} (--max-reply-bytes): request fewer "
+        "choices, tokens or logprobs, logprobs in columns, smaller sampling masks (top_k), or a stream",
         field=at_fault[-1] if at_fault else "n", code="reply_too_large",
     )  # fmt: skip

@@ -108,7 +108,7 @@ async def abort_request(serving: Serving, request: Request) -> Response:
     elif params.request_id:
         await serving.llm.abort([params.request_id])
     elif params.request_id is None:
-        raise RequestError("say which requests: rid, or abort_all", field="rid")
+        raise RequestError("give rid or abort_all", field="rid")
     return Response(status_code=200, headers=headers)
 
 

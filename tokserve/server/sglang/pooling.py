@@ -118,6 +118,6 @@ def _details(pooled: PooledPrompts, prompt_tokens: int, elapsed: float) -> dict[
 def _check(rules: PoolingRules, dimensions: int | None) -> None:
     """Raise RequestError for what such a model does not make here."""
     if rules.tokens:
-        raise RequestError("the model labels tokens here (/pooling)", field="model", code=inputs.UNSUPPORTED)
+        raise RequestError("this model labels tokens: use /pooling", field="model", code=inputs.UNSUPPORTED)
     if dimensions is not None and isinstance(rules, LabelRules):
         raise RequestError("dimensions is for embeddings", field="dimensions", code=inputs.UNSUPPORTED)

@@ -39,7 +39,7 @@ async def read(request: Request, bodies: BodyReader) -> AbortBody:
     target = body.convert(value, AbortBody)
     selectors = [name for name in AbortBody.__struct_fields__ if getattr(target, name) not in (None, [], False, "")]
     if not selectors and target.request_ids is None:
-        raise RequestError('say which requests: request_ids, group_id or "all": true', field="request_ids")
+        raise RequestError('give request_ids, group_id or "all": true', field="request_ids")
     if len(target.request_ids or ()) > MAX_IDS:
         raise invalid("request_ids", f"must have at most {MAX_IDS} entries")
     if len(selectors) > 1:
