@@ -48,7 +48,7 @@ def test_ray_serve() -> None:
         assert process.stdout
         lines = iter(process.stdout.readline, "")
         assert any(f"serving on http://127.0.0.1:{port}" in line for line in lines)
-        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "ignore_eos": True}
         reply = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60)
         assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 4
         process.send_signal(signal.SIGINT)
