@@ -87,7 +87,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = None  # fmt: skip
     seed: Annotated[int, about("Seed of dummy weights.")] = 0
     max_logprobs: Annotated[
-        int, about("Most top logprobs per position that a request may ask for; -1: the whole vocabulary.", ge=-1)
+        int, about("Most top logprobs per position that a request may have; -1: the whole vocabulary.", ge=-1)
     ] = 20
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
@@ -114,7 +114,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         bool, about("Return the experts that were chosen for each position of prompt and output (CPU).")
     ] = False
     return_sampling_mask: Annotated[
-        bool, about("Return the ids that each token was drawn from, and their mass, to requests that do not say.")
+        bool,
+        about("Return the ids that each token was sampled from, and their probability, unless requests set the field."),
     ] = False
     max_sampling_mask: Annotated[
         int, about("Most ids of a sampling mask for one token; the mask of a token with more of them is null.", ge=1)

@@ -166,5 +166,5 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 30.0  # fmt: skip
     max_reply_bytes: Annotated[
         int,
-        about("Largest reply, as estimated from the choices, tokens and logprobs that a request asks for.", ge=1 << 20),
+        about("Largest reply, as estimated from the choices, tokens and logprobs of a request.", ge=1 << 20),
     ] = GIB  # fmt: skip
