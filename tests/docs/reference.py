@@ -16,20 +16,21 @@ from tokserve.server.sglang.routes import ENDPOINTS as SGLANG
 DOCS = Path(__file__).parents[2] / "docs"
 OPTIONS_HEAD = """# Options
 
-Every option of `tokserve serve`, and, with underscores, of `LLM(...)`, `AsyncLLM(...)` and `Config.make(...)`. This
-page is made from `tokserve/config/` (`python -m tests.docs.reference`); `tokserve serve --help` says the same.
+This page lists every option of `tokserve serve`, and, with underscores, of `LLM(...)`, `AsyncLLM(...)` and
+`Config.make(...)`. It is made from `tokserve/config/` (`python -m tests.docs.reference`); `tokserve serve --help` has
+the same content.
 
-On the command line, `--config FILE` reads options from a YAML file (`max-model-len: 4096`, and `model`), which those of
-the command line replace; `--option.key value` sets one key of a JSON option, underscores are as good as dashes, and
-numbers of tokens may be written as `4k` (4000) or `4K` (4096). Options of vLLM's that are not here are known, on the
-command line and as arguments: as another name of one of these (`--enable-log-requests`), without effect, which a
-warning says (`--swap-space`, `--trust-remote-code`), or refused with what to do instead (`--revision`).
+On the command line, `--config FILE` reads options from a YAML file (`max-model-len: 4096`, and `model`); options on the
+command line override it. `--option.key value` sets one key of a JSON option, underscores are equivalent to dashes, and
+numbers of tokens may be written as `4k` (4000) or `4K` (4096). vLLM's options that are not listed here are recognized
+on the command line and as arguments: as another name of a listed option (`--enable-log-requests`), without effect but
+with a warning (`--swap-space`, `--trust-remote-code`), or refused with the alternative in the error (`--revision`).
 """
 ROUTES_HEAD = """# Routes
 
-Every route, made from the table that the server itself uses (`python -m tests.docs.reference`). `GET /openapi.json` has
-the schemas of bodies and replies. Keys: a *control* route needs the admin key where there is one
-([security](security.md)), and a *guarded* one a key where there are any; *text* routes need a tokenizer.
+This page lists every route. It is made from the server's own table (`python -m tests.docs.reference`).
+`GET /openapi.json` has the schemas of bodies and replies. If an admin key is set, *control* routes require it
+([security](security.md)). If any key is set, *guarded* routes require a key. *Text* routes need a tokenizer.
 """
 
 

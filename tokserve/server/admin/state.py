@@ -23,7 +23,7 @@ async def is_sleeping(serving: Serving, request: Request) -> Response:
 
 
 async def state(serving: Serving, request: Request) -> Response:
-    """GET /inference/v1/state: what the engine does, with which weights and arithmetic"""
+    """GET /inference/v1/state: the engine's state, weights and arithmetic"""
     state = await serving.llm.call("state")
     arithmetic = serving.llm.ready.facts.get("arithmetic")
     reply = {name: state[name] for name in NAMES} | {"arithmetic": arithmetic}

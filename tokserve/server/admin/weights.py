@@ -151,7 +151,7 @@ async def _feed(serving: Serving, file: _WeightBody, update_id: str | None) -> N
 
 
 async def served_weights(serving: Serving, request: Request) -> Response:
-    """GET /weight_info: which weights serve; `checksum`: compute their checksum; `tensors`: list their tensors"""
+    """GET /weight_info: the current weights; `checksum`: compute their checksum; `tensors`: list their tensors"""
     params = await read(serving, request, WeightQuery)
     return body.reply(request, await serving.llm.served_weights(checksum=params.checksum, tensors=params.tensors))
 

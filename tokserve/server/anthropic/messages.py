@@ -59,7 +59,7 @@ class ChatRequest(NamedTuple):
 
 
 async def create(serving: Serving, request: Request) -> Response:
-    """POST /v1/messages: a message, as Anthropic's API has it"""
+    """POST /v1/messages: a message in the format of Anthropic's API"""
     call = await read(serving, request)
     generation = await serving.start(request, call.generate, [call.prompt], call.fields)
     renderer = MessagesRenderer(serving, generation, call)
@@ -82,7 +82,7 @@ async def count_tokens(serving: Serving, request: Request) -> Response:
 
 
 async def render(serving: Serving, request: Request) -> Response:
-    """POST /v1/messages/render: the token request that these messages are"""
+    """POST /v1/messages/render: the messages as a token request"""
     return await token_requests.rendered_chat(serving, request, await read(serving, request, replies=False))
 
 

@@ -131,7 +131,7 @@ async def chat(serving: Serving, request: Request) -> Response:
 
 
 async def chat_tokens(serving: Serving, request: Request) -> Response:
-    """POST /v1/chat/completions/tokens: the prompt comes as ids, the messages are not rendered"""
+    """POST /v1/chat/completions/tokens: a chat completion from the prompt's ids; messages are not rendered"""
     return await respond(serving, request, await read(serving, request, prompt="tokens"))
 
 

@@ -271,7 +271,7 @@ class ReplyReader:
 
 
 async def derender_chat(serving: Serving, request: Request) -> Response:
-    """POST /v1/chat/completions/derender: a generate reply as the chat's reply"""
+    """POST /v1/chat/completions/derender: a generate reply as a chat reply"""
     request_body, ignored, size = await _read(serving, request, DerenderChatBody)
     if request_body.generate_response is None:
         raise invalid("generate_response", "is required")
@@ -295,7 +295,7 @@ async def derender_chat(serving: Serving, request: Request) -> Response:
 
 
 async def derender_completions(serving: Serving, request: Request) -> Response:
-    """POST /v1/completions/derender: the generate replies to a request's prompts as its one reply"""
+    """POST /v1/completions/derender: the generate replies to a request's prompts as one reply"""
     request_body, ignored, size = await _read(serving, request, DerenderCompletionBody)
     replies = request_body.generate_responses
     if not replies:

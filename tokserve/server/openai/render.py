@@ -54,7 +54,7 @@ class TokenizerDescription(msgspec.Struct):
 
 
 async def render_chat(serving: Serving, request: Request) -> Response:
-    """POST /v1/chat/completions/render: the token request that this chat is"""
+    """POST /v1/chat/completions/render: the chat as a token request"""
     call = await chat.read(serving, request, replies=False)
     return await rendered_chat(serving, request, call)
 
@@ -79,7 +79,7 @@ async def rendered_chat(serving: Serving, request: Request, call: chat.ChatCall)
 
 
 async def render_completions(serving: Serving, request: Request) -> Response:
-    """POST /v1/completions/render: the token requests that these prompts are, one for each"""
+    """POST /v1/completions/render: the prompts as token requests, one for each"""
     call = await completions.read(serving, request, replies=False)
     refuse_beams(call.beams)
     forbidden = await serving.check(request, call.generate, call.ids, call.fields)

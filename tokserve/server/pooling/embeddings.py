@@ -93,7 +93,7 @@ async def embeddings(serving: Serving, request: Request) -> Response:
 
 
 async def vectors(serving: Serving, request: Request) -> Response:
-    """POST /pooling: what the model makes of each input or of each token, embeddings or probabilities of labels"""
+    """POST /pooling: embeddings or label probabilities, for each input or for each token"""
     body, ignored, size = await schemas.read(serving, request, VectorsBody)
     return await respond(serving, request, body, ignored, size, rules_for(inputs.any_rules(serving), body.task))
 

@@ -1,4 +1,4 @@
-"""POST /rerank: documents in the order in which they fit a query, as Cohere and Jina have it."""
+"""POST /rerank: documents ranked by relevance to a query, as Cohere and Jina have it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RerankReply(msgspec.Struct):
 
 
 async def rerank(serving: Serving, request: Request) -> Response:
-    """POST /rerank: documents in the order in which they fit a query"""
+    """POST /rerank: documents ranked by relevance to a query"""
     body, ignored, size = await schemas.read(serving, request, RerankBody)
     if body.top_n is not None and body.top_n < 0:
         raise invalid("top_n", f"must be at least 0, got {body.top_n}")

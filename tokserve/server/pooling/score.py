@@ -1,4 +1,4 @@
-"""POST /score: how well the texts of each pair fit, 1:1, 1:N or N:N."""
+"""POST /score: a relevance score for each pair of texts, 1:1, 1:N or N:N."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ScoreReply(msgspec.Struct):
 
 
 async def score(serving: Serving, request: Request) -> Response:
-    """POST /score: how well the texts of each pair fit"""
+    """POST /score: a relevance score for each pair of texts"""
     body, ignored, size = await schemas.read(serving, request, ScoreBody)
     sides = await off_loop(request, size, lambda: _sides(body))
     scored = await pairs.score(serving, request, body, sides, size, ignored)

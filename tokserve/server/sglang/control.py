@@ -91,7 +91,7 @@ async def pause_generation(serving: Serving, request: Request) -> Response:
 
 
 async def continue_generation(serving: Serving, request: Request) -> Response:
-    """POST /continue_generation: commits a weight update that came in several calls, and goes on"""
+    """POST /continue_generation: commit a weight update of several calls, and resume"""
     _, headers = await read(serving, request, ContinueBody)
     await weights.commit_open(serving)
     await serving.llm.resume_generation()
@@ -99,7 +99,7 @@ async def continue_generation(serving: Serving, request: Request) -> Response:
 
 
 async def abort_request(serving: Serving, request: Request) -> Response:
-    """POST /abort_request: what ran ends with what it has; the reply is empty, and the same for an unknown id"""
+    """POST /abort_request: end requests with their output so far; the reply is empty, also for an unknown id"""
     params, headers = await read(serving, request, AbortRequestBody)
     if params.abort_all:
         await serving.llm.abort_all()
@@ -203,7 +203,7 @@ async def weights_checker(serving: Serving, request: Request) -> Response:
 
 
 async def start_profile(serving: Serving, request: Request) -> Response:
-    """POST /start_profile: record where time goes"""
+    """POST /start_profile: start to record a profile"""
     params, headers = await read(serving, request, ProfileBody)
     if params.num_steps is not None and not 1 <= params.num_steps <= MOST_STEPS:
         raise invalid("num_steps", f"must be 1 to {MOST_STEPS}")
@@ -212,5 +212,5 @@ async def start_profile(serving: Serving, request: Request) -> Response:
 
 
 async def stop_profile(serving: Serving, request: Request) -> Response:
-    """POST /stop_profile: write the trace, and say in tables where time went"""
+    """POST /stop_profile: end the profile: write the trace and tables of times"""
     return json({"success": True, "message": "Stop profiling."} | await serving.llm.stop_profile())

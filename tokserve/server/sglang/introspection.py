@@ -80,7 +80,7 @@ async def _generate_token(serving: Serving) -> None:
 
 
 async def model(serving: Serving, request: Request) -> Response:
-    """GET /model_info: what the model is"""
+    """GET /model_info: a description of the model"""
     status = await serving.llm.fresh_status()
     config = await workers.run(workers.SMALL, lambda: _config(serving))
     options = serving.config.model
@@ -111,7 +111,7 @@ def _config(serving: Serving) -> dict[str, Any]:
 
 
 async def configuration(serving: Serving, request: Request) -> Response:
-    """GET /server_info: this server's facts, and under SGLang's names those that trainers and routers read"""
+    """GET /server_info: this server's facts; those that trainers and routers read also have SGLang's names"""
     await serving.llm.refresh(introspection.FRESH_SECONDS)
     ready, model, server = serving.llm.ready, serving.config.model, serving.config.server
     load = _core(serving)

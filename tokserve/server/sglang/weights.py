@@ -107,7 +107,7 @@ async def from_disk(serving: Serving, request: Request) -> Response:
 
 
 async def init_group(serving: Serving, request: Request) -> Response:
-    """POST /init_weights_update_group: meet the trainer in a process group"""
+    """POST /init_weights_update_group: join the trainer's process group"""
     params, headers = await read(serving, request, GroupBody)
     names = ("master_address", "master_port", "rank_offset", "world_size", "backend")
     info = {name: getattr(params, name) for name in names}
@@ -124,7 +124,7 @@ async def destroy_group(serving: Serving, request: Request) -> Response:
 
 
 async def from_distributed(serving: Serving, request: Request) -> Response:
-    """POST /update_weights_from_distributed: take tensors from the process group"""
+    """POST /update_weights_from_distributed: receive tensors from the process group"""
     params, headers = await read(serving, request, DistributedBody)
     _check_format(params.load_format)
     if params.abort_all_requests:
@@ -158,7 +158,7 @@ async def commit_open(serving: Serving) -> bool:
 
 
 async def begin_update(serving: Serving, request: Request) -> Response:
-    """POST /begin_weight_update: what comes until /end_weight_update is one update"""
+    """POST /begin_weight_update: begin an update, which lasts until /end_weight_update"""
     params, headers = await read(serving, request, BracketBody)
     await serving.llm.start_weight_update()
     serving.sglang.version = params.weight_version
@@ -166,7 +166,7 @@ async def begin_update(serving: Serving, request: Request) -> Response:
 
 
 async def end_update(serving: Serving, request: Request) -> Response:
-    """POST /end_weight_update: commit what was staged"""
+    """POST /end_weight_update: commit the staged weights"""
     params, headers = await read(serving, request, BracketBody)
     _note_version(serving, params.weight_version)
     if not await commit_open(serving):
@@ -183,7 +183,7 @@ async def refuse_pickle(serving: Serving, request: Request) -> Response:
 
 
 async def update_version(serving: Serving, request: Request) -> Response:
-    """POST /update_weight_version: name the weights that serve"""
+    """POST /update_weight_version: set the version of the current weights"""
     params, headers = await read(serving, request, SglangVersionBody)
     await serving.llm.update_weight_version(params.new_version)  # first: a version that is refused aborts nothing
     if params.abort_all_requests:
@@ -193,5 +193,5 @@ async def update_version(serving: Serving, request: Request) -> Response:
 
 
 async def get_version(serving: Serving, request: Request) -> Response:
-    """GET or POST /get_weight_version: the version of the weights that serve"""
+    """GET or POST /get_weight_version: the version of the current weights"""
     return json({"weight_version": (await serving.llm.fresh_status()).weight_version})

@@ -48,7 +48,7 @@ async def read(request: Request, bodies: BodyReader) -> AbortBody:
 
 
 async def abort_requests(serving: Serving, request: Request) -> Response:
-    """POST /abort_requests: end requests; answered when they are gone"""
+    """POST /abort_requests: end requests; replies after they have ended"""
     target = await read(request, serving.bodies)
     if target.all:
         results = await serving.llm.abort_all()

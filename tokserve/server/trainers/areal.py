@@ -71,7 +71,7 @@ async def pause(serving: Serving, request: Request) -> Response:
 
 
 async def resume(serving: Serving, request: Request) -> Response:
-    """POST /areal_continue_generation: commits the weights that came over a group, then as /resume"""
+    """POST /areal_continue_generation: commit the weights received over a group, then as /resume"""
     if serving.staged_by_areal:
         serving.staged_by_areal = False
         await open_updates.commit(serving.llm)
@@ -111,7 +111,7 @@ async def announce(serving: Serving, request: Request) -> Response:
 
 
 async def receive(serving: Serving, request: Request) -> Response:
-    """POST /areal_update_weights_xccl: receive what was announced"""
+    """POST /areal_update_weights_xccl: receive the announced tensors"""
     await read(serving, request, msgspec.defstruct("ArealReceiveBody", []))
     announced, serving.announced_by_areal = serving.announced_by_areal, None
     if announced is None:

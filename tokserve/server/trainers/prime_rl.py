@@ -13,7 +13,7 @@ from tokserve.server.serving import Serving
 
 
 async def init_broadcaster(serving: Serving, request: Request) -> Response:
-    """POST /init_broadcaster: refused, with what to set instead"""
+    """POST /init_broadcaster: refused; the error names the setting to use instead"""
     raise RequestError(
         "prime-rl's NCCL broadcast needs a CUDA device at both ends and sends pickles: set the trainer's and the "
         'orchestrator\'s weight_broadcast.type to "filesystem", which this server reads',

@@ -31,7 +31,7 @@ REFUSED = {
 
 
 async def collective_rpc(serving: Serving, request: Request) -> Response:
-    """POST /collective_rpc: call the worker extension, or what SkyRL's would do"""
+    """POST /collective_rpc: call the worker extension, or the equivalent of SkyRL's"""
     params = await commands.read(serving, request, commands.WorkerCallBody)
     has_extension = serving.config.weights.worker_extension_cls is not None
     if has_extension or params.method not in (START, FINISH, *REFUSED):
