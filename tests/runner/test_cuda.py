@@ -34,11 +34,11 @@ from tokserve.runner.steps import PendingResult
 Loaded = tuple[Runner, DeviceFacts, FakeDevice]
 
 
-def make(path: Path, hf: dict[str, Any] | None = None, **options: object) -> Loaded:
+def make(path: Path, hf: dict[str, Any] | None = None, **options: Any) -> Loaded:
     fake = FakeDevice()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "use", lambda kind: fake)
-        runner, facts = make_runner(path, hf or tiny_config("qwen3"), max_num_batched_tokens=64, **options)
+        runner, facts = make_runner(path, hf or tiny_config("qwen3"), **{"max_num_batched_tokens": 64} | options)
     return runner, facts, fake
 
 
@@ -353,6 +353,17 @@ def test_a_step_with_few_tokens_in_a_prompt_is_repeated(staged: Loaded) -> None:
     for length, repeated in ((2, 1), (64, 1), (65, 0)):  # the last is above what was recorded
         before = fake.replayed
         Driver(runner, facts).run([Job(prompt(length, 1), SamplingParams(max_tokens=1, prompt_logprobs=0))])
+        assert fake.replayed - before == repeated
+
+
+def test_longer_prompts_of_a_small_model_are_repeated_too(tmp_path: Path) -> None:
+    options = {"max_model_len": 800, "max_num_batched_tokens": 800, "max_num_seqs": 2}
+    runner, facts, fake = make(tmp_path / "device", **options)
+    host, host_facts = make_runner(tmp_path / "host", tiny_config("qwen3"), **options)
+    for length, repeated in ((513, 1), (768, 1), (769, 0)):
+        job, before = Job(prompt(length, 1), SamplingParams(max_tokens=1, prompt_logprobs=0)), fake.replayed
+        expected = outcomes(Driver(host, host_facts).run([job.fresh()]))
+        assert outcomes(Driver(runner, facts).run([job])) == expected
         assert fake.replayed - before == repeated
 
 

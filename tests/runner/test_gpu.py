@@ -61,6 +61,19 @@ def test_graphs_change_no_bit(tmp_path: Path) -> None:
     assert results[0] == results[1]
 
 
+def test_graphs_of_long_prompts_change_no_bit(tmp_path: Path) -> None:
+    results = []
+    for eager in (False, True):
+        runner, facts = gpu(
+            tmp_path, tiny_config("qwen3") | BIG | {"max_position_embeddings": 4096}, dtype="bfloat16",
+            enforce_eager=eager, max_model_len=2200, max_num_batched_tokens=2200,
+        )  # fmt: skip
+        params = SamplingParams(max_tokens=4, prompt_logprobs=0)
+        made = [Job(prompt(length, length), params) for length in (600, 1024, 1025, 2048)]
+        results.append(outcomes([Driver(runner, facts).run([job])[0] for job in made]))
+    assert results[0] == results[1]
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
 def test_latent_attention_and_states_change_no_bit_with_company(tmp_path: Path, family: str) -> None:
     runner, facts = gpu(tmp_path, tiny_config(family), dtype="bfloat16")

@@ -149,8 +149,8 @@ def bind(
 
 
 def compile_ahead(jobs: int) -> AbstractContextManager[None] | None:
-    """A context in which ops compile their kernels side by side, with `jobs` threads, and compute nothing; None on a
-    CPU, whose kernels are compiled."""
+    """A context in which ops only compile their kernels, in parallel with `jobs` threads; None on a CPU, whose kernels
+    are compiled already."""
     if torch_device.type != "cuda":
         return None
     context: AbstractContextManager[None] = import_module("tokserve.ops.triton.launch").compile_ahead(jobs)

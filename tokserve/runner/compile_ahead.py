@@ -1,6 +1,6 @@
-"""What a start on a GPU compiles side by side; steps would meet these kernels one by one.
+"""The launches whose kernels a start on a GPU compiles in parallel, inside `ops.compile_ahead`.
 
-Launches inside `ops.compile_ahead` run nothing, so nothing here may depend on what a kernel computes.
+Kernels do not run there, so nothing here may depend on what a kernel computes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def launch_all(model: Decoder, kv: Pages, batches: Iterable[ForwardBatch]) -> No
     """Launch products and attention of all shapes, steps of these batches, and the sampling of most requests."""
     exactness.unequal_products(model)
     exactness.unequal_attention(model, kv)
-    reads = any(isinstance(block.mlp, Mixture) for block in model.blocks)  # the experts' numbers, to sort by them
-    if model.implementation == "tokserve" and not reads:
+    has_experts = any(isinstance(block.mlp, Mixture) for block in model.blocks)  # rows are sorted by computed experts
+    if model.implementation == "tokserve" and not has_experts:
         for batch in batches:
             model.forward(batch)
     one = torch.ones(1, device=ops.torch_device)

@@ -97,6 +97,7 @@ class CudaBackend:
         self._in_flight: deque[tuple[PendingResult, Int64]] = deque()  # with the generations of their rows' slots
 
     def _compile_ahead(self, model: Decoder, specs: tuple[LayerSpec, ...], block_size: int) -> None:
+        """Compile most kernels in parallel, before anything runs."""
         compiling = ops.compile_ahead(min(MAX_COMPILERS, len(os.sched_getaffinity(0))))
         if compiling is None:
             return

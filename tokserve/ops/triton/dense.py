@@ -96,8 +96,8 @@ def chain_sums(
 def all_chains(x_ptrs, weight_ptrs, x_valid, weight_valid, inputs, length, BLOCK_K: tl.constexpr):
     """The chains of `length` inputs one after the other, and their sum in ascending order: [M,N] float32.
 
-    One loop, so that a chain's first inputs are under way while the one before ends; the matrix unit of sm_90 would
-    wait at each step of such a loop, mma.sync, which multiplies tiles of 16 rows, waits anyway.
+    For tiles of 16 rows.  One loop over all chains loads the first inputs of a chain while the chain before ends.
+    wgmma, which multiplies larger tiles, would have to wait in each step of such a loop; mma.sync does so anyway.
     """
     sums = tl.zeros([x_ptrs.shape[0], weight_ptrs.shape[0]], tl.float32)
     total = tl.zeros([x_ptrs.shape[0], weight_ptrs.shape[0]], tl.float32)

@@ -64,7 +64,7 @@ def is_last_of(count_ptr, amount, total):
 
 
 def cdiv(count: int, size: int) -> int:
-    """The number of blocks of `size` that `count` takes; Triton's own function takes the host ten times as long."""
+    """The number of blocks of `size` for `count` elements.  (On the host Triton's cdiv takes 0.9 us, this 0.06.)"""
     return -(-count // size)
 
 
@@ -134,9 +134,9 @@ def addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
 
 @contextmanager
 def compile_ahead(jobs: int) -> Iterator[None]:
-    """Launches inside run nothing; their kernels are compiled and loaded by `jobs` threads before this returns.
+    """Kernels that are launched inside do not run: `jobs` threads compile and load them before the context ends.
 
-    Tensors that kernels would write hold anything, so nothing inside may depend on values.
+    The kernels' outputs are not initialized, so nothing inside may depend on their values.
     """
     run, kernels = JITFunction.run, []
 

@@ -89,7 +89,7 @@ def sample_slice_kernel(
     has_nan = tl.sum((raw != raw).to(tl.int32), 0) > 0
     slice_max = tl.max(raw, 0)
     tl.store(max_ptr + offset, tl.where(has_nan, float("nan"), slice_max))
-    if slice_max == NEG_INF:  # of what a filter left nothing here: it needs no noise
+    if slice_max == NEG_INF:  # a filter removed the whole slice: it needs no noise
         tl.store(best_ptr + offset, NEG_INF)
         tl.store(id_ptr + offset, slice * SLICE)
     else:
