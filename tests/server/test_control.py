@@ -91,6 +91,19 @@ def test_each_route_is_one_call_of_the_engine(path: str, sent: Any, verb: str, a
     assert s.llm.commands == [(verb, complete(verb, args))]
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "value"),
+    [("/pause", "lease", "5"), ("/pause", "clear_cache", "true"), ("/pause", "clear_cache", 1),
+     ("/sleep", "level", "1"), ("/sleep", "level", 1.0), ("/add_draft_corpus", "token_ids", [[5.0]])],
+)  # fmt: skip
+def test_values_of_a_body_are_not_converted(path: str, name: str, value: Any) -> None:
+    s = site()
+    answer = s.post(path, {"draft_group": "g", name: value} if name == "token_ids" else {name: value})
+    assert answer.status_code == 400 and answer.json()["error"]["param"].startswith(name) and not s.llm.commands
+    if not isinstance(value, list):  # in the query they are texts
+        assert s.post(f"{path}?{name}={value}").status_code == 200
+
+
 def test_the_table_has_every_control_route() -> None:
     reading = {"/inference/v1/requests"}  # changes nothing, and is guarded like those that do
     of_trainers = {path for path, *_ in trainers.ROUTES}  # test_trainers.py
@@ -268,6 +281,11 @@ def test_a_sender_that_leaves_is_told_to_the_engine() -> None:
 def test_an_unknown_route_is_told_with_the_one_that_was_meant(path: str, meant: str | None) -> None:
     message = site().post(path, {}).json()["error"]["message"]
     assert message == f"there is no route {path}" + (f"; did you mean {meant}?" if meant else "")
+
+
+def test_a_route_of_sglang_is_told_with_the_option_that_it_needs() -> None:
+    message = site().post("/generate", {}).json()["error"]["message"]
+    assert message == "there is no route /generate; SGLang's routes need --sglang-api"
 
 
 # --- who may call ---

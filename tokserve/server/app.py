@@ -287,10 +287,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
     table = endpoints(request.app.state.serving.config)
     path, shape = request.url.path[:LONGEST_SHOWN], _errors_of(request.url.path, table)
     if error.status_code == 404:
-        suggestion = suggest_route(request.url.path.rstrip("/"))
+        whole = request.url.path.rstrip("/")
+        suggestion = suggest_route(whole)
         hint = f"; did you mean {suggestion}?" if suggestion else ""
-        if request.url.path.rstrip("/") in SGLANG_PATHS:
-            hint += "; SGLang's routes need --sglang-api"
+        if whole in SGLANG_PATHS:
+            hint = "; SGLang's routes need --sglang-api"
         return errors.response(NotFound(f"there is no route {path}{hint}", code="unknown_route"), None, shape)
     if error.status_code == 405:
         allowed = ", ".join(_methods_at(request))

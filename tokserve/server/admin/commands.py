@@ -72,10 +72,10 @@ class WorkerCallBody(admin.WorkerCall, forbid_unknown_fields=True):
     timeout: float | None = None
 
 
-async def read(serving: Serving, request: Request, kind: type[T]) -> T:
-    """The parameters from query and body."""
+async def read(serving: Serving, request: Request, kind: type[T], *, strict: bool = True) -> T:
+    """The parameters from query and body; `strict`: texts of the body are not converted to numbers."""
     query, sent, size = await query_and_body(serving, request, kind)
-    return await off_loop(request, size, lambda: body.convert(query | sent, kind, strict=False))
+    return await off_loop(request, size, lambda: body.convert(query | sent, kind, strict=strict))
 
 
 async def query_and_body(
@@ -83,11 +83,16 @@ async def query_and_body(
 ) -> tuple[dict[str, Any], dict[str, Any], int]:
     """The parameters in the query, those in the body, and the body's size in bytes; there may be no body.
 
-    Names in the query that `kind` does not know are ignored: proxies may add some.
+    Names in the query that `kind` does not know are ignored: proxies may add some.  Its texts are converted to the
+    types of the parameters; values of the body are not.
     """
     query = request.query_params
-    names = [name for name in kind.__struct_encode_fields__ if name in query]
-    values: dict[str, Any] = {name: query.getlist(name) if name == "tags" else query[name] for name in names}
+    values: dict[str, Any] = {}
+    for field in msgspec.structs.fields(kind):
+        name = field.encode_name
+        if name in query:
+            text = query.getlist(name) if name == "tags" else query[name]
+            values[name] = body.convert(text, field.type, name, known=(), strict=False)
     raw = await serving.bodies.read(request)
     if len(raw) <= BLANK and not bytes(raw).strip():
         return values, {}, len(raw)

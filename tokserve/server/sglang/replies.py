@@ -58,7 +58,10 @@ SGLANG = errors.ErrorShape(SglangError, encode, plain=frozenset({409, 502}))
 
 
 async def read(serving: Serving, request: Request, kind: type[T]) -> tuple[T, dict[str, str]]:
-    """The parameters from query and body, and the header that names those which were ignored."""
+    """The parameters from query and body, and the header that names those which were ignored.
+
+    Texts of the body are converted too: SGLang's trainers send ports as texts.
+    """
     query, sent, _ = await query_and_body(serving, request, kind)
     ignored = [str(name) for name in sent if name not in kind.__struct_encode_fields__]
     values = {name: value for name, value in sent.items() if value is not None}

@@ -97,7 +97,7 @@ async def update_adapter(serving: Serving, request: Request) -> Response:
 
 async def join_group(serving: Serving, request: Request) -> Response:
     """POST /areal_init_weights_update_group: as /init_weight_transfer_engine, for a group of torch.distributed"""
-    params = await read(serving, request, ArealGroupBody)
+    params = await read(serving, request, ArealGroupBody, strict=False)  # the port is a text
     options: dict[str, Any] = msgspec.structs.asdict(params) | {"rendezvous": "torch"}
     await serving.llm.init_weight_transfer_engine({"init_info": options})
     return _done(request, "Weight update group joined")
