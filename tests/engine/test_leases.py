@@ -204,6 +204,22 @@ def test_requests_that_wait_are_told_of_in_the_log_and_the_state(caplog: pytest.
     assert sum(line.startswith("resumed after") for line in lines) == 2
 
 
+def test_the_state_says_all_that_must_end_before_requests_run() -> None:
+    engine = Engine()
+    ask(engine, "start_weight_update")
+    ask(engine, "abort_weight_update")
+    failed = ask(engine, "state").result["reason"]
+    assert "aborted" in failed
+    ask(engine, "pause")
+    assert ask(engine, "state").result["reason"] == "generation is paused until POST /resume"
+    ask(engine, "sleep", level=1)
+    both = "generation is paused until POST /resume; the engine is asleep until POST /wake_up"
+    assert ask(engine, "state").result["reason"] == both
+    ask(engine, "wake_up")
+    ask(engine, "resume")
+    assert ask(engine, "state").result["reason"] == failed
+
+
 def test_the_log_has_a_line_for_each_change_of_weights_and_sleep(caplog: pytest.LogCaptureFixture) -> None:
     engine = busy()
     with caplog.at_level(logging.INFO, logger="tokserve.engine"):

@@ -429,7 +429,7 @@ class EngineCore:
         return {
             "state": status.state, "weight_version": status.weight_version, "epoch": status.epoch,
             "running": stats.running, "waiting": stats.waiting, "since": self.control.since,
-            "reason": status.quarantine or status.failure or self.control.why_frozen,
+            "reason": self.control.why_frozen or status.failure,
             "paused_since": self.control.paused_since,
             "in_flight": len(self.scheduler.in_flight), "steps": stats.steps,
         }  # fmt: skip

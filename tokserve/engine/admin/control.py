@@ -98,15 +98,18 @@ class Control:
         """Why no step is planned, and what changes that; None: steps are planned."""
         if self.weights.quarantine is not None:
             return self.weights.quarantine
+        causes = []
         if self._paused:
             left = None if self._pause is None else self._pause.seconds_left
             ends = "" if left is None else f", or after {left:.0f} s without an extension"
-            return f"generation is paused until POST /resume{ends}"
+            causes.append(f"generation is paused until POST /resume{ends}")
         if self._asleep or self.weights.dropped:
-            return "the engine is asleep until POST /wake_up" + (
-                "; there are no weights until some are pushed" if self.weights.dropped else ""
-            )
-        return "a weight update that replaces the weights in place is open" if self.frozen else None
+            causes.append("the engine is asleep until POST /wake_up")
+        if self.weights.dropped:
+            causes.append("there are no weights until some are pushed")
+        if not causes and self.frozen:
+            causes.append("a weight update that replaces the weights in place is open")
+        return "; ".join(causes) or None
 
     @property
     def frozen(self) -> bool:
