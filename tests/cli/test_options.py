@@ -28,6 +28,15 @@ def test_sizes_have_suffixes() -> None:
     for text, size in (("5", 5), ("2k", 2048), ("1.5M", 3 << 19), ("4G", 4 << 30)):
         assert parsed("--kv-cache-memory-bytes", text).kv_cache_memory_bytes == size
 
+    assert parsed("--max-media-memory", "2G").max_media_memory == 2 << 30
+
+
+def test_numbers_of_tokens_have_suffixes() -> None:
+    for text, count in (("4096", 4096), ("4k", 4000), ("4K", 4096)):
+        for name in ("max_model_len", "max_num_batched_tokens", "max_queued_tokens", "max_chunk",
+                     "state_snapshot_interval"):  # fmt: skip
+            assert getattr(parsed("--" + name.replace("_", "-"), text), name) == count
+
 
 @pytest.mark.parametrize("text", ["", "G", "x", "1.5", "infG", "nanK"])
 def test_what_is_no_size(text: str, capsys: pytest.CaptureFixture[str]) -> None:

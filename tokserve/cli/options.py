@@ -31,7 +31,9 @@ SHORT = {  # vLLM's short names of options
     "tensor_parallel_size": "-tp",
     "pipeline_parallel_size": "-pp",
 }
-COUNTS_OF_TOKENS = ("max_model_len", "max_num_batched_tokens", "max_queued_tokens")
+COUNTS_OF_TOKENS = (
+    "max_model_len", "max_num_batched_tokens", "max_queued_tokens", "max_chunk", "state_snapshot_interval",
+)  # fmt: skip
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9}
 _SUFFIX = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -81,7 +83,7 @@ def _add(group: Any, name: str, hint: Any) -> None:
     elif get_origin(base) in (dict, list):
         group.add_argument(*flags, type=_json, metavar="JSON", **common)
     elif base is int:
-        kind: Any = _size if name.endswith("_bytes") else _count if name in COUNTS_OF_TOKENS else int
+        kind: Any = _size if name.endswith(("_bytes", "_memory")) else _count if name in COUNTS_OF_TOKENS else int
         group.add_argument(*flags, type=kind, metavar="N", **common)
     else:
         group.add_argument(*flags, type=base, metavar=base.__name__.upper(), **common)
