@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.docs.reference import DOCS, PAGES
+from tokserve import errors
+from tokserve.server.http import protocol
 
 ROOT = DOCS.parent
 FILES = [
@@ -73,6 +77,28 @@ def test_every_error_code_is_explained() -> None:
     codes = set(re.findall(r'"([a-z_]+)"', listed.stdout))
     explained = (DOCS / "troubleshooting.md").read_text()
     assert not {code for code in codes if f"`{code}`" not in explained}
+
+
+def raised_codes() -> Iterator[tuple[str, int]]:
+    """The codes that the package raises, as (code, status), where both are in the source."""
+    statuses = {name: kind.status for name, kind in (vars(errors) | vars(protocol)).items() if hasattr(kind, "status")}
+    statuses["invalid"] = errors.RequestError.status
+    for path in (ROOT / "tokserve").rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in statuses:
+                for keyword in call.keywords:
+                    if keyword.arg == "code" and isinstance(keyword.value, ast.Constant):
+                        yield str(keyword.value.value), statuses[call.func.id]
+
+
+def test_error_codes_are_explained_with_their_status() -> None:
+    explained = set()
+    for row in re.findall(r"^\| (\d{3}.*?) \|", (DOCS / "troubleshooting.md").read_text(), re.M):
+        for part in row.split(";"):
+            named = re.findall(r"`(\w+)`", part)
+            explained |= {(code, int(status)) for code in named for status in re.findall(r"\b\d{3}\b", part)}
+    raised = set(raised_codes())
+    assert len(raised) > 40 and not raised - explained
 
 
 def test_the_readme_is_short() -> None:

@@ -200,6 +200,4 @@ def _private_directory() -> str:
         if len(os.fsencode(f"{path}/{SOCKET}")) <= MAX_SOCKET_PATH:
             return path
         os.rmdir(path)
-    if failed is not None:
-        raise StartError(f"cannot make a temporary directory for the engine's socket: {failed}")
-    raise StartError("the temporary directory's path is too long for a socket; set TMPDIR to a shorter one")
+    raise StartError(f"cannot make a temporary directory for the engine's socket: {failed}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import secrets
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -141,10 +140,6 @@ def _config(fields: dict[str, Any] | None) -> _TransferConfig | None:
     except msgspec.ValidationError as error:
         raise StartError(f"{OPTION}: {error}") from None
     name = config.kv_connector
-    if name == "NixlConnector" or name.startswith("Nixl"):
-        if importlib.util.find_spec("nixl") is None:
-            raise StartError(f"{OPTION}: kv_connector {name} needs the package nixl, which is not installed; use tcp")
-        raise StartError(f"{OPTION}: kv_connector {name} is not supported, even with nixl installed; use tcp")
     known = ("tcp", *SHARED_STORAGE, OFFLOADING)
     if name not in known:
         raise StartError(f"{OPTION}: kv_connector {name!r} is not supported; known: {', '.join(known)}")
