@@ -32,8 +32,7 @@ class DividedRows:
         np.add.at(total, self.owners, self.counts)
         through = np.cumsum(self.counts) - (np.cumsum(total) - total)[self.owners]  # tokens up to the row's end
         after = total[self.owners] - through
-        needed: Int32 = np.clip(counts[self.owners] - after, 0, self.counts).astype(np.int32)
-        return needed
+        return np.clip(counts[self.owners] - after, 0, self.counts).astype(np.int32)
 
 
 def divide(plan: StepPlan, images: Mapping[int, Sequence[Span]]) -> DividedRows | None:

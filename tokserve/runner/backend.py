@@ -58,10 +58,8 @@ class Draft:
 
 
 class Backend(Protocol):
-    """What the runner needs of a device; one implementation is chosen at start-up.
-
-    `warm_ups`: sampling parameters of the requests that a start runs, so that the first request is not slower.
-    """
+    """What the runner needs of a device; one implementation is chosen at start-up.  `warm_ups`: sampling parameters of
+    the requests that a start runs, so that the first request is not slower."""
 
     @property
     def device(self) -> Device: ...
@@ -99,10 +97,8 @@ class Backend(Protocol):
     def warm_ups(self) -> Sequence[dict[str, Any]]: ...
 
     def begin(self, plan: StepPlan, *, needs_history: bool) -> StepPlan:
-        """The plan with its true `num_computed`.
-
-        `needs_history`: the draft model reads the tokens so far, so these must be in the host's tables.
-        """
+        """The plan with its true `num_computed`.  `needs_history`: the draft model reads the tokens so far, so these
+        must be in the host's tables."""
 
     def replay(self, plan: StepPlan) -> Tensor | None:
         """Logits [R, V] of a captured decode step; None if none fits."""

@@ -32,7 +32,6 @@ class EngineStore(Store):
         self._put, self._get = put, get
 
     def set(self, key: str, value: Any) -> None:
-        """Set a key."""
         self._put(key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
@@ -40,7 +39,6 @@ class EngineStore(Store):
         return self._get(key)
 
     def wait(self, keys: Sequence[str], timeout: timedelta = LONGEST) -> None:
-        """Wait for all of them."""
         for key in keys:
             self._get(key)
 
@@ -72,14 +70,12 @@ class ProcessGroup:
         return parts
 
     def add(self, part: Tensor) -> Tensor:
-        """Collectives protocol."""
         total, *others = self.all_gather(part)
         for other in others:
             total.add_(other)
         return total
 
     def gather(self, part: Tensor) -> Tensor:
-        """Collectives protocol."""
         part = part.contiguous()
         if self.rank:
             self._group.gather([], [part], _gather_options()).wait()
@@ -100,7 +96,6 @@ class ProcessGroup:
         return [int(number) for number in torch.stack(parts).amin(0)]
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Send a tensor to one rank."""
         self._group.send([tensor.contiguous()], to, 0).wait()
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:

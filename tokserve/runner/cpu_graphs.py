@@ -54,7 +54,6 @@ class CpuGraphs:
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers of tokens that were captured."""
         return sorted({tokens for tokens, _ in self._captured})
 
     def fits(self, plan: StepPlan) -> bool:

@@ -121,9 +121,7 @@ class CudaBackend:
 
     def activation_bytes(self, model: Decoder, specs: tuple[LayerSpec, ...], block_size: int) -> int:
         """Bytes that the largest steps take beside weights and cache: of all tokens in a prompt and a token a row.
-
-        What graphs take is theirs alone and counts again, and so does what they leave for the sampler.
-        """
+        What graphs take is theirs alone and counts again, and so does what they leave for the sampler."""
         rows, tokens, step = self._max_rows, self._max_tokens, decode_step(model)
         width = -(-self._max_model_len // block_size)
         kv = self._pages_of_one_block(specs, block_size)

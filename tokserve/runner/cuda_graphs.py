@@ -132,7 +132,6 @@ class PromptGraphs(CudaGraphs):
 
 
 def _run(step: Step, batch: ForwardBatch, slots: DeviceSlots, rows: DecodeRows | None, out: Tensor) -> Tensor:
-    """Run the step that is captured."""
     if rows is not None:
         slots.advance(rows)
     return out.copy_(step(batch))

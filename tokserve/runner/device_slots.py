@@ -48,10 +48,8 @@ class DecodeRows:
 
 
 class DeviceSlots(Slots):
-    """`Slots` on the device; `padding_block` is the page that belongs to no request.
-
-    `states`: of the requests in the slots, if the model has recurrent states.
-    """
+    """`Slots` on the device; `padding_block` is the page that belongs to no request.  `states`: of the requests in the
+    slots, if the model has recurrent states."""
 
     states: StateTable | None = None
 
@@ -73,19 +71,16 @@ class DeviceSlots(Slots):
         self.logits_indices: Tensor | None = None  # [n] int64, their tokens in this step's batch
 
     def assign(self, row: NewRow) -> None:
-        """A request takes the slot."""
         super().assign(row)
         if self.states is not None:
             self.states.assign(row)
         self._token_edits.append((row.slot, 0, row.tokens))
 
     def extend(self, slot: int, first: int, blocks: list[int]) -> None:
-        """Append to the slot's block table, from index `first` on."""
         super().extend(slot, first, blocks)
         self._block_edits.append((slot, first, np.array(blocks, np.int32)))
 
     def write(self, slots: Int32, positions: Int64, token_ids: Int32) -> None:
-        """Put a token [n] at a position of each of these slots."""
         super().write(slots, positions, token_ids)
         singles = np.split(token_ids, len(token_ids))
         self._token_edits += zip(slots.tolist(), positions.tolist(), singles, strict=True)
@@ -96,7 +91,6 @@ class DeviceSlots(Slots):
         return self._device_tokens[:, :width].index_select(0, rows)
 
     def write_drafts(self, plan: StepPlan) -> None:
-        """Put the plan's drafts after their rows' tokens."""
         super().write_drafts(plan)
         rows = np.flatnonzero(plan.num_drafts)
         counts = plan.num_drafts[rows]
@@ -105,10 +99,8 @@ class DeviceSlots(Slots):
         self._token_edits += zip(plan.slots[rows].tolist(), starts.tolist(), drafts, strict=True)
 
     def empty_batch(self, rows: int, kv: Pages, *, tokens: int | None = None, adapters: bool = False) -> ForwardBatch:
-        """A batch of `rows` rows, with or without adapters, for `build` to fill again and again.
-
-        `tokens`: of all rows together, more than there are rows; None: one each.
-        """
+        """A batch of `rows` rows, with or without adapters, for `build` to fill again and again.  `tokens`: of all rows
+        together, more than there are rows; None: one each."""
         torch_device = self._device.torch_device
         count = rows if tokens is None else tokens
         query_start = torch.arange(rows + 1, dtype=torch.int32, device=torch_device)
@@ -124,10 +116,8 @@ class DeviceSlots(Slots):
         return batch
 
     def build(self, plan: StepPlan, kv: Pages, into: ForwardBatch | None = None) -> ForwardBatch:
-        """The plan's tokens as one batch; `into`: fill this one, of `empty_batch`, which has room for them.
-
-        Its last row takes the tokens that are missing if it is not the plan's, unless rows have one token each.
-        """
+        """The plan's tokens as one batch; `into`: fill this one, of `empty_batch`, which has room for them.  Its last
+        row takes the tokens that are missing if it is not the plan's, unless rows have one token each."""
         slots, computed, query_start = self._padded_rows(plan, into)
         adapters = self._row_adapters(plan, int(query_start[-1]))
         arrays: list[Int32 | Int64] = [slots, computed, query_start, adapters]

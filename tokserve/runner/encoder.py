@@ -14,9 +14,7 @@ from tokserve.vision import ImageFormat, decode_image
 
 class ImageEncoder:
     """`max_bytes`: of embeddings that are kept for images that come again; the least recently used go first.
-
-    `threads`: for torch's operations of the tower.  Everything that was computed is forgotten when weights change.
-    """
+    `threads`: for torch's operations of the tower.  Everything that was computed is forgotten when weights change."""
 
     def __init__(self, kind: ImageFormat, max_bytes: int, threads: int) -> None:
         self.kind = kind

@@ -82,9 +82,7 @@ def is_batch_invariant(product: Product, inputs: int, dtype: torch.dtype) -> boo
 
 def unequal_attention(model: Decoder, pages: Pages) -> list[str]:
     """Descriptions of the kinds of attention layers whose decode steps, chunks and whole prompts differ in bits.
-
-    `pages` are the layers' tensors, of which only shapes and types count.  Layers with states are not asked.
-    """
+    `pages` are the layers' tensors, of which only shapes and types count.  Layers with states are not asked."""
     kinds: dict[tuple[Any, ...], tuple[str, Layer, Tensor]] = {}
     for block, (cache, *_) in zip(model.blocks, pages, strict=False):
         layer = block.attention
@@ -129,9 +127,7 @@ def _latent_attention(layer: LatentAttention, cache: Tensor) -> Attend:
 
 def attends_alike(layer: Layer, cache: Tensor) -> bool:
     """Whether queries have the same bits in a step, in a chunk and in the whole prompt, another row beside them.
-
-    `cache`: the layer's first tensor, of which only shape and type count.
-    """
+    `cache`: the layer's first tensor, of which only shape and type count."""
     page, device = cache.shape[-2], cache.device
     attention = _latent_attention(layer, cache) if isinstance(layer, LatentAttention) else _attention(layer, cache)
 

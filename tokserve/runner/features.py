@@ -23,10 +23,8 @@ class FeatureRows:
 
 
 class FeatureTable:
-    """The embeddings of the features of each slot's request, of `hidden` numbers each.
-
-    An image is encoded by `encoder` when the first of its positions is computed.
-    """
+    """The embeddings of the features of each slot's request, of `hidden` numbers each.  An image is encoded by
+    `encoder` when the first of its positions is computed."""
 
     def __init__(
         self, hidden: int, dtype: torch.dtype, device: torch.device, encoder: ImageEncoder | None = None

@@ -18,10 +18,8 @@ from tokserve.vision import KIND, image_grid, rope_positions
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """A batch of some number of tokens to be filled again and again, and its tensors as arrays.
-
-    It has as many rows as tokens; if some rows have drafts, the last rows have no tokens.
-    """
+    """A batch of some number of tokens to be filled again and again, and its tensors as arrays.  It has as many rows as
+    tokens; if some rows have drafts, the last rows have no tokens."""
 
     batch: ForwardBatch
     query_start: Int32
@@ -50,7 +48,6 @@ class HostSlots(Slots):
         self._seconds: dict[int, int] = {}  # of slots with pairs: where the second text begins
 
     def assign(self, row: NewRow) -> None:
-        """A request takes the slot."""
         super().assign(row)
         self._last_columns = None
         if self.states is not None:
@@ -98,7 +95,6 @@ class HostSlots(Slots):
         return SamplingColumns(seeds_, torch.from_numpy(lengths), greedy_, temperature_)
 
     def build(self, plan: StepPlan, kv: Pages) -> ForwardBatch:
-        """The plan's tokens as one batch."""
         slots, computed, counts = plan.slots, plan.num_computed, plan.num_tokens
         rows = len(slots)
         if np.count_nonzero(counts == 1) == rows:  # decode only

@@ -59,7 +59,6 @@ class KVCopies:
         }  # fmt: skip
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
-        """Call a method by name."""
         return self._methods[method](**args)
 
     def identity_parts(self) -> dict[str, str]:

@@ -187,7 +187,6 @@ class BlockFiles:
             self._delete(path)
 
     def clear(self) -> None:
-        """Delete all files of blocks."""
         with self._lock:
             paths = list(self._sizes)
         for path in paths:
@@ -204,5 +203,4 @@ class BlockFiles:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all files that are known."""
         return self._total

@@ -156,10 +156,8 @@ def allocate_on(device: torch.device, layout: KVLayout, *, spare: int = 0) -> Pa
 
 
 def rescale(kv: Pages, old: list[tuple[float, float]], new: list[tuple[float, float]]) -> None:
-    """Convert float8 pages stored by the layers' `old` scales to their `new` ones, rounded again.
-
-    So a running request goes on with the keys and values that older weights stored.
-    """
+    """Convert float8 pages stored by the layers' `old` scales to their `new` ones, rounded again.  So a running request
+    goes on with the keys and values that older weights stored."""
     for caches, old_scales, new_scales in zip(kv, old, new, strict=True) if kv else ():
         if old_scales == new_scales:
             continue

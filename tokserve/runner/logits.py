@@ -49,7 +49,6 @@ class LogitsBuffer:
         self.logits = logits  # [n, V]
 
     def editable(self) -> Tensor:
-        """The logits, to be edited in place."""
         if self.logits is self._source:
             self.logits = self.buffer.copy_(self._source)
         return self.logits

@@ -44,10 +44,7 @@ class LoraTables:
 
     def read(self, lora_path: str, *, anywhere: bool = False) -> str:
         """Read an adapter into host memory, in place of one that was not placed; the digest of its weights.  Raises
-        RequestError.
-
-        `anywhere`: from a directory that need not be among the allowed ones.
-        """
+        RequestError.  `anywhere`: from a directory that need not be among the allowed ones."""
         self._read = None
         allowed = None if anywhere else self._allowed
         try:
@@ -70,7 +67,6 @@ class LoraTables:
             slots.place(slot, shard, weights.get(name))
 
     def num_bytes(self) -> int:
-        """The bytes of all slots."""
         return sum(slots.num_bytes() for slots in self._layers.values())
 
 

@@ -57,7 +57,6 @@ class Pipeline:
         self._buffer = torch.empty(0, vocab_size)  # kept: fresh pages would cost more than the work on them
 
     def assign(self, row: NewRow, params: SamplingParams) -> None:
-        """A request takes a slot."""
         self.release(row.slot)
         needs = sum(1 << i for i, step in enumerate(self.processors) if step.assign(row, params))
         if needs:
@@ -65,7 +64,6 @@ class Pipeline:
             self._with_needs.add(row.slot)
 
     def release(self, slot: int) -> None:
-        """The slot is free."""
         self._needs[slot] = 0
         self._with_needs.discard(slot)
 

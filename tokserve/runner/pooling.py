@@ -21,10 +21,8 @@ Float64 = NDArray[np.float64]
 
 @dataclass(slots=True)
 class PooledPrompt:
-    """A request: how it is pooled, its length, and what its hidden states so far have come to.
-
-    `total`: the sum of them, or the one that is wanted; `rows`: those of all tokens, by step.
-    """
+    """A request: how it is pooled, its length, and what its hidden states so far have come to.  `total`: the sum of
+    them, or the one that is wanted; `rows`: those of all tokens, by step."""
 
     params: PoolingParams
     length: int
@@ -40,13 +38,11 @@ class Pooler:
         self._prompts: dict[int, PooledPrompt] = {}
 
     def assign(self, row: NewRow) -> None:
-        """A request takes a slot."""
         self.release(row.slot)
         if isinstance(row.task, PoolingParams):
             self._prompts[row.slot] = PooledPrompt(row.task, row.prompt_len, np.zeros(self._hidden, np.float64))
 
     def release(self, slot: int) -> None:
-        """The slot is free."""
         self._prompts.pop(slot, None)
 
     def needed(self, plan: StepPlan) -> dict[int, int]:
@@ -76,8 +72,7 @@ class Pooler:
             prompt.rows.append(values.cpu().numpy())
             if not ends:
                 return None
-            rows: Float32 = np.concatenate([_scaled(part, params) for part in prompt.rows]).reshape(-1)
-            return rows
+            return np.concatenate([_scaled(part, params) for part in prompt.rows]).reshape(-1)
         if params.pooling == "mean":
             prompt.total = added(prompt.total, states.float().cpu().numpy())
         elif params.pooling == "last" or not plan.num_computed[row]:
@@ -88,10 +83,8 @@ class Pooler:
         vector = prompt.total / prompt.length if params.pooling == "mean" else prompt.total
         if params.classify:
             pooled = torch.from_numpy(vector.astype(np.float32)[None]).to(states.device)
-            logits: Float32 = model.classify(pooled)[0].cpu().numpy()
-            return logits
-        scaled: Float32 = _scaled(vector[None], params)[0]
-        return scaled
+            return model.classify(pooled)[0].cpu().numpy()
+        return _scaled(vector[None], params)[0]
 
 
 def added(total: Float64, states: Float32) -> Float64:  # [hidden], [n, hidden] -> [hidden]

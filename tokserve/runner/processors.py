@@ -210,10 +210,8 @@ class MinTokens(Processor):
 
 
 class GrammarMask(Processor):
-    """structured_outputs: ids that the step's bitmask forbids.
-
-    A row with several logits has as many masks in the bitmask, one after the other in the order of its positions.
-    """
+    """structured_outputs: ids that the step's bitmask forbids.  A row with several logits has as many masks in the
+    bitmask, one after the other in the order of its positions."""
 
     masks = True
 

@@ -84,10 +84,8 @@ class RunnerProfiler:
     def write(
         self, path: str, compress: bool, engine: list[TraceSpan], requests: list[TraceSpan]
     ) -> dict[str, list[dict[str, Any]]]:
-        """Write the trace; returns tables by name, of ops, of torch's operations, and of what ran on a GPU.
-
-        `engine`, `requests`: spans, recorded elsewhere, that the trace has as well.  Raises RequestFailed.
-        """
+        """Write the trace; returns tables by name, of ops, of torch's operations, and of what ran on a GPU.  `engine`,
+        `requests`: spans, recorded elsewhere, that the trace has as well.  Raises RequestFailed."""
         recorded, file = self.spans.take(), Path(path)
         engine, requests = ([TraceSpan(*span) for span in spans] for spans in (engine, requests))  # or lists, from afar
         part = file.with_name(file.name + ".torch")
@@ -146,5 +144,4 @@ def _torch_tables(raw: list[msgspec.Raw]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _rows(rows: Iterable[SpanTotal]) -> list[dict[str, Any]]:
-    plain: list[dict[str, Any]] = msgspec.to_builtins(list(rows))
-    return plain
+    return msgspec.to_builtins(list(rows))

@@ -43,11 +43,9 @@ class Neighbours:
         self._world, self._before, self._after = world, rank - tensor, rank + tensor
 
     def send(self, tensor: Tensor) -> None:
-        """Link protocol."""
         self._world.send(tensor, self._after)
 
     def receive(self, tensor: Tensor) -> Tensor:
-        """Link protocol."""
         return self._world.receive(tensor, self._before)
 
 
@@ -67,11 +65,9 @@ class Ranks:
 
     @property
     def samples(self) -> bool:
-        """Whether this rank samples."""
         return self.rank == self.sampling_rank
 
     def minimum(self, number: int) -> int:
-        """The least of the ranks' numbers."""
         return number if self.world is None else self.world.minimum([number])[0]
 
     def broadcast_text(self, text: str) -> str:

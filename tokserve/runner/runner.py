@@ -192,5 +192,4 @@ class Runner:
         return self.copies.call(method, args)
 
     def interrupt(self) -> None:
-        """Make what waits for a trainer fail, a meeting or a transfer; from any thread."""
         self._admin.interrupt()

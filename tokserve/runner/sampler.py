@@ -87,10 +87,8 @@ class PendingSample:
 
 
 class Sampler:
-    """The processors, and the logprobs and sampling masks that each slot's request wants.
-
-    `max_mask`: most ids of a mask.
-    """
+    """The processors, and the logprobs and sampling masks that each slot's request wants.  `max_mask`: most ids of a
+    mask."""
 
     def __init__(
         self, slots: Slots, vocab_size: int, mode: LogprobsMode, device: Device, *, max_mask: int = 1024
@@ -136,7 +134,6 @@ class Sampler:
             self._with_mask.add(slot)
 
     def release(self, slot: int) -> None:
-        """The slot is free."""
         self._pipeline.release(slot)
         self._form[slot] = self._prompt_k[slot] = _NONE
         self._with_form.discard(slot)
@@ -194,9 +191,7 @@ class Sampler:
 
     def draw(self, logits: Tensor, rows: LogitRows, columns: SamplingColumns) -> Int32:
         """Drafts [n] from a draft model's logits [n, V], with the noise and the parameters of the rows' requests.
-
-        Where nothing may be sampled, any id is drawn.
-        """
+        Where nothing may be sampled, any id is drawn."""
         needs = self._pipeline.needs(rows)
         if needs in (0, self._pipeline.temperature_bit):
             pending = self._sample_fused(logits, columns, _NONE, scaling=needs != 0)
@@ -284,9 +279,7 @@ class Sampler:
 
     def scored_spans(self, slots: Int32, starts: Int32, counts: Int32) -> list[tuple[int, int, int]]:
         """(row, first, last): the prompt tokens first .. last - 1 to score, of those that the row's positions predict.
-
-        Row i computes counts[i] positions from starts[i] on.
-        """
+        Row i computes counts[i] positions from starts[i] on."""
         if not self._with_prompt_k:
             return []
         spans = []

@@ -33,7 +33,6 @@ class ServedSums:
             return self._known[1] if self._known is not None and self._known[0]() is model else None
 
     def of(self, model: Decoder, coordinates: Coordinates) -> Sums:
-        """The sums of the model's tensors."""
 
         def keep(sums: Sums) -> None:
             self._known = weakref.ref(model), sums

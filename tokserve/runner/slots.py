@@ -25,10 +25,8 @@ NO_LIMIT = np.iinfo(np.int32).max
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
-    """What sampling reads of n rows of logits, as tensors on the device.
-
-    `slots`, `filters`: where the device has tables of its own.
-    """
+    """What sampling reads of n rows of logits, as tensors on the device.  `slots`, `filters`: where the device has
+    tables of its own."""
 
     seeds: Tensor  # [n] int64
     lengths: Tensor  # [n] int64, tokens before the new one

@@ -170,7 +170,7 @@ def _model(config: Config, target: Device | Accelerator, ranks: Ranks) -> Decode
             raise StartError(
                 "option tensor_parallel_size or pipeline_parallel_size: a transformers module is not divided"
             )
-        return import_module("tokserve.hf.load").load(directory, hf, **common)  # type: ignore[no-any-return]
+        return import_module("tokserve.hf.load").load(directory, hf, **common)
     try:
         decoder_spec(hf)
     except NotBuiltIn as refusal:
@@ -197,7 +197,6 @@ def _through_transformers(
 
 
 def _draft(config: Config, target: Device | Accelerator, model: Decoder) -> Draft | None:
-    """The model that draws drafts, if there is to be one."""
     plan = config.speculation.resolved()
     if plan.method == "self":
         copy = QuantizedCopy(model, plan.quantization or "int8")
@@ -220,7 +219,6 @@ def _draft(config: Config, target: Device | Accelerator, model: Decoder) -> Draf
 def make_backend(
     target: Device | Accelerator, model: Decoder, config: Config, draft: Draft | None = None, ranks: Ranks = ONE
 ) -> Backend:
-    """The backend of a device."""
     max_model_len = config.model.max_model_len
     assert max_model_len is not None, "the configuration is not resolved"
     specs = kvcache.cache_specs(model.kv_specs(), config.cache)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tokserve.kv_spec import KVLayout, StateLayout, StateSpec
 from tokserve.layers.batch import Pages, StateRows
@@ -45,8 +44,9 @@ class StateTable:
         """A request takes a slot, with the state of a snapshot or none."""
         self._positions[row.slot] = row.num_state
         if row.snapshot >= 0:
-            for tensor in self._tensors():
-                tensor[row.slot].copy_(tensor[self._slots + row.snapshot])
+            for spec, tensors in zip(self._specs, self.kv, strict=True):
+                for tensor in tensors if isinstance(spec, StateSpec) else ():
+                    tensor[row.slot].copy_(tensor[self._slots + row.snapshot])
 
     def begin(self, plan: StepPlan) -> None:
         """The plan, whose `num_computed` is true, is computed next."""
@@ -80,10 +80,6 @@ class StateTable:
         into.rows[:rows], into.start[:rows], into.end[:rows] = step.rows, step.start, step.end
         into.saves[:saves] = step.saves
         into.saves[saves:] = -1
-
-    def _tensors(self) -> list[Tensor]:
-        pairs = zip(self._specs, self.kv, strict=True)
-        return [tensor for spec, tensors in pairs if isinstance(spec, StateSpec) for tensor in tensors]
 
 
 def blank_columns(rows: int) -> tuple[StateColumns, StateRows]:

@@ -244,7 +244,6 @@ class SafetensorsStream:
 
 
 def _header(header: bytes) -> tuple[dict[str, str], dict[str, HeaderEntry]]:
-    """A header's metadata and entries."""
     try:
         raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])

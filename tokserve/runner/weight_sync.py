@@ -181,9 +181,7 @@ class WeightSync:
 
     def begin_delta(self, model: Decoder, version: str, base_version: str, base_checksum: str) -> None:
         """Prepare for the changes of weights of that version and checksum; `version`: that of `model`, which serves.
-
-        Raises Conflict, which names both, if they are not the same, or if no changes can be made.
-        """
+        Raises Conflict, which names both, if they are not the same, or if no changes can be made."""
         coordinates = self.coordinates(model)
 
         def sums() -> Sums:
@@ -372,10 +370,8 @@ class WeightSync:
 
     @request_errors()
     def finish(self, checksum: str | None = None) -> dict[str, Any]:
-        """Make sure that every weight is there: {"num_bytes": of what came}.
-
-        Of a delta also {"version": as its file says, "checksum"}; `checksum`: what its result must have.
-        """
+        """Make sure that every weight is there: {"num_bytes": of what came}.  Of a delta also {"version": as its file
+        says, "checksum"}; `checksum`: what its result must have."""
         staging = self._opened()
         self._staging = None
         if self._stream is not None:
@@ -396,10 +392,8 @@ class WeightSync:
         return self._complete is not None and checksums(self._complete) == checksums(current)
 
     def take(self, old: Decoder) -> Decoder:
-        """The complete set, once, for the old one, which `forget` gives back: that takes longer than a step.
-
-        A delta changes the old one where it is.
-        """
+        """The complete set, once, for the old one, which `forget` gives back: that takes longer than a step.  A delta
+        changes the old one where it is."""
         complete, self._complete = self._complete, None
         if complete is None:
             raise RuntimeError("no complete set of weights is staged")
@@ -414,7 +408,6 @@ class WeightSync:
         self._old = model
 
     def forget(self) -> None:
-        """Give back the memory of replaced weights."""
         self._old = None
         self._device.give_back_memory()
 

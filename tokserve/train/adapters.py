@@ -52,9 +52,7 @@ def drawn(
     sizes: Sizes, targets: Sequence[str], rank: int, alpha: float, *, use_rslora: bool, seed: int
 ) -> TrainedAdapter:
     """A new adapter for the modules whose names end in one of `targets`, which adds nothing yet.  Raises ValueError.
-
-    As PEFT does it, A is uniform in +-1 / sqrt(inputs) and B is zero.
-    """
+    As PEFT does it, A is uniform in +-1 / sqrt(inputs) and B is zero."""
     if rank < 1 or rank > MAX_RANK:
         raise ValueError(f"rank must be between 1 and {MAX_RANK}, got {rank}")
     unknown = [target for target in targets if not any(_is(module, target) for module in sizes)]

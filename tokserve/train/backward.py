@@ -36,10 +36,8 @@ def linear_input(grad: Tensor, weights: Sequence[Tensor]) -> Tensor:  # [T, N], 
 
 
 def linear_weight(grad: Tensor, x: Tensor) -> Tensor:  # [T, N], [T, K] -> [N, K] float32
-    """The gradient of W in x W^T: a sum over tokens in ascending order.  Both have contiguous rows.
-
-    One of the operands has to be transposed: here the smaller one, and the result too if that is x.
-    """
+    """The gradient of W in x W^T: a sum over tokens in ascending order.  Both have contiguous rows.  One of the
+    operands has to be transposed: here the smaller one, and the result too if that is x."""
     tokens, outputs, inputs = len(grad), grad.shape[1], x.shape[1]
     if tokens * outputs > (tokens + outputs) * inputs:
         return times_transposed(x.t().contiguous(), grad.t()).t().contiguous()
@@ -48,7 +46,7 @@ def linear_weight(grad: Tensor, x: Tensor) -> Tensor:  # [T, N], [T, K] -> [N, K
 
 def summed(rows: Tensor, places: Tensor, count: int) -> Tensor:  # [T, H] float32, [T] int64 -> [count, H]
     """Rows added up by place, in their order."""
-    return torch.ops.aten.embedding_dense_backward(rows, places, count, -1, False)  # type: ignore[no-any-return]
+    return torch.ops.aten.embedding_dense_backward(rows, places, count, -1, False)
 
 
 def rope(

@@ -131,8 +131,10 @@ class _ExactModule(nn.Module):
     _served: ServedDecoder
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        kind = type(self)
-        return _blank, (_original(kind), _methods_of(kind)), vars(self)
+        classes = type(self).__mro__
+        original = next(kind for kind in classes[1:] if not issubclass(kind, _ExactModule))
+        methods = next(kind for kind in classes if kind in (_ExactBackbone, _ExactHead, _ExactCausalLM))
+        return _blank, (original, methods), vars(self)
 
 
 class _ExactBackbone(_ExactModule):
@@ -251,14 +253,6 @@ def _with_exact_head(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(self, *args, **kwargs)
 
     return checked_forward
-
-
-def _original(kind: type) -> type:
-    return next(parent for parent in kind.__mro__[1:] if not issubclass(parent, _ExactModule))
-
-
-def _methods_of(kind: type) -> type:
-    return next(parent for parent in kind.__mro__ if parent in (_ExactBackbone, _ExactHead, _ExactCausalLM))
 
 
 def _blank(kind: type, methods: type) -> Any:

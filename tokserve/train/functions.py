@@ -46,10 +46,8 @@ def embedding(ids: Tensor, layer: Embedding, weight: Tensor) -> Tensor:  # [T] i
 
 
 def linear(x: Tensor, layer: Linear, weights: Sequence[Tensor], biases: Sequence[Tensor], products: Products) -> Tensor:
-    """x [T, K] W^T + b, [T, N]; of a gated layer the product before its activation.
-
-    `weights` and `biases` are the masters by shard, in the order of the output.
-    """
+    """x [T, K] W^T + b, [T, N]; of a gated layer the product before its activation.  `weights` and `biases` are the
+    masters by shard, in the order of the output."""
     return cast(Tensor, applied(_Linear, x, layer, products, len(weights), *weights, *biases))
 
 
@@ -60,10 +58,8 @@ def low_rank(out: Tensor, x: Tensor, layer: Linear, factors: Sequence[Factors]) 
 
 
 def attention(qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, norms: Sequence[Tensor] = ()) -> Tensor:
-    """Attention of the batch's tokens from their projections qkv [T, (Hq + 2 Hk) D]: [T, Hq D].
-
-    `norms`: the masters of the query and key norms, where the layer has them.
-    """
+    """Attention of the batch's tokens from their projections qkv [T, (Hq + 2 Hk) D]: [T, Hq D].  `norms`: the masters
+    of the query and key norms, where the layer has them."""
     return cast(Tensor, applied(_Attention, qkv, layer, batch, table, *norms))
 
 

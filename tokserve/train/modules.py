@@ -95,10 +95,8 @@ class DecoderModules:
         return self.decoder.spec.renames
 
     def adapt(self, scales: Mapping[str, float], rank: int) -> None:
-        """Give the layers a slot for an adapter of rank up to `rank`, in place of any other, and use it.
-
-        `scales`: by module, what the product of its factors is multiplied by.  None: no adapter.
-        """
+        """Give the layers a slot for an adapter of rank up to `rank`, in place of any other, and use it.  `scales`: by
+        module, what the product of its factors is multiplied by.  None: no adapter."""
         self._adapter, self.adapted = dict(scales), bool(scales)
         for linear in self._linears.values():
             linear.lora = LoraSlots(linear.inputs, linear.shards, 1, rank, linear.dtype) if scales else None
@@ -129,10 +127,8 @@ class DecoderModules:
         budget: ByteBudget,
         streams: list[Tensor] | None = None,
     ) -> Tensor:  # [n] -> [n, H]
-        """Hidden states after the final norm of the batch's tokens `rows` int64.
-
-        `streams`: a list that the residual stream [T, H] before each block is appended to.
-        """
+        """Hidden states after the final norm of the batch's tokens `rows` int64.  `streams`: a list that the residual
+        stream [T, H] before each block is appended to."""
         x = functions.embedding(batch.input_ids, self.decoder.embedding, masters[EMBEDDING])
         for number in range(len(self.decoder.blocks)):
             if streams is not None:
@@ -162,7 +158,6 @@ class DecoderModules:
         return cast(Tensor, functions.applied(_Recomputed, frame, x, *masters.values()))
 
     def _scales(self, prefix: str) -> dict[str, float]:
-        """The scales of the adapter in a block, by module."""
         scales = self._adapter if self.adapted else {}
         return {name.removeprefix(prefix): scale for name, scale in scales.items() if name.startswith(prefix)}
 

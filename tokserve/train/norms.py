@@ -31,15 +31,12 @@ def add_norm(
 
 
 def add_residual(x: Tensor, residual: Tensor, multiplier: float) -> Tensor:  # [T, H]
-    """x * multiplier + residual."""
     return cast(Tensor, _AddResidual.apply(x, residual, multiplier))  # type: ignore[no-untyped-call]
 
 
 def gradients(layer: RMSNorm, grad: Tensor, x: Tensor, carried: Tensor | None = None) -> tuple[Tensor, ...]:
     """Gradients of what the layer norms, x [T, H], in its dtype, of its weight and of its bias, if there is one.
-
-    `carried` [T, H] is added to the gradient of x.
-    """
+    `carried` [T, H] is added to the gradient of x."""
     if not isinstance(layer, LayerNorm):
         return ops.norm_gradients(grad.contiguous(), x, layer.weight, layer.eps, carried)
     grad_x, *grads = layer_norm_gradients(grad, x, layer.weight, layer.eps)

@@ -55,8 +55,7 @@ def _mask(attention_mask: Tensor, shape: tuple[int, ...]) -> NDArray[np.bool_]:
     mask = attention_mask.detach().cpu().to(torch.float32).numpy()
     if not np.isin(mask, (0.0, 1.0)).all():
         raise ValueError("attention_mask must hold zeros and ones")
-    visible: NDArray[np.bool_] = mask == 1.0
-    return visible
+    return mask == 1.0
 
 
 def _positions(position_ids: Tensor, shape: tuple[int, ...]) -> Int64:

@@ -118,7 +118,6 @@ class PolicyModel(nn.Module):
 
     @property
     def cpu_arithmetic(self) -> str | None:
-        """How bfloat16 products are summed, as the server's option says it; None: by no compiled ops."""
         return self._binding.arithmetic
 
     def weights_changed(self) -> None:
@@ -126,18 +125,10 @@ class PolicyModel(nn.Module):
         self._stale = True
 
     def add_adapter(
-        self,
-        targets: Sequence[str],
-        *,
-        rank: int = 16,
-        alpha: float = 32.0,
-        use_rslora: bool = False,
-        seed: int = 0,
+        self, targets: Sequence[str], *, rank: int = 16, alpha: float = 32.0, use_rslora: bool = False, seed: int = 0
     ) -> None:
-        """Train a new LoRA adapter on projections (`q_proj`, ...) instead of the masters, which are frozen.
-
-        The policy is then what a server computes that serves the adapter which `save_adapter` writes.
-        """
+        """Train a new LoRA adapter on projections (`q_proj`, ...) instead of the masters, which are frozen.  The policy
+        is then what a server computes that serves the adapter which `save_adapter` writes."""
         sizes = self._modules_of_decoder.sizes()
         self._adapt(adapters.drawn(sizes, targets, rank, alpha, use_rslora=use_rslora, seed=seed))
 

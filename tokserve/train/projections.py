@@ -32,9 +32,7 @@ def collect(
     base: nn.Module, names: Iterable[str], prefix: str, renames: Iterable[tuple[str, str]] = ()
 ) -> ModelWeights:
     """The parameters of `base` that the server calls `prefix` + their name in it.  Raises ValueError, TypeError.
-
-    `renames`: parts of transformers' names, and what they are in the server's where these differ.
-    """
+    `renames`: parts of transformers' names, and what they are in the server's where these differ."""
     weights, renames = ModelWeights(), tuple(renames)
     for name in names:
         module, leaf = _module_of(base, name, prefix, renames)

@@ -34,7 +34,6 @@ class ScoringRequest:
 
 
 def check_mode(logprobs_mode: str) -> None:
-    """Raise ValueError for a mode that does not exist."""
     if logprobs_mode not in LOGPROBS_MODES:
         raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {logprobs_mode!r}")
 
@@ -144,9 +143,7 @@ def items_of(
     requests: Sequence[ScoringRequest], packing: Packing, mode: str, device: torch.device
 ) -> tuple[Tensor, Items, list[Tensor]]:
     """Tokens of the batch whose hidden states are needed [m], what is scored of them, and where each request's are.
-
-    What several requests score alike (a token after the same prefix, at one temperature, with one mask) is one item.
-    """
+    What several requests score alike (a token after the same prefix, at one temperature, with one mask) is one item."""
     numbers: dict[tuple[int, int, float, bytes | None, int], int] = {}
     masks: list[NDArray[np.int64] | None] = []
     adjusted: list[AdjustedRow | None] = []

@@ -86,7 +86,6 @@ class Items:
 def logprobs(
     hidden: Tensor, head: Head, weight: Tensor, items: Items, budget: ByteBudget, products: Products
 ) -> Tensor:  # [m, H] -> [n] float32
-    """The logprob of each item.  `weight`: the head's master parameter [V, H]."""
     kept = budget if torch.is_grad_enabled() else None
     return cast(Tensor, functions.applied(_Logprobs, hidden, head, weight, items, kept, products))
 

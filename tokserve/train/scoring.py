@@ -28,9 +28,7 @@ def rows(
     ordered: bool = False,
 ) -> list[Tensor]:
     """Logprobs float32 [len(tokens) - start] of each request.  `masters` are packed already; `mode`: logprobs_mode.
-
-    `ordered`: sequences go through the model one by one, and add their gradients to the masters' `grad` in order.
-    """
+    `ordered`: sequences go through the model one by one, and add their gradients to the masters' `grad` in order."""
     inputs = [request.tokens[:-1] for request in requests]
     budget = ByteBudget(activation_bytes)
     scored: list[Tensor] = [torch.empty(0)] * len(requests)

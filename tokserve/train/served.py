@@ -70,10 +70,8 @@ class ServedDecoder:
         return self._binding.arithmetic
 
     def collect(self, base: nn.Module) -> ModelWeights:
-        """The parameters of a transformers backbone, but the head's, by the server's names.
-
-        A tensor for all experts becomes views of it, one for each name of an expert.  Raises TypeError, ValueError.
-        """
+        """The parameters of a transformers backbone, but the head's, by the server's names.  A tensor for all experts
+        becomes views of it, one for each name of an expert.  Raises TypeError, ValueError."""
         stacked = self.modules.decoder.stacked_parameters()
         covered = {name for one in stacked.values() for name in one.covers}
         names = [name for name in self.modules.names if name != HEAD and name not in covered]

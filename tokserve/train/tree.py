@@ -59,10 +59,8 @@ def shared(one: Int32, other: Int32) -> int:
 
 
 def chunks(sequences: Sequence[Int32], max_tokens: int, *, share: bool) -> list[list[int]]:
-    """Numbers of sequences in groups of at most `max_tokens` tokens, or of one longer sequence.
-
-    `share`: neighbours in sorted order count the tokens that they share once.
-    """
+    """Numbers of sequences in groups of at most `max_tokens` tokens, or of one longer sequence.  `share`: neighbours in
+    sorted order count the tokens that they share once."""
     groups: list[list[int]] = []
     budget = 0
     previous: Int32 | None = None
