@@ -15,14 +15,13 @@ import pytest
 from openai.resources.chat.completions import Completions as SdkChat
 from openai.resources.completions import Completions as SdkCompletions
 from openai.resources.responses import Responses as SdkResponses
-from pydantic import BaseModel
 
 from tests.server.fake_llm import Site, says, site
 from tests.server.test_refusals import error_of
 from tokserve.server import compat
 from tokserve.server.anthropic.bodies import MessagesBody
 from tokserve.server.compat import FieldRule
-from tokserve.server.openai.schemas import ChatBody, CompletionBody, RequestBody, ResponsesBody
+from tokserve.server.openai.schemas import ChatBody, CompletionBody, OptionsModel, RequestBody, ResponsesBody
 
 DOCS = Path(__file__).parents[2] / "docs" / "fields.md"
 ROUTES: dict[str, tuple[type[RequestBody], dict[str, Any]]] = {
@@ -65,7 +64,7 @@ def inner_fields(body: type[RequestBody]) -> list[str]:
     nested = []
     for name, field in body.model_fields.items():
         for kind in re.findall(r"(\w+Options)", str(field.annotation)):
-            model: Any = next(subclass for subclass in BaseModel.__subclasses__() if subclass.__name__ == kind)
+            model: Any = next(subclass for subclass in OptionsModel.__subclasses__() if subclass.__name__ == kind)
             nested += [f"{name}.{inner}" for inner in model.model_fields]
     return nested
 

@@ -165,8 +165,7 @@ class EndpointRoute(APIRoute):
     its reply.  What FastAPI is told of body and replies is for the document."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
-        return handler
+        return self.endpoint
 
 
 class Api(FastAPI):
@@ -294,16 +293,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
             hint = "; SGLang's routes need --sglang-api"
         return errors.response(NotFound(f"there is no route {path}{hint}", code="unknown_route"), None, shape)
     if error.status_code == 405:
-        allowed = ", ".join(_methods_at(request))
+        matches = ((route, route.matches(request.scope)[0]) for route in request.app.router.routes)
+        methods = {method for route, match in matches if match != Match.NONE for method in route.methods}
+        allowed = ", ".join(sorted(methods))
         wrong_method = errors.WrongMethod(f"{path} takes {allowed}, not {request.method}")
         return errors.response(wrong_method, {"Allow": allowed}, shape)
     return errors.response(RequestError(str(error.detail)), error.headers, shape)
-
-
-def _methods_at(request: Request) -> list[str]:
-    """The methods that a path takes."""
-    matches = ((route, route.matches(request.scope)[0]) for route in request.app.router.routes)
-    return sorted({method for route, match in matches if match != Match.NONE for method in route.methods})
 
 
 def _errors_of(path: str, table: Sequence[Endpoint]) -> errors.ErrorShape:
@@ -312,15 +307,10 @@ def _errors_of(path: str, table: Sequence[Endpoint]) -> errors.ErrorShape:
     return next(shapes, errors.OPENAI)
 
 
-def is_alias(path: str) -> bool:
-    """Whether it is a training framework's own name for another route."""
-    return path.startswith("/skyrl/")
-
-
 def suggest_route(path: str) -> str | None:
     """The shortest route that ends with `path`, or with which `path` ends: base URLs lack /v1, or have it twice.  Else
     one that is written nearly so."""
-    routes = [endpoint.path for endpoint in ENDPOINTS if not is_alias(endpoint.path)]
+    routes = [endpoint.path for endpoint in ENDPOINTS if not endpoint.path.startswith("/skyrl/")]  # others' names
     candidates = [route for route in routes if path and (route.endswith(path) or path.endswith(route))]
     candidates = candidates or difflib.get_close_matches(path[:LONGEST_SHOWN], routes, 1, cutoff=0.85)
     return min(candidates, key=len, default=None)

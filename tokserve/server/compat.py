@@ -238,5 +238,4 @@ VLLM_METRICS = frozenset({
 
 
 def has_no_effect(field: FieldRule, value: Any) -> bool:
-    """Whether a value has no effect."""
     return value is None or (type(value), value) in [(type(no_effect), no_effect) for no_effect in field.no_effect]

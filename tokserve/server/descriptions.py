@@ -47,11 +47,6 @@ FIELDS: dict[str, str] = {
     "truncate": "What to cut of a text that is too long: START, END (the default), or NONE, which refuses it.",
     "mm_payload": "Of render: whether `features` holds the patches of images.",
     "return_mm_kwargs": "Of render: false is mm_payload none.",
-    "token_offsets": "Accepted and without effect.",
-    "reasoning_ended": "Accepted and without effect.",
-    "reasoning_parser_kwargs": "Accepted and without effect.",
-    "flat_logprobs": "Accepted and without effect.",
-    "skip_clone": "Accepted and without effect.",
     # sampling
     "temperature": "0 takes the most likely token.",
     "top_p": "Draw from the fewest most likely tokens that have this probability together.",
@@ -164,8 +159,6 @@ FIELDS: dict[str, str] = {
     "level": "0: scheduling, 1: the KV cache's memory as well, 2: the weights' as well.",
     "tags": "weights, kv_cache, scheduling.",
     "reset_external": "Drop the earlier outputs that are kept as drafts as well.",
-    "reset_running_requests": "Accepted and without effect.",
-    "reset_connector": "Accepted and without effect.",
     "init_info": "Options of the transfer backend.",
     "is_checkpoint_format": "Only true: tensors have the checkpoint's names.",
     "base_version": "The version that a delta changes.",
@@ -177,11 +170,9 @@ FIELDS: dict[str, str] = {
     "update_id": "409 if another update than this is open.",
     "update_info": "The tensors that come: names, dtypes, shapes, and where they are.",
     "weight_dir": "A checkpoint directory.",
-    "skip_prefix_cache_reset": "Accepted and without effect.",
     "lora_name": "The adapter's name.",
     "lora_path": "A directory in PEFT's format.",
     "load_inplace": "false: refuse a name that is in use.",
-    "lora_int_id": "Accepted and without effect.",
     "method": "A method of the worker extension.",
     "args": "Its arguments.",
     "kwargs": "Its keyword arguments.",
@@ -190,9 +181,12 @@ FIELDS: dict[str, str] = {
     "baseline": "Checksums to compare with, by name.",
     "names": "memory, or checkpoint.",
     "model_path": "A checkpoint directory.",
-    "load_format": "Accepted and without effect.",
-    "abort_all_requests": "Accepted and without effect.",
 }
+FIELDS |= dict.fromkeys((
+    "token_offsets", "reasoning_ended", "reasoning_parser_kwargs", "flat_logprobs", "skip_clone",
+    "reset_running_requests", "reset_connector", "skip_prefix_cache_reset", "lora_int_id", "load_format",
+    "abort_all_requests",
+), "Accepted and without effect.")  # fmt: skip
 MESSAGES = [{"role": "user", "content": "What is 47 + 38?"}]
 EXAMPLES: dict[str, Any] = {
     "GenerateBody": {"token_ids": [19, 22, 10, 18, 23], "sampling_params": {"max_tokens": 8, "logprobs": 0}},

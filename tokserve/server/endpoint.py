@@ -41,12 +41,7 @@ class Content(NamedTuple):
     media: str
 
 
-HTML, TEXT, OCTETS, EMPTY = (
-    Content("text/html"),
-    Content("text/plain"),
-    Content("application/octet-stream"),
-    Content(""),
-)
+HTML, TEXT, OCTETS, EMPTY = map(Content, ("text/html", "text/plain", "application/octet-stream", ""))
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ class Generation:
         self.adjust: Callable[[ChoiceOutput], ChoiceOutput] | None = None
         self.timed: Callable[[Render], Render] = _unchanged
         self.rename: Callable[[RequestError], RequestError] = _unchanged  # names fields as in the route's body
-        self.on_close: Callable[[], None] = _nothing
+        self.on_close: Callable[[], None] = lambda: None
         self.cause: str | None = "abort_disconnect"  # for the metrics, if it is closed before its end
         self.completion_tokens = 0
         self.prediction_len: int | None = None  # tokens; None: there is no prediction
@@ -126,7 +126,6 @@ class Generation:
         return self.streams[0].seed
 
     def prompt_ids(self, index: int = 0) -> list[int]:
-        """The prompt of a choice."""
         return self.streams[index // self.n].prompt_ids
 
     def placeholders(self) -> list[tuple[int, int]]:
@@ -177,7 +176,6 @@ class Generation:
         return delta
 
     def accepted(self, params: SamplingParams | None) -> None:
-        """The engine has accepted it."""
         for observer in self._observers:
             observer.accepted(self, params)
 
@@ -195,13 +193,12 @@ class Generation:
             seen = [i for i in range(first, first + self.n) if i in self._lengths]
             cached += min((self._cached.get(i, 0) for i in seen), default=0)
         output = self.completion_tokens
-        return Usage(prompt, output, prompt + output, PromptTokensDetails(cached), self._prediction())
-
-    def _prediction(self) -> CompletionTokensDetails | UnsetType:
-        if self.prediction_len is None:
-            return UNSET
-        accepted = [min(one.predicted, self.prediction_len) for one in self._drafts]
-        return CompletionTokensDetails(sum(accepted), self.prediction_len * len(accepted) - sum(accepted))
+        usage = Usage(prompt, output, prompt + output, PromptTokensDetails(cached))
+        if self.prediction_len is not None:
+            accepted = sum(min(one.predicted, self.prediction_len) for one in self._drafts)
+            rejected = self.prediction_len * len(self._drafts) - accepted
+            usage.completion_tokens_details = CompletionTokensDetails(accepted, rejected)
+        return usage
 
     def metrics(self, *, sources: bool = False) -> ReplyMetrics | UnsetType:
         """What the reply says about the drafts of the choices that have ended, if that was requested; `sources`: also
@@ -232,10 +229,6 @@ class Generation:
                 observer.aborted(self.cause, left)
             observer.closed()
         self.on_close()
-
-
-def _nothing() -> None:
-    pass
 
 
 def _unchanged(value: T) -> T:

@@ -60,10 +60,8 @@ JSON_ONLY = "tokserve.server.sglang"  # whose replies are never msgpack
 
 
 def document(described: dict[str, Any], endpoints: Iterable[Endpoint], models: Sequence[str] | None) -> dict[str, Any]:
-    """FastAPI's document of the routes, with the schemas that they refer to.
-
-    `models`: the names that the server answers to; None: they change while it serves.
-    """
+    """FastAPI's document of the routes, with the schemas that they refer to.  `models`: the names that the server
+    answers to; None: they change while it serves."""
     endpoints = list(endpoints)
     components = _components(endpoints, models)
     bodies = {endpoint.body.__name__ for endpoint in endpoints if endpoint.body is not None}
@@ -145,7 +143,8 @@ def _components(endpoints: list[Endpoint], models: Sequence[str] | None) -> dict
         components[model.__name__] = described
     sampling = components["SamplingParams"]["properties"]
     for name, field in sampling.items():  # null is the default of every parameter
-        sampling[name] = field if _or_null(field) else {"anyOf": [field, {"type": "null"}], "default": field["default"]}
+        if not _branch(field, "null"):
+            sampling[name] = {"anyOf": [field, {"type": "null"}], "default": field["default"]}
     for name in {body.__name__ for body in bodies if "body" in body.__name__.lower()} | {"SamplingParams"}:
         _narrow(components[name], models)
     for name, needed in ONE_OF_REQUIRED.items():
@@ -197,7 +196,3 @@ def _narrow(component: JsonSchema, models: Sequence[str] | None) -> None:
 def _branch(field: JsonSchema, kind: str) -> JsonSchema:
     """The part of a field's schema that has the type `kind`, or else an empty schema that is not part of it."""
     return next((part for part in field.get("anyOf", [field]) if part.get("type") == kind), {})
-
-
-def _or_null(field: JsonSchema) -> bool:
-    return "type" in _branch(field, "null")

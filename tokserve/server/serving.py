@@ -303,7 +303,6 @@ class Serving:
         )  # fmt: skip
 
     def check_generates(self) -> None:
-        """Raise RequestError if the model makes vectors."""
         if self.pooler is not None:
             raise RequestError(POOLS, field="model", code="unsupported")
 
@@ -409,7 +408,6 @@ class Serving:
             raise fields.rename(error) from None
 
     def _observers(self, request: Request) -> list[Observer]:
-        """The observers of a new request."""
         observers: list[Observer] = [self.metrics]
         if self.config.server.log_requests:
             observers.append(RequestLog())

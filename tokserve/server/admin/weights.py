@@ -94,14 +94,11 @@ class _WeightBody:
             self._more = False
             raise ClientDisconnected
         self._more = message.get("more_body", False)
-        part: bytes = message.get("body", b"")
-        return part
+        return message.get("body", b"")
 
     async def pieces(self) -> AsyncIterator[tuple[bytes, bool]]:
-        """Pieces of at least PIECE bytes, smaller ones if they come slowly: (bytes, whether they are the last).
-
-        Raises `ClientDisconnected`.
-        """
+        """Pieces of at least PIECE bytes, smaller ones if they come slowly: (bytes, whether they are the last).  Raises
+        `ClientDisconnected`."""
         buffer, began = bytearray(), time.monotonic()
         while self._more:
             buffer += await self._part()
@@ -131,9 +128,8 @@ async def _stream_weights(serving: Serving, request: Request) -> None:
 async def _feed(serving: Serving, file: _WeightBody, update_id: str | None) -> None:
     stream = secrets.token_hex(8)
     await serving.llm.begin_weight_stream(stream, update_id)  # ties the file to the open update
-    sent: deque[asyncio.Task[None]] = (
-        deque()
-    )  # several in flight: the engine acknowledges a piece only between two steps
+    # several in flight: the engine acknowledges a piece only between two steps
+    sent: deque[asyncio.Task[None]] = deque()
     try:
         async for piece, last in file.pieces():
             sent.append(asyncio.create_task(serving.llm.feed_weights(stream, piece, last=last)))

@@ -8,44 +8,40 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from tokserve.server import compat
 from tokserve.server.http.declared import OPTIONS, model
-from tokserve.server.openai.schemas import NOT_OF_RESPONSES, SAMPLING, RequestBody
+from tokserve.server.openai.schemas import NOT_OF_RESPONSES, SAMPLING, OptionsModel, RequestBody
 
 NOT_OF_MESSAGES = (*NOT_OF_RESPONSES, "stop", "logprob_token_ids", "logprobs_mode")
 MIN_BUDGET = 1024
 
 
-class ThinkingOptions(BaseModel):
+class ThinkingOptions(OptionsModel):
     """Whether the model thinks before it answers.  The budget is checked, and not enforced."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(default=None, ge=MIN_BUDGET)
 
 
-class JsonOutputOptions(BaseModel):
+class JsonOutputOptions(OptionsModel):
     """The schema that the answer must match."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputOptions(BaseModel):
+class OutputOptions(OptionsModel):
     """How much the model thinks, and the form of its answer."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonOutputOptions | None = None
 
 
-class ToolChoiceOptions(BaseModel):
+class ToolChoiceOptions(OptionsModel):
     """Whether tools are called; `name` with the type "tool"."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None

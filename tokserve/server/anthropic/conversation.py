@@ -44,7 +44,10 @@ class TurnMessages:
 
     def add_system(self, system: str | list[Any]) -> None:
         """The body's `system`, before all turns."""
-        self._system("system", _text_parts("system", system))
+        blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
+        for i, block in enumerate(blocks):
+            _check_kind(f"system[{i}]", block, ("text",), "in system")
+        self._system("system", _without_billing([_text(f"system[{i}]", block) for i, block in enumerate(blocks)]))
 
     def add(self, field: str, turn: Any) -> None:
         """The next of the body's messages."""
@@ -94,7 +97,6 @@ class TurnMessages:
         return whole
 
     def _last(self, role: str) -> dict[str, Any] | None:
-        """The last message, if it has this role."""
         return self._messages[-1] if self._messages and self._messages[-1]["role"] == role else None
 
     def _turn(self, role: str, field: str) -> dict[str, Any]:
@@ -209,13 +211,6 @@ def _text(path: str, block: dict[str, Any]) -> Part:
 
 def _part(path: str, block: dict[str, Any]) -> Part | UnreadImage:
     return _text(path, block) if block["type"] == "text" else UnreadImage(path, block, anthropic_block)
-
-
-def _text_parts(field: str, system: str | list[Any]) -> list[Part]:
-    blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
-    for i, block in enumerate(blocks):
-        _check_kind(f"{field}[{i}]", block, ("text",), "in system")
-    return _without_billing([_text(f"{field}[{i}]", block) for i, block in enumerate(blocks)])
 
 
 def _without_billing(parts: list[Part]) -> list[Part]:

@@ -142,11 +142,6 @@ class OutputBlocks:
         self._emit = emit
         self._open: _OpenBlock | None = None
 
-    @property
-    def has_calls(self) -> bool:
-        """Whether there are calls, and the last of them is complete."""
-        return self._parser.complete
-
     def push(self, text: str, *, final: bool) -> None:
         """Add a delta of the answer.  An empty answer is an empty text."""
         for kind, segment in self._parser.push(text, final):
@@ -191,17 +186,16 @@ class MessagesRenderer:
         self._model = serving.answers_as(call.body.model)
         self._with_ids = bool(call.body.return_token_ids)
         plan, is_stream = call.plan, call.generate.options.stream
-        parser = Parser(
+        self._parser = Parser(
             plan.output_format or OutputFormat(), inside=plan.starts_in_reasoning(serving.tokenizer, call.ids)
         )
-        self._output = OutputBlocks(generation.key, parser, self._emit if is_stream else _ignore_event)
+        self._output = OutputBlocks(generation.key, self._parser, self._emit if is_stream else _ignore_event)
         self._token_ids: list[int] = []
         self._last: ChoiceOutput | None = None
         self._events: list[bytes] = []
         self._begun = False
 
     def reply(self, choices: list[ChoiceOutput], parts: DeferredParts | None = None) -> MessagesReply:
-        """The whole reply.  There is one choice, and no value is deferred."""
         for completion in choices:  # there is one
             self._push(completion)
         assert self._last is not None
@@ -269,7 +263,7 @@ class MessagesRenderer:
             return "max_tokens", None
         if c.finish_reason != "stop":
             return None, None
-        if self._output.has_calls:
+        if self._parser.complete:  # there are calls, and the last of them is complete
             return "tool_use", None
         return ("stop_sequence", c.stop_reason) if isinstance(c.stop_reason, str) else ("end_turn", None)
 

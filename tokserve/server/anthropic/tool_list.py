@@ -44,7 +44,6 @@ class ToolList:
         self._shown.add(self._known(field, name))
 
     def hide(self, field: str, name: Any) -> None:
-        """Show a tool no more."""
         self._shown.discard(self._known(field, name))
 
     def _known(self, field: str, name: Any) -> str:
@@ -67,7 +66,6 @@ def _name(field: str, tool: dict[str, Any]) -> str:
 
 
 def _function(field: str, tool: dict[str, Any]) -> dict[str, Any]:
-    """The tool as a function of chat."""
     schema, description, strict = tool.get("input_schema"), tool.get("description"), tool.get("strict")
     if schema is None:
         raise invalid(f"{field}.input_schema", "is required")

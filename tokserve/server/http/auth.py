@@ -125,10 +125,8 @@ def _digest(key: bytes) -> bytes:
 
 
 def route_path(scope: Scope) -> str:
-    """The path that Starlette matches routes against, without a trailing slash.
-
-    A difference from Starlette's path would leave a control route open.
-    """
+    """The path that Starlette matches routes against, without a trailing slash.  A difference from Starlette's path
+    would leave a control route open."""
     path: str = scope["path"]
     rest = path.removeprefix(scope.get("root_path", ""))
     return (rest if rest.startswith("/") or not rest else path).rstrip("/")

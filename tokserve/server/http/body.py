@@ -77,9 +77,7 @@ def convert(
     value: Any, kind: type[S], field: str = "", *, known: Iterable[str] | None = None, strict: bool = True
 ) -> S:
     """Decoded `value`, which is `field` of the body, as a struct.  Raises `RequestError` naming the value at fault.
-
-    `known`: the names to suggest for an unknown one; default: those of `kind`.
-    """
+    `known`: the names to suggest for an unknown one; default: those of `kind`."""
     try:
         return msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError as error:

@@ -48,11 +48,8 @@ class BodyReader:
         self._turns: deque[asyncio.Future[None]] = deque()  # of large bodies that arrive
 
     async def read(self, request: Request) -> Buffer:
-        """The whole body.
-
-        Raises `TooLarge` as soon as that is known, `TimedOut` if it does not arrive, `Overloaded` if there is no memory
-        left for it, `ClientDisconnected`.
-        """
+        """The whole body.  Raises `TooLarge` as soon as that is known, `TimedOut` if it does not arrive, `Overloaded`
+        if there is no memory left for it, `ClientDisconnected`."""
         encoding = request.headers.get("content-encoding", "").strip().lower()
         if encoding not in ("", "identity"):
             raise RequestError(

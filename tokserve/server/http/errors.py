@@ -98,10 +98,8 @@ def named_as(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def malformed(error: Exception, kind: str, raw: bytes | bytearray | memoryview = b"", prefix: str = "") -> RequestError:
-    """The error of a body that is not valid JSON (or msgpack); the message says where it breaks.
-
-    `raw`: the body, if it is JSON, or what its field `prefix` holds.
-    """
+    """The error of a body that is not valid JSON (or msgpack); the message says where it breaks.  `raw`: the body, if
+    it is JSON, or what its field `prefix` holds."""
     if fault := find_fault(raw):
         field = ".".join(part for part in (prefix, fault.path) if part)[:LONGEST_SHOWN]
         return RequestError(f"{field or 'the body'}: {fault.reason}", field=field or None, code="invalid_body")
@@ -114,10 +112,8 @@ def malformed(error: Exception, kind: str, raw: bytes | bytearray | memoryview =
 
 
 def from_msgspec(error: msgspec.ValidationError, known: Iterable[str], prefix: str = "") -> RequestError:
-    """The error of a well-formed body with a wrong value, with the value's path.
-
-    `known`: the struct's field names, to suggest one for an unknown name.  `prefix`: the struct's path in the body.
-    """
+    """The error of a well-formed body with a wrong value, with the value's path.  `known`: the struct's field names, to
+    suggest one for an unknown name.  `prefix`: the struct's path in the body."""
     field, what, name = violation(error, prefix)
     if name is not None and "unknown" in what:
         return unknown_field(field, name, known)
@@ -126,9 +122,7 @@ def from_msgspec(error: msgspec.ValidationError, known: Iterable[str], prefix: s
 
 def unknown_field(path: str, name: str, known: Iterable[str]) -> RequestError:
     """The error of an unknown field; the message suggests the path where the name is known, or a similar name.
-
-    `known`: names; dotted names are paths of fields elsewhere in the body.
-    """
+    `known`: names; dotted names are paths of fields elsewhere in the body."""
     known = list(known)
     suggestions = [entry for entry in known if entry.rpartition(".")[2] == name and entry != path]
     suggestions = suggestions or difflib.get_close_matches(name[:LONGEST_SHOWN], [k for k in known if "." not in k], 1)
@@ -148,20 +142,18 @@ def refuse_unsupported(field: str, value: Any, no_effect: Iterable[Any] = (), re
 def from_pydantic(error: ValidationError, value: Any) -> RequestError:
     """The error with the longest path into `value`; for a union, with every form that is allowed there."""
     details = error.errors(include_url=False, include_context=False, include_input=False)
-    first = max(details, key=_depth)
+    depth = max(len(detail["loc"]) for detail in details)
+    deepest = [detail for detail in details if len(detail["loc"]) == depth]
+    first = deepest[0]
     field = _path(first, value)[:LONGEST_SHOWN]
     if first["type"] == "missing":
         return RequestError(f"{field} is required", field=field)
     if not field:
         return RequestError("the body must be an object")
-    branches = [c["msg"] for c in details if _depth(c) == _depth(first) and _path(c, value) == field]
+    branches = [detail["msg"] for detail in deepest if _path(detail, value) == field]
     messages = [branches[0][0].lower() + branches[0][1:], *(m.removeprefix("Input should be ") for m in branches[1:])]
     what = _INSTANCE.sub("object", " or ".join(dict.fromkeys(messages)))
     return RequestError(f"{field}: {what}", field=field)
-
-
-def _depth(detail: Any) -> int:
-    return len(detail["loc"])
 
 
 def _path(detail: Any, value: Any) -> str:

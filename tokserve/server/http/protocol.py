@@ -271,10 +271,8 @@ def _without_chunks(reference: weakref.ref[RequestResponseCycle]) -> Send:
 
 
 def _write(reference: weakref.ref[RequestResponseCycle], body: bytes) -> bool:
-    """Write part of a body of unknown length without waiting.  False: not written, use `cycle.send`.
-
-    Writes the bytes that `cycle.send` would write, without the cost of a coroutine, a message and its checks.
-    """
+    """Write part of a body of unknown length without waiting.  False: not written, use `cycle.send`.  Writes the bytes
+    that `cycle.send` would write, without the cost of a coroutine, a message and its checks."""
     cycle = reference()
     if cycle is None or cycle.flow.write_paused or not cycle.chunked_encoding:
         return False

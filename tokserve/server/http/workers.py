@@ -54,7 +54,6 @@ class WorkLog:
             self._ended.append(FinishedWork(route, start, time.monotonic()))
 
     def during(self, start: float, end: float) -> list[str]:
-        """The routes with work between `start` and `end`."""
         running = [route for route, since in list(self._running.values()) if since < end]
         ended = [work.route for work in list(self._ended) if work.start < end and work.end > start]
         return list(dict.fromkeys(running + ended))
@@ -68,9 +67,7 @@ _trims: set[asyncio.TimerHandle] = set()
 
 async def off_loop(request: Request, size: int, work: Callable[[], T]) -> T:
     """The result of `work` on `size` bytes of a request whose body has been read; done in a thread unless it is small.
-
-    Raises `ClientDisconnected`.
-    """
+    Raises `ClientDisconnected`."""
     if size < SMALL:
         return work()
     async with CancelOnDisconnect(request.receive):
@@ -86,14 +83,8 @@ async def run(size: int, work: Callable[[], T]) -> T:
     try:
         return await loop.run_in_executor(pool, lambda: context.run(WORK_LOG.run, route, work))
     finally:
-        if size >= TRIMMED:
-            trim_soon()
-
-
-def trim_soon() -> None:
-    """Schedule the return of free memory to the system: glibc keeps what large requests have used."""
-    if not _trims:
-        _trims.add(asyncio.get_running_loop().call_later(TRIM_SECONDS, _trim))
+        if size >= TRIMMED and not _trims:  # glibc keeps what large requests have used
+            _trims.add(loop.call_later(TRIM_SECONDS, _trim))
 
 
 def _trim() -> None:

@@ -79,8 +79,7 @@ Labelled = Sequence[tuple[EngineReport, list[str]]]
 
 
 def _fact(report: EngineReport, name: str) -> float:
-    value: float = 0.0 if report.ready is None else report.ready.facts.get(name, 0)
-    return value
+    return 0.0 if report.ready is None else report.ready.facts.get(name, 0)
 
 
 def _gauge(name: str, text: str, samples: Sequence[tuple[list[str], float]]) -> Metric:

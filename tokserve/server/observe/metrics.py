@@ -53,7 +53,6 @@ class Histogram:
         self._cells = counters.allocate(len(bounds) + 2)
 
     def observe(self, value: float, weight: int = 1) -> None:
-        """Add `weight` observations of `value`."""
         self._cells.add(bisect_left(self.bounds, value), weight)
         self._cells.add(len(self.bounds) + 1, value * weight)
 
@@ -177,7 +176,6 @@ class Metrics(Collector):
             self.per_token.observe(decode / (output_tokens - 1))
 
     def aborted(self, cause: str, count: int) -> None:
-        """Count choices that were aborted before they finished."""
         self._aborts.add(cause, count)
         self._finished.add("abort", count)
 
@@ -201,7 +199,6 @@ class Metrics(Collector):
         self._images.add(1, float(hit))
 
     def observe_lag(self, late: float) -> None:
-        """Observe the lag of the event loop in seconds."""
         self.loop_lag.observe(late)
         if late >= SHORTEST_STALL:
             self.loop_stall.observe(late)

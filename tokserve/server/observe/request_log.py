@@ -45,7 +45,6 @@ class RequestLog:
         self._first = min(self._first, first) if self._first and first else self._first or first
 
     def aborted(self, cause: str, count: int) -> None:
-        """Count for the last line."""
         self._reasons[cause] += count
 
     def closed(self) -> None:

@@ -29,7 +29,7 @@ from tokserve.server.openai import schemas, tools
 from tokserve.server.openai.beams import beam_params
 from tokserve.server.openai.prediction import with_prediction
 from tokserve.server.openai.schemas import ChatBody, TokenizeBody
-from tokserve.server.openai.tools import OutputParser, ParsedDelta, ResponseFormat, ToolCall, ToolPlan
+from tokserve.server.openai.tools import OutputParser, ResponseFormat, ToolCall, ToolPlan
 from tokserve.server.replies import logprobs, sampling_masks, sse
 from tokserve.server.replies.draft_metrics import ReplyMetrics
 from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, last_version, routed_experts, versions
@@ -197,10 +197,12 @@ async def call_of(
         if body.tokens is not None:
             raise RequestError("tokens belongs to /v1/chat/completions/tokens", field="tokens")
         prompt = await prompt_of(serving, request, body, size, body.reasoning_effort)
-    if body.reasoning_effort not in (None, "none") and (source != "messages" or not _thinks(serving, body)):
-        if serving.config.server.strict:
-            raise RequestError("reasoning_effort: nothing of this prompt depends on it", field="reasoning_effort")
-        ignored.append("reasoning_effort")
+    if body.reasoning_effort not in (None, "none"):
+        thinks = any(serving.template.reads(name, body.chat_template) for name in THINKING)
+        if source != "messages" or not thinks:
+            if serving.config.server.strict:
+                raise RequestError("reasoning_effort: nothing of this prompt depends on it", field="reasoning_effort")
+            ignored.append("reasoning_effort")
     others = {"logprobs": "top_logprobs", "extra_args": "vllm_xargs"}
     others["max_tokens"], others["beam_width"] = schemas.output_limit(body)[1], "n"
     fields = _fields(plan.source, source, **others)
@@ -211,10 +213,6 @@ def _fields(source: str | None, prompt: str = "messages", **others: str) -> Fiel
     """How errors name what a chat body says.  `source`: a plan's."""
     form = {} if source is None else {"structured_outputs": source}
     return FieldPaths(prompt, others=others | form)
-
-
-def _thinks(serving: Serving, body: ChatBody) -> bool:
-    return any(serving.template.reads(name, body.chat_template) for name in THINKING)
 
 
 async def prompt_of(
@@ -257,7 +255,6 @@ def rendered(
 
 
 def tool_plan(serving: Serving, body: ChatBody) -> ToolPlan:
-    """What becomes of the body's tools."""
     off = serving.config.server.enable_auto_tool_choice is False
     return tools.make_plan(
         body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False,
@@ -301,13 +298,9 @@ class ChatRenderer:
     """Completions as chat's JSON.  `reader` None: their text is the content."""
 
     def __init__(
-        self,
-        serving: Serving,
-        generation: ReplyContext,
-        body: ChatBody,
-        params: SamplingParams,
+        self, serving: Serving, generation: ReplyContext, body: ChatBody, params: SamplingParams,
         reader: OutputParser | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._id = ID_PREFIX + generation.key
         self._created = int(time.time())
         self._model = serving.answers_as(body.model)
@@ -326,7 +319,6 @@ class ChatRenderer:
         self._scores_due = params.prompt_logprobs is not None
 
     def reply(self, completions: list[ChoiceOutput], parts: DeferredParts | None = None) -> ChatReply:
-        """The whole reply; with `parts`, logprobs are made later."""
         scores: Any = None
         if self._scores_due:
             columns = next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None)
@@ -362,10 +354,6 @@ class ChatRenderer:
         reasoning = read.reasoning if self._shows_reasoning else None
         return Message("assistant", content, None, reasoning or None, read.calls or UNSET)
 
-    def _delta(self, read: ParsedDelta) -> Delta:
-        reasoning = read.reasoning if self._shows_reasoning else None
-        return Delta(UNSET, read.content or UNSET, reasoning or UNSET, read.calls or UNSET)
-
     def _finish_reason(self, c: ChoiceOutput) -> str | None:
         return c.finish_reason if self._reader is None else self._reader.finish_reason(c)
 
@@ -386,18 +374,21 @@ class ChatRenderer:
         events = b""
         if delta.index not in self._begun:
             events += self._role(delta)
-        delta_fields = (
-            Delta(content=delta.text or "") if self._reader is None else self._delta(self._reader.read(delta))
-        )
+        if self._reader is None:
+            added = Delta(content=delta.text or "")
+        else:
+            read = self._reader.read(delta)
+            reasoning = read.reasoning if self._shows_reasoning else None
+            added = Delta(UNSET, read.content or UNSET, reasoning or UNSET, read.calls or UNSET)
         by_token = self._ids or self._has_masks or delta.logprobs
-        if delta_fields.content or delta_fields.reasoning or delta_fields.tool_calls or (delta.token_ids and by_token):
-            choice = ChunkChoice(delta.index, delta_fields, self._logprobs(delta))
+        if added.content or added.reasoning or added.tool_calls or (delta.token_ids and by_token):
+            choice = ChunkChoice(delta.index, added, self._logprobs(delta))
             if self._ids:
                 choice.token_ids = delta.token_ids
             if self._has_masks:
                 sampling_masks.add(choice, delta, "lists")
                 choice.sampling_mask_truncated = UNSET  # comes with the end
-            events += self._event(choice)
+            events += sse.event(encode_json(self._chunk(choice)))
         if delta.finish_reason is not None:
             detail = StopDetail(delta.stop_detail, delta.message)
             reason = self._finish_reason(delta)
@@ -430,11 +421,7 @@ class ChatRenderer:
             chunk.usage = self.generation.usage() if self._continuous else None
         return chunk
 
-    def _event(self, choice: ChunkChoice) -> bytes:
-        return sse.event(encode_json(self._chunk(choice)))
-
     def tail(self) -> bytes:
-        """The usage event, if it was requested."""
         if not self._usage:
             return b""
         chunk = ChatChunk(self._id, self._created, self._model, [])

@@ -155,13 +155,9 @@ def sampling_params(serving: Serving, body: CompletionBody) -> SamplingParams:
         num_prompt_logprobs = -1 if -1 in both else max(both)
     form = structured.requested_format(body.structured_outputs, body.response_format, closed=serving.closed_schemas)
     return schemas.sampling(
-        body,
-        serving.defaults,
-        max_tokens=limit,
-        logprobs=num_logprobs,
-        prompt_logprobs=num_prompt_logprobs,
+        body, serving.defaults, max_tokens=limit, logprobs=num_logprobs, prompt_logprobs=num_prompt_logprobs,
         structured_outputs=form,
-    )
+    )  # fmt: skip
 
 
 def parse_prompts(prompt: Any, field: str = "prompt") -> list[str | list[int]]:
@@ -240,7 +236,6 @@ class CompletionRenderer:
         self._places: dict[int, logprobs.TextOffset] = {}  # by choice that has begun: how far its text has come
 
     def reply(self, ends: list[ChoiceOutput], parts: DeferredParts | None = None) -> CompletionReply:
-        """The whole reply; with `parts`, logprobs are made later."""
         choices = [self._choice(c, parts) for c in ends]
         for choice, name in product(choices, ("prompt_token_ids", "token_ids", "prompt_logprobs")):
             if getattr(choice, name) is UNSET:
@@ -294,7 +289,6 @@ class CompletionRenderer:
         return shown
 
     def _prompt_text(self, index: int) -> str:
-        """The text of a choice's prompt."""
         prompt = self._prompts[index // self._generation.n]
         if isinstance(prompt, str):
             return prompt
@@ -334,7 +328,6 @@ class CompletionRenderer:
         return sse.event(encode_json(reply))
 
     def tail(self) -> bytes:
-        """The usage event, if it was requested."""
         if not self._usage:
             return b""
         reply = CompletionReply(self._id, self._created, self._model, [], self._generation.usage())

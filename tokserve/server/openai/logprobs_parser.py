@@ -81,10 +81,8 @@ class ParsedRow(NamedTuple):
 
 
 def parse_output(value: Any, ids: Sequence[int], top: int | None, named: Sequence[int], field: str) -> Logprobs:
-    """Parse logprobs of the tokens `ids` with `top` alternatives, then those of the ids `named`.
-
-    `top`: -1: all tokens; None: not known, so of "objects", which do not say how many there were, none are kept.
-    """
+    """Parse logprobs of the tokens `ids` with `top` alternatives, then those of the ids `named`.  `top`: -1: all
+    tokens; None: not known, so of "objects", which do not say how many there were, none are kept."""
     if isinstance(value, dict) and "content" in value:
         entries = body.convert(value, ParsedObjects, field).content
         rows = [_row(entry, bool(named), f"{field}.content[{i}]") for i, entry in enumerate(entries)]

@@ -180,9 +180,8 @@ class _TokenSplitter:
 
     def __init__(self, offset: TextOffset) -> None:
         self._position = offset
-        self._waiting: deque[tuple[int, OutputToken]] = (
-            deque()
-        )  # tokens whose text has not arrived, and the offsets of their ends
+        # tokens whose text has not arrived, and the offsets of their ends
+        self._waiting: deque[tuple[int, OutputToken]] = deque()
         self._text = ""  # of the next token, incomplete
         self._at = 0  # offset of `_text`
 

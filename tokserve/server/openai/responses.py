@@ -158,7 +158,9 @@ async def read(serving: Serving, request: Request) -> tuple[ResponsesBody, ChatC
         as_chat = await off_loop(request, size, converse)
         call = await chat.call_of(serving, request, as_chat, [], size)
     except RequestError as error:
-        raise _with_responses_field(error, conversation.fields) from None
+        if error.field is not None:
+            errors.renamed(error, _responses_field(error.field, conversation.fields))
+        raise
     fields = FieldPaths(
         "input", others={name: _responses_field(chat_field, ()) for name, chat_field in call.fields.others.items()}
     )
@@ -168,7 +170,6 @@ async def read(serving: Serving, request: Request) -> tuple[ResponsesBody, ChatC
 
 
 def _add_input(request_body: ResponsesBody, conversation: InputMessages) -> None:
-    """Add the body's input to the conversation."""
     if request_body.input is None:
         raise invalid("input", "is required")
     if not request_body.input and isinstance(request_body.input, list):
@@ -197,7 +198,10 @@ def _as_chat(request_body: ResponsesBody, conversation: InputMessages, masks_by_
         raise RequestError("give structured_outputs or text.format, not both", field="text.format")
     if text_format is not None and text_format.get("type") == "json_schema":
         text_format = {"type": "json_schema", "json_schema": {k: v for k, v in text_format.items() if k != "type"}}
-    as_chat: ChatBody = ChatBody.model_construct(
+    functions = request_body.tools and [_nested(f"tools[{i}]", tool) for i, tool in enumerate(request_body.tools)]
+    choice = request_body.tool_choice
+    names_function = isinstance(choice, dict) and choice.get("type") == "function"
+    return ChatBody.model_construct(
         **{name: getattr(request_body, name) for name in GeneratingBody.model_fields},
         messages=conversation.messages,
         max_completion_tokens=request_body.max_output_tokens,
@@ -205,22 +209,13 @@ def _as_chat(request_body: ResponsesBody, conversation: InputMessages, masks_by_
         logprobs=with_logprobs,
         top_logprobs=request_body.top_logprobs,
         response_format=text_format,
-        tools=None
-        if request_body.tools is None
-        else [_nested(f"tools[{i}]", tool) for i, tool in enumerate(request_body.tools)],
-        tool_choice=_nested("tool_choice", request_body.tool_choice)
-        if _names_function(request_body.tool_choice)
-        else request_body.tool_choice,
+        tools=functions,
+        tool_choice=_nested("tool_choice", choice) if names_function else choice,
         parallel_tool_calls=request_body.parallel_tool_calls,
         max_tool_calls=request_body.max_tool_calls,
         reasoning_effort=request_body.reasoning.effort if request_body.reasoning else None,
         chat_template_kwargs=request_body.chat_template_kwargs,
     )
-    return as_chat
-
-
-def _names_function(choice: Any) -> bool:
-    return isinstance(choice, dict) and choice.get("type") == "function"
 
 
 def _nested(field: str, flat: dict[str, Any]) -> dict[str, Any]:
@@ -230,11 +225,6 @@ def _nested(field: str, flat: dict[str, Any]) -> dict[str, Any]:
         errors.refuse_unsupported(f"{field}.type", flat.get("type"), reason=reason)
         raise invalid(f"{field}.type", "must be 'function'")
     return {"type": "function", "function": {name: value for name, value in flat.items() if name != "type"}}
-
-
-def _with_responses_field(error: RequestError, input_fields: Sequence[str]) -> RequestError:
-    """The error of a chat body with the field of this body."""
-    return error if error.field is None else errors.renamed(error, _responses_field(error.field, input_fields))
 
 
 def _responses_field(field: str, input_fields: Sequence[str]) -> str:
@@ -304,11 +294,9 @@ class ResponsesRenderer:
         last = c.finish_reason is not None
         if self._body.return_token_ids:
             self._token_ids += c.token_ids
-        entries = (
-            logprobs.content(c.logprobs or Logprobs(), c.token_ids, self._spelling).content
-            if self._with_logprobs
-            else None
-        )
+        entries = None
+        if self._with_logprobs:
+            entries = logprobs.content(c.logprobs or Logprobs(), c.token_ids, self._spelling).content
         self._output.push(c.text or "", c.token_ids, entries, final=last)
         if last:
             self._last = c

@@ -59,10 +59,15 @@ def _fail_fast(schema: Any) -> None:
             _fail_fast(inner)
 
 
-class TextStreamOptions(BaseModel):
-    """What a stream contains besides deltas."""
+class OptionsModel(BaseModel):
+    """An object in a body; its unknown fields are kept, to be reported as ignored."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+
+
+class TextStreamOptions(OptionsModel):
+    """What a stream contains besides deltas."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -104,18 +109,16 @@ class GeneratingBody(_GeneratingFields):  # type: ignore[misc]
 _TextFields: Any = model("_TextFields", GeneratingBody, (f for f in SAMPLING if f.name in NOT_OF_RESPONSES))
 
 
-class PredictionPart(BaseModel):
+class PredictionPart(OptionsModel):
     """A part of a predicted text."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["text"]
     text: str
 
 
-class Prediction(BaseModel):
+class Prediction(OptionsModel):
     """What the output may be: it makes the same answer faster."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["content"]
     content: str | Annotated[list[PredictionPart], Field(max_length=MAX_PARTS)]
 
@@ -169,17 +172,15 @@ class CompletionBody(TextBody):
     logprobs: bool | int | None = None
 
 
-class TextOptions(BaseModel):
+class TextOptions(OptionsModel):
     """The form of a response's text."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
     format: dict[str, Any] | None = None
 
 
-class ReasoningOptions(BaseModel):
+class ReasoningOptions(OptionsModel):
     """How much a model thinks before it answers."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
     effort: Effort | None = None
 
 
@@ -343,7 +344,8 @@ def sampling(body: TextBody, defaults: Mapping[str, Any], **computed: Any) -> Sa
     if body.logit_bias is not None:
         values["logit_bias"] = {_token(key): bias for key, bias in body.logit_bias.items()}
     if body.repetition_detection is not None:
-        values["repetition_detection"] = _repetition(body.repetition_detection)
+        fields = {name: value for name, value in body.repetition_detection.items() if value is not None}
+        values["repetition_detection"] = convert(fields, RepetitionDetection, "repetition_detection")
     values["prompt_logprobs"] = count(body.prompt_logprobs)
     values["extra_args"] = body.vllm_xargs
     return SamplingParams(**(values | computed))
@@ -357,11 +359,6 @@ def output_limit(body: TextBody, default: int | None = None) -> tuple[int | None
     if body.max_tokens not in (None, limit):
         raise RequestError(f"max_tokens and {name} differ; send one of them", field="max_tokens")
     return limit, name
-
-
-def _repetition(value: dict[str, Any]) -> RepetitionDetection:
-    fields = {name: inner for name, inner in value.items() if inner is not None}
-    return convert(fields, RepetitionDetection, "repetition_detection")
 
 
 def count(value: bool | int | None) -> int | None:

@@ -37,22 +37,21 @@ class DetokenizeReply(msgspec.Struct, omit_defaults=True):
 async def tokenize(serving: Serving, request: Request) -> Response:
     """POST /tokenize: the ids of a text or of a chat"""
     request_body, ignored, size = await schemas.read(serving, request, TokenizeBody)
-    ids = None
+    given = None
     if request_body.messages is not None:
         if request_body.prompt is not None:
             raise RequestError("give prompt or messages, not both", field="prompt")
-        ids = unpack_ids((await prompt_of(serving, request, request_body, size)).ids)
-    reply = await off_loop(request, size, lambda: _tokens(serving, request_body, ids))
-    return body.reply(request, reply, schemas.ignored_header(ignored))
+        given = unpack_ids((await prompt_of(serving, request, request_body, size)).ids)
+
+    def work() -> TokenizeReply:
+        ids = _encoded(serving, request_body) if given is None else given
+        strings = [serving.tokenizer.spelling(token) or "" for token in ids] if request_body.return_token_strs else None
+        return TokenizeReply(len(ids), serving.llm.ready.max_model_len, ids, strings)
+
+    return body.reply(request, await off_loop(request, size, work), schemas.ignored_header(ignored))
 
 
-def _tokens(serving: Serving, request_body: TokenizeBody, ids: list[int] | None) -> TokenizeReply:
-    ids = _ids(serving, request_body) if ids is None else ids
-    strings = [serving.tokenizer.spelling(token) or "" for token in ids] if request_body.return_token_strs else None
-    return TokenizeReply(len(ids), serving.llm.ready.max_model_len, ids, strings)
-
-
-def _ids(serving: Serving, request_body: TokenizeBody) -> list[int]:
+def _encoded(serving: Serving, request_body: TokenizeBody) -> list[int]:
     if request_body.prompt is None:
         raise invalid("prompt", "(or messages) is required")
     serving.check_text(request_body.prompt, "prompt", MIN_BYTES)

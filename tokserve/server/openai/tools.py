@@ -253,7 +253,6 @@ class OutputParser:
         self._parsers: dict[int, Parser] = {}
 
     def read(self, completion: ChoiceOutput) -> ParsedDelta:
-        """Parse the next delta of a choice."""
         index = completion.index
         parser = self._parsers.get(index)
         if parser is None:

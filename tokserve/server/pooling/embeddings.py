@@ -6,7 +6,7 @@ A vector does not depend on the others of its request, on chunks or on the prefi
 from __future__ import annotations
 
 import time
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -79,13 +79,6 @@ class VectorsReply(msgspec.Struct):
     object: str = "list"
 
 
-class _Call(NamedTuple):
-    body: EmbeddingBody
-    ignored: list[str]
-    prompts: list[list[int]]
-    rules: PoolingRules
-
-
 async def embeddings(serving: Serving, request: Request) -> Response:
     """POST /v1/embeddings: a vector for each input"""
     body, ignored, size = await schemas.read(serving, request, EmbeddingBody)
@@ -108,27 +101,22 @@ async def respond(
         raise RequestError("dimensions is for embeddings", field="dimensions", code=inputs.UNSUPPORTED)
     serving.name_request(request, body)
     prompts = await off_loop(request, size, lambda: inputs.prompts_of(serving, body))
-    call = _Call(body, ignored, prompts, rules)
-    _check_size(serving, call)
-    pooled = await inputs.pool(
-        serving, request, call.body, call.rules.params, call.prompts, inputs.fields_of(call.body), call.ignored
-    )
-    return await off_loop(request, 1 << 20, lambda: _reply(serving, request, call, pooled))
-
-
-def _check_size(serving: Serving, call: _Call) -> None:
-    width = inputs.BYTES_OF_VALUE if call.body.encoding_format in (None, "float") else BYTES_PACKED
-    values = call.body.dimensions or serving.llm.ready.facts["hidden_size"]
-    if isinstance(call.rules, LabelRules):
-        values = len(call.rules.labels)
-    count = sum(map(len, call.prompts)) if call.rules.tokens else len(call.prompts)
+    width = inputs.BYTES_OF_VALUE if body.encoding_format in (None, "float") else BYTES_PACKED
+    values = body.dimensions or serving.llm.ready.facts["hidden_size"]
+    if isinstance(rules, LabelRules):
+        values = len(rules.labels)
+    count = sum(map(len, prompts)) if rules.tokens else len(prompts)
     inputs.check_reply(serving, count * values * width, "input", "fewer inputs, or ask for base64")
+    pooled = await inputs.pool(serving, request, body, rules.params, prompts, inputs.fields_of(body), ignored)
+    return await off_loop(request, 1 << 20, lambda: _reply(serving, request, body, rules, pooled))
 
 
-def _reply(serving: Serving, request: Request, call: _Call, pooled: PooledPrompts) -> Response:
-    body, rules, hidden = call.body, call.rules, serving.llm.ready.facts["hidden_size"]
+def _reply(
+    serving: Serving, request: Request, body: EmbeddingBody, rules: PoolingRules, pooled: PooledPrompts
+) -> Response:
     rows: list[NDArray[np.float32]]
     if isinstance(rules, VectorRules):
+        hidden = serving.llm.ready.facts["hidden_size"]
         rows = [rules.finish(vector, body.dimensions, body.use_activation, hidden) for vector in pooled.vectors]
     else:
         rows = [rules.finish(vector, body.use_activation) for vector in pooled.vectors]

@@ -148,16 +148,11 @@ def _conversations(serving: Serving, body: InputBody, messages: list[Any]) -> li
                 context=serving.llm.ready.max_model_len, min_bytes=_min_bytes(body),
             )  # fmt: skip
         except RequestError as error:
-            raise _within(error, field) from None
+            if error.field is not None and error.field.startswith("messages"):
+                renamed(error, field + error.field.removeprefix("messages"))
+            raise
         prompts.append(ids)
     return prompts
-
-
-def _within(error: RequestError, field: str) -> RequestError:
-    """An error about `messages`, or a path in them, as one about this field."""
-    if error.field is None or not error.field.startswith("messages"):
-        return error
-    return renamed(error, field + error.field.removeprefix("messages"))
 
 
 def check_truncation(body: PoolingBody) -> None:
@@ -224,7 +219,9 @@ async def pool(
             choices = sorted(await sse.collect(generation, request), key=lambda choice: choice.index)
             for choice in choices:
                 if not choice.pooled:
-                    raise _without_vector(choice.stop_detail)
+                    message, detail = f"the request ended without a vector ({choice.stop_detail})", choice.stop_detail
+                    again = detail in ("abort_pause", "abort_quarantine", "shutdown")  # not the client's doing
+                    raise Overloaded(message, code=detail) if again else RequestError(message, code=detail)
             versions = {choice.weight_versions[-1][0] for choice in choices}
             if len(versions) == 1:
                 tokens = generation.usage().prompt_tokens
@@ -235,11 +232,3 @@ async def pool(
         finally:
             await generation.close()
     raise Overloaded(f"the weights changed in each of {MAX_TRIES} tries to pool these inputs", code="weights_changed")
-
-
-def _without_vector(detail: str | None) -> RequestError:
-    """Why a request has no vector: the server's own affair, for which it may be sent again, or the client's."""
-    message = f"the request ended without a vector ({detail})"
-    if detail in ("abort_pause", "abort_quarantine", "shutdown"):
-        return Overloaded(message, code=detail)
-    return RequestError(message, code=detail)

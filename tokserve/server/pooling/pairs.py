@@ -71,8 +71,7 @@ def entries(value: Any, field: str) -> list[Side]:
         if len(value) > MAX_PROMPTS:
             raise invalid(field, f"must have at most {MAX_PROMPTS} entries, got {len(value)}")
         value = [_text(one, f"{field}[{index}]") for index, one in enumerate(value)]
-    sides: list[Side] = [*parse_prompts(value, field)]
-    return sides
+    return [*parse_prompts(value, field)]
 
 
 def _text(value: Any, field: str) -> Any:
@@ -99,24 +98,18 @@ async def score(
     serving.name_request(request, body)
     if isinstance(rules, VectorRules):
         prompts, paths = await off_loop(request, size, bare.alone)
-        pooled = await inputs.pool(serving, request, body, rules.params, prompts, _paths(paths), ignored)
-        scores = await off_loop(request, 1 << 20, lambda: _cosines(rules, pooled, pairs, len(sides.first)))
-        return Scored(scores, pooled)
-    prompts, paths = await off_loop(request, size * max(1, len(pairs) // 8), lambda: bare.joined(pairs))
-    pooled = await inputs.pool(serving, request, body, rules.params, prompts, _paths(paths), ignored)
-    return Scored([float(rules.finish(vector, body.use_activation)[0]) for vector in pooled.vectors], pooled)
+    else:
+        prompts, paths = await off_loop(request, size * max(1, len(pairs) // 8), lambda: bare.joined(pairs))
+    places = PairPaths(paths[0], paths=tuple(paths))
+    pooled = await inputs.pool(serving, request, body, rules.params, prompts, places, ignored)
+    if not isinstance(rules, VectorRules):
+        return Scored([float(rules.finish(vector, body.use_activation)[0]) for vector in pooled.vectors], pooled)
 
+    def cosines() -> list[float]:
+        vectors = [rules.finish(vector) for vector in pooled.vectors]  # those of the first side come first
+        return [similarity(vectors[first], vectors[len(sides.first) + second]) for first, second in pairs]
 
-def _cosines(
-    rules: VectorRules, pooled: PooledPrompts, pairs: Sequence[tuple[int, int]], num_first: int
-) -> list[float]:  # fmt: skip
-    """The cosine of each pair; vectors of the first side come first."""
-    vectors = [rules.finish(vector) for vector in pooled.vectors]
-    return [similarity(vectors[first], vectors[num_first + second]) for first, second in pairs]
-
-
-def _paths(paths: Sequence[str]) -> PairPaths:
-    return PairPaths(paths[0], paths=tuple(paths))
+    return Scored(await off_loop(request, 1 << 20, cosines), pooled)
 
 
 class _Prompts:
@@ -151,7 +144,6 @@ class _Prompts:
         return prompts, paths
 
     def joined(self, pairs: Sequence[tuple[int, int]]) -> tuple[list[TokenPrompt], list[str]]:
-        """A prompt of each pair."""
         queries: dict[int, Side] = {}
         prompts, paths, total = [], [], 0
         for first, second in pairs:

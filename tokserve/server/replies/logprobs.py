@@ -164,7 +164,6 @@ class PackedLogprobs(msgspec.Struct):
 
 
 def num_rows(columns: Logprobs) -> int:
-    """The number of tokens of the columns."""
     return len(columns.token_logprobs) // 4
 
 
@@ -182,9 +181,7 @@ def rows(columns: Logprobs) -> Iterator[Row]:
 
 def alternatives(row: Row, token_id: int, top: int) -> Iterator[tuple[int, float, int | None]]:
     """(id, logprob, rank) of the alternatives to a token: the `top` most probable, then those of logprob_token_ids.
-
-    Equal logprobs share a rank; the rank of tokens of logprob_token_ids is unknown.
-    """
+    Equal logprobs share a rank; the rank of tokens of logprob_token_ids is unknown."""
     _, _, ids, values = row
     rank, last = 0, 1.0
     for offset, (other, value) in enumerate(zip(ids, values, strict=True)):
@@ -293,19 +290,19 @@ def objects_encoder(
     def make(begin: int, end: int) -> list[TokenLogprob]:
         return objects(columns.part(begin, end), token_ids[begin:end], top, spelling).content
 
-    return lambda: _object("content", encode_list(len(token_ids), columns.width, make))
+    return lambda: _content(encode_list(len(token_ids), columns.width, make))
 
 
 def content_encoder(columns: Logprobs, token_ids: Sequence[int], spelling: Spelling) -> PartEncoder:
     def make(begin: int, end: int) -> list[ChatLogprob]:
         return content(columns.part(begin, end), token_ids[begin:end], spelling).content
 
-    return lambda: _object("content", encode_list(len(token_ids), columns.width, make))
+    return lambda: _content(encode_list(len(token_ids), columns.width, make))
 
 
-def _object(name: str, value: Iterator[bytes]) -> Iterator[bytes]:
-    yield b'{"%b":' % name.encode()
-    yield from value
+def _content(entries: Iterator[bytes]) -> Iterator[bytes]:
+    yield b'{"content":'
+    yield from entries
     yield b"}"
 
 
@@ -330,10 +327,8 @@ class TextLogprobs(msgspec.Struct):
     def add(
         self, columns: Logprobs | None, token_ids: Sequence[int], spelling: Spelling, offset: TextOffset, top: int
     ) -> None:  # fmt: skip
-        """Append tokens with their first `top` alternatives; without columns, tokens that have no logprobs.
-
-        `offset`: where in the choice's text they begin; it is advanced to their end.
-        """
+        """Append tokens with their first `top` alternatives; without columns, tokens that have no logprobs.  `offset`:
+        where in the choice's text they begin; it is advanced to their end."""
         table = [None] * len(token_ids) if columns is None else rows(columns)
         for token_id, row in zip(token_ids, table, strict=True):
             name_of = spelling.names_at(offset)

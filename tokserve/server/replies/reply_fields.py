@@ -39,7 +39,6 @@ def routed_experts(c: ChoiceOutput) -> str | UnsetType:
 
 
 def npy(array: NDArray[Any]) -> bytes:
-    """The array as an npy file."""
     with io.BytesIO() as file:
         np.save(file, array, allow_pickle=False)
         return file.getvalue()

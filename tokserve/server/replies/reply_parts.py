@@ -44,7 +44,6 @@ class DeferredParts:
 
 
 def single_part(make: Callable[[], Any]) -> PartEncoder:
-    """Encodes the value that `make` returns, in one part."""
 
     def fill() -> Iterator[bytes]:
         yield body.encode_json(make())

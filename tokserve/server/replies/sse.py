@@ -92,7 +92,6 @@ async def respond(
 
 
 def columns_size(completion: ChoiceOutput) -> int:
-    """Bytes of the logprobs and masks."""
     both = (completion.logprobs, completion.prompt_logprobs)
     size = sum(len(columns.token_logprobs) + len(columns.top_logprobs) for columns in both if columns is not None)
     return size + sampling_masks.num_bytes(completion.sampling_masks)

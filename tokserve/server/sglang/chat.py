@@ -44,7 +44,6 @@ class SglangChatRenderer(chat.ChatRenderer):
     """Chat's answer with what /generate says of each choice.  Content is never null: miles reads it beside calls."""
 
     def reply(self, completions: list[ChoiceOutput], parts: DeferredParts | None = None) -> chat.ChatReply:
-        """The whole reply."""
         body, generation = self.body, self.generation
         assert isinstance(body, SglangChatBody)
         reply = super().reply(completions, parts)

@@ -69,5 +69,4 @@ async def read(serving: Serving, request: Request, kind: type[T]) -> tuple[T, di
 
 
 def json(value: Any, headers: dict[str, str] | None = None) -> Response:
-    """A 200 in JSON."""
     return Response(body.encode_json(value), headers=headers, media_type=body.JSON)

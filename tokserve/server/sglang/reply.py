@@ -242,14 +242,12 @@ class GenerateRenderer:
         return encode_json(replies if self._listed else replies[0])
 
     def delta(self, delta: ChoiceOutput) -> bytes:
-        """One event."""
         reply = self._add(delta)
         if self._listed:
             reply.index = delta.index
         return sse.event(encode_json(reply))
 
     def tail(self) -> bytes:
-        """Does not add an event: the last one of a choice has its end."""
         return b""
 
 

@@ -130,7 +130,11 @@ async def from_distributed(serving: Serving, request: Request) -> Response:
     if params.abort_all_requests:
         await serving.llm.abort_all()
     update = {"names": params.names, "dtype_names": params.dtypes, "shapes": params.shapes}
-    is_whole = await open_updates.stage(serving.llm, update, lambda: _forget_version(serving))
+
+    def forget_version() -> None:  # it was that of an update that was rolled back
+        serving.sglang.version = None
+
+    is_whole = await open_updates.stage(serving.llm, update, forget_version)
     _note_version(serving, params.weight_version)
     message = f"Received {len(params.names)} tensors; the update takes effect at /continue_generation or " \
               "/end_weight_update."  # fmt: skip
@@ -140,11 +144,6 @@ async def from_distributed(serving: Serving, request: Request) -> Response:
     return json({"success": True, "message": message}, headers)
 
 
-def _forget_version(serving: Serving) -> None:
-    """An update has been opened: a version that is still kept was for one that was rolled back."""
-    serving.sglang.version = None
-
-
 def _note_version(serving: Serving, version: str | None) -> None:
     """Keep the version that the open update will have."""
     if version is not None:
@@ -152,7 +151,6 @@ def _note_version(serving: Serving, version: str | None) -> None:
 
 
 async def commit_open(serving: Serving) -> bool:
-    """Commit the open update; False if there is none.  Raises `RequestError` if tensors are missing."""
     version, serving.sglang.version = serving.sglang.version, None
     return await open_updates.commit(serving.llm, version)
 

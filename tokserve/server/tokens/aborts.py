@@ -56,7 +56,6 @@ async def abort_requests(serving: Serving, request: Request) -> Response:
         results = await serving.llm.abort_group(target.group_id)
     else:
         results = await serving.llm.abort(target.request_ids or [])
-    aborted = {
-        bare_id(name) for name, result in results.items() if result == "aborted"
-    }  # each request once, by whatever form of its id
+    # each request once, by whatever form of its id
+    aborted = {bare_id(name) for name, result in results.items() if result == "aborted"}
     return body.reply(request, AbortReply(len(aborted), results))

@@ -327,14 +327,13 @@ class _Render:
             self._logprobs(c.logprobs or self._no_rows, c.token_ids, parts) if self._has_logprobs else None,
             UNSET if c.finish_reason is None else versions(c),
             UNSET if c.finish_reason is None else StopDetail(c.stop_detail, c.message),
-            c.text or "" if self._text else UNSET, self._routed_experts(c),
+            c.text or "" if self._text else UNSET, routed_experts(c),
         )  # fmt: skip
+        if self._packed and c.routed_experts is not None:
+            choice.routed_experts = npy(c.routed_experts)
         if self._has_masks:
             sampling_masks.add(choice, c, self._mask_form, parts)
         return choice
-
-    def _routed_experts(self, c: ChoiceOutput) -> str | bytes | UnsetType:
-        return npy(c.routed_experts) if self._packed and c.routed_experts is not None else routed_experts(c)
 
     def _ids(self, ids: list[int]) -> list[int] | bytes:
         return array("i", ids).tobytes() if self._packed else ids
@@ -363,7 +362,6 @@ class _Render:
         return make(columns, first) if parts is None else parts.defer(single_part(lambda: make(columns, first)))
 
     def reply(self, completions: list[ChoiceOutput], parts: DeferredParts | None = None) -> GenerateReply:
-        """The whole reply; with `parts`, logprobs are made later."""
         generation = self._generation
         scores = None
         if self._scores_due:
@@ -379,7 +377,6 @@ class _Render:
         )  # fmt: skip
 
     def delta(self, delta: ChoiceOutput) -> bytes:
-        """One event."""
         if self._first or self._continuous or self._scores_due or delta.finish_reason is not None:
             return self._event(delta)
         return self._plain_event(delta)
@@ -430,7 +427,6 @@ class _Render:
         return sse.event(encode_json(chunk))
 
     def tail(self) -> bytes:
-        """The usage event, if it was requested."""
         if not self._usage:
             return b""
         generation = self._generation

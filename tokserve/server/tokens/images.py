@@ -64,10 +64,8 @@ class RenderedFeatures(msgspec.Struct):
 async def fetched(
     serving: Serving, request: Request, ids: Sequence[int], images: Sequence[ImageUrl], field: str
 ) -> TokenPrompt:
-    """The prompt with one placeholder for each image, expanded.  `field`: of the ids, for errors.
-
-    Raises RequestError, and `ClientDisconnected`.
-    """
+    """The prompt with one placeholder for each image, expanded.  `field`: of the ids, for errors.  Raises RequestError,
+    and `ClientDisconnected`."""
     reader = serving.images
     if reader is None:
         refuse_images(images)
@@ -86,9 +84,7 @@ async def prompt_with_images(
     serving: Serving, request: Request, parts: Any, features: Any, ids: Sequence[int] | bytes, field: str, salt: str
 ) -> TokenPrompt:
     """The token route's prompt.  `parts`: its `content_parts`; `features`: its field of this name; one of them is None.
-
-    `salt`: the request's cache_salt: features without data are those of requests with the same.
-    """
+    `salt`: the request's cache_salt: features without data are those of requests with the same."""
     if parts is not None and features is not None:
         raise RequestError("content_parts and features are mutually exclusive", field="content_parts")
     if isinstance(ids, bytes | bytearray):

@@ -54,7 +54,6 @@ def by_default(form: StructuredOutputs, closed: bool) -> StructuredOutputs:
 
 
 def with_default(params: SamplingParams, closed: bool) -> SamplingParams:
-    """The parameters with `by_default` applied to their structured outputs."""
     if not closed or params.structured_outputs is None:
         return params
     return msgspec.structs.replace(params, structured_outputs=by_default(params.structured_outputs, closed))

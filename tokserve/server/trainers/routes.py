@@ -1,11 +1,27 @@
-"""The control routes of training frameworks."""
+"""The control routes of training frameworks, and those that are refused in a few words."""
 
 from __future__ import annotations
 
+from starlette.requests import Request
+from starlette.responses import Response
+
 from tokserve import admin
+from tokserve.errors import RequestError
 from tokserve.server.admin.commands import CommandRoute, load_lora_adapter
 from tokserve.server.reply_types import AdapterReply, Success
-from tokserve.server.trainers import areal, prime_rl
+from tokserve.server.serving import Serving
+from tokserve.server.trainers import areal
+
+
+async def init_broadcaster(serving: Serving, request: Request) -> Response:
+    """POST /init_broadcaster: refused; the error names the setting to use instead"""
+    # After a 404 prime-rl would go on without a broadcast, and fail at the first update.
+    raise RequestError(
+        "prime-rl's NCCL broadcast needs a CUDA device at both ends and sends pickles: set the trainer's and the "
+        'orchestrator\'s weight_broadcast.type to "filesystem", which this server reads',
+        code="unsupported",
+    )
+
 
 ROUTES = (
     CommandRoute("/areal_pause_generation", areal.pause, None, Success),
@@ -17,6 +33,6 @@ ROUTES = (
     CommandRoute("/areal_update_weights_xccl", areal.receive, None, Success),
     CommandRoute("/areal_set_update_weight_meta_lora", areal.refuse_adapter_tensors, None, None),
     CommandRoute("/areal_update_weights_lora_xccl", areal.refuse_adapter_tensors, None, None),
-    CommandRoute("/init_broadcaster", prime_rl.init_broadcaster, None, None),
+    CommandRoute("/init_broadcaster", init_broadcaster, None, None),
     CommandRoute("/skyrl/v1/load_lora_adapter", load_lora_adapter, admin.LoadAdapter, AdapterReply),
 )
