@@ -205,45 +205,41 @@ class AdminCommand:
     routes: tuple[str, ...] = ()
 
 
+def _routed(name: str, parameters: type[msgspec.Struct], when: When, text: str) -> AdminCommand:
+    """A command whose route has its name."""
+    return AdminCommand(name, parameters, when, text, (f"/{name}",))
+
+
 COMMANDS: dict[str, AdminCommand] = {
     command.name: command
     for command in (
-        AdminCommand("pause", Pause, "step boundary", "stop generating", ("/pause",)),
-        AdminCommand("extend_pause", NoParameters, "at once", "extend the lease of the pause", ("/extend_pause",)),
-        AdminCommand("resume", NoParameters, "at once", "resume generation; ends a sleep of level 0 too", ("/resume",)),
-        AdminCommand("sleep", Sleep, "step boundary", "pause, and release memory", ("/sleep",)),
-        AdminCommand("wake_up", WakeUp, "step boundary", "undo a sleep, or parts of it", ("/wake_up",)),
-        AdminCommand(
+        _routed("pause", Pause, "step boundary", "stop generating"),
+        _routed("extend_pause", NoParameters, "at once", "extend the lease of the pause"),
+        _routed("resume", NoParameters, "at once", "resume generation; ends a sleep of level 0 too"),
+        _routed("sleep", Sleep, "step boundary", "pause, and release memory"),
+        _routed("wake_up", WakeUp, "step boundary", "undo a sleep, or parts of it"),
+        _routed(
             "release_kv_cache_memory",
             NoParameters,
             "step boundary",
             "release the KV cache's memory; running requests are computed again after wake_up",
-            ("/release_kv_cache_memory",),
         ),
-        AdminCommand(
-            "reset_prefix_cache", ResetPrefixCache, "at once", "empty the prefix cache", ("/reset_prefix_cache",)
-        ),
-        AdminCommand("add_draft_corpus", AddDraftCorpus, "at once", "keep outputs as drafts", ("/add_draft_corpus",)),
-        AdminCommand(
-            "remove_draft_corpus", RemoveDraftCorpus, "at once", "drop the drafts of a group", ("/remove_draft_corpus",)
-        ),
-        AdminCommand(
+        _routed("reset_prefix_cache", ResetPrefixCache, "at once", "empty the prefix cache"),
+        _routed("add_draft_corpus", AddDraftCorpus, "at once", "keep outputs as drafts"),
+        _routed("remove_draft_corpus", RemoveDraftCorpus, "at once", "drop the drafts of a group"),
+        _routed(
             "init_weight_transfer_engine",
             InitTransfer,
             "in the background",
             "prepare a weight transfer; gloo and nccl join the trainer's group",
-            ("/init_weight_transfer_engine",),
         ),
-        AdminCommand(
+        _routed(
             "shutdown_weight_transfer_engine",
             NoParameters,
             "in the background",
             "close the weight transfer; an open update is rolled back",
-            ("/shutdown_weight_transfer_engine",),
         ),
-        AdminCommand(
-            "start_weight_update", StartUpdate, "in the background", "open an update", ("/start_weight_update",)
-        ),
+        _routed("start_weight_update", StartUpdate, "in the background", "open an update"),
         AdminCommand("update_weights", StageTensors, "in the background", "stage tensors of the open update"),
         AdminCommand("begin_weight_stream", BeginStream, "at once", "announce a safetensors file"),
         AdminCommand("feed_weights", FeedStream, "in the background", "stage a piece of a safetensors file"),
@@ -253,21 +249,9 @@ COMMANDS: dict[str, AdminCommand] = {
             "commit at a step boundary",
             "a complete update from a directory",
         ),
-        AdminCommand(
-            "finish_weight_update",
-            FinishUpdate,
-            "commit at a step boundary",
-            "commit the staged weights",
-            ("/finish_weight_update",),
-        ),
-        AdminCommand("abort_weight_update", AbortUpdate, "at once", "roll the update back", ("/abort_weight_update",)),
-        AdminCommand(
-            "update_weight_version",
-            RenameVersion,
-            "step boundary",
-            "set the version of the current weights",
-            ("/update_weight_version",),
-        ),
+        _routed("finish_weight_update", FinishUpdate, "commit at a step boundary", "commit the staged weights"),
+        _routed("abort_weight_update", AbortUpdate, "at once", "roll the update back"),
+        _routed("update_weight_version", RenameVersion, "step boundary", "set the version of the current weights"),
         AdminCommand("weight_checksums", NoParameters, "in the background", "checksums of the weights in memory"),
         AdminCommand(
             "checkpoint_checksums", NoParameters, "in the background", "checksums of the checkpoint's tensors"
@@ -288,15 +272,9 @@ COMMANDS: dict[str, AdminCommand] = {
             "unload an adapter when its requests have ended",
             ("/v1/unload_lora_adapter", "/unload_lora_adapter"),
         ),
-        AdminCommand("start_profile", StartProfile, "step boundary", "start to record a profile", ("/start_profile",)),
-        AdminCommand(
-            "stop_profile",
-            NoParameters,
-            "step boundary",
-            "end the profile: write the trace and tables of times",
-            ("/stop_profile",),
-        ),
-        AdminCommand("collective_rpc", WorkerCall, "step boundary", "call the worker extension", ("/collective_rpc",)),
+        _routed("start_profile", StartProfile, "step boundary", "start to record a profile"),
+        _routed("stop_profile", NoParameters, "step boundary", "end the profile: write the trace and tables of times"),
+        _routed("collective_rpc", WorkerCall, "step boundary", "call the worker extension"),
         AdminCommand("apply_model", ModelCall, "step boundary", "call a function with the model"),
     )
 }

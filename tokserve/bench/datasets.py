@@ -89,10 +89,8 @@ class DatasetSpec:
 
 
 def make(spec: DatasetSpec, *, stream: int = 0) -> list[Conversation]:
-    """The conversations of `spec`, always the same ones for the same spec.
-
-    Another `stream` gives other prompts with the same shared prefix, for the warm-up.
-    """
+    """The conversations of `spec`, always the same ones for the same spec.  Another `stream` gives other prompts with
+    the same shared prefix, for the warm-up."""
     spec.check()
     if spec.kind == "jsonl":
         return _read(spec)
@@ -126,8 +124,7 @@ def _length(rng: np.random.Generator, middle: int, ratio: float) -> int:
 def _prompt(rng: np.random.Generator, length: int, spec: DatasetSpec) -> Prompt:
     if spec.text:
         return " ".join(WORDS[i] for i in rng.integers(0, len(WORDS), length))
-    ids: list[int] = rng.integers(LOWEST_ID, spec.vocab_size, length).tolist()
-    return ids
+    return rng.integers(LOWEST_ID, spec.vocab_size, length).tolist()
 
 
 class DatasetRow(msgspec.Struct):

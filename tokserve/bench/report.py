@@ -30,10 +30,8 @@ GOODPUT = ("ttft", "tpot", "e2el")
 
 @dataclass(slots=True)
 class Outcome:
-    """One request.  Times are seconds; `start`, `sent` and `end` count from the beginning of the run.
-
-    `ttft` and `e2el` begin at `start`, the scheduled time; `sent` is when the request was sent.
-    """
+    """One request.  Times are seconds; `start`, `sent` and `end` count from the beginning of the run.  `ttft` and
+    `e2el` begin at `start`, the scheduled time; `sent` is when the request was sent."""
 
     start: float
     sent: float = 0.0
@@ -134,10 +132,8 @@ def result(
 
 
 def cache_hits(outcomes: Sequence[Outcome], shared: int) -> dict[str, int]:
-    """Hits of the prefix cache.  `shared`: cached tokens that the chat template puts before all prompts.
-
-    A prompt is repeated if at least half of its own tokens were cached: a block of them may be by chance.
-    """
+    """Hits of the prefix cache.  `shared`: cached tokens that the chat template puts before all prompts.  A prompt is
+    repeated if at least half of its own tokens were cached: a block of them may be by chance."""
     served = [o for o in outcomes if o.error is None]
     lengths = [(o.cached_tokens - shared, o.input_tokens - shared) for o in served]
     return {

@@ -81,8 +81,7 @@ def arrivals(count: int, rate: float, seed: int) -> list[float]:
         return [0.0] * count
     gaps = np.random.default_rng([seed, 2]).exponential(1.0 / rate, count)
     gaps[0] = 0.0
-    times: list[float] = np.cumsum(gaps).tolist()
-    return times
+    return np.cumsum(gaps).tolist()
 
 
 class LoadRunner:
@@ -246,10 +245,8 @@ async def _warm_up(load: Load, session: aiohttp.ClientSession) -> None:
 
 
 async def _shared_by_template(load: Load, session: aiohttp.ClientSession, outcomes: Sequence[Outcome]) -> int:
-    """Cached prompt tokens that all chats share, measured with one new chat.
-
-    The request follows the run, so it affects no figure.  0 where no template is applied or nothing was cached.
-    """
+    """Cached prompt tokens that all chats share, measured with one new chat.  The request follows the run, so it
+    affects no figure.  0 where no template is applied or nothing was cached."""
     if load.shape.backend != "openai-chat" or not any(outcome.cached_tokens for outcome in outcomes):
         return 0
     run = LoadRunner(load, session)

@@ -19,7 +19,6 @@ DATASETS = ("random", "shared-prefix", "jsonl")
 
 
 def add_bench(commands: Any) -> None:
-    """Add the `bench` command and its two subcommands."""
     bench = commands.add_parser(
         "bench", help="measure a server or the engine", description="Measure throughput and latency."
     )

@@ -29,10 +29,8 @@ class _Stopped(Exception):
 
 
 def hold(config: Config) -> int:
-    """Start this machine's ranks and wait for their end; returns the exit code, 0 if the engine has ended them.
-
-    If the engine is lost, others are started for the one that replaces it, `restart_engine` times.
-    """
+    """Start this machine's ranks and wait for their end; returns the exit code, 0 if the engine has ended them.  If the
+    engine is lost, others are started for the one that replaces it, `restart_engine` times."""
     restarts = 0
     with _signals():
         while True:

@@ -34,10 +34,8 @@ DEAD_GRACE = 5.0  # seconds of 503s after the engine's death, before the process
 
 
 class Signals:
-    """Calls `act` on SIGTERM, SIGINT and SIGHUP; `act` may be replaced.
-
-    A SIGHUP that is ignored when the process starts (`nohup`) stays ignored.
-    """
+    """Calls `act` on SIGTERM, SIGINT and SIGHUP; `act` may be replaced.  A SIGHUP that is ignored when the process
+    starts (`nohup`) stays ignored."""
 
     def __init__(self, act: Callable[[], object]) -> None:
         self.act = act

@@ -80,7 +80,6 @@ def spread(sock: socket.socket, count: int) -> list[socket.socket]:
 
 
 def url(config: Config, sock: socket.socket) -> str:
-    """The URL of the socket, for clients."""
     if config.server.uds:
         return f"unix:{config.server.uds}"
     host, port = sock.getsockname()[:2]

@@ -66,8 +66,7 @@ def _parsed(root: argparse.ArgumentParser, words: Sequence[str]) -> dict[str, An
     values = vars(parsed)
     if unknown:
         _refuse(
-            values.get("parser", root),
-            next((argument for argument in unknown if argument.startswith("-")), unknown[0]),
+            values.get("parser", root), next((argument for argument in unknown if argument.startswith("-")), unknown[0])
         )
     return values
 

@@ -68,7 +68,7 @@ def _add(group: Any, name: str, hint: Any) -> None:
     flags = _flags(name)
     default = _default(name)
     if default not in (None, [], ""):
-        text += f" Default: {_shown(default)}."
+        text += f" Default: {str(default).lower() if isinstance(default, bool) else default}."
     common: dict[str, Any] = {"dest": name, "default": None, "help": text.replace("%", "%%")}
     if base is bool:
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
@@ -107,10 +107,6 @@ def _unwrap(hint: Any) -> tuple[Any, str, bool]:
 def _default(name: str) -> Any:
     config = options.Config()
     return next(getattr(getattr(config, group), field) for group, field, _ in options.fields() if field == name)
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _json(text: str) -> Any:

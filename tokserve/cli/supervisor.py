@@ -186,8 +186,7 @@ class Supervisor:
         """Have the engine drop the requests of a process that has ended; returns their number."""
         while self.llm.dead is None:
             try:
-                dropped: int = await self.llm.call("leave", front_end=name)
-                return dropped
+                return await self.llm.call("leave", front_end=name)
             except EngineDead:
                 await self.llm.restored()
         return 0

@@ -39,10 +39,8 @@ def _json_or_text(text: str) -> Any:
 
 
 def read_options(path: str, parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], str | None]:
-    """The options of a YAML file as words, without those that `words` have, and the model that it names.
-
-    Raises StartError.
-    """
+    """The options of a YAML file as words, without those that `words` have, and the model that it names.  Raises
+    StartError."""
     values = _read(path)
     model = values.pop("model", None)
     known = parser._option_string_actions

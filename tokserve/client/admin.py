@@ -132,11 +132,10 @@ class AdminMethods(ABC):
         `take_over`: roll back an update that is open.  Returns {"update_id"}, which other calls may name: they are
         refused (Conflict) where another update is open.
         """
-        started: dict[str, Any] = await self.call(
+        return await self.call(
             "start_weight_update", is_checkpoint_format=is_checkpoint_format, base_version=base_version,
             base_checksum=base_checksum, lease=lease, take_over=take_over,
         )  # fmt: skip
-        return started
 
     async def update_weights(self, request: Any) -> None:
         """Stage the tensors of {"update_info": {...}} (or an object with that attribute, or a list with one per rank).
@@ -173,10 +172,8 @@ class AdminMethods(ABC):
         return {"weight_version": self.status.weight_version, "epoch": self.status.epoch}
 
     async def served_weights(self, *, checksum: bool = False, tensors: bool = False) -> dict[str, Any]:
-        """Which weights serve: {"weight_version", "epoch", "checksum", "last_failure"}.
-
-        `checksum`: have it computed; `tensors`: list the tensors in which deltas count.
-        """
+        """Which weights serve: {"weight_version", "epoch", "checksum", "last_failure"}.  `checksum`: have it computed;
+        `tensors`: list the tensors in which deltas count."""
         listed = await self.call("weight_coordinates") | {"delta_format": "tokserve-delta-1"} if tensors else {}
         if checksum:
             await self.call("weights_checksum")
@@ -217,23 +214,15 @@ class AdminMethods(ABC):
         await self.call("feed_weights", stream=stream, chunk=chunk, last=last, broken=broken)
 
     async def finish_weight_update(
-        self,
-        weight_version: str | None = None,
-        checksum: str | None = None,
-        *,
-        recompute_kv: bool = False,
+        self, weight_version: str | None = None, checksum: str | None = None, *, recompute_kv: bool = False,
         update_id: str | None = None,
-    ) -> dict[str, Any]:
-        """Commit: {"weight_version", "epoch", "message"}.  Raises RequestError if tensors are missing.
-
-        `checksum`: what the result of a delta must have.  `recompute_kv`: requests in flight go on with KV of the new
-        weights.
-        """
-        done: dict[str, Any] = await self.call(
+    ) -> dict[str, Any]:  # fmt: skip
+        """Commit: {"weight_version", "epoch", "message"}.  Raises RequestError if tensors are missing.  `checksum`:
+        what the result of a delta must have.  `recompute_kv`: requests in flight go on with KV of the new weights."""
+        return await self.call(
             "finish_weight_update", weight_version=weight_version, checksum=checksum, recompute_kv=recompute_kv,
             update_id=update_id,
         )  # fmt: skip
-        return done
 
     async def abort_weight_update(self, update_id: str | None = None) -> None:
         """Roll the open update back; with `update_id`, no other than that."""
@@ -244,30 +233,24 @@ class AdminMethods(ABC):
         await self.call("update_weight_version", new_version=new_version)
 
     async def get_weight_version(self) -> str:
-        """The version of the weights that serve."""
         return (await self.fresh_status()).weight_version
 
     async def weight_checksums(self) -> dict[str, str]:
         """SHA-256 of the weights as stored in memory, by parameter."""
-        checksums: dict[str, str] = await self.call("weight_checksums")
-        return checksums
+        return await self.call("weight_checksums")
 
     async def checkpoint_checksums(self) -> dict[str, dict[str, str]]:
-        """SHA-256 of the tensors that the weights were loaded from: {"checkpoint": by name, "tied": aliases}.
-
-        Raises Conflict if they are not available.
-        """
-        checksums: dict[str, dict[str, str]] = await self.call("checkpoint_checksums")
-        return checksums
+        """SHA-256 of the tensors that the weights were loaded from: {"checkpoint": by name, "tied": aliases}.  Raises
+        Conflict if they are not available."""
+        return await self.call("checkpoint_checksums")
 
     async def load_lora_adapter(
         self, lora_name: str, lora_path: str, load_inplace: bool | None = None
     ) -> dict[str, Any]:
         """Load a PEFT directory under a name, replacing what has it: {"lora_name", "lora_path", "generation"}."""
-        done: dict[str, Any] = await self.call(
+        return await self.call(
             "load_lora_adapter", lora_name=lora_name, lora_path=str(lora_path), load_inplace=load_inplace
         )
-        return done
 
     async def unload_lora_adapter(self, lora_name: str) -> None:
         """Unload an adapter; returns when its last request has ended.  Raises NotFound."""
@@ -293,17 +276,15 @@ class AdminMethods(ABC):
         """Record where the engine's time goes, until `stop_profile` or for so many steps or seconds; needs
         `profiler_dir`.  Raises Conflict while a profile is under way."""
         args = {} if profiler_kwargs is None else {"profiler_kwargs": dict(profiler_kwargs)}
-        started: dict[str, Any] = await self.call(
+        return await self.call(
             "start_profile", profile_prefix=profile_prefix, delay_iterations=delay_iterations,
             max_iterations=max_iterations, max_seconds=max_seconds, op_by_op=op_by_op, **args,
         )  # fmt: skip
-        return started
 
     async def stop_profile(self) -> dict[str, Any]:
         """The trace's path, and tables of where time went (docs/profiling.md); also of a profile that has ended by
         itself.  Raises Conflict if there is none."""
-        stopped: dict[str, Any] = await self.call("stop_profile")
-        return stopped
+        return await self.call("stop_profile")
 
     async def collective_rpc(
         self, method: str, timeout: float | None = None, args: Sequence[Any] = (),
@@ -312,15 +293,13 @@ class AdminMethods(ABC):
         """Call a method of the worker extension between two steps: a result per worker.  Arguments and results must be
         plain values."""
         call = self.call("collective_rpc", method=method, args=list(args), kwargs=dict(kwargs or {}))
-        results: list[Any] = await asyncio.wait_for(call, timeout)
-        return results
+        return await asyncio.wait_for(call, timeout)
 
     async def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """Call an importable function with the model, in the engine's process: a result per worker."""
         if "<" in func.__qualname__ or func.__module__ == "__main__":
             raise RequestError("func must be a function of a module that the engine can import", field="func")
-        results: list[Any] = await self.call("apply_model", function=f"{func.__module__}:{func.__qualname__}")
-        return results
+        return await self.call("apply_model", function=f"{func.__module__}:{func.__qualname__}")
 
     async def fresh_status(self) -> Status:
         """The engine's state as of now."""

@@ -179,7 +179,6 @@ class AsyncLLM(AdminMethods):
 
     @property
     def reports(self) -> list[EngineReport]:
-        """What each engine reported last, by rank."""
         return self._engine.reports
 
     @property
@@ -189,7 +188,6 @@ class AsyncLLM(AdminMethods):
 
     @property
     def status(self) -> Status:
-        """The engine's state, as last reported."""
         return self._engine.status
 
     @property
@@ -209,12 +207,10 @@ class AsyncLLM(AdminMethods):
 
     @property
     def hung(self) -> bool:
-        """Whether the engine has not finished a step for longer than `step_timeout`."""
         return self._engine.hung
 
     @property
     def num_inflight(self) -> int:
-        """Requests that have not ended."""
         return self._engine.num_inflight
 
     # --- requests ---
@@ -298,10 +294,8 @@ class AsyncLLM(AdminMethods):
         return [Stream(sender, request) for request in requests]
 
     async def abort(self, request_ids: str | Iterable[str], reason: str = "abort_user") -> dict[str, str]:
-        """Abort a request, or several, of any client; returns when the engine has freed them.
-
-        Ids may have a reply's prefix.  The result is "aborted", "finished" or "not_found" for every id as given.
-        """
+        """Abort a request, or several, of any client; returns when the engine has freed them.  Ids may have a reply's
+        prefix.  The result is "aborted", "finished" or "not_found" for every id as given."""
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
         bare_ids = {request_id: bare_id(request_id) for request_id in ids}
         keys = list(bare_ids.values())
@@ -310,23 +304,19 @@ class AsyncLLM(AdminMethods):
 
     async def abort_group(self, group_id: str, reason: str = "abort_user") -> dict[str, str]:
         """The same for all requests of a group; the result is by bare id."""
-        results: dict[str, str] = await self.call("abort_group", reason=reason, group=group_id)
-        return results
+        return await self.call("abort_group", reason=reason, group=group_id)
 
     async def abort_prefix(self, prefix: str, reason: str = "abort_user") -> dict[str, str]:
         """The same for all requests whose bare id begins with `prefix`."""
-        results: dict[str, str] = await self.call("abort_prefix", reason=reason, prefix=prefix)
-        return results
+        return await self.call("abort_prefix", reason=reason, prefix=prefix)
 
     async def abort_all(self, reason: str = "abort_user") -> dict[str, str]:
         """The same for all requests of this engine."""
-        results: dict[str, str] = await self.call("abort_all", reason=reason)
-        return results
+        return await self.call("abort_all", reason=reason)
 
     async def abort_own(self, reason: str = "abort_user") -> dict[str, str]:
         """The same for all requests sent from here."""
-        results: dict[str, str] = await self.call("abort", reason=reason, keys=self._engine.request_ids())
-        return results
+        return await self.call("abort", reason=reason, keys=self._engine.request_ids())
 
     # --- the engine's commands ---
 
@@ -344,10 +334,8 @@ class AsyncLLM(AdminMethods):
         self, weights: Any, version: str | None = None, *, delta: bool = False, directory: str | None = None,
         anchor_every: int = 10, recompute_kv: bool = False,
     ) -> Any:  # fmt: skip
-        """Replace all weights, rounded as the engine keeps them: a `tokserve.rl.PushResult`.
-
-        The arguments are those of `tokserve.rl.AsyncClient.push`.  With `delta` less is copied and checked.
-        """
+        """Replace all weights, rounded as the engine keeps them: a `tokserve.rl.PushResult`.  The arguments are those
+        of `tokserve.rl.AsyncClient.push`.  With `delta` less is copied and checked."""
         return await self._pushes.push(
             weights, version, delta=delta, directory=directory, anchor_every=anchor_every, recompute_kv=recompute_kv
         )
@@ -363,9 +351,7 @@ class AsyncLLM(AdminMethods):
         self._engine.give_up()
 
     async def restored(self) -> None:
-        """Wait while another engine is being started."""
         await self._engine.restored()
 
     def on_replaced(self, callback: Callable[[], object]) -> None:
-        """Call `callback` when another engine serves after one that was lost, or when none will."""
         self._engine.on_replaced(callback)

@@ -35,9 +35,7 @@ RETRY_SECONDS = 0.1
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
     """What to search for.  `logprobs`: alternatives of each token in the output; None: none and no logprobs.
-
-    `temperature` is taken and has no effect: scores are of the model's own distribution.
-    """
+    `temperature` is taken and has no effect: scores are of the model's own distribution."""
 
     beam_width: int
     max_tokens: int = 16

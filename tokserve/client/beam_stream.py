@@ -45,7 +45,6 @@ class BeamStream:
         """Does nothing: all output comes at the end."""
 
     async def aclose(self) -> None:
-        """Abort what has not ended."""
         self._search.cancel()
 
 

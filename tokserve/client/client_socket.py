@@ -50,9 +50,8 @@ class ClientSocket:
         self._descriptor = self._socket.fileno()
         self._loop.add_reader(self._descriptor, self.read)
         self._closed = False
-        self._drop = weakref.finalize(
-            self, _drop, self._socket, self._context
-        )  # one that was never closed must not block
+        # one that was never closed must not block
+        self._drop = weakref.finalize(self, _drop, self._socket, self._context)
         self._drop.atexit = False  # at exit, others still shut down in order
 
     def send(self, message: ToEngine) -> None:

@@ -113,7 +113,6 @@ class Coordinator:
         return fan_out.outcome(method, args, answers, size)
 
     async def _send(self, method: str, sent: Mapping[int, Mapping[str, Any]]) -> list[Answer]:
-        """The answers of the engines of these ranks to these arguments."""
         calls = (_answer(self._engines[rank], method, dict(args)) for rank, args in sent.items())
         return list(await asyncio.gather(*calls))
 
@@ -121,7 +120,7 @@ class Coordinator:
         token, phase = secrets.token_hex(8), 1
         prepare = {rank: {"method": method, "args": args, "token": token} for rank, args in sent.items()}
         answers = await self._send("prepare", prepare)
-        while waiting := [answer.rank for answer in answers if _is_prepared(answer)]:
+        while waiting := [answer.rank for answer in answers if answer.error is None and "prepared" in answer.result]:
             refused = [answer for answer in answers if answer.error and not isinstance(answer.error, EngineDead)]
             if refused:
                 reason = f"engine {refused[0].rank} refused: {refused[0].error}"
@@ -149,10 +148,6 @@ class Coordinator:
             ranks = [answer.rank for answer in done if answer.result.get("evicted") != name]
             unloading = self._send("unload_lora_adapter", {rank: {"lora_name": name} for rank in ranks})
             self._keep(asyncio.ensure_future(unloading))  # its requests end first
-
-
-def _is_prepared(answer: Answer) -> bool:
-    return answer.error is None and "prepared" in answer.result
 
 
 async def _answer(engine: EngineClient, method: str, args: dict[str, Any]) -> Answer:

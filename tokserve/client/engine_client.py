@@ -152,7 +152,12 @@ class EngineClient:
         self._socket = socket = ClientSocket(address, self._on_message, self.requests.notify, self._name, keys)
         if self._engine is not None:
             engine = self._engine
-            engine.exited.add_done_callback(lambda exited: self._on_exit(socket, exited, engine))
+
+            def on_exit(exited: asyncio.Future[int]) -> None:
+                if not exited.cancelled():
+                    self._on_end(socket, engine.describe_end())
+
+            engine.exited.add_done_callback(on_exit)
         elif pid is not None:
             try:
                 self._forget_process = watch(pid, lambda: self._on_end(socket, "the engine process ended"))
@@ -187,7 +192,6 @@ class EngineClient:
 
     @property
     def reports(self) -> list[EngineReport]:
-        """The report of this one engine."""
         return [EngineReport(self.rank, self.stats, self.status, self.ready, self.down is not None)]
 
     @property
@@ -229,7 +233,6 @@ class EngineClient:
         return number
 
     def end_announcement(self, number: int) -> None:
-        """Tell the engine that nothing more will come of this number."""
         if self._announced.pop(number, None) is not None:
             self.send(EndAnnouncement(number))
 
@@ -266,7 +269,6 @@ class EngineClient:
             self._socket.send(Abort(request_ids, "abort_disconnect"))
 
     def release_soon(self, request: RequestState) -> None:
-        """Do what `release` does, from any thread."""
         if self._loop is not None and not self._loop.is_closed():
             with suppress(RuntimeError):  # the loop was closed meanwhile
                 self._loop.call_soon_threadsafe(self.release, request)
@@ -276,10 +278,6 @@ class EngineClient:
         request_ids = request.open_ids()
         if request_ids and self.down is None:
             self.send(Stall(request_ids, stalled))
-
-    def _abort(self, request_ids: list[str], reason: str) -> None:
-        if request_ids:
-            self.send(Abort(request_ids, reason))
 
     def _next_call(self) -> int:
         """An id for a call or a submission."""
@@ -310,13 +308,13 @@ class EngineClient:
 
     @property
     def hung(self) -> bool:
-        """Whether the engine has not finished a step for longer than `step_timeout`."""
         return self._heartbeat.hung
 
     def _on_message(self, message: FromEngine) -> None:
         if isinstance(message, StepOutput):
             self.stats = message.stats
-            self._abort(self.requests.receive(message), "abort_stop_string")
+            if stopped := self.requests.receive(message):
+                self.send(Abort(stopped, "abort_stop_string"))
         elif isinstance(message, SubmitReply):
             self.requests.resolve(message)
         elif isinstance(message, Reply):
@@ -383,10 +381,6 @@ class EngineClient:
                 call.set_exception(error.again())
         self._calls.clear()
 
-    def _on_exit(self, socket: ClientSocket, exited: asyncio.Future[int], engine: EngineHandle) -> None:
-        if not exited.cancelled():
-            self._on_end(socket, engine.describe_end())
-
     def _on_end(self, socket: ClientSocket, reason: str) -> None:
         if not self._closing and self._loop is not None:
             self._loop.call_later(LAST_MESSAGES, self._die, socket, reason, False)
@@ -438,7 +432,10 @@ class EngineClient:
                 async with self.successor_status(last) as state:
                     await self._transfer_state(state)
                     self._serve(ready)
-                self._log_replacement()
+                if self.status.quarantine is None:
+                    logger.info("another engine serves, with weights of version %s", self.status.weight_version)
+                else:
+                    logger.error("another engine is there, and serves nothing: %s", self.status.quarantine)
                 break
             except (StartError, RequestError) as error:
                 logger.error("the %s cannot be restarted: %s", self._process_name, error)
@@ -455,13 +452,6 @@ class EngineClient:
     def on_replaced(self, callback: Callable[[], object]) -> None:
         """Call `callback` when another engine serves after one that was lost, or when none will."""
         self._on_replaced = callback
-
-    def _log_replacement(self) -> None:
-        status = self.status
-        if status.quarantine is None:
-            logger.info("another engine serves, with weights of version %s", status.weight_version)
-        else:
-            logger.error("another engine is there, and serves nothing: %s", status.quarantine)
 
     async def _transfer_state(self, last: Status) -> None:
         """Give a new engine the state of the old one, before it serves.  Raises RequestError, StartError."""

@@ -108,10 +108,6 @@ def _lists(answers: Sequence[Answer], args: Mapping[str, Any], size: int) -> Any
     return [result for answer in answers for result in answer.result]
 
 
-def _sum(answers: Sequence[Answer], args: Mapping[str, Any], size: int) -> Any:
-    return sum(answer.result for answer in answers)
-
-
 def _maxima(answers: Sequence[Answer], args: Mapping[str, Any], size: int) -> Any:
     return {name: max(answer.result[name] for answer in answers) for name in answers[0].result}
 
@@ -150,7 +146,7 @@ _MERGE: dict[str, Merge] = {
     "collective_rpc": _lists,
     "apply_model": _lists,
     "kv_event_sources": _lists,
-    "leave": _sum,
+    "leave": lambda answers, args, size: sum(answer.result for answer in answers),
     "add_draft_corpus": _maxima,  # engines keep different outputs of requests besides
     "remove_draft_corpus": _maxima,
     "abort": _best,

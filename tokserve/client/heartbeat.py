@@ -43,7 +43,6 @@ class Heartbeat:
         self._was_hung = False
 
     def answered(self) -> None:
-        """The answer to a ping has come."""
         self._ping_sent = None
         self._was_hung = False
 

@@ -18,10 +18,8 @@ PICTURES = ("image", "image_pil", "image_url", "url")  # fields of a part of a c
 
 
 def read_images(images: Any, uuids: Any) -> tuple[ImageUrl, ...]:
-    """The images of vLLM's `multi_modal_data` and `multi_modal_uuids`, {"image": one or several} each.
-
-    Raises RequestError naming the entry.
-    """
+    """The images of vLLM's `multi_modal_data` and `multi_modal_uuids`, {"image": one or several} each.  Raises
+    RequestError naming the entry."""
     pictures, names = _of_images(images, "multi_modal_data"), _of_images(uuids, "multi_modal_uuids")
     if names and len(names) != len(pictures):
         raise invalid("multi_modal_uuids.image", f"must have {len(pictures)} entries, one for each image")

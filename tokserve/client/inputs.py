@@ -42,9 +42,7 @@ NO_TOKENIZER = "this server has no tokenizer (--tokens-only)"
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
     """Which adapter a request is for, as in vLLM.  `lora_int_id` is ignored: adapters are identified by name.
-
-    `load_inplace`: load it again even if it is loaded.
-    """
+    `load_inplace`: load it again even if it is loaded."""
 
     lora_name: str
     lora_int_id: int = 0
@@ -93,9 +91,8 @@ class Inputs:
         task, params, options, seed = self.validate(request), request.task, request.options, 0
         tasks = [task]
         if isinstance(params, SamplingParams) and isinstance(task, SamplingParams):
-            seed = (
-                secrets.randbits(63) if params.seed is None or params.seed == -1 else params.seed
-            )  # -1: some clients' null
+            # -1: some clients' null
+            seed = secrets.randbits(63) if params.seed is None or params.seed == -1 else params.seed
             if params.n > 1:  # the prompt's logprobs are computed once
                 tasks += [msgspec.structs.replace(task, prompt_logprobs=None, prompt_logprobs_start=0)] * (params.n - 1)
             if params.stop_strings() and not options.stream:  # the text is searched as it comes
@@ -359,10 +356,8 @@ def bare_id(request_id: str) -> str:
 
 
 def generation_defaults(model: ModelConfig) -> SamplingParams:
-    """The sampling parameters that the checkpoint's generation_config.json recommends, or the options.
-
-    Raises StartError.
-    """
+    """The sampling parameters that the checkpoint's generation_config.json recommends, or the options.  Raises
+    StartError."""
     values = _recommended(model) | _overrides(model)
     try:
         params = msgspec.convert(values, SamplingParams)

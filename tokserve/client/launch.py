@@ -104,11 +104,8 @@ class EngineHandle(Protocol):
 
 
 class EngineProcess(ChildProcess):
-    """The engine (or `command`), and the private directory of its socket.  `name`: in its log.
-
-    With `host`, an address of this machine, it listens there at a free port, for the client that has the keys' other
-    half.
-    """
+    """The engine (or `command`), and the private directory of its socket.  `name`: in its log.  With `host`, an address
+    of this machine, it listens there at a free port, for the client that has the keys' other half."""
 
     keys: ClientKeys | None = None  # it is on this machine
 
@@ -147,7 +144,6 @@ class EngineProcess(ChildProcess):
         return self.address
 
     def describe_end(self) -> str:
-        """Describe in words how it has ended."""
         return f"the engine process {describe_exit(self.exited.result())}"
 
     async def stop(self, patience: float) -> int:
@@ -159,10 +155,8 @@ class EngineProcess(ChildProcess):
 
 
 def watch(pid: int, then: Callable[[], object]) -> Callable[[], None]:
-    """Call `then` in the running loop when a process has ended, which need not be a child of this one.
-
-    Returns a function that ends the watch, in the same loop.
-    """
+    """Call `then` in the running loop when a process has ended, which need not be a child of this one.  Returns a
+    function that ends the watch, in the same loop."""
     loop = asyncio.get_running_loop()
     descriptor, is_open = os.pidfd_open(pid), True
 

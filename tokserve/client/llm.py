@@ -30,7 +30,7 @@ from tokserve.client.inputs import LoRARequest, adapter_name, generation_default
 from tokserve.client.outputs import ChoiceOutput, merge
 from tokserve.client.pooling import pooler_of
 from tokserve.client.pooling_methods import PoolingMethods
-from tokserve.client.prompts import ParsedPrompt, Prompt, as_list, read
+from tokserve.client.prompts import ParsedPrompt, Prompt
 from tokserve.client.results import RequestOutput, ScoringRequestOutput, request_output
 from tokserve.errors import EngineDead, RequestError
 from tokserve.media.images import image_slots
@@ -48,9 +48,7 @@ Started = tuple[Stream, str | None, SamplingParams]  # with the prompt, if it wa
 SIGNAL_SECONDS = 1.0  # a signal that does not end the main thread's wait is seen after so long
 
 
-def _blocking(
-    command: Callable[Concatenate[AsyncLLM, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[LLM, P], T]:
+def _blocking(command: Callable[Concatenate[AsyncLLM, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[LLM, P], T]:
     """An admin command as a method of `LLM`."""
 
     @wraps(command)
@@ -98,16 +96,13 @@ class LLM(PoolingMethods):
         `lora_request`: the adapter for all prompts, or one (or None) each; a `LoRARequest` with a path is loaded if
         necessary, a name must be that of a loaded adapter.
         """
-        parsed = [read(prompt, self.tokenizer) for prompt in as_list(prompts)]
-        return self._generate(parsed, sampling_params, use_tqdm, lora_request)
+        return self._generate(self._read(prompts), sampling_params, use_tqdm, lora_request)
 
     def enqueue(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, lora_request: Adapters = None
     ) -> list[str]:
         """Start requests and return their ids at once; `wait_for_completion` returns their outputs."""
-        return self._enqueue(
-            [read(prompt, self.tokenizer) for prompt in as_list(prompts)], sampling_params, lora_request
-        )
+        return self._enqueue(self._read(prompts), sampling_params, lora_request)
 
     def enqueue_chat(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None,
@@ -117,10 +112,9 @@ class LLM(PoolingMethods):
         return self._enqueue(self._conversations(messages, **options), sampling_params, lora_request)
 
     def _enqueue(self, parsed: Sequence[ParsedPrompt], sampling_params: Params, lora_request: Adapters) -> list[str]:
-        chosen, adapters = self._params(sampling_params, len(parsed)), self._adapters(lora_request, len(parsed))
-        streams = self._wait(self._open(parsed, chosen, adapters))
-        self._queued += zip(streams, [prompt.text for prompt in parsed], chosen, strict=True)
-        return [stream.request_id for stream in streams]
+        started = self._start(parsed, sampling_params, lora_request)
+        self._queued += started
+        return [stream.request_id for stream, _, _ in started]
 
     def wait_for_completion(self, use_tqdm: bool = True) -> list[RequestOutput]:
         """The outputs of everything enqueued since the last call, in order."""
@@ -182,10 +176,8 @@ class LLM(PoolingMethods):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: Adapters = None,
     ) -> list[RequestOutput]:
-        """Like `generate`, for a conversation or a list of conversations, rendered by the chat template.
-
-        Parts of a content may be images: {"type": "image", "image": one as in `generate`}, or the forms of HTTP.
-        """
+        """Like `generate`, for a conversation or a list of conversations, rendered by the chat template.  Parts of a
+        content may be images: {"type": "image", "image": one as in `generate`}, or the forms of HTTP."""
         parsed = self._conversations(
             messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
             tools=tools, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs,
@@ -197,7 +189,6 @@ class LLM(PoolingMethods):
         continue_final_message: bool = False, tools: Sequence[dict[str, Any]] | None = None,
         chat_template: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ParsedPrompt]:  # fmt: skip
-        """A conversation, or several, as prompts."""
         several = isinstance(messages, Sequence) and messages and not isinstance(messages[0], Mapping)
         conversations: list[Any] = list(messages) if several else [messages]
         if not all(isinstance(one, Sequence) and not isinstance(one, str) for one in conversations):
@@ -214,10 +205,8 @@ class LLM(PoolingMethods):
         priority: int = 0,
     ) -> list[BeamSearchOutput]:  # fmt: skip
         """The `params.beam_width` most probable outputs of each prompt that beam search finds, best first.
-
-        `concurrency_limit`: prompts searched at a time; default: all.  Raises RequestError.
-        """
-        parsed = [read(prompt, self.tokenizer) for prompt in as_list(prompts)]
+        `concurrency_limit`: prompts searched at a time; default: all.  Raises RequestError."""
+        parsed = self._read(prompts)
         params = typed(BeamSearchParams, params)
         params.validate(self.ready, self.config.model.max_logprobs)
         if any(prompt.images for prompt in parsed):
@@ -234,31 +223,28 @@ class LLM(PoolingMethods):
     ) -> list[tuple[ParsedPrompt, Stream, ChoiceOutput]]:
         adapters = self._adapters(lora_request, len(parsed))
         with _progress(len(parsed), use_tqdm) as bar:
-            ended = self._wait(self._pooled(parsed, task, adapters, bar))
-        return [(prompt, *one) for prompt, one in zip(parsed, ended, strict=True)]
+            return self._wait(self._pooled(parsed, task, adapters, bar))
 
     async def _pooled(
         self, parsed: Sequence[ParsedPrompt], task: PoolingParams, adapters: Sequence[str], bar: Any
-    ) -> list[tuple[Stream, ChoiceOutput]]:
-        """Each prompt's stream with its only delta; all of them, or RequestError."""
-        streams = await self._open(parsed, [task] * len(parsed), adapters, text=False)
+    ) -> list[tuple[ParsedPrompt, Stream, ChoiceOutput]]:
+        """Each prompt with its stream and its only delta; all of them, or RequestError."""
         ended = []
-        for stream in streams:
+        streams = await self._open(parsed, [task] * len(parsed), adapters, text=False)
+        for prompt, stream in zip(parsed, streams, strict=True):
             delta = await anext(stream)
             if not delta.pooled:
                 raise RequestError(delta.message or f"a request ended without a vector ({delta.stop_detail})")
-            ended.append((stream, delta))
+            ended.append((prompt, stream, delta))
             bar.update(1)
         return ended
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None with tokens_only."""
         return self._llm.tokenizer
 
     @property
     def config(self) -> Any:
-        """The resolved configuration."""
         return self._llm.config
 
     @property
@@ -327,8 +313,7 @@ class LLM(PoolingMethods):
 
     def get_metrics(self) -> dict[str, int | list[int]]:
         """The engine's gauges and counters by name."""
-        metrics: dict[str, int | list[int]] = msgspec.structs.asdict(self.stats)
-        return metrics
+        return msgspec.structs.asdict(self.stats)
 
     # --- inside ---
 
@@ -352,9 +337,14 @@ class LLM(PoolingMethods):
     def _generate(
         self, parsed: Sequence[ParsedPrompt], params: Params, use_tqdm: bool, lora_request: Adapters
     ) -> list[RequestOutput]:
-        chosen, adapters = self._params(params, len(parsed)), self._adapters(lora_request, len(parsed))
+        started = self._start(parsed, params, lora_request)
         with _progress(len(parsed), use_tqdm) as bar:
-            return self._wait(self._serve(parsed, chosen, adapters, bar))
+            return self._wait(_gather(started, bar))
+
+    def _start(self, parsed: Sequence[ParsedPrompt], params: Params, lora_request: Adapters) -> list[Started]:
+        chosen, adapters = self._params(params, len(parsed)), self._adapters(lora_request, len(parsed))
+        streams = self._wait(self._open(parsed, chosen, adapters))
+        return list(zip(streams, [prompt.text for prompt in parsed], chosen, strict=True))
 
     def _adapters(self, lora_request: Adapters, count: int) -> list[str]:
         """The adapters' names, "" for none; loads those with a path."""
@@ -381,19 +371,10 @@ class LLM(PoolingMethods):
             raise RequestError(f"there are {count} prompts and {len(params)} sampling_params", field="sampling_params")
         return [typed(SamplingParams, value) for value in params]
 
-    async def _serve(
-        self, parsed: Sequence[ParsedPrompt], params: Sequence[SamplingParams], adapters: Sequence[str], bar: Any
-    ) -> list[RequestOutput]:
-        streams = await self._open(parsed, params, adapters)
-        return await _gather(list(zip(streams, [prompt.text for prompt in parsed], params, strict=True)), bar)
-
     async def _open(
-        self,
-        parsed: Sequence[ParsedPrompt],
-        params: Sequence[SamplingParams | PoolingParams],
-        adapters: Sequence[str],
-        text: bool = True,
-    ) -> list[Stream]:
+        self, parsed: Sequence[ParsedPrompt], params: Sequence[SamplingParams | PoolingParams],
+        adapters: Sequence[str], text: bool = True,
+    ) -> list[Stream]:  # fmt: skip
         """Start them all, or none."""
         text = text and self.tokenizer is not None
         async with AsyncExitStack() as stack:
@@ -442,7 +423,6 @@ class LLM(PoolingMethods):
 
 
 def _progress(count: int, shown: bool) -> Any:
-    """A progress bar of requests."""
     return tqdm(total=count, disable=not shown, desc="requests", unit="req")
 
 

@@ -19,10 +19,8 @@ TERMINATORS = ("eos", "stop_token")  # stop details whose last token is not part
 
 
 class EngineReport(msgspec.Struct, frozen=True):
-    """What an engine reported last.  `rank`: of several engines; `down`: there is none now.
-
-    An engine that has died leaves statistics of zero, as the one in its place begins with.
-    """
+    """What an engine reported last.  `rank`: of several engines; `down`: there is none now.  An engine that has died
+    leaves statistics of zero, as the one in its place begins with."""
 
     rank: int
     stats: StepStats

@@ -13,9 +13,7 @@ from tokserve.errors import StartError
 
 def start_engine(config: Config, name: str, environment: Mapping[str, str] | None = None) -> EngineHandle:
     """Start an engine at the place that `config` names.  `name`: in its log.  `environment`: of a child process.
-
-    Raises StartError, OSError.
-    """
+    Raises StartError, OSError."""
     if (option := config.parallel.on_ray) is not None:
         if importlib.util.find_spec("ray") is None:
             raise StartError(f"{option} ray needs Ray: pip install 'tokserve[ray]'")

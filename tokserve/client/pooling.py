@@ -120,7 +120,6 @@ class LabelRules(NamedTuple):
         return values.astype(np.float32)
 
     def label(self, values: NDArray[np.float32]) -> str:
-        """The label with the largest value."""
         return self.labels[int(values.argmax())]
 
 

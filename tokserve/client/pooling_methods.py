@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.client.pairs import PairPrompts, Side, check_scores_pairs, counterparts, similarity
@@ -18,6 +15,7 @@ from tokserve.client.results import (
     ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
+    PooledRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
     ScoringOutput,
@@ -29,6 +27,7 @@ from tokserve.messages import Ready
 from tokserve.params import PoolingParams
 from tokserve.text.tokenizer import Tokenizer
 
+R = TypeVar("R", bound=PooledRequestOutput[Any])
 Ended = tuple[ParsedPrompt, Stream, ChoiceOutput]
 
 
@@ -74,30 +73,20 @@ class PoolingMethods(ABC):
         """
         rules = self._rules(VectorRules)
         rules.check_dimensions(dimensions, self.ready.facts["hidden_size"])
-        return [
-            EmbeddingRequestOutput(
-                stream.request_id, prompt.text, list(stream.prompt_ids),
-                EmbeddingOutput(rules.finish(delta.pooled, dimensions, normalize).tolist()), delta.cached_tokens,
-            )
-            for prompt, stream, delta in self._pool(self._read(prompts), rules.params, lora_request, use_tqdm)
-        ]  # fmt: skip
+        ended = self._pool(self._read(prompts), rules.params, lora_request, use_tqdm)
+        vectors = [EmbeddingOutput(rules.finish(one[2].pooled, dimensions, normalize).tolist()) for one in ended]
+        return _outputs(EmbeddingRequestOutput, ended, vectors)
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], *, use_activation: bool | None = None, use_tqdm: bool = True,
         lora_request: Any = None,
     ) -> list[ClassificationRequestOutput]:  # fmt: skip
-        """Probabilities of a classifier's labels for each prompt; `use_activation` False: the logits.
-
-        Raises RequestError.
-        """
+        """Probabilities of a classifier's labels for each prompt; `use_activation` False: the logits.  Raises
+        RequestError."""
         rules: Any = rules_for(self._rules(LabelRules), "classify", "model")
-        return [
-            ClassificationRequestOutput(
-                stream.request_id, prompt.text, list(stream.prompt_ids),
-                ClassificationOutput(rules.finish(delta.pooled, use_activation).tolist()), delta.cached_tokens,
-            )
-            for prompt, stream, delta in self._pool(self._read(prompts), rules.params, lora_request, use_tqdm)
-        ]  # fmt: skip
+        ended = self._pool(self._read(prompts), rules.params, lora_request, use_tqdm)
+        classes = [ClassificationOutput(rules.finish(one[2].pooled, use_activation).tolist()) for one in ended]
+        return _outputs(ClassificationRequestOutput, ended, classes)
 
     def encode(
         self, prompts: Prompt | Sequence[Prompt], *, pooling_task: str | None = None,
@@ -109,14 +98,14 @@ class PoolingMethods(ABC):
         if pooling_task not in TASKS:
             raise invalid("pooling_task", f"must be one of {', '.join(TASKS)}, got {pooling_task!r}")
         kind = VectorRules if pooling_task.endswith("embed") else LabelRules
-        rules, hidden = rules_for(self._rules(kind), pooling_task, "pooling_task"), self.ready.facts["hidden_size"]
-        return [
-            PoolingRequestOutput(
-                stream.request_id, prompt.text, list(stream.prompt_ids),
-                PoolingOutput(_finished(rules, delta.pooled, use_activation, hidden)), delta.cached_tokens,
-            )
-            for prompt, stream, delta in self._pool(self._read(prompts), rules.params, lora_request, use_tqdm)
-        ]  # fmt: skip
+        rules = rules_for(self._rules(kind), pooling_task, "pooling_task")
+        ended = self._pool(self._read(prompts), rules.params, lora_request, use_tqdm)
+        if isinstance(rules, VectorRules):
+            hidden = self.ready.facts["hidden_size"]
+            rows = [rules.finish(one[2].pooled, normalize=use_activation, hidden=hidden) for one in ended]
+        else:
+            rows = [rules.finish(one[2].pooled, use_activation) for one in ended]
+        return _outputs(PoolingRequestOutput, ended, map(PoolingOutput, rows))
 
     def _score_pairs(
         self, queries: Prompt | Sequence[Prompt], documents: Prompt | Sequence[Prompt], *,
@@ -154,10 +143,12 @@ class PoolingMethods(ABC):
         return self._pooler
 
 
-def _finished(rules: PoolingRules, vector: bytes, use_activation: bool | None, hidden: int) -> NDArray[np.float32]:
-    if isinstance(rules, VectorRules):
-        return rules.finish(vector, normalize=use_activation, hidden=hidden)
-    return rules.finish(vector, use_activation)
+def _outputs(kind: type[R], ended: Sequence[Ended], outputs: Iterable[Any]) -> list[R]:
+    """What the methods return: of this kind, one for each prompt."""
+    return [
+        kind(stream.request_id, prompt.text, list(stream.prompt_ids), output, delta.cached_tokens)
+        for (prompt, stream, delta), output in zip(ended, outputs, strict=True)
+    ]
 
 
 def _side(prompt: Prompt) -> Side:

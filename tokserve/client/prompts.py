@@ -47,10 +47,8 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def read(prompt: Prompt, tokenizer: Tokenizer | None) -> ParsedPrompt:
-    """The prompt's ids.  Raises RequestError for an unknown form or key, and for text without a tokenizer.
-
-    A mapping may hold both, as in vLLM: the ids are then used, and the text is only returned with the output.
-    """
+    """The prompt's ids.  Raises RequestError for an unknown form or key, and for text without a tokenizer.  A mapping
+    may hold both, as in vLLM: the ids are then used, and the text is only returned with the output."""
     if isinstance(prompt, Mapping):
         return _from_mapping(prompt, tokenizer)
     if isinstance(prompt, bytes | bytearray):

@@ -62,12 +62,10 @@ class EngineActor:
             return "", 0, f"on node {node}: {error}"
 
     async def ended(self) -> int:
-        """The exit code, when the process has ended."""
         assert self._process is not None
         return await asyncio.shield(self._process.exited)
 
     async def signal(self, number: int) -> None:
-        """Send a signal to the process."""
         if self._process is not None:
             self._process.signal(number)
 
@@ -123,7 +121,6 @@ class RayEngine:
             self.exited.set_result(code)
 
     def describe_end(self) -> str:
-        """Describe in words how it has ended."""
         from_node = f"on node {self.address.removeprefix('tcp://')}"
         code = self.exited.result()
         if code == LOST:
@@ -131,7 +128,6 @@ class RayEngine:
         return f"the engine process {from_node} {describe_exit(code)}"
 
     def signal(self, number: int) -> None:
-        """Send a signal, if it still runs."""
         if self._actor is not None and not self.exited.done():
             self._actor.signal.remote(number)
 

@@ -138,15 +138,12 @@ class Replicas:
 
     @property
     def num_inflight(self) -> int:
-        """Requests that have not ended."""
         return sum(engine.num_inflight for engine in self.engines)
 
     def request_ids(self) -> list[str]:
-        """The ids of all requests in flight or announced, without prefixes."""
         return sorted({request_id for engine in self.engines for request_id in engine.request_ids()})
 
     def check(self) -> None:
-        """Raises EngineDead unless there is an engine that serves."""
         self.serving.check()
 
     # --- requests ---
@@ -179,10 +176,9 @@ class Replicas:
     def _eligible(self, adapter: str) -> list[EngineClient]:
         """The engines that can serve a request for this adapter; if there is none, those that can say why."""
         up = [engine for engine in self.engines if engine.down is None]
-        able = [
-            engine for engine in up
-            if not engine.hung and engine.status.quarantine is None and (not adapter or _has(engine.status, adapter))
-        ]  # fmt: skip
+        able = [engine for engine in up if not engine.hung and engine.status.quarantine is None]
+        if adapter:
+            able = [engine for engine in able if any(one.name == adapter for one in engine.status.adapters)]
         return able or up
 
     # --- commands ---
@@ -225,7 +221,6 @@ class Replicas:
         await asyncio.gather(*(engine.restored() for engine in self.engines))
 
     def on_replaced(self, callback: Callable[[], object]) -> None:
-        """Call `callback` when another engine serves after one that was lost, or when none will."""
         for engine in self.engines:
             engine.on_replaced(callback)
 
@@ -253,7 +248,3 @@ def _common(ready: Sequence[Ready]) -> Ready:
         if other.facts.get("ops") != first.facts.get("ops"):
             raise StartError(f"engine {rank} has bound other ops than engine 0; name them with --ops")
     return msgspec.structs.replace(first, num_blocks=min(one.num_blocks for one in ready))
-
-
-def _has(status: Status, adapter: str) -> bool:
-    return any(loaded.name == adapter for loaded in status.adapters)

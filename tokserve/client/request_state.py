@@ -36,18 +36,14 @@ class DeliveryRules(msgspec.Struct, frozen=True):
 
 
 class ChoiceState:
-    """What one engine request has received.
-
-    `awaits_scores`: the prompt's logprobs come from the first choice of the request, with the first delta; until they
-    are there, nothing is handed out.
-    """
+    """What one engine request has received.  `awaits_scores`: the prompt's logprobs come from the first choice of the
+    request, with the first delta; until they are there, nothing is handed out."""
 
     __slots__ = (
-        "_cached_tokens", "_detokenizer", "_finish", "_kv_transfer",
-        "_logprobs", "_masks", "_masks_too_long", "_num_tokens", "_pooled",
-        "_prompt_logprobs", "_request", "_routed_experts", "_rules", "_stop_hit", "_texts", "_token_ids",
-        "_weight_versions", "awaits_scores",
-        "finished", "index", "queued", "request_id", "scored",
+        "_cached_tokens", "_detokenizer", "_finish", "_kv_transfer", "_logprobs", "_masks", "_masks_too_long",
+        "_num_tokens", "_pooled",
+        "_prompt_logprobs", "_routed_experts", "_rules", "_stop_hit", "_texts", "_token_ids", "_weight_versions",
+        "awaits_scores", "finished", "index", "queued", "request_id", "request_reference", "scored",
     )  # fmt: skip
 
     def __init__(
@@ -56,7 +52,7 @@ class ChoiceState:
     ) -> None:  # fmt: skip
         self.index = index
         self.request_id = request_id  # the engine's
-        self._request: weakref.ref[RequestState]
+        self.request_reference: weakref.ref[RequestState]  # not a cycle: there may be thousands of choices
         self.awaits_scores = awaits_scores
         self.scored = False  # the prompt's logprobs have come, or will not
         self.finished = False
@@ -78,14 +74,10 @@ class ChoiceState:
         self._prompt_logprobs: Logprobs | None = None
         self._cached_tokens = 0
 
-    def belongs_to(self, request: weakref.ref[RequestState]) -> None:
-        """It is a choice of this request, which holds it: a reference, not a cycle, as there may be thousands."""
-        self._request = request
-
     @property
     def request(self) -> RequestState:
         """The request that it is a choice of, while that is in use."""
-        request = self._request()
+        request = self.request_reference()
         assert request is not None
         return request
 
@@ -93,10 +85,8 @@ class ChoiceState:
         self, token_ids: list[int], logprobs: Logprobs | None, rare: RareFields | None,
         masks: SamplingMasks | None = None,
     ) -> bool:  # fmt: skip
-        """Accept a row of a step.  True: a stop string ended the choice, and the engine must end it.
-
-        The choice is finished only by the engine's last output of the request, which brings times and weight versions.
-        """
+        """Accept a row of a step.  True: a stop string ended the choice, and the engine must end it.  The choice is
+        finished only by the engine's last output of the request, which brings times and weight versions."""
         finish = rare.finish if rare is not None else None
         stopped = False
         if self._detokenizer is not None:
@@ -236,7 +226,7 @@ class RequestState:
         self._error: RequestError | None = None
         reference = weakref.ref(self)
         for choice in choices:
-            choice.belongs_to(reference)
+            choice.request_reference = reference
 
     def open_ids(self) -> list[str]:
         """The engine's ids of the choices that have not ended."""

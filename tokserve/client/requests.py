@@ -55,7 +55,6 @@ class Requests:
         self._submissions[call_id] = requests
 
     def check_unused(self, requests: Sequence[RequestState]) -> None:
-        """Raise Conflict if an id is in use here."""
         if any(choice.request_id in self._choices for request in requests for choice in request.choices):
             message = f"request_id {requests[0].request_id!r} is in use by a request in flight"
             raise Conflict(message, field="request_id", code="duplicate_id")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,8 @@ from tokserve.client.outputs import ChoiceOutput, Logprobs, SamplingMasks, merge
 from tokserve.client.stream import Stream
 from tokserve.image_parts import Placeholder
 from tokserve.params import SamplingParams
+
+T = TypeVar("T")
 
 
 class Logprob(NamedTuple):
@@ -98,9 +100,7 @@ class CompletionOutput:
 @dataclass(slots=True)
 class RequestOutput:
     """A prompt and its choices.  `prompt_logprobs` begin at `prompt_logprobs_start`, or after the first token.
-
-    `multi_modal_placeholders`: {"image": where the embeddings of each lie in `prompt_token_ids`}, or empty.
-    """
+    `multi_modal_placeholders`: {"image": where the embeddings of each lie in `prompt_token_ids`}, or empty."""
 
     request_id: str
     prompt: str | None
@@ -113,6 +113,18 @@ class RequestOutput:
     multi_modal_placeholders: dict[str, list[Placeholder]] = field(default_factory=dict)
 
 
+@dataclass
+class PooledRequestOutput(Generic[T]):
+    """A prompt, or a pair, and what was made of it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: T
+    num_cached_tokens: int
+    finished: bool = True
+
+
 @dataclass(slots=True)
 class EmbeddingOutput:
     """A vector, float32 [dimensions]."""
@@ -120,16 +132,8 @@ class EmbeddingOutput:
     embedding: list[float]
 
 
-@dataclass(slots=True)
-class EmbeddingRequestOutput:
+class EmbeddingRequestOutput(PooledRequestOutput[EmbeddingOutput]):
     """A prompt and its vector."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: EmbeddingOutput
-    num_cached_tokens: int
-    finished: bool = True
 
 
 @dataclass(slots=True)
@@ -139,16 +143,8 @@ class ClassificationOutput:
     probs: list[float]
 
 
-@dataclass(slots=True)
-class ClassificationRequestOutput:
+class ClassificationRequestOutput(PooledRequestOutput[ClassificationOutput]):
     """A prompt and its probabilities."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: ClassificationOutput
-    num_cached_tokens: int
-    finished: bool = True
 
 
 @dataclass(slots=True)
@@ -158,16 +154,8 @@ class PoolingOutput:
     data: NDArray[np.float32]
 
 
-@dataclass(slots=True)
-class PoolingRequestOutput:
+class PoolingRequestOutput(PooledRequestOutput[PoolingOutput]):
     """A prompt and what was made of it."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: PoolingOutput
-    num_cached_tokens: int
-    finished: bool = True
 
 
 @dataclass(slots=True)
@@ -177,16 +165,8 @@ class ScoringOutput:
     score: float
 
 
-@dataclass(slots=True)
-class ScoringRequestOutput:
+class ScoringRequestOutput(PooledRequestOutput[ScoringOutput]):
     """A pair and its score; `prompt_token_ids` are of both."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: ScoringOutput
-    num_cached_tokens: int
-    finished: bool = True
 
 
 def request_output(

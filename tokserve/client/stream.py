@@ -53,7 +53,6 @@ class Stream:
 
     @property
     def prompt_ids(self) -> list[int]:
-        """The prompt's token ids."""
         if self._prompt_ids is None:
             self._prompt_ids = unpack_ids(self._state.prompt.ids)
         return self._prompt_ids
@@ -65,9 +64,7 @@ class Stream:
 
     async def accepted(self) -> None:
         """Wait until the engine accepts the request.  Raises Conflict, QueueFull and the other errors of a refusal.
-
-        Without this call, the first delta raises them.
-        """
+        Without this call, the first delta raises them."""
         error = await shield(self._state.admission)
         if error is not None:
             raise error.again()
@@ -92,7 +89,6 @@ class Stream:
         self._state.listen(None)
 
     async def aclose(self) -> None:
-        """Do what `close` does."""
         self.close()
 
     async def __aenter__(self) -> Stream:

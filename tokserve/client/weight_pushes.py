@@ -25,19 +25,15 @@ class EngineChannel:
         self._engine = engine
 
     def refusal(self, error: Exception) -> tuple[str | None, str]:
-        """The code of an error, and its message."""
         return (error.code, error.message) if isinstance(error, RequestError) else (None, str(error))
 
     async def served_weights(self, *, checksum: bool = False, tensors: bool = False) -> dict[str, Any]:
-        """The reply of GET /weight_info."""
         return await self._engine.served_weights(checksum=checksum, tensors=tensors)
 
     async def start(self, base: dict[str, Any]) -> dict[str, Any]:
-        """Open an update; `base`: of a delta, what must be served."""
         return await self._engine.start_weight_update(**base)
 
     async def put_file(self, pieces: AsyncIterator[bytes], handle: dict[str, Any]) -> None:
-        """Stage a safetensors file."""
         stream = secrets.token_hex(8)
         await self._engine.begin_weight_stream(stream, **handle)
         async for piece in pieces:
@@ -45,15 +41,12 @@ class EngineChannel:
         await self._engine.feed_weights(stream, b"", last=True)
 
     async def finish(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Commit: {"weight_version", "epoch"}."""
         return await self._engine.finish_weight_update(**body)
 
     async def abort(self, handle: dict[str, Any]) -> None:
-        """Roll back."""
         await self._engine.abort_weight_update(**handle)
 
     async def load_dir(self, body: dict[str, Any]) -> dict[str, Any]:
-        """An update from a directory: {"weight_version", "epoch"}."""
         return await self._engine.load_weights(body["weight_dir"], body["weight_version"],
                                           recompute_kv=body.get("recompute_kv", False))  # fmt: skip
 

@@ -45,8 +45,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     _check(config)
     settings = _defaults(config, "num_replicas" in deployment) | dict(deployment)
     deployed = serve.deployment(serve.ingress()(Replica)).options(**settings)
-    application: serve.Application = deployed.bind(options, _most_replicas(settings) == 1)
-    return application
+    return deployed.bind(options, _most_replicas(settings) == 1)
 
 
 def _check(config: Config) -> None:
@@ -108,8 +107,7 @@ class ReplicaLLM(AsyncLLM):
 
     async def abort_here(self, method: str, *args: Any) -> dict[str, str]:
         """The same at this replica."""
-        results: dict[str, str] = await getattr(AsyncLLM, method)(self, *args)
-        return results
+        return await getattr(AsyncLLM, method)(self, *args)
 
     async def _at_all_replicas(self, method: str, *args: Any) -> dict[str, str]:
         results = [await self.abort_here(method, *args)]  # this one may be stopping, and unknown to the handle
@@ -146,7 +144,6 @@ class Replica:
         return app
 
     async def abort(self, method: str, *args: Any) -> dict[str, str]:
-        """Abort requests of this replica; see `ReplicaLLM`."""
         return await self._llm.abort_here(method, *args)
 
     async def check_health(self) -> None:
@@ -160,10 +157,8 @@ class Replica:
 
 
 class BehindProxy:
-    """Middleware that refuses what would change one replica of several, unless it is `alone`.
-
-    Serve's proxy gives every request a header X-Request-Id, which would contradict an id in the body: it is left out.
-    """
+    """Middleware that refuses what would change one replica of several, unless it is `alone`.  Serve's proxy gives
+    every request a header X-Request-Id, which would contradict an id in the body: it is left out."""
 
     def __init__(self, app: ASGIApp, config: Config, alone: bool) -> None:
         self._app = app

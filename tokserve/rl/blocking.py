@@ -106,9 +106,7 @@ class Client:
         **sampling: Any,
     ) -> Iterator[RolloutDelta]:
         """The tokens of one prompt's rollouts as they are generated; the joined deltas are what `generate` returns.
-
-        Leaving the loop aborts the rest.  The arguments are those of `AsyncClient.stream`.
-        """
+        Leaving the loop aborts the rest.  The arguments are those of `AsyncClient.stream`."""
         deltas = self._client.stream(
             prompt, n=n, request_id=request_id, cache_salt=cache_salt, group_id=group_id, model=model, **sampling
         )

@@ -120,8 +120,7 @@ class AsyncClient:
         headers = {"Content-Type": MSGPACK, "Accept": MSGPACK}
         content = msgspec.msgpack.encode(body)
         response = await self._connection.send("POST", GENERATE, again=True, content=content, headers=headers)
-        reply: dict[str, Any] = msgspec.msgpack.decode(response.content)
-        return reply
+        return msgspec.msgpack.decode(response.content)
 
     async def stream(
         self,
@@ -184,10 +183,8 @@ class AsyncClient:
         return floats(reply["prompt_logprobs"]["token_logprobs"])
 
     async def abort(self, group_id: str | None = None, *, request_ids: Sequence[str] | None = None) -> int:
-        """Abort the requests of a group, or those with these ids; returns how many there were.
-
-        Their callers get the tokens so far, with finish_reason "abort".  Returns when the engine has freed them.
-        """
+        """Abort the requests of a group, or those with these ids; returns how many there were.  Their callers get the
+        tokens so far, with finish_reason "abort".  Returns when the engine has freed them."""
         if (group_id is None) == (request_ids is None):
             raise ValueError("abort takes a group_id or request_ids")
         body = {"group_id": group_id} if request_ids is None else {"request_ids": list(request_ids)}
@@ -197,13 +194,11 @@ class AsyncClient:
 
     async def state(self) -> dict[str, Any]:
         """GET /inference/v1/state: {"state", "weight_version", "epoch", "running", "waiting", "reason", ...}."""
-        state: dict[str, Any] = await self._connection.get("/inference/v1/state")
-        return state
+        return await self._connection.get("/inference/v1/state")
 
     async def config(self) -> dict[str, Any]:
         """GET /server_info: the server's resolved options, by section."""
-        options: dict[str, Any] = (await self._connection.get("/server_info?config_format=json"))["config"]
-        return options
+        return (await self._connection.get("/server_info?config_format=json"))["config"]
 
     async def models(self) -> list[str]:
         """The names that `model` may have: the model's, and those of loaded adapters."""
@@ -295,8 +290,7 @@ class AsyncClient:
     ) -> list[Any]:
         """Call a method of the server's worker extension, with plain values: a result per worker."""
         body = {"method": method, "args": list(args), "kwargs": dict(kwargs or {})}
-        results: list[Any] = (await self._connection.post("/collective_rpc", body))["results"]
-        return results
+        return (await self._connection.post("/collective_rpc", body))["results"]
 
     # --- adapters ---
 
@@ -313,13 +307,11 @@ class AsyncClient:
 
     @cached_property
     def _channel(self) -> GroupChannel:
-        channel: GroupChannel = _torch_module("group_channel").GroupChannel(self._connection)
-        return channel
+        return _torch_module("group_channel").GroupChannel(self._connection)
 
     @cached_property
     def _pusher(self) -> Pusher:
-        pusher: Pusher = _torch_module("pusher").Pusher(self._channel)
-        return pusher
+        return _torch_module("pusher").Pusher(self._channel)
 
     async def join(
         self,
@@ -401,23 +393,17 @@ class AsyncClient:
 
     async def weight_checksums(self) -> dict[str, str]:
         """Checksums of the tensors that the server's weights were loaded from, by name, as `checksums` computes them.
-
-        Raises ServerError (409) if they are not available.
-        """
+        Raises ServerError (409) if they are not available."""
         request = {"action": "checksum", "names": "checkpoint"}
-        digests: dict[str, str] = (await self._connection.post("/weight_checker", request))["checkpoint"]
-        return digests
+        return (await self._connection.post("/weight_checker", request))["checkpoint"]
 
     async def compare_weights(self, tensors: Weights | Iterable[tuple[str, Tensor]]) -> list[str]:
-        """The names of tensors that differ from the server's, or that only one side has; empty if all are equal.
-
-        The dtype counts: pass the tensors in the dtype in which they were pushed.
-        """
+        """The names of tensors that differ from the server's, or that only one side has; empty if all are equal.  The
+        dtype counts: pass the tensors in the dtype in which they were pushed."""
         named_tensors, checksums = _torch_module("push").named_tensors, _torch_module("digests").checksums
         baseline = await asyncio.to_thread(lambda: checksums(named_tensors(tensors)))
         request = {"action": "compare", "names": "checkpoint", "baseline": baseline}
-        mismatches: list[str] = (await self._connection.post("/weight_checker", request))["mismatches"]
-        return mismatches
+        return (await self._connection.post("/weight_checker", request))["mismatches"]
 
 
 TokserveClient = AsyncClient  # its name before there was a blocking one

@@ -24,9 +24,7 @@ INTERNAL = 500  # of an error within a stream
 
 class Connection:
     """The connections to one server, for one event loop.  Raises httpx.TransportError where a connection fails.
-
-    `take_over`: the first update and the first pause take the place of what a trainer that has gone left open.
-    """
+    `take_over`: the first update and the first pause take the place of what a trainer that has gone left open."""
 
     def __init__(self, url: str, api_key: str | None, connections: int, *, take_over: bool) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -66,7 +64,6 @@ class Connection:
     async def open(
         self, what: Literal["update", "pause"], path: str, body: dict[str, Any], *, again: bool = False
     ) -> Any:
-        """The reply of a POST that opens an update or a pause."""
         reply = await self.post(path, body | ({"take_over": True} if what in self._taking_over else {}), again=again)
         self._taking_over.discard(what)
         return reply
@@ -126,7 +123,6 @@ def _retry_after(response: httpx.Response) -> float | None:
 
 
 def server_error(response: httpx.Response) -> ServerError:
-    """The error of a response."""
     try:
         return _described(response.status_code, response.json()["error"])
     except (ValueError, KeyError, TypeError):

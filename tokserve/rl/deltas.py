@@ -39,10 +39,8 @@ COMPARED = {torch.float32, torch.bfloat16, torch.float16}  # by the extension
 
 @dataclass(frozen=True, slots=True)
 class DeltaLabel:
-    """Which set of weights a delta changes, and into which; `checksum`s are those of `sums.set_checksum`.
-
-    `checksum` "": of a part of a delta, which was made before the others were known.
-    """
+    """Which set of weights a delta changes, and into which; `checksum`s are those of `sums.set_checksum`.  `checksum`
+    "": of a part of a delta, which was made before the others were known."""
 
     base_version: str
     base_checksum: str
@@ -135,8 +133,7 @@ def _places(steps: NDArray[Any]) -> NDArray[np.int64]:
     escapes = steps == 0
     if escapes.any():
         steps = np.where(escapes, np.iinfo(steps.dtype).max, steps)
-    places: NDArray[np.int64] = np.cumsum(steps, dtype=np.int64)[~escapes] - 1
-    return places
+    return np.cumsum(steps, dtype=np.int64)[~escapes] - 1
 
 
 def max_steps(count: int, size: int, dtype: torch.dtype) -> int:
@@ -180,11 +177,8 @@ def applied(delta: TensorDelta | None, tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class DeltaReader:
-    """Puts the parts of a file together again, tensor by tensor.
-
-    `described`: dtype and shape of the tensors that may change.  Every problem is a WeightsError, and is found before
-    memory is taken for what a header says.
-    """
+    """Puts the parts of a file together again, tensor by tensor.  `described`: dtype and shape of the tensors that may
+    change.  Every problem is a WeightsError, and is found before memory is taken for what a header says."""
 
     described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     _announced: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = field(default_factory=dict)
@@ -248,7 +242,6 @@ def _split(key: str) -> tuple[str, str]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype's name without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 

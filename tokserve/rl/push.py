@@ -74,10 +74,7 @@ def is_rounded(tensor: Tensor) -> bool:
 
 @dataclass(slots=True)
 class ServerTensors:
-    """The tensors of a server, as `/weight_info?tensors=true` lists them.
-
-    `refusal`: why it takes no deltas.
-    """
+    """The tensors of a server, as `/weight_info?tensors=true` lists them.  `refusal`: why it takes no deltas."""
 
     described: Described
     tied: dict[str, str]
@@ -86,7 +83,6 @@ class ServerTensors:
 
     @classmethod
     def read(cls, reply: Mapping[str, Any]) -> ServerTensors:
-        """Read them from the reply."""
         described = {name: (getattr(torch, dtype), tuple(shape)) for name, (dtype, shape) in reply["tensors"].items()}
         return cls(described, reply["tied"], [(a, b) for a, b in reply["renames"]], reply["delta_refusal"])
 
@@ -138,12 +134,10 @@ class PushedWeights:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def num_elements(self) -> int:
-        """The elements of all tensors."""
         return sum(tensor.numel() for tensor in self.tensors.values())
 
     def changes(self, known: Mapping[str, Tensor]) -> tuple[Deltas, Sums]:
@@ -175,7 +169,6 @@ class PushedWeights:
         return replace(self.label_of_part(version), checksum=set_checksum(sums, self.described))
 
     def label_of_part(self, version: str) -> DeltaLabel:
-        """The label of a part of a delta."""
         return DeltaLabel(self.version, self.checksum, version, "")
 
     def commit(self, deltas: Deltas, sums: Sums, label: DeltaLabel) -> None:

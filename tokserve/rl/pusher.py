@@ -34,11 +34,8 @@ CURED_BY_FULL = ("base_mismatch", "delta_unsupported", "checksum_mismatch", "not
 
 
 class WeightChannel(Protocol):
-    """The calls of a weight update.  `handle`: says which update is meant; what `start` returned of it.
-
-    `failures`: the errors that its methods raise.  `not_opened`: errors of `start` after
-    which no update of ours is open.
-    """
+    """The calls of a weight update.  `handle`: says which update is meant; what `start` returned of it.  `failures`:
+    the errors that its methods raise.  `not_opened`: errors of `start` after which no update of ours is open."""
 
     @property
     def failures(self) -> tuple[type[Exception], ...]: ...
@@ -79,10 +76,8 @@ class WeightChannel(Protocol):
 
 @asynccontextmanager
 async def transaction(channel: WeightChannel, base: dict[str, str] | None = None) -> AsyncIterator[dict[str, Any]]:
-    """A weight update around the block, which has to finish it; it is rolled back if the block raises.
-
-    Yields what the calls of the block say besides, so that they mean no other update, which took over from this one.
-    """
+    """A weight update around the block, which has to finish it; it is rolled back if the block raises.  Yields what the
+    calls of the block say besides, so that they mean no other update, which took over from this one."""
     closed = False
     handle: dict[str, Any] = {}
     try:

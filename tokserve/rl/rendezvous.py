@@ -96,10 +96,8 @@ STORES: dict[str, Callable[[Any, str, str], Any]] = {"tokserve": _own, "torch": 
 
 
 def nccl_id(pickled: bytes) -> bytes:
-    """The bytes of the NCCL id that vLLM pickles, a ctypes structure.  Raises TransferError for anything else.
-
-    The pickle is read as data: its opcodes are listed, not executed.
-    """
+    """The bytes of the NCCL id that vLLM pickles, a ctypes structure.  Raises TransferError for anything else.  The
+    pickle is read as data: its opcodes are listed, not executed."""
     values: list[bytes] = []
     try:
         if len(pickled) > MAX_PICKLE:

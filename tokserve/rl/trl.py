@@ -44,10 +44,8 @@ log = logging.getLogger(__name__)
 
 
 class WeightUpdates:
-    """Weight updates of a server from code without an event loop, a part at a time.
-
-    Methods raise RuntimeError with the server's message, and httpx.TransportError.
-    """
+    """Weight updates of a server from code without an event loop, a part at a time.  Methods raise RuntimeError with
+    the server's message, and httpx.TransportError."""
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -76,7 +74,6 @@ class WeightUpdates:
             log.warning("the weight update could not be aborted (its lease will end it): %s", error)
 
     def send(self, pairs: Iterable[tuple[str, Tensor]], update_id: str) -> None:
-        """Send tensors within an update."""
         part: dict[str, Tensor] = {}
         size = 0
         for name, tensor in pairs:
@@ -101,11 +98,9 @@ class WeightUpdates:
     def logprobs_mode(self) -> str:
         """The kind of logprobs that the server returns where a request names none."""
         reply = self._http.get("/server_info").raise_for_status().json()
-        mode: str = reply["config"]["model"]["logprobs_mode"]
-        return mode
+        return reply["config"]["model"]["logprobs_mode"]
 
     def close(self) -> None:
-        """Close the connections."""
         self._http.close()
 
 
@@ -124,10 +119,8 @@ def use_tokserve(*, api_key: str | None = None) -> None:
 
 
 class TokserveVLLMClient(vllm_client.VLLMClient):  # type: ignore[misc]
-    """TRL's client of a vLLM server, for a tokserve server: weights go over HTTP, and no process group is formed.
-
-    An update is a transaction: if it fails, the server keeps its old weights, and the error is raised.
-    """
+    """TRL's client of a vLLM server, for a tokserve server: weights go over HTTP, and no process group is formed.  An
+    update is a transaction: if it fails, the server keeps its old weights, and the error is raised."""
 
     _api_key: str | None = None
     _updates: WeightUpdates | None = None
@@ -227,7 +220,6 @@ class HTTPWeightTransfer:
         """Does nothing: there was no pause."""
 
     def destroy(self) -> None:
-        """Close the connections."""
         self._updates.close()
 
 
@@ -293,13 +285,11 @@ def prompt_ids(prompts: list[Any], trainer: Any) -> list[list[int]]:
     """The token ids of prompts, texts or conversations, as the trainer would make them."""
     tokenizer = trainer.processing_class
     if isinstance(prompts[0], str):
-        ids: list[list[int]] = tokenizer(text=prompts)["input_ids"]
-        return ids
-    rendered: list[list[int]] = tokenizer.apply_chat_template(
+        return tokenizer(text=prompts)["input_ids"]
+    return tokenizer.apply_chat_template(
         conversation=prompts, tools=trainer.tools or None, chat_template=trainer.chat_template,
         add_generation_prompt=True, tokenize=True, return_dict=True, **trainer.chat_template_kwargs,
     )["input_ids"]  # fmt: skip
-    return rendered
 
 
 @contextmanager

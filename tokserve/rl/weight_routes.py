@@ -25,14 +25,12 @@ class WeightRoutes:
         self._connection = connection
 
     def refusal(self, error: Exception) -> tuple[str | None, str]:
-        """The code of an error response, and its message."""
         return (error.code, error.message) if isinstance(error, ServerError) else (None, str(error))
 
     async def served_weights(self, *, checksum: bool = False, tensors: bool = False) -> dict[str, Any]:
         """GET /weight_info."""
         flags = [name for name, value in (("checksum", checksum), ("tensors", tensors)) if value]
-        reply: dict[str, Any] = await self._connection.get(f"{INFO}?" + "&".join(f"{name}=true" for name in flags))
-        return reply
+        return await self._connection.get(f"{INFO}?" + "&".join(f"{name}=true" for name in flags))
 
     async def init(self, options: dict[str, Any]) -> None:
         """Have the server meet this process in a process group."""
@@ -43,12 +41,9 @@ class WeightRoutes:
         await self._connection.post(SHUTDOWN)
 
     async def start(self, base: dict[str, Any]) -> dict[str, Any]:
-        """Open an update; `base`: of a delta, what must be served."""
-        started: dict[str, Any] = await self._connection.open("update", START, base)
-        return started
+        return await self._connection.open("update", START, base)
 
     async def put_file(self, pieces: AsyncIterator[bytes], handle: dict[str, Any]) -> None:
-        """Send a safetensors file."""
         path = f"{PUT}?update_id={handle['update_id']}" if handle else PUT
         await self._connection.send("POST", path, content=pieces, headers=TENSORS)
 
@@ -57,15 +52,10 @@ class WeightRoutes:
         await self._connection.post(PUT, {"update_info": tensors} | handle)
 
     async def finish(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Commit: {"weight_version", "epoch"}."""
-        committed: dict[str, Any] = await self._connection.post(FINISH, body)
-        return committed
+        return await self._connection.post(FINISH, body)
 
     async def abort(self, handle: dict[str, Any]) -> None:
-        """Roll back."""
         await self._connection.post(ABORT, handle)
 
     async def load_dir(self, body: dict[str, Any]) -> dict[str, Any]:
-        """An update from a directory: {"weight_version", "epoch"}."""
-        loaded: dict[str, Any] = await self._connection.open("update", PUT, body)
-        return loaded
+        return await self._connection.open("update", PUT, body)

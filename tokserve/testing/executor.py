@@ -12,16 +12,7 @@ import numpy as np
 
 from tokserve.kv_spec import KVLayout, KVSpec
 from tokserve.params import SamplingParams
-from tokserve.plan import (
-    OK,
-    WITHHELD,
-    DeviceFacts,
-    GrammarBitmask,
-    LogprobRows,
-    NewRow,
-    StepPlan,
-    StepResult,
-)
+from tokserve.plan import OK, WITHHELD, DeviceFacts, GrammarBitmask, LogprobRows, NewRow, StepPlan, StepResult
 from tokserve.testing.script import ScriptedReply
 
 DEFAULT_LOGPROB = -1.0
@@ -82,10 +73,7 @@ class ScriptedSlot:
 
 class ScriptedModel:
     """The executor of a scripted model, for one step in flight at a time.  `choices`: by request id; added before the
-    request is submitted.
-
-    Weight updates and adapters are accepted, and change nothing.
-    """
+    request is submitted.  Weight updates and adapters are accepted, and change nothing."""
 
     def __init__(self, vocab_size: int, eos: int) -> None:
         self.choices: dict[str, ScriptedChoice] = {}

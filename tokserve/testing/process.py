@@ -28,19 +28,11 @@ class ServerFailed(AssertionError):
 
 class ServerProcess:
     """A `tokserve serve` process with these options; use as a context manager.  Raises StartError for an unknown one.
-
-    `log`: the lines that it has logged so far; they are added to an error that leaves the block.
-    """
+    `log`: the lines that it has logged so far; they are added to an error that leaves the block."""
 
     module = "tokserve.testing.serve"
 
-    def __init__(
-        self,
-        options: dict[str, Any],
-        *,
-        start_seconds: float = 120.0,
-        stop_seconds: float = 30.0,
-    ) -> None:
+    def __init__(self, options: dict[str, Any], *, start_seconds: float = 120.0, stop_seconds: float = 30.0) -> None:
         self.log: list[str] = []
         self._start_seconds, self._stop_seconds = start_seconds, stop_seconds
         self._url: str | None = None
@@ -114,12 +106,7 @@ class ServerProcess:
         return "\n  ".join([f"{what}; its log:", *self.log[-SHOWN:]])
 
 
-def server(
-    model: str | os.PathLike[str] = "demo",
-    *,
-    start_seconds: float = 120.0,
-    **options: Any,
-) -> ServerProcess:
+def server(model: str | os.PathLike[str] = "demo", *, start_seconds: float = 120.0, **options: Any) -> ServerProcess:
     """A server of `model` (a directory, a hub name, or "demo") on a free port of this machine.
 
     `options` are those of the command line by their Python names (`tokens_only=True`, `max_num_seqs=4`).  Raises

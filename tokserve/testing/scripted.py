@@ -18,10 +18,8 @@ Replies = Iterable[ScriptedReply] | Callable[[list[int], int], ScriptedReply]
 
 
 class ScriptedServer(ServerProcess):
-    """Every route, limit and error is the server's; tokens, logprobs and faults are the script's.
-
-    `choices`: the choices that were replied to so far, in order; `unused`: how many replies are left of a list.
-    """
+    """Every route, limit and error is the server's; tokens, logprobs and faults are the script's.  `choices`: the
+    choices that were replied to so far, in order; `unused`: how many replies are left of a list."""
 
     module = "tokserve.testing.scripted_process"
 
@@ -40,7 +38,6 @@ class ScriptedServer(ServerProcess):
         return len(self._replies) - self._used
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Stop the server, and the thread that answers it."""
         code = super().stop(number)
         self._answering.join(10)
         return code
@@ -66,11 +63,7 @@ class ScriptedServer(ServerProcess):
 
 
 def scripted_server(
-    replies: Replies,
-    model: str | os.PathLike[str] = "demo",
-    *,
-    start_seconds: float = 60.0,
-    **options: Any,
+    replies: Replies, model: str | os.PathLike[str] = "demo", *, start_seconds: float = 60.0, **options: Any
 ) -> ScriptedServer:
     """A server whose choices are `replies`: a list, used in the order in which choices arrive, or a function of the
     prompt's ids and the choice's index.

@@ -54,7 +54,8 @@ class ScriptedApiServer(ApiServer):
         """Start the engine's thread, and join it."""
         self._loop = asyncio.get_running_loop()
         config = self.llm.config
-        model = ScriptedModel(_vocab_size(config), (config.model.eos_token_ids or [0])[0])
+        hf = checkpoint.hf_config(checkpoint.locate(config.model.model, weights=False))
+        model = ScriptedModel(int(hf["vocab_size"]), (config.model.eos_token_ids or [0])[0])
         model.faults = Faults(
             abort=lambda request_id: self._run(self.llm.abort(bare_id(request_id.rpartition("#")[0]))),
             disconnect=lambda request_id: self._disconnect(request_id.rpartition("#")[0]),
@@ -89,10 +90,6 @@ class ScriptedApiServer(ApiServer):
             self._loop.call_later(FLUSH_SECONDS, self._transports.pop(key).abort)
 
         self._loop.call_soon_threadsafe(soon)
-
-
-def _vocab_size(config: Config) -> int:
-    return int(checkpoint.hf_config(checkpoint.locate(config.model.model, weights=False))["vocab_size"])
 
 
 def _with_transport(app: ASGIApp) -> ASGIApp:
