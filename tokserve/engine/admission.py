@@ -68,7 +68,6 @@ class PendingSubmission:
 
     @cached_property
     def request_ids(self) -> frozenset[str]:
-        """The requests' own ids."""
         return frozenset(spec.request_id for spec in self.submit.requests)
 
 

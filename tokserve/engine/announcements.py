@@ -55,7 +55,6 @@ class Announcements:
         return {request.request_id for request in aborted}
 
     def aborted_ids(self) -> set[str]:
-        """The client's ids of requests that are to come and were aborted."""
         return {request.request_id for request in self._announced.values() if request.ended is not None}
 
     def ended(self, identity: bytes, number: int) -> str | None:

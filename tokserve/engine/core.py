@@ -56,10 +56,8 @@ STATS_INTERVAL = 0.5  # seconds
 
 
 class EngineCore:
-    """One model's requests.  `receive` and `step` are called from one thread.
-
-    `emit` sends messages; `wake` is called, from any thread, when there is something to do that no message announces.
-    """
+    """One model's requests.  `receive` and `step` are called from one thread.  `emit` sends messages; `wake` is called,
+    from any thread, when there is something to do that no message announces."""
 
     def __init__(
         self,
@@ -333,7 +331,6 @@ class EngineCore:
         return chain(self._registry, self._admission.requests)
 
     def end_all(self, reason: str) -> None:
-        """Abort all requests with what they have."""
         self._admission.abort(self._admission.request_ids(), reason)
         self._abort(list(self._registry), reason)
 
@@ -452,7 +449,6 @@ class EngineCore:
 
     @command("kv_event_sources")
     def _kv_event_sources(self) -> list[dict[str, Any]]:
-        """Where KV events are published, as /kv_event_sources replies."""
         return [] if self._events is None else [self._events.sources]
 
     @command("reset_prefix_cache")

@@ -17,10 +17,8 @@ from tokserve.engine.request import Request
 
 
 class Shares:
-    """What each client has: `live` requests, `running` ones with a slot, and when it had its last turn.
-
-    `present`: live requests by share.
-    """
+    """What each client has: `live` requests, `running` ones with a slot, and when it had its last turn.  `present`:
+    live requests by share."""
 
     def __init__(self) -> None:
         self.live: Counter[str] = Counter()
@@ -94,7 +92,6 @@ class FairQueue:
         self._size += 1
 
     def remove(self, request: Request) -> None:
-        """Take out a request that is in the queue."""
         level = self._policy(request)[0]
         clients = self._levels[level]
         queue = clients[request.share]

@@ -125,7 +125,6 @@ class PlanBuilder:
         return min(self.budget, self.shares.get(request.share, self.budget))
 
     def add(self, request: Request, num_tokens: int) -> None:
-        """A row for a request."""
         is_last = request.num_computed + num_tokens == request.num_tokens
         self.rows.append(ScheduledRow(request, num_tokens, 1 if is_last and not request.pooling else 0))
         self._spend(request, num_tokens)
@@ -151,7 +150,6 @@ class PlanBuilder:
             self.shares[request.share] = max(0, self.shares[request.share] - num_tokens)
 
     def add_drafts(self, row: ScheduledRow, drafts: Sequence[int]) -> None:
-        """Drafts in a row that samples."""
         row.drafts = drafts
         state = row.request.draft_state
         row.source = DRAFT_MODEL if drafts[0] == DRAWN else "" if state is None else state.source

@@ -21,7 +21,6 @@ LONGEST_RETRY = 60  # seconds
 
 
 def fcfs(request: Request) -> Key:
-    """The key for the order of arrival."""
     return (0, request.arrival, request.number)
 
 
@@ -101,10 +100,8 @@ class QueueLimits:
         self.tokens -= length
 
     def excess(self, lengths: Sequence[int], served: Sequence[int], now: float) -> tuple[str, int] | None:
-        """Why requests with prompts of these lengths may not wait too, and after how many seconds to retry.
-
-        `served`: the lengths of those, new or waiting, that need not wait.
-        """
+        """Why requests with prompts of these lengths may not wait too, and after how many seconds to retry.  `served`:
+        the lengths of those, new or waiting, that need not wait."""
         requests = self.requests + len(lengths) - len(served)
         tokens = self.tokens + sum(lengths) - sum(served)
         if self._max_requests is not None and requests > self._max_requests:

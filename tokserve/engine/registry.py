@@ -105,7 +105,6 @@ class Registry:
         ]
 
     def requests(self, request_id: str) -> list[Request]:
-        """The requests of a submission."""
         submission = self._submissions.get(request_id)
         return [] if submission is None else list(submission.requests.values())
 

@@ -139,10 +139,8 @@ class Scheduler:
             self._waiting.add(request)
 
     def excess(self, lengths: Sequence[int], now: float) -> tuple[str, int] | None:
-        """Why new requests with prompts of these lengths may not wait, and after how many seconds to retry.
-
-        Requests that will have a free slot with the next plan do not wait.
-        """
+        """Why new requests with prompts of these lengths may not wait, and after how many seconds to retry.  Requests
+        that will have a free slot with the next plan do not wait."""
         if not self._limits.active:
             return None
         slots = 0 if self._short else len(self._free_slots)

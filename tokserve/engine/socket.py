@@ -32,10 +32,8 @@ WAKE, FAILED = "wake", "failed"
 
 
 class EngineSocket:
-    """Binds `address` at once; raises StartError if it cannot.  `keys`: for messages from another node.
-
-    `address` is then the bound one, with the port that the system chose for `*`.
-    """
+    """Binds `address` at once; raises StartError if it cannot.  `keys`: for messages from another node.  `address` is
+    then the bound one, with the port that the system chose for `*`."""
 
     def __init__(
         self, address: str, clock: Callable[[], float] = time.monotonic, keys: EngineKeys | None = None

@@ -25,11 +25,8 @@ class Stop(NamedTuple):
 
 
 class StopChecker:
-    """The stop conditions of one output.  `limit`: tokens of prompt and output together.
-
-    A new token can stop the output only if it is one of the `candidates`, reaches the `limit`, or if all tokens must be
-    checked (`always`).
-    """
+    """The stop conditions of one output.  `limit`: tokens of prompt and output together.  A new token can stop the
+    output only if it is one of the `candidates`, reaches the `limit`, or if all tokens must be checked (`always`)."""
 
     __slots__ = (
         "_max_tokens", "_min_tokens", "_prompt_len", "_repetition", "_sequences", "_stop_ids", "always", "candidates",

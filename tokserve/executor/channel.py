@@ -157,7 +157,6 @@ class Returned(_Message, frozen=True):
 
     @staticmethod
     def failed(call_id: int, error: Exception) -> Returned:
-        """The message for an exception."""
         if isinstance(error, RequestError):
             return Returned(call_id, None, error.message, error.status, error.field, error.code)
         return Returned(call_id, None, f"{type(error).__name__}: {error}")
@@ -205,7 +204,6 @@ class Channel:
         return "127.0.0.1" if self._socket.family == socket.AF_UNIX else str(self._socket.getpeername()[0])
 
     def send(self, message: ToRank | FromRank) -> None:
-        """Send a message."""
         self.send_encoded(encode(message))
 
     def send_encoded(self, packed: bytes) -> None:
@@ -226,13 +224,11 @@ class Channel:
 
     def to_rank(self) -> ToRank:
         """The next message to a rank."""
-        message: ToRank = _decode_to_rank(self.receive_bytes())
-        return message
+        return _decode_to_rank(self.receive_bytes())
 
     def from_rank(self) -> FromRank:
         """The next message from a rank."""
-        message: FromRank = _decode_from_rank(self.receive_bytes())
-        return message
+        return _decode_from_rank(self.receive_bytes())
 
     def close(self) -> None:
         """Close it; a thread that receives gets ConnectionError."""

@@ -64,7 +64,6 @@ class Hub:
         self._wake = wake
 
     def check(self) -> None:
-        """Raise DeviceLost if a rank is lost."""
         if self._failure is not None:
             raise DeviceLost(self._failure)
 
@@ -76,7 +75,6 @@ class Hub:
                 self._channels[rank].send_encoded(packed)
 
     def result(self) -> Future[StepResult]:
-        """The result of the next step."""
         future: Future[StepResult] = Future()
         with self._lock:
             self._steps.append(future)

@@ -120,7 +120,6 @@ class InlineExecutor:
         return self._background.submit(self._loaded().background, method, args)
 
     def copy(self, lane: str, method: str, args: dict[str, Any]) -> Future[Any]:
-        """Call in the thread of the lane."""
         if lane not in self._lanes:
             self._lanes[lane] = ThreadPoolExecutor(1, f"kv-{lane}", _use_device, (_current_device(),))
         return self._lanes[lane].submit(self._loaded().copy, method, args)

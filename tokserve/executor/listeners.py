@@ -58,7 +58,6 @@ class SocketListener:
         return Invitation(self.address, self.key.hex())
 
     def accept(self, timeout: float) -> tuple[Channel, Joined] | None:
-        """Listener protocol."""
         self.socket.settimeout(timeout)
         try:
             connection, _ = self.socket.accept()
@@ -79,7 +78,6 @@ class SocketListener:
         return None
 
     def close(self) -> None:
-        """Listener protocol."""
         self.socket.close()
 
 
@@ -94,7 +92,6 @@ class StreamListener:
         self._streams[rank] = stream
 
     def accept(self, timeout: float) -> tuple[Channel, Joined] | None:
-        """Listener protocol."""
         ready, _, _ = select.select(list(self._streams.values()), [], [], timeout)
         for rank, stream in list(self._streams.items()):
             if stream in ready:
@@ -109,20 +106,16 @@ class StreamListener:
         return None
 
     def close(self) -> None:
-        """Listener protocol."""
         for stream in self._streams.values():
             stream.close()
         self._streams = {}
 
 
 class PairListener(StreamListener):
-    """Listener protocol: for each rank a pair of connected sockets, of which its process inherits one.
-
-    The caller that starts the process closes the number that is in the invitation.
-    """
+    """Listener protocol: for each rank a pair of connected sockets, of which its process inherits one.  The caller that
+    starts the process closes the number that is in the invitation."""
 
     def invite(self, rank: int) -> Invitation:
-        """Listener protocol."""
         try:
             local, remote = socket.socketpair()
         except OSError as error:

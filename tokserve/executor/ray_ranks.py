@@ -89,17 +89,14 @@ class RayRank:
             ended()
 
     def describe_end(self, patience: float) -> str:
-        """RankProcess protocol."""
         return self._how if self._has_ended.wait(patience) else "has closed its connection"
 
     def watch(self, ended: Callable[[], object]) -> None:
-        """RankProcess protocol."""
         self._watchers.append(ended)
         if self._has_ended.is_set():
             ended()
 
     def end(self) -> None:
-        """RankProcess protocol."""
         self._has_ended.wait(PATIENCE)
         with suppress(RayError):
             ray.kill(self._actor)
@@ -113,7 +110,6 @@ class TunnelListener(StreamListener):
         self._host = host
 
     def invite(self, rank: int) -> Invitation:
-        """Listener protocol."""
         engine_keys, client_keys = make_keys()
         try:
             tunnel = Tunnel(self._host, engine_keys)

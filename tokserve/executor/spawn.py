@@ -71,7 +71,6 @@ class LocalProcess:
 
     @property
     def address(self) -> None:
-        """RankProcess protocol."""
         return None
 
     def watch(self, ended: Callable[[], object]) -> None:
@@ -87,14 +86,12 @@ class LocalProcess:
         self._process.wait()
 
     def describe_end(self, patience: float) -> str:
-        """RankProcess protocol."""
         try:
             return describe_exit(self._process.wait(patience))
         except subprocess.TimeoutExpired:
             return "has closed its connection"
 
     def end(self) -> None:
-        """RankProcess protocol."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(PATIENCE)
         if self._process.poll() is None:

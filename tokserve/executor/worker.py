@@ -141,7 +141,13 @@ class RankWorker:
             from tokserve.runner.startup import join_ranks, load  # brings torch
 
         ranks: Ranks = join_ranks(
-            self._rank, begin.tensor, begin.stages, self._set, self._get, begin.config.runtime.device, begin.address
+            self._rank,
+            begin.tensor,
+            begin.stages,
+            lambda key, value: self._channel.send(StoreSet(key, value)),
+            self._get,
+            begin.config.runtime.device,
+            begin.address,
         )
         self._runner, facts = load(self._opening.local(begin.config), ranks)
         return facts
@@ -218,9 +224,6 @@ class RankWorker:
             self._channel.send(Returned(call.call_id, None, f"{call.method}: its result cannot be sent: {error}"))
 
     # --- what ranks find each other by ---
-
-    def _set(self, key: str, value: bytes) -> None:
-        self._channel.send(StoreSet(key, value))
 
     def _get(self, key: str) -> bytes:
         waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()

@@ -84,7 +84,6 @@ class WorkersExecutor:
             raise
 
     def _address_of(self, rank: int, channel: Channel) -> str:
-        """The address of a rank's machine, for the other ranks."""
         process = self._processes.get(rank)
         if process is not None and process.address is not None:
             return process.address
@@ -154,7 +153,6 @@ class WorkersExecutor:
     # --- steps ---
 
     def forward(self, plan: StepPlan) -> None:
-        """Send the plan to all ranks."""
         self._drafts = plan.draft_token_ids
         self._connected().send(Forward(plan))
 
@@ -193,7 +191,6 @@ class WorkersExecutor:
         self._connected().send(Interrupt())
 
     def watch(self, wake: Callable[[], object]) -> None:
-        """Call `wake` when a rank is lost."""
         self._wake = wake
         if self._hub is not None:
             self._hub.watch(wake)

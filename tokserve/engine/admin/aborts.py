@@ -37,7 +37,9 @@ class Aborts:
             aborted += requests
             if requests or request_id in coming:
                 result[request_id] = "aborted"
-            elif request_id in aborted_before or self._has_ended(request_id):
+            elif request_id in aborted_before or any(
+                one.has_ended(request_id) for one in (self._registry, self._admission)
+            ):
                 result[request_id] = "finished"
         self._end(aborted, reason)
         self._external.drop(f"{request_id}#0" for request_id in result)
@@ -47,27 +49,20 @@ class Aborts:
 
     @command("abort_group")
     def group(self, group: str, reason: str = "abort_user") -> Command:
-        """Abort all requests of a group."""
         return (yield from self.by_id(self._ids(group), reason))
 
     @command("abort_prefix")
     def prefix(self, prefix: str, reason: str = "abort_user") -> Command:
-        """Abort all requests whose id begins so."""
         keys = [request_id for request_id in self._ids() if request_id.startswith(prefix)]
         return (yield from self.by_id(keys, reason))
 
     @command("abort_all")
     def all(self, reason: str = "abort_user") -> Command:
-        """Abort all requests."""
         return (yield from self.by_id(self._ids(), reason))
 
     def _ids(self, group: str | None = None) -> list[str]:
-        """The client's ids of a group, or all."""
         return [
             request_id
             for source in (self._registry, self._admission, self._announcements)
             for request_id in source.request_ids(group)
         ]
-
-    def _has_ended(self, request_id: str) -> bool:
-        return self._registry.has_ended(request_id) or self._admission.has_ended(request_id)

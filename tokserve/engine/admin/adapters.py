@@ -28,10 +28,8 @@ NAME = re.compile(r"[^\x00-\x1f\x7f]+")
 
 
 class Adapters:
-    """The table of adapters by name; those of the configuration are loaded at once.  Raises StartError.
-
-    `taken`: names that requests use for something else.
-    """
+    """The table of adapters by name; those of the configuration are loaded at once.  Raises StartError.  `taken`: names
+    that requests use for something else."""
 
     def __init__(
         self, config: LoraConfig, requests: RunningRequests, scheduler: Scheduler, cache: PrefixCache,
@@ -52,7 +50,6 @@ class Adapters:
         self._load_at_start()
 
     def get(self, name: str) -> Adapter | None:
-        """The adapter of this name, for a request."""
         adapter = self._by_name.get(name)
         if adapter is not None:
             self._uses += 1

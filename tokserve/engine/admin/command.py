@@ -99,10 +99,8 @@ class Decide(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """A command that has begun, and what it waits for.  `identity`: its caller; None: the engine's own.
-
-    `token`: of one in two phases; `decision`: what was decided of it.
-    """
+    """A command that has begun, and what it waits for.  `identity`: its caller; None: the engine's own.  `token`: of
+    one in two phases; `decision`: what was decided of it."""
 
     identity: bytes | None
     call_id: int
@@ -122,11 +120,8 @@ class _Task:
 
 
 class Commands:
-    """The commands that the owners' methods implement, and those that have begun.
-
-    `at_boundary`: whether no step is in flight.  `on_progress` is called when a command has run, before its reply.
-    `wake` may be called from any thread.
-    """
+    """The commands that the owners' methods implement, and those that have begun.  `at_boundary`: whether no step is in
+    flight.  `on_progress` is called when a command has run, before its reply. `wake` may be called from any thread."""
 
     def __init__(
         self,

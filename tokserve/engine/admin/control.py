@@ -25,10 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 class Control:
-    """`frozen`, `may_be_idle` and `status` are for the core.
-
-    `update_lease`: seconds without a call after which an open weight update is rolled back; 0: never.
-    """
+    """`frozen`, `may_be_idle` and `status` are for the core.  `update_lease`: seconds without a call after which an
+    open weight update is rolled back; 0: never."""
 
     def __init__(
         self,

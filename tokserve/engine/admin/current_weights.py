@@ -60,11 +60,9 @@ class CurrentWeights:
         return self._memory.state in ("dropped", "missing")
 
     def on_release(self) -> None:
-        """Their memory is released."""
         self._memory.fire("release")
 
     def note_worker_call(self) -> None:
-        """A worker call may change the weights."""
         self.modified_by_rpc = True
         self.checksum = None
         self.num_changes += 1

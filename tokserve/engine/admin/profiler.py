@@ -33,9 +33,7 @@ LOOP = "turn"  # the span around a turn of the engine's loop; what is in no span
 
 class Profiler:
     """`spans` records the loop; the core calls `on_step` and `on_end` while `active`.  `clock`: as in `Request`.
-
-    Raises StartError if traces cannot be written to the directory.
-    """
+    Raises StartError if traces cannot be written to the directory."""
 
     def __init__(
         self, config: ProfilerConfig, requests: RunningRequests, executor: Executor, clock: Callable[[], float]

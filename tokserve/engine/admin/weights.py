@@ -228,10 +228,8 @@ class Weights(CurrentWeights):
 
     @command("update_weights")
     def update_weights(self, update: dict[str, Any], update_id: str | None = None) -> Command:
-        """Stage the tensors that `update` announces (names, dtypes, shapes, and where they are).
-
-        `update_id`, here and in other commands: Conflict if another update is open.
-        """
+        """Stage the tensors that `update` announces (names, dtypes, shapes, and where they are).  `update_id`, here and
+        in other commands: Conflict if another update is open."""
         opened = self._filling(update_id=update_id)
         opened.source = update.get("weight_dir", update.get("path"))
         opened.way = "disk" if opened.source is not None else "ipc" if "segment" in update else "process group"
@@ -374,7 +372,6 @@ class Weights(CurrentWeights):
         return weight_version, result
 
     def note_worker_call(self) -> None:
-        """A worker call may change the weights."""
         super().note_worker_call()
         if self.update is not None:
             self.update.spoiled = self.update.is_delta
@@ -409,11 +406,8 @@ class Weights(CurrentWeights):
         return {"success": True, "new_version": new_version, "epoch": self.epoch}
 
     def _check_new(self, update: Update, weight_version: str) -> Generator[Wait, Any, None]:
-        """Refuse the version that serves for other weights: one name would stand for two.
-
-        The same weights may come again, from a client that has not heard of its success, and the first update may have
-        the name of the start.
-        """
+        """Refuse the version that serves for other weights: one name would stand for two.  The same weights may come
+        again, from a client that has not heard of its success, and the first update may have the name of the start."""
         comparable = self.can_compute and not self.modified_by_rpc
         if weight_version != self.version or not self.epoch or not comparable:
             return

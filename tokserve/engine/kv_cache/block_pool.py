@@ -25,10 +25,8 @@ class Block:
 
 
 class BlockPool:
-    """All blocks: each is free (no table names it and no hash finds it), cached, or in use.
-
-    `on_evicted` is called with the hash of each block that is allocated anew and so not found any more.
-    """
+    """All blocks: each is free (no table names it and no hash finds it), cached, or in use.  `on_evicted` is called
+    with the hash of each block that is allocated anew and so not found any more."""
 
     def __init__(self, total: int, on_evicted: Callable[[bytes], object] = lambda block_hash: None) -> None:
         self._on_evicted = on_evicted

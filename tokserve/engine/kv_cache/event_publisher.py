@@ -30,10 +30,8 @@ CLOSE_SECONDS = 2.0
 
 
 class EventPublisher:
-    """Binds or connects at once; raises StartError if it cannot.
-
-    `sources`: where to subscribe and to ask for a replay, for /kv_event_sources.
-    """
+    """Binds or connects at once; raises StartError if it cannot.  `sources`: where to subscribe and to ask for a
+    replay, for /kv_event_sources."""
 
     def __init__(self, plan: KVEventsPlan) -> None:
         self._plan = plan

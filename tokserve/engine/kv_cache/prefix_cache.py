@@ -95,10 +95,8 @@ class PrefixCache:
         return -(-num_tokens // self.block_size)
 
     def lookup(self, table: BlockTable, tokens: array[int], usable: int) -> int | None:
-        """How many leading blocks, at most `usable`, can be taken from the cache.
-
-        None: the first one missing is being computed for another request; wait for it.
-        """
+        """How many leading blocks, at most `usable`, can be taken from the cache.  None: the first one missing is being
+        computed for another request; wait for it."""
         if not self.enabled:
             return 0
         self._extend_hashes(table, tokens, usable)
@@ -199,10 +197,8 @@ class PrefixCache:
         return [block for block in blocks if block is not None]
 
     def extend(self, table: BlockTable, num_tokens: int, reserve: int = 0) -> bool:
-        """Make room for `num_tokens` in a running request's table.
-
-        False, and no change, if fewer than `reserve` blocks would be left.
-        """
+        """Make room for `num_tokens` in a running request's table.  False, and no change, if fewer than `reserve`
+        blocks would be left."""
         if num_tokens <= len(table.blocks) * self.block_size:
             return True
         missing = self.blocks_for(num_tokens) - len(table.blocks)

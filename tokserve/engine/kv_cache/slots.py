@@ -8,10 +8,8 @@ from itertools import islice
 
 
 class MemorySlots:
-    """Slots by the key of their block, least recently used first.  A slot that is pinned is not replaced.
-
-    `on_evicted` is called with the key of each block that is dropped for another one.
-    """
+    """Slots by the key of their block, least recently used first.  A slot that is pinned is not replaced.  `on_evicted`
+    is called with the key of each block that is dropped for another one."""
 
     def __init__(self, total: int, on_evicted: Callable[[bytes], object]) -> None:
         self.total = total

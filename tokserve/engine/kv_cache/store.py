@@ -52,10 +52,8 @@ class FileWrite:
 
 @dataclass(slots=True, eq=False)
 class BlockLoad:
-    """Blocks on their way to pages: first from files to slots, if they are not there, then from slots.
-
-    `read`: indices of those from files; `began`, `deadline`: of reading.  `loading` is None when it was given up.
-    """
+    """Blocks on their way to pages: first from files to slots, if they are not there, then from slots.  `read`: indices
+    of those from files; `began`, `deadline`: of reading.  `loading` is None when it was given up."""
 
     loading: BlockTable | None
     tokens: array[int]
@@ -93,10 +91,8 @@ class StoreCounters:
 
 
 class KVStore:
-    """`num_slots` of `block_bytes` in memory, and files if `has_files`.
-
-    `wake` is called from any thread when a copy has ended; `tokens_per_second`: see `LoadRates`.
-    """
+    """`num_slots` of `block_bytes` in memory, and files if `has_files`.  `wake` is called from any thread when a copy
+    has ended; `tokens_per_second`: see `LoadRates`."""
 
     def __init__(
         self, cache: PrefixCache, copy: Copy, *, num_slots: int, block_bytes: int, has_files: bool,
@@ -171,7 +167,6 @@ class KVStore:
             self._loads = [load for load in self._loads if not self._advance(load, now)]
 
     def stats(self) -> StoreStats:
-        """Gauges and counters of this moment."""
         return StoreStats(memory_blocks=len(self._slots), file_blocks=len(self._files), **asdict(self.counters))
 
     def _copy(self, lane: str, method: str, args: dict[str, Any]) -> Future[Any]:

@@ -26,7 +26,6 @@ class StoredEvents:
         self._media: dict[bytes, set[str]] = {}
 
     def describe(self, table: BlockTable, tokens: array[int], indices: Sequence[int], keys: Sequence[bytes]) -> None:
-        """These blocks of the table have these keys."""
         if self._log is None:
             return
         for index, key in zip(indices, keys, strict=True):

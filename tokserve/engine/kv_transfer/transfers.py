@@ -102,7 +102,6 @@ class Transfers:
 
     @property
     def busy(self) -> bool:
-        """Whether requests may wait although nothing runs."""
         return bool(self._loads or self._pulls or self.failed)
 
     @property
@@ -216,7 +215,6 @@ class Transfers:
             self._loads[request.table] = RemoteLoad(request, params)
 
     def on_end(self, request: Request) -> None:
-        """A request has ended: what was to come for it is given back."""
         load = self._loads.pop(request.table, None)
         if load is None or load.is_over:
             return

@@ -100,7 +100,6 @@ class PeerChannel:
         self._connection.sendall(code)
 
     def send_message(self, kind: int, message: dict[str, Any]) -> None:
-        """Send a frame of msgpack."""
         self.send(kind, msgspec.msgpack.encode(message))
 
     def receive(self) -> tuple[int, bytearray]:

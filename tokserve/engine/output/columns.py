@@ -41,11 +41,8 @@ class PackedRows:
 
 
 class LogprobColumns:
-    """Rows of one width and mode that are not yet sent, in order.
-
-    The newest step's rows are copied when the next step's come, or straight to where they are moved: those of a stream
-    are thus copied once.
-    """
+    """Rows of one width and mode that are not yet sent, in order.  The newest step's rows are copied when the next
+    step's come, or straight to where they are moved: those of a stream are thus copied once."""
 
     __slots__ = ("_newest", "_ranks", "_token_logprobs", "_top_ids", "_top_logprobs", "kind", "mode", "width")
 
@@ -60,7 +57,6 @@ class LogprobColumns:
         self._top_logprobs = bytearray()
 
     def append(self, rows: PackedRows, first: int, count: int = 1) -> None:
-        """Append `count` rows from `first` on, cut to this width."""
         if self._newest is not None:
             self._copy_newest()
         self._newest = (rows, first, count)
@@ -107,7 +103,6 @@ class LogprobColumns:
             self._newest = None
 
     def packed(self) -> Logprobs:
-        """The rows as a message's part."""
         self._copy_newest()
         return Logprobs(
             bytes(self._token_logprobs), bytes(self._ranks), bytes(self._top_ids), bytes(self._top_logprobs),
@@ -164,7 +159,6 @@ class MaskColumns:
         self._ids = bytearray()
 
     def append(self, rows: PackedMasks, first: int, count: int) -> None:
-        """Append `count` rows from `first` on."""
         self._rows += rows.rows[MASK_ROW * first : MASK_ROW * (first + count)]
         self._ids += rows.ids[rows.ends[first] : rows.ends[first + count]]
 
@@ -176,7 +170,6 @@ class MaskColumns:
         self._ids.clear()
 
     def packed(self) -> SamplingMasks:
-        """The rows as a message's part."""
         return SamplingMasks(bytes(self._rows), bytes(self._ids))
 
 

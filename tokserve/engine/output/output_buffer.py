@@ -29,9 +29,7 @@ from tokserve.vision import ImageFormat
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What the model and the cache set for all requests.  `context`: maximum tokens of prompt plus output.
-
-    `feature_bytes`, `whole_prompts`: as in `DeviceFacts`.  `images`: of a model that reads images.
-    """
+    `feature_bytes`, `whole_prompts`: as in `DeviceFacts`.  `images`: of a model that reads images."""
 
     context: int
     vocab_size: int
@@ -120,7 +118,6 @@ class OutputBuffer:
             self.next_prompt_row = self._first_prompt_row
 
     def set_pooled(self, vector: Float32) -> None:
-        """The vector of a pooling request."""
         self._pooled = vector.astype("<f4").tobytes()
 
     def spans(self, num_output: int) -> list[tuple[str, str, int, int]]:

@@ -135,7 +135,6 @@ class DraftHistory:
         return group.corpus(seed, context)
 
     def count(self, key: GroupKey) -> int:
-        """The number of outputs of the group."""
         group = self._groups.get(key)
         return 0 if group is None else len(group.outputs)
 

@@ -62,7 +62,6 @@ class TextDrafter:
             self._drawn = DrawnDrafts(plan.num_drafts, computes_prompts=plan.method == "draft_model")
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int], num_tokens: int) -> Sequence[Sequence[int]]:
-        """Implements `Drafter`."""
         states: list[DraftState] = []
         likely: list[list[float]] = []
         for request, limit in zip(requests, limits, strict=True):
@@ -100,16 +99,13 @@ class TextDrafter:
         return DraftState(request.tokens, request.prompt_len, corpora, start, trust=trust, searches=self._searches)
 
     def on_step(self, rows: int, num_tokens: int, seconds: float) -> None:
-        """Implements `Drafter`."""
         self._costs.record(rows, num_tokens, seconds)
 
     def on_drawn(self, draft_passes: DraftPasses, rows: int) -> None:
-        """Implements `Drafter`."""
         if self._drawn is not None:
             self._drawn.on_drawn(draft_passes, rows)
 
     def on_verified(self, request: Request, proposed: int, accepted: int) -> None:
-        """Implements `Drafter`."""
         if self._drawn is not None:
             self._drawn.on_verified(request, proposed, accepted)
 

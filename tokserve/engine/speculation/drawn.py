@@ -106,7 +106,6 @@ class DrawnDrafts:
         self._seconds = seconds if known is None else known + (min(seconds, 4 * known) - known) * _SECONDS_RATE
 
     def on_verified(self, request: Request, proposed: int, accepted: int) -> None:
-        """Drafts that were drawn for the request were verified."""
         self.state(request).record(proposed, accepted)
         adapter = request.options.adapter
         rate = self._rates.get(adapter, PRIOR)

@@ -36,7 +36,6 @@ class TokenIndex:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the index, tokens included."""
         return 4 * (len(self.tokens) + len(self._next) + len(self._heads))
 
     def catch_up(self, end: int, most: int) -> None:

@@ -345,11 +345,8 @@ def _plain_text(outputs: StructuredOutputs) -> str:
 
 
 def _unforced(source: str) -> str:
-    """The grammar with texts that have only one way on written by any of their tokens.
-
-    Otherwise the library tokenizes such a text, and takes the text of a special token in it for that token, which the
-    grammar does not allow.
-    """
+    """The grammar with texts that have only one way on written by any of their tokens.  Otherwise the library tokenizes
+    such a text, and takes the text of a special token in it for that token, which the grammar does not allow."""
     if source.startswith('{"grammars"'):
         (grammar,) = json.loads(source)["grammars"]
         source = grammar["lark_grammar"] or f"start: %json {json.dumps(grammar['json_schema'])}"

@@ -43,10 +43,8 @@ class _Job:
 
 
 class Grammars:
-    """`compile` and `forget` are called in the loop's thread; futures get their results in others.
-
-    `num_bytes` of memory are kept; `num_refused` grammars were refused after a trial.
-    """
+    """`compile` and `forget` are called in the loop's thread; futures get their results in others.  `num_bytes` of
+    memory are kept; `num_refused` grammars were refused after a trial."""
 
     def __init__(self, config: Config, vocab_size: int, eos: Sequence[int]) -> None:
         tokenizer = None if config.server.tokens_only else config.model.tokenizer or config.model.model
