@@ -33,10 +33,8 @@ NESTED = {  # architectures that read images; the attributes of the text model a
 
 
 def locate(model: str, *, weights: bool = True, what: str = "model") -> Path:
-    """The local directory of `model`; downloaded from the hub if it is a hub name.  `what`: its name in errors.
-
-    A GGUF file becomes a temporary directory with what its header says; the weights are read from the file.
-    """
+    """The local directory of `model`; downloaded from the hub if it is a hub name.  `what`: its name in errors.  A GGUF
+    file becomes a temporary directory with what its header says; the weights are read from the file."""
     if model == "demo":
         return DEMO_DIR
     path = Path(model).expanduser()

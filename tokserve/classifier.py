@@ -102,11 +102,8 @@ def labels(hf: Mapping[str, Any]) -> list[str]:
 
 
 def activation(hf: Mapping[str, Any]) -> Activation:
-    """What makes probabilities of logits.  Raises StartError.
-
-    The function that sentence-transformers wrote, or that of `problem_type`; without them, the softmax of several
-    labels and the sigmoid of one.
-    """
+    """What makes probabilities of logits.  Raises StartError.  The function that sentence-transformers wrote, or that
+    of `problem_type`; without them, the softmax of several labels and the sigmoid of one."""
     of_sentences = hf.get("sentence_transformers")
     name = of_sentences.get("activation_fn") if isinstance(of_sentences, dict) else None
     name = name or hf.get("sbert_ce_default_activation_function")
@@ -125,10 +122,8 @@ def activation(hf: Mapping[str, Any]) -> Activation:
 
 
 def with_token_ids(directory: Path, hf: dict[str, Any]) -> dict[str, Any]:
-    """config.json with ids in place of the tokens of `classifier_from_token`.  Raises StartError.
-
-    `directory`: of tokenizer.json, whose vocabulary has them.
-    """
+    """config.json with ids in place of the tokens of `classifier_from_token`.  Raises StartError.  `directory`: of
+    tokenizer.json, whose vocabulary has them."""
     tokens = _tokens(hf)
     if not any(isinstance(token, str) for token in tokens):
         return hf

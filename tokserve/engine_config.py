@@ -35,10 +35,8 @@ def replica_config(config: Config, rank: int) -> Config:
 
 
 def rank_config(config: Config, rank: int) -> Config:
-    """The engine's resolved configuration for one rank, whose machine it shares with `ranks_here` - 1 others.
-
-    Options that only the server needs, its keys above all, are left out.
-    """
+    """The engine's resolved configuration for one rank, whose machine it shares with `ranks_here` - 1 others.  Options
+    that only the server needs, its keys above all, are left out."""
     replace, parallel, runtime, cache = msgspec.structs.replace, config.parallel, config.runtime, config.cache
     num_ranks = parallel.ranks_here
     if runtime.device == "cpu":
@@ -56,10 +54,8 @@ def rank_config(config: Config, rank: int) -> Config:
 
 
 def _replica_cpus(runtime: RuntimeConfig, size: int) -> list[int]:
-    """The CPUs to bind the threads of all engines to, one after the other; empty: they are not bound.
-
-    Without a list they are bound where one engine's would be: several memory nodes, and a thread for each CPU.
-    """
+    """The CPUs to bind the threads of all engines to, one after the other; empty: they are not bound.  Without a list
+    they are bound where one engine's would be: several memory nodes, and a thread for each CPU."""
     if runtime.cpu_bind not in ("auto", "none"):
         return cpu_list(runtime.cpu_bind)
     nodes = cpus_by_node()
@@ -71,9 +67,7 @@ def _replica_cpus(runtime: RuntimeConfig, size: int) -> list[int]:
 
 def replica_environment(config: Config, rank: int) -> dict[str, str] | None:
     """The environment of one of several engines, in which it sees GPUs that no other has; None: that of this process.
-
-    Raises StartError if there are fewer GPUs than engines.
-    """
+    Raises StartError if there are fewer GPUs than engines."""
     if config.runtime.device != "cuda" or config.parallel.on_ray:
         return None
     size, devices = config.parallel.data_parallel_size, os.environ.get(VISIBLE)

@@ -21,10 +21,8 @@ def sendable(text: str) -> str:
 
 
 class RequestError(Exception):
-    """A request cannot be served.  `field` is the JSON path of the offending value, if there is one.
-
-    `has_final_path`: the path is one of the body that the client sent, even where a route makes another body of it.
-    """
+    """A request cannot be served.  `field` is the JSON path of the offending value, if there is one.  `has_final_path`:
+    the path is one of the body that the client sent, even where a route makes another body of it."""
 
     status = 400
     type = "invalid_request_error"
@@ -181,10 +179,8 @@ class RequestFailed(RequestError):
 
 
 class EngineDead(RequestError):
-    """503: the engine process is gone or does not answer.  `message` is for clients, `private` for the log.
-
-    With `retry_after` (seconds), another engine is being started, which can serve the same request.
-    """
+    """503: the engine process is gone or does not answer.  `message` is for clients, `private` for the log.  With
+    `retry_after` (seconds), another engine is being started, which can serve the same request."""
 
     status = 503
     type = "engine_dead_error"

@@ -13,11 +13,7 @@ from numpy.typing import NDArray
 
 from tokserve.errors import RequestError, invalid
 
-CHAT_KINDS = (
-    "image_url",
-    "input_image",
-    "image",
-)  # of parts: in chat, in responses, and in transformers
+CHAT_KINDS = ("image_url", "input_image", "image")  # of parts: in chat, in responses, and in transformers
 OTHER_MEDIA = ("audio_url", "input_audio", "video_url", "video", "audio", "image_embeds", "file", "input_file")
 CONTENT_PART = ("type", "url", "image_url", "uuid")  # fields of an entry of content_parts
 MAX_UUID = 256  # characters
@@ -96,7 +92,6 @@ class UnreadImage(NamedTuple):
             raise
 
     def refusal(self, rule: str = "this model takes no images") -> RequestError:
-        """The error of an image that may not be there."""
         error = invalid(f"{self.field}.type", f"is {self.part['type']!r}: {rule}", code="unsupported")
         error.has_final_path = True
         return error
@@ -104,9 +99,7 @@ class UnreadImage(NamedTuple):
 
 def chat_part(field: str, part: Mapping[str, Any]) -> ImageUrl:
     """The image of a part of one of `CHAT_KINDS`: {"type": "image_url", "image_url": {"url": ...}} and its like.
-
-    Raises RequestError naming a path in `field`.
-    """
+    Raises RequestError naming a path in `field`."""
     kind = part["type"]
     names = ("image_url",) if kind in ("image_url", "input_image") else ("image", "url", "image_url")
     name = next((name for name in names if part.get(name) is not None), names[0])
@@ -119,10 +112,8 @@ def chat_part(field: str, part: Mapping[str, Any]) -> ImageUrl:
 
 
 def anthropic_block(field: str, block: Mapping[str, Any]) -> ImageUrl:
-    """The image of an Anthropic block: {"type": "image", "source": {"type": "base64" or "url", ...}}.
-
-    Raises RequestError naming a path in `field`.
-    """
+    """The image of an Anthropic block: {"type": "image", "source": {"type": "base64" or "url", ...}}.  Raises
+    RequestError naming a path in `field`."""
     source = block.get("source")
     if not isinstance(source, Mapping):
         raise invalid(f"{field}.source", "must be an object" if "source" in block else "is required")
@@ -145,10 +136,8 @@ def anthropic_block(field: str, block: Mapping[str, Any]) -> ImageUrl:
 
 
 def content_parts(value: Any) -> list[ImageUrl]:
-    """The images of the token route's `content_parts`: [{"type": "image_url", "url": ..., "uuid": ...}, ...].
-
-    The URL may also be in `image_url`, as in chat.  Raises RequestError naming a path in `content_parts`.
-    """
+    """The images of the token route's `content_parts`: [{"type": "image_url", "url": ..., "uuid": ...}, ...].  The URL
+    may also be in `image_url`, as in chat.  Raises RequestError naming a path in `content_parts`."""
     if not isinstance(value, list):
         raise invalid("content_parts", "must be a list of objects")
     return [_content_part(f"content_parts[{i}]", part) for i, part in enumerate(value)]
@@ -187,10 +176,8 @@ def check_count(images: Sequence[ImageUrl], limit: int) -> None:
 def expand(
     ids: Sequence[int] | NDArray[np.int32], token_id: int, lengths: Sequence[int], field: str
 ) -> tuple[NDArray[np.int32], list[Placeholder]]:
-    """The prompt with the k-th `token_id` repeated `lengths[k]` times, and where these runs lie.
-
-    Raises RequestError naming `field`, that of the ids, unless each image has one placeholder.
-    """
+    """The prompt with the k-th `token_id` repeated `lengths[k]` times, and where these runs lie.  Raises RequestError
+    naming `field`, that of the ids, unless each image has one placeholder."""
     packed = np.asarray(ids, np.int32)
     is_placeholder = packed == token_id
     check_placeholders(int(is_placeholder.sum()), len(lengths), token_id, field)

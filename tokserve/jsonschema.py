@@ -75,7 +75,8 @@ def _inner(pointer: str, schema: Schema) -> Iterator[tuple[str, Any]]:
             yield from ((f"{pointer}/{name}/{i}", inner) for i, inner in enumerate(schema[name]))
     for name in _BY_NAME:
         if isinstance(schema.get(name), dict):
-            yield from ((f"{pointer}/{name}/{_escaped(key)}", inner) for key, inner in schema[name].items())
+            for key, inner in schema[name].items():
+                yield f"{pointer}/{name}/{key.replace('~', '~0').replace('/', '~1')}", inner
 
 
 def _is_object(schema: Schema) -> bool:
@@ -101,7 +102,3 @@ def _parts(pointer: str, schema: Schema) -> list[str]:
     if conditions or count + has_properties > 1:
         return _members(pointer, schema)
     return []
-
-
-def _escaped(key: str) -> str:
-    return key.replace("~", "~0").replace("/", "~1")

@@ -80,10 +80,8 @@ LayerSpec = KVSpec | StateSpec
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """How many states there are: one for each slot, then `snapshots`, taken every `interval` tokens.
-
-    `spare_inputs`: of a ring, for the drafts of a step.
-    """
+    """How many states there are: one for each slot, then `snapshots`, taken every `interval` tokens.  `spare_inputs`:
+    of a ring, for the drafts of a step."""
 
     slots: int
     snapshots: int
@@ -93,10 +91,8 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The cache a model needs: a spec per layer, and how many pages of how many tokens there are.
-
-    `states`: of a model some of whose layers have a recurrent state.
-    """
+    """The cache a model needs: a spec per layer, and how many pages of how many tokens there are.  `states`: of a model
+    some of whose layers have a recurrent state."""
 
     specs: tuple[LayerSpec, ...]
     num_blocks: int
@@ -108,7 +104,6 @@ class KVLayout:
         return self.num_blocks * sum(spec.block_bytes(self.block_size) for spec in self.specs)
 
     def state_bytes(self) -> int:
-        """The bytes of all states."""
         states = self.states
         return 0 if states is None else (states.slots + states.snapshots) * one_state(self.specs, states.spare_inputs)
 

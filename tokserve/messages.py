@@ -57,10 +57,8 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
-    """End these requests of the sender at the next step boundary; those that have ended are skipped.
-
-    The command `abort` is for requests of any sender: it goes by the client's id or the group, and is acknowledged.
-    """
+    """End these requests of the sender at the next step boundary; those that have ended are skipped.  The command
+    `abort` is for requests of any sender: it goes by the client's id or the group, and is acknowledged."""
 
     request_ids: list[str]
     reason: str = "abort_user"
@@ -142,11 +140,8 @@ class DraftCounts(NamedTuple):
 
 
 class SamplingMasks(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What n tokens were drawn from, as in `plan.SamplingMaskRows`.
-
-    `rows`: for each token its count of ids (int32), then its logprob and kept logprob (float32), together 12 bytes.
-    `ids`: int32, of all tokens one after the other.
-    """
+    """What n tokens were drawn from, as in `plan.SamplingMaskRows`.  `rows`: for each token its count of ids (int32),
+    then its logprob and kept logprob (float32), together 12 bytes. `ids`: int32, of all tokens one after the other."""
 
     rows: bytes = b""
     ids: bytes = b""
@@ -167,7 +162,6 @@ class SamplingMasks(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return np.frombuffer(self.rows, "<f4")[2::3]
 
     def cut(self, count: int) -> SamplingMasks:
-        """The first `count` rows."""
         num_ids = int(np.maximum(self.counts[:count], 0).sum())
         return SamplingMasks(self.rows[: MASK_ROW * count], self.ids[: 4 * num_ids])
 
@@ -217,10 +211,8 @@ class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RoutedExperts(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The experts chosen for positions `start`, start + 1, ... of prompt and output.
-
-    `ids`: [n, layers, chosen] of `item` bytes each, little-endian; zeros in layers without experts.
-    """
+    """The experts chosen for positions `start`, start + 1, ... of prompt and output.  `ids`: [n, layers, chosen] of
+    `item` bytes each, little-endian; zeros in layers without experts."""
 
     ids: bytes
     start: int
@@ -372,7 +364,6 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
     sampling_masks: RowSamplingMasks | None = None
 
     def rows(self) -> Iterator[OutputRow]:
-        """The rows one by one."""
         ids = unpack_ids(self.token_ids)
         if not (self.counts or self.logprobs or self.rare or self.sampling_masks):
             for request_id, token in zip(self.request_ids, ids, strict=True):
@@ -468,10 +459,8 @@ class Dead(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class SubmitReply(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
-    """The answer to a `Submit`: accepted, unless `refusal` is one of `errors.REFUSALS`.
-
-    `retry_after`: seconds after which the same may be accepted.  `field`: the sampling parameter at fault, or "".
-    """
+    """The answer to a `Submit`: accepted, unless `refusal` is one of `errors.REFUSALS`.  `retry_after`: seconds after
+    which the same may be accepted.  `field`: the sampling parameter at fault, or ""."""
 
     call_id: int
     refusal: str = ""

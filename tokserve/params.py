@@ -211,7 +211,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     spaces_between_special_tokens: bool = True
 
     def stop_strings(self) -> list[str]:
-        """`stop` as a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     def computed_mode(self, default: LogprobsMode) -> LogprobsMode:
@@ -308,7 +307,6 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.spec_decode_metrics not in (None, "none")
 
     def validate(self) -> None:
-        """Raise `RequestError` with the field's name for a value out of its range."""
         check_ranges(type(self), msgspec.structs.asdict(self))
 
 
@@ -323,7 +321,6 @@ class Field(NamedTuple):
 
 @cache
 def declared(kind: type[msgspec.Struct]) -> tuple[Field, ...]:
-    """The fields of a struct, from its annotations."""
     hints = get_type_hints(kind, include_extras=True)
     fields = []
     for field in msgspec.structs.fields(kind):
@@ -340,10 +337,8 @@ def declared(kind: type[msgspec.Struct]) -> tuple[Field, ...]:
 
 
 def check_ranges(kind: type[msgspec.Struct], values: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise `RequestError` for the first of the `values`, by field of `kind`, that is out of its declared range.
-
-    None, and what is not of the field's type, is left to the caller.  `prefix`: the path of the values in a body.
-    """
+    """Raise `RequestError` for the first of the `values`, by field of `kind`, that is out of its declared range.  None,
+    and what is not of the field's type, is left to the caller.  `prefix`: the path of the values in a body."""
     for name, form, _, meta in declared(kind):
         value = values.get(name)
         if meta is None or value is None:

@@ -106,10 +106,8 @@ class GrammarBitmask(msgspec.Struct, frozen=True):
 
 
 class LogprobRows(msgspec.Struct, frozen=True):
-    """Logprobs of n tokens; columns of the top part past a row's own width are unspecified.
-
-    A row's width is top-k plus the ids requested by name, in that order.
-    """
+    """Logprobs of n tokens; columns of the top part past a row's own width are unspecified.  A row's width is top-k
+    plus the ids requested by name, in that order."""
 
     token_logprobs: Float32  # [n]
     ranks: Int32  # [n], 1 = most probable
@@ -117,7 +115,6 @@ class LogprobRows(msgspec.Struct, frozen=True):
     top_logprobs: Float32  # [n, width]
 
     def take(self, kept: NDArray[np.bool_]) -> LogprobRows:
-        """The rows that are `kept` [n]."""
         return LogprobRows(self.token_logprobs[kept], self.ranks[kept], self.top_ids[kept], self.top_logprobs[kept])
 
 
@@ -135,16 +132,13 @@ class SamplingMaskRows(msgspec.Struct, frozen=True):
     kept_logprobs: Float32  # [n]
 
     def take(self, kept: NDArray[np.bool_]) -> SamplingMaskRows:
-        """The rows that are `kept` [n]."""
         ids = self.ids[np.repeat(kept, np.maximum(self.counts, 0))]
         return SamplingMaskRows(self.counts[kept], ids, self.logprobs[kept], self.kept_logprobs[kept])
 
 
 class DraftPasses(msgspec.Struct, frozen=True):
-    """What the draft model did in a step.
-
-    `behind`: the plan rows whose drafts are any ids, as the draft model has yet to catch up with their tokens.
-    """
+    """What the draft model did in a step.  `behind`: the plan rows whose drafts are any ids, as the draft model has yet
+    to catch up with their tokens."""
 
     seconds: float
     num_passes: int

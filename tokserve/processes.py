@@ -25,10 +25,8 @@ def describe_exit(code: int) -> str:
 
 
 def end_with_parent(parent: int) -> bool:
-    """Let the kernel kill this process when its parent ends, however it does, and even if this one is stopped.
-
-    Linux only, elsewhere nothing happens.  False: the process `parent` has ended already.
-    """
+    """Let the kernel kill this process when its parent ends, however it does, and even if this one is stopped.  Linux
+    only, elsewhere nothing happens.  False: the process `parent` has ended already."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

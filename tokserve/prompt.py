@@ -35,10 +35,8 @@ class Feature(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TokenPrompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`ids`: packed little-endian int32.  `features` are in order and do not overlap.
-
-    `second`: of a pair, the position from which on ids are of the second text; -1: there is one text.
-    """
+    """`ids`: packed little-endian int32.  `features` are in order and do not overlap.  `second`: of a pair, the
+    position from which on ids are of the second text; -1: there is one text."""
 
     ids: bytes
     features: tuple[Feature, ...] = ()

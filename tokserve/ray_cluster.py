@@ -18,9 +18,7 @@ _connecting = threading.Lock()
 
 def connect(show_logs: bool = True) -> None:
     """Join the cluster that RAY_ADDRESS names, or the one of this machine, unless this process has joined one.
-
-    `show_logs`: what actors log is printed here as well, with a prefix.  Raises StartError.
-    """
+    `show_logs`: what actors log is printed here as well, with a prefix.  Raises StartError."""
     with _connecting:
         if ray.is_initialized():
             return

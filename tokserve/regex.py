@@ -15,9 +15,7 @@ _UNICODE = {"d": r"\p{Nd}", "w": r"\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Contro
 
 def explicit_classes(pattern: str, *, unicode: bool) -> str:
     """The pattern with the members of its classes in brackets: ASCII's, or with `unicode` those of all scripts.
-
-    Brackets may stand within brackets, so the position of a class does not matter.
-    """
+    Brackets may stand within brackets, so the position of a class does not matter."""
     members = _UNICODE if unicode else _ASCII
 
     def spelled(escape: re.Match[str]) -> str:

@@ -44,11 +44,9 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
 def resolve(config: Config) -> Config:
-    """The configuration with every "auto" and None that has a value replaced by it.
-
-    Reads config.json and generation_config.json of the checkpoint.  Raises StartError.
-    """
-    model = config.model
+    """The configuration with every "auto" and None that has a value replaced by it.  Reads config.json and
+    generation_config.json of the checkpoint.  Raises StartError."""
+    model, server = config.model, config.server
     directory = checkpoint.locate(model.model, weights=model.load_format != "dummy")
     device = _device(config.runtime.device)
     model = _with_images(model, config.media, device)
@@ -83,7 +81,7 @@ def resolve(config: Config) -> Config:
         scheduler=scheduler,
         cache=replace(
             config.cache,
-            block_size=config.cache.block_size or _block_size(device),
+            block_size=config.cache.block_size or (GPU_BLOCK_SIZE if device == "cuda" else DEFAULT_BLOCK_SIZE),
             enable_prefix_caching=config.cache.enable_prefix_caching and not both_ways,
         ),
         kv=replace(config.kv, kv_events_config=_kv_events(config)),
@@ -91,11 +89,12 @@ def resolve(config: Config) -> Config:
             config.runtime, device=device, cpu_threads=_cpu_threads(config.runtime, config.parallel, device)
         ),
         server=replace(
-            config.server,
+            server,
             served_model_name=names,
             api_key=keys,
-            ui=_ui(config.server),
-            allowed_hosts=_allowed_hosts(config.server),
+            # by default if only this machine can connect
+            ui=server.uds is not None or is_local(server.host) if server.ui is None else server.ui,
+            allowed_hosts=_allowed_hosts(server),
         ),
     )
     check(resolved)
@@ -180,13 +179,6 @@ def _kv_events(config: Config) -> dict[str, Any] | None:
     return {"interface": LOCAL_HOSTS[1]} | (options or {})
 
 
-def _ui(server: ServerConfig) -> bool:
-    """Whether to serve the status page; by default if only this machine can connect."""
-    if server.ui is not None:
-        return server.ui
-    return server.uds is not None or is_local(server.host)
-
-
 def _allowed_hosts(server: ServerConfig) -> list[str]:
     """The allowed Host headers.  A web page in a browser of this machine can reach an address that only this machine
     can reach, under the page's name (DNS rebinding)."""
@@ -203,10 +195,6 @@ def _device(device: str) -> Any:
     if device != "auto":
         return device
     return "cuda" if GPU_FILE.exists() and importlib.util.find_spec("triton") else "cpu"
-
-
-def _block_size(device: str) -> int:
-    return GPU_BLOCK_SIZE if device == "cuda" else DEFAULT_BLOCK_SIZE
 
 
 def _dtype(dtype: str, hf: dict[str, Any]) -> Any:

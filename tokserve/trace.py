@@ -33,10 +33,8 @@ class TraceSpan(NamedTuple):
 
 
 class Spans:
-    """A recorder, of one thread's spans or of several; off until `start`, and again after `take`.
-
-    While it is off, `span` is a look at a flag.
-    """
+    """A recorder, of one thread's spans or of several; off until `start`, and again after `take`.  While it is off,
+    `span` is a look at a flag."""
 
     def __init__(self) -> None:
         self.recording = False

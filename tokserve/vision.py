@@ -92,10 +92,7 @@ class ImageFormat(msgspec.Struct, frozen=True):
 
 def image_format(directory: Path, hf: Mapping[str, Any]) -> ImageFormat | None:
     """Read the format from config.json (`hf`, as `checkpoint.hf_config` returns it) and preprocessor_config.json; None:
-    the model takes no images.
-
-    Raises StartError for attributes of a wrong kind.
-    """
+    the model takes no images.  Raises StartError for attributes of a wrong kind."""
     vision = hf.get("vision_config")
     if not isinstance(vision, Mapping):
         return None
@@ -236,13 +233,8 @@ def check_image(feature: Feature, kind: ImageFormat, field: str = "features") ->
             f"{field}: an image of grid {tuple(grid)} has {kind.num_tokens(grid)} tokens, got a run of "
             f"{feature.length} placeholders", field=field, code="placeholder_mismatch",
         )  # fmt: skip
-    if DTYPES[number].kind == "f" and not _finite(feature.data):
+    if DTYPES[number].kind == "f" and not np.isfinite(np.frombuffer(feature.data, "<f4", offset=HEADER.size)).all():
         raise RequestError(f"{field}: pixels must be finite", field=field)
-
-
-def _finite(encoded: bytes) -> bool:
-    pixels = np.frombuffer(encoded, "<f4", offset=HEADER.size)
-    return bool(np.isfinite(pixels).all())
 
 
 def rope_positions(images: Sequence[tuple[int, Grid]], merge: int) -> tuple[Int64, int]:

@@ -101,7 +101,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         group_of = {name: group for group, name, _ in fields()}
         for name, value in values.items():
             if name not in group_of:
-                raise StartError(f"unknown option {name!r}{_nearest(name, group_of)}")
+                close = difflib.get_close_matches(name, group_of, 1)
+                hint = f"did you mean {close[0]!r}?" if close else "`tokserve serve --help` lists all"
+                raise StartError(f"unknown option {name!r}; {hint}")
             if name == "model" and value is None:  # an unset variable must not select the demo model
                 raise StartError("option model: must be str, got None")
             if value is not None:
@@ -121,11 +123,6 @@ def fields() -> tuple[tuple[str, str, Any], ...]:
         hints = get_type_hints(group.type, include_extras=True)
         rows += [(group.name, field.name, hints[field.name]) for field in msgspec.structs.fields(group.type)]
     return tuple(rows)
-
-
-def _nearest(name: str, known: dict[str, str]) -> str:
-    close = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {close[0]!r}?" if close else "; `tokserve serve --help` lists all"
 
 
 def _readable(message: str, values: dict[str, Any]) -> str:

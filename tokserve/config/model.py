@@ -77,8 +77,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = "auto"
     hf_overrides: Annotated[dict[str, Any] | None, about("JSON object that replaces entries of config.json.")] = None
     generation_config: Annotated[
-        str,
-        about("Where the text routes take sampling defaults from: auto (the model), none, or a directory."),
+        str, about("Where the text routes take sampling defaults from: auto (the model), none, or a directory.")
     ] = "auto"
     override_generation_config: Annotated[
         dict[str, Any] | None,
@@ -204,8 +203,7 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         about("Directory, with all below it, that weights may be read from while serving (repeatable); default: any."),
     ] = None
     worker_extension_cls: Annotated[
-        str | None,
-        about("module:Class whose methods /collective_rpc may call; it is constructed with the runner."),
+        str | None, about("module:Class whose methods /collective_rpc may call; it is constructed with the runner.")
     ] = None
 
 
@@ -216,8 +214,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         bool, about("Serve LoRA adapters: requests name one as their model, control routes load and unload them.")
     ] = False
     max_loras: Annotated[
-        int,
-        about("Most adapters loaded at once; memory for all of them is allocated at the start.", ge=1, le=1024),
+        int, about("Most adapters loaded at once; memory for all of them is allocated at the start.", ge=1, le=1024)
     ] = 4
     lora_eviction: Annotated[
         Literal["lru", "none"],

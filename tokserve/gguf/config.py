@@ -244,14 +244,6 @@ def _llama(fields: _Fields) -> dict[str, Any]:
     return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": bias}
 
 
-def _qwen2(fields: _Fields) -> dict[str, Any]:
-    return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-
-
-def _qwen3(fields: _Fields) -> dict[str, Any]:
-    return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-
-
 def _gemma3(fields: _Fields) -> dict[str, Any]:
     dim, hidden, heads = (
         fields.need(key) for key in ("attention.key_length", "embedding_length", "attention.head_count")
@@ -304,6 +296,8 @@ def _gpt_oss(fields: _Fields) -> dict[str, Any]:
 
 MIXTURES = ("llama", "qwen2moe", "qwen3moe", "gpt-oss")
 FAMILIES: dict[str, Callable[[_Fields], dict[str, Any]]] = {
-    "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "gemma3": _gemma3, "qwen2moe": _qwen2moe,
-    "qwen3moe": _qwen3moe, "gpt-oss": _gpt_oss,
+    "llama": _llama,
+    "qwen2": lambda _: {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+    "qwen3": lambda _: {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "gemma3": _gemma3, "qwen2moe": _qwen2moe, "qwen3moe": _qwen3moe, "gpt-oss": _gpt_oss,
 }  # fmt: skip

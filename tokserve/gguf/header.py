@@ -143,7 +143,6 @@ class _Reader:
             raise self._error(f"{what} is not UTF-8") from None
 
     def header(self) -> GgufHeader:
-        """The header, read to its end."""
         if bytes(self._content[:4]) != MAGIC:
             raise self._error("it does not begin with GGUF")
         self._at = 4

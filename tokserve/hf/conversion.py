@@ -62,7 +62,6 @@ class _Sizes:
         self._targets = targets
 
     def get_parameter(self, name: str) -> Tensor:
-        """A tensor of the parameter's shape."""
         return torch.empty(self._targets[name].shape, device="meta")
 
     get_parameter_or_buffer = get_parameter

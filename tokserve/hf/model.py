@@ -201,9 +201,7 @@ class TransformersModel(Decoder):
 
     def probe(self) -> None:
         """Find out what each layer keeps, and that tokens meet in attention alone.  Raises StartError that says why.
-
-        Attention answers zeros, so what comes out at a token must not depend on the tokens before it.
-        """
+        Attention answers zeros, so what comes out at a token must not depend on the tokens before it."""
         states = []
         for ids in PROBE:
             self.context.calls.clear()
@@ -241,8 +239,7 @@ class TransformersModel(Decoder):
         out = self._body(
             input_ids=ids.to(device), position_ids=positions.to(device)[None], use_cache=False, return_dict=True
         )
-        states: Tensor = out.last_hidden_state[0]
-        return states
+        return out.last_hidden_state[0]
 
     def forward(self, batch: ForwardBatch) -> Tensor:  # [T, hidden], or [n, hidden] of `batch.logits_rows`
         """Compute the batch's tokens, up to the final norm, and store their keys and values."""
@@ -263,7 +260,6 @@ class TransformersModel(Decoder):
         return logits.float().contiguous()
 
     def blank(self) -> TransformersModel:
-        """Another of this kind, without weights."""
         blank = TransformersModel(self._hf, self.options, self._head_options, max_model_len=self._max_model_len)
         blank.adopt(self._shapes)
         for name, buffer in self.buffers.items():
@@ -272,7 +268,6 @@ class TransformersModel(Decoder):
         return blank
 
     def kv_specs(self) -> tuple[KVSpec, ...]:
-        """What each layer keeps in the cache."""
         dtype = dtype_name(self.dtype)
         calls = (self.context.calls[layer] for layer in sorted(self.context.calls))
         return tuple(KVSpec(call.kv_heads, call.dim, dtype, call.window) for call in calls)
@@ -290,7 +285,6 @@ class TransformersModel(Decoder):
         return dict(self._linears)
 
     def row_bytes(self) -> int:
-        """Memory of one row from its token to its logits, at most."""
         widest = max(linear.outputs for linear in self._linears.values())
         return 4 * (self.spec.vocab + 16 * (self.hidden + widest))
 
@@ -330,7 +324,6 @@ def _norm_spec(norm: nn.LayerNorm) -> NormSpec:
 
 
 def _load_two(first: Parameter, second: Parameter) -> Parameter:
-    """Loads two parameters."""
 
     def load(tensor: Tensor) -> None:
         first.load(tensor)

@@ -102,9 +102,8 @@ def attend(
     scaling: float | None,
     options: dict[str, Any],
 ) -> Tensor:  # [1, Hq, T, D], [1, Hk, T, D] twice -> [1, T, Hq, D]
-    """Attention of a layer's queries over its pages, after its keys and values are stored.  Raises StartError.
-
-    Values of another size than keys have, as in latent attention: zeros make them equal."""
+    """Attention of a layer's queries over its pages, after its keys and values are stored.  Raises StartError.  Values
+    of another size than keys have, as in latent attention: zeros make them equal."""
     if context.batch is None:
         for name, option in options.items():
             if isinstance(option, Tensor) and name not in KNOWN:

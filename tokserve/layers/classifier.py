@@ -42,9 +42,7 @@ class Classifier:
 @dataclass(frozen=True, slots=True)
 class EncoderHeadSpec:
     """An encoder's head: a projection `dense` with an activation and perhaps a norm, then that to the labels, `out`.
-
-    `dense` "": there is only the last.  `dense_bias`: of the first projection; the last always has one.
-    """
+    `dense` "": there is only the last.  `dense_bias`: of the first projection; the last always has one."""
 
     labels: int
     dense: str = ""
@@ -65,7 +63,6 @@ class EncoderHead:
         self.out = Linear(hidden, {spec.out: spec.labels}, options, bias=True)
 
     def parameters(self) -> dict[str, Parameter]:
-        """Under the names of checkpoints."""
         parameters = {} if self.dense is None else self.dense.parameters()
         return parameters | under(self.spec.norm_name, self.norm.parameters()) | self.out.parameters()
 

@@ -48,7 +48,6 @@ class Embedding:
         self.head = head
 
     def parameters(self) -> dict[str, Parameter]:
-        """The parameter `weight`."""
         return {
             "weight": Parameter(
                 (self.vocab, self.hidden), self.load, self.dtype, self.load_stored, places=self.places,
@@ -117,7 +116,6 @@ class Table:
         self.weight = torch.zeros(self.shape, dtype=dtype, device=ops.torch_device)
 
     def parameters(self) -> dict[str, Parameter]:
-        """The parameter `weight`."""
         return {"weight": Parameter(self.shape, self.load, self.dtype, places=self.places)}
 
     def places(self) -> list[VectorPlace]:
@@ -133,10 +131,8 @@ class Table:
 
 
 class Head:
-    """Hidden rows to float32 logits; the dtype of `options` is that of the product's operands.
-
-    `multiplier`: of the products; `softcap` > 0: a logit x becomes softcap * tanh(x / softcap) after that.
-    """
+    """Hidden rows to float32 logits; the dtype of `options` is that of the product's operands.  `multiplier`: of the
+    products; `softcap` > 0: a logit x becomes softcap * tanh(x / softcap) after that."""
 
     def __init__(
         self, vocab: int, hidden: int, options: LayerOptions, *, multiplier: float = 1.0, softcap: float = 0.0

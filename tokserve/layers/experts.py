@@ -76,10 +76,8 @@ class MixtureSpec:
 
 
 class StoredExperts(StoredWeight, Protocol):
-    """The weights of all experts, stored as one that is not a tensor of floats.
-
-    `interleaved`: rows of gate and up alternate in what `expert` returns, else the gate is above.
-    """
+    """The weights of all experts, stored as one that is not a tensor of floats.  `interleaved`: rows of gate and up
+    alternate in what `expert` returns, else the gate is above."""
 
     @property
     def interleaved(self) -> bool: ...
@@ -211,10 +209,8 @@ class Experts:
             self._halves[expert] = weight
 
     def load_stored(self, expert: int, shard: str, weight: StoredWeight) -> None:
-        """Take one projection of one expert in the form in which it is stored, where the method accepts that.
-
-        A gate and an up projection that cannot be packed together become floats.
-        """
+        """Take one projection of one expert in the form in which it is stored, where the method accepts that.  A gate
+        and an up projection that cannot be packed together become floats."""
         if tuple(weight.shape) != self._shape(shard):
             raise ValueError(f"{shard}: expected {list(self._shape(shard))}, found {list(weight.shape)}")
         part = self._part(shard, weight)
@@ -271,7 +267,6 @@ class Experts:
         return part
 
     def load_gate_up(self, tensor: Tensor) -> None:
-        """Take the gate and up projections of all experts."""
         for expert, rows in enumerate(_transposed(tensor) if self.spec.interleaved else tensor):
             halves = (rows[::2], rows[1::2]) if self.spec.interleaved else rows.chunk(2)
             for shard, half in zip(("gate", "up"), halves, strict=True):
@@ -287,7 +282,6 @@ class Experts:
             self.down[expert] = self.quant.pack(_rows(part, self.dtype))
 
     def load_gate_up_bias(self, tensor: Tensor) -> None:
-        """Take the biases [E,2I] of the gate and up projections."""
         assert self.gate_up_bias is not None
         rows = _deinterleaved(tensor.t()) if self.spec.interleaved else tensor.t()
         self.gate_up_bias.copy_(self._gate_up_rows(rows).t())
@@ -329,7 +323,6 @@ class Router:
         return parameters
 
     def load_correction(self, tensor: Tensor) -> None:
-        """Take the correction bias."""
         self.correction_bias = owned_copy(tensor.view(-1), (self.experts,), torch.float32)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:

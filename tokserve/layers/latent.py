@@ -95,7 +95,6 @@ class LatentAttention:
             self.q_norm = other.q_norm
 
     def kv_spec(self) -> KVSpec:
-        """What the cache keeps for this layer."""
         width = self.spec.latent + self.spec.rope.dim
         return KVSpec(1, width, dtype_name(self.dtype), kind="latent")
 

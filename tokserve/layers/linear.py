@@ -95,7 +95,6 @@ class Linear:
         return [MatrixPlace(self.packed, self._first_row(shard))]
 
     def bias_places(self, shard: str) -> list[VectorPlace]:
-        """Where a shard's bias lies."""
         return [] if self.bias is None else [VectorPlace(self._rows(self.bias, shard))]
 
     def load(self, shard: str, tensor: Tensor) -> None:
@@ -126,10 +125,8 @@ class Linear:
             self._load_dense()
 
     def load_stored(self, shard: str, weight: StoredWeight) -> None:
-        """Take a shard's weight in the form in which it is stored; the last one packs the layer.
-
-        Shards that the method does not accept, or that cannot be joined with the others, become tensors of floats.
-        """
+        """Take a shard's weight in the form in which it is stored; the last one packs the layer.  Shards that the
+        method does not accept, or that cannot be joined with the others, become tensors of floats."""
         _check_shape(shard, weight, self._shape(shard))
         part = self.part(shard, weight)
         if isinstance(part, Tensor) or not self.quant.accepts(part):
@@ -244,7 +241,6 @@ class GatedLinear(Linear):
         self.activation = activation
 
     def pack(self, weight: Tensor | StoredWeight, *rest: Any) -> Packed:
-        """Pack a weight in the layout of the gated product."""
         return self.quant.pack_gated(weight, *rest)
 
     def __call__(  # type: ignore[override]

@@ -24,10 +24,8 @@ class LowRank:
 
 
 class LoraSlots:
-    """`slots` adapters of rank up to `rank` for a layer of these sizes; all are empty at first.
-
-    `shards`: as the layer's, names to numbers of output features in the order of the output.
-    """
+    """`slots` adapters of rank up to `rank` for a layer of these sizes; all are empty at first.  `shards`: as the
+    layer's, names to numbers of output features in the order of the output."""
 
     def __init__(self, inputs: int, shards: Mapping[str, int], slots: int, rank: int, dtype: torch.dtype) -> None:
         self.inputs, self.shards, self.rank, self.dtype = inputs, dict(shards), rank, dtype
@@ -56,5 +54,4 @@ class LoraSlots:
         ops.add_lora(out, x, adapters, self._down, self._up, self._ranks, self._scales, self._sizes)
 
     def num_bytes(self) -> int:
-        """The bytes of all slots."""
         return sum(tensor.numel() * tensor.element_size() for tensor in (self._down, self._up))

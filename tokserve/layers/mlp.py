@@ -72,13 +72,11 @@ class PlainMLP(GatedMLP):
         self.down = Linear(spec.inner, {spec.down_name: hidden}, options, bias=spec.bias, split="row")
 
     def linears(self) -> dict[str, Linear]:
-        """The projections by name."""
         return {"up": self.gate_up, "down": self.down}
 
     def __call__(
         self, x: Tensor, adapters: Tensor | None = None, routed: list[Tensor] | None = None
     ) -> Tensor:  # [T, hidden] -> [T, hidden]
-        """`adapters`: as `Linear` takes them.  `routed` stays as it is: there are no experts."""
         return self.down(ops.activate(self.gate_up(x, adapters=adapters), self.activation), adapters=adapters)
 
 

@@ -18,10 +18,8 @@ from tokserve.layers.places import VectorPlace
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """`kind`: "rms" divides by the root mean square; "layer" subtracts the mean first, and may add a `bias`.
-
-    `offset`: what is added to the stored weight; 1 in families that store the difference from 1.
-    """
+    """`kind`: "rms" divides by the root mean square; "layer" subtracts the mean first, and may add a `bias`.  `offset`:
+    what is added to the stored weight; 1 in families that store the difference from 1."""
 
     eps: float
     offset: float = 0.0
@@ -33,7 +31,6 @@ class NoNorm:
     """Returns what it is given."""
 
     def parameters(self) -> dict[str, Parameter]:
-        """There are no parameters."""
         return {}
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -46,11 +43,8 @@ class NoNorm:
 
 
 class RMSNorm(NoNorm):
-    """x / rms(x) * weight over the last dimension.
-
-    A weight with an offset is kept in float32, because the sum has more digits than a narrower dtype holds, and so is
-    what it was without: it cannot be had from the sum.
-    """
+    """x / rms(x) * weight over the last dimension.  A weight with an offset is kept in float32, because the sum has
+    more digits than a narrower dtype holds, and so is what it was without: it cannot be had from the sum."""
 
     weight: Tensor  # [size]
 
@@ -62,7 +56,6 @@ class RMSNorm(NoNorm):
         self.loaded: Tensor | None = None  # [size], of a weight with an offset
 
     def parameters(self) -> dict[str, Parameter]:
-        """The parameter `weight`."""
         return {"weight": Parameter((self.size,), self.load, self.dtype, offset=self.offset, places=self.places)}
 
     def places(self) -> list[VectorPlace]:
@@ -72,7 +65,6 @@ class RMSNorm(NoNorm):
         return [VectorPlace(self.loaded), VectorPlace(self.weight, self.offset)]
 
     def load(self, tensor: Tensor) -> None:
-        """Take the weight [size]."""
         weight = tensor.float() + self.offset if self.offset else tensor
         self.weight = owned_copy(weight, (self.size,), self.dtype)
         self.loaded = owned_copy(tensor, (self.size,), self.dtype) if self.offset else None
@@ -100,14 +92,12 @@ class LayerNorm(RMSNorm):
         return parameters
 
     def load_bias(self, tensor: Tensor) -> None:
-        """Take the bias [size]."""
         self.bias = owned_copy(tensor, (self.size,), self.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:  # [T, size] -> [T, size]
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
     def add(self, x: Tensor, residual: Tensor, multiplier: float = 1.0) -> tuple[Tensor, Tensor]:
-        """(norm of the sum x * multiplier + residual, the sum), each [T, size]."""
         return ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps, multiplier)
 
 

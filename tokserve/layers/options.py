@@ -13,9 +13,7 @@ from tokserve.layers.quant import UNQUANTIZED, QuantMethod
 @dataclass(frozen=True, slots=True)
 class LayerOptions:
     """`dtype`: of activations and of unquantized weights.  `quant`: how projections keep and multiply their weights.
-
-    `group`: the ranks that divide the projections among them.
-    """
+    `group`: the ranks that divide the projections among them."""
 
     dtype: torch.dtype
     quant: QuantMethod = UNQUANTIZED

@@ -37,10 +37,8 @@ class Collectives(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks that share a model: this one's number, and how many there are.
-
-    `collectives`: None where one rank of several is looked at alone; then nothing is added.
-    """
+    """The ranks that share a model: this one's number, and how many there are.  `collectives`: None where one rank of
+    several is looked at alone; then nothing is added."""
 
     rank: int = 0
     size: int = 1

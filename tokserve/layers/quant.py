@@ -69,7 +69,6 @@ class Unquantized:
         return False
 
     def pack(self, weight: Tensor, *rest: Any) -> Packed:
-        """Pack a weight in the layout of `ops.linear`."""
         return ops.pack_linear(weight, *rest)
 
     def linear(self, x: Tensor, packed: Any, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
@@ -77,7 +76,6 @@ class Unquantized:
         return ops.linear(x, packed, bias, out_dtype)
 
     def pack_gated(self, weight: Tensor, *rest: Any) -> Packed:
-        """Pack a weight in the layout of `ops.gated_linear`."""
         return ops.pack_gated(weight, *rest)
 
     def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
@@ -101,11 +99,9 @@ class Int8:
         return torch.int8
 
     def accepts(self, stored: StoredWeight) -> bool:
-        """False: it takes tensors of floats alone."""
         return False
 
     def pack(self, weight: Tensor, *rest: Any) -> Packed:
-        """Quantize, in the layout of `ops.linear_int8`."""
         return ops.pack_linear_int8(weight, *rest)
 
     def linear(self, x: Tensor, packed: Any, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
@@ -117,11 +113,9 @@ class Int8:
         return ops.pack_gated_int8(weight, *rest)
 
     def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
-        """Multiply and gate in one op."""
         return ops.gated_linear_int8(x, packed, bias, activation)
 
     def experts(self, *arguments: Any) -> Tensor:
-        """The outputs of a mixture; arguments as those of the op."""
         return ops.experts_int8(*arguments)
 
 
@@ -135,7 +129,6 @@ class Float8Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape [N,K] of the matrix."""
         return self.values.shape
 
     @property
@@ -149,11 +142,9 @@ class Float8Weight:
         return self.values.float() * spread[:, : self.values.shape[1]]
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The values and the scales."""
         return self.values, self.scales
 
     def clone(self) -> Float8Weight:
-        """A copy in memory of its own."""
         return Float8Weight(self.values.clone(), self.scales.clone(), self.group)
 
     def narrow(self, dim: int, start: int, length: int) -> Tensor | Float8Weight:
@@ -178,10 +169,8 @@ class Float8Weight:
 
 
 class Float8:
-    """Weights float8 (e4m3) with a scale per output, activations float8 with a scale per token.
-
-    A weight that is stored as float8 keeps its own scales.
-    """
+    """Weights float8 (e4m3) with a scale per output, activations float8 with a scale per token.  A weight that is
+    stored as float8 keeps its own scales."""
 
     name: str | None = "fp8"
     covers_experts = False
@@ -221,10 +210,8 @@ class Float8:
 def pack_rows(
     pack: Callable[..., Packed], tensor: Tensor, dtype: torch.dtype, rows: int, first: int = 0, into: Any = None
 ) -> Any:
-    """Pack the tensor [N,K] as `dtype`: rows `first` .. of a weight [rows,K], as `ops.pack_linear` takes them.
-
-    What has another dtype is converted a few rows at a time, so that there is no second tensor.
-    """
+    """Pack the tensor [N,K] as `dtype`: rows `first` .. of a weight [rows,K], as `ops.pack_linear` takes them.  What
+    has another dtype is converted a few rows at a time, so that there is no second tensor."""
     step = len(tensor) if tensor.dtype == dtype else max(1, PIECE // tensor.shape[1])
     for start in range(0, len(tensor), step):
         piece = tensor[start : start + step].to(dtype)

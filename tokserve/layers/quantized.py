@@ -29,7 +29,6 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape [N,K] of the matrix."""
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
     @property
@@ -47,7 +46,6 @@ class QuantizedWeight:
         return tuple(tensor for tensor in named if tensor is not None)
 
     def clone(self) -> QuantizedWeight:
-        """A copy in memory of its own."""
         return QuantizedWeight(tuple(_each(part, lambda _, tensor: tensor.clone(), order=True) for part in self.parts))
 
     def narrow(self, dim: int, start: int, length: int) -> Tensor | StoredWeight:
@@ -127,10 +125,8 @@ def quantize_int4(weight: Tensor, group: int) -> QuantizedWeight:
 
 
 class Wna16:
-    """Weights as their checkpoint stores them, or floats where it stores floats.
-
-    `rounded`: activations are rounded to 8 bits before they are multiplied by integers.
-    """
+    """Weights as their checkpoint stores them, or floats where it stores floats.  `rounded`: activations are rounded to
+    8 bits before they are multiplied by integers."""
 
     name: str | None = "wna16"
     covers_experts = True
@@ -166,13 +162,11 @@ class Wna16:
         return ops.pack_gated_wna16(weight.parts, self.rounded)
 
     def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
-        """Multiply and gate in one op."""
         if isinstance(packed, ops.PackedWna16):
             return ops.gated_linear_wna16(x, packed, bias, activation)
         return ops.gated_linear(x, packed, bias, activation)
 
     def experts(self, *arguments: Any) -> Tensor:
-        """The outputs of a mixture; arguments as those of the op."""
         _, _, _, gate_up, _, down, *_ = arguments
         if any(isinstance(packed, ops.PackedWna16) for packed in (*gate_up, *down)):
             return ops.experts_wna16(*arguments)

@@ -170,16 +170,13 @@ class ShortConv(Recurrent):
         self.out = Linear(hidden, {"out_proj": hidden}, options, bias=spec.bias)
 
     def linears(self) -> dict[str, Linear]:
-        """The projections by name."""
         return {"project": self.project, "out": self.out}
 
     def parameters(self) -> dict[str, Parameter]:
-        """Under the names of Hugging Face checkpoints."""
         conv = {f"conv.{name}": parameter for name, parameter in self.conv.parameters().items()}
         return self.project.parameters() | conv | self.out.parameters()
 
     def kv_spec(self) -> StateSpec:
-        """What a state has of this layer."""
         return StateSpec(self.taps, self.hidden, dtype_name(self.dtype))
 
     def __call__(

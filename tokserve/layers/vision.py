@@ -27,9 +27,7 @@ PAGE = 64  # rows of a page of keys and values
 @dataclass(frozen=True, slots=True)
 class MergerSpec:
     """Joins squares of `merge` by `merge` rows of `hidden` into one row of `outputs`: a norm and two projections.
-
-    `norm_joined`: the norm is of the joined rows, not of each.  The names are of the modules in a checkpoint.
-    """
+    `norm_joined`: the norm is of the joined rows, not of each.  The names are of the modules in a checkpoint."""
 
     hidden: int
     merge: int
@@ -80,10 +78,8 @@ BLOCK_NAMES = BlockNames(("norm1", "norm2"), "attn", ("qkv",), "proj")  # of Qwe
 
 
 class PatchEmbedding:
-    """A patch's pixels to a row of `hidden`; a checkpoint stores the weight as that of a convolution.
-
-    `patch`: shape of a patch's pixels; `name`: of the module in a checkpoint.
-    """
+    """A patch's pixels to a row of `hidden`; a checkpoint stores the weight as that of a convolution.  `patch`: shape
+    of a patch's pixels; `name`: of the module in a checkpoint."""
 
     def __init__(
         self, hidden: int, patch: tuple[int, ...], options: LayerOptions, *, bias: bool, name: str = "proj"
@@ -139,10 +135,8 @@ def angles(theta: float, dim: int, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 class Runs:
-    """Runs of rows of these lengths, one after the other: the rows of a run attend to each other.
-
-    Each run has pages of its own, `pages` in all.
-    """
+    """Runs of rows of these lengths, one after the other: the rows of a run attend to each other.  Each run has pages
+    of its own, `pages` in all."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         sizes = torch.tensor(lengths)
@@ -160,10 +154,8 @@ class Runs:
 
 
 class RunAttention:
-    """Attention of an image's rows, all of whose layers use the same pages.
-
-    `table` [n, rot]: the rows' angles; `kinds`: the runs that some layer has.
-    """
+    """Attention of an image's rows, all of whose layers use the same pages.  `table` [n, rot]: the rows' angles;
+    `kinds`: the runs that some layer has."""
 
     def __init__(self, heads: int, dim: int, dtype: torch.dtype, table: Tensor, *kinds: Runs) -> None:
         self.scale, self.table = dim**-0.5, table
@@ -219,7 +211,6 @@ class Merger:
         self.down = Linear(self.width, {spec.down_name: spec.outputs}, options, bias=True)
 
     def parameters(self) -> dict[str, Parameter]:
-        """Under the names of checkpoints."""
         return under(self.spec.norm_name, self.norm.parameters()) | self.up.parameters() | self.down.parameters()
 
     def __call__(self, rows: Tensor) -> Tensor:  # [n, hidden] -> [n / merge / merge, outputs]

@@ -13,9 +13,7 @@ V = TypeVar("V")
 
 class ByteCache(Generic[K, V]):
     """Values by key, up to `max_bytes`, where a value has `size(value)` bytes; the least recently used go first.
-
-    Thread-safe.  `on_lookup`: is called with whether a key was there.
-    """
+    Thread-safe.  `on_lookup`: is called with whether a key was there."""
 
     def __init__(self, max_bytes: int, size: Callable[[V], int]) -> None:
         self._max_bytes = max_bytes

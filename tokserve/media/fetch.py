@@ -96,7 +96,6 @@ class Fetcher:
         self._resolvers.shutdown(wait=False, cancel_futures=True)
 
     def _target(self, url: str, field: str) -> httpx.URL:
-        """The URL, if it may be fetched."""
         try:
             target = httpx.URL(url)
             host = canonical(target.raw_host.decode("ascii"))

@@ -27,10 +27,8 @@ class Array(msgspec.Struct, array_like=True, frozen=True):
 
 
 class WorkerSettings(msgspec.Struct):
-    """What the server tells its workers.  The last are used where the checkpoint has no processor's config.
-
-    `side`: pixels of each side of all images, 0 if their sizes differ.
-    """
+    """What the server tells its workers.  The last are used where the checkpoint has no processor's config.  `side`:
+    pixels of each side of all images, 0 if their sizes differ."""
 
     max_pixels: int
     patch_size: int

@@ -39,10 +39,8 @@ def is_public(text: str) -> bool:
 
 
 def canonical(host: str) -> str:
-    """A host's name as it is compared: in lower case, ASCII, without a final dot; an address in its usual form.
-
-    Raises ValueError for what is no name.
-    """
+    """A host's name as it is compared: in lower case, ASCII, without a final dot; an address in its usual form.  Raises
+    ValueError for what is no name."""
     try:
         return str(ipaddress.ip_address(host.strip("[]")))
     except ValueError:

@@ -38,10 +38,8 @@ class PreparedImage(NamedTuple):
 
 
 class ImageReader:
-    """Reads and processes the images of requests; `close` ends its threads and processes.
-
-    `fetch` images by URLs, or take bytes; what is returned is in the order of what was given.
-    """
+    """Reads and processes the images of requests; `close` ends its threads and processes.  `fetch` images by URLs, or
+    take bytes; what is returned is in the order of what was given."""
 
     def __init__(self, config: Config, kind: ImageFormat) -> None:
         """Raises StartError for options that name no directory or no hosts."""
@@ -104,8 +102,7 @@ class ImageReader:
 
 def _numpy(image: ProcessedImage, name: str) -> NDArray[np.generic]:
     array = image.arrays[name]
-    values: NDArray[np.generic] = np.frombuffer(array.buffer, array.dtype).reshape(array.shape)
-    return values
+    return np.frombuffer(array.buffer, array.dtype).reshape(array.shape)
 
 
 def image_slots(kind: ImageFormat, text_of: Callable[[int], str]) -> ImageSlots:

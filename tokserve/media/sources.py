@@ -124,10 +124,8 @@ class ImageSources:
 
     @asynccontextmanager
     async def opened(self, images: Sequence[ImageUrl]) -> AsyncIterator[list[bytes]]:
-        """The bytes of the images, which count as in memory until the end of the block.
-
-        Raises RequestError naming the field of the image at fault.  Cancelling stops what is being fetched.
-        """
+        """The bytes of the images, which count as in memory until the end of the block.  Raises RequestError naming the
+        field of the image at fault.  Cancelling stops what is being fetched."""
         request = RequestBytes(self._config, self._memory)
         at_once = asyncio.Semaphore(FETCHES_OF_REQUEST)
         tasks = [asyncio.create_task(self._read(image, request, at_once)) for image in images]
@@ -229,10 +227,8 @@ def _read_beneath(root: Path, relative: Path, size: ImageBytes) -> bytes:
 
 
 def decode_inline(url: str, size: ImageBytes) -> bytes:
-    """The bytes of a data: URL in base64 (RFC 2397), `data:TYPE;base64,...`; the type is not looked at.
-
-    Raises RequestError naming the field.  Other threads run between pieces of it.
-    """
+    """The bytes of a data: URL in base64 (RFC 2397), `data:TYPE;base64,...`; the type is not looked at.  Raises
+    RequestError naming the field.  Other threads run between pieces of it."""
     field = size.field
     comma = url.find(",", 0, HEAD_CHARS)
     if comma < 0 or not url[:comma].lower().endswith(";base64"):

@@ -81,7 +81,6 @@ class AdapterConfig(msgspec.Struct, frozen=True):
                     _refuse(f"{name}: the key {key!r} is a regular expression; only names are supported")
 
     def rank(self, module: str) -> int:
-        """The rank of a module's weights."""
         return int(_by_pattern(self.rank_pattern, module, self.r))
 
     def scale(self, module: str) -> float:

@@ -29,7 +29,6 @@ MODERN_PARTS = (
 
 
 def bert(hf: Mapping[str, Any]) -> EncoderSpec:
-    """BERT."""
     of_sequences = _ending(hf) == classifier.SUFFIX
     head = EncoderHeadSpec(_labels(hf), "pooler.dense", "tanh") if of_sequences else None
     return _bert(hf, "bert", head)
@@ -75,7 +74,6 @@ def _bert(hf: Mapping[str, Any], base: str, head: EncoderHeadSpec | None) -> Enc
 
 
 def modern_bert(hf: Mapping[str, Any]) -> EncoderSpec:
-    """ModernBERT."""
     fields = ConfigReader(hf)
     _refuse_decoders(fields)
     norm = NormSpec(fields.number("norm_eps", 1e-5), kind="layer", bias=fields.flag("norm_bias"))

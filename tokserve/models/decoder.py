@@ -333,7 +333,6 @@ class Decoder:
         return self.head(hidden) if self.stage.is_last else hidden.new_empty(len(hidden), 0, dtype=torch.float32)
 
     def classify(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, labels] float32
-        """Logits of the labels, of a model that classifies."""
         if self.classifier is None:
             raise RequestError("the model has no labels", code="unsupported")
         return self.classifier(hidden)

@@ -144,10 +144,7 @@ def _latent(
     norm = NormSpec(fields.number("rms_norm_eps", 1e-6))
     blocks = tuple(
         BlockSpec(
-            attend,
-            experts if experts and sparse[layer] else plain,
-            norm,
-            residual_multiplier=residual_multiplier,
+            attend, experts if experts and sparse[layer] else plain, norm, residual_multiplier=residual_multiplier
         )
         for layer in _layers(fields)
     )

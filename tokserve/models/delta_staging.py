@@ -28,9 +28,7 @@ Described = tuple[str, tuple[int, ...], torch.dtype | str]
 
 class DeltaStaging:
     """`base`: the version that serves, and its checksum; `base_sums`: of the parts of its tensors that are here.
-
-    Errors are RequestErrors, and name tensors.
-    """
+    Errors are RequestErrors, and name tensors."""
 
     def __init__(
         self,
@@ -69,7 +67,6 @@ class DeltaStaging:
         self._reader.announce([(self._name(name), shape, dtype) for name, shape, dtype in tensors])
 
     def push(self, name: str, tensor: Tensor) -> None:
-        """Stage one of the announced tensors."""
         complete = self._reader.put(self._name(name), tensor)
         if complete is not None:
             self.add(*complete)

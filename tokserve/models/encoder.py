@@ -69,7 +69,6 @@ class Encoder(Decoder):
         self.classifier = None if head_spec is None else EncoderHead(head_spec, spec.hidden, plain)
 
     def blank(self) -> Encoder:
-        """Another of this kind, without weights."""
         return Encoder(self.spec, self.options, self.head.options, self.rope_tables)
 
     def kv_specs(self) -> tuple[LayerSpec, ...]:
@@ -83,7 +82,6 @@ class Encoder(Decoder):
         return [(1.0, 1.0)]
 
     def parameters_by_name(self) -> dict[str, Parameter]:
-        """Every tensor a checkpoint must have, under its Hugging Face name."""
         parameters = super().parameters_by_name()
         parameters |= under(f"model.embeddings.{self.spec.embedding_norm_name}", self.embedding_norm.parameters())
         if self.positions is not None:

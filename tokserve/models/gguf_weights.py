@@ -97,7 +97,6 @@ class GgufExperts:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that the model's own checkpoints have."""
         experts, rows, *columns = self.tensors[0].shape
         return experts, *columns, len(self.tensors) * rows
 
@@ -132,7 +131,6 @@ class GgufExpertWeights:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape [E,K,N] of the weight."""
         return self.source.shape
 
     @property
@@ -168,7 +166,6 @@ class GgufExpertWeights:
         return self
 
     def narrow(self, dim: int, start: int, length: int) -> Tensor:
-        """Floats: no rank has a part of an expert."""
         return self.dense().narrow(dim, start, length)
 
     def joined(self, others: Sequence[StoredWeight]) -> None:
@@ -176,7 +173,6 @@ class GgufExpertWeights:
 
 
 def _of_expert(tensor: GgufTensor, index: int) -> GgufTensor:
-    """An expert's part of a tensor [E,N,K]."""
     size = tensor.size // tensor.shape[0]
     return replace(tensor, shape=tensor.shape[1:], start=tensor.start + index * size, size=size)
 
@@ -202,7 +198,6 @@ def sources(files: Sequence[Path]) -> dict[str, Source]:
 
 
 def _experts(header: GgufHeader, tensor: GgufTensor) -> dict[str, Source]:
-    """The matrices of each expert, of a tensor with all."""
     match tensor.name.split("."):
         case ["blk", number, name, "weight"] if number.isdigit() and name in EXPERTS:
             module, names = EXPERT_NAMES[header.architecture]

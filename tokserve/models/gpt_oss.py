@@ -14,11 +14,7 @@ from tokserve.models.config_reader import ConfigReader
 from tokserve.models.spec import DecoderSpec, dense, window_size, windows_by_type
 from tokserve.ops.mixture import CLAMPED_LIMIT, CLAMPED_SLOPE
 
-DEFAULTS = {
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 150000.0,
-    "sliding_window": 128,
-}
+DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "sliding_window": 128}
 YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
@@ -26,7 +22,6 @@ YARN = {
 
 
 def gpt_oss(hf: Mapping[str, Any]) -> DecoderSpec:
-    """gpt-oss 20b and 120b."""
     rope = {} if hf.get("rope_parameters") or hf.get("rope_scaling") else {"rope_parameters": YARN}
     fields = ConfigReader(DEFAULTS | dict(hf) | rope)
     for name, value in (("swiglu_limit", CLAMPED_LIMIT), ("swiglu_alpha", CLAMPED_SLOPE)):

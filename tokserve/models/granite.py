@@ -15,7 +15,6 @@ from tokserve.models.spec import DecoderSpec, dense
 
 
 def granite(hf: Mapping[str, Any]) -> DecoderSpec:
-    """Granite 3."""
     fields = ConfigReader(hf)
     return _granite(fields, mlp_bias=fields.flag("mlp_bias"))
 

@@ -33,13 +33,7 @@ def llama(hf: Mapping[str, Any]) -> DecoderSpec:
     """Llama 1 to 3: optional biases."""
     fields = ConfigReader(hf)
     bias = fields.flag("attention_bias")
-    return dense(
-        fields,
-        max_position=2048,
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=fields.flag("mlp_bias"),
-    )
+    return dense(fields, max_position=2048, qkv_bias=bias, out_bias=bias, mlp_bias=fields.flag("mlp_bias"))
 
 
 def exaone(hf: Mapping[str, Any]) -> DecoderSpec:

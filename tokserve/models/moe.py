@@ -9,15 +9,7 @@ from typing import Any
 from tokserve.layers.experts import MixtureSpec, RouterSpec
 from tokserve.layers.mlp import MLPSpec
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.spec import (
-    HEADLESS,
-    DecoderSpec,
-    activation,
-    dense,
-    no_extra_layers,
-    window_size,
-    windows_by_type,
-)
+from tokserve.models.spec import HEADLESS, DecoderSpec, activation, dense, no_extra_layers, window_size, windows_by_type
 
 MIXTRAL_NAMES = ((".mlp.", ".block_sparse_moe."),)  # transformers 5 calls the module so, checkpoints do not
 

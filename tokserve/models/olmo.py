@@ -16,7 +16,6 @@ THETA = 500000.0  # of OLMo 3, where the config gives none
 
 
 def olmo2(hf: Mapping[str, Any]) -> DecoderSpec:
-    """OLMo 2."""
     return _olmo(ConfigReader(hf))
 
 

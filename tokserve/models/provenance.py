@@ -34,7 +34,6 @@ class Provenance:
         self._generator: Generator | None = None
 
     def add_pushed(self, name: str, tensor: Tensor) -> None:
-        """Record a tensor that was pushed."""
         if self._enabled:
             self._pushed[name] = checksum(tensor)
         else:

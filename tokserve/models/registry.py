@@ -73,11 +73,7 @@ ARCHITECTURES = {
 }
 # Families that transformers saves under another's architecture, whose configs and tensors have names of their own.
 # None: no spec function reads their tensors.
-BY_MODEL_TYPE = {
-    "exaone": "ExaoneForCausalLM",
-    "internlm3": "InternLM3ForCausalLM",
-    "sarvam_moe": None,
-}
+BY_MODEL_TYPE = {"exaone": "ExaoneForCausalLM", "internlm3": "InternLM3ForCausalLM", "sarvam_moe": None}
 ENCODERS = {  # by the family of `encoders`
     "Bert": "tokserve.models.bert:bert",
     "ModernBert": "tokserve.models.bert:modern_bert",
@@ -111,7 +107,6 @@ def is_known(hf: Mapping[str, Any]) -> bool:
 
 
 def _with_head(name: str) -> str:
-    """The architecture with a head for tokens."""
     return name if name in ARCHITECTURES else causal_name(name) or base_name(name)
 
 
@@ -145,8 +140,7 @@ def decoder_spec(hf: Mapping[str, Any]) -> DecoderSpec:
 
 def _read(place: str, hf: Mapping[str, Any]) -> DecoderSpec:
     module, function = place.split(":")
-    spec: DecoderSpec = getattr(import_module(module), function)(hf)
-    return spec
+    return getattr(import_module(module), function)(hf)
 
 
 def _classifier(spec: DecoderSpec, hf: Mapping[str, Any]) -> DecoderSpec:

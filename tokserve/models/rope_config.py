@@ -66,10 +66,8 @@ def rope_spec(
     fields: ConfigReader, scaling: ConfigReader, dim: int, max_position: int, theta: float, *,
     rotary: float | None = None,
 ) -> RopeSpec:  # fmt: skip
-    """The rope that the object `scaling` describes, with this theta.
-
-    `rotary`: the part of a head that is rotated where the config does not say; None: this family rotates whole heads.
-    """
+    """The rope that the object `scaling` describes, with this theta.  `rotary`: the part of a head that is rotated
+    where the config does not say; None: this family rotates whole heads."""
     part = scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", rotary or 1.0))
     if rotary is None and part != 1.0:
         raise scaling.unsupported("partial_rotary_factor", "is not 1; this architecture rotates whole heads")

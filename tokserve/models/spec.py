@@ -261,7 +261,6 @@ def refuse_unsupported(fields: ConfigReader) -> None:
 
 
 def window_everywhere(fields: ConfigReader, absent: int) -> tuple[int, ...]:
-    """`sliding_window` in every layer."""
     return (window_size(fields, absent),) * fields.integer("num_hidden_layers")
 
 

@@ -53,10 +53,8 @@ class Staging:
     def announce(
         self, tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype | str]], *, whole: bool = False
     ) -> None:
-        """Refuse names, shapes and dtypes that do not fit, and what has come already, all in one list.
-
-        `whole`: none of them is a part of a weight.
-        """
+        """Refuse names, shapes and dtypes that do not fit, and what has come already, all in one list.  `whole`: none
+        of them is a part of a weight."""
         entries: dict[str, Entry] = {}
         seen: set[str | Part] = set()
         duplicates = []

@@ -43,12 +43,10 @@ def qwen3_vl_moe(hf: Mapping[str, Any]) -> DecoderSpec:
 
 
 def qwen3_5(hf: Mapping[str, Any]) -> DecoderSpec:
-    """Qwen 3.5 with its tower."""
     return _with_vision(hf, hybrid.qwen3_5, 1e7, _qwen3_5_tower)
 
 
 def qwen3_5_moe(hf: Mapping[str, Any]) -> DecoderSpec:
-    """Qwen 3.5 with experts and its tower."""
     return _with_vision(hf, hybrid.qwen3_5_moe, 1e7, _qwen3_5_tower)
 
 
@@ -107,7 +105,7 @@ def _with_axes(fields: ConfigReader, block: BlockSpec) -> BlockSpec:
         raise scaling.refuse(
             "mrope_section", f"must add up to {count}, half of a head's rotated part, found {sections}"
         )
-    if _is_interleaved(fields):
+    if not any(name.startswith("Qwen2") for name in fields.texts("architectures")):  # interleaved
         axes = [axis if axis and index < 3 * sections[axis] else 0 for index, axis in enumerate([0, 1, 2] * count)]
         axes = axes[:count]
     else:
@@ -115,10 +113,6 @@ def _with_axes(fields: ConfigReader, block: BlockSpec) -> BlockSpec:
     return replace(
         block, attention=replace(block.attention, rope=replace(block.attention.rope, axes=tuple(axes)))
     )  # fmt: skip
-
-
-def _is_interleaved(fields: ConfigReader) -> bool:
-    return not any(name.startswith("Qwen2") for name in fields.texts("architectures"))
 
 
 def _patch(fields: ConfigReader) -> tuple[int, int, int, int]:

@@ -64,10 +64,8 @@ class Entry:
 
 
 def catalogue(directory: Path, may_read: Callable[[Sequence[str]], object] = len) -> dict[str, Entry]:
-    """Name -> entry for every tensor of the checkpoint; reads headers only.
-
-    `may_read` is called with the names of files before any of them is opened, and raises if one must not be.
-    """
+    """Name -> entry for every tensor of the checkpoint; reads headers only.  `may_read` is called with the names of
+    files before any of them is opened, and raises if one must not be."""
     if shards := gguf_config.source(directory):
         return _in_gguf(shards)
     may_read((SINGLE, INDEX))
@@ -135,16 +133,13 @@ def headers(file: Path) -> dict[str, Entry]:
                 )
             return entries
     except SafetensorError as error:
-        if _is_pointer(file):
+        with file.open("rb") as opened:
+            is_pointer = opened.read(len(LFS_POINTER)) == LFS_POINTER
+        if is_pointer:
             raise StartError(f"{file} is a pointer of Git LFS, not the file: fetch that with `git lfs pull`") from None
         raise StartError(f"{file} is not a complete safetensors file: {error}") from error
     except OSError as error:
         raise StartError(f"{file} cannot be read: {error.strerror or error}") from error
-
-
-def _is_pointer(file: Path) -> bool:
-    with file.open("rb") as opened:
-        return opened.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def _offsets(file: Path) -> dict[str, int]:
@@ -286,10 +281,8 @@ def stream(entries: Mapping[str, Entry], *, mapped: bool = False) -> Iterator[tu
 
 
 def check(entries: Mapping[str, Entry | Tensor], parameters: Mapping[str, Parameter], source: str) -> None:
-    """Raise one StartError that lists missing, unexpected, misshapen and non-floating tensors, if any.
-
-    `source` says whose tensors they are.
-    """
+    """Raise one StartError that lists missing, unexpected, misshapen and non-floating tensors, if any.  `source` says
+    whose tensors they are."""
     if problems := mismatches(entries, parameters):
         raise StartError(f"the tensors of {source} do not fit the model: {'; '.join(problems)}")
 
@@ -341,7 +334,6 @@ def not_finite(names: Sequence[str], dtype: torch.dtype) -> RequestError:
 
 
 def load_into(parameters: Mapping[str, Parameter], weights: Iterable[tuple[str, Tensor | StoredWeight]]) -> None:
-    """Load each weight into the parameter of its name."""
     for name, weight in weights:
         parameters[name].take(weight)
 

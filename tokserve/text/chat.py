@@ -222,7 +222,10 @@ def _plain_message(index: int, message: Message, images: ImageSlots | None = Non
         raise invalid(f"{field}.content", "must be a string or a list of parts")
     _check_strings(field, plain, STRINGS)
     if "tool_calls" in plain:
-        plain["tool_calls"] = _tool_calls(f"{field}.tool_calls", plain["tool_calls"])
+        path, calls = f"{field}.tool_calls", plain["tool_calls"]
+        if not isinstance(calls, list):
+            raise invalid(path, "must be a list")
+        plain["tool_calls"] = [_tool_call(f"{path}[{index}]", call) for index, call in enumerate(calls)]
     if images is not None:
         images.check_text(field, plain)
     reasoning = next((plain[name] for name in REASONING_NAMES if name in plain), None)
@@ -286,10 +289,8 @@ def _developer_as_system(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def part_text(field: str, part: Any, kinds: Iterable[str] = TEXT_PARTS) -> str:
-    """The text of a part of a content.  Raises RequestError naming `field` or a path in it.
-
-    `kinds`: the types of parts that may be there, for the error of another one.
-    """
+    """The text of a part of a content.  Raises RequestError naming `field` or a path in it.  `kinds`: the types of
+    parts that may be there, for the error of another one."""
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
@@ -302,13 +303,6 @@ def part_text(field: str, part: Any, kinds: Iterable[str] = TEXT_PARTS) -> str:
     if not isinstance(text, str):
         raise invalid(f"{field}.{TEXT_PARTS[kind]}", "must be a string")
     return text
-
-
-def _tool_calls(field: str, calls: Any) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects: clients send JSON text, templates iterate over it."""
-    if not isinstance(calls, list):
-        raise invalid(field, "must be a list")
-    return [_tool_call(f"{field}[{index}]", call) for index, call in enumerate(calls)]
 
 
 def _tool_call(field: str, call: Any) -> dict[str, Any]:

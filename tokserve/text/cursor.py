@@ -46,11 +46,8 @@ class Markers:
 
 
 class Cursor:
-    """A position in a text.  `at` may be set back to an earlier value, unless text was passed to `emit` since.
-
-    A step without a result leaves `at` where it stopped.  `gap`: the white space before the last
-    marker found.
-    """
+    """A position in a text.  `at` may be set back to an earlier value, unless text was passed to `emit` since.  A step
+    without a result leaves `at` where it stopped.  `gap`: the white space before the last marker found."""
 
     def __init__(self) -> None:
         self.at = 0

@@ -57,10 +57,8 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """Decodes any other vocabulary: the new tokens together with the last final one, whose text is subtracted.
-
-    How a token decodes depends on whether there is one before it (leading space), not on which.
-    """
+    """Decodes any other vocabulary: the new tokens together with the last final one, whose text is subtracted.  How a
+    token decodes depends on whether there is one before it (leading space), not on which."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, spaces: bool) -> None:
         self._tokenizer = tokenizer
@@ -155,9 +153,7 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int], final: bool = False) -> tuple[str, StopHit | None]:
         """Text that is final now, and the stop match if this push completed one (later pushes return nothing).
-
-        `final`: these are the last ids; nothing stays held.
-        """
+        `final`: these are the last ids; nothing stays held."""
         if not self._stop:
             text = self._stream.feed(ids)
             return (text + self._stream.finish() if final else text), None

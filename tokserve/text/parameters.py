@@ -35,7 +35,6 @@ def json_of(text: str, schema: dict[str, Any]) -> str:
 
 
 def encoded(text: str) -> str:
-    """A text as a JSON string."""
     return msgspec.json.encode(text).decode()
 
 

@@ -72,11 +72,8 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """How answers to one request are parsed.
-
-    `functions`: the JSON schemas of the arguments by name.  `named`: the answer is only this function's arguments.
-    `max_calls`: further calls are dropped.
-    """
+    """How answers to one request are parsed.  `functions`: the JSON schemas of the arguments by name.  `named`: the
+    answer is only this function's arguments. `max_calls`: further calls are dropped."""
 
     tools: ToolFormat | None = None
     thinking: Thinking | None = None
@@ -102,10 +99,8 @@ _VALUE_END = Markers("\n</parameter>", "</parameter>")
 
 
 class Parser:
-    """Parses one answer.  `inside`: it begins inside the reasoning.
-
-    `num_calls`: calls reported so far; `complete`: the last of them has all its arguments.
-    """
+    """Parses one answer.  `inside`: it begins inside the reasoning.  `num_calls`: calls reported so far; `complete`:
+    the last of them has all its arguments."""
 
     def __init__(self, output_format: OutputFormat, *, inside: bool = False) -> None:
         self.num_calls = 0

@@ -53,10 +53,8 @@ def takes_thoughts(source: str, special_tokens: SpecialTokens) -> bool:
 
 @lru_cache(maxsize=64)
 def takes_objects(source: str, special_tokens: SpecialTokens) -> bool:
-    """Whether a template takes the arguments of calls as an object; else it takes JSON text, as clients send them.
-
-    It does not if it renders a call with text only, or prints the object as Python does.
-    """
+    """Whether a template takes the arguments of calls as an object; else it takes JSON text, as clients send them.  It
+    does not if it renders a call with text only, or prints the object as Python does."""
     for content in CONTENTS:
         text, from_object = (_answer(source, special_tokens, content, form) for form in (json.dumps(OBJECT), OBJECT))
         if text is not None and (from_object is None or str(OBJECT) in from_object):

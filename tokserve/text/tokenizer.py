@@ -128,10 +128,8 @@ class Tokenizer:
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """Bytes of the longest token: a text of more than n times so many bytes has more than n tokens.
-
-        Multiplied by `SLACK` where a normalizer may shorten the text.
-        """
+        """Bytes of the longest token: a text of more than n times so many bytes has more than n tokens.  Multiplied by
+        `SLACK` where a normalizer may shorten the text."""
         added = {entry.content for entry in self._backend.get_added_tokens_decoder().values()}
         spelled = self._backend.get_vocab(with_added_tokens=False).keys() - added
         sizes = map(len, spelled if self.is_byte_level else map(str.encode, spelled))
@@ -153,8 +151,7 @@ class Tokenizer:
 
     def id_of(self, token: str) -> int | None:
         """The id of the token spelled `token` in the vocabulary."""
-        token_id: int | None = self._backend.token_to_id(token)
-        return token_id
+        return self._backend.token_to_id(token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`.  Raises RequestError for invalid Unicode."""
@@ -199,9 +196,7 @@ class Tokenizer:
     @cached_property
     def context(self) -> list[int]:
         """A letter that outputs are decoded behind, as they continue a text; empty where that makes no difference.
-
-        Decoders with words or leading spaces decode a token at the beginning of a text otherwise than inside.
-        """
+        Decoders with words or leading spaces decode a token at the beginning of a text otherwise than inside."""
         if self.is_byte_level:
             return []
         ids = (self._backend.token_to_id(letter) for letter in ascii_letters)
@@ -215,8 +210,7 @@ class Tokenizer:
 
     def spelling(self, token: int) -> str | None:
         """The token as the vocabulary spells it (`Ġthe`), None if there is no such id."""
-        text: str | None = self._backend.id_to_token(token) if 0 <= token < 1 << 32 else None
-        return text
+        return self._backend.id_to_token(token) if 0 <= token < 1 << 32 else None
 
     def token(self, token: int) -> str:
         """The text of one token inside a text; part of a character becomes U+FFFD."""

@@ -58,10 +58,8 @@ def answer_or_calls(
 
 
 def text_or_calls(form: ToolFormat, functions: Functions, tokenizer: Tokenizer, *, parallel: bool) -> StructuredOutputs:
-    """Any text in which everything that begins as a call is a valid call; not for `bare` formats.
-
-    Raises `NotExpressible`.
-    """
+    """Any text in which everything that begins as a call is a valid call; not for `bare` formats.  Raises
+    `NotExpressible`."""
     calls = _CallRules(form, tokenizer, ONE_SPACE)
     return _grammar(calls.text_with_calls("*" if parallel else "?") | calls.rules(functions, None if parallel else 1))
 
@@ -137,10 +135,8 @@ class _CallRules:
         return start | {"head[lazy]": f"TEXT {self._marker(begins[0])}"} | ({"added": f"<[{added}]>"} if added else {})
 
     def rules(self, functions: Functions, max_calls: int | None) -> dict[str, str]:
-        """The rules "calls", "rest" (calls after the first marker), and those that they need.
-
-        `max_calls` None: any number.  Where the format has lists of calls, each call may be a list.
-        """
+        """The rules "calls", "rest" (calls after the first marker), and those that they need.  `max_calls` None: any
+        number.  Where the format has lists of calls, each call may be a list."""
         form, size, limit = self._form, len(json.dumps(functions)), GRAMMAR_BYTES["grammar"]
         if size > limit:  # the grammar would be larger and be refused later
             raise NotExpressible(f"the functions have {size} bytes, and a grammar at most {limit}")
@@ -166,14 +162,12 @@ class _CallRules:
         return rules | {"body": " | ".join(bodies)}
 
     def _marker(self, text: str) -> str:
-        """A marker, as a token if it is one, or as text."""
         token = self._token(text)
         if token is not None:
             return f"<[{token}]>"
         return _literal(text) if text else ""
 
     def _token(self, text: str) -> int | None:
-        """The added token with this text."""
         token = self._tokenizer.id_of(text)
         return token if token in self._tokenizer.added_ids else None
 

@@ -80,10 +80,8 @@ class Float8Format:
         return None
 
     def native_method(self, weights: Mapping[str, Grouped]) -> str | None:
-        """Float8, if all matrices of the layers are stored so and the product takes their scales.
-
-        Matrices of one width, which may be shards of one layer, must have as many groups then.
-        """
+        """Float8, if all matrices of the layers are stored so and the product takes their scales.  Matrices of one
+        width, which may be shards of one layer, must have as many groups then."""
         groups_by_width: dict[int, set[int]] = {}
         for name, weight in weights.items():
             if ".layers." in name and len(weight.shape) == 2:
@@ -137,7 +135,6 @@ def is_unused(name: str) -> bool:
 
 
 def scale_shapes(shape: tuple[int, ...], block: BlockSize) -> list[tuple[int, ...]]:
-    """Shapes that the scale of a weight [N,K] may have."""
     rows, columns = shape
     return [(), (1,), (1, 1), (rows,), (rows, 1), (-(-rows // block[0]), -(-columns // block[1]))]
 

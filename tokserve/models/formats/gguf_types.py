@@ -40,8 +40,7 @@ def _blocks(raw: Tensor, columns: int, size: int) -> Tensor:  # [N, blocks, byte
 
 
 def _split(tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
-    split: Tensor = tensor.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
-    return split
+    return tensor.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:  # [N, blocks] float16

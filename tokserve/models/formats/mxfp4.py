@@ -45,7 +45,6 @@ class Mxfp4Experts:
         return torch.bfloat16
 
     def expert(self, index: int) -> QuantizedWeight:
-        """An expert's weight [N,K]."""
         codes, scales = self.blocks[index].flatten(1), power_of_two(self.exponents[index], 128)
         return QuantizedWeight((QuantizedRows(codes, E2M1, GROUP, scales, folded=True, nibbles=True),))
 
@@ -57,11 +56,9 @@ class Mxfp4Experts:
         return whole
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The blocks and the exponents."""
         return self.blocks, self.exponents
 
     def clone(self) -> Mxfp4Experts:
-        """A copy in memory of its own."""
         return Mxfp4Experts(self.blocks.clone(), self.exponents.clone(), self.interleaved)
 
     def narrow(self, dim: int, start: int, length: int) -> Tensor:
@@ -87,7 +84,6 @@ class Mxfp4Format:
     optional: frozenset[str] = frozenset()
 
     def part(self, name: str, tensor: Described) -> Part:
-        """The part that a tensor is, by the ending of its name."""
         for ending, role in ENDINGS.items():
             if name.endswith(ending):
                 return Part(name.removesuffix(ending), role)
@@ -108,7 +104,6 @@ class Mxfp4Format:
         return inputs % GROUP == 0 and tuple(tensor.shape) == expected
 
     def assemble(self, parts: Mapping[str, Tensor]) -> Mxfp4Experts:
-        """The experts of both parts."""
         return Mxfp4Experts(parts[BLOCKS], parts[EXPONENTS])
 
     def incomplete(self, parts: Mapping[str, Collection[str]]) -> list[tuple[str, list[str]]]:
@@ -116,11 +111,9 @@ class Mxfp4Format:
         return [("without both blocks and scales", list(parts))]
 
     def refusal(self, tensor: Described) -> str | None:
-        """Refuses nothing: the dtype says all."""
         return None
 
     def native_method(self, weights: Mapping[str, Grouped]) -> str | None:
-        """Integer weights, where any are."""
         return WNA16.name if any(weight.parts for weight in weights.values()) else None
 
 

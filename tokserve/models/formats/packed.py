@@ -48,18 +48,13 @@ class PackedFormat:
 
     @property
     def name(self) -> str:
-        """The name of the layout."""
         return self.layout
-
-    @property
-    def _endings(self) -> dict[str, str]:
-        return ENDINGS["gptq" if self.layout == "gptq_v2" else self.layout]
 
     def part(self, name: str, tensor: Described) -> Part | None:
         """The part that a tensor is, by the ending of its name; a tensor of floats that ends in .weight is whole."""
         if name.endswith(UNUSED):
             return None
-        for ending, role in self._endings.items():
+        for ending, role in ENDINGS["gptq" if self.layout == "gptq_v2" else self.layout].items():
             if name.endswith(ending):
                 if role == CODES and tensor.dtype in FLOATS.values():
                     return Part(name)
@@ -153,7 +148,6 @@ class PackedFormat:
         return [(f"without all of {', '.join(sorted(self.needs))}", list(parts))]
 
     def refusal(self, tensor: Described) -> str | None:
-        """Refuses nothing: the dtype says all."""
         return None
 
     def native_method(self, weights: Mapping[str, Grouped]) -> str | None:
