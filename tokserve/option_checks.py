@@ -50,7 +50,7 @@ def _check_server(config: Config) -> None:
     if server.uds == "":
         raise StartError("option uds: must not be empty")
     if server.client_header is not None and not HEADER_NAME.fullmatch(server.client_header):
-        raise StartError(f"option client_header: {server.client_header!r} is no name of a header")
+        raise StartError(f"option client_header: {server.client_header!r} is not the name of a header")
     if server.ssl_ca_certs is not None and server.ssl_certfile is None:
         raise StartError("ssl_ca_certs needs ssl_certfile and ssl_keyfile: without them there is no TLS")
     if (server.ssl_keyfile is None) != (server.ssl_certfile is None):

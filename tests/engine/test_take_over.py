@@ -189,7 +189,7 @@ def test_an_open_update_has_failed(beside: bool) -> None:
     ask(engine, "update_weights", update={"weights": "w1"})
     assert state(engine) == "updating"
     other = successor(engine)
-    assert state(other) == "running" and status(other).failure == "the engine ended while it was open"
+    assert state(other) == "running" and status(other).failure == "the engine ended while the weight update was open"
     late = ask(other, "finish_weight_update")
     assert late.status == 409 and "the engine ended" in str(late.error)
     assert serves(other) == "v1"

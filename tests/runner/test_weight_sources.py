@@ -32,7 +32,7 @@ def announced(path: Path, count: int) -> Announcement:
 def test_what_is_no_file_is_refused(path: Path, make: object) -> None:
     assert callable(make)
     make(path)
-    with pytest.raises(RequestError, match="is no shared memory segment") as caught:
+    with pytest.raises(RequestError, match="is not a shared memory segment") as caught:
         list(shared_memory(announced(path, 1), [ONE]))
     assert caught.value.field == "update_info.segment"
 

@@ -80,4 +80,4 @@ def _parsed(entry: str) -> tuple[str, int | None]:
     try:
         return canonical(host), int(port) if port else None
     except ValueError:
-        raise StartError(f"option allowed_media_domains: {entry!r} is no name of a host") from None
+        raise StartError(f"option allowed_media_domains: {entry!r} is not the name of a host") from None

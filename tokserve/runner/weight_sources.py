@@ -102,7 +102,7 @@ def allowed_directory(name: str, allowed: Sequence[str] | None, field: str = "we
         path = Path(os.path.realpath(os.path.expanduser(name)))
         is_there = path.is_dir()
     except (ValueError, OSError):  # a zero byte, what no file system can say, or a name that is too long
-        raise RequestError(f"{field} is no path", field=field) from None
+        raise RequestError(f"{field} is not a path", field=field) from None
     if not _is_within(path, allowed):
         raise Forbidden(f"{name} is not within --allowed-weight-dirs", field=field)
     if not is_there:
@@ -128,7 +128,7 @@ def shared_memory(announced: Announcement, declared: Sequence[Declared]) -> Iter
         raise RequestError("ipc needs a segment, and an offset for every name", field="update_info.segment")
     name = segment.removeprefix("/")
     if not name.isprintable() or "/" in name or name in ("", ".", ".."):
-        raise RequestError(f"{segment!r} is no name of a shared memory segment", field="update_info.segment")
+        raise RequestError(f"{segment!r} is not the name of a shared memory segment", field="update_info.segment")
     try:
         descriptor = os.open(SHARED_MEMORY / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -137,7 +137,7 @@ def shared_memory(announced: Announcement, declared: Sequence[Declared]) -> Iter
     try:
         state = os.fstat(descriptor)
         if not stat.S_ISREG(state.st_mode):
-            raise RequestError(f"{segment!r} is no shared memory segment", field="update_info.segment")
+            raise RequestError(f"{segment!r} is not a shared memory segment", field="update_info.segment")
         size = state.st_size
         for (key, dtype, shape), offset in zip(declared, offsets, strict=True):
             count = num_bytes((key, dtype, shape))

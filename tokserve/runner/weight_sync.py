@@ -131,7 +131,7 @@ class WeightSync:
         try:
             address = socket.gethostbyname(group.master_address)
         except (OSError, ValueError, TypeError) as error:  # the last two: of what can be no name
-            reason = error.strerror or error if isinstance(error, OSError) else "it is no name of a host"
+            reason = error.strerror or error if isinstance(error, OSError) else "it is not the name of a host"
             raise RequestError(f"master_address: {reason}", field="init_info.master_address") from None
         self._group = TransferGroup(
             backend, address, group.master_port, group.rank_offset, group.world_size,
@@ -344,7 +344,7 @@ class WeightSync:
 
     def _joined(self) -> TransferGroup:
         if self._group is None:
-            raise Conflict("there is no transfer engine: call init_weight_transfer_engine first")
+            raise Conflict("no weight transfer is prepared: call init_weight_transfer_engine first")
         return self._group
 
     @request_errors()

@@ -60,7 +60,7 @@ class ChatTemplate:
             try:
                 compiled(source)
             except FAULTS as error:
-                raise StartError(f"the chat template ({name}) is no valid Jinja template: {error}") from error
+                raise StartError(f"the chat template ({name}) is not a valid Jinja template: {error}") from error
 
     @property
     def sources(self) -> str | dict[str, str] | None:

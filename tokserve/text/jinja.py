@@ -83,6 +83,6 @@ def render(source: str, variables: dict[str, Any], field: str) -> str:
     except _Refusal as error:
         raise RequestError(str(error), field="messages") from None
     except jinja2.TemplateSyntaxError as error:
-        raise RequestError(f"the chat template is no valid Jinja template: {error}", field=field) from None
+        raise RequestError(f"the chat template is not a valid Jinja template: {error}", field=field) from None
     except FAULTS as error:
         raise RequestError(f"the chat template cannot render these messages: {error}", field=field) from None

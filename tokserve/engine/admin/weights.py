@@ -42,10 +42,10 @@ class Weights(CurrentWeights):
         served."""
         reason = ""
         if not was.dropped:
-            reason = "they came in no files" if was.pushed else (yield from self._read_again(was))
+            reason = "they were pushed, not read from files" if was.pushed else (yield from self._read_again(was))
         if reason:
             self.quarantine = (
-                f"the engine was replaced, and the weights of version {was.weight_version} could not be had again "
+                f"the engine was replaced, and the weights of version {was.weight_version} could not be restored "
                 f"({reason}): push weights"
             )
             self._memory.fire("mismatch")
@@ -55,7 +55,7 @@ class Weights(CurrentWeights):
         if was.lost:
             self.quarantine = was.quarantine
             self._memory.fire("mismatch")
-        self.failure = "the engine ended while it was open" if was.state == "updating" else was.failure
+        self.failure = "the engine ended while the weight update was open" if was.state == "updating" else was.failure
 
     def _read_again(self, was: Status) -> Generator[Wait, Any, str]:
         """Load the weights of a directory, if they came from one; returns why that failed, or ""."""

@@ -46,13 +46,13 @@ def _first_fault(body: Any) -> Fault | None:
     while pending:
         path, value = pending.pop()
         if isinstance(value, _NotJson):
-            reason = "is out of range" if value.text[-1].isdigit() else "is no JSON"
+            reason = "is out of range" if value.text[-1].isdigit() else "is not valid JSON"
             return Fault(path, f"{value.text[:20]} {reason}")
         if isinstance(value, str) and not _is_text(value):
-            return Fault(path, "the string has half of a surrogate pair, which is no character")
+            return Fault(path, "the string has half of a surrogate pair, which is not a character")
         if isinstance(value, dict):
             if not all(map(_is_text, value)):
-                return Fault(path, "a name has half of a surrogate pair, which is no character")
+                return Fault(path, "a name has half of a surrogate pair, which is not a character")
             pending.extend((f"{path}.{name}" if path else name, entry) for name, entry in reversed(value.items()))
         elif isinstance(value, list):
             pending.extend((f"{path}[{index}]", value[index]) for index in reversed(range(len(value))))
