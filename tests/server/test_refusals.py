@@ -73,7 +73,7 @@ def refused(answer: Any, status: int, param: str | None, message: str = "") -> d
         (PROMPT | {"features": {"mm": []}}, "features", "this model takes no images"),
         (PROMPT | {"content_parts": []}, "content_parts", "this model takes no images"),
         (PROMPT | {"content_parts": [{"type": "image_url", "url": "data:"}]}, "content_parts[0].url", "no images"),
-        (PROMPT | {"kv_transfer_params": {}}, "kv_transfer_params", "not supported"),
+        (PROMPT | {"kv_transfer_params": {}}, "kv_transfer_params", "not supported without --kv-transfer-config"),
     ],
 )
 def test_generate_refuses(server: Site, body: dict[str, Any], param: str, message: str, stream: bool) -> None:
@@ -330,8 +330,8 @@ def test_malformed_json_says_where(server: Site, raw: bytes, message: str) -> No
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("NaN", "NaN is no JSON"),
-        ("-Infinity", "-Infinity is no JSON"),
+        ("NaN", "NaN is not valid JSON"),
+        ("-Infinity", "-Infinity is not valid JSON"),
         ("-1e999", "-1e999 is out of range"),
         ('"\\ud800"', "half of a surrogate pair"),
         ('{"\\udfff": 1}', "half of a surrogate pair"),

@@ -55,6 +55,24 @@ def test_a_refused_request_has_one_line(caplog: pytest.LogCaptureFixture) -> Non
     ]
 
 
+@pytest.mark.parametrize(
+    ("path", "sent", "line"),
+    [
+        ("/inference/v1/generate", {"token_ids": [5], "max_token": 1}, (400, "unknown_field", "max_token")),
+        ("/inference/v1/generate", {"token_ids": [5], "model": "x"}, (404, "model_not_found", "model")),
+        ("/v1/chat/completions", {"messages": []}, (400, None, "messages")),
+        ("/v1/responses", {"input": 5}, (400, None, "input")),
+        ("/v1/messages", {"model": "m", "messages": []}, (400, None, "max_tokens")),
+    ],
+)  # fmt: skip
+def test_a_request_that_is_refused_for_its_body_has_one_line_too(
+    path: str, sent: dict[str, Any], line: tuple[int, str | None, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert logged(caplog).post(path, sent).status_code == line[0]
+    status, code, field = line
+    assert lines(caplog) == [{"event": "request_refused", "status": status, "code": code, "field": field}]
+
+
 def test_a_client_that_leaves(caplog: pytest.LogCaptureFixture) -> None:
     s = logged(caplog)
     s.llm.hold = True

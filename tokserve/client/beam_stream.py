@@ -107,5 +107,5 @@ class BeamTask:
     def _detokenizer(self) -> Detokenizer:
         tokenizer, params = self._llm.tokenizer, self.run.params
         if tokenizer is None:
-            raise RequestError("this server has no tokenizer", code="tokens_only")
+            raise RequestError("this server has no tokenizer (--tokens-only): send token ids", code="tokens_only")
         return Detokenizer(tokenizer, skip_special=params.skip_special_tokens)

@@ -255,6 +255,8 @@ def _with_error_responses(handler: Handler, endpoint: Endpoint) -> Callable[[Req
                 response.headers[WAITED] = state
             return response
         except RequestError as error:
+            if endpoint.runner:
+                serving.log_refusal(request, error)
             return errors.response(error, _echoed_id(request), endpoint.errors)
         except ClientDisconnected:
             return Response(status_code=499)  # not sent: the client has disconnected

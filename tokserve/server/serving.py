@@ -29,14 +29,14 @@ from tokserve.client.pooling import pooler_of
 from tokserve.client.request_state import RequestState
 from tokserve.client.stream import Stream
 from tokserve.config import Config
-from tokserve.errors import EngineDead, NotFound, Overloaded, RequestError, StartError
+from tokserve.errors import EngineDead, NotFound, Overloaded, RequestError, StartError, invalid
 from tokserve.kv_transfer import transfer_params
 from tokserve.media.cache import NamedImages
 from tokserve.media.sources import ByteCount
 from tokserve.params import PoolingParams, SamplingParams
 from tokserve.prompt import TokenPrompt
 from tokserve.server.generation import Generation, Observer
-from tokserve.server.http import declared, errors
+from tokserve.server.http import declared
 from tokserve.server.http.body import encode_json, given_rank, given_request_id
 from tokserve.server.http.body_reader import BodyReader
 from tokserve.server.http.client_names import ClientNames
@@ -59,6 +59,7 @@ logger = logging.getLogger(__name__)
 SERVING = ("running", "updating")  # states of the engine in which tokens are made
 GIVEN_ID = "tokserve.request_id"  # in the scope, once the body has been read: the client's own id, or None
 PREPARATION = "tokserve.preparation"  # in the scope, from the same time: the request's `Preparation`
+OBSERVED = "tokserve.observed"  # in the scope, once `start` has observers of the request
 INNER = ("content", "tool_calls")  # lists within a message
 CHOICE_BYTES = 256  # of memory, about
 SHOWN = 20  # adapters that an error lists
@@ -140,7 +141,7 @@ class Serving:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; there is none on a tokens-only server."""
         if self.llm.tokenizer is None:
-            raise RequestError("this server has no tokenizer", code="tokens_only")
+            raise RequestError("this server has no tokenizer (--tokens-only): send token ids", code="tokens_only")
         return self.llm.tokenizer
 
     def check_text(self, text: str, field: str, min_bytes: int = 0) -> None:
@@ -294,7 +295,7 @@ class Serving:
             options = msgspec.structs.replace(options, spec_decode_metrics=self.draft_report)
         if hasattr(body, "kv_transfer_params") and body.kv_transfer_params is not None:
             if self.config.kv.kv_transfer_config is None:
-                errors.refuse_unsupported("kv_transfer_params", body.kv_transfer_params)
+                raise invalid("kv_transfer_params", "is not supported without --kv-transfer-config", code="unsupported")
             transfer = transfer_params(body.kv_transfer_params)
             options = msgspec.structs.replace(options, kv_transfer_params=transfer)
         return GenerateRequest(
@@ -320,6 +321,7 @@ class Serving:
         params = generate.task if isinstance(generate.task, SamplingParams) else None
         if params is not None:
             self.check_generates()
+        request.scope[OBSERVED] = True
         generation = Generation(generate.request_id, 1 if params is None else params.n, self._observers(request))
         generation.is_stream, generation.keep_alive = generate.options.stream, self.keep_alive
         generation.timed = self.metrics.timed
@@ -414,6 +416,11 @@ class Serving:
         if self._trace is not None:
             observers.append(self._trace(request.headers))
         return observers
+
+    def log_refusal(self, request: Request, error: RequestError) -> None:
+        """Log a request that was refused before `start`, such as one whose body cannot be read."""
+        if self.config.server.log_requests and OBSERVED not in request.scope:
+            RequestLog().refused(error)
 
     async def check(
         self, request: Request, generate: GenerateRequest, prompts: Prompts, fields: FieldPaths
