@@ -22,6 +22,7 @@ ROOT_ORDER = [
     "processes",
     "curve",
     "regex",
+    "turns",
     "jsonschema",
     "kv_transfer",
     "params",
@@ -53,7 +54,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "device": ({"errors", "cpu_list", "memory"}, {"transformers"}),
     "ops": ({"errors", "_C"}, {"transformers"}),
     "text": ({"errors", "image_parts", "jsonschema", "params", "checkpoint"}, TORCH),
-    "media": ({"errors", "structs", "image_parts", "config", "log", "prompt", "vision"}, TORCH),
+    "media": ({"errors", "structs", "image_parts", "config", "log", "prompt", "turns", "vision"}, TORCH),
     "rl": ({"_C"}, {"transformers"}),  # relative imports: it is also a distribution of its own
     "layers": ({"ops", "errors", "kv_spec", "classifier"}, {"transformers"}),
     "models": (
@@ -118,6 +119,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "kv_spec",
             "log",
             "trace",
+            "turns",
             "sockets",
             "processes",
             "curve",

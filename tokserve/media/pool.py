@@ -11,8 +11,8 @@ import asyncio
 import hashlib
 import logging
 import threading
-from collections import OrderedDict, deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import msgspec
@@ -21,6 +21,7 @@ from tokserve.errors import Overloaded, RequestError, Unavailable, invalid
 from tokserve.media.cache import ByteCache
 from tokserve.media.frames import Array, BrokenFrame, Refused
 from tokserve.media.worker_process import Worker
+from tokserve.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -60,31 +61,12 @@ FAILED = Refusal("the image could not be decoded; the server's log says more", "
 ENDED = Refusal("cannot be decoded: it ends the process that decodes it", UNREADABLE)
 
 
-class Waiter:
-    """A request that waits for an image in its event loop."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[Outcome] = self._loop.create_future()
-
-    def resolve(self, outcome: Outcome) -> None:
-        """May be called in any thread."""
-        try:
-            self._loop.call_soon_threadsafe(self._set, outcome)
-        except RuntimeError:  # the loop has been closed
-            return
-
-    def _set(self, outcome: Outcome) -> None:
-        if not self.future.done():
-            self.future.set_result(outcome)
-
-
 class _ImageJob:
     """An image to be processed, and who waits for it."""
 
-    def __init__(self, digest: bytes, content: bytes, client: str) -> None:
-        self.digest, self.content, self.client = digest, content, client
-        self.waiters: list[Waiter] = []
+    def __init__(self, digest: bytes, content: bytes) -> None:
+        self.digest, self.content = digest, content
+        self.waiters: list[Future[Outcome]] = []
 
 
 class WorkerPool:
@@ -98,7 +80,7 @@ class WorkerPool:
         self._changed = threading.Condition()  # and the lock of what follows
         self._threads: list[threading.Thread] = []
         self._workers: dict[int, Worker] = {}  # by thread
-        self._turns: OrderedDict[str, deque[_ImageJob]] = OrderedDict()  # by client, the next one first
+        self._turns: Turns[_ImageJob] = Turns()
         self._jobs: dict[bytes, _ImageJob] = {}  # that wait or are being processed, by digest
         self._closed = False
         self.cache = ByteCache[bytes, ProcessedImage](cache_bytes, lambda image: image.num_bytes)  # by digest
@@ -123,10 +105,10 @@ class WorkerPool:
         cached = self.cache.get(digest)
         if cached is not None:
             return cached
-        waiter = Waiter()
+        waiter: Future[Outcome] = Future()
         job = self._enter(waiter, content, digest, client)
         try:
-            outcome = await waiter.future
+            outcome = await asyncio.wrap_future(waiter)
         except asyncio.CancelledError:
             self._leave(job, waiter)
             raise
@@ -146,7 +128,7 @@ class WorkerPool:
         for job in list(self._jobs.values()):
             self._finish(job, CLOSED)
 
-    def _enter(self, waiter: Waiter, content: bytes, digest: bytes, client: str) -> _ImageJob:
+    def _enter(self, waiter: Future[Outcome], content: bytes, digest: bytes, client: str) -> _ImageJob:
         with self._changed:
             if self._closed:
                 raise CLOSED.error("")
@@ -154,21 +136,17 @@ class WorkerPool:
             if job is None:
                 if len(self._jobs) >= MAX_WAITING:
                     raise Overloaded("too many images wait to be processed", retry_after=5, code="media_overload")
-                job = self._jobs[digest] = _ImageJob(digest, content, client)
-                self._turns.setdefault(client, deque()).append(job)
+                job = self._jobs[digest] = _ImageJob(digest, content)
+                self._turns.add(client, job)
                 self._start_thread()
                 self._changed.notify()
             job.waiters.append(waiter)
             return job
 
-    def _leave(self, job: _ImageJob, waiter: Waiter) -> None:
+    def _leave(self, job: _ImageJob, waiter: Future[Outcome]) -> None:
         with self._changed:
             job.waiters = [other for other in job.waiters if other is not waiter]
-            queued = self._turns.get(job.client)
-            if not job.waiters and queued is not None and job in queued:
-                queued.remove(job)
-                if not queued:
-                    del self._turns[job.client]
+            if not job.waiters and self._turns.remove(job):
                 del self._jobs[job.digest]
 
     def _start_thread(self) -> None:
@@ -196,13 +174,7 @@ class WorkerPool:
         with self._changed:
             while not self._turns and not self._closed:
                 self._changed.wait()
-            if self._closed:
-                return None
-            client, queued = self._turns.popitem(last=False)
-            job = queued.popleft()
-            if queued:
-                self._turns[client] = queued
-            return job
+            return None if self._closed else self._turns.next()
 
     def _finish(self, job: _ImageJob, outcome: Outcome) -> None:
         if isinstance(outcome, ProcessedImage):
@@ -211,7 +183,8 @@ class WorkerPool:
             self._jobs.pop(job.digest, None)
             waiters, job.waiters = job.waiters, []
         for waiter in waiters:
-            waiter.resolve(outcome)
+            if waiter.set_running_or_notify_cancel():
+                waiter.set_result(outcome)
 
     def _outcome(self, index: int, job: _ImageJob) -> Outcome:
         try:

@@ -25,9 +25,9 @@ import msgspec
 
 from tokserve.engine.structured_output.grammar import Cost, unusable
 from tokserve.engine.structured_output.trial_process import MEMORY, READY, Model, Result, Start, StopTrial
-from tokserve.engine.turns import Turns
 from tokserve.errors import RequestError, Unavailable
 from tokserve.params import StructuredOutputs
+from tokserve.turns import Turns
 
 logger = logging.getLogger(__name__)
 

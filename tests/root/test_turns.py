@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tokserve.engine.turns import Turns
+from tokserve.turns import Turns
 
 
 def drained(turns: Turns[str]) -> list[str]:

@@ -34,8 +34,8 @@ class Turns(Generic[T]):
             return item
         raise IndexError("nothing waits")
 
-    def remove(self, item: T) -> None:
-        """Take an item out, if it is there."""
+    def remove(self, item: T) -> bool:
+        """Take an item out; whether it was there."""
         for client, items in self._items.items():
             left = [entry for entry in items if entry[2] is not item]
             if len(left) < len(items):
@@ -43,4 +43,5 @@ class Turns(Generic[T]):
                 self._items[client] = left
                 if not left:
                     del self._items[client]
-                return
+                return True
+        return False
