@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.server import Served
 from tests.replies import good
-from tests.server.fake_llm import parse_events
+from tests.server.site import parse_events
 
 IDS = [5, 20, 31, 44, 7]
 SLIME = {

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests import needs
-from tests.server.fake_llm import site
+from tests.server.site import site
 from tokserve.cli.main import parser
 from tokserve.config.kv_connector import transfer_plan
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.server.fake_llm import site
+from tests.server.site import site
 from tokserve.server.compat import VLLM_METRICS
 
 ROOT = Path(__file__).parents[2]

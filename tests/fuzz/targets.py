@@ -15,7 +15,8 @@ from starlette.requests import Request
 from starlette.types import Message
 from tokenizers import Tokenizer as Backend
 
-from tests.server.fake_llm import TOKENIZER, site
+from tests.server.byte_tokenizer import TOKENIZER
+from tests.server.site import site
 from tests.text.checkpoints import CHATML, KINDS
 from tokserve import messages
 from tokserve.errors import RequestError

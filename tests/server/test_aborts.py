@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.fake_llm import VOCAB, Caller, Site, site
+from tests.server.byte_tokenizer import VOCAB
+from tests.server.site import Caller, Site, site
 from tokserve.client.inputs import GenerateRequest, token_prompt
 from tokserve.params import SamplingParams
 from tokserve.text.tokenizer import Tokenizer
@@ -32,7 +33,7 @@ def play(scene: Scene) -> Site:
         s.llm.hold = True
         async with s.client() as client:
             await scene(s, client)
-        assert not s.llm.streams and not s.app.state.serving.metrics.inflight
+        assert not s.llm.num_inflight and not s.app.state.serving.metrics.inflight
         return s
 
     return asyncio.run(run())
@@ -118,7 +119,7 @@ def test_an_abort_with_zero_tokens_is_200_with_empty_lists() -> None:
         waiting = asyncio.create_task(
             client.post(GENERATE, json=BODIES[GENERATE] | {"request_id": "a", "sampling_params": params})
         )
-        while not s.llm.streams:
+        while not s.llm.num_inflight:
             await asyncio.sleep(0)
         await client.post("/abort_requests", json={"request_ids": ["a"]})
         answer = await waiting
@@ -137,7 +138,7 @@ def test_an_abort_with_zero_tokens_of_the_text_routes() -> None:
             asyncio.create_task(client.post(chat, json=BODIES[chat] | {"logprobs": True, "request_id": "a"})),
             asyncio.create_task(client.post(completions, json=BODIES[completions] | fields)),
         ]
-        while len(s.llm.streams) < 3:
+        while s.llm.num_inflight < 3:
             await asyncio.sleep(0)
         await client.post("/abort_requests", json={"request_ids": ["a", "b"]})
         choice = (await waiting[0]).json()["choices"][0]
@@ -174,7 +175,7 @@ def test_ids_of_every_route_with_and_without_their_prefix(path: str, prefix: str
 def test_a_batch_of_prompts_is_one_request() -> None:
     async def scene(s: Site, client: httpx.AsyncClient) -> None:
         waiting = asyncio.create_task(client.post("/v1/completions", json={"prompt": ["a", "b"], "request_id": "x"}))
-        while len(s.llm.streams) < 2:
+        while s.llm.num_inflight < 2:
             await asyncio.sleep(0)
         await client.post("/abort_requests", json={"request_ids": ["x"]})
         assert [c["finish_reason"] for c in (await waiting).json()["choices"]] == ["abort", "abort"]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.fake_llm import Site, site
-from tokserve.errors import NotFound, refused
+from tests.server.site import Site, site
+from tokserve.errors import refused
 from tokserve.messages import LoadedAdapter, Status
 
 LOADED = Status(adapters=[LoadedAdapter("sql", "/adapters/sql", 3), LoadedAdapter("tone", "/adapters/tone", 1)])
@@ -21,8 +21,9 @@ ROUTES: dict[str, dict[str, Any]] = {
 
 
 def with_adapters(**options: Any) -> Site:
-    made = site(enable_lora=True, **options)
-    made.llm.status = LOADED
+    made = site(enable_lora=True, max_loras=4, **options)
+    for name in ("tone", "sql"):
+        made.llm.load_adapter(name, f"/adapters/{name}")
     return made
 
 
@@ -34,7 +35,7 @@ def test_an_adapter_is_a_model_on_every_route(route: str) -> None:
         assert answer.status_code == 200, answer.text
         assert s.llm.calls[-1].options["adapter"] == adapter and answer.json()["model"] == shown
     assert s.post(route, ROUTES[route]).json()["model"] == "base"
-    assert s.llm.calls[-1].options["adapter"] == "" and s.llm.refreshed == 0
+    assert s.llm.calls[-1].options["adapter"] == "" and s.llm.num_refreshes == 0
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -50,18 +51,18 @@ def test_an_unknown_adapter_is_asked_of_the_engine_and_then_a_404(route: str) ->
     body = ROUTES.get(route, {"prompt": "a"})
     s = with_adapters()
     answer = s.post(route, body | {"model": "late"})
-    assert answer.status_code == 404 and s.llm.refreshed == 1
+    assert answer.status_code == 404 and s.llm.num_refreshes == 1
     error = answer.json()["error"]
     assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert "sql" in error["message"] and "tone" in error["message"]
-    s.llm.news = [Status(adapters=[LoadedAdapter("late", "/l", 9)])]  # another front end has just loaded it
+    s.llm.link.call_elsewhere("load_lora_adapter", lora_name="late", lora_path="/l")  # by another front end
     assert s.post(route, body | {"model": "late"}).status_code == 200
 
 
 def test_a_server_without_adapters_asks_nobody() -> None:
     s = site()
     assert s.post("/inference/v1/generate", ROUTES["/inference/v1/generate"] | {"model": "sql"}).status_code == 404
-    assert s.llm.refreshed == 0
+    assert s.llm.num_refreshes == 0
 
 
 def test_an_adapter_that_goes_before_its_request_comes_is_a_404() -> None:
@@ -80,23 +81,21 @@ def test_models_lists_adapters_with_their_parent() -> None:
     assert (actual["sql"]["parent"], actual["sql"]["root"]) == ("base", "/adapters/sql")
     assert s.get("/v1/models/sql").json() == actual["sql"]
     assert s.get("/v1/models/none").status_code == 404
-    assert s.get("/server_info").json()["adapters"] == {"sql": 3, "tone": 1}
+    assert s.get("/server_info").json()["adapters"] == {"sql": 2, "tone": 1}
 
 
 def test_load_and_unload_answer_and_name_what_is_wrong() -> None:
     s = with_adapters()
-    s.llm.answers["load_lora_adapter"] = {"lora_name": "a", "lora_path": "/p", "generation": 4}
     answer = s.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/p"})
     assert answer.json() == {
         "success": True, "message": "Success: LoRA adapter 'a' loaded", "lora_name": "a", "lora_path": "/p",
-        "generation": 4,
+        "generation": 3,
     }  # fmt: skip
     assert s.post("/v1/unload_lora_adapter", {"lora_name": "a"}).json()["success"] is True
     for body, field in (({"lora_name": "a"}, "lora_path"), ({"lora_name": 3, "lora_path": "p"}, "lora_name"),
                         ({"lora_name": "a", "lora_path": "p", "rank": 4}, "rank")):  # fmt: skip
         answer = s.post("/load_lora_adapter", body)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == field
-    s.llm.answers["unload_lora_adapter"] = NotFound("no adapter 'b' is loaded", field="lora_name")
     answer = s.post("/unload_lora_adapter", {"lora_name": "b"})
     assert answer.status_code == 404 and answer.json()["error"]["param"] == "lora_name"
 

@@ -10,10 +10,12 @@ import pytest
 from pydantic_core import from_json
 
 from tests.replies import good, named_events
-from tests.server.fake_llm import Caller, Site, chat_site, endless, ids, says, site
+from tests.server.byte_tokenizer import ids
+from tests.server.scripted_llm import endless, says
+from tests.server.site import Caller, Site, chat_site, site
 from tests.server.test_tools import ANSWERS, CALL
 from tests.text.tool_templates import HERMES, OPENED
-from tokserve.errors import Conflict, QueueFull
+from tokserve.errors import Overloaded, QueueFull
 
 MESSAGES, CHAT = "/v1/messages", "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "tiny", "max_tokens": 200, "messages": [{"role": "user", "content": "hi"}]}
@@ -191,9 +193,9 @@ def test_arguments_of_a_call_that_was_cut_off_are_the_complete_ones() -> None:
 
 
 def test_usage_takes_the_cached_tokens_apart() -> None:
-    s = chat_site("hello")
-    s.llm.cached = 4
-    want = {"input_tokens": PROMPT - 4, "output_tokens": 6, "cache_read_input_tokens": 4,
+    s = chat_site("hello", enable_prefix_caching=True, block_size=1)
+    assert ask(s)["usage"]["cache_read_input_tokens"] == 0
+    want = {"input_tokens": 1, "output_tokens": 6, "cache_read_input_tokens": PROMPT - 1,
             "cache_creation_input_tokens": 0}  # fmt: skip
     assert ask(s)["usage"] == want
     events = streamed(s)
@@ -231,19 +233,20 @@ def test_a_client_that_leaves_aborts_its_request(stream: bool) -> None:
     async def scene() -> Site:
         s = site(endless, chat_template=HERMES, max_model_len=4000)
         caller = Caller(s, MESSAGES, BODY | {"max_tokens": 3000, "stream": stream})
-        await caller.wait_for(lambda c: bool(c.writes) if stream else bool(s.llm.streams))
+        await caller.wait_for(lambda c: bool(c.writes) if stream else bool(s.llm.num_inflight))
         caller.hang_up()
         await caller.task
         return s
 
     s = asyncio.run(scene())
-    assert len(s.llm.left) == 1 and not s.llm.streams
+    assert len(s.llm.released) == 1 and not s.llm.num_inflight
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("error", "status", "kind"),
-    [(QueueFull("full", retry_after=7), 429, "rate_limit_error"), (Conflict("in use"), 409, "invalid_request_error")],
+    [(QueueFull("full", retry_after=7), 429, "rate_limit_error"),
+     (Overloaded("paused", retry_after=7), 503, "overloaded_error")],
 )  # fmt: skip
 def test_refusals_of_the_engine_come_before_a_stream(stream: bool, error: Any, status: int, kind: str) -> None:
     s = chat_site("x")
@@ -252,7 +255,7 @@ def test_refusals_of_the_engine_come_before_a_stream(stream: bool, error: Any, s
     assert answer.status_code == status and answer.json() == {
         "type": "error", "error": {"type": kind, "message": error.message}
     }  # fmt: skip
-    assert answer.headers.get("retry-after") == ("7" if status == 429 else None)
+    assert answer.headers.get("retry-after") == "7"
 
 
 def test_a_dead_engine_and_a_draining_server_are_overloaded() -> None:
@@ -288,7 +291,7 @@ def test_a_request_that_fails_is_an_api_error() -> None:
     s = chat_site("x")
     s.llm.fails = lambda index: True
     answer = s.post(MESSAGES, BODY)
-    want = {"type": "error", "error": {"type": "api_error", "message": "the logits are not finite"}}
+    want = {"type": "error", "error": {"type": "api_error", "message": "the model's logits are not finite"}}
     assert answer.status_code == 500 and answer.json() == want
     assert streamed(s)[-1] == want
 

@@ -7,7 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.server.fake_llm import TOKENIZER, Site, chat_site, says, site
+from tests.server.byte_tokenizer import TOKENIZER
+from tests.server.scripted_llm import says
+from tests.server.site import Site, chat_site, site
 from tests.server.test_openapi import numbers
 from tests.text.tool_templates import HERMES, MISTRAL, OPENED, THINKER
 from tokserve.server.anthropic.bodies import CountTokensBody, MessagesBody

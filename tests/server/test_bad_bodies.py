@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.fake_llm import Site, site
+from tests.server.site import Site, site
 from tokserve.checkpoint import DEMO_DIR
 
 BODIES = 300
@@ -127,4 +127,8 @@ def test_the_field_is_named_in_the_doors_own_shape(name: str) -> None:
         if not 400 <= answer.status_code < 500 or not fits(reply, door.shape) or field not in named(reply):
             failures.append((path, field, wrong, answer.status_code, answer.text[:200]))
     assert not failures, failures[:20]
-    assert not server.llm.streams and {verb for verb, _ in server.llm.commands[served:]} <= {"ping", "stats", "status"}
+    assert not server.llm.num_inflight and {verb for verb, _ in server.llm.commands[served:]} <= {
+        "ping",
+        "stats",
+        "status",
+    }

@@ -6,7 +6,9 @@ import msgspec
 import pytest
 
 from tests.replies import good
-from tests.server.fake_llm import NOWHERE, TOKENIZER, Site, ids, says, site
+from tests.server.byte_tokenizer import TOKENIZER, ids
+from tests.server.scripted_llm import NOWHERE, says
+from tests.server.site import Site, site
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -294,8 +296,7 @@ def test_msgpack_both_ways() -> None:
 
 
 def test_large_conversations_are_rendered_in_a_thread() -> None:
-    s = site(says("a"), max_model_len=50_000)
-    s.llm.inputs.ready = msgspec.structs.replace(s.llm.ready, num_blocks=5000)
+    s = site(says("a"), max_model_len=50_000, block_size=64)
     assert ask(s, [{"role": "user", "content": "x" * 40_000}])["usage"]["prompt_tokens"] > 40_000
 
 

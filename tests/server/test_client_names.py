@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.fake_llm import site
+from tests.server.site import site
 from tokserve.config import ServerConfig
 from tokserve.server.http.auth import Keys
 from tokserve.server.http.client_names import LONGEST, PEER, ClientNames

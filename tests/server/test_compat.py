@@ -16,7 +16,8 @@ from openai.resources.chat.completions import Completions as SdkChat
 from openai.resources.completions import Completions as SdkCompletions
 from openai.resources.responses import Responses as SdkResponses
 
-from tests.server.fake_llm import Site, says, site
+from tests.server.scripted_llm import says
+from tests.server.site import Site, site
 from tests.server.test_refusals import error_of
 from tokserve.server import compat
 from tokserve.server.anthropic.bodies import MessagesBody

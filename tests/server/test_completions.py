@@ -8,8 +8,9 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from tests.replies import good
-from tests.server import fake_llm
-from tests.server.fake_llm import NOWHERE, TOKENIZER, Site, endless, ids, says, site
+from tests.server.byte_tokenizer import TOKENIZER, ids
+from tests.server.scripted_llm import NOWHERE, endless, says
+from tests.server.site import Site, site
 from tests.text.checkpoints import sentence_piece_json
 from tokserve.text.tokenizer import Tokenizer
 
@@ -62,7 +63,7 @@ def test_choices_are_prompt_major() -> None:
     choices = ask(site(), [[5, 6], [9]], n=2, max_tokens=3, return_token_ids=True)["choices"]
     assert [c["index"] for c in choices] == [0, 1, 2, 3]
     assert [c["prompt_token_ids"] for c in choices] == [[5, 6], [5, 6], [9], [9]]
-    assert [c["token_ids"] for c in choices] == [endless(p, i)[:3] for p in ([5, 6], [9]) for i in (0, 1)]
+    assert [c["token_ids"] for c in choices] == [endless(p, i)[:3] for i, p in enumerate([[5, 6], [5, 6], [9], [9]])]
 
 
 def test_sixteen_tokens_unless_told_otherwise() -> None:
@@ -176,13 +177,11 @@ def test_offsets_of_ids_leave_out_what_the_text_leaves_out() -> None:
     assert logprobs_of(site(says("c")), [*ids("a"), 2, *ids("b")])["text_offset"] == [0, 1, 1, 2, 3]
 
 
-def test_offsets_of_a_prompt_whose_first_space_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offsets_of_a_prompt_whose_first_space_is_dropped() -> None:
     """Llama 2's tokenizer drops it; the output's first space stays."""
     tokenizer = Tokenizer(Backend.from_str(sentence_piece_json()))
-    monkeypatch.setattr(fake_llm, "TOKENIZER", tokenizer)
-    monkeypatch.setattr(fake_llm, "VOCAB", tokenizer.vocab_size)
     prompt = tokenizer.encode("the win", False)
-    s = site(lambda p, i: [*prompt, 0])
+    s = site(lambda p, i: [*prompt, 0], tokenizer=tokenizer)
     reply = ask(s, prompt, echo=True, logprobs=0, max_tokens=len(prompt))["choices"][0]
     text, actual = reply["text"], reply["logprobs"]
     assert text == "the win the win"
@@ -277,7 +276,7 @@ def test_refused_prompts(prompt: Any, param: str, stream: bool) -> None:
 def test_a_refused_prompt_takes_the_others_along() -> None:
     s = site()
     answer = s.post(COMPLETIONS, {"prompt": [[5], [6], [9999]]})
-    assert answer.status_code == 400 and not s.llm.streams and not s.app.state.serving.metrics.inflight
+    assert answer.status_code == 400 and not s.llm.num_inflight and not s.app.state.serving.metrics.inflight
     assert not s.llm.calls
     assert 'request_aborts_total{cause="abort_disconnect",engine="0",model_name="tiny"} 0.0' in s.get("/metrics").text
 

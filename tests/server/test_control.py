@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from tests.replies import good
-from tests.server.fake_llm import Site, complete, site
+from tests.server.scripted_llm import complete
+from tests.server.site import Site, command_site
 from tokserve.errors import BY_STATUS, Conflict, RequestError
 from tokserve.messages import Status
 from tokserve.prompt import pack_ids
@@ -85,7 +86,7 @@ ROUTES: list[tuple[str, dict[str, Any] | None, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("path", "sent", "verb", "args"), ROUTES, ids=lambda value: str(value)[:40])
 def test_each_route_is_one_call_of_the_engine(path: str, sent: Any, verb: str, args: dict[str, Any]) -> None:
-    s = site()
+    s = command_site()
     answer = s.post(path, sent)
     assert answer.status_code == 200, answer.text
     assert s.llm.commands == [(verb, complete(verb, args))]
@@ -97,7 +98,7 @@ def test_each_route_is_one_call_of_the_engine(path: str, sent: Any, verb: str, a
      ("/sleep", "level", "1"), ("/sleep", "level", 1.0), ("/add_draft_corpus", "token_ids", [[5.0]])],
 )  # fmt: skip
 def test_values_of_a_body_are_not_converted(path: str, name: str, value: Any) -> None:
-    s = site()
+    s = command_site()
     answer = s.post(path, {"draft_group": "g", name: value} if name == "token_ids" else {name: value})
     assert answer.status_code == 400 and answer.json()["error"]["param"].startswith(name) and not s.llm.commands
     if not isinstance(value, list):  # in the query they are texts
@@ -111,7 +112,7 @@ def test_the_table_has_every_control_route() -> None:
 
 
 def test_what_the_routes_say() -> None:
-    s = site()
+    s = command_site()
     s.llm.answers = {"reset_prefix_cache": True, "weight_checksums": {"a": "1", "b": "2"}, "collective_rpc": [3],
                      "pause": {"status": "paused"}}  # fmt: skip
     s.llm.status = Status("paused", "v7", 7, True)
@@ -128,7 +129,7 @@ def test_what_the_routes_say() -> None:
 
 
 def test_checksums_in_memory_and_of_the_checkpoint() -> None:
-    s = site()
+    s = command_site()
     known = {"checkpoint": {"a": "1", "head": "2", "embed": "2"}, "tied": {"head": "embed"}}
     s.llm.answers = {"weight_checksums": {"place": "0"}, "checkpoint_checksums": known}
 
@@ -175,7 +176,7 @@ BAD = [
 
 @pytest.mark.parametrize(("path", "sent", "param"), BAD, ids=str)
 def test_bad_bodies_name_the_field(path: str, sent: Any, param: str | None) -> None:
-    s = site()
+    s = command_site()
     answer = s.post(path, sent)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
     assert not s.llm.commands
@@ -189,7 +190,7 @@ def test_bad_bodies_name_the_field(path: str, sent: Any, param: str | None) -> N
 def test_an_engine_that_does_not_answer_in_time_is_not_called_dead(
     method: str, path: str, body: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    s = site()
+    s = command_site()
 
     async def call(method: str, /, **args: Any) -> Any:
         raise TimeoutError
@@ -200,19 +201,21 @@ def test_an_engine_that_does_not_answer_in_time_is_not_called_dead(
 
 
 def test_trainers_find_the_configuration_where_vllm_has_it() -> None:
-    shown = site().get("/server_info?config_format=json").json()["vllm_config"]
+    shown = command_site().get("/server_info?config_format=json").json()["vllm_config"]
     assert shown["model_config"]["logprobs_mode"] == "raw_logprobs" and shown["lora_config"] is None
-    with_adapters = site(enable_lora=True, max_loras=3).get("/server_info?config_format=json").json()["vllm_config"]
+    with_adapters = (
+        command_site(enable_lora=True, max_loras=3).get("/server_info?config_format=json").json()["vllm_config"]
+    )
     assert with_adapters["lora_config"] == {"max_loras": 3, "max_lora_rank": 16}
     assert shown["model_config"]["dtype"].startswith("torch.")
     assert shown["parallel_config"]["tensor_parallel_size"] == 1 and shown["parallel_config"]["data_parallel_size"] == 1
     assert shown["cache_config"]["num_gpu_blocks"] > 0 and "max_num_seqs" in shown["scheduler_config"]
-    assert isinstance(site().get("/server_info?config_format=text").json()["vllm_config"], str)
-    assert site().get("/server_info?config_format=yaml").json()["error"]["param"] == "config_format"
+    assert isinstance(command_site().get("/server_info?config_format=text").json()["vllm_config"], str)
+    assert command_site().get("/server_info?config_format=yaml").json()["error"]["param"] == "config_format"
 
 
 def test_refusals_of_the_engine_keep_their_status() -> None:
-    s = site()
+    s = command_site()
     s.llm.answers["start_weight_update"] = Conflict("one is open")
     answer = s.post("/start_weight_update")
     assert answer.status_code == 409 and answer.json()["error"]["type"] == "conflict_error"
@@ -220,7 +223,7 @@ def test_refusals_of_the_engine_keep_their_status() -> None:
 
 
 def test_a_weight_body_goes_on_in_pieces() -> None:
-    s = site()
+    s = command_site()
     content = bytes(range(256)) * 40_000
     answer = s.post("/update_weights", content=content, headers={"Content-Type": "application/octet-stream"})
     assert answer.status_code == 200
@@ -231,7 +234,7 @@ def test_a_weight_body_goes_on_in_pieces() -> None:
 
 
 def test_a_weight_body_is_refused_for_its_first_piece_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    s, behind = site(), asyncio.Event()
+    s, behind = command_site(), asyncio.Event()
 
     async def call(method: str, /, **args: Any) -> Any:
         if method == "begin_weight_stream":
@@ -250,7 +253,7 @@ def test_a_weight_body_is_refused_for_its_first_piece_that_does_not_fit(monkeypa
 
 
 def test_a_sender_that_leaves_is_told_to_the_engine() -> None:
-    s = site()
+    s = command_site()
 
     messages = [{"type": "http.request", "body": b"x" * 100, "more_body": True}, {"type": "http.disconnect"}]
 
@@ -279,12 +282,12 @@ def test_a_sender_that_leaves_is_told_to_the_engine() -> None:
     ],
 )  # fmt: skip
 def test_an_unknown_route_is_told_with_the_one_that_was_meant(path: str, meant: str | None) -> None:
-    message = site().post(path, {}).json()["error"]["message"]
+    message = command_site().post(path, {}).json()["error"]["message"]
     assert message == f"there is no route {path}" + (f"; did you mean {meant}?" if meant else "")
 
 
 def test_a_route_of_sglang_is_told_with_the_option_that_it_needs() -> None:
-    message = site().post("/generate", {}).json()["error"]["message"]
+    message = command_site().post("/generate", {}).json()["error"]["message"]
     assert message == "there is no route /generate; SGLang's routes need --sglang-api"
 
 
@@ -316,7 +319,7 @@ def test_a_reply_says_that_its_request_met_a_pause(state: str) -> None:
         "/generate": {"input_ids": [5]},
         "/v1/messages": {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]},
     }  # fmt: skip
-    s = site(sglang_api=True)
+    s = command_site(sglang_api=True)
     s.llm.status = Status(state=state)
     for path, body in bodies.items():
         answer = s.post(path, body)
@@ -326,7 +329,7 @@ def test_a_reply_says_that_its_request_met_a_pause(state: str) -> None:
 
 
 def test_without_keys_control_is_for_this_machine() -> None:
-    s = site()
+    s = command_site()
     assert [status(s, who) for who in (HERE, MAPPED, SIX, None, ("", 0))] == [200] * 5
     assert [status(s, who) for who in (AWAY, ("fe80::1%eth0", 1), ("somewhere", 1))] == [403] * 3
     assert status(s, HERE, Origin="http://evil.example") == 403
@@ -334,7 +337,7 @@ def test_without_keys_control_is_for_this_machine() -> None:
         assert answer.json()["error"]["code"] == "remote_control"
     assert status(s, AWAY, "/resume/") == 403
     assert status(s, AWAY, "/abort_requests") == 400  # not a control route
-    assert status(site(allow_remote_control=True), AWAY) == 200
+    assert status(command_site(allow_remote_control=True), AWAY) == 200
 
 
 HOSTS = ["localhost", "127.0.0.1", "[::1]", "box.lan"]
@@ -343,7 +346,7 @@ HOSTS = ["localhost", "127.0.0.1", "[::1]", "box.lan"]
 @pytest.mark.parametrize("path", ["/resume", "/sleep", "/inference/v1/requests", "/server_info", "/metrics"])
 def test_only_allowed_hosts_may_control_or_look_inside(path: str) -> None:
     """A page whose name leads to this machine sends its own name, and no Origin with a GET."""
-    s = site(allowed_hosts=HOSTS)
+    s = command_site(allowed_hosts=HOSTS)
 
     def code(host: str) -> Any:
         answer = asked_by(s, HERE, path, Host=host)
@@ -354,30 +357,30 @@ def test_only_allowed_hosts_may_control_or_look_inside(path: str) -> None:
     ] * 4
     for host in ("localhost", "LOCALHOST:9", "127.0.0.1:8000", "[::1]:8000", "[::1]", "box.lan.", "localhost:"):
         assert code(host) is None, host
-    s = site(allowed_hosts=["*"])
+    s = command_site(allowed_hosts=["*"])
     assert code("evil.example") is None
-    assert asked_by(site(allowed_hosts=HOSTS), HERE, "/v1/completions", Host="evil.example").status_code == 400
+    assert asked_by(command_site(allowed_hosts=HOSTS), HERE, "/v1/completions", Host="evil.example").status_code == 400
 
 
 def test_an_api_key_opens_control_too_if_there_is_no_admin_key() -> None:
-    s = site(api_key=["k"])
+    s = command_site(api_key=["k"])
     assert status(s, HERE) == 401 and status(s, AWAY, Authorization="Bearer k") == 200
 
 
 def test_an_admin_key_guards_control_and_opens_the_rest() -> None:
-    s = site(api_key=["k"], admin_api_key=["a", "b"])
+    s = command_site(api_key=["k"], admin_api_key=["a", "b"])
     assert [status(s, HERE, **headers) for headers in ({}, {"Authorization": "Bearer k"})] == [401, 401]
     assert "needs the admin key" in s.post("/resume", {}).json()["error"]["message"]
     assert status(s, AWAY, Authorization="Bearer b") == 200
     assert status(s, HERE, "/abort_requests", Authorization="Bearer a") == 400
     assert status(s, HERE, "/abort_requests") == 401
-    alone = site(admin_api_key=["a"])
+    alone = command_site(admin_api_key=["a"])
     assert status(alone, HERE) == 401 and status(alone, AWAY, "/abort_requests") == 400
 
 
 def test_a_draft_corpus_is_bounded() -> None:
     most = {"draft_group": "g", "token_ids": [[5, 6]] * 4097}
-    answer = site().post("/add_draft_corpus", most)
+    answer = command_site().post("/add_draft_corpus", most)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "token_ids", answer.text
-    answer = site().post("/add_draft_corpus", {"draft_group": "g", "token_ids": [[5], [6, -1]]})
+    answer = command_site().post("/add_draft_corpus", {"draft_group": "g", "token_ids": [[5], [6, -1]]})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "token_ids[1]", answer.text

@@ -2,8 +2,10 @@
 
 import os
 
-from tests.server.fake_llm import says, site
+from tests.server.scripted_llm import TOKEN_SECONDS, says
+from tests.server.site import site
 from tests.server.test_metrics import values
+from tokserve.messages import StepStats
 from tokserve.server.observe.counters import ApiProcess, SharedCounters, create_shared_memory
 
 
@@ -29,13 +31,14 @@ def test_all_processes_show_the_sums_of_all() -> None:
     sites = [site(says("ab"), api_process=ApiProcess(index, 123, descriptor), api_server_count=2) for index in range(2)]
     os.close(descriptor)
     for count, process in enumerate(sites, 1):
+        process.llm.stats = StepStats()  # they have one engine
         for _ in range(count):
             process.post("/v1/completions", {"prompt": ["a", "b"], "n": 2})
     shown = [values(process) for process in sites]
     assert shown[0] == shown[1]
     assert shown[0]['tokserve:request_success_total{finished_reason="stop"}'] == 12
     assert shown[0]["tokserve:e2e_request_latency_seconds_count"] == 12
-    assert shown[0]["tokserve:e2e_request_latency_seconds_sum"] == 15
+    assert shown[0]["tokserve:e2e_request_latency_seconds_sum"] == 12 * 3 * TOKEN_SECONDS
     assert shown[0]['tokserve:request_params_n_bucket{le="2.0"}'] == 3
     assert [process.get("/server_info").json()["api_server"] for process in sites] == [0, 1]
     models = [process.get("/v1/models").json() for process in sites]
@@ -46,7 +49,7 @@ def test_gauges_and_load_ask_the_engine_first() -> None:
     s = site()
     assert s.get("/load").json() == {"server_load": 0, "running": 0, "waiting": 0}
     values(s)
-    assert s.llm.refreshed == 2
+    assert s.llm.num_refreshes == 2
 
 
 def test_requests_in_flight_of_a_process_that_has_died_are_forgotten() -> None:

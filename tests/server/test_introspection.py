@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import tokserve
-from tests.server.fake_llm import Site, site
+from tests.server.site import Site, site
 from tokserve.client.outputs import StepStats
 from tokserve.errors import EngineDead
 from tokserve.messages import Status
@@ -42,7 +42,7 @@ def test_health_of_an_engine_that_hangs(path: str) -> None:
 
 def test_while_another_engine_starts_requests_are_told_when_to_come_back() -> None:
     s = site()
-    s.llm.restarting = EngineDead("it has crashed", private="signal 9", code="engine_restarting", retry_after=7)
+    s.llm.down = EngineDead("it has crashed", private="signal 9", code="engine_restarting", retry_after=7)
     body = {"token_ids": [5], "sampling_params": {"max_tokens": 1}}
     for answer in (
         s.get("/health"),
@@ -52,7 +52,7 @@ def test_while_another_engine_starts_requests_are_told_when_to_come_back() -> No
         assert answer.json()["error"] == {
             "message": "it has crashed", "type": "engine_dead_error", "param": None, "code": "engine_restarting",
         }  # fmt: skip
-    s.llm.restarting = None
+    s.llm.down = None
     assert s.post("/inference/v1/generate", body).status_code == 200
 
 
@@ -76,7 +76,7 @@ def test_ready_says_what_is_in_the_way() -> None:
     assert status() == (503, "draining")
     s.llm.hung = True
     assert status() == (503, "hung")
-    s.llm.restarting = EngineDead()
+    s.llm.hung, s.llm.down = False, EngineDead()
     assert status() == (503, "restarting")
     s.llm.die()
     assert status() == (503, "dead")
@@ -107,7 +107,7 @@ def test_server_info_shows_the_configuration_without_keys() -> None:
     answer = s.get("/server_info", headers={"Authorization": "Bearer sesame"})
     shown = answer.json()
     assert shown["config"]["server"]["api_key"] == 1 and "sesame" not in answer.text
-    assert shown["config"]["model"]["max_model_len"] == 512 and shown["facts"] == {"ops": {"linear": "fake"}}
+    assert shown["config"]["model"]["max_model_len"] == 512 and shown["facts"] == {"scripted": True}
     assert shown["engine"]["vocab_size"] and shown["versions"]["tokserve"] == tokserve.__version__
 
 

@@ -3,11 +3,11 @@
 import pytest
 
 from tests.engine.scripted import Engine
-from tests.server.fake_llm import site
+from tests.server.site import command_site
 
 
 def test_it_is_the_engines_answer() -> None:
-    s = site()
+    s = command_site()
     engine = Engine()
     engine.add("a", [3, 4, 5], max_tokens=9, group_id="g")
     engine.call("requests", limit=100)
@@ -20,11 +20,11 @@ def test_it_is_the_engines_answer() -> None:
 
 @pytest.mark.parametrize("limit", ["", "-1", "x", "1.5", "10001", "1" * 30, "²"])
 def test_limits(limit: str) -> None:
-    answer = site().get("/inference/v1/requests", params={"limit": limit})
+    answer = command_site().get("/inference/v1/requests", params={"limit": limit})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "limit"
 
 
 def test_a_dead_engine_has_none() -> None:
-    s = site()
+    s = command_site()
     s.llm.die()
     assert s.get("/inference/v1/requests").status_code == 503

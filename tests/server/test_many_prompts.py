@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.server.fake_llm import TOKENIZER, Site, endless, site
+from tests.server.byte_tokenizer import TOKENIZER
+from tests.server.scripted_llm import endless
+from tests.server.site import Site, site
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.client.pooling import LabelRules, VectorRules
 from tokserve.server.openai.completions import CompletionRenderer

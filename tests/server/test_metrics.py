@@ -6,7 +6,8 @@ import time
 
 import msgspec
 
-from tests.server.fake_llm import Site, says, site
+from tests.server.scripted_llm import TOKEN_SECONDS, WAIT_SECONDS, says
+from tests.server.site import Site, site
 from tokserve.client.outputs import EngineReport, Status, StepStats, StoreStats
 from tokserve.server.compat import VLLM_METRICS
 from tokserve.server.http.loop_monitor import LoopMonitor
@@ -101,7 +102,7 @@ def test_each_engine_has_its_own_samples_and_the_front_end_sums() -> None:
     assert samples["request_success_total,length"] == samples["e2e_request_latency_seconds_count"] == {"0": 1}
     shown = s.get("/metrics").text
     assert dict(re.findall(r'^vllm:cache_config_info\{.*engine="(\d)".*num_gpu_blocks="(\d+)"', shown, re.M)) == {
-        "0": "64", "1": "32",
+        "0": "1024", "1": "32",
     }  # fmt: skip
 
 
@@ -111,14 +112,14 @@ def test_a_finished_request_is_observed_once_per_choice() -> None:
     actual = values(s)
     assert actual['tokserve:request_success_total{finished_reason="length"}'] == 2
     assert actual["tokserve:time_to_first_token_seconds_count"] == 2
-    assert actual["tokserve:time_to_first_token_seconds_sum"] == 0.5
-    assert actual["tokserve:e2e_request_latency_seconds_sum"] == 2.5
+    assert actual["tokserve:time_to_first_token_seconds_sum"] == 2 * TOKEN_SECONDS
+    assert actual["tokserve:e2e_request_latency_seconds_sum"] == 2 * 11 * TOKEN_SECONDS
     assert actual["tokserve:inter_token_latency_seconds_count"] == 20  # 10 pauses in each of two choices
-    assert abs(actual["tokserve:inter_token_latency_seconds_sum"] - 2.0) < 1e-9
-    assert actual['tokserve:inter_token_latency_seconds_bucket{le="0.1"}'] == 20
-    assert actual['tokserve:inter_token_latency_seconds_bucket{le="0.08"}'] == 0
+    assert actual["tokserve:inter_token_latency_seconds_sum"] == 20 * TOKEN_SECONDS
+    assert actual['tokserve:inter_token_latency_seconds_bucket{le="0.25"}'] == 20
+    assert actual['tokserve:inter_token_latency_seconds_bucket{le="0.1"}'] == 0
     assert actual["tokserve:request_time_per_output_token_seconds_count"] == 2
-    assert abs(actual["tokserve:request_inference_time_seconds_sum"] - 2 * 1.249) < 1e-9
+    assert actual["tokserve:request_inference_time_seconds_sum"] == 2 * (11 * TOKEN_SECONDS - WAIT_SECONDS)
     assert actual["tokserve:request_generation_tokens_sum"] == 22 and actual["tokserve:request_prompt_tokens_sum"] == 6
     assert actual["tokserve:request_params_n_sum"] == 2 and actual["tokserve:request_params_max_tokens_sum"] == 11
 
@@ -148,12 +149,12 @@ def test_two_apps_do_not_share_counters() -> None:
 
 def test_the_labels_that_routers_read() -> None:
     """The labels are written as vLLM writes them; the sample below is from a vLLM server."""
-    shown = site(vllm_metric_names=True, block_size=16).get("/metrics").text
+    shown = site(vllm_metric_names=True, enable_prefix_caching=True).get("/metrics").text
     (config,) = re.findall(r"^vllm:cache_config_info\{(.*)\} 1\.0$", shown, re.MULTILINE)
     labels = dict(re.findall(r'(\w+)="([^"]*)"', config))
     theirs = {
         "block_size": "16", "enable_prefix_caching": "True", "engine": "0", "gpu_memory_utilization": "0.9",
-        "num_gpu_blocks": "64", "kv_cache_size_tokens": "1024",
+        "num_gpu_blocks": "1024", "kv_cache_size_tokens": "16384",
     }  # fmt: skip
     assert labels.items() >= theirs.items()
     for line in (

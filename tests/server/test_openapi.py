@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.fake_llm import Site, site
+from tests.server.site import Site, site
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.params import SamplingParams
 from tokserve.server.app import endpoints

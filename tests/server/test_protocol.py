@@ -10,7 +10,7 @@ import pytest
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from tests.server.fake_llm import Caller, parse_events, site
+from tests.server.site import Caller, parse_events, site
 from tokserve.server.http.protocol import _write
 from tokserve.server.replies.sse import WRITE
 

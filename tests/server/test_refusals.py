@@ -10,7 +10,8 @@ import httpx
 import msgspec
 import pytest
 
-from tests.server.fake_llm import VOCAB, Caller, Site, site
+from tests.server.byte_tokenizer import VOCAB
+from tests.server.site import Caller, Site, site
 from tokserve.errors import Conflict, QueueFull
 from tokserve.params import SamplingParams
 from tokserve.server.app import CONTROL
@@ -449,7 +450,7 @@ def test_garbage_is_always_the_clients_fault() -> None:
 
     asyncio.run(scene())
     assert named > 150
-    assert not s.app.state.serving.metrics.inflight and not s.llm.streams
+    assert not s.app.state.serving.metrics.inflight and not s.llm.num_inflight
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:
@@ -498,7 +499,7 @@ def test_what_the_engine_does_not_accept_is_refused_before_a_200(path: str, body
     assert answer.json() == {
         "error": {"message": "the queue is full", "type": "overloaded_error", "param": None, "code": "queue_full"}
     }
-    assert not s.llm.streams and not s.app.state.serving.metrics.inflight
+    assert not s.llm.num_inflight and not s.app.state.serving.metrics.inflight
     shown = s.get("/metrics").text
     assert 'tokserve:request_refusals_total{engine="0",model_name="tiny",reason="queue_full"} 1.0' in shown
     assert 'tokserve:request_refusals_total{engine="0",model_name="tiny",reason="duplicate_id"} 0.0' in shown

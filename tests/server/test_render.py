@@ -7,7 +7,9 @@ import msgspec
 import pytest
 
 from tests.replies import good
-from tests.server.fake_llm import EOS, TOKENIZER, VOCAB, Site, ids, says, site
+from tests.server.byte_tokenizer import EOS, TOKENIZER, VOCAB, ids
+from tests.server.scripted_llm import says
+from tests.server.site import Site, site
 from tokserve.params import MAX_CHOICES
 from tokserve.server.http import body as bodies
 

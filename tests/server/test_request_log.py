@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.fake_llm import Caller, Site, says, site
+from tests.server.scripted_llm import says
+from tests.server.site import Caller, Site, site
 from tokserve import log
 from tokserve.errors import QueueFull
 
@@ -22,17 +23,18 @@ def logged(caplog: pytest.LogCaptureFixture, **options: Any) -> Site:
 
 
 def test_a_line_at_the_start_and_one_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    s = logged(caplog, script=says("abc"))
-    s.llm.cached = 2
+    s = logged(caplog, script=says("abc"), enable_prefix_caching=True, block_size=1)
+    s.post("/inference/v1/generate", {"token_ids": [77, 78]})
+    caplog.clear()
     s.post("/inference/v1/generate", {"token_ids": [77, 78, 79], "sampling_params": {"max_tokens": 9, "n": 2}})
     accepted, ended = lines(caplog)
     assert accepted == {"event": "request_accepted", "prompts": 1, "prompt_tokens": 3, "n": 2, "max_tokens": 9}
     assert ended == {
-        "event": "request_ended", "reasons": {"eos": 2}, "prompt_tokens": 3, "cached_tokens": 1, "output_tokens": 8,
-        "queued": 0.001, "first_token": 0.25, "total": 1.25,
+        "event": "request_ended", "reasons": {"eos": 2}, "prompt_tokens": 3, "cached_tokens": 2, "output_tokens": 8,
+        "queued": 0.375, "first_token": 0.25, "total": 1.25,
     }  # fmt: skip
     assert caplog.messages[-1] == (
-        "request ended: reasons=eos:2 prompt_tokens=3 cached_tokens=1 output_tokens=8 queued=0.001 first_token=0.25 "
+        "request ended: reasons=eos:2 prompt_tokens=3 cached_tokens=2 output_tokens=8 queued=0.375 first_token=0.25 "
         "total=1.25"
     )
 

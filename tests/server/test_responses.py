@@ -10,7 +10,9 @@ import msgspec
 import pytest
 
 from tests.replies import good, named_events
-from tests.server.fake_llm import TOKENIZER, Caller, Site, chat_site, endless, ids, says, site
+from tests.server.byte_tokenizer import TOKENIZER, ids
+from tests.server.scripted_llm import endless, says
+from tests.server.site import Caller, Site, chat_site, site
 from tests.server.test_tools import ANSWERS, CALL, PARAMETERS
 from tests.text.tool_templates import HERMES, OPENED, THINKER
 from tokserve.errors import QueueFull
@@ -391,7 +393,7 @@ def test_refusals(fields: dict[str, Any], param: str, message: str, stream: bool
     error = answer.json()["error"]
     assert error["param"] == param and message in error["message"], error
     assert error["code"] == "unsupported" or "input_image" not in error["message"]
-    assert not server.llm.streams
+    assert not server.llm.num_inflight
 
 
 @pytest.fixture(scope="module")
@@ -439,7 +441,7 @@ def test_what_json_cannot_say_is_refused(route: str, fields: dict[str, Any], par
     answer = s.post(route, content=raw, headers={"Content-Type": "application/msgpack"})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
-    assert not s.llm.streams
+    assert not s.llm.num_inflight
 
 
 # what goes wrong on the way
@@ -506,7 +508,7 @@ def test_a_client_that_leaves_aborts(stream: bool) -> None:
         return s
 
     s = asyncio.run(scene())
-    assert s.llm.left == {"mine"} and not s.app.state.serving.metrics.inflight
+    assert s.llm.released == {"mine#0"} and not s.app.state.serving.metrics.inflight
 
 
 def test_an_abort_leaves_what_there_is() -> None:

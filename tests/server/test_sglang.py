@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from tests.replies import good
-from tests.server.fake_llm import EOS, NOWHERE, VOCAB, Caller, Site, ids, parse_events, says, site
-from tokserve.messages import LoadedAdapter, Status
+from tests.server.byte_tokenizer import EOS, VOCAB, ids
+from tests.server.scripted_llm import NOWHERE, TOKEN_SECONDS, endless, says
+from tests.server.site import Caller, Site, parse_events, site
 from tokserve.params import SamplingParams, StructuredOutputs
 from tokserve.server.compat import SGLANG
 from tokserve.server.sglang.generate import SglangGenerateBody
@@ -42,7 +43,7 @@ def test_the_routes_are_there_with_the_option_only() -> None:
 
 def test_chat_with_meta_info() -> None:
     """miles' session server sends such requests: it sends prompt ids and gets prompt and output tokens back."""
-    s = sglang()
+    s = sglang(enable_lora=True)
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "logprobs": True, "no_stop_trim": False}
     request = body | {"input_ids": [70, 71, 72], "return_meta_info": True, "return_prompt_token_ids": True}
     answer = s.post("/v1/chat/completions", request)
@@ -61,7 +62,7 @@ def test_chat_with_meta_info() -> None:
         refused = s.post("/v1/chat/completions", request | wrong)
         assert refused.status_code == 400 and refused.json()["error"]["param"] == field, refused.text
     assert s.post("/v1/chat/completions", request | {"lora_path": "b"}).status_code == 404
-    s.llm.status = Status(adapters=[LoadedAdapter("b", "/p", 1)])
+    s.llm.load_adapter("b", "/p")
     assert s.post("/v1/chat/completions", request | {"lora_path": "b"}).json()["model"] == "b"
 
 
@@ -71,8 +72,8 @@ def test_detokenize_answers_with_sglangs_name_too() -> None:
 
 
 def test_a_reply_and_its_meta_info() -> None:
-    s = sglang()
-    s.llm.cached = 2
+    s = sglang(enable_prefix_caching=True, block_size=1)
+    generate(s, PROMPT, max_new_tokens=1)
     reply = generate(s, PROMPT | {"rid": "r1", "return_logprob": True}, max_new_tokens=3)
     assert reply["text"] == "fgj" and reply["output_ids"] == [72, 73, 76]
     info = reply["meta_info"]
@@ -81,7 +82,7 @@ def test_a_reply_and_its_meta_info() -> None:
     assert info["weight_version"] == "0" and info["weight_versions"] == [{"version": "0", "start": 0, "end": 3}]
     assert info["output_token_logprobs"] == [[-0.125, 72, None], [-0.375, 73, None], [-0.125, 76, None]]
     assert info["output_token_logprobs_length"] == 3 and info["input_token_logprobs"] == []
-    assert info["e2e_latency"] == 1.25 and "output_top_logprobs" not in info
+    assert info["e2e_latency"] == 3 * TOKEN_SECONDS and "output_top_logprobs" not in info
     assert "prompt_token_ids" not in reply and "index" not in reply
     plain = generate(s, PROMPT | {"return_prompt_token_ids": True}, max_new_tokens=1)
     assert "output_token_logprobs" not in plain["meta_info"] and plain["prompt_token_ids"] == [70, 71, 72]
@@ -208,8 +209,7 @@ def test_a_batch_is_a_list_in_the_order_of_its_prompts() -> None:
     one = generate(s, {"input_ids": [[70, 71]]}, max_new_tokens=1)
     assert isinstance(one, list) and len(one) == 1
     four = generate(s, {"input_ids": [[70], [71]]}, max_new_tokens=1, n=2)
-    first, second = (generate(s, {"input_ids": [id]}, max_new_tokens=1, n=2) for id in (70, 71))
-    assert [reply["output_ids"] for reply in four] == [reply["output_ids"] for reply in (*first, *second)]
+    assert [reply["output_ids"] for reply in four] == [endless([70 + i // 2], i)[:1] for i in range(4)]
 
 
 def test_a_stream_repeats_what_came_before() -> None:
@@ -233,7 +233,7 @@ def test_a_stream_of_a_batch_has_indexes() -> None:
 
 def test_options_of_a_request() -> None:
     s = sglang(enable_lora=True)
-    s.llm.status = Status(adapters=[LoadedAdapter("sql", "/adapters/sql", 3)])
+    s.llm.load_adapter("sql", "/adapters/sql")
     generate(s, PROMPT | {"lora_path": "sql", "priority": 3, "extra_key": "a", "cache_salt": None}, max_new_tokens=1)
     options = s.llm.calls[-1].options
     assert (options["adapter"], options["priority"], options["cache_salt"]) == ("sql", -3, "a")
@@ -385,4 +385,4 @@ def test_garbage_is_always_the_clients_fault() -> None:
                 assert answer.status_code == 400 and answer.json()["error"]["message"]
 
     asyncio.run(scene())
-    assert not s.app.state.serving.metrics.inflight and not s.llm.streams
+    assert not s.app.state.serving.metrics.inflight and not s.llm.num_inflight

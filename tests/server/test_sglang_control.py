@@ -1,12 +1,14 @@
 """SGLang's control routes are calls of the engine, guarded like the others; and what routers read."""
 
+import asyncio
 from typing import Any
 
 import pytest
 
-from tests.server.fake_llm import Site, complete, site
+from tests.server.scripted_llm import complete
+from tests.server.site import Caller, Site, command_site
 from tokserve.client.outputs import StepStats
-from tokserve.errors import Conflict, EngineDead, RequestError
+from tokserve.errors import Conflict, RequestError
 from tokserve.messages import LoadedAdapter, Status
 from tokserve.server.app import endpoints
 from tokserve.server.sglang.routes import ENDPOINTS
@@ -72,7 +74,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 def sglang(**options: Any) -> Site:
-    return site(sglang_api=True, **options)
+    return command_site(sglang_api=True, **options)
 
 
 def calls(s: Site) -> list[tuple[str, dict[str, Any]]]:
@@ -212,9 +214,19 @@ def test_adapters_and_snapshots() -> None:
 
 def test_requests_with_a_prefix_are_aborted() -> None:
     s = sglang()
-    announced = [s.llm.announce(name) for name in ("p-1", "q")]
-    assert s.post("/abort_request", {"rid": "p", "prefix": True}).status_code == 200
-    assert [one.ended for one in announced] == ["abort_user", None]
+    s.llm.hold = True
+
+    async def scene() -> None:
+        callers = [Caller(s, "/generate", {"text": "a", "rid": name}) for name in ("p-1", "q")]
+        await callers[1].wait_for(lambda _: s.llm.num_inflight == 2)
+        async with s.client() as client:
+            assert (await client.post("/abort_request", json={"rid": "p", "prefix": True})).status_code == 200
+        await callers[0].task
+        assert b"abort" in callers[0].writes[0] and not callers[1].done
+        callers[1].hang_up()
+        await callers[1].task
+
+    asyncio.run(scene())
 
 
 def test_control_routes_need_the_admin_key() -> None:
@@ -245,7 +257,7 @@ def test_what_routers_read() -> None:
         assert info["has_image_understanding"] is False and info["load_format"] == "auto"
     load = s.get("/v1/loads?include=core").json()["loads"][0]
     assert (load["num_running_reqs"], load["num_waiting_reqs"], load["cache_hit_rate"]) == (2, 1, 0.5)
-    assert load["num_used_tokens"] == 48 and load["max_total_num_tokens"] == 1024
+    assert load["num_used_tokens"] == 48 and load["max_total_num_tokens"] == 16 * 1024
     assert s.get("/get_load").json()[0]["num_reqs"] == 3
     assert s.get("/get_weight_version").json() == {"weight_version": "v3"}
 
@@ -258,7 +270,7 @@ def test_health_needs_a_token() -> None:
     s.llm.status = Status()
     s.llm.fails = lambda index: True
     assert s.get("/health_generate").status_code == 503
-    s.llm.dead = EngineDead("the engine process ended")
+    s.llm.die()
     assert s.get("/health_generate").status_code == 503
 
 

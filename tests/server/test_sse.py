@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.server.fake_llm import Caller, Site, columns, ids, parse_events, says, site
+from tests.server.byte_tokenizer import ids
+from tests.server.scripted_llm import columns, says
+from tests.server.site import Caller, Site, parse_events, site
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.params import SamplingParams
 from tokserve.server.replies import logprobs, reply_parts, sse
@@ -280,7 +282,7 @@ def test_a_slow_reader_is_waited_for_and_then_gets_everything_in_one_write() -> 
     async def scene() -> list[bytes]:
         s = site()
         caller = SlowReader(s, GENERATE, BODY | {"stream": True, "sampling_params": {"max_tokens": 20}})
-        await caller.wait_for(lambda _: any(len(stream.state.choices[0]._token_ids) == 18 for stream in s.llm.made))
+        await caller.wait_for(lambda _: any(len(stream._state.choices[0]._token_ids) == 18 for stream in s.llm.streams))
         assert len(caller.writes) == 2
         caller.going.set()
         await caller.task
@@ -295,16 +297,16 @@ def test_a_slow_reader_is_waited_for_and_then_gets_everything_in_one_write() -> 
 def test_a_stream_that_nobody_reads_makes_no_tokens_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> tuple[list[bool], Site]:
         s = site()
-        body = BODY | {"stream": True, "request_id": "slow", "sampling_params": {"max_tokens": 40, "n": 2}}
+        body = BODY | {"stream": True, "request_id": "slow", "sampling_params": {"max_tokens": 400, "n": 2}}
         caller = SlowReader(s, GENERATE, body)
-        await caller.wait_for(lambda _: any(stream.stalls for stream in s.llm.made))
+        await caller.wait_for(lambda _: bool(s.llm.stalls))
         caller.going.set()
         await caller.task
-        return [stalled for stream in s.llm.made for stalled in stream.stalls], s
+        return s.llm.stalls, s
 
     monkeypatch.setattr(sse, "PATIENCE", 0.01)
     seen, s = asyncio.run(scene())
-    assert seen == [True, False] and s.llm.ended == {"slow"}
+    assert seen == [True, False] and not s.llm.num_inflight and not s.llm.released
 
 
 def test_a_reader_that_is_a_little_slow_is_not_stalled() -> None:
@@ -367,7 +369,7 @@ def test_a_slow_reader_that_leaves_aborts() -> None:
         return s
 
     s = asyncio.run(scene())
-    assert s.llm.left == {"slow"} and s.llm.num_inflight == 0
+    assert s.llm.released == {"slow#0"} and s.llm.num_inflight == 0
 
 
 def test_no_comments_while_tokens_come() -> None:
@@ -399,15 +401,21 @@ def test_a_request_that_failed_in_a_stream(route: str, body: dict[str, Any]) -> 
     s = site()
     s.llm.fails = lambda index: True
     events = s.events(route, body)
-    assert events[-1]["error"]["message"] == "the logits are not finite"
+    assert events[-1]["error"]["message"] == "the model's logits are not finite"
     assert events[-2]["choices"][0]["finish_reason"] == "error"
 
 
 def test_an_unexpected_error_in_a_stream(caplog: pytest.LogCaptureFixture) -> None:
-    def broken(prompt: Any, index: int) -> list[int]:
-        return [5]  # the second token is not there
+    async def scene() -> Caller:
+        s = site()
+        s.llm.hold = True
+        caller = Caller(s, GENERATE, BODY | {"stream": True})
+        await caller.wait_for(lambda _: s.llm.num_inflight == 1)
+        s.llm.streams[0]._state.fail(IndexError("a defect"))  # type: ignore[arg-type]
+        await caller.task
+        return caller
 
-    events = site(broken).events(GENERATE, BODY)
+    events = parse_events(b"".join(asyncio.run(scene()).writes).decode())
     assert events[-1]["error"]["message"] == "internal error" and "IndexError" in caplog.text
 
 
@@ -431,7 +439,7 @@ def test_a_client_that_leaves_aborts(route: str, body: dict[str, Any], stream: b
         return s
 
     s = asyncio.run(scene())
-    assert s.llm.left == {"mine"} and s.llm.num_inflight == 0 and not s.app.state.serving.metrics.inflight
+    assert s.llm.released == {"mine#0"} and s.llm.num_inflight == 0 and not s.app.state.serving.metrics.inflight
     assert 'request_aborts_total{cause="abort_disconnect",engine="0",model_name="tiny"} 1.0' in s.get("/metrics").text
 
 
@@ -446,7 +454,7 @@ def test_a_client_that_leaves_in_the_middle() -> None:
         return s, caller
 
     s, caller = asyncio.run(scene())
-    assert len(s.llm.left) == 1 and 3 < len(caller.writes) < 400 and not caller.done
+    assert len(s.llm.released) == 1 and 3 < len(caller.writes) < 400 and not caller.done
 
 
 def test_a_client_that_leaves_a_batch_aborts_all_of_it() -> None:
@@ -459,7 +467,7 @@ def test_a_client_that_leaves_a_batch_aborts_all_of_it() -> None:
         await caller.task
         return s
 
-    assert asyncio.run(scene()).llm.left == {"x-0", "x-1", "x-2"}
+    assert asyncio.run(scene()).llm.released == {"x#0", "x#1", "x#2"}
 
 
 def test_a_client_that_leaves_before_its_body_has_come() -> None:
@@ -488,7 +496,7 @@ def test_a_client_that_leaves_before_the_engine_has_accepted(stream: bool) -> No
         return s
 
     s = asyncio.run(scene())
-    assert s.llm.left == {"mine"} and not s.app.state.serving.metrics.inflight
+    assert s.llm.released == {"mine#0"} and not s.app.state.serving.metrics.inflight
     assert 'request_aborts_total{cause="abort_disconnect",engine="0",model_name="tiny"} 1.0' in s.get("/metrics").text
 
 
@@ -501,7 +509,7 @@ def test_the_servers_own_cancellation_is_not_swallowed() -> None:
         caller.task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await caller.task
-        assert not s.llm.streams and len(s.llm.left) == 1
+        assert not s.llm.num_inflight and len(s.llm.released) == 1
 
     asyncio.run(scene())
 

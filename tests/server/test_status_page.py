@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from tests.server.fake_llm import Site, site
+from tests.server.site import Site, site
 from tokserve.config import Config
 from tokserve.resolve import resolve
 from tokserve.server.observe.status_page import FILE

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.fake_llm import Site, says, site
+from tests.server.scripted_llm import says
+from tests.server.site import Site, site
 from tokserve.errors import RequestError
 from tokserve.params import StructuredOutputs
 

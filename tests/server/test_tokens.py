@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from tests.replies import good
-from tests.server.fake_llm import NOWHERE, TOKENIZER, Caller, Site, endless, ids, says, site
+from tests.server.byte_tokenizer import TOKENIZER, ids
+from tests.server.scripted_llm import NOWHERE, endless, says
+from tests.server.site import Caller, Site, site
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.server.replies.reply_fields import last_version
 
@@ -103,10 +105,9 @@ def test_output_mode_text_adds_text() -> None:
 
 
 def test_cached_tokens_are_told() -> None:
-    s = site()
-    s.llm.cached = 2
-    assert generate(s)["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
-    assert generate(s, n=2)["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}  # the prompt is read once
+    s = site(enable_prefix_caching=True, block_size=1)
+    assert generate(s, n=2)["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}  # what the first choice computes
+    assert generate(s)["usage"]["prompt_tokens_details"] == {"cached_tokens": len(PROMPT) - 1}
 
 
 def test_scheduling_fields_reach_the_engine() -> None:
@@ -385,14 +386,14 @@ def test_a_choice_that_failed_is_told_beside_the_others() -> None:
     s.llm.fails = lambda index: index == 1
     reply = generate(s, n=2)
     assert [c["finish_reason"] for c in reply["choices"]] == ["length", "error"]
-    assert reply["choices"][1]["stop_detail"] == {"kind": "nan", "message": "the logits are not finite"}
+    assert reply["choices"][1]["stop_detail"] == {"kind": "nan", "message": "the model's logits are not finite"}
 
 
 def test_a_request_that_failed_is_500() -> None:
     s = site()
     s.llm.fails = lambda index: True
     answer = s.post(GENERATE, body())
-    assert answer.status_code == 500 and answer.json()["error"]["message"] == "the logits are not finite"
+    assert answer.status_code == 500 and answer.json()["error"]["message"] == "the model's logits are not finite"
 
 
 def test_the_engines_death_is_503() -> None:
@@ -446,7 +447,7 @@ def test_prompts_are_counted_without_unpacking_them() -> None:
     body = {"token_ids": PROMPT, "stream": True, "stream_options": {"include_usage": True}}
     events = s.events(GENERATE, body)
     assert events[-1]["usage"]["prompt_tokens"] == len(PROMPT)
-    [stream] = s.llm.made
+    [stream] = s.llm.streams
     assert stream._prompt_ids is None and stream.prompt_len == len(PROMPT)
     s.events(GENERATE, body | {"return_token_ids": True})
-    assert s.llm.made[-1]._prompt_ids == PROMPT
+    assert s.llm.streams[-1]._prompt_ids == PROMPT

@@ -10,7 +10,9 @@ import pytest
 import tokenizers
 
 from tests.replies import good
-from tests.server.fake_llm import TOKENIZER, Site, byte_tokenizer, chat_site, ids, says, site
+from tests.server.byte_tokenizer import TOKENIZER, byte_tokenizer, ids
+from tests.server.scripted_llm import says
+from tests.server.site import Site, chat_site, site
 from tests.text.tool_templates import DEEPSEEK, HERMES, LLAMA, MISTRAL, OPENED, THINKER
 from tokserve.config import Config
 from tokserve.errors import RequestError, StartError

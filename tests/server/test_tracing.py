@@ -13,7 +13,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from tests.server.fake_llm import FakeLLM, Site, says
+from tests.server.scripted_llm import FORWARD_SECONDS, TOKEN_SECONDS, WAIT_SECONDS, ScriptedLLM, says
+from tests.server.site import Site
 from tokserve.config import Config
 from tokserve.errors import QueueFull
 from tokserve.server.app import build_app
@@ -29,7 +30,7 @@ class Traced:
         self._exporter = InMemorySpanExporter()
         tracing = Tracing("tiny", "http://127.0.0.1:1/v1/traces", SimpleSpanProcessor(self._exporter))
         config = Config.make(served_model_name=["tiny"], generation_config="none", max_model_len=512)
-        self.llm = FakeLLM(config, says("ab"))
+        self.llm = ScriptedLLM(config, says("ab"))
         self.site = Site(self.llm, build_app(self.llm, config, trace=tracing.observe))  # type: ignore[arg-type]
 
     def spans(self, name: str) -> list[ReadableSpan]:
@@ -57,7 +58,7 @@ def test_a_span_for_the_request_and_one_for_each_phase() -> None:
     assert values["gen_ai.request.max_tokens"] == 9 and values["gen_ai.response.finish_reasons"] == ("stop",)
     assert (values["gen_ai.usage.input_tokens"], values["gen_ai.usage.output_tokens"]) == (2, 3)
     phases = [traced.spans(name)[0] for name in ("queue", "prefill", "decode")]
-    assert [round(seconds(span), 6) for span in phases] == [0.001, 0.249, 1.0]
+    assert [round(seconds(span), 6) for span in phases] == [WAIT_SECONDS, FORWARD_SECONDS, 2 * TOKEN_SECONDS]
     assert all(span.parent and span.parent.span_id == root.context.span_id for span in phases)
     assert phases[0].start_time == root.start_time
     assert all(a.end_time == b.start_time for a, b in pairwise(phases))

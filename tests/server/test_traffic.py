@@ -9,7 +9,9 @@ import httpx2
 import openai
 import pytest
 
-from tests.server.fake_llm import TOKENIZER, Site, ids, says, site
+from tests.server.byte_tokenizer import TOKENIZER, ids
+from tests.server.scripted_llm import says
+from tests.server.site import Site, site
 
 RENDERERS = {
     "model": "tiny", "token_ids": [5, 6, 7], "cache_salt": "3", "priority": 0,

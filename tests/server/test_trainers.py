@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.fake_llm import site
+from tests.server.site import command_site
 from tests.server.test_control import complete
 from tokserve.errors import Conflict, RequestError
 from tokserve.messages import Status
@@ -30,7 +30,7 @@ def verbs(s: Any) -> list[str]:
 
 
 def test_areal_joins_a_group_of_torch() -> None:
-    s = site()
+    s = command_site()
     answer = s.post("/areal_init_weights_update_group", AREAL_GROUP)
     assert answer.json()["success"] is True
     verb = "init_weight_transfer_engine"
@@ -38,7 +38,7 @@ def test_areal_joins_a_group_of_torch() -> None:
 
 
 def test_errors_name_areals_fields() -> None:
-    s = site()
+    s = command_site()
     s.llm.answers = {
         "update_weights_from_dir": RequestError("weight_dir must not be empty", field="weight_dir"),
         "load_lora_adapter": RequestError("no directory x", field="lora_path"),
@@ -50,7 +50,7 @@ def test_errors_name_areals_fields() -> None:
 
 
 def test_areals_pieces_are_one_update_that_the_end_of_the_pause_commits() -> None:
-    s = site()
+    s = command_site()
     s.llm.status = Status("paused", "0", 0, True)
     for _ in range(2):
         assert s.post("/areal_set_update_weight_meta", AREAL_META).status_code == 200
@@ -67,7 +67,7 @@ def test_areals_pieces_are_one_update_that_the_end_of_the_pause_commits() -> Non
 
 
 def test_areals_update_is_over_when_a_piece_fails() -> None:
-    s = site()
+    s = command_site()
     s.llm.status = Status("paused", "0", 0, True)
     for own in (True, False):
         if not own:
@@ -83,20 +83,20 @@ def test_areals_update_is_over_when_a_piece_fails() -> None:
 
 
 def test_areals_pieces_beside_generation_are_committed_at_once() -> None:
-    s = site()
+    s = command_site()
     s.post("/areal_set_update_weight_meta", AREAL_META)
     s.post("/areal_update_weights_xccl", {})
     assert verbs(s) == ["start_weight_update", "update_weights", "finish_weight_update"]
 
 
 def test_areal_receives_nothing_that_was_not_announced() -> None:
-    s = site()
+    s = command_site()
     answer = s.post("/areal_update_weights_xccl", {})
     assert answer.status_code == 409 and "areal_set_update_weight_meta" in answer.text
 
 
 def test_areals_adapters() -> None:
-    s = site()
+    s = command_site()
     sent = {"lora_model_path": "/p", "lora_name": "a-v1", "lora_int_id": 1, "base_model_name": "m"}
     assert s.post("/areal_update_weights_lora", sent).json()["success"] is True
     assert verbs(s) == ["load_lora_adapter"]
@@ -106,7 +106,7 @@ def test_areals_adapters() -> None:
 
 
 def test_skyrls_bracket_is_an_update() -> None:
-    s = site()
+    s = command_site()
     start = {"method": "skyrl_start_weight_update", "kwargs": {"is_checkpoint_format": True}}
     assert s.post("/collective_rpc", start).json() == {"results": [None]}
     assert s.post("/collective_rpc", {"method": "skyrl_finish_weight_update"}).json() == {"results": [None]}
@@ -120,7 +120,7 @@ def test_skyrls_bracket_is_an_update() -> None:
     [("update_weights_ipc", "CUDA IPC"), ("update_weights_rdt", "RDMA"), ("load_weights", "unpickles")],
 )
 def test_skyrls_methods_that_need_cuda_or_pickles_say_so(method: str, why: str) -> None:
-    s = site()
+    s = command_site()
     answer = s.post("/collective_rpc", {"method": method, "kwargs": {"update_info": {}}})
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["code"] == "unsupported" and error["param"] == "method"
@@ -128,14 +128,14 @@ def test_skyrls_methods_that_need_cuda_or_pickles_say_so(method: str, why: str) 
 
 
 def test_an_extension_of_ones_own_has_its_methods_called() -> None:
-    s = site(worker_extension_cls="m:C")
+    s = command_site(worker_extension_cls="m:C")
     s.llm.answers["collective_rpc"] = [3]
     assert s.post("/collective_rpc", {"method": "load_weights"}).json() == {"results": [3]}
     assert verbs(s) == ["collective_rpc"]
 
 
 def test_skyrls_paths() -> None:
-    s = site()
+    s = command_site()
     sent = {"sampling_params": {"max_tokens": 2, "logprobs": 1, "seed": 1}, "model": None, "token_ids": [5, 6],
             "cache_salt": "x"}  # fmt: skip
     one, other = (s.post(path, sent).json() for path in ("/skyrl/v1/generate", "/inference/v1/generate"))
@@ -145,5 +145,5 @@ def test_skyrls_paths() -> None:
 
 
 def test_prime_rls_broadcast_says_what_to_set() -> None:
-    answer = site().post("/init_broadcaster", PRIME_RL)
+    answer = command_site().post("/init_broadcaster", PRIME_RL)
     assert answer.status_code == 400 and "filesystem" in answer.json()["error"]["message"]

@@ -51,6 +51,19 @@ def test_parameters_end_an_output(server: ScriptedServer) -> None:
     assert (made["token_ids"], made["stop_reason"]) == ([5, 6], 6)
 
 
+def test_alternatives_and_ids_that_the_request_names(server: ScriptedServer) -> None:
+    params = {"max_tokens": 1, "logprobs": 2, "logprob_token_ids": [9, 4]}
+    logprobs = choice(generate(server, ScriptedReply([5], [-0.5]), params=params))["logprobs"]
+    assert logprobs["top_token_ids"] == [[5, 6, 9, 4]]
+    assert logprobs["top_logprobs"][0][:3] == [-0.5, -1.5, -4.5] and logprobs["top_logprobs"][0][3] < -100
+
+
+def test_logits_that_are_not_finite(server: ScriptedServer) -> None:
+    NEXT.append(ScriptedReply([5, 6, 7], fail_at=2))
+    made = choice(generate(server, ScriptedReply([5, 6, 7]), params={"n": 2}))
+    assert (made["token_ids"], made["finish_reason"], made["stop_detail"]["kind"]) == ([5, 6], "error", "nan")
+
+
 @pytest.mark.parametrize("status", [503, 429])
 def test_refusal(server: ScriptedServer, status: int) -> None:
     response = generate(server, ScriptedReply(refuse=status))

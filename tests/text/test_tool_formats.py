@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.server.fake_llm import byte_tokenizer
+from tests.server.byte_tokenizer import byte_tokenizer
 from tests.text.tool_templates import SHOWS, UNKNOWN
 from tokserve.text import tool_formats
 from tokserve.text.chat import ChatTemplate

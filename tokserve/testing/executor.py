@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tokserve.kv_spec import KVLayout, KVSpec
-from tokserve.params import SamplingParams
-from tokserve.plan import OK, WITHHELD, DeviceFacts, GrammarBitmask, LogprobRows, NewRow, StepPlan, StepResult
+from tokserve.params import PoolingParams, SamplingParams
+from tokserve.plan import (
+    NOT_FINITE,
+    OK,
+    WITHHELD,
+    DeviceFacts,
+    GrammarBitmask,
+    LogprobRows,
+    NewRow,
+    StepPlan,
+    StepResult,
+)
 from tokserve.testing.script import ScriptedReply
 
 DEFAULT_LOGPROB = -1.0
 IDLE_SECONDS = 0.002  # between two steps in which all rows wait
-NUM_BLOCKS, BLOCK_SIZE = 1 << 16, 16
+NUM_BLOCKS = 1 << 16
 
 
 @dataclass(slots=True)
@@ -28,13 +38,16 @@ class ScriptedChoice:
     ready_at: dict[int, float] = field(default_factory=dict)  # by token index, once its delay has begun
     requested: set[tuple[str, int]] = field(default_factory=set)  # faults that were requested
 
-    def holds(self, index: int, request_id: str, faults: Faults) -> bool:
+    def holds(self, index: int, request_id: str, faults: Faults | None) -> bool:
         """Whether the token of this index must wait; requests what is to happen before it."""
         reply = self.reply
         if index in reply.delays and time.monotonic() < self.ready_at.setdefault(
             index, time.monotonic() + reply.delays[index]
         ):
             return True
+        if index not in (reply.abort_at, reply.disconnect_at, *reply.versions):
+            return False
+        assert faults is not None
         if index == reply.abort_at:
             self._once("abort", index, lambda: faults.abort(request_id))
             return True
@@ -71,21 +84,41 @@ class ScriptedSlot:
     num_output: int
 
 
+class Row(NamedTuple):
+    """The logprob and rank of a token, and its alternatives."""
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+def _columns(rows: Sequence[Row]) -> LogprobRows:
+    width = max((len(row.top_ids) for row in rows), default=0)
+    ids, values = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), np.float32)
+    for index, row in enumerate(rows):
+        ids[index, : len(row.top_ids)] = row.top_ids
+        values[index, : len(row.top_ids)] = row.top_logprobs
+    return LogprobRows(
+        np.array([row.logprob for row in rows], np.float32), np.array([row.rank for row in rows], np.int32), ids, values
+    )
+
+
 class ScriptedModel:
     """The executor of a scripted model, for one step in flight at a time.  `choices`: by request id; added before the
     request is submitted.  Weight updates and adapters are accepted, and change nothing."""
 
-    def __init__(self, vocab_size: int, eos: int) -> None:
+    def __init__(self, vocab_size: int, eos: int, block_size: int, num_blocks: int = NUM_BLOCKS) -> None:
         self.choices: dict[str, ScriptedChoice] = {}
         self.faults: Faults | None = None
         self._vocab_size, self._eos = vocab_size, eos
+        self._layout = KVLayout((KVSpec(1, 1, "float32"),), num_blocks, block_size)
         self._slots: dict[int, ScriptedSlot] = {}
         self._plan: StepPlan | None = None
 
     def start(self) -> DeviceFacts:
         """Does not load anything."""
-        layout = KVLayout((KVSpec(1, 1, "float32"),), NUM_BLOCKS, BLOCK_SIZE)
-        return DeviceFacts(layout, self._vocab_size, "0", {"scripted": True})
+        return DeviceFacts(self._layout, self._vocab_size, "0", {"scripted": True})
 
     def forward(self, plan: StepPlan) -> None:
         """Take note of the plan's requests."""
@@ -99,11 +132,12 @@ class ScriptedModel:
     def sample(self, bitmask: GrammarBitmask | None) -> Future[StepResult]:
         """The script's tokens.  A grammar does not change them."""
         plan, self._plan = self._plan, None
-        assert plan is not None and self.faults is not None
+        assert plan is not None
         rows = list(zip(plan.slots.tolist(), plan.num_logits.tolist(), strict=True))
         status = np.full(len(rows), OK, np.uint8)
         counts = np.zeros(len(rows), np.int32)
-        tokens: list[tuple[int, float]] = []
+        token_ids: list[int] = []
+        logprobs: list[Row] = []
         for index, (slot_number, num_logits) in enumerate(rows):
             slot = self._slots[slot_number]
             if not num_logits:
@@ -111,7 +145,12 @@ class ScriptedModel:
             if slot.choice.holds(slot.num_output, slot.row.request_id, self.faults):
                 status[index] = WITHHELD
                 continue
-            tokens.append(self._token(slot))
+            if slot.num_output == slot.choice.reply.fail_at:
+                status[index] = NOT_FINITE
+                continue
+            token, logprob = self._token(slot)
+            token_ids.append(token)
+            logprobs.append(self._row(token, logprob, slot.row.task))
             counts[index] = 1
             slot.num_output += 1
         if (status == WITHHELD).all():
@@ -123,10 +162,12 @@ class ScriptedModel:
                 first = max(start + 1, row.task.prompt_logprobs_start)
                 following = row.tokens[first : min(start + int(plan.num_tokens[index]) + 1, row.prompt_len)].tolist()
                 if following:
-                    prompts[index] = self._logprobs([(token, DEFAULT_LOGPROB) for token in following])
-        token_ids = np.array([token for token, _ in tokens], np.int32)
+                    width = self._width(row.task.prompt_logprobs)
+                    prompts[index] = _columns([self.logprobs(token, DEFAULT_LOGPROB, width, ()) for token in following])
         result: Future[StepResult] = Future()
-        result.set_result(StepResult(plan.step, counts, token_ids, status, self._logprobs(tokens), prompts))
+        result.set_result(
+            StepResult(plan.step, counts, np.array(token_ids, np.int32), status, _columns(logprobs), prompts)
+        )
         return result
 
     def _token(self, slot: ScriptedSlot) -> tuple[int, float]:
@@ -136,24 +177,20 @@ class ScriptedModel:
             return self._eos, DEFAULT_LOGPROB
         return reply.token_ids[index], DEFAULT_LOGPROB if reply.logprobs is None else reply.logprobs[index]
 
-    def _logprobs(self, tokens: list[tuple[int, float]]) -> LogprobRows:
-        """Rows with made-up top tokens: the token itself, then the ids that follow it, each less probable by 1."""
-        widths = [self._width(slot.row) for slot in self._slots.values()]
-        width = max(widths, default=0)
-        ids = np.array([token for token, _ in tokens], np.int32)
-        values = np.array([logprob for _, logprob in tokens], np.float32)
-        ranks = np.arange(width, dtype=np.int32)
-        return LogprobRows(
-            values, np.ones(len(tokens), np.int32), (ids[:, None] + ranks) % np.int32(self._vocab_size),
-            (values[:, None] - ranks).astype(np.float32),
-        )  # fmt: skip
-
-    def _width(self, row: NewRow) -> int:
-        task = row.task
+    def _row(self, token: int, logprob: float, task: SamplingParams | PoolingParams) -> Row:
+        """The logprobs of an output token, as wide as its request wants them."""
         if not isinstance(task, SamplingParams):
-            return 0
-        top = (task.logprobs or 0, task.prompt_logprobs or 0)
-        return max(self._vocab_size if count < 0 else count for count in top) + len(task.logprob_token_ids or ())
+            return Row(logprob, 1, [], [])
+        return self.logprobs(token, logprob, self._width(task.logprobs or 0), task.logprob_token_ids or ())
+
+    def logprobs(self, token: int, logprob: float, top: int, ids: Sequence[int]) -> Row:
+        """Made-up logprobs of a token, of `top` alternatives, and of `ids`: the token is the most probable, and each
+        id that follows it is less probable by 1."""
+        ids = [(token + rank) % self._vocab_size for rank in range(top)] + list(ids)
+        return Row(logprob, 1, ids, [logprob - (other - token) % self._vocab_size for other in ids])
+
+    def _width(self, count: int) -> int:
+        return self._vocab_size if count < 0 else count
 
     def call(self, method: str, args: Mapping[str, Any]) -> Any:
         """Admin methods have no effect."""

@@ -16,6 +16,7 @@ class ScriptedReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `delays`: seconds to wait before the token of this index.
     `versions`: from the token of this index on, the weights have this version, for every request.
     `abort_at`: before the token of this index, the choice ends with finish_reason "abort", as after `/abort_requests`.
+    `fail_at`: instead of the token of this index, the choice ends with an error, as after logits that are not finite.
     `disconnect_at`: before the token of this index, the connection is closed without an end of the response.
     """
 
@@ -25,6 +26,7 @@ class ScriptedReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     delays: Mapping[int, float] = {}
     versions: Mapping[int, str] = {}
     abort_at: int | None = None
+    fail_at: int | None = None
     disconnect_at: int | None = None
 
     def __post_init__(self) -> None:

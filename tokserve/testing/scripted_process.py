@@ -55,7 +55,9 @@ class ScriptedApiServer(ApiServer):
         self._loop = asyncio.get_running_loop()
         config = self.llm.config
         hf = checkpoint.hf_config(checkpoint.locate(config.model.model, weights=False))
-        model = ScriptedModel(int(hf["vocab_size"]), (config.model.eos_token_ids or [0])[0])
+        block_size = config.cache.block_size
+        assert block_size is not None, "it is resolved"
+        model = ScriptedModel(int(hf["vocab_size"]), (config.model.eos_token_ids or [0])[0], block_size)
         model.faults = Faults(
             abort=lambda request_id: self._run(self.llm.abort(bare_id(request_id.rpartition("#")[0]))),
             disconnect=lambda request_id: self._disconnect(request_id.rpartition("#")[0]),
