@@ -308,6 +308,34 @@ def test_an_engine_that_dies_costs_its_own_requests() -> None:
     asyncio.run(scene())
 
 
+def test_weights_that_only_some_engines_have_cannot_be_confirmed() -> None:
+    async def scene() -> None:
+        async with make(runtime={"restart_engine": 5}) as llm:
+            engines = replicas(llm).engines
+
+            async def lose(engine: EngineClient) -> None:
+                os.kill(engine.engine.pid, signal.SIGKILL)
+                while engine.down is None:
+                    await asyncio.sleep(0.01)
+                await engine.restored()
+
+            async with asyncio.timeout(PATIENCE):
+                await llm.start_weight_update()
+                await llm.update_weights({"update_info": {"weights": "w1"}})
+                await llm.finish_weight_update("one")
+                await lose(engines[0])
+                with pytest.raises(Conflict, match="does not have the weights of the others"):
+                    await llm.update_weight_version("two")
+                assert [engine.status.state for engine in engines] == ["quarantined", "running"]
+                await lose(engines[1])
+                await llm.update_weight_version("two")  # both have those of the start
+                assert [(engine.status.state, engine.status.weight_version) for engine in engines] == [
+                    ("running", "two")
+                ] * 2
+
+    asyncio.run(scene())
+
+
 def test_a_replaced_engine_has_the_state_of_the_others() -> None:
     """Whatever has changed while it was lost, and while it joined."""
 

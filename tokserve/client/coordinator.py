@@ -18,7 +18,7 @@ from typing import Any
 from tokserve.client import fan_out
 from tokserve.client.engine_client import EngineClient
 from tokserve.client.fan_out import Answer
-from tokserve.errors import EngineDead, RequestError
+from tokserve.errors import Conflict, EngineDead, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,8 @@ class Coordinator:
                 await stack.enter_async_context(self._changing_weights)
             size = len(self._engines)
             ranks = [engine.rank for engine in self._engines if engine.down is None]
+            if method == "update_weight_version" and len({self._engines[rank].status.lost for rank in ranks}) > 1:
+                raise Conflict("a replaced engine does not have the weights of the others: push weights")
             sent = {rank: fan_out.args_for(method, args, rank, size, self._num_ranks) for rank in ranks}
             answers = await (self._in_phases(method, sent) if method in PHASES else self._send(method, sent))
         if method == "load_lora_adapter":
