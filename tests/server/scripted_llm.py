@@ -69,7 +69,8 @@ def says(text: str) -> Script:
 
 def endless(prompt: Sequence[int], index: int) -> list[int]:
     """Letters that depend on the prompt and the choice, far beyond any limit."""
-    return [3 + 64 + (sum(prompt) + 3 * index + i * i) % 26 for i in range(3000)]
+    first = sum(prompt) + 3 * index
+    return [3 + 64 + (first + i * i) % 26 for i in range(3000)]
 
 
 def logprobs(token: int, top: int, named: Sequence[int]) -> Row:
