@@ -1,6 +1,7 @@
 """Routes that observe, keys, redirects, and the description of the API."""
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tests.server.site import Site, site
 from tokserve.client.outputs import StepStats
 from tokserve.errors import EngineDead
 from tokserve.messages import Status
+from tokserve.server.serving import Serving
 
 PUBLIC = {"/", "/health", "/ping", "/ready", "/version"}
 
@@ -146,6 +148,19 @@ def test_tokenize_messages() -> None:
 def test_tokenize_refusals(path: str, body: Any, param: str) -> None:
     answer = site().post(path, body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
+def test_many_ids_are_checked_and_decoded_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[int] = set()
+    check = Serving.check_ids
+
+    def recorded(*args: Any) -> None:
+        threads.add(threading.get_ident())
+        check(*args)
+
+    monkeypatch.setattr(Serving, "check_ids", recorded)
+    assert site().post("/detokenize", {"tokens": [70] * 50_000}).json() == {"prompt": "d" * 50_000}
+    assert threads and threading.get_ident() not in threads
 
 
 def test_detokenize_keeps_special_tokens_unless_told() -> None:

@@ -43,12 +43,13 @@ async def tokenize(serving: Serving, request: Request) -> Response:
             raise RequestError("give prompt or messages, not both", field="prompt")
         given = unpack_ids((await prompt_of(serving, request, request_body, size)).ids)
 
-    def work() -> TokenizeReply:
+    def work() -> Response:
         ids = _encoded(serving, request_body) if given is None else given
         strings = [serving.tokenizer.spelling(token) or "" for token in ids] if request_body.return_token_strs else None
-        return TokenizeReply(len(ids), serving.llm.ready.max_model_len, ids, strings)
+        reply = TokenizeReply(len(ids), serving.llm.ready.max_model_len, ids, strings)
+        return body.reply(request, reply, schemas.ignored_header(ignored))
 
-    return body.reply(request, await off_loop(request, size, work), schemas.ignored_header(ignored))
+    return await off_loop(request, size, work)
 
 
 def _encoded(serving: Serving, request_body: TokenizeBody) -> list[int]:
@@ -63,8 +64,12 @@ def _encoded(serving: Serving, request_body: TokenizeBody) -> list[int]:
 async def detokenize(serving: Serving, request: Request) -> Response:
     """POST /detokenize: the text of ids"""
     request_body, ignored, size = await schemas.read(serving, request, DetokenizeBody)
-    serving.check_ids(request_body.tokens, "tokens")
     skip = bool(request_body.skip_special_tokens)
-    text = await off_loop(request, size, lambda: serving.tokenizer.decode(request_body.tokens, skip))
-    reply = DetokenizeReply(text, text if serving.config.server.sglang_api else None)
-    return body.reply(request, reply, schemas.ignored_header(ignored))
+
+    def work() -> Response:
+        serving.check_ids(request_body.tokens, "tokens")
+        text = serving.tokenizer.decode(request_body.tokens, skip)
+        reply = DetokenizeReply(text, text if serving.config.server.sglang_api else None)
+        return body.reply(request, reply, schemas.ignored_header(ignored))
+
+    return await off_loop(request, size, work)
