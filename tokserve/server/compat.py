@@ -210,7 +210,7 @@ SGLANG_PARAMS: FieldTable = {
     "stop_regex": _refused([], "", note="use stop, stop_token_ids or regex"),
     "ebnf": _refused("", note="grammars are Lark's: use structured_outputs.grammar of /inference/v1/generate"),
     "structural_tag": _refused("", note="use json_schema or regex"),
-    "beam_width": _refused(0, 1, note="there is no beam search"),
+    "beam_width": _refused(0, 1, note="use_beam_search of chat and completions does this"),
     "watermark": _refused(False, note="outputs are not watermarked"),
 }
 # names of structured outputs elsewhere, with the values that have no effect (null never has one)
