@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 NEVER = 1 << 30  # collections of the middle generation before Python begins a full one
 LOOK = 1.0  # seconds between two looks at whether a full collection is due
@@ -25,6 +26,8 @@ MMAP_THRESHOLD, ARENA_MAX = -3, -8  # of mallopt(3)
 MAPPED = 1 << 18  # bytes of an allocation that has pages of its own, which go back when it is freed
 ARENAS = 2
 UNMAPPED_AT_ONCE = 1 << 22  # bytes
+FREED_AT_ONCE = 1 << 10  # values
+NO_OTHERS = 2  # references to a value: a variable, and the argument of `getrefcount`
 _LIBC = ctypes.CDLL(None)
 
 
@@ -100,6 +103,25 @@ def give_back() -> None:
     milliseconds."""
     with suppress(AttributeError):
         _LIBC.malloc_trim(0)
+
+
+def free_in_parts(values: list[Any]) -> None:
+    """Free decoded JSON, a part at a time: other threads get the interpreter's lock in between, which freeing a large
+    list at once would hold.  `values` is emptied.  Lists and dictionaries that are referred to elsewhere stay as they
+    are."""
+    part: list[Any] = []
+    while values:
+        value = values.pop()
+        part.clear()
+        if sys.getrefcount(value) > NO_OTHERS:
+            continue
+        while value:
+            if isinstance(value, dict):
+                part = [value.popitem()[1]]
+            else:
+                part = value[-FREED_AT_ONCE:]
+                del value[-FREED_AT_ONCE:]
+            values += [inner for inner in part if isinstance(inner, list | dict) and len(inner) > FREED_AT_ONCE]
 
 
 def unmap(pages: mmap.mmap) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 
 import psutil
 import pytest
 
 from tests import needs
-from tokserve.memory import IDLE, IdleMemory, give_back
+from tokserve.memory import FREED_AT_ONCE, IDLE, IdleMemory, free_in_parts, give_back
 
 # in processes of their own, whose collector and allocator stay as they are made here
 COLLECTIONS = """
@@ -106,3 +107,18 @@ def test_free_memory_goes_back_once_after_idle_seconds(monkeypatch: pytest.Monke
     now += IDLE
     memory.turn(False)
     assert given == [IDLE + 1] and memory.sleep(None) is None
+
+
+def test_decoded_json_is_freed_but_for_what_others_refer_to() -> None:
+    count = 3 * FREED_AT_ONCE + 1
+
+    class Entry(list[int]):
+        """A list that shows when it is freed."""
+
+    kept, inner = list(range(count)), [Entry() for _ in range(count)]
+    freed = [weakref.ref(inner[0]), weakref.ref(inner[-1])]
+    values = [{"kept": kept, "objects": [{"inner": inner}, 5], "text": "a", "none": []}]
+    del inner
+    free_in_parts(values)
+    assert not values and [reference() for reference in freed] == [None, None]
+    assert kept == list(range(count))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import mmap
+import sys
 import threading
 from typing import Any
 
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 from starlette.requests import Request
 
+from tests.server.site import site
 from tokserve import memory
 from tokserve.config import LimitsConfig
 from tokserve.errors import Overloaded, RequestError, TimedOut, TooLarge
@@ -217,3 +219,20 @@ def test_the_pages_of_a_body_that_is_refused_go_back_in_a_thread(monkeypatch: py
     assert pages is not None
     buffer.clear()
     assert done.wait(10) and pages.closed and names[0].startswith("tokserve-work")
+
+
+@pytest.mark.parametrize("token", [70, -1])
+def test_a_large_body_is_freed_in_a_thread_when_nothing_else_refers_to_it(
+    token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, references, done = [], [], threading.Event()
+
+    def free(values: list[Any]) -> None:
+        names.append(threading.current_thread().name)
+        references.append((sys.getrefcount(values[0]), sys.getrefcount(values[0]["tokens"])))
+        done.set()
+
+    monkeypatch.setattr(body_reader, "free_in_parts", free)
+    answer = site().post("/detokenize", {"tokens": [token] * 600_000})
+    assert answer.status_code == (200 if token > 0 else 400)
+    assert done.wait(10) and references == [(2, 2)] and names[0].startswith("tokserve-work")

@@ -266,7 +266,7 @@ def _with_error_responses(handler: Handler, endpoint: Endpoint) -> Callable[[Req
             logger.exception("%s %s failed", request.method, request.url.path)
             return errors.response(RequestFailed("internal error"), _echoed_id(request), endpoint.errors)
         finally:
-            serving.bodies.release(request)
+            serving.bodies.end(request)
             if PREPARATION in request.scope:
                 request.scope[PREPARATION].end()
 

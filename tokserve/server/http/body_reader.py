@@ -18,13 +18,14 @@ from starlette.requests import Request
 
 from tokserve.config import LimitsConfig
 from tokserve.errors import LONGEST_SHOWN, Overloaded, RequestError, TimedOut, TooLarge
-from tokserve.memory import unmap
+from tokserve.memory import free_in_parts, unmap
 from tokserve.server.http import body
 from tokserve.server.http.disconnect import ClientDisconnected
-from tokserve.server.http.workers import in_background, off_loop
+from tokserve.server.http.workers import LARGE, in_background, off_loop
 
 Buffer = bytes | bytearray | memoryview
 HELD = "tokserve.body_memory"  # key in the scope: bytes of memory counted for the request's body; None: released
+DECODED = "tokserve.decoded_body"  # key in the scope: a large body as dictionaries and lists
 FREE = 1 << 18  # bytes of a body that are not counted: small requests pass when large ones use all the memory
 VALUE_BYTES = 32  # approximate memory of a decoded value
 CONTAINER_VALUES = 8  # an object or a list counts as so many values: it takes as long to decode
@@ -122,7 +123,10 @@ class BodyReader:
             self.check_values(request, raw, packed)
             return body.decode(raw, packed)
 
-        return await off_loop(request, len(raw), work)
+        value = await off_loop(request, len(raw), work)
+        if len(raw) >= LARGE:
+            request.scope[DECODED] = value
+        return value
 
     async def load(self, request: Request) -> tuple[Any, int]:
         """The whole body as dictionaries and lists, and its size in bytes."""
@@ -165,6 +169,12 @@ class BodyReader:
         with self._lock:
             self.held -= request.scope.get(HELD) or 0
             request.scope[HELD] = None
+
+    def end(self, request: Request) -> None:
+        """Release the body; a thread frees it if it is large."""
+        self.release(request)
+        if DECODED in request.scope:
+            in_background(partial(free_in_parts, [request.scope.pop(DECODED)]))
 
     def _too_large(self) -> TooLarge:
         return TooLarge(f"the body is larger than {self._max_bytes >> 20} MiB (--max-body-mb)", code="body_too_large")
