@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import random
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 
 import pytest
 
@@ -84,6 +86,22 @@ def test_the_memory_of_refusals_is_bounded(grammars: Grammars, monkeypatch: pyte
         with pytest.raises(RequestError):
             grammars.compile(StructuredOutputs(regex="(" * (i + 1))).result(PATIENCE)
     assert len(grammars._refusals) == 3
+
+
+def test_a_refusal_is_not_kept_with_what_its_traceback_names(grammars: Grammars) -> None:
+    class Named:
+        """A value in the frame that receives the refusal."""
+
+    def ask() -> weakref.ref[Named]:
+        named = Named()
+        with suppress(RequestError):
+            grammars.compile(StructuredOutputs(regex="[not closed")).result(PATIENCE)
+        return weakref.ref(named)
+
+    named = ask()
+    until(lambda: not grammars._jobs)
+    gc.collect()
+    assert named() is None and grammars.compile(StructuredOutputs(regex="[not closed")).done()
 
 
 def test_a_bomb_is_refused_at_once_the_second_time(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:

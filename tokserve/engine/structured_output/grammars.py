@@ -8,6 +8,7 @@ measured them; a grammar stays in memory for as long as an output follows it, ke
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 import time
 import weakref
@@ -55,7 +56,7 @@ class Grammars:
         self._jobs: dict[bytes, _Job] = {}
         self._kept: OrderedDict[bytes, Grammar] = OrderedDict()  # the least recently used first
         self._all: weakref.WeakSet[Grammar] = weakref.WeakSet()  # those kept, and those that outputs follow
-        self._refusals: OrderedDict[bytes, tuple[float, RequestError]] = OrderedDict()
+        self._refusals: OrderedDict[bytes, tuple[float, str, str | None]] = OrderedDict()  # when, message, field
         self.num_bytes = 0
         self.num_refused = 0
         self._threads = {slow: ThreadPoolExecutor(1, "grammar", lower_priority) for slow in (False, True)}
@@ -103,12 +104,13 @@ class Grammars:
             pool.shutdown(cancel_futures=True)
 
     def _refusal(self, key: bytes) -> RequestError | None:
-        """A copy of the refusal that this grammar got before, if it did: an exception is raised once."""
-        when, error = self._refusals.get(key, (0.0, None))
-        if error is None or time.monotonic() > when + REFUSAL_SECONDS:
+        """The refusal that this grammar got before, if it did, as a new exception: one that was raised holds all that
+        its traceback names."""
+        when, message, field = self._refusals.get(key, (-math.inf, "", None))
+        if time.monotonic() > when + REFUSAL_SECONDS:
             return None
         self._refusals.move_to_end(key)
-        return RequestError(error.message, field=error.field)
+        return RequestError(message, field=field)
 
     def _on_cancelled(self, job: _Job) -> None:
         """A future was cancelled: without others, the work stops."""
@@ -172,7 +174,7 @@ class Grammars:
             else:
                 self.num_refused += 1
                 if type(outcome) is RequestError:
-                    self._refusals[job.key] = time.monotonic(), outcome
+                    self._refusals[job.key] = time.monotonic(), outcome.message, outcome.field
                     while len(self._refusals) > REFUSALS_KEPT:
                         self._refusals.popitem(last=False)
             futures = list(job.futures)
