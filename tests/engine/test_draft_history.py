@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import tracemalloc
 from array import array
 
@@ -105,3 +106,36 @@ def test_a_group_keeps_its_latest_outputs() -> None:
     assert outputs is not None and outputs[1] is not None and 0 not in outputs[0].index.tokens
     assert history.remove(b"g") == (MAX_OUTPUTS + 1) // 2 + 1 or len(history) == 0
     assert history.num_bytes == 0
+
+
+def test_the_outputs_of_a_group_are_few_objects() -> None:
+    """Thousands of small ones, kept longer than what was made beside them, would hold the memory around them."""
+    history = DraftHistory(1 << 20)
+    history.add(key(), 1 << 62, array("i", range(9)))
+    before = sys.getallocatedblocks()
+    for number in range(MAX_OUTPUTS - 1):
+        history.add(key(), (1 << 62) + number, array("i", range(9)))
+        assert history.find(key(), 1 << 62, CONTEXT) is not None
+    assert sys.getallocatedblocks() - before < MAX_OUTPUTS // 4
+
+
+def test_an_output_without_a_seed_is_found_by_none() -> None:
+    history = DraftHistory(1 << 20)
+    history.add(key(), None, array("i", [1, 2, 3, 4]))
+    outputs = history.find(key(), 0, CONTEXT)
+    assert outputs is not None and outputs[1] is None
+    assert outputs[0].index.tokens.tolist() == [SEPARATOR, *CONTEXT, 1, 2, 3, 4]
+
+
+def test_the_newer_half_of_a_group_is_found_as_before() -> None:
+    history = DraftHistory(1 << 30)
+    for number in range(MAX_OUTPUTS + 2):
+        history.add(key(), number, array("i", [number] * (4 + number % 3)))
+        history.find(key(), number, CONTEXT)
+    for number in range(MAX_OUTPUTS + 2):
+        outputs = history.find(key(), number, CONTEXT)
+        assert outputs is not None and (outputs[1] is None) == (number < (MAX_OUTPUTS + 2) // 2)
+        if outputs[1] is not None:
+            tokens = outputs[0].index.tokens[outputs[1] : outputs[1] + 4 + number % 3]
+            assert tokens.tolist() == [number] * (4 + number % 3)
+            assert outputs[0].index.tokens[outputs[1] - 3 : outputs[1]].tolist() == [SEPARATOR, *CONTEXT]

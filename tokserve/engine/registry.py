@@ -5,15 +5,16 @@ The one authority on ids for all front ends.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from tokserve.engine.request import Request, State
 
-ENDED_KEPT = 10_000  # client's ids of ended submissions that an abort still finds
+ENDED_KEPT = 10_000  # ended submissions whose client's ids an abort still finds
 
 
 @dataclass(slots=True)
@@ -56,7 +57,10 @@ class Registry:
     def __init__(self) -> None:
         self._by_choice: dict[str, Submission] = {}  # by the requests' own ids
         self._submissions: dict[str, Submission] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        # hashes of the ids of ended submissions: the ids themselves would be small objects that hold the memory of
+        # those that were there with them
+        self._ended = np.zeros(ENDED_KEPT, np.int64)
+        self._num_ended = 0
 
     def __len__(self) -> int:
         return len(self._by_choice)
@@ -85,10 +89,8 @@ class Registry:
             return
         request_id = submission.request_id
         del self._submissions[request_id]
-        self._ended[request_id] = None
-        self._ended.move_to_end(request_id)
-        if len(self._ended) > ENDED_KEPT:
-            self._ended.popitem(last=False)
+        self._ended[self._num_ended % len(self._ended)] = hash(request_id)
+        self._num_ended += 1
 
     def get(self, choice_id: str, owner: bytes) -> Request | None:
         """A request by its own id, if the front end `owner` sent it."""
@@ -114,7 +116,7 @@ class Registry:
 
     def has_ended(self, request_id: str) -> bool:
         """Whether the client's id was in use recently."""
-        return request_id in self._ended
+        return bool((self._ended[: self._num_ended] == hash(request_id)).any())
 
     def summary(self, limit: int, now: float) -> dict[str, Any]:
         """The first `limit` submissions, in order of receipt; `now`: by the clock of `Request.received`."""

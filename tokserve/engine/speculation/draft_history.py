@@ -18,52 +18,63 @@ from tokserve.engine.speculation.token_index import SEPARATOR, TokenIndex
 GroupKey = tuple[str, str, str, bytes]  # adapter, cache salt, client ("" of groups that requests name), group
 MIN_OUTPUT = 4  # tokens; shorter outputs are not kept
 MAX_OUTPUTS = 256  # of a group
-# what Python's objects take, at most: of a group without outputs, and of an output without tokens
-GROUP_BYTES, OUTPUT_BYTES = 1536, 384
+GROUP_BYTES, OUTPUT_BYTES = 1536, 160  # at most: of a group without outputs, and of an output without tokens
+_END, _HAS_SEED, _SEED, _START = range(4)  # where its tokens end, its seed, and where it begins in the corpus
+_COLUMNS = 4
 _OVERHEAD = 5  # bytes of an indexed token in bytes of the token alone, at most
 
 
 class _Group:
-    """The outputs of one group, oldest first, by seed and as one corpus."""
+    """The outputs of one group, oldest first, and the same as one corpus.  They are kept in two arrays: objects of each
+    output would be made between others that end before it, and hold the memory around them."""
 
-    __slots__ = ("_corpus", "_joined", "_starts", "num_tokens", "outputs")
+    __slots__ = ("_corpus", "_joined", "_table", "_tokens")
 
     def __init__(self) -> None:
-        self.outputs: list[tuple[int | None, array[int]]] = []
-        self.num_tokens = 0
+        self._tokens = array("i")  # of all outputs
+        self._table = array("q")  # by output: _COLUMNS
         self._corpus: Corpus | None = None
-        self._starts: dict[int, int] = {}  # by seed: where the newest output begins
         self._joined = 0  # outputs in the corpus
+
+    def __len__(self) -> int:
+        return len(self._table) // _COLUMNS
 
     @property
     def num_bytes(self) -> int:
-        return GROUP_BYTES + OUTPUT_BYTES * len(self.outputs) + 4 * _OVERHEAD * self.num_tokens
+        return GROUP_BYTES + OUTPUT_BYTES * len(self) + 4 * _OVERHEAD * len(self._tokens)
 
     def add(self, seed: int | None, tokens: array[int]) -> None:
-        self.outputs.append((seed, tokens))
-        self.num_tokens += len(tokens) + 1
+        self._tokens.extend(tokens)
+        self._table.extend((len(self._tokens), seed is not None, seed or 0, -1))
 
     def halve(self) -> None:
         """Drop the older half."""
-        kept = self.outputs[(len(self.outputs) + 1) // 2 :]
-        self.outputs, self.num_tokens = [], 0
-        for seed, tokens in kept:
-            self.add(seed, tokens)
-        self._corpus, self._starts, self._joined = None, {}, 0
+        kept = self._table[(len(self) + 1) // 2 * _COLUMNS :]
+        dropped = self._end((len(self) + 1) // 2)
+        for place in range(0, len(kept), _COLUMNS):
+            kept[place + _END] -= dropped
+        self._tokens, self._table = self._tokens[dropped:], kept
+        self._corpus, self._joined = None, 0
+
+    def _end(self, count: int) -> int:
+        """Where the first `count` outputs end."""
+        return self._table[(count - 1) * _COLUMNS + _END] if count else 0
 
     def corpus(self, seed: int, context: Sequence[int]) -> tuple[Corpus, int | None]:
-        """All outputs, and where one of the same seed begins.  Each is preceded by `context`, the prompt's end."""
+        """All outputs, each after `context`, the prompt's end; and where the newest of the same seed begins."""
         if self._corpus is None:
             self._corpus = Corpus("history", TokenIndex(array("i")))
-        text = self._corpus.index.tokens
-        for output_seed, tokens in self.outputs[self._joined :]:
+        text, table = self._corpus.index.tokens, self._table
+        for number in range(self._joined, len(self)):
             text.append(SEPARATOR)
             text.extend(context)
-            if output_seed is not None:
-                self._starts[output_seed] = len(text)
-            text.extend(tokens)
-        self._joined = len(self.outputs)
-        return self._corpus, self._starts.get(seed)
+            table[number * _COLUMNS + _START] = len(text)
+            text.extend(self._tokens[self._end(number) : self._end(number + 1)])
+        self._joined = len(self)
+        for place in range(len(table) - _COLUMNS, -1, -_COLUMNS):
+            if table[place + _SEED] == seed and table[place + _HAS_SEED]:
+                return self._corpus, table[place + _START]
+        return self._corpus, None
 
 
 class _Kept:
@@ -101,7 +112,7 @@ class DraftHistory:
             self._count(key, group.num_bytes)
         before = group.num_bytes
         group.add(seed, tokens)
-        while len(group.outputs) > MAX_OUTPUTS or (group.num_bytes > self._max_bytes and len(group.outputs) > 1):
+        while len(group) > MAX_OUTPUTS or (group.num_bytes > self._max_bytes and len(group) > 1):
             group.halve()
         self._count(key, group.num_bytes - before)
         while self.num_bytes > self._max_bytes:
@@ -136,11 +147,11 @@ class DraftHistory:
 
     def count(self, key: GroupKey) -> int:
         group = self._groups.get(key)
-        return 0 if group is None else len(group.outputs)
+        return 0 if group is None else len(group)
 
     def remove(self, group: bytes) -> int:
         """Drop a group that requests name, with all adapters and salts; returns how many outputs it had."""
-        return sum(len(self._drop(key).outputs) for key in list(self._groups) if key[3] == group)
+        return sum(len(self._drop(key)) for key in list(self._groups) if key[3] == group)
 
     def clear(self) -> None:
         """Drop everything."""
