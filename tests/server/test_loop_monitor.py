@@ -64,3 +64,15 @@ def test_quiet_loops_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         asyncio.run(scene())
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING and "0.0" in record.message]
+
+
+def test_finished_work_is_forgotten_once_it_cannot_have_stalled_the_loop() -> None:
+    async def scene() -> None:
+        watching = asyncio.create_task(LoopMonitor(lambda late: None, 0.01).watch())
+        start = time.monotonic()
+        await asyncio.create_task(workers.run(1, lambda: None), name="POST /forgotten")
+        while "POST /forgotten" in workers.WORK_LOG.during(start, time.monotonic()):
+            await asyncio.sleep(0.01)
+        watching.cancel()
+
+    asyncio.run(asyncio.wait_for(scene(), 30))

@@ -165,6 +165,12 @@ def test_ids_outside_the_vocabulary_add_nothing(name: str) -> None:
         assert not ids[outside] and outside not in ids and -1 not in ids
 
 
+def test_tokens_that_are_no_whole_character_share_a_text() -> None:
+    texts = TOKENIZERS["byte_level"].texts(final=True)
+    ids = [i for i in range(TOKENIZERS["byte_level"].vocab_size) if texts[i] == "\ufffd"]
+    assert len(ids) > 100 and len({id(texts[i]) for i in ids}) == 1
+
+
 def test_what_cannot_be_converted_is_the_requests_error() -> None:
     with pytest.raises(RequestError, match="Unicode"):
         TOKENIZERS["byte_level"].encode("a\ud800")

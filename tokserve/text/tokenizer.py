@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+import sys
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -54,7 +55,7 @@ class Texts(dict[int, str]):
     def __missing__(self, token: int) -> str:
         text, _ = codecs.utf_8_decode(self._pieces[token], "replace", self._final)
         if token in self._pieces:
-            self[token] = text
+            self[token] = text = sys.intern(text)  # many are U+FFFD
         return text
 
 

@@ -49,6 +49,7 @@ class LoopMonitor:
                 if late > LOGGED:
                     logger.warning("the event loop stalled for %.2f s: %s", late, self._cause(deadline, now))
                 self._seen = None
+                workers.WORK_LOG.forget(now)
                 self._deadline = time.monotonic() + self._interval
         finally:
             self._stopped.set()

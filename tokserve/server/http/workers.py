@@ -58,6 +58,11 @@ class WorkLog:
         ended = [work.route for work in list(self._ended) if work.start < end and work.end > start]
         return list(dict.fromkeys(running + ended))
 
+    def forget(self, end: float) -> None:
+        """Drop the work that has finished by `end`.  One thread does this."""
+        while self._ended and self._ended[0].end <= end:
+            self._ended.popleft()
+
 
 WORK_LOG = WorkLog()
 _medium = ThreadPoolExecutor(2, "tokserve-work")
