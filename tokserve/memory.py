@@ -22,9 +22,12 @@ SOON = 10.0  # seconds from one full collection to the next while there are few 
 LATEST = 60.0  # and at any moment
 IDLE = 5.0  # seconds without work after which free memory goes back
 FEW = 200_000  # blocks of memory beyond those of the start: they are visited in some milliseconds
-MMAP_THRESHOLD, ARENA_MAX = -3, -8  # of mallopt(3)
+TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # of mallopt(3)
 MAPPED = 1 << 18  # bytes of an allocation that has pages of its own, which go back when it is freed
 ARENAS = 2
+LARGEST_IN_HEAPS = 1 << 25  # bytes: what glibc comes to by itself, and the most that it takes
+FREE_AT_END = 1 << 20  # bytes
+VISITS = 10
 UNMAPPED_AT_ONCE = 1 << 22  # bytes
 FREED_AT_ONCE = 1 << 10  # values
 NO_OTHERS = 2  # references to a value: a variable, and the argument of `getrefcount`
@@ -69,6 +72,7 @@ class FullCollections:
             return
         if sys.getallocatedblocks() - self._blocks < FEW or now >= self._last + LATEST:
             gc.collect()
+            drop_caches()
             self._last = self._clock()
             self._next = self._last + SOON
         else:
@@ -96,6 +100,18 @@ class IdleMemory:
             return seconds
         left = max(0.0, self._due - self._clock())
         return left if seconds is None else min(seconds, left)
+
+
+def drop_caches() -> None:
+    """Drop what caches of the interpreter and of msgspec hold of requests that have ended: names of attributes, and
+    keys of JSON objects.  They are filled again within microseconds; but each was made among a request's objects, and
+    may hold a mebibyte of Python's allocator.  msgspec drops keys in one of `VISITS` visits to its module, which
+    collections of garbage do not make once the module is frozen."""
+    with suppress(AttributeError):
+        sys._clear_type_cache()
+    if (module := sys.modules.get("msgspec._core")) is not None:
+        for _ in range(VISITS):
+            gc.get_referents(module)
 
 
 def give_back() -> None:
@@ -142,3 +158,12 @@ def keep_apart() -> None:
     with suppress(AttributeError):
         _LIBC.mallopt(MMAP_THRESHOLD, MAPPED)
         _LIBC.mallopt(ARENA_MAX, ARENAS)
+
+
+def return_ends() -> None:
+    """Return the free end of each of glibc's heaps when it is larger than FREE_AT_END.  `give_back` does not for those
+    of threads, and without this glibc keeps up to 64 MiB of each, depending on what has been allocated.  Allocations up
+    to LARGEST_IN_HEAPS have no pages of their own, as these make steps with large tensors slower.  Only with glibc."""
+    with suppress(AttributeError):
+        _LIBC.mallopt(MMAP_THRESHOLD, LARGEST_IN_HEAPS)
+        _LIBC.mallopt(TRIM_THRESHOLD, FREE_AT_END)

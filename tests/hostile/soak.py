@@ -36,6 +36,7 @@ from tests.hostile.attack import MIB, NO_RETRY_AFTER, Metronome
 from tests.hostile.bystander import process_memory
 from tests.hostile.good_client import KINDS, GoodClient, Reply
 from tests.hostile.grammar_attacks import choices
+from tokserve.checkpoint import DEMO_DIR
 
 HOSTILE = 9
 SLOWER = 5.0  # times the quiet p99
@@ -277,11 +278,15 @@ class Soak:
 
 def warm_up(server: Server, seed: int) -> None:
     """Fill the caches, whose size is an option: the KV cache, whose pages count when they are used first, that of
-    grammars, and that of earlier outputs for drafts."""
+    grammars, and that of earlier outputs for drafts; and the texts of all tokens."""
     rng = random.Random(seed)
     tokens = int(re.search(r'kv_cache_size_tokens="(\d+)"', server.get("/metrics").text)[1])  # type: ignore[index]
     for _ in range(tokens // 2000 + 2):
         server.generate([rng.randrange(3, 250) for _ in range(2000)], max_tokens=1)
+    vocab_size = json.loads((DEMO_DIR / "config.json").read_text())["vocab_size"]
+    for token in range(vocab_size):
+        body = {"prompt": [token], "echo": True, "logprobs": 20, "max_tokens": 1}
+        server.post("/v1/completions", body).raise_for_status()
     ids = [rng.randrange(3, 250) for _ in range(40_000)]
     for number in range(HISTORY // (20 * 8 * 20_000) + 1):  # 20 bytes a token
         outputs = [ids[8 * number + i : 8 * number + i + 20_000] for i in range(8)]

@@ -46,6 +46,28 @@ garbage.stop()
 bodies = [msgspec.json.decode(b"[" + b"{}," * 300_000 + b"{}]") for _ in range(3)]
 assert len(full) > 2, "they are Python's again"
 """
+CACHES = """
+import gc, sys
+import msgspec
+from tokserve.memory import SOON, FullCollections
+
+now = 0.0
+garbage = FullCollections(lambda: now)
+def use():
+    msgspec.json.decode(b"[" + b",".join(b'{"key%d": 1}' % i for i in range(900)) + b"]")
+    texts = []
+    for i in range(900):
+        getattr(garbage, "".join(["run", "_if_due"]))  # the cache keeps this string, of this lookup
+        texts.append(str(i))  # so that the next string is at another address
+gc.collect()
+before = sys.getallocatedblocks()
+use()
+gc.collect()
+print(sys.getallocatedblocks() - before)
+now = SOON
+garbage.run_if_due()
+print(sys.getallocatedblocks() - before)
+"""
 APART = """
 import psutil
 from tokserve.memory import keep_apart
@@ -57,6 +79,24 @@ process = psutil.Process()
 full = process.memory_info().rss
 del blocks[:-1]
 print(full - process.memory_info().rss)
+"""
+ENDS = """
+import threading
+import psutil
+from tokserve.memory import give_back, return_ends
+return_ends()
+larger = b"x" * (24 << 20)
+del larger  # from here on glibc would keep as much at the end of each heap
+process = psutil.Process()
+def work():
+    blocks = [b"x" * 20_000 for _ in range(1000)]
+    full = process.memory_info().rss
+    del blocks
+    give_back()
+    print(full - process.memory_info().rss)
+thread = threading.Thread(target=work)  # with a heap of its own
+thread.start()
+thread.join()
 """
 
 
@@ -70,9 +110,19 @@ def test_full_collections_wait_until_there_are_few_objects() -> None:
     run(COLLECTIONS)
 
 
+def test_full_collections_drop_what_caches_hold_of_requests() -> None:
+    cached, left = map(int, run(CACHES).split())
+    assert cached > 600 and left < 100
+
+
 @needs.GLIBC.skips()  # other allocators have no such threshold
 def test_a_large_allocation_goes_back_when_it_is_freed() -> None:
     assert int(run(APART)) > 60 << 20
+
+
+@needs.GLIBC.skips()  # other allocators have no such heaps
+def test_the_free_end_of_a_threads_heap_goes_back() -> None:
+    assert int(run(ENDS)) > 16 << 20
 
 
 @needs.GLIBC.skips()  # other allocators have nothing to trim
