@@ -36,6 +36,12 @@ PATIENCE = 10  # a whole body may take so many times `body_timeout`
 RETRY_SECONDS = 2
 
 
+def free_at_end(request: Request, size: int, decoded: Any) -> None:
+    """Have `BodyReader.end` free what a body of `size` bytes holds, if that is much."""
+    if size >= LARGE:
+        request.scope[DECODED] = decoded
+
+
 class BodyReader:
     """Reads bodies within the limits, and counts the memory of all that are not released: `held` bytes."""
 
@@ -124,8 +130,7 @@ class BodyReader:
             return body.decode(raw, packed)
 
         value = await off_loop(request, len(raw), work)
-        if len(raw) >= LARGE:
-            request.scope[DECODED] = value
+        free_at_end(request, len(raw), value)
         return value
 
     async def load(self, request: Request) -> tuple[Any, int]:

@@ -25,6 +25,7 @@ from tokserve.server import compat
 from tokserve.server.generation import Generation, Usage
 from tokserve.server.http import declared, errors
 from tokserve.server.http.body import decode, encode_json, is_msgpack, malformed, wants_msgpack
+from tokserve.server.http.body_reader import free_at_end
 from tokserve.server.http.workers import off_loop
 from tokserve.server.replies import logprobs, reply_size, sampling_masks, sse
 from tokserve.server.replies.draft_metrics import ReplyMetrics
@@ -267,6 +268,7 @@ async def generate_tokens(serving: Serving, request: Request) -> Response:
         return body, structured.with_default(params, serving.closed_schemas)
 
     body, params = await off_loop(request, len(raw), decode)
+    free_at_end(request, len(raw), body.token_ids)
     sse.check_format(body.stream, wants_msgpack(request))
     await serving.find_model(body.model)
     generate = serving.request_of(request, body, params, text=body.output_mode == "text")
