@@ -29,9 +29,9 @@ with a warning (`--swap-space`, `--trust-remote-code`), or refused with the alte
 ROUTES_HEAD = """# Routes
 
 This page lists every route. It is made from the server's own table (`python -m tests.docs.reference`).
-`GET /openapi.json` has the schemas of bodies and replies. *Control* routes require the admin key, if one is set, and are
-otherwise restricted ([security](security.md#access-to-control-routes)). *Guarded* routes show the server's state: like control
-routes, they accept only the `Host` names of `--allowed-hosts`. *Text* routes need a tokenizer.
+`GET /openapi.json` has the schemas of bodies and replies. *Control* routes require the admin key, if one is set, and
+are otherwise restricted ([security](security.md#access-to-control-routes)). *Guarded* routes show the server's state:
+like control routes, they accept only the `Host` names of `--allowed-hosts`. *Text* routes need a tokenizer.
 """
 
 

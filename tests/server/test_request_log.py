@@ -86,7 +86,10 @@ def test_a_client_that_leaves(caplog: pytest.LogCaptureFixture) -> None:
         await caller.task
 
     asyncio.run(scene())
-    assert lines(caplog)[-1]["reasons"] == {"abort_disconnect": 1} and lines(caplog)[-1]["output_tokens"] == 0
+    ended = lines(caplog)[-1]
+    assert ended["reasons"] == {"abort_disconnect": 1} and ended["output_tokens"] == 0
+    assert [ended[name] for name in ("queued", "first_token", "total")] == [None] * 3  # the engine has told none
+    assert "total=" not in caplog.messages[-1]
 
 
 def test_nothing_is_logged_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:

@@ -49,14 +49,17 @@ class RequestLog:
 
     def closed(self) -> None:
         """Log the end: why the choices ended, numbers of tokens, and the engine's times in seconds from arrival: until
-        the last choice got a slot, the first token came, and the last choice ended."""
+        the last choice got a slot, the first token came, and the last choice ended; none if no choice has ended."""
         if self._generation is None:
             return
         usage = self._generation.usage()
+        queued, first, total = (
+            round(seconds, 6) if self._total else None for seconds in (self._queued, self._first, self._total)
+        )
         _log_event(
             "ended", reasons=dict(self._reasons), prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.prompt_tokens_details.cached_tokens, output_tokens=usage.completion_tokens,
-            queued=round(self._queued, 6), first_token=round(self._first, 6), total=round(self._total, 6),
+            queued=queued, first_token=first, total=total,
         )  # fmt: skip
 
 
