@@ -19,7 +19,7 @@ import pytest
 
 from tests.client.fake_engine import config
 from tests.client.test_restart import until
-from tests.engine.scripted import solo
+from tests.engine.solo import solo
 from tokserve.client import engine_client, launch
 from tokserve.client.async_llm import AsyncLLM, collect
 from tokserve.errors import Conflict, EngineDead, RequestError, Unavailable

@@ -13,7 +13,7 @@ import pytest
 
 from tests.client.fake_engine import config
 from tests.client.test_launch import has_ended
-from tests.engine.scripted import solo
+from tests.engine.solo import solo
 from tokserve.client import engine_client, launch
 from tokserve.client.async_llm import AsyncLLM, collect
 from tokserve.client.engine_client import EngineClient

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from tests.engine.scripted import EOS
+from tests.engine.solo import EOS
 from tokserve.engine.request import Request
 from tokserve.engine.structured_output.grammar import Grammar, GrammarState
 from tokserve.errors import RequestError

@@ -1,54 +1,32 @@
-"""An executor without a model that checks every plan, and a small harness around `EngineCore`.
+"""An executor without a model that checks every plan.
 
-The next token is a hash of (seed, position, all tokens before), so it cannot depend on scheduling.  The KV
-cache is simulated: each (block, offset) holds what was written there (a hash of all tokens and features up to that
-position), and every step compares all that a row would read with what the request's own tokens demand.  A wrong
-prefix hit, a stale block, or a write into another request's block fails the step.  Drafts are accepted for as long as
-they are what would have been sampled.  With `states`, each slot has a recurrent state, the hash of the tokens up to its
-position, and a step fails whose state is not one to go on from: a wrong snapshot, or a draft that was rejected.
+The next token is that of `solo`.  The KV cache is simulated: each (block, offset) holds what was written there (a hash
+of all tokens and features up to that position), and every step compares all that a row would read with what the
+request's own tokens demand.  A wrong prefix hit, a stale block, or a write into another request's block fails the step.
+Drafts are accepted for as long as they are what would have been sampled.  With `states`, each slot has a recurrent
+state, the hash of the tokens up to its position, and a step fails whose state is not one to go on from: a wrong
+snapshot, or a draft that was rejected.
 """
 
 from __future__ import annotations
 
-import hashlib
-import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from tests.engine.scripted_copies import ScriptedCopies
 from tests.engine.scripted_states import States, demand
-from tests.outputs import Output, unpack
-from tokserve.config import Config, SpeculationPlan
-from tokserve.engine.core import EngineCore
-from tokserve.engine.request import Request
-from tokserve.engine.speculation.drafter import Drafter, TextDrafter
+from tests.engine.solo import START, VOCAB, chain, draw, logprob_row, logprob_width, prefixes_of, rows_of, vector
+from tokserve.config import Config
 from tokserve.errors import RequestError
 from tokserve.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
-from tokserve.messages import (
-    Abort,
-    Call,
-    EngineRequest,
-    Finish,
-    FromEngine,
-    Logprobs,
-    Reply,
-    Stall,
-    StepOutput,
-    StepStats,
-    Submit,
-    SubmitReply,
-    decode_from_engine,
-    encode,
-)
-from tokserve.params import PoolingParams, RequestOptions, SamplingParams
+from tokserve.params import PoolingParams, SamplingParams
 from tokserve.plan import (
     DRAWN,
     NO_LEGAL_TOKEN,
@@ -57,153 +35,13 @@ from tokserve.plan import (
     WITHHELD,
     DeviceFacts,
     DraftPasses,
-    Float32,
     GrammarBitmask,
     Int32,
-    LogprobRows,
     NewRow,
     StepPlan,
     StepResult,
 )
-from tokserve.prompt import Feature, TokenPrompt, pack_ids, unpack_ids
 from tokserve.vision import ImageFormat
-
-VOCAB = 20
-EOS = (1,)
-START = hashlib.blake2b(b"start", digest_size=8).digest()
-
-
-def engine_request(
-    request_id: str, prompt: Sequence[int] | bytes, task: SamplingParams | PoolingParams | None = None,
-    seed: int = 0, *,
-    arrival: float = 0.0, features: tuple[Feature, ...] = (), **options: Any,
-) -> EngineRequest:  # fmt: skip
-    """A request that streams, unless told otherwise."""
-    packed = prompt if isinstance(prompt, bytes) else pack_ids(prompt)
-    options = {"stream": True} | {name: value for name, value in options.items() if value not in ("", None)}
-    task = SamplingParams() if task is None else task
-    return EngineRequest(request_id, TokenPrompt(packed, features), task, RequestOptions(**options), seed, arrival)
-
-
-# --- what a request must produce, whatever surrounds it ---
-
-
-def chain(prefix: bytes, token: int) -> bytes:
-    return hashlib.blake2b(prefix + token.to_bytes(4, "little"), digest_size=8).digest()
-
-
-def prefixes_of(tokens: Sequence[int], features: Sequence[Feature] = ()) -> list[bytes]:
-    """Hashes of tokens[:0], tokens[:1], ...; a feature counts at each of its positions."""
-    inside = {f.start + i: f"{f.kind},{i}".encode() + f.hash for f in features for i in range(f.length)}
-    prefixes = [START]
-    for position, token in enumerate(tokens):
-        prefixes.append(chain(prefixes[-1] + inside.get(position, b""), token))
-    return prefixes
-
-
-def vector(prefix: bytes) -> Float32:
-    """What pooling brings for the tokens hashed in `prefix`."""
-    return np.frombuffer(hashlib.blake2b(prefix + b"pooled", digest_size=16).digest(), np.uint8).astype(np.float32)
-
-
-def draw(
-    prefix: bytes, seed: int, position: int, banned: Iterable[int] = (), vocab: int = VOCAB, weights: str = ""
-) -> int:
-    """The token at `position` after the tokens hashed in `prefix`."""
-    digest = hashlib.blake2b(prefix + f"{seed},{position}{weights}".encode(), digest_size=8).digest()
-    token = int.from_bytes(digest, "little") % vocab
-    while token in set(banned):
-        token = (token + 1) % vocab
-    return token
-
-
-def logprob_row(prefix: bytes, token: int, width: int, named: Sequence[int] = ()) -> tuple[float, int, Any, Any]:
-    """Logprob, rank, top ids and top logprobs of `token` after `prefix`: any function of the two will do."""
-    digest = hashlib.blake2b(prefix + b"lp", digest_size=8).digest()
-    number = int.from_bytes(digest[:4], "little") / 2**32
-    ids = [(digest[4] + i) % VOCAB for i in range(width - len(named))] + list(named)
-    return -number - token, 1 + digest[5], ids, [-number - i for i in range(width)]
-
-
-def rows_of(rows: Sequence[tuple[float, int, Any, Any]], width: int, padding: int = 0) -> LogprobRows:
-    count = len(rows)
-    ids = np.full((count, width + padding), -7, np.int32)
-    values = np.full((count, width + padding), np.nan, np.float32)
-    for i, (_, _, top_ids, top_values) in enumerate(rows):
-        ids[i, : len(top_ids)], values[i, : len(top_ids)] = top_ids, top_values
-    token_logprobs = np.array([row[0] for row in rows], np.float32)
-    return LogprobRows(token_logprobs, np.array([row[1] for row in rows], np.int32), ids, values)
-
-
-def packed(rows: Sequence[tuple[float, int, Any, Any]], width: int, mode: str = "raw") -> Logprobs:
-    made = rows_of(rows, width)
-    return Logprobs(
-        made.token_logprobs.tobytes(), made.ranks.tobytes(), made.top_ids.tobytes(), made.top_logprobs.tobytes(),
-        width, mode,
-    )  # fmt: skip
-
-
-@dataclass
-class Solo:
-    """The request run alone: all its tokens, and why it ends."""
-
-    tokens: list[int]
-    detail: str
-    logprobs: Logprobs | None
-    prompt_logprobs: Logprobs | None
-    pooled: bytes = b""
-
-
-def logprob_width(params: SamplingParams) -> int:
-    k = params.logprobs or 0
-    return (VOCAB if k < 0 else k) + len(params.logprob_token_ids or ())
-
-
-def solo(
-    prompt: Sequence[int],
-    params: SamplingParams | PoolingParams,
-    seed: int,
-    context: int,
-    eos: Sequence[int] = EOS,
-    weights: Callable[[int], str] = lambda index: "",
-    features: Sequence[Feature] = (),
-) -> Solo:
-    """An engine in fifteen lines.  `weights`: those that make the output token of that index."""
-    prefixes = prefixes_of(prompt, features)
-    if isinstance(params, PoolingParams):
-        return Solo([], "pooled", None, None, vector(prefixes[-1]).tobytes())
-    forbidden = {*params.stop_token_ids, *eos}  # EOS below min_tokens, though it be ignored
-    tokens: list[int] = []
-    rows = []
-    detail = ""
-    while not detail:
-        banned = forbidden if len(tokens) < params.min_tokens else ()
-        token = draw(prefixes[-1], seed, len(prompt) + len(tokens), banned, weights=weights(len(tokens)))
-        rows.append(logprob_row(prefixes[-1], token, logprob_width(params), params.logprob_token_ids or ()))
-        tokens.append(token)
-        prefixes.append(chain(prefixes[-1], token))
-        if len(tokens) >= params.min_tokens:
-            if token in eos and not params.ignore_eos:
-                detail = "eos"
-            elif token in params.stop_token_ids:
-                detail = "stop_token"
-            elif any(tokens[-len(s) :] == s for s in params.stop_token_sequences):
-                detail = "stop_sequence"
-        if not detail and len(tokens) == params.max_tokens:
-            detail = "max_tokens"
-        if not detail and len(prompt) + len(tokens) == context:
-            detail = "context"
-    requested = params.logprobs is not None or params.logprob_token_ids
-    prompt_logprobs = None
-    if params.prompt_logprobs is not None:
-        width = VOCAB if params.prompt_logprobs < 0 else params.prompt_logprobs
-        start = max(1, params.prompt_logprobs_start)
-        scored = [logprob_row(prefixes[j], prompt[j], width) for j in range(start, len(prompt))]
-        prompt_logprobs = packed(scored, width)
-    return Solo(tokens, detail, packed(rows, logprob_width(params)) if requested else None, prompt_logprobs)
-
-
-# --- the executor ---
 
 
 @dataclass
@@ -663,288 +501,3 @@ class ScriptedExecutor:
     def _reject(self, slot: Slot, step: int, count: int) -> None:
         slot.computed -= count
         slot.rejected[step] = count
-
-
-# --- drafts ---
-
-
-class OneByOne:
-    """A drafter that looks at one request at a time."""
-
-    def propose(self, requests: Sequence[Request], limits: Sequence[int], num_tokens: int) -> list[list[int]]:
-        return [self.propose_one(request, limit) for request, limit in zip(requests, limits, strict=True)]
-
-    def propose_one(self, request: Request, limit: int) -> list[int]:
-        raise NotImplementedError
-
-    def on_step(self, rows: int, num_tokens: int, seconds: float) -> None:
-        pass
-
-    def on_drawn(self, draft_passes: DraftPasses, rows: int) -> None:
-        pass
-
-    def on_verified(self, request: Request, proposed: int, accepted: int) -> None:
-        pass
-
-    def on_end(self, request: Request) -> None:
-        pass
-
-
-def text_drafter(method: str = "suffix") -> TextDrafter:
-    """The one that serves, with little memory."""
-    return TextDrafter(SpeculationPlan(method, 8, 1 << 14), VOCAB)
-
-
-class RandomDrafter(OneByOne):
-    """Proposes what would be sampled, something else, or the one and then the other."""
-
-    def __init__(self, executor: ScriptedExecutor, seed: int, right: float = 0.5, longest: int = 5) -> None:
-        self._executor = executor
-        self._rng = random.Random(seed)
-        self._right = right
-        self._longest = longest
-        self.proposed = 0
-
-    def propose_one(self, request: Request, limit: int) -> list[int]:
-        if request.num_in_flight:
-            return []
-        count = min(self._rng.randint(0, self._longest), limit)
-        right = count if self._rng.random() < self._right else self._rng.randint(0, count)
-        drafts = self._continuation(request, right)
-        drafts += [self._rng.randrange(VOCAB) for _ in range(count - len(drafts))]
-        self.proposed += len(drafts)
-        return drafts
-
-    def _continuation(self, request: Request, count: int) -> list[int]:
-        assert isinstance(request.task, SamplingParams)
-        weights = str(self._executor.weights)
-        if request.adapter is not None:
-            weights += f"+{self._executor.adapters[request.adapter.slot]}"
-        tokens = request.tokens.tolist()
-        prefix = prefixes_of(tokens, request.features)[-1]
-        for _ in range(count):
-            banned = request.stop_ids if len(tokens) - request.prompt_len < request.task.min_tokens else ()
-            tokens.append(draw(prefix, request.seed, len(tokens), banned, weights=weights))
-            prefix = chain(prefix, tokens[-1])
-        return tokens[len(request.tokens) :]
-
-
-# --- the harness ---
-
-
-@dataclass
-class Received:
-    """All that one request's owner was sent about it."""
-
-    tokens: list[int] = field(default_factory=list)
-    outputs: list[Output] = field(default_factory=list)
-    logprobs: Logprobs | None = None
-    prompt_logprobs: Logprobs | None = None
-    finish: Finish | None = None
-    cached: int = 0
-    pooled: bytes = b""
-
-    def take(self, output: Output) -> None:
-        assert self.finish is None, f"{output.rid}: output after its finish"
-        assert output.token_ids or output.finish, f"{output.rid}: an output that says nothing"
-        self.outputs.append(output)
-        self.tokens += output.token_ids
-        if output.cached:
-            assert len(self.outputs) == 1, "cached tokens are told with the first output"
-            self.cached = output.cached
-        if output.logprobs is not None:
-            self.logprobs = output.logprobs if self.logprobs is None else joined(self.logprobs, output.logprobs)
-        if output.prompt_logprobs is not None:
-            assert len(self.outputs) == 1, "prompt logprobs come with the first output"
-            self.prompt_logprobs = output.prompt_logprobs
-        self.pooled += output.pooled
-        self.finish = output.finish
-
-
-def joined(one: Logprobs, other: Logprobs) -> Logprobs:
-    """The rows of one, then those of the other."""
-    assert (one.width, one.mode) == (other.width, other.mode)
-    return Logprobs(
-        one.token_logprobs + other.token_logprobs, one.ranks + other.ranks, one.top_ids + other.top_ids,
-        one.top_logprobs + other.top_logprobs, one.width, one.mode,
-    )  # fmt: skip
-
-
-class Clock:
-    """Time that passes when told."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Engine:
-    """An EngineCore over a ScriptedExecutor, with what it sent sorted by request."""
-
-    def __init__(
-        self, *, num_blocks: int = 64, block_size: int = 4, context: int = 64, drafter: Drafter | None = None,
-        snapshots: int | None = None, interval: int = 8, images: ImageFormat | None = None, **options: Any,
-    ) -> None:  # fmt: skip
-        """`snapshots`: of a model with recurrent states, taken every `interval` tokens.  `images`: of one with a
-        tower."""
-        options = {
-            "model": "scripted",
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 32,
-            "spec_method": "none",
-            **options,
-        }
-        options.setdefault("eos_token_ids", list(EOS))
-        self.config = Config.make(max_model_len=context, **options)
-        slots = self.config.scheduler.max_num_seqs
-        states = None if snapshots is None else StateLayout(slots, snapshots, interval, spare_inputs=9)
-        self.executor = ScriptedExecutor(self.config, num_blocks, block_size, states, images)
-        self.clock = Clock()
-        self.wakes: list[None] = []
-        self.core = EngineCore(
-            self.config, self.executor, self.executor.start(), self._emit, self.clock,
-            lambda: self.wakes.append(None), drafter,
-        )  # fmt: skip
-        self.received: dict[str, Received] = {}
-        self.requests: dict[str, EngineRequest] = {}
-        self.messages: list[tuple[bytes, FromEngine]] = []
-        self.owners: dict[str, bytes] = {}
-        self.submit_replies: list[SubmitReply] = []
-        self.weights_of = {"v1": ""}  # by version
-        self.loads: dict[int, str] = {}  # generation -> path of the adapter
-
-    def _emit(self, identity: bytes, message: FromEngine) -> None:
-        message = decode_from_engine(encode(message))
-        self.messages.append((identity, message))
-        if isinstance(message, SubmitReply):
-            self.submit_replies.append(message)
-        if isinstance(message, Reply) and isinstance(message.result, dict) and "generation" in message.result:
-            self.loads[message.result["generation"]] = message.result["lora_path"]
-        if isinstance(message, StepOutput):
-            for output in unpack(message):
-                assert self.owners[output.rid] == identity, "sent to another front end"
-                self.received.setdefault(output.rid, Received()).take(output)
-
-    def make(
-        self, rid: str, prompt: Sequence[int], *, owner: bytes = b"A", seed: int = 0,
-        task: PoolingParams | None = None, **fields: Any,
-    ) -> EngineRequest:  # fmt: skip
-        """A request that is yet to be submitted; `fields` of SamplingParams and RequestOptions."""
-        names = {f.name for f in msgspec.structs.fields(SamplingParams)}
-        params = SamplingParams(**{name: value for name, value in fields.items() if name in names})
-        options = {name: value for name, value in fields.items() if name not in names}
-        self.requests[rid] = request = engine_request(rid, prompt, params if task is None else task, seed, **options)
-        self.owners[rid] = owner
-        return request
-
-    def submit(self, key: str, *requests: EngineRequest, owner: bytes = b"A", client: str = "") -> SubmitReply:
-        """Submit requests under one id; the engine's reply."""
-        self.core.receive(owner, Submit(7, key, list(requests), client))
-        return self.submit_replies[-1]
-
-    def add(
-        self, rid: str, prompt: Sequence[int], *, owner: bytes = b"A", client: str = "", **fields: Any
-    ) -> EngineRequest:
-        """Submit one request, whose id is that of its submission as well; it must be accepted."""
-        request = self.make(rid, prompt, owner=owner, **fields)
-        assert self.submit(rid, request, owner=owner, client=client) == SubmitReply(7)
-        return request
-
-    def stall(self, *rids: str, stalled: bool = True, owner: bytes = b"A") -> None:
-        """Their client does not read, or reads again."""
-        self.core.receive(owner, Stall(list(rids), stalled))
-
-    def add_choices(self, key: str, count: int = 2, *, owner: bytes = b"A", **options: Any) -> None:
-        """Submit `count` requests of 40 tokens under one id, with ids "key#0" and so on; they must be accepted."""
-        requests = [
-            self.make(f"{key}#{i}", [3, i], owner=owner, max_tokens=40, ignore_eos=True, **options)
-            for i in range(count)
-        ]
-        assert self.submit(key, *requests, owner=owner) == SubmitReply(7)
-
-    def abort(self, *keys: str, reason: str = "abort_user", call_id: int | None = 1, owner: bytes = b"A") -> None:
-        """Abort requests by key, with an acknowledgement; without a call id, as their owner aborts them."""
-        if call_id is None:
-            self.core.receive(owner, Abort(list(keys), reason))
-        else:
-            self.call("abort", keys=list(keys), reason=reason, call_id=call_id, owner=owner)
-
-    def call(self, method: str, /, *, call_id: int = 1, owner: bytes = b"A", **args: Any) -> None:
-        self.core.receive(owner, Call(call_id, method, args))
-
-    def step(self) -> bool:
-        busy = self.core.step()
-        self.core.cache.check()
-        return busy
-
-    def run(self, limit: int = 2000) -> None:
-        """Until idle."""
-        for _ in range(limit):
-            if not self.step():
-                return
-        raise AssertionError("the engine does not come to rest")
-
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.step()
-
-    @property
-    def replies(self) -> list[Reply]:
-        return [message for _, message in self.messages if isinstance(message, Reply)]
-
-    @property
-    def stats(self) -> StepStats:
-        return self.core.scheduler.stats()
-
-    def solo(self, rid: str) -> Solo:
-        """What the request gives alone, with the weights that its spans name, or else the first."""
-        request = self.requests[rid]
-        eos = self.config.model.eos_token_ids or ()
-        spans = self.received[rid].outputs[-1].spans if rid in self.received else []
-        made_by = {index: self.weights_behind(label) for label, start, end in spans for index in range(start, end)}
-        return solo(
-            unpack_ids(request.prompt.ids), request.task, request.seed, self.core.limits.context, eos,
-            lambda i: made_by.get(i, self.weights_of["v1"]), request.prompt.features,
-        )  # fmt: skip
-
-    def weights_behind(self, label: str) -> str:
-        """What a span's version stands for."""
-        version, plus, adapter = label.partition("+")
-        return self.weights_of[version] + (f"+{self.loads[int(adapter.rpartition('@')[2])]}" if plus else "")
-
-    def tokens(self, rid: str) -> list[int]:
-        return self.received[rid].tokens
-
-    def check_complete(self, rid: str) -> None:
-        """The request ended by itself, with exactly what it gives alone."""
-        received, want = self.received[rid], self.solo(rid)
-        assert received.finish is not None, f"{rid} has not ended"
-        assert (received.tokens, received.finish.detail) == (want.tokens, want.detail)
-        assert received.logprobs == want.logprobs
-        assert received.prompt_logprobs == want.prompt_logprobs
-        self.check_spans(rid)
-        assert received.pooled == want.pooled
-        if not self.requests[rid].options.stream:
-            assert len(received.outputs) == 1
-
-    def check_spans(self, rid: str) -> None:
-        """They cover all output tokens without gaps, or say what made the vector; that the versions are right, `solo`
-        tells."""
-        spans, place = self.received[rid].outputs[-1].spans, 0
-        assert len(spans) == 1 or not self.received[rid].pooled
-        for _, start, end in spans:
-            assert start == place and (place < end or self.received[rid].pooled)
-            place = end
-        assert place == len(self.tokens(rid))
-        if set(self.weights_of) == {"v1"} and not self.loads:
-            assert len(spans) <= 1
-
-    def check_empty(self) -> None:
-        """Everything was given back."""
-        self.core.cache.check()
-        self.core.cache.check_idle()
-        assert self.stats.running == self.stats.waiting == self.stats.blocks_held == 0
-        assert len(self.core.scheduler._free_slots) == self.config.scheduler.rows
-        assert not self.executor.in_flight and not self.core.scheduler.in_flight

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.scripted import Engine
+from tests.engine.harness import Engine
 from tests.engine.test_control import DEPTHS, PROMPT, answers, ask, update
 from tokserve.engine.admin.adapters import MAX_NAME
 from tokserve.errors import StartError

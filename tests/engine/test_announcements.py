@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine.scripted import Engine
+from tests.engine.harness import Engine
 from tokserve.engine import admission
 from tokserve.messages import Announce, Call, EndAnnouncement, Reply, Submit, SubmitReply
 

@@ -6,7 +6,7 @@ from collections import deque
 
 import pytest
 
-from tests.engine.scripted import Engine
+from tests.engine.harness import Engine
 from tests.engine.test_control import answers, ask, update
 
 

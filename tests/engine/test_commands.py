@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.engine.scripted import Engine
+from tests.engine.harness import Engine
 from tokserve.admin import COMMANDS, AdminCommand
 from tokserve.client.admin import AdminMethods
 from tokserve.client.llm import LLM

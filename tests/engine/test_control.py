@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.scripted import Engine
+from tests.engine.harness import Engine
 from tokserve.errors import RequestError, StartError
 from tokserve.messages import Reply, Status, StepOutput
 

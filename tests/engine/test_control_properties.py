@@ -17,8 +17,9 @@ from typing import Any, cast
 
 import pytest
 
+from tests.engine.drafters import RandomDrafter, text_drafter
 from tests.engine.grammars import STEPS, LateGrammars, LateMasks
-from tests.engine.scripted import Engine, RandomDrafter, text_drafter
+from tests.engine.harness import Engine
 from tokserve.messages import Abort, Status, StepOutput, Submit, SubmitReply
 from tokserve.params import PoolingParams, SamplingParams, StructuredOutputs
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.scripted import VOCAB, Engine
+from tests.engine.harness import Engine
+from tests.engine.solo import VOCAB
 from tokserve.engine import registry
 from tokserve.messages import Abort, Finish, Ready, Reply, Status, StepOutput, Submit
 

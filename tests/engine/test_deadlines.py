@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from tests.engine.scripted import Engine, engine_request
+from tests.engine.harness import Engine
+from tests.engine.solo import engine_request
 from tokserve.engine.deadlines import Deadlines
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.request import Request

@@ -8,8 +8,10 @@ from typing import Any, cast
 
 import pytest
 
+from tests.engine.drafters import OneByOne, RandomDrafter
 from tests.engine.grammars import Machine, compiled
-from tests.engine.scripted import VOCAB, Engine, OneByOne, RandomDrafter
+from tests.engine.harness import Engine
+from tests.engine.solo import VOCAB
 from tokserve.engine.kv_cache.block_table import BlockTable
 from tokserve.engine.request import Request
 from tokserve.engine.structured_output.grammar import Grammar

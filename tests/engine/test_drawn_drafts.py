@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from tests.engine.scripted import Engine, text_drafter
+from tests.engine.drafters import text_drafter
+from tests.engine.harness import Engine
 from tests.engine.test_drafter import PROMPT, Compiled
 from tokserve.engine.request import Request
 from tokserve.engine.speculation.draft_budget import StepCosts

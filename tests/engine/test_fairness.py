@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.scripted import Engine, engine_request
+from tests.engine.harness import Engine
+from tests.engine.solo import engine_request
 from tokserve.engine.fairness import FairQueue, Shares
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.queue import POLICIES

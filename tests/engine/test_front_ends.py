@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine.scripted import Engine
+from tests.engine.harness import Engine
 from tokserve.engine.output import front_ends
 from tokserve.messages import Reply, Status, StepOutput, StepStats, Submit
 

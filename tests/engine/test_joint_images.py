@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.scripted import Engine, engine_request
+from tests.engine.harness import Engine
+from tests.engine.solo import engine_request
 from tests.engine.test_scheduler import prompt, shapes
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.request import Request

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.engine.scripted import Engine
+from tests.engine.harness import Engine
 from tokserve.config import Config
 from tokserve.engine.adapter import Adapter
 from tokserve.engine.kv_cache.event_publisher import END, shifted

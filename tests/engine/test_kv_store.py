@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.scripted import Engine
+from tests.engine.harness import Engine
 from tests.engine.scripted_copies import ScriptedCopies
 from tests.engine.test_kv_events import config as events_config
 from tokserve.config import Config

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.scripted import Engine, RandomDrafter
+from tests.engine.drafters import RandomDrafter
+from tests.engine.harness import Engine
 from tests.engine.test_control import DEPTHS, PROMPT, answers, ask, busy, state, update
 from tests.engine.test_take_over import successor
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.scripted import Engine
+from tests.engine.harness import Engine
 from tests.engine.test_drafter import Fixed
 from tokserve.engine.pace import MAX_SLOWDOWN, SMALL, StepPace
 from tokserve.engine.request import Request

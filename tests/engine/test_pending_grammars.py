@@ -11,7 +11,8 @@ from typing import Any, cast
 import pytest
 
 from tests.engine.grammars import STEPS, Machine, compiled
-from tests.engine.scripted import EOS, VOCAB, Engine
+from tests.engine.harness import Engine
+from tests.engine.solo import EOS, VOCAB
 from tokserve.engine.structured_output.grammar import Grammar
 from tokserve.errors import QueueFull, RequestError
 from tokserve.messages import StepOutput, Submit, SubmitReply

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.engine.scripted import Engine
+from tests.engine.harness import Engine
 from tests.engine.test_adapters import load, make
 from tests.engine.test_control import PROMPT, ask, busy, state
 from tokserve.messages import Reply

@@ -18,7 +18,9 @@ import psutil
 import pytest
 
 from tests.engine.front import Front
-from tests.engine.scripted import EOS, Received, ScriptedExecutor, engine_request, solo
+from tests.engine.harness import Received
+from tests.engine.scripted import ScriptedExecutor
+from tests.engine.solo import EOS, engine_request, solo
 from tests.outputs import unpack
 from tokserve.config import Config
 from tokserve.engine import process

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from tests.engine.scripted import Engine
+from tests.engine.harness import Engine
 from tokserve.config import Config
 from tokserve.errors import RequestFailed, StartError
 from tokserve.trace import TraceSpan

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.engine.scripted import VOCAB, Engine, RandomDrafter, text_drafter
+from tests.engine.drafters import RandomDrafter, text_drafter
+from tests.engine.harness import Engine
+from tests.engine.solo import VOCAB
 from tokserve.params import PoolingParams
 from tokserve.prompt import Feature
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.engine.scripted import engine_request
+from tests.engine.solo import engine_request
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.queue import LONGEST_RETRY, POLICIES, Queue, QueueLimits
 from tokserve.engine.request import Request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.engine.scripted import Engine
+from tests.engine.harness import Engine
 
 
 def listed(engine: Engine, limit: int = 100) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.scripted import engine_request, rows_of
+from tests.engine.solo import engine_request, rows_of
 from tests.outputs import Output, unpack
 from tokserve.engine.output.columns import PackedRows, StepColumns
 from tokserve.engine.output.output_buffer import Limits

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.scripted import Engine
+from tests.engine.harness import Engine
 from tokserve.engine import counters
 from tokserve.errors import RequestError
 from tokserve.plan import StepPlan, StepResult

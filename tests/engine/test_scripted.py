@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.engine.scripted import Engine
+from tests.engine.harness import Engine
 from tests.engine.scripted_states import IllegalPlan
 from tokserve.engine.kv_cache.block_pool import BlockPool
 from tokserve.engine.kv_cache.block_table import BlockTable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine.scripted import Engine
+from tests.engine.harness import Engine
 from tokserve.engine.kv_cache.block_pool import CacheBroken
 from tokserve.engine.kv_cache.snapshots import Snapshots
 

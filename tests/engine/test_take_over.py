@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.scripted import Engine
+from tests.engine.harness import Engine
 from tests.engine.test_control import PROMPT, ask, busy, state, update
 from tokserve.messages import Call, Status, decode_to_engine, encode
 

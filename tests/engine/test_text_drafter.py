@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.engine.scripted import VOCAB, Engine
+from tests.engine.harness import Engine
+from tests.engine.solo import VOCAB
 from tokserve.config import SpeculationPlan
 from tokserve.engine.speculation.drafter import TextDrafter
 from tokserve.messages import Submit

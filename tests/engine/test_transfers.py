@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.engine.scripted import Engine
+from tests.engine.harness import Engine
 from tokserve.engine.kv_transfer import transfers
 from tokserve.engine.kv_transfer.tcp import Pull, run_pull
 from tokserve.engine.structured_output.grammar import Grammar

@@ -11,7 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from tests.engine.scripted import OneByOne
+from tests.engine.drafters import OneByOne
 from tests.runner.drive import plan_of
 from tests.runner.fake_device import FakeDevice
 from tests.runner.test_with_engine import KINDS, RealEngine

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.engine.scripted import Clock, Engine, OneByOne
+from tests.engine.drafters import OneByOne
+from tests.engine.harness import Clock, Engine
 from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import prompt
 from tests.tiny_models import tiny_config

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.engine.scripted import Engine
+from tests.engine.harness import Engine
 from tests.server.site import command_site
 
 

@@ -1,0 +1,254 @@
+"""`Engine`: an `EngineCore` over a scripted executor, with what it sent sorted by request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from tests.engine.scripted import ScriptedExecutor
+from tests.engine.solo import EOS, Solo, engine_request, solo
+from tests.outputs import Output, unpack
+from tokserve.config import Config
+from tokserve.engine.core import EngineCore
+from tokserve.engine.speculation.drafter import Drafter
+from tokserve.kv_spec import StateLayout
+from tokserve.messages import (
+    Abort,
+    Call,
+    EngineRequest,
+    Finish,
+    FromEngine,
+    Logprobs,
+    Reply,
+    Stall,
+    StepOutput,
+    StepStats,
+    Submit,
+    SubmitReply,
+    decode_from_engine,
+    encode,
+)
+from tokserve.params import PoolingParams, SamplingParams
+from tokserve.prompt import unpack_ids
+from tokserve.vision import ImageFormat
+
+
+@dataclass
+class Received:
+    """All that one request's owner was sent about it."""
+
+    tokens: list[int] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    finish: Finish | None = None
+    cached: int = 0
+    pooled: bytes = b""
+
+    def take(self, output: Output) -> None:
+        assert self.finish is None, f"{output.rid}: output after its finish"
+        assert output.token_ids or output.finish, f"{output.rid}: an output that says nothing"
+        self.outputs.append(output)
+        self.tokens += output.token_ids
+        if output.cached:
+            assert len(self.outputs) == 1, "cached tokens are told with the first output"
+            self.cached = output.cached
+        if output.logprobs is not None:
+            self.logprobs = output.logprobs if self.logprobs is None else joined(self.logprobs, output.logprobs)
+        if output.prompt_logprobs is not None:
+            assert len(self.outputs) == 1, "prompt logprobs come with the first output"
+            self.prompt_logprobs = output.prompt_logprobs
+        self.pooled += output.pooled
+        self.finish = output.finish
+
+
+def joined(one: Logprobs, other: Logprobs) -> Logprobs:
+    """The rows of one, then those of the other."""
+    assert (one.width, one.mode) == (other.width, other.mode)
+    return Logprobs(
+        one.token_logprobs + other.token_logprobs, one.ranks + other.ranks, one.top_ids + other.top_ids,
+        one.top_logprobs + other.top_logprobs, one.width, one.mode,
+    )  # fmt: skip
+
+
+class Clock:
+    """Time that passes when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Engine:
+    """An EngineCore over a ScriptedExecutor, with what it sent sorted by request."""
+
+    def __init__(
+        self, *, num_blocks: int = 64, block_size: int = 4, context: int = 64, drafter: Drafter | None = None,
+        snapshots: int | None = None, interval: int = 8, images: ImageFormat | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        """`snapshots`: of a model with recurrent states, taken every `interval` tokens.  `images`: of one with a
+        tower."""
+        options = {
+            "model": "scripted",
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 32,
+            "spec_method": "none",
+            **options,
+        }
+        options.setdefault("eos_token_ids", list(EOS))
+        self.config = Config.make(max_model_len=context, **options)
+        slots = self.config.scheduler.max_num_seqs
+        states = None if snapshots is None else StateLayout(slots, snapshots, interval, spare_inputs=9)
+        self.executor = ScriptedExecutor(self.config, num_blocks, block_size, states, images)
+        self.clock = Clock()
+        self.wakes: list[None] = []
+        self.core = EngineCore(
+            self.config, self.executor, self.executor.start(), self._emit, self.clock,
+            lambda: self.wakes.append(None), drafter,
+        )  # fmt: skip
+        self.received: dict[str, Received] = {}
+        self.requests: dict[str, EngineRequest] = {}
+        self.messages: list[tuple[bytes, FromEngine]] = []
+        self.owners: dict[str, bytes] = {}
+        self.submit_replies: list[SubmitReply] = []
+        self.weights_of = {"v1": ""}  # by version
+        self.loads: dict[int, str] = {}  # generation -> path of the adapter
+
+    def _emit(self, identity: bytes, message: FromEngine) -> None:
+        message = decode_from_engine(encode(message))
+        self.messages.append((identity, message))
+        if isinstance(message, SubmitReply):
+            self.submit_replies.append(message)
+        if isinstance(message, Reply) and isinstance(message.result, dict) and "generation" in message.result:
+            self.loads[message.result["generation"]] = message.result["lora_path"]
+        if isinstance(message, StepOutput):
+            for output in unpack(message):
+                assert self.owners[output.rid] == identity, "sent to another front end"
+                self.received.setdefault(output.rid, Received()).take(output)
+
+    def make(
+        self, rid: str, prompt: Sequence[int], *, owner: bytes = b"A", seed: int = 0,
+        task: PoolingParams | None = None, **fields: Any,
+    ) -> EngineRequest:  # fmt: skip
+        """A request that is yet to be submitted; `fields` of SamplingParams and RequestOptions."""
+        names = {f.name for f in msgspec.structs.fields(SamplingParams)}
+        params = SamplingParams(**{name: value for name, value in fields.items() if name in names})
+        options = {name: value for name, value in fields.items() if name not in names}
+        self.requests[rid] = request = engine_request(rid, prompt, params if task is None else task, seed, **options)
+        self.owners[rid] = owner
+        return request
+
+    def submit(self, key: str, *requests: EngineRequest, owner: bytes = b"A", client: str = "") -> SubmitReply:
+        """Submit requests under one id; the engine's reply."""
+        self.core.receive(owner, Submit(7, key, list(requests), client))
+        return self.submit_replies[-1]
+
+    def add(
+        self, rid: str, prompt: Sequence[int], *, owner: bytes = b"A", client: str = "", **fields: Any
+    ) -> EngineRequest:
+        """Submit one request, whose id is that of its submission as well; it must be accepted."""
+        request = self.make(rid, prompt, owner=owner, **fields)
+        assert self.submit(rid, request, owner=owner, client=client) == SubmitReply(7)
+        return request
+
+    def stall(self, *rids: str, stalled: bool = True, owner: bytes = b"A") -> None:
+        """Their client does not read, or reads again."""
+        self.core.receive(owner, Stall(list(rids), stalled))
+
+    def add_choices(self, key: str, count: int = 2, *, owner: bytes = b"A", **options: Any) -> None:
+        """Submit `count` requests of 40 tokens under one id, with ids "key#0" and so on; they must be accepted."""
+        requests = [
+            self.make(f"{key}#{i}", [3, i], owner=owner, max_tokens=40, ignore_eos=True, **options)
+            for i in range(count)
+        ]
+        assert self.submit(key, *requests, owner=owner) == SubmitReply(7)
+
+    def abort(self, *keys: str, reason: str = "abort_user", call_id: int | None = 1, owner: bytes = b"A") -> None:
+        """Abort requests by key, with an acknowledgement; without a call id, as their owner aborts them."""
+        if call_id is None:
+            self.core.receive(owner, Abort(list(keys), reason))
+        else:
+            self.call("abort", keys=list(keys), reason=reason, call_id=call_id, owner=owner)
+
+    def call(self, method: str, /, *, call_id: int = 1, owner: bytes = b"A", **args: Any) -> None:
+        self.core.receive(owner, Call(call_id, method, args))
+
+    def step(self) -> bool:
+        busy = self.core.step()
+        self.core.cache.check()
+        return busy
+
+    def run(self, limit: int = 2000) -> None:
+        """Until idle."""
+        for _ in range(limit):
+            if not self.step():
+                return
+        raise AssertionError("the engine does not come to rest")
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    @property
+    def replies(self) -> list[Reply]:
+        return [message for _, message in self.messages if isinstance(message, Reply)]
+
+    @property
+    def stats(self) -> StepStats:
+        return self.core.scheduler.stats()
+
+    def solo(self, rid: str) -> Solo:
+        """What the request gives alone, with the weights that its spans name, or else the first."""
+        request = self.requests[rid]
+        eos = self.config.model.eos_token_ids or ()
+        spans = self.received[rid].outputs[-1].spans if rid in self.received else []
+        made_by = {index: self.weights_behind(label) for label, start, end in spans for index in range(start, end)}
+        return solo(
+            unpack_ids(request.prompt.ids), request.task, request.seed, self.core.limits.context, eos,
+            lambda i: made_by.get(i, self.weights_of["v1"]), request.prompt.features,
+        )  # fmt: skip
+
+    def weights_behind(self, label: str) -> str:
+        """What a span's version stands for."""
+        version, plus, adapter = label.partition("+")
+        return self.weights_of[version] + (f"+{self.loads[int(adapter.rpartition('@')[2])]}" if plus else "")
+
+    def tokens(self, rid: str) -> list[int]:
+        return self.received[rid].tokens
+
+    def check_complete(self, rid: str) -> None:
+        """The request ended by itself, with exactly what it gives alone."""
+        received, want = self.received[rid], self.solo(rid)
+        assert received.finish is not None, f"{rid} has not ended"
+        assert (received.tokens, received.finish.detail) == (want.tokens, want.detail)
+        assert received.logprobs == want.logprobs
+        assert received.prompt_logprobs == want.prompt_logprobs
+        self.check_spans(rid)
+        assert received.pooled == want.pooled
+        if not self.requests[rid].options.stream:
+            assert len(received.outputs) == 1
+
+    def check_spans(self, rid: str) -> None:
+        """They cover all output tokens without gaps, or say what made the vector; that the versions are right, `solo`
+        tells."""
+        spans, place = self.received[rid].outputs[-1].spans, 0
+        assert len(spans) == 1 or not self.received[rid].pooled
+        for _, start, end in spans:
+            assert start == place and (place < end or self.received[rid].pooled)
+            place = end
+        assert place == len(self.tokens(rid))
+        if set(self.weights_of) == {"v1"} and not self.loads:
+            assert len(spans) <= 1
+
+    def check_empty(self) -> None:
+        """Everything was given back."""
+        self.core.cache.check()
+        self.core.cache.check_idle()
+        assert self.stats.running == self.stats.waiting == self.stats.blocks_held == 0
+        assert len(self.core.scheduler._free_slots) == self.config.scheduler.rows
+        assert not self.executor.in_flight and not self.core.scheduler.in_flight
