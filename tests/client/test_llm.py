@@ -26,7 +26,7 @@ from tokserve.admin import COMMANDS
 from tokserve.client import launch
 from tokserve.client.inputs import LoRARequest
 from tokserve.client.llm import LLM
-from tokserve.client.results import Logprob, TokenLogprobs
+from tokserve.client.results import Logprob, PromptLogprobs, TokenLogprobs
 from tokserve.errors import Conflict, EngineDead, RequestError, StartError
 from tokserve.messages import LoadedAdapter, Status
 from tokserve.params import SamplingParams
@@ -455,6 +455,21 @@ def test_logprobs_as_arrays_and_by_token() -> None:
     assert logprobs[0][5] == Logprob(pytest.approx(-0.5), 5) and logprobs[0][7].rank == 2 and logprobs[0][8].rank == 0
     assert logprobs.mode == "raw" and logprobs.top_logprobs.shape == (2, 3)
     assert len(TokenLogprobs([5], logprobs_for([5], 0))[0]) == 1
+    assert logprobs[-2:] == list(logprobs) == [logprobs[0], logprobs[-1]] and len(logprobs) == 2
+
+
+@pytest.mark.parametrize("scored", [0, 2, 3])
+def test_prompt_logprobs_have_an_entry_for_each_prompt_token(scored: int) -> None:
+    ids = [9, 4, 5, 8]
+    logprobs = PromptLogprobs(ids, logprobs_for(ids[len(ids) - scored :], 1))
+    assert len(logprobs) == 4 and logprobs.start == 4 - scored
+    assert [None if entry is None else next(iter(entry)) for entry in logprobs] == [None] * (4 - scored) + ids[
+        -scored:
+    ] * bool(scored)
+    assert logprobs[1:] == [logprobs[1], logprobs[2], logprobs[-1]]
+    assert len(logprobs.token_logprobs) == scored
+    with pytest.raises(IndexError):
+        logprobs[4]
 
 
 SCRIPT = """
@@ -531,9 +546,9 @@ def test_the_real_engine_around_a_scripted_executor(model: Path, monkeypatch: py
             assert len(choice.token_ids) == 6 and choice.finish_reason == "length"
             assert choice.stop_detail == "max_tokens" and choice.weight_versions[0][1:] == (0, 6)
             assert choice.logprobs is not None and choice.logprobs.top_ids.shape == (6, 2)
-            assert (
-                output.prompt_logprobs is not None and output.prompt_logprobs.token_ids == output.prompt_token_ids[1:]
-            )
+            scores = output.prompt_logprobs
+            assert scores is not None and scores.token_ids == output.prompt_token_ids[1:]
+            assert scores[0] is None and [next(iter(row)) for row in scores[1:]] == output.prompt_token_ids[1:]
         alone = real.generate(prompts[2], params, use_tqdm=False)[0].outputs[0]
         assert alone.token_ids == outputs[2].outputs[0].token_ids
         assert real._wait(real._llm.call("check")) is True

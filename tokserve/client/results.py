@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +27,8 @@ class Logprob(NamedTuple):
     rank: int
 
 
-class TokenLogprobs:
-    """Logprobs of n tokens as numpy arrays; `[i]` gives position i as {token id: Logprob}.
+class LogprobTable:
+    """Logprobs of n tokens as numpy arrays.
 
     `token_logprobs` and `ranks` [n] are of the tokens themselves, `top_ids` and `top_logprobs` [n, width] of the
     most probable tokens in descending order, then of the ids asked for by name.
@@ -44,16 +44,54 @@ class TokenLogprobs:
         self.top_logprobs: NDArray[np.float32] = np.frombuffer(packed.top_logprobs, "<f4").reshape(rows, packed.width)
         self._ranked = packed.width - named
 
-    def __len__(self) -> int:
-        return len(self.token_logprobs)
-
-    def __getitem__(self, position: int) -> dict[int, Logprob]:
-        ids, values = self.top_ids[position].tolist(), self.top_logprobs[position].tolist()
+    def by_id(self, row: int) -> dict[int, Logprob]:
+        """A row as {token id: Logprob}, its own token first."""
+        ids, values = self.top_ids[row].tolist(), self.top_logprobs[row].tolist()
         named = zip(ids[self._ranked :], values[self._ranked :], strict=True)
         top = {token: Logprob(value, 0) for token, value in named}
         top |= {ids[i]: Logprob(values[i], i + 1) for i in range(self._ranked)}
-        token = {self.token_ids[position]: Logprob(float(self.token_logprobs[position]), int(self.ranks[position]))}
+        token = {self.token_ids[row]: Logprob(float(self.token_logprobs[row]), int(self.ranks[row]))}
         return token | top | token
+
+
+class TokenLogprobs(LogprobTable, Sequence[dict[int, Logprob]]):
+    """Logprobs of an output's tokens: `[i]` is {token id: Logprob} of token i, a slice a list of these."""
+
+    def __len__(self) -> int:
+        return len(self.token_logprobs)
+
+    @overload
+    def __getitem__(self, position: int) -> dict[int, Logprob]: ...
+    @overload
+    def __getitem__(self, position: slice) -> list[dict[int, Logprob]]: ...
+    def __getitem__(self, position: int | slice) -> dict[int, Logprob] | list[dict[int, Logprob]]:
+        rows = range(len(self))[position]
+        return self.by_id(rows) if isinstance(rows, int) else [self.by_id(row) for row in rows]
+
+
+class PromptLogprobs(LogprobTable, Sequence[dict[int, Logprob] | None]):
+    """Logprobs of a prompt's tokens: `[i]` is of token i, None for the first and those before prompt_logprobs_start.
+
+    The arrays have no rows for these: row j is of token `start` + j.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int], packed: Logprobs) -> None:
+        self.start = len(prompt_ids) - len(packed.token_logprobs) // 4
+        super().__init__(prompt_ids[self.start :], packed)
+
+    def __len__(self) -> int:
+        return self.start + len(self.token_logprobs)
+
+    @overload
+    def __getitem__(self, position: int) -> dict[int, Logprob] | None: ...
+    @overload
+    def __getitem__(self, position: slice) -> list[dict[int, Logprob] | None]: ...
+    def __getitem__(self, position: int | slice) -> dict[int, Logprob] | list[dict[int, Logprob] | None] | None:
+        places = range(len(self))[position]
+        return self._at(places) if isinstance(places, int) else [self._at(place) for place in places]
+
+    def _at(self, place: int) -> dict[int, Logprob] | None:
+        return self.by_id(place - self.start) if place >= self.start else None
 
 
 @dataclass(slots=True)
@@ -99,14 +137,16 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its choices.  `prompt_logprobs` begin at `prompt_logprobs_start`, or after the first token.
-    `multi_modal_placeholders`: {"image": where the embeddings of each lie in `prompt_token_ids`}, or empty."""
+    """A prompt and its choices.
+
+    `multi_modal_placeholders`: {"image": where the embeddings of each lie in `prompt_token_ids`}, or empty.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    prompt_logprobs: TokenLogprobs | None
+    prompt_logprobs: PromptLogprobs | None
     num_cached_tokens: int
     seed: int
     finished: bool = True
@@ -177,8 +217,7 @@ def request_output(
     prompt_rows = next((c.prompt_logprobs for c in done if c.prompt_logprobs is not None), None)
     prompt_logprobs = None
     if prompt_rows is not None:
-        count = len(prompt_rows.token_logprobs) // 4
-        prompt_logprobs = TokenLogprobs(stream.prompt_ids[len(stream.prompt_ids) - count :], prompt_rows)
+        prompt_logprobs = PromptLogprobs(stream.prompt_ids, prompt_rows)
     outputs = []
     for c in done:
         logprobs = None if c.logprobs is None else TokenLogprobs(c.token_ids, c.logprobs, named)
