@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -65,6 +66,9 @@ def test_outputs_keep_the_order_of_the_prompts(fake: LLM) -> None:
     first = outputs[1].outputs[0]
     assert (first.index, first.finish_reason, first.stop_reason) == (0, "length", None)
     assert first.logprobs is not None and len(first.logprobs) == 3
+    assert "".join(row[token].decoded_token for row, token in zip(first.logprobs, first.token_ids, strict=True)) == (
+        first.text
+    )
     assert first.cumulative_logprob == pytest.approx(-1.5)
     assert len({output.request_id for output in outputs}) == 3 and all(output.finished for output in outputs)
 
@@ -456,6 +460,16 @@ def test_logprobs_as_arrays_and_by_token() -> None:
     assert logprobs.mode == "raw" and logprobs.top_logprobs.shape == (2, 3)
     assert len(TokenLogprobs([5], logprobs_for([5], 0))[0]) == 1
     assert logprobs[-2:] == list(logprobs) == [logprobs[0], logprobs[-1]] and len(logprobs) == 2
+
+
+def test_decoded_tokens_survive_pickling() -> None:
+    texts = {token: chr(97 + token) for token in range(20)}
+    logprobs = TokenLogprobs([5, 8], logprobs_for([5, 8], 3), named=1, texts=texts)
+    assert {token: entry.decoded_token for token, entry in logprobs[0].items()} == {5: "f", 6: "g", 7: "h", 8: "i"}
+    copy = pickle.loads(pickle.dumps(logprobs))
+    assert list(copy) == list(logprobs) and set(copy._texts) == {5, 6, 7, 8, 9, 10, 11}
+    untold = pickle.loads(pickle.dumps(TokenLogprobs([5], logprobs_for([5], 1))))
+    assert untold[0][5].decoded_token is None
 
 
 @pytest.mark.parametrize("scored", [0, 2, 3])

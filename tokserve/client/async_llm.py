@@ -232,7 +232,7 @@ class AsyncLLM(AdminMethods):
             text=self.tokenizer is not None, lora_request=lora_request, **options,
         )  # fmt: skip
         async with stream:
-            async for output in follow(stream, parsed.text, params):
+            async for output in follow(stream, parsed.text, params, self.tokenizer):
                 yield output
 
     def stream(

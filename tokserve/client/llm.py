@@ -120,7 +120,7 @@ class LLM(PoolingMethods):
         """The outputs of everything enqueued since the last call, in order."""
         queued, self._queued = self._queued, []
         with _progress(len(queued), use_tqdm) as bar:
-            return self._wait(_gather(queued, bar))
+            return self._wait(_gather(queued, bar, self.tokenizer))
 
     def score(
         self, data_1: Any, data_2: Any = None, *, lora_request: Adapters = None, **options: Any
@@ -339,7 +339,7 @@ class LLM(PoolingMethods):
     ) -> list[RequestOutput]:
         started = self._start(parsed, params, lora_request)
         with _progress(len(parsed), use_tqdm) as bar:
-            return self._wait(_gather(started, bar))
+            return self._wait(_gather(started, bar, self.tokenizer))
 
     def _start(self, parsed: Sequence[ParsedPrompt], params: Params, lora_request: Adapters) -> list[Started]:
         chosen, adapters = self._params(params, len(parsed)), self._adapters(lora_request, len(parsed))
@@ -444,7 +444,7 @@ def _close(owner: int, llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: t
         thread.join()
 
 
-async def _gather(started: Sequence[Started], bar: Any) -> list[RequestOutput]:
+async def _gather(started: Sequence[Started], bar: Any, tokenizer: Tokenizer | None) -> list[RequestOutput]:
     """All outputs; if one fails, the others are aborted."""
     async with AsyncExitStack() as stack:
         tasks = []
@@ -453,7 +453,7 @@ async def _gather(started: Sequence[Started], bar: Any) -> list[RequestOutput]:
             tasks.append(asyncio.ensure_future(_finish(stream, bar)))
             stack.callback(tasks[-1].cancel)
         results = await asyncio.gather(*tasks)
-    return [request_output(*request, done) for request, done in zip(started, results, strict=True)]
+    return [request_output(*request, done, tokenizer) for request, done in zip(started, results, strict=True)]
 
 
 async def _finish(stream: Stream, bar: Any) -> list[ChoiceOutput]:

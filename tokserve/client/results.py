@@ -5,7 +5,7 @@ Logprobs stay columns, and become dictionaries only when indexed.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
@@ -16,25 +16,32 @@ from tokserve.client.outputs import ChoiceOutput, Logprobs, SamplingMasks, merge
 from tokserve.client.stream import Stream
 from tokserve.image_parts import Placeholder
 from tokserve.params import SamplingParams
+from tokserve.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
 
 class Logprob(NamedTuple):
-    """One token's logprob at one position; rank 1 is the most probable, 0 means unknown."""
+    """One token's logprob at one position; rank 1 is the most probable, 0 means unknown.
+
+    `decoded_token` is its text, with U+FFFD for a part of a character; None without a tokenizer.
+    """
 
     logprob: float
     rank: int
+    decoded_token: str | None = None
 
 
 class LogprobTable:
     """Logprobs of n tokens as numpy arrays.
 
     `token_logprobs` and `ranks` [n] are of the tokens themselves, `top_ids` and `top_logprobs` [n, width] of the
-    most probable tokens in descending order, then of the ids asked for by name.
+    most probable tokens in descending order, then of the ids asked for by name.  `texts`: those of tokens by id.
     """
 
-    def __init__(self, token_ids: Sequence[int], packed: Logprobs, named: int = 0) -> None:
+    def __init__(
+        self, token_ids: Sequence[int], packed: Logprobs, named: int = 0, texts: Mapping[int, str] | None = None
+    ) -> None:
         rows = len(packed.token_logprobs) // 4
         self.token_ids = list(token_ids)
         self.mode = packed.mode
@@ -43,15 +50,27 @@ class LogprobTable:
         self.top_ids: NDArray[np.int32] = np.frombuffer(packed.top_ids, "<i4").reshape(rows, packed.width)
         self.top_logprobs: NDArray[np.float32] = np.frombuffer(packed.top_logprobs, "<f4").reshape(rows, packed.width)
         self._ranked = packed.width - named
+        self._texts = texts
 
     def by_id(self, row: int) -> dict[int, Logprob]:
         """A row as {token id: Logprob}, its own token first."""
         ids, values = self.top_ids[row].tolist(), self.top_logprobs[row].tolist()
         named = zip(ids[self._ranked :], values[self._ranked :], strict=True)
-        top = {token: Logprob(value, 0) for token, value in named}
-        top |= {ids[i]: Logprob(values[i], i + 1) for i in range(self._ranked)}
-        token = {self.token_ids[row]: Logprob(float(self.token_logprobs[row]), int(self.ranks[row]))}
+        top = {token: self._logprob(token, value, 0) for token, value in named}
+        top |= {ids[i]: self._logprob(ids[i], values[i], i + 1) for i in range(self._ranked)}
+        token_id = self.token_ids[row]
+        token = {token_id: self._logprob(token_id, float(self.token_logprobs[row]), int(self.ranks[row]))}
         return token | top | token
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A pickle has the texts of the tokens that occur, not the tokenizer."""
+        if self._texts is None:
+            return vars(self)
+        occurring = {*self.token_ids, *self.top_ids.ravel().tolist()}
+        return {**vars(self), "_texts": {token: self._texts[token] for token in occurring}}
+
+    def _logprob(self, token: int, value: float, rank: int) -> Logprob:
+        return Logprob(value, rank, None if self._texts is None else self._texts[token])
 
 
 class TokenLogprobs(LogprobTable, Sequence[dict[int, Logprob]]):
@@ -75,9 +94,9 @@ class PromptLogprobs(LogprobTable, Sequence[dict[int, Logprob] | None]):
     The arrays have no rows for these: row j is of token `start` + j.
     """
 
-    def __init__(self, prompt_ids: Sequence[int], packed: Logprobs) -> None:
+    def __init__(self, prompt_ids: Sequence[int], packed: Logprobs, texts: Mapping[int, str] | None = None) -> None:
         self.start = len(prompt_ids) - len(packed.token_logprobs) // 4
-        super().__init__(prompt_ids[self.start :], packed)
+        super().__init__(prompt_ids[self.start :], packed, texts=texts)
 
     def __len__(self) -> int:
         return self.start + len(self.token_logprobs)
@@ -210,17 +229,18 @@ class ScoringRequestOutput(PooledRequestOutput[ScoringOutput]):
 
 
 def request_output(
-    stream: Stream, prompt: str | None, params: SamplingParams, done: list[ChoiceOutput]
+    stream: Stream, prompt: str | None, params: SamplingParams, done: list[ChoiceOutput], tokenizer: Tokenizer | None
 ) -> RequestOutput:
     """The choices so far, or whole, in vLLM's shape."""
+    texts = tokenizer.texts(final=True) if tokenizer and params.detokenize else None
     named = len(params.logprob_token_ids or ())
     prompt_rows = next((c.prompt_logprobs for c in done if c.prompt_logprobs is not None), None)
     prompt_logprobs = None
     if prompt_rows is not None:
-        prompt_logprobs = PromptLogprobs(stream.prompt_ids, prompt_rows)
+        prompt_logprobs = PromptLogprobs(stream.prompt_ids, prompt_rows, texts)
     outputs = []
     for c in done:
-        logprobs = None if c.logprobs is None else TokenLogprobs(c.token_ids, c.logprobs, named)
+        logprobs = None if c.logprobs is None else TokenLogprobs(c.token_ids, c.logprobs, named, texts)
         total = None if logprobs is None else float(logprobs.token_logprobs.sum(dtype=np.float64))
         output = CompletionOutput(
             index=c.index, text=c.text or "", token_ids=c.token_ids, logprobs=logprobs, cumulative_logprob=total,
@@ -240,9 +260,11 @@ def request_output(
     )  # fmt: skip
 
 
-async def follow(stream: Stream, prompt: str | None, params: SamplingParams) -> AsyncIterator[RequestOutput]:
+async def follow(
+    stream: Stream, prompt: str | None, params: SamplingParams, tokenizer: Tokenizer | None
+) -> AsyncIterator[RequestOutput]:
     """The whole request so far, for every new delta."""
     parts: list[ChoiceOutput] = []
     async for delta in stream:
         parts = merge([*parts, delta])
-        yield request_output(stream, prompt, params, parts)
+        yield request_output(stream, prompt, params, parts, tokenizer)
