@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def test_blocks_come_back_from_files_after_a_restart() -> None:
     second.executor.copies.files.update(first.executor.copies.files)
     watch = second.core._external.watch
     assert watch is not None
-    watch._num_changes = -1  # look at the files again
+    watch._forget()  # look at the files again
     second.step()
     second.step()
     assert cached(second, "b") == 8
@@ -96,6 +97,29 @@ def test_kv_of_other_weights_is_not_found_and_that_of_the_same_is() -> None:
     e.weights_of["again"] = "w2"
     run(e)
     assert cached(e, "d") == 8
+
+
+@pytest.mark.parametrize("num_before", range(5))
+def test_a_step_that_begins_in_the_turn_of_a_commit_has_no_kv_of_the_old_weights(num_before: int) -> None:
+    e = engine()
+    cached(e, "a")
+    e.call("pause", mode="keep", call_id=4)
+    e.add("b", PROMPT, max_tokens=2, ignore_eos=True)
+    e.executor.slow = deque()
+    e.executor.directories["w2"] = ("w2", "stamp")
+    e.weights_of["w2"] = "w2"
+    e.call("update_weights_from_dir", weight_dir="w2", weight_version="w2", call_id=3)
+    for _ in range(num_before):
+        e.executor.settle(1)
+        e.step()
+    e.executor.settle(1)
+    e.call("resume", call_id=5)
+    e.step()
+    e.executor.settle()
+    run(e)
+    e.check_complete("b")
+    [(version, _, _)] = e.received["b"].outputs[-1].spans
+    assert max(output.cached for output in e.received["b"].outputs) == (0 if version == "w2" else 8)
 
 
 def test_nothing_is_kept_while_the_identity_is_unknown() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from tokserve.engine.admin.command import Command, Wait, command
@@ -28,7 +28,8 @@ class CurrentWeights:
         self.origin = Origin()  # of the weights that have the version
         self.modified_by_rpc = False  # a worker call may have changed the weights since
         self.checksum: str | None = None  # of all weights, if it is known
-        self.num_changes = 0  # of the weights, for certain or perhaps
+        self._num_changes = 0  # of the weights, for certain or perhaps
+        self.on_change: Callable[[], None] = lambda: None  # called at each of them
         self._foreign_generation = -1  # of the prefix cache, when a worker call came last
         self._history = VersionHistory()
 
@@ -65,15 +66,19 @@ class CurrentWeights:
     def note_worker_call(self) -> None:
         self.modified_by_rpc = True
         self.checksum = None
-        self.num_changes += 1
+        self._note_change()
         self._foreign_generation = self._cache.generation
+
+    def _note_change(self) -> None:
+        self._num_changes += 1
+        self.on_change()
 
     def _set_epoch(self, weight_version: str | None, origin: Origin, epoch: int | None = None) -> None:
         """Begin a new epoch: KV of the old one is never found again."""
         self.epoch = self.epoch + 1 if epoch is None else epoch
         self.origin = origin
         self.version = str(self.epoch) if weight_version is None else weight_version
-        self.num_changes += 1
+        self._note_change()
         self._cache.set_epoch(self.epoch)
         self._scheduler.weights.use(self.version, self.epoch)
         self._scheduler.restart_pooling()
@@ -113,9 +118,9 @@ class CurrentWeights:
         if not self.loaded:
             raise Conflict("there are no weights to look at now")
         if self.checksum is None:
-            num_changes = self.num_changes
+            num_changes = self._num_changes
             checksum = yield from self._background("weights_checksum")
-            if self.num_changes != num_changes:
+            if self._num_changes != num_changes:
                 return (yield from self.weights_checksum())
             self._set_checksum(checksum)
         return self.checksum

@@ -22,9 +22,7 @@ logger = logging.getLogger(__name__)
 class WeightChanges(Protocol):
     """What the identity is of."""
 
-    @property
-    def num_changes(self) -> int:
-        """Rises when weights change, or may have changed."""
+    on_change: Callable[[], None]  # called when weights change, or may have changed
 
     @property
     def are_clean(self) -> bool:
@@ -43,10 +41,10 @@ class IdentityWatch:
         self._background = background
         self._copy = copy
         self._wake = wake
-        self._num_changes = -1  # that the identity, or its computation, is of
         self._pending: Future[Any] | None = None
         self.parts: dict[str, str] = {}
         self._new_parts: dict[str, str] | None = None
+        weights.on_change = self._forget
 
     def start(self) -> None:
         """Compute the identity at once."""
@@ -67,15 +65,15 @@ class IdentityWatch:
         self._pending = future
         future.add_done_callback(lambda _: self._wake())
 
+    def _forget(self) -> None:
+        """The weights are others from here on: the next step must not keep or load KV of the old ones."""
+        self._store.use(None)
+        self.parts, self._new_parts, self._pending = {}, None, None
+
     def poll(self) -> None:
-        """Notice changes of the weights, and take what has been computed."""
-        weights = self._weights
-        if weights.num_changes != self._num_changes:
-            self._num_changes = weights.num_changes
-            self._store.use(None)
-            self.parts, self._new_parts, self._pending = {}, None, None
+        """Take what has been computed, or have it computed."""
         if self._pending is None:
-            if self._store.identity is None and weights.are_clean:
+            if self._store.identity is None and self._weights.are_clean:
                 self._await(self._background("kv_identity", {}))
             return
         if not self._pending.done():
