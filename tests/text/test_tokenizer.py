@@ -165,6 +165,12 @@ def test_ids_outside_the_vocabulary_add_nothing(name: str) -> None:
         assert not ids[outside] and outside not in ids and -1 not in ids
 
 
+def test_the_bytes_of_a_token_are_kept_once() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    token = max(tokenizer.encode("the", False))
+    assert tokenizer.pieces(True)[token] and tokenizer.pieces(True)[token] is tokenizer.pieces(False)[token]
+
+
 def test_tokens_that_are_no_whole_character_share_a_text() -> None:
     texts = TOKENIZERS["byte_level"].texts(final=True)
     ids = [i for i in range(TOKENIZERS["byte_level"].vocab_size) if texts[i] == "\ufffd"]

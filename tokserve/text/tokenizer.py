@@ -37,7 +37,8 @@ class Pieces(dict[int, bytes]):
         self._tokenizer = tokenizer
 
     def __missing__(self, token: int) -> bytes:
-        piece = self._tokenizer.token_bytes(token)
+        pieces = self._tokenizer.pieces(skip_special_tokens=False)
+        piece = self._tokenizer.token_bytes(token) if self is pieces else pieces[token]
         if self._tokenizer.spelling(token) is not None:
             self[token] = piece
         return piece
