@@ -169,16 +169,16 @@ def ask(client: httpx.Client, path: str, body: Body) -> tuple[int, Any]:
 def joined(stream: str) -> Body:
     """The choices of a stream as if they had come at once, its usage and how it ended."""
     lines = [line.removeprefix("data:").strip() for line in stream.split("\n") if line.startswith("data:")]
-    whole: Body = {"choices": {}, "done": lines[-1:] == ["[DONE]"]}
+    reply: Body = {"choices": {}, "done": lines[-1:] == ["[DONE]"]}
     for line in lines:
         event = {} if line == "[DONE]" else json.loads(line)
-        whole |= {name: event[name] for name in ("error", "object", "prompt_token_ids") if event.get(name) is not None}
+        reply |= {name: event[name] for name in ("error", "object", "prompt_token_ids") if event.get(name) is not None}
         if event.get("usage") and not event.get("choices"):
-            whole["usage"] = event["usage"]
+            reply["usage"] = event["usage"]
         for choice in event.get("choices", ()):
-            _append(whole["choices"].setdefault(choice["index"], {}), choice | choice.pop("delta", {}))
-    whole["choices"] = [whole["choices"][index] for index in sorted(whole["choices"])]
-    return whole
+            _append(reply["choices"].setdefault(choice["index"], {}), choice | choice.pop("delta", {}))
+    reply["choices"] = [reply["choices"][index] for index in sorted(reply["choices"])]
+    return reply
 
 
 def _append(sum_: Body, delta: Body) -> None:

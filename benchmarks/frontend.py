@@ -154,7 +154,7 @@ class Engine:
                 self._send(list(self._rows.values()), 1)
 
     def _receive(self) -> None:
-        whole = []
+        rows = []
         while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             self._identity, packed = self._socket.recv_multipart()
             message = decode_to_engine(packed)
@@ -164,14 +164,14 @@ class Engine:
                     if row.stream:
                         self._rows[row.request_id] = row
                     else:
-                        whole.append(row)
+                        rows.append(row)
             elif isinstance(message, Abort):
                 for request_id in message.request_ids:
                     self._rows.pop(request_id, None)
             else:
                 self._answer(message)
-        if whole:
-            self._send(whole, None)
+        if rows:
+            self._send(rows, None)
 
     def _answer(self, call: Call) -> None:
         if call.method == "hello":

@@ -229,7 +229,7 @@ def measure(shape: str, layers: int, rows: int, card: Card, **options: Any) -> d
     launched = with_a_prompt(runner, rows)
     sampling, filtering = sampling_seconds(rows)
     roofline = step_bytes(runner, rows) / card.bytes_per_second
-    whole = exact * step_bytes(runner, rows, LAYERS[shape]) / step_bytes(runner, rows)
+    total = exact * step_bytes(runner, rows, LAYERS[shape]) / step_bytes(runner, rows)
     ops.bind("cuda", exact=False)
     with torch.inference_mode():
         backend.capture(runner.model)
@@ -240,7 +240,7 @@ def measure(shape: str, layers: int, rows: int, card: Card, **options: Any) -> d
         "decode_tok_s": round(rows / exact), "step_ms": exact * 1e3, "roofline_share": roofline / exact,
         "fast_step_ms": fast * 1e3, "exact_costs": exact / fast - 1, "graph_ms": replay * 1e3,
         "chat_step_ms": chat * 1e3, "long_prompt_tok_s": round(long_rate),
-        "sampling_share": sampling / whole, "top_p_ms": filtering * 1e3,
+        "sampling_share": sampling / total, "top_p_ms": filtering * 1e3,
         "exposed_host_us": (exact - replay - sampling) * 1e6,
         "with_a_prompt_ms": mixed * 1e3, "with_a_prompt_launched_ms": launched * 1e3,
     }  # fmt: skip

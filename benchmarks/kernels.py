@@ -119,12 +119,12 @@ def linear_case(op: str, label: str, tokens: int, out_dtype: torch.dtype | None 
         last = "silu" if gated else out_dtype
         return in_turn([lambda p=one: call(x, p, None, last) for one in packed])  # type: ignore[misc]
 
-    def own() -> Call:
+    def torch_call() -> Call:
         weights = [weight.clone() for _ in range(max(1, min(12, CACHES // weight.nbytes)) if tokens < 64 else 1)]
         return in_turn([lambda w=one: F.linear(x, w) for one in weights])  # type: ignore[misc]
 
     moved = rows * columns * size + tokens * columns * 2 + tokens * rows * (4 if out_dtype else 1 if gated else 2)
-    return Case(op, f"{label} [{rows},{columns}] x {tokens}", moved, 2 * rows * columns * tokens, make, own)
+    return Case(op, f"{label} [{rows},{columns}] x {tokens}", moved, 2 * rows * columns * tokens, make, torch_call)
 
 
 def lora_case(label: str, tokens: int, adapters: int) -> Case:

@@ -31,7 +31,7 @@ def tokens(count: int, seed: int) -> list[int]:
     return [(seed * 7919 + i * 104_729) % 4000 + 10 for i in range(count)]
 
 
-def ours(model: str, options: dict[str, Any], rounds: int) -> list[float]:
+def tokserve_rates(model: str, options: dict[str, Any], rounds: int) -> list[float]:
     """Milliseconds of a step, or tokens of prompts per second, the best of the rounds, for each case."""
     began = time.perf_counter()
     figures = []
@@ -91,12 +91,12 @@ def main() -> None:
     print("| model | c=1, ms a step | c=16, ms a step | prompts of 1,024, tokens/s |\n|---|---|---|---|", flush=True)
     for name, options in OPTIONS.items():
         if args.only is None or name in args.only:
-            row(name, ours(args.checkpoint, options | kernels, args.rounds))
+            row(name, tokserve_rates(args.checkpoint, options | kernels, args.rounds))
     for path in args.gguf:
-        row(f"{Path(path).stem}, tokserve", ours(path, kernels, args.rounds))
+        row(f"{Path(path).stem}, tokserve", tokserve_rates(path, kernels, args.rounds))
         if args.rounded:
             rounded = kernels | {"quantization_activations": "int8"}
-            row(f"{Path(path).stem}, tokserve, rounded", ours(path, rounded, args.rounds))
+            row(f"{Path(path).stem}, tokserve, rounded", tokserve_rates(path, rounded, args.rounds))
         if args.llama:
             row(f"{Path(path).stem}, llama.cpp", llama(args.llama, path))
 

@@ -30,8 +30,8 @@ from tokserve.rl import Rollout, TokserveClient, sticky_seeds
 LETTERS, PROMPTS, SAMPLES, TEMPERATURE, STEPS, GOAL = 8, 8, 16, 2.0, 60, 0.85  # the goal: of three steps' mean reward
 
 
-def reward(answer: str, want: str) -> float:
-    return sum(a == b for a, b in zip(answer, want, strict=False)) / max(len(answer), len(want))
+def reward(answer: str, expected: str) -> float:
+    return sum(a == b for a, b in zip(answer, expected, strict=False)) / max(len(answer), len(expected))
 
 
 def logprobs(model: torch.nn.Module, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

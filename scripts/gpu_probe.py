@@ -145,8 +145,8 @@ def each_product(shapes: Shapes, same: Callable[[Tensor, Tensor], bool]) -> Answ
 
 def tiles_are_equal(shapes: Shapes) -> Answer:
     def same(x: Tensor, weight: Tensor) -> bool:
-        whole = linear(x, weight)
-        return all(torch.equal(linear(x[:rows], weight), whole[:rows]) for rows in ROWS if rows <= len(x))
+        all_rows = linear(x, weight)
+        return all(torch.equal(linear(x[:rows], weight), all_rows[:rows]) for rows in ROWS if rows <= len(x))
 
     return each_product(shapes, same)
 
@@ -299,8 +299,8 @@ def scaled_product_is_equal(shapes: Shapes) -> Answer:
         )
         return product
 
-    whole = scaled(2048)
-    unequal = [str(rows) for rows in (1, 64) if not torch.equal(scaled(rows), whole[:rows])]
+    all_rows = scaled(2048)
+    unequal = [str(rows) for rows in (1, 64) if not torch.equal(scaled(rows), all_rows[:rows])]
     return not unequal, f"differs at {' '.join(unequal)} rows" if unequal else ""
 
 

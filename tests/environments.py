@@ -17,12 +17,12 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFL
 def environment(requirements: Path, place: Path) -> Path:
     """The interpreter of an environment with these packages, made if it is not there or has others.  The file pins all
     of them: what they depend on is not looked up."""
-    wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
+    digest = hashlib.sha256(requirements.read_bytes()).hexdigest()
     python, mark = place / "bin" / "python", place / "requirements.sha256"
-    if not (mark.exists() and mark.read_text() == wanted):
+    if not (mark.exists() and mark.read_text() == digest):
         print(f"{requirements.stem}: installing", flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(place)], check=True)
         install = ["install", "--quiet", "--disable-pip-version-check", "--no-deps", "-r", str(requirements)]
         subprocess.run([str(python), "-m", "pip", *install], check=True, env={**os.environ, "PIP_NO_INPUT": "1"})
-        mark.write_text(wanted)
+        mark.write_text(digest)
     return python

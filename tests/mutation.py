@@ -167,8 +167,8 @@ def main() -> None:
         sys.exit(f"commit first: {changes.stdout.decode()}" if changes.stdout else "run `make coverage` first")
     data = CoverageData(str(DATA))
     data.read()
-    given = [path.resolve() for path in arguments.paths]
-    files = sorted({file for path in given for file in (path.rglob("*.py") if path.is_dir() else [path])})
+    paths = [path.resolve() for path in arguments.paths]
+    files = sorted({file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])})
     tests = {file: tests_of_lines(data, file) for file in files}
     candidates = sorted({change for file in files for change in mutations(file, set(tests[file]))})
     chosen = random.Random(arguments.seed).sample(candidates, min(arguments.count, len(candidates)))

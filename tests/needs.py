@@ -221,9 +221,9 @@ def report() -> str:
     """A line for each: whether it is there and, if not, which tests are skipped and how to get it."""
     lines = ["Optional requirements of the tests:"]
     for need in NEEDS:
-        there = need.is_there()
-        lines.append(f"  {'found  ' if there else 'MISSING'}  {need.name}")
-        if not there:
+        present = need.is_there()
+        lines.append(f"  {'found  ' if present else 'MISSING'}  {need.name}")
+        if not present:
             lines.append(f"           {need.how}")
             lines.append(f"           skipped without it: {', '.join(f'tests/{name}' for name in need.files)}")
     return "\n".join(lines)

@@ -32,8 +32,8 @@ def test_a_stream_is_joined_to_what_would_have_come_at_once() -> None:
         {"choices": [{"index": 1, "delta": {"content": "b"}, "finish_reason": "stop"}]},
         {"choices": [], "usage": {"total_tokens": 9}},
     ]
-    whole = joined("".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
-    assert whole == {
+    reply = joined("".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
+    assert reply == {
         "object": "x", "done": True, "usage": {"total_tokens": 9},
         "choices": [
             {"index": 0, "content": "c", "logprobs": {"content": [1, 2, 3]}, "finish_reason": "length"},

@@ -115,7 +115,7 @@ async def ask(client: httpx.AsyncClient, requested: Body, ending: dict[str, Any]
 
 def _joined(events: list[Any]) -> Any:
     choices: dict[int, dict[str, Any]] = {}
-    whole: dict[str, Any] = {}
+    reply: dict[str, Any] = {}
     for event in events:
         for delta in event.pop("choices", ()):
             choice = choices.setdefault(delta["index"], {"token_ids": [], "rows": []})
@@ -125,8 +125,8 @@ def _joined(events: list[Any]) -> Any:
             choice["rows"] += rows(actual, ids_) if actual else []
             choice["text"] = choice.pop("text", "") + delta.pop("text", "")
             choice |= delta
-        whole |= event
-    return whole | {"choices": [choices[index] for index in sorted(choices)]}
+        reply |= event
+    return reply | {"choices": [choices[index] for index in sorted(choices)]}
 
 
 def rows(actual: Any, tokens: list[int]) -> list[Any]:
@@ -142,9 +142,9 @@ def rows(actual: Any, tokens: list[int]) -> list[Any]:
         arrays = [np.frombuffer(column, kind) for column, kind in zip(raw, ("<f4", "<i4", "<i4", "<f4"), strict=True)]
         columns = [array.reshape(actual["shape"] if i > 1 else -1).tolist() for i, array in enumerate(arrays)]
     made = []
-    for token, own, rank, ids_, values in zip(tokens, *columns, strict=True):
+    for token, logprob, rank, ids_, values in zip(tokens, *columns, strict=True):
         others = {id_: max(value, FLOOR) for id_, value in zip(ids_, values, strict=True) if id_ != token}
-        made.append((max(own, FLOOR), rank, list(others.items())))
+        made.append((max(logprob, FLOOR), rank, list(others.items())))
     return made
 
 
@@ -158,8 +158,8 @@ def answer(reply: Any, requested: Body, index: int = 0) -> tuple[Any, ...]:
     scores = reply.get("prompt_logprobs")
     if isinstance(scores, list):
         entries = [[(int(id_), score) for id_, score in entry.items()] for entry in scores if entry]
-        scores = [(own["logprob"], own["rank"], [(id_, score["logprob"]) for id_, score in others])
-                  for (_, own), *others in entries]  # fmt: skip
+        scores = [(sampled["logprob"], sampled["rank"], [(id_, score["logprob"]) for id_, score in others])
+                  for (_, sampled), *others in entries]  # fmt: skip
     elif scores is not None:
         scores = rows(scores, requested["token_ids"][scores["start"] :])
     return tokens, choice["finish_reason"], choice["stop_reason"], choice["stop_detail"]["kind"], actual, scores

@@ -29,10 +29,10 @@ def main(source: str, target: str) -> None:
 def scene(rows: list[Row], memory: Axes, files: Axes, requests: Axes) -> None:
     """A row per second; there is no engine while another starts."""
     for who in WHO:
-        there = [row for row in rows if row[f"{who}_rss"]]
-        when = [row["seconds"] for row in there]
-        memory.plot(when, [row[f"{who}_rss"] / MIB for row in there], ".", markersize=3, label=who)
-        files.plot(when, [row[f"{who}_files"] for row in there], ".", markersize=3, label=who)
+        sampled = [row for row in rows if row[f"{who}_rss"]]
+        times = [row["seconds"] for row in sampled]
+        memory.plot(times, [row[f"{who}_rss"] / MIB for row in sampled], ".", markersize=3, label=who)
+        files.plot(times, [row[f"{who}_files"] for row in sampled], ".", markersize=3, label=who)
     requests.plot([row["seconds"] for row in rows], [row["requests"] for row in rows])
     memory.set(ylabel="RSS, MiB")
     files.set(ylabel="open files")

@@ -78,8 +78,9 @@ class Scene:
     # --- who does what until the time is up ---
 
     async def _work(self) -> None:
-        ways = [self._whole, self._whole, self._streamed, self._streamed, self._left, self._aborted, self._late,
-                self._bad]  # fmt: skip
+        ways = [
+            *[self._not_streamed] * 2, *[self._streamed] * 2, self._left, self._aborted, self._late, self._bad,
+        ]  # fmt: skip
         while time.monotonic() < self._end:
             i, began = self._rng.randrange(POOL), time.monotonic()
             try:
@@ -137,14 +138,14 @@ class Scene:
             body["data_parallel_rank"] = self._rng.randrange(self._num_engines)
         return body
 
-    async def _whole(self, i: int, **fields: Any) -> str:
+    async def _not_streamed(self, i: int, **fields: Any) -> str:
         answer = await self._client.post(GENERATE, json=self._body(i, **fields))
         if answer.status_code != 200:
             return self._refused(answer.status_code, answer.content, answer.headers)
         return self._check(i, answer.json()["choices"])
 
     async def _late(self, i: int) -> str:
-        return await self._whole(i, deadline_ms=self._rng.randrange(1, 400))
+        return await self._not_streamed(i, deadline_ms=self._rng.randrange(1, 400))
 
     async def _streamed(self, i: int, leave: int | None = None) -> str:
         choices: list[Any] = []
@@ -258,13 +259,13 @@ def play(seconds: float, seed: int, processes: Processes = Processes()) -> Scene
             check_processes(server, processes, directory)
             check_log(server.log, scene.trouble)
             assert server.stop() == 0
-        assert not ours(directory), "processes were left behind"
+        assert not processes_of(directory), "processes were left behind"
         assert not list(Path(directory).iterdir()), "files were left behind"
     assert set(Path("/dev/shm").iterdir()) <= shared, "shared memory was left behind"
     return scene
 
 
-def ours(directory: str) -> list[psutil.Process]:
+def processes_of(directory: str) -> list[psutil.Process]:
     """The processes that were started with this directory for temporary files."""
     processes = []
     for process in psutil.process_iter():
@@ -283,7 +284,7 @@ def check_processes(server: Server, processes: Processes, directory: str) -> Non
     expected = processes.data_parallel * processes.tensor_parallel if processes.tensor_parallel > 1 else 0
     assert len(ranks) == expected, ranks
     expected_here = [*fronts(server), *server.engines(), *ranks]
-    assert set(ours(directory)) == set(expected_here), "processes were left behind"
+    assert set(processes_of(directory)) == set(expected_here), "processes were left behind"
 
 
 def check_log(log: list[str], trouble: Mapping[str, int]) -> None:

@@ -100,15 +100,17 @@ async def trouble(client: httpx.AsyncClient, rng: random.Random, over: asyncio.E
             await asyncio.sleep(rng.random() * 0.1)
 
 
-async def check_one(client: httpx.AsyncClient, requested: Body, ending: dict[str, Any], wanted: Sequence[Any]) -> None:
+async def check_one(
+    client: httpx.AsyncClient, requested: Body, ending: dict[str, Any], expected: Sequence[Any]
+) -> None:
     """`wanted`: the reply to each choice as a request of its own."""
     status, reply = await ask(client, requested, ending)
     assert status == 200, reply
-    for index, actual in enumerate(wanted):
+    for index, actual in enumerate(expected):
         assert answer(reply, requested, index)[:5] == answer(actual, requested)[:5], (requested, ending)
         text = actual["choices"][0]["text"] if ending["output_mode"] == "text" else ""
         assert reply["choices"][index].get("text", "") == text, (requested, ending)
-    assert answer(reply, requested)[5] == answer(wanted[0], requested)[5], (requested, ending)
+    assert answer(reply, requested)[5] == answer(expected[0], requested)[5], (requested, ending)
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ def test_a_wrong_command_line_is_told_by_its_command_in_two_lines(
 def values(words: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What `tokserve serve` would serve with, without what is not given."""
     made: list[dict[str, Any]] = []
-    monkeypatch.setattr("tokserve.cli.serve.serve", lambda given: made.append(given) or 0)
+    monkeypatch.setattr("tokserve.cli.serve.serve", lambda config: made.append(config) or 0)
     with pytest.raises(SystemExit) as ended:
         main(["serve", *words])
     assert ended.value.code == 0
@@ -51,7 +51,7 @@ def values(words: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"),
+    ("words", "expected"),
     [
         ("", {"model": "demo"}),
         ("--model X", {"model": "X"}),
@@ -74,8 +74,8 @@ def values(words: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("X --chat-template a_b.jinja", {"model": "X", "chat_template": "a_b.jinja"}),
     ],
 )  # fmt: skip
-def test_spellings_of_vllm(words: str, wanted: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert values(words.split(), monkeypatch) == wanted
+def test_spellings_of_vllm(words: str, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert values(words.split(), monkeypatch) == expected
 
 
 def test_a_file_of_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,15 +85,15 @@ def test_a_file_of_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "enable-prefix-caching: false\nenable-lora: true\nhf-overrides: {rope_theta: 5}\neos-token-ids: [1, 2]\n"
         "uvicorn-log-level: info\nseed: null\n"
     )
-    wanted = {
+    expected = {
         "model": "X", "port": 8001, "max_model_len": 4000, "served_model_name": ["a", "b"],
         "admin_api_key": ["c", "d"], "enable_prefix_caching": False, "enable_lora": True,
         "hf_overrides": {"rope_theta": 5}, "eos_token_ids": [1, 2], "uvicorn_log_level": "info",
     }  # fmt: skip
-    assert values(["--config", str(file)], monkeypatch) == wanted
+    assert values(["--config", str(file)], monkeypatch) == expected
     words = ["Y", "--config", str(file), "--port=1", "--served-model-name", "c", "--enable_prefix_caching"]
     others = {"model": "Y", "port": 1, "served_model_name": ["c"], "enable_prefix_caching": True}
-    assert values(words, monkeypatch) == wanted | others
+    assert values(words, monkeypatch) == expected | others
 
 
 @pytest.mark.parametrize(

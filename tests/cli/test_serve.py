@@ -47,12 +47,12 @@ def test_the_log_names_the_options_that_were_chosen_and_no_keys() -> None:
 @pytest.fixture
 def loggers() -> Iterator[None]:
     """They are put back afterwards."""
-    root, ours = logging.getLogger(), logging.getLogger("tokserve")
-    before = root.handlers[:], root.level, ours.level
+    root, package = logging.getLogger(), logging.getLogger("tokserve")
+    before = root.handlers[:], root.level, package.level
     yield
     root.handlers[:] = before[0]
     root.setLevel(before[1])
-    ours.setLevel(before[2])
+    package.setLevel(before[2])
 
 
 @pytest.mark.usefixtures("loggers")

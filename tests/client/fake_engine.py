@@ -67,11 +67,11 @@ def config(model: str | Path = "none", **options: Any) -> Config:
 
 def logprobs_for(ids: Sequence[int], width: int = 2) -> Logprobs:
     """Recognisable rows: -id/10, rank id % 7, top ids from id + 1."""
-    own = np.asarray(ids, dtype="<f4") / np.float32(-10)
+    sampled = np.asarray(ids, dtype="<f4") / np.float32(-10)
     top = np.asarray([[token + 1 + i for i in range(width)] for token in ids], dtype="<i4").reshape(len(ids), width)
     ranks = np.asarray([token % 7 for token in ids], dtype="<i4")
     return Logprobs(
-        own.tobytes(), ranks.tobytes(), top.tobytes(), (top / np.float32(-10)).astype("<f4").tobytes(), width
+        sampled.tobytes(), ranks.tobytes(), top.tobytes(), (top / np.float32(-10)).astype("<f4").tobytes(), width
     )
 
 

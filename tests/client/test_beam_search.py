@@ -62,8 +62,8 @@ def test_beams_are_those_of_transformers(llm: LLM, model: Path, width: int, pena
             return_dict_in_generate=True, output_scores=True,
         )  # fmt: skip
         for row, (sequence, actual) in enumerate(zip(expected.sequences.tolist(), output.sequences, strict=True)):
-            whole = sequence[: len(actual.tokens)]
-            assert actual.tokens == whole and set(sequence[len(actual.tokens) :]) <= {0, EOS}  # padding
+            unpadded = sequence[: len(actual.tokens)]
+            assert actual.tokens == unpadded and set(sequence[len(actual.tokens) :]) <= {0, EOS}  # padding
             num_ended += actual.finish_reason == "stop"
             if width > 1:
                 generated = len(actual.tokens) - len(ids)

@@ -32,10 +32,10 @@ def inputs(tokenizer: Tokenizer | None = TOKENIZER, **options: Any) -> Inputs:
 
 def ask(prompt: Any, task: Any = None, request_id: str = "r", **fields: Any) -> GenerateRequest:
     """A request; `fields` are of `GenerateRequest` or of its options."""
-    own = {name: fields.pop(name) for name in GenerateRequest.__struct_fields__ if name in fields}
+    request_fields = {name: fields.pop(name) for name in GenerateRequest.__struct_fields__ if name in fields}
     return GenerateRequest(
         request_id=request_id, prompt=token_prompt(prompt, VOCAB), task=task or SamplingParams(),
-        options=RequestOptions(**fields), **own,
+        options=RequestOptions(**fields), **request_fields,
     )  # fmt: skip
 
 
@@ -169,8 +169,8 @@ def test_logprobs_limits() -> None:
     unlimited.prepare(request_with(logprobs=-1, prompt_logprobs=VOCAB))
     with pytest.raises(RequestError, match=f"at most {VOCAB}"):
         unlimited.prepare(request_with(logprobs=VOCAB + 1))
-    whole = inputs(model_options={"max_logprobs": VOCAB})
-    whole.prepare(request_with(logprobs=-1))
+    whole_vocabulary = inputs(model_options={"max_logprobs": VOCAB})
+    whole_vocabulary.prepare(request_with(logprobs=-1))
     assert "whole vocabulary" in refusal(request_with(logprobs=-1)).message
 
 

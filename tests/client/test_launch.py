@@ -302,12 +302,12 @@ def test_a_module_of_the_current_directory_is_not_imported(command: tuple[str, .
 
 
 def test_what_follows_the_setup_of_an_api_process_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        monkeypatch.setattr(api_server, "SUPERVISOR", theirs.fileno())
-        ours.sendall(b'{"config": {}}\n{"address": "ipc:///engine"}\n')
+    supervisor, process = socket.socketpair()
+    with supervisor, process:
+        monkeypatch.setattr(api_server, "SUPERVISOR", process.fileno())
+        supervisor.sendall(b'{"config": {}}\n{"address": "ipc:///engine"}\n')
         assert api_server.read_setup() == b'{"config": {}}\n'
-        assert theirs.recv(100) == b'{"address": "ipc:///engine"}\n'
+        assert process.recv(100) == b'{"address": "ipc:///engine"}\n'
 
 
 def test_an_engine_for_another_node_says_where_it_listens(tmp_path: Path) -> None:

@@ -108,11 +108,11 @@ def test_enqueued_requests_are_waited_for_together_and_once(fake: LLM) -> None:
 
 def test_conversations_are_enqueued_as_they_are_chatted(fake: LLM) -> None:
     talk = [{"role": "user", "content": "one"}]
-    want = fake.chat([talk, talk], SamplingParams(max_tokens=4), use_tqdm=False)
+    expected = fake.chat([talk, talk], SamplingParams(max_tokens=4), use_tqdm=False)
     ids = fake.enqueue_chat([talk, talk], SamplingParams(max_tokens=4), add_generation_prompt=None)
     outputs = fake.wait_for_completion(use_tqdm=False)
     assert [output.request_id for output in outputs] == ids
-    assert [output.outputs for output in outputs] == [output.outputs for output in want]
+    assert [output.outputs for output in outputs] == [output.outputs for output in expected]
     assert fake.get_tokenizer() is fake.tokenizer
     assert fake.get_default_sampling_params().temperature == 0.5  # of the generation_config.json
 
@@ -269,9 +269,9 @@ def test_control_methods_are_verbs_of_the_engine(fake: LLM, monkeypatch: pytest.
         calls.clear()
         answer = getattr(fake, method)(**args)
         parameters = COMMANDS[verb].parameters
-        ((called, given),) = calls
-        assert called == verb and msgspec.convert(given, parameters) == msgspec.convert(sent, parameters), method
-        assert answer in (None, True, [given]), method
+        ((called, sent_args),) = calls
+        assert called == verb and msgspec.convert(sent_args, parameters) == msgspec.convert(sent, parameters), method
+        assert answer in (None, True, [sent_args]), method
     with pytest.raises(RequestError, match="can import") as caught:
         fake.apply_model(lambda model: model)
     assert caught.value.field == "func"
@@ -289,9 +289,9 @@ def test_tensors_of_this_process_are_pushed(fake: LLM, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(fake._llm, "call", call)
     weights = {"a": torch.ones(2, 3), "b": torch.zeros(2)}
-    for given in (weights, weights.items(), torch.nn.ParameterDict(weights)):
+    for source in (weights, weights.items(), torch.nn.ParameterDict(weights)):
         calls.clear()
-        fake.update_weights(given)
+        fake.update_weights(source)
         file = b"".join(args["chunk"] for method, args in calls if method == "feed_weights")
         assert {name: tensor.tolist() for name, tensor in load(file).items()} == {
             name: tensor.tolist() for name, tensor in weights.items()

@@ -72,7 +72,7 @@ def messages(report: Report, client: Any) -> None:
 
 
 def streams(report: Report, client: Any) -> None:
-    whole = client.messages.create(**ASK)
+    reply = client.messages.create(**ASK)
     events = list(client.messages.create(**ASK, stream=True))
     kinds = [event.type for event in events]
     report.check("a stream", kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"])
@@ -80,9 +80,9 @@ def streams(report: Report, client: Any) -> None:
         seen = {event.type for event in stream}
         final = stream.get_final_message()
     report.check("the events of the stream helper", seen == MESSAGE_EVENTS)
-    report.check("its message", final.content[0].text == "85" and final.stop_reason == whole.stop_reason)
+    report.check("its message", final.content[0].text == "85" and final.stop_reason == reply.stop_reason)
     counts = (final.usage.input_tokens + final.usage.cache_read_input_tokens, final.usage.output_tokens)
-    usage = whole.usage
+    usage = reply.usage
     report.check("its usage", counts == (usage.input_tokens + usage.cache_read_input_tokens, usage.output_tokens))
     with client.messages.stream(**ASK) as stream:
         report.check("its texts", "".join(stream.text_stream) == "85" == stream.get_final_text())

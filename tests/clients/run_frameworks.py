@@ -47,12 +47,12 @@ def with_litellm(report: Report, base: str) -> None:
         answer = litellm.completion(**common, temperature=0, user="u", reasoning_effort="low")
         report.check(f"litellm {provider}: chat", answer.choices[0].message.content == "85")
         options = {"seed": 5, "max_tokens": 16, "logprobs": True, "top_logprobs": 2, "stop": ["x"]}
-        whole = litellm.completion(**common, **options)
+        reply = litellm.completion(**common, **options)
         chunks = list(litellm.completion(**common, **options, **USAGE))
         built = litellm.stream_chunk_builder(chunks, messages=MESSAGES)
-        same = built.choices[0].message.content == whole.choices[0].message.content
-        report.check("a stream, put together", same and built.usage.total_tokens == whole.usage.total_tokens)
-        report.check("logprobs", len(whole.choices[0].logprobs.content[0].top_logprobs) == 2)
+        same = built.choices[0].message.content == reply.choices[0].message.content
+        report.check("a stream, put together", same and built.usage.total_tokens == reply.usage.total_tokens)
+        report.check("logprobs", len(reply.choices[0].logprobs.content[0].top_logprobs) == 2)
         report.check("choices", len(litellm.completion(**common, n=3, max_completion_tokens=4).choices) == 3)
         made = litellm.completion(**common, max_tokens=LIMIT, response_format=Verdict).choices[0].message.content
         report.check("a schema from a class", Verdict.model_validate_json(made))
@@ -79,8 +79,8 @@ def litellm_calls(report: Report, common: dict[str, Any]) -> None:
     report.check("its end", choice.finish_reason == "tool_calls" and choice.message.content is None)
     built = litellm.stream_chunk_builder(list(litellm.completion(**forced, **USAGE)), messages=MESSAGES)
     streamed = [item.function for item in built.choices[0].message.tool_calls]
-    whole = [item.function for item in choice.message.tool_calls]
-    report.check("calls streamed", [(f.name, f.arguments) for f in streamed] == [(f.name, f.arguments) for f in whole])
+    reply = [item.function for item in choice.message.tool_calls]
+    report.check("calls streamed", [(f.name, f.arguments) for f in streamed] == [(f.name, f.arguments) for f in reply])
     result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "sunny"}
     history = [*MESSAGES, choice.message.model_dump(), result]
     again = litellm.completion(**(common | {"messages": history, "tools": [TOOL], "max_tokens": 8}))
@@ -154,13 +154,13 @@ def with_instructor(report: Report, base: str) -> None:
 def with_langchain(report: Report, base: str) -> None:
     common: dict[str, Any] = {"model": "demo", "base_url": base, "api_key": "none", "max_retries": 0}
     chat = langchain_openai.ChatOpenAI(**common, temperature=0, logprobs=True, top_logprobs=2, stream_usage=True)
-    whole = chat.invoke(QUESTION)
-    report.check("langchain: invoke", whole.content == "85" and whole.usage_metadata["output_tokens"] == 3)
+    reply = chat.invoke(QUESTION)
+    report.check("langchain: invoke", reply.content == "85" and reply.usage_metadata["output_tokens"] == 3)
     chunks = list(chat.stream(QUESTION))
     total = sum(chunks[1:], chunks[0])
     report.check("a stream, added up", total.content == "85" and total.usage_metadata["output_tokens"] == 3)
-    own = [part.response_metadata["logprobs"]["content"] for part in (whole, total)]
-    report.check("its logprobs", own[0] == own[1])
+    logprobs = [part.response_metadata["logprobs"]["content"] for part in (reply, total)]
+    report.check("its logprobs", logprobs[0] == logprobs[1])
     report.check("a batch", [answer.content for answer in chat.batch([QUESTION] * 3)] == ["85"] * 3)
     structured = langchain_openai.ChatOpenAI(**common, max_tokens=LIMIT).with_structured_output(
         Verdict, method="json_schema"
@@ -206,8 +206,8 @@ def with_responses(report: Report, base: str) -> None:
     report.check("output by a tool call", isinstance(by_call.run_sync(QUESTION).output, Verdict))
     chat: dict[str, Any] = {"model": "demo", "base_url": base, "api_key": "none", "use_responses_api": True}
     langchain = langchain_openai.ChatOpenAI(**chat, temperature=0, max_retries=0)
-    whole = langchain.invoke(QUESTION)
-    report.check("responses: langchain", whole.text == "85" and whole.usage_metadata["output_tokens"] == 3)
+    reply = langchain.invoke(QUESTION)
+    report.check("responses: langchain", reply.text == "85" and reply.usage_metadata["output_tokens"] == 3)
     chunks = list(langchain.stream(QUESTION))
     report.check("a stream, added up", sum(chunks[1:], chunks[0]).text == "85")
     structured = langchain_openai.ChatOpenAI(**chat, max_tokens=LIMIT).with_structured_output(Verdict)

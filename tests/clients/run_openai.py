@@ -25,7 +25,7 @@ def chat(report: Report, client: Any) -> None:
         "chat answers", answer.choices[0].message.content == "85" and answer.choices[0].finish_reason == "stop"
     )
     options: dict[str, Any] = {"seed": 5, "max_completion_tokens": 16, "logprobs": True, "top_logprobs": 3, "n": 3}
-    whole = create(model="demo", messages=MESSAGES, **options)
+    expected = create(model="demo", messages=MESSAGES, **options)
     texts, entries, ends = [""] * 3, [[] for _ in range(3)], [None] * 3
     usage = None
     for chunk in create(model="demo", messages=MESSAGES, **options, **STREAM_USAGE):
@@ -34,10 +34,10 @@ def chat(report: Report, client: Any) -> None:
             texts[choice.index] += choice.delta.content or ""
             entries[choice.index] += choice.logprobs.content if choice.logprobs else []
             ends[choice.index] = choice.finish_reason or ends[choice.index]
-    report.check("a stream's texts", texts == [choice.message.content for choice in whole.choices])
-    report.check("a stream's logprobs", entries == [choice.logprobs.content for choice in whole.choices])
-    report.check("a stream's ends", ends == [choice.finish_reason for choice in whole.choices])
-    report.check("a stream's usage", usage.completion_tokens == whole.usage.completion_tokens)
+    report.check("a stream's texts", texts == [choice.message.content for choice in expected.choices])
+    report.check("a stream's logprobs", entries == [choice.logprobs.content for choice in expected.choices])
+    report.check("a stream's ends", ends == [choice.finish_reason for choice in expected.choices])
+    report.check("a stream's usage", usage.completion_tokens == expected.usage.completion_tokens)
     report.check("logprobs have their alternatives", all(len(e.top_logprobs) == 3 for es in entries for e in es))
     stopped = create(model="demo", messages=MESSAGES, temperature=0, stop=["5"])
     report.check("stop strings", stopped.choices[0].message.content == "8")
@@ -70,12 +70,12 @@ def responses(report: Report, client: Any) -> None:
         "their usage", answer.usage.output_tokens == 3 and answer.usage.input_tokens_details.cached_tokens >= 0
     )
     options: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 8}
-    whole = client.responses.create(**common, **options, extra_body={"seed": 5})
+    expected = client.responses.create(**common, **options, extra_body={"seed": 5})
     events = list(client.responses.create(**common, **options, extra_body={"seed": 5}, stream=True))
     report.check("their events", [event.sequence_number for event in events] == list(range(len(events))))
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
-    report.check("their text", text == whole.output_text == events[-1].response.output_text)
-    shown = [reply.output[0].content[0].logprobs for reply in (whole, events[-1].response)]
+    report.check("their text", text == expected.output_text == events[-1].response.output_text)
+    shown = [reply.output[0].content[0].logprobs for reply in (expected, events[-1].response)]
     report.check("their logprobs", shown[0] == shown[1] and len(shown[0][0].top_logprobs) == 2)
     with client.responses.stream(**common, temperature=0) as stream:
         kinds = [event.type for event in stream]
@@ -116,11 +116,11 @@ def completions(report: Report, client: Any) -> None:
     report.check(
         "scoring", scored.text == "abc" and columns.token_logprobs[0] is None and columns.token_logprobs[1] < 0
     )
-    whole = create(model="demo", prompt="abc", max_tokens=8, seed=3)
+    expected = create(model="demo", prompt="abc", max_tokens=8, seed=3)
     stream = create(model="demo", prompt="abc", max_tokens=8, seed=3, **STREAM_USAGE)
     chunks = list(stream)
     joined = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
-    report.check("a stream of a completion", joined == whole.choices[0].text and chunks[-1].usage == whole.usage)
+    report.check("a stream of a completion", joined == expected.choices[0].text and chunks[-1].usage == expected.usage)
 
 
 def errors(report: Report, client: Any) -> None:

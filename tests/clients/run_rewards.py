@@ -41,10 +41,10 @@ def scores(report: Report) -> list[float]:
 
 def rerank(report: Report, expected: list[float]) -> None:
     order = sorted(range(len(DOCUMENTS)), key=lambda index: -expected[index])
-    wanted = [(index, expected[index]) for index in order]
+    ranking = [(index, expected[index]) for index in order]
     client = cohere.ClientV2(api_key="none", base_url=report.url)
     results = client.rerank(model="demo", query=QUERY, documents=DOCUMENTS).results
-    report.check("Cohere's SDK", [(one.index, one.relevance_score) for one in results] == wanted)
+    report.check("Cohere's SDK", [(one.index, one.relevance_score) for one in results] == ranking)
     results = client.rerank(model="demo", query=QUERY, documents=DOCUMENTS, top_n=2, max_tokens_per_doc=4096).results
     report.check("Cohere's top_n", [one.index for one in results] == order[:2])
     try:
@@ -60,7 +60,7 @@ def rerank(report: Report, expected: list[float]) -> None:
                 api_key="none", return_documents=True,
             )  # fmt: skip
             actual = [(one["index"], one["relevance_score"]) for one in reply.results]
-            report.check(f"litellm as {provider}, top_n {top}", actual == wanted[:top])
+            report.check(f"litellm as {provider}, top_n {top}", actual == ranking[:top])
 
 
 def main() -> None:

@@ -25,8 +25,8 @@ def finite(values: Any) -> bool:
 def generates(report: Report, client: Any, tokenizer: Any) -> None:
     prompts = [tokenizer.apply_chat_template(q, add_generation_prompt=True, return_dict=False) for q in QUESTIONS]
     texts = [tokenizer.apply_chat_template(q, add_generation_prompt=True, tokenize=False) for q in QUESTIONS]
-    for given in (prompts, texts):
-        actual = client.generate(given, n=2, max_tokens=8, logprobs=0, generation_kwargs={"seed": 3})
+    for inputs in (prompts, texts):
+        actual = client.generate(inputs, n=2, max_tokens=8, logprobs=0, generation_kwargs={"seed": 3})
         report.check("generate: prompts come back", actual["prompt_ids"] == prompts)
         report.check("generate: prompt-major choices", len(actual["completion_ids"]) == 6)
         firsts = [[row[0] for row in ids] for ids in actual["logprob_token_ids"]]
@@ -70,10 +70,10 @@ def scores(report: Report, client: Any) -> None:
     report.check(
         "the tokens' own", actual["actual_token_ids"][0] == [[44], [7], [9]] and finite(actual["actual_logprobs"])
     )
-    whole = client.get_sequence_logprobs(sequences, lengths, top_logprobs=20)
+    top_20 = client.get_sequence_logprobs(sequences, lengths, top_logprobs=20)
     report.check("more alternatives begin alike", all(
         wide[:5] == row
-        for rows, wides in zip(actual["logprobs"], whole["logprobs"], strict=True)
+        for rows, wides in zip(actual["logprobs"], top_20["logprobs"], strict=True)
         for row, wide in zip(rows, wides, strict=True)
     ))  # fmt: skip
 

@@ -9,9 +9,9 @@ from tests.conformance.api import Api
 
 @pytest.fixture(scope="session")
 def api(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> Iterator[Api]:
-    given = pytestconfig.getoption("--base-url")
-    if given:
-        with Api(given, *(pytestconfig.getoption(name) for name in ("--vocab-size", "--eos-token-id"))) as requested:
+    base_url = pytestconfig.getoption("--base-url")
+    if base_url:
+        with Api(base_url, *(pytestconfig.getoption(name) for name in ("--vocab-size", "--eos-token-id"))) as requested:
             yield requested
     else:
         with Api(request.getfixturevalue("demo").url) as requested:

@@ -59,8 +59,8 @@ def test_what_came_before_an_abort_is_kept_and_exact(api: Api) -> None:
     with Long(api, "kept", n=1, params={"seed": 5}) as call:
         api.ok(ABORTS[0], {"request_ids": ["kept"]})
         ids = call.reply()["choices"][0]["token_ids"]
-    want = api.choice({"seed": 5, "ignore_eos": True, "max_tokens": len(ids) or 1})["token_ids"]
-    assert ids == want[: len(ids)]
+    expected = api.choice({"seed": 5, "ignore_eos": True, "max_tokens": len(ids) or 1})["token_ids"]
+    assert ids == expected[: len(ids)]
 
 
 def test_abort_by_group(api: Api) -> None:

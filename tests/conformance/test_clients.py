@@ -53,10 +53,10 @@ def test_lm_eval(text: Api) -> None:
     logprobs = text.ok(COMPLETIONS, body)["choices"][0]["logprobs"]
     assert len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"]) == 4
     assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
-    for token, tops, own in list(
+    for token, tops, logprob in list(
         zip(*(logprobs[n] for n in ("tokens", "top_logprobs", "token_logprobs")), strict=True)
     )[1:]:
-        assert tops[token] == own
+        assert tops[token] == logprob
 
 
 def test_guidellm(text: Api) -> None:

@@ -91,8 +91,8 @@ def test_an_unknown_field_is_refused_with_the_nearest_known_name(api: Api) -> No
 def test_internal_names_of_other_servers_are_harmless(api: Api) -> None:
     harmless = {"output_kind": 2, "flat_logprobs": True, "skip_clone": None, "routed_experts_prompt_start": 1,
                 "skip_reading_prefix_cache": False, "stream_interval": 2, "watermarking": None}  # fmt: skip
-    want = api.choice({"temperature": 0})
-    assert api.choice({"temperature": 0} | harmless)["token_ids"] == want["token_ids"]
+    expected = api.choice({"temperature": 0})
+    assert api.choice({"temperature": 0} | harmless)["token_ids"] == expected["token_ids"]
 
 
 RENDERED_BY_VLLM: dict[str, Any] = {
@@ -142,8 +142,8 @@ def test_null_is_absent_where_a_field_is_optional(api: Api) -> None:
 
 def test_null_is_absent_also_where_it_is_no_value(api: Api) -> None:
     names = ("output_mode", "logprobs_format", "priority")
-    want = api.choice({"temperature": 0})
-    assert api.choice({"temperature": 0}, **dict.fromkeys(names))["token_ids"] == want["token_ids"]
+    expected = api.choice({"temperature": 0})
+    assert api.choice({"temperature": 0}, **dict.fromkeys(names))["token_ids"] == expected["token_ids"]
     assert api.ok(GENERATE, {"token_ids": PROMPT, "sampling_params": None, "deadline_ms": 2000})["choices"]
 
 
@@ -226,8 +226,8 @@ def test_two_different_ids_are_refused(api: Api) -> None:
 
 def test_a_duplicate_of_an_id_in_flight_is_409(api: Api) -> None:
     with Long(api, "twin"):
-        for given in ("twin", "generate-tokens-twin", "chatcmpl-twin"):
-            error = api.refused(api.post(GENERATE, {"token_ids": PROMPT, "request_id": given}), 409, "request_id")
+        for request_id in ("twin", "generate-tokens-twin", "chatcmpl-twin"):
+            error = api.refused(api.post(GENERATE, {"token_ids": PROMPT, "request_id": request_id}), 409, "request_id")
             assert error["type"] == "conflict_error"
         api.ok(ABORTS[0], {"request_ids": ["twin"]})
     assert api.generate(request_id="twin")["choices"]

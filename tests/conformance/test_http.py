@@ -91,11 +91,11 @@ def test_json_by_any_of_its_names(api: Api, kind: str | None) -> None:
 def test_msgpack_by_any_of_its_names_has_the_same_fields(api: Api, kind: str) -> None:
     packed = msgspec.msgpack.encode(BODY)
     answer = api.post(GENERATE, content=packed, headers={"Content-Type": kind})
-    want = api.ok(GENERATE, BODY)
-    assert answer.headers["content-type"] == JSON and answer.json()["choices"] == want["choices"]
+    expected = api.ok(GENERATE, BODY)
+    assert answer.headers["content-type"] == JSON and answer.json()["choices"] == expected["choices"]
     answer = api.post(GENERATE, content=packed, headers={"Content-Type": kind, "Accept": kind})
     assert answer.headers["content-type"] == MSGPACK
-    assert set(msgspec.msgpack.decode(answer.content)) == set(want)
+    assert set(msgspec.msgpack.decode(answer.content)) == set(expected)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings:
 def test_an_offer_of_another_protocol_is_declined(api: Api) -> None:
     body = json.dumps(BODY).encode()
     head = f"POST {GENERATE} HTTP/1.1\r\nHost: a\r\nContent-Type: {JSON}\r\n".encode()
-    want = api.ok(GENERATE, BODY)["choices"]
+    expected = api.ok(GENERATE, BODY)["choices"]
     length = f"Content-Length: {len(body)}\r\n\r\n".encode()
     chunked = f"Transfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n"
     expect = b"Expect: 100-continue\r\n"
@@ -206,7 +206,7 @@ def test_an_offer_of_another_protocol_is_declined(api: Api) -> None:
         (head + OFFER + length + body, b""), (head + OFFER + chunked, b""), (head + expect + OFFER + length, body)
     ):  # fmt: skip
         status, reply = exchange(api, raw, then)
-        assert status == 200 and json.loads(reply)["choices"] == want
+        assert status == 200 and json.loads(reply)["choices"] == expected
     status, _ = exchange(api, b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
     assert status == 200
 

@@ -87,11 +87,11 @@ def test_the_four_formats_are_equal(api: Api) -> None:
 
 def test_logprobs_zero_is_the_sampled_token_alone(api: Api) -> None:
     choice = api.choice(PARAMS | {"logprobs": 0})
-    want = [e["logprob"] for e in api.choice(PARAMS)["logprobs"]["content"]]
-    assert [e["logprob"] for e in choice["logprobs"]["content"]] == want
+    expected = [e["logprob"] for e in api.choice(PARAMS)["logprobs"]["content"]]
+    assert [e["logprob"] for e in choice["logprobs"]["content"]] == expected
     assert all(len(e["top_logprobs"]) <= 1 for e in choice["logprobs"]["content"])
     arrays = api.choice(PARAMS | {"logprobs": 0}, logprobs_format="arrays")["logprobs"]
-    assert arrays["token_logprobs"] == want and arrays["top_token_ids"] == [[]] * 10
+    assert arrays["token_logprobs"] == expected and arrays["top_token_ids"] == [[]] * 10
 
 
 def test_asking_for_logprobs_changes_no_token(api: Api) -> None:
@@ -127,11 +127,11 @@ def test_top_logprobs_are_sorted_and_ranks_fit(api: Api) -> None:
     arrays = api.choice(PARAMS | {"logprobs": 20}, logprobs_format="arrays")["logprobs"]
     ids = api.choice(PARAMS)["token_ids"]
     rows = zip(ids, *(arrays[n] for n in ("token_logprobs", "ranks", "top_token_ids", "top_logprobs")), strict=True)
-    for token, own, rank, tops, values in rows:
+    for token, logprob, rank, tops, values in rows:
         assert values == sorted(values, reverse=True) and len(set(tops)) == len(tops) == min(20, api.vocab_size)
-        assert rank == 1 + sum(value > own for value in values) or rank > 20
+        assert rank == 1 + sum(value > logprob for value in values) or rank > 20
         if token in tops:
-            assert values[tops.index(token)] == own
+            assert values[tops.index(token)] == logprob
 
 
 @pytest.mark.parametrize("mode", ["raw", "temperature", "processed"])
@@ -161,8 +161,8 @@ def test_prompt_logprobs_have_the_prompts_own_token_first_with_its_rank(api: Api
 
 def test_prompt_logprobs_true_is_one_and_false_is_none(api: Api) -> None:
     params = {"prompt_logprobs": 1, "temperature": 0}
-    want = api.generate(params)["prompt_logprobs"]
-    assert api.generate(params | {"prompt_logprobs": True})["prompt_logprobs"] == want
+    expected = api.generate(params)["prompt_logprobs"]
+    assert api.generate(params | {"prompt_logprobs": True})["prompt_logprobs"] == expected
     assert api.generate(params | {"prompt_logprobs": False})["prompt_logprobs"] is None
 
 
@@ -193,11 +193,11 @@ def test_prompt_logprobs_cold_equal_warm(api: Api) -> None:
 
 def test_prompt_logprobs_start_leaves_out_what_is_before(api: Api) -> None:
     prompt = [40 + i % 7 for i in range(60)]
-    whole = api.generate({"prompt_logprobs": 1}, token_ids=prompt)["prompt_logprobs"]
+    all_entries = api.generate({"prompt_logprobs": 1}, token_ids=prompt)["prompt_logprobs"]
     for start in (0, 1, 2, 17, 59):
         part = api.generate({"prompt_logprobs": 1, "prompt_logprobs_start": start}, token_ids=prompt)["prompt_logprobs"]
         first = max(1, start)
-        assert part == [None] * first + whole[first:]
+        assert part == [None] * first + all_entries[first:]
         params = {"prompt_logprobs": 1, "prompt_logprobs_start": start}
         arrays = api.generate(params, token_ids=prompt, logprobs_format="arrays")["prompt_logprobs"]
         assert arrays["start"] == first and len(arrays["token_logprobs"]) == 60 - first

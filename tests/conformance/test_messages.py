@@ -76,21 +76,21 @@ def events(answer: Any) -> list[dict[str, Any]]:
 
 def test_an_answer_is_chats_whole_and_streamed(text: Api) -> None:
     body = {"model": text.model} | ASK
-    whole = text.ok(CREATE, body)
+    reply = text.ok(CREATE, body)
     chat = text.ok(CHAT, {"messages": MESSAGES, "max_tokens": 16, "temperature": 0})
     content = chat["choices"][0]["message"]["content"]
-    assert whole["content"] == [{"type": "text", "text": content}] and whole["stop_reason"] in (
+    assert reply["content"] == [{"type": "text", "text": content}] and reply["stop_reason"] in (
         "end_turn",
         "max_tokens",
     )
-    usage = whole["usage"]
+    usage = reply["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
     assert usage["output_tokens"] == chat["usage"]["completion_tokens"]
     streamed = events(text.post(CREATE, body | {"stream": True}))
     kinds = [event["type"] for event in streamed if event["type"] != "content_block_delta"]
     assert kinds == ["message_start", "content_block_start", "content_block_stop", "message_delta", "message_stop"]
     assert "".join(e["delta"]["text"] for e in streamed if e["type"] == "content_block_delta") == content
-    assert streamed[-2]["delta"]["stop_reason"] == whole["stop_reason"]
+    assert streamed[-2]["delta"]["stop_reason"] == reply["stop_reason"]
     assert streamed[-2]["usage"]["output_tokens"] == usage["output_tokens"]
 
 

@@ -202,8 +202,8 @@ def test_logit_bias_pushes_and_forbids(api: Api) -> None:
 
 def test_ten_thousand_biases(api: Api) -> None:
     bias = {str(i % api.vocab_size): 0.0 for i in range(10_000)}
-    want = api.choice({"temperature": 0})
-    assert api.choice({"temperature": 0, "logit_bias": bias})["token_ids"] == want["token_ids"]
+    expected = api.choice({"temperature": 0})
+    assert api.choice({"temperature": 0, "logit_bias": bias})["token_ids"] == expected["token_ids"]
 
 
 def test_top_k_one_and_a_tiny_top_p_are_greedy(api: Api) -> None:

@@ -93,8 +93,8 @@ def test_unknown_fields_are_ignored_and_named(text: Api, route: str) -> None:
 
 def test_null_is_the_same_as_absent(text: Api, route: str) -> None:
     names = [name for name, _ in REFUSED if name not in ("max_tokens", "temperature")]
-    want = text.ok(route, BODIES[route])["choices"]
-    assert text.ok(route, BODIES[route] | dict.fromkeys(names))["choices"] == want
+    expected = text.ok(route, BODIES[route])["choices"]
+    assert text.ok(route, BODIES[route] | dict.fromkeys(names))["choices"] == expected
 
 
 def test_the_request_id_is_the_clients(text: Api, route: str) -> None:
@@ -135,8 +135,8 @@ def test_a_chat_is_template_generate_decode(text: Api) -> None:
 def test_chat_with_tokens_replaces_the_rendered_prompt(text: Api) -> None:
     prompt = text.ok(TOKENIZE, {"messages": MESSAGES})["tokens"]
     body = {"tokens": prompt, "messages": [{"role": "user", "content": "other"}], "max_tokens": 8, "temperature": 0}
-    want = text.ok(CHAT, ASK)["choices"]
-    assert text.ok(CHAT_TOKENS, body)["choices"] == want
+    expected = text.ok(CHAT, ASK)["choices"]
+    assert text.ok(CHAT_TOKENS, body)["choices"] == expected
     text.refused(text.post(CHAT_TOKENS, ASK), 400, "tokens")
     text.refused(text.post(CHAT, ASK | {"tokens": prompt}), 400, "tokens")
 
@@ -190,9 +190,9 @@ def test_chat_logprobs(text: Api) -> None:
 
 def test_continue_final_message_and_add_generation_prompt(text: Api) -> None:
     final = [*MESSAGES, {"role": "assistant", "content": "8"}]
-    whole = text.ok(TOKENIZE, {"messages": final, "add_generation_prompt": False})["tokens"]
+    rendered = text.ok(TOKENIZE, {"messages": final, "add_generation_prompt": False})["tokens"]
     part = text.ok(TOKENIZE, {"messages": final, "continue_final_message": True})["tokens"]
-    assert part == whole[: len(part)] and len(part) < len(whole)
+    assert part == rendered[: len(part)] and len(part) < len(rendered)
     body = ASK | {"messages": final, "continue_final_message": True, "add_generation_prompt": True}
     text.refused(text.post(CHAT, body), 400, "continue_final_message")
 
@@ -254,8 +254,8 @@ def test_echo_puts_the_prompt_first_and_scores_it(text: Api) -> None:
     assert choice["text"].startswith(COMPLETE["prompt"]) and logprobs["token_logprobs"][0] is None
     assert len(logprobs["tokens"]) == len(ids) + 1 and "".join(logprobs["tokens"][: len(ids)]) == COMPLETE["prompt"]
     scored = text.generate({"prompt_logprobs": 0}, token_ids=ids)["prompt_logprobs"]
-    want = [scored[i][str(token)]["logprob"] for i, token in enumerate(ids) if i]
-    assert logprobs["token_logprobs"][1 : len(ids)] == want
+    expected = [scored[i][str(token)]["logprob"] for i, token in enumerate(ids) if i]
+    assert logprobs["token_logprobs"][1 : len(ids)] == expected
     [only] = text.ok(COMPLETIONS, body | {"max_tokens": 0})["choices"]
     assert only["text"] == COMPLETE["prompt"] and len(only["logprobs"]["tokens"]) == len(ids)
 

@@ -51,8 +51,8 @@ def test_a_forced_call(text: Api, route: str, choice: Any) -> None:
 def test_a_stream_says_the_same(text: Api, fields: dict[str, Any]) -> None:
     extra = {"n": 2, "temperature": 0.7, "seed": 4, "logprobs": True, "return_token_ids": True, "max_tokens": 120}
     body = ASK | fields | extra
-    whole = text.ok(CHAT, body)["choices"]
-    joined: list[dict[str, Any]] = [{"content": "", "calls": [], "ids": [], "logprobs": []} for _ in whole]
+    choices = text.ok(CHAT, body)["choices"]
+    joined: list[dict[str, Any]] = [{"content": "", "calls": [], "ids": [], "logprobs": []} for _ in choices]
     for event in text.events(CHAT, body | {"stream": True}):
         for part in event["choices"]:
             choice, delta = joined[part["index"]], part["delta"]
@@ -65,7 +65,7 @@ def test_a_stream_says_the_same(text: Api, fields: dict[str, Any]) -> None:
             choice["ids"] += part.get("token_ids", [])
             choice["logprobs"] += (part.get("logprobs") or {"content": []})["content"]
             choice["finish"] = part["finish_reason"]
-    for choice, streamed in zip(whole, joined, strict=True):
+    for choice, streamed in zip(choices, joined, strict=True):
         calls = [[c["id"], c["function"]["name"], c["function"]["arguments"]] for c in
                  choice["message"].get("tool_calls", [])]  # fmt: skip
         assert streamed["calls"] == calls and streamed["content"] == (choice["message"]["content"] or "")

@@ -35,8 +35,11 @@ class Browser:
         try:
             self._base = self._address()
             flags = [*FLAGS, f"--user-data-dir={self._profile.name}", f"--window-size={width},{height}"]
-            wanted = {"goog:chromeOptions": {"binary": browser, "args": flags}, "goog:loggingPrefs": {"browser": "ALL"}}
-            made = self._send("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
+            capabilities = {
+                "goog:chromeOptions": {"binary": browser, "args": flags},
+                "goog:loggingPrefs": {"browser": "ALL"},
+            }
+            made = self._send("POST", "/session", {"capabilities": {"alwaysMatch": capabilities}})
             self._base += f"/session/{made['sessionId']}"
         except BaseException:
             self._end()

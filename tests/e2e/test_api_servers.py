@@ -113,11 +113,11 @@ def abort(server: Server, index: int, which: dict[str, Any]) -> Any:
 
 
 def test_an_abort_reaches_the_process_that_owns_the_request(two: Server) -> None:
-    with in_flight(two, (0, body("mine", group_id="g")), (1, body("other", n=100, group_id="g"))) as (mine, other):
+    with in_flight(two, (0, body("mine", group_id="g")), (1, body("other", n=100, group_id="g"))) as (aborted, other):
         assert abort(two, 1, {"request_ids": ["generate-tokens-mine", "nobody"]}) == {
             "aborted": 1, "results": {"generate-tokens-mine": "aborted", "nobody": "not_found"},
         }  # fmt: skip
-        assert reasons(mine.result(PATIENCE)) == {"abort"} and len(mine.result().json()["choices"]) == 400
+        assert reasons(aborted.result(PATIENCE)) == {"abort"} and len(aborted.result().json()["choices"]) == 400
         assert abort(two, 1, {"request_ids": ["mine"]})["results"] == {"mine": "finished"}
         assert not other.done()
         assert abort(two, 0, {"group_id": "g"}) == {"aborted": 1, "results": {"other": "aborted"}}
@@ -252,9 +252,9 @@ def test_a_second_signal_aborts_what_runs() -> None:
 @pytest.mark.slow
 def test_a_process_that_is_told_to_stop_by_itself_hurts_no_other() -> None:
     with Server("demo", *FLAGS, "--shutdown-timeout", "0") as server:
-        with in_flight(server, (0, body("a")), (1, body("b", n=8, max_tokens=500))) as (mine, other):
+        with in_flight(server, (0, body("a")), (1, body("b", n=8, max_tokens=500))) as (aborted, other):
             server.api_processes()[0].terminate()
-            assert reasons(mine.result(PATIENCE)) == {"abort"}
+            assert reasons(aborted.result(PATIENCE)) == {"abort"}
             assert reasons(other.result(PATIENCE)) == {"length"}
             until(lambda: any("API process 0 serves again" in line for line in server.log))
         assert server.stop() == 0

@@ -75,8 +75,8 @@ def test_many_at_once_are_what_they_are_alone(server: Served) -> None:
     ],
 )  # fmt: skip
 def test_what_it_has_no_use_for_is_refused(server: Served, body: dict[str, Any], param: str) -> None:
-    given = {"prompt": "a", "use_beam_search": True, "n": 3, "max_tokens": 6} | body
-    answer = server.post(COMPLETIONS, given)
+    request_body = {"prompt": "a", "use_beam_search": True, "n": 3, "max_tokens": 6} | body
+    answer = server.post(COMPLETIONS, request_body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
     if param == "stop":
         answer = server.post(COMPLETIONS + "/render", {"prompt": "a", "use_beam_search": True})

@@ -55,7 +55,7 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield one
 
 
-def theirs(directory: Path, prompts: list[list[int]]) -> list[NDArray[np.float32]]:
+def transformers_logits(directory: Path, prompts: list[list[int]]) -> list[NDArray[np.float32]]:
     model = AutoModelForSequenceClassification.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
@@ -93,9 +93,9 @@ def test_logits_are_those_of_transformers_and_do_not_depend_on_company(tmp_path:
         alone = [logits(llm, [prompt])[0] for prompt in PROMPTS]
         assert logits(llm, PROMPTS) == alone
         probs = [one.outputs.probs for one in llm.classify(PROMPTS)]
-    for prompt_logits, want, prob in zip(alone, theirs(directory, PROMPTS), probs, strict=True):
-        assert np.allclose(prompt_logits, want, atol=1e-4)
-        assert np.allclose(prob, torch.tensor(want).softmax(0), atol=1e-5)
+    for prompt_logits, expected, prob in zip(alone, transformers_logits(directory, PROMPTS), probs, strict=True):
+        assert np.allclose(prompt_logits, expected, atol=1e-4)
+        assert np.allclose(prob, torch.tensor(expected).softmax(0), atol=1e-5)
     with LLM(str(directory), max_num_batched_tokens=9, **OPTIONS) as llm:
         assert logits(llm, PROMPTS) == alone, "in chunks"
         assert logits(llm, PROMPTS) == alone, "from the prefix cache"
@@ -103,15 +103,18 @@ def test_logits_are_those_of_transformers_and_do_not_depend_on_company(tmp_path:
 
 def test_sglangs_bodies_of_areal_and_verl(reward: Path) -> None:
     text, ids = "a good answer", [5, 9, 40]
-    want = [float(one[0]) for one in theirs(reward, [ids_of(text), ids])]
+    expected = [float(one[0]) for one in transformers_logits(reward, [ids_of(text), ids])]
     with ServerThread(str(reward), "--max-model-len", "128", "--sglang-api") as server:
         assert httpx.get(f"{server.url}/health_generate").status_code == 200
         for path in ("/classify", "/encode"):
             one = post(server, path, text=text)
-            assert one["embedding"] == [pytest.approx(want[0], abs=1e-4)]
+            assert one["embedding"] == [pytest.approx(expected[0], abs=1e-4)]
             assert one["meta_info"]["prompt_tokens"] == len(ids_of(text))
             both = post(server, path, input_ids=[ids_of(text), ids], rid="r", image_data=None)
-            assert [item["embedding"][-1] for item in both] == [one["embedding"][0], pytest.approx(want[1], abs=1e-4)]
+            assert [item["embedding"][-1] for item in both] == [
+                one["embedding"][0],
+                pytest.approx(expected[1], abs=1e-4),
+            ]
             assert {item["meta_info"]["id"] for item in both} == {"r"}
         embedded = post(server, "/v1/embeddings", input=text)
         assert embedded["data"][-1]["embedding"] == one["embedding"]
@@ -129,9 +132,9 @@ def test_sglangs_bodies_of_areal_and_verl(reward: Path) -> None:
 
 def test_verls_body_and_probabilities(server: Served, reward: Path) -> None:
     text = "a good answer"
-    (want,) = theirs(reward, [ids_of(text)])
+    (expected,) = transformers_logits(reward, [ids_of(text)])
     raw = post(server, "/classify", model="tiny", input=text, use_activation=False)
-    assert raw["data"][-1]["probs"][-1] == pytest.approx(float(want[0]), abs=1e-4)
+    assert raw["data"][-1]["probs"][-1] == pytest.approx(float(expected[0]), abs=1e-4)
     assert raw["id"].startswith("classify-") and raw["object"] == "list" and raw["model"] == "tiny"
     assert raw["usage"] == {"prompt_tokens": len(ids_of(text)), "total_tokens": len(ids_of(text))}
     several = post(server, "/classify", input=[text, "b"])
@@ -140,14 +143,14 @@ def test_verls_body_and_probabilities(server: Served, reward: Path) -> None:
     batch = post(server, "/classify", input=["b", text, "c" * 60], use_activation=False)
     assert batch["data"][1]["probs"] == raw["data"][0]["probs"], "in a batch"
     assert first["label"] == "reward" and first["num_classes"] == 1
-    assert first["probs"][0] == pytest.approx(1 / (1 + np.exp(-float(want[0]))), abs=1e-5)
+    assert first["probs"][0] == pytest.approx(1 / (1 + np.exp(-float(expected[0]))), abs=1e-5)
     assert post(server, "/classify", input=ids_of(text), use_activation=False)["data"] == raw["data"]
 
 
 def test_pooling_returns_the_same_in_all_encodings(server: Served) -> None:
-    want = post(server, "/classify", input=["a", "bc"], use_activation=False)
+    expected = post(server, "/classify", input=["a", "bc"], use_activation=False)
     floats = post(server, "/pooling", input=["a", "bc"], use_activation=False, task="classify")
-    assert [one["data"] for one in floats["data"]] == [one["probs"] for one in want["data"]]
+    assert [one["data"] for one in floats["data"]] == [one["probs"] for one in expected["data"]]
     assert floats["id"].startswith("pool-") and floats["data"][0]["object"] == "pooling"
     packed = post(server, "/pooling", input=["a", "bc"], use_activation=False, encoding_format="base64")
     decoded = [np.frombuffer(base64.b64decode(one["data"]), "<f4").tolist() for one in packed["data"]]
@@ -159,9 +162,11 @@ def test_pooling_returns_the_same_in_all_encodings(server: Served) -> None:
 
 
 def test_scores_of_a_cross_encoder_and_all_names_of_its_fields(server: Served, reward: Path) -> None:
-    want = [float(row[0]) for row in theirs(reward, [ids_of("q") + ids_of(text) for text in ("ab", "c")])]
+    expected = [
+        float(row[0]) for row in transformers_logits(reward, [ids_of("q") + ids_of(text) for text in ("ab", "c")])
+    ]
     reply = post(server, "/v1/score", queries="q", documents=["ab", "c"], use_activation=False)
-    assert [one["score"] for one in reply["data"]] == pytest.approx(want, abs=1e-4)
+    assert [one["score"] for one in reply["data"]] == pytest.approx(expected, abs=1e-4)
     assert reply["usage"]["prompt_tokens"] == sum(len(ids_of("q" + text)) for text in ("ab", "c"))
     for first, second in (("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2")):
         again = post(server, "/score", **{first: ["q", "q"], second: ["ab", "c"], "use_activation": False})

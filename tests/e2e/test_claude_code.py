@@ -28,8 +28,8 @@ def bodies() -> list[dict[str, Any]]:
         return ("some words " * (int(actual[1]) // 11 + 1))[: int(actual[1])]
 
     first, *later = RECORDED["requests"]
-    whole = [first, *(first | one for one in later)]
-    return [json.loads(re.sub(r"\((\d+) characters\)", text, json.dumps(body))) for body in whole]
+    requests = [first, *(first | one for one in later)]
+    return [json.loads(re.sub(r"\((\d+) characters\)", text, json.dumps(body))) for body in requests]
 
 
 @pytest.fixture(scope="module")

@@ -46,9 +46,9 @@ def test_all_types_are_of_the_same_vectors(server: Served) -> None:
 @pytest.mark.parametrize("count", [15, 5000], ids=["more tokens than fit", "more bytes than any tokens"])
 def test_long_texts_are_cut(server: Served, count: int) -> None:
     long = "abcdefgh " * count
-    whole = server.post("/tokenize", {"prompt": long}).json()["tokens"]
-    assert len(whole) > 64
-    for truncate, ids in (("END", whole[:64]), (None, whole[:64]), ("START", whole[-64:])):
+    token_ids = server.post("/tokenize", {"prompt": long}).json()["tokens"]
+    assert len(token_ids) > 64
+    for truncate, ids in (("END", token_ids[:64]), (None, token_ids[:64]), ("START", token_ids[-64:])):
         expected = server.post("/v1/embeddings", {"input": ids}).json()["data"][0]["embedding"]
         assert embed(server, texts=[long], truncate=truncate)["embeddings"]["float"] == [expected]
     answer = server.post("/v2/embed", {"texts": ["a", long], "truncate": "NONE"})

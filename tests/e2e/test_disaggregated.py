@@ -84,9 +84,9 @@ def test_tokens_and_logprobs_are_those_of_one_server(pair: tuple[Server, Server]
     ):
         prompt = [40 + number, *PROMPT]
         body = {"token_ids": prompt, "sampling_params": {"max_tokens": 12, "ignore_eos": True} | params}
-        given = prefill(first, body)
-        assert len(given["remote_block_ids"][0]) == 20
-        reply = second.post(GENERATE, body | {"kv_transfer_params": given}).json()
+        kv_params = prefill(first, body)
+        assert len(kv_params["remote_block_ids"][0]) == 20
+        reply = second.post(GENERATE, body | {"kv_transfer_params": kv_params}).json()
         assert plain(reply) == plain(first.post(GENERATE, body).json())
         cached = 0 if "prompt_logprobs" in params else 320
         assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
@@ -103,8 +103,8 @@ def test_text_routes_and_streams(pair: tuple[Server, Server]) -> None:
         ("/v1/completions", {"prompt": question}),
     ):
         body = body | {"model": "demo", "seed": 1, "max_tokens": 8, "logprobs": path.endswith("chat/completions") or 1}
-        given = prefill(first, body, path)
-        reply = second.post(path, body | {"kv_transfer_params": given}).json()
+        kv_params = prefill(first, body, path)
+        reply = second.post(path, body | {"kv_transfer_params": kv_params}).json()
         assert plain(reply) == plain(first.post(path, body).json())
         assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
         streamed = first.post(path, body | {"stream": True, "kv_transfer_params": ASKED}).text
@@ -112,9 +112,9 @@ def test_text_routes_and_streams(pair: tuple[Server, Server]) -> None:
         carriers = [chunk for chunk in chunks if "kv_transfer_params" in chunk]
         assert [chunk["choices"][0]["finish_reason"] is not None for chunk in carriers] == [True]
     body = {"token_ids": PROMPT[::-1], "sampling_params": {"seed": 1, "max_tokens": 9, "ignore_eos": True}}
-    given = prefill(first, body)
+    kv_params = prefill(first, body)
     with httpx.stream(
-        "POST", second.url + GENERATE, json=body | {"kv_transfer_params": given, "stream": True}, timeout=60
+        "POST", second.url + GENERATE, json=body | {"kv_transfer_params": kv_params, "stream": True}, timeout=60
     ) as stream:
         events = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
     tokens = [token for event in events for token in event["choices"][0]["token_ids"]]
@@ -139,8 +139,10 @@ def test_hostile_params_are_refused_with_the_fields_name(pair: tuple[Server, Ser
         "do_remote_prefill": True, "remote_block_ids": [[0]], "remote_engine_id": "e", "remote_request_id": "r",
         "remote_host": "127.0.0.1", "remote_port": 9,
     }  # fmt: skip
-    given = change if not isinstance(change, dict) or len(change) > 1 or "do_remote" in str(change) else good | change
-    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}, "kv_transfer_params": given}
+    kv_params = (
+        change if not isinstance(change, dict) or len(change) > 1 or "do_remote" in str(change) else good | change
+    )
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}, "kv_transfer_params": kv_params}
     reply = second.post(GENERATE, body)
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"].startswith("kv_transfer_params" + ("." + field if field else ""))
@@ -153,34 +155,34 @@ def test_deaths_and_expiry(tmp_path: Path) -> None:
         Server("demo", *flags("tcp", "kv_both", tmp_path)) as strict,
         Server("demo", *flags("tcp", "kv_both", tmp_path, "recompute")) as lenient,
     ):
-        want = plain(first.post(GENERATE, body).json())
-        given = prefill(first, body)
+        expected = plain(first.post(GENERATE, body).json())
+        kv_params = prefill(first, body)
         assert first.metric("tokserve:kv_blocks_leased") == 20
         # garbage on the socket, and a peer that is silent
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(1000)):
-            with socket.create_connection((given["remote_host"], given["remote_port"]), 10) as connection:
+            with socket.create_connection((kv_params["remote_host"], kv_params["remote_port"]), 10) as connection:
                 connection.sendall(garbage)
         end = time.monotonic() + 30
         while first.metric("tokserve:kv_blocks_leased"):
             assert time.monotonic() < end, "the lease does not expire"
             time.sleep(0.2)
-        refused = strict.post(GENERATE, body | {"kv_transfer_params": given})
+        refused = strict.post(GENERATE, body | {"kv_transfer_params": kv_params})
         assert refused.status_code == 500 and "lease has ended" in refused.json()["error"]["message"]
-        given = prefill(first, body)
-        assert first.post("/abort_requests", {"request_ids": [given["remote_request_id"][:-2]]}).status_code == 200
+        kv_params = prefill(first, body)
+        assert first.post("/abort_requests", {"request_ids": [kv_params["remote_request_id"][:-2]]}).status_code == 200
         assert first.metric("tokserve:kv_blocks_leased") == 0
-        other = given | {"remote_identity": given["remote_identity"] | {"weights": "other"}}
+        other = kv_params | {"remote_identity": kv_params["remote_identity"] | {"weights": "other"}}
         refused = strict.post(GENERATE, body | {"kv_transfer_params": other})
         assert refused.status_code == 500 and "differ in: weights" in refused.json()["error"]["message"]
-        given = prefill(first, body)
+        kv_params = prefill(first, body)
         first.stop(signal.SIGKILL)
-        refused = strict.post(GENERATE, body | {"kv_transfer_params": given})
+        refused = strict.post(GENERATE, body | {"kv_transfer_params": kv_params})
         assert refused.status_code == 500 and "could not be loaded" in refused.json()["error"]["message"]
-        assert plain(lenient.post(GENERATE, body | {"kv_transfer_params": given}).json()) == want
+        assert plain(lenient.post(GENERATE, body | {"kv_transfer_params": kv_params}).json()) == expected
         assert lenient.metric("tokserve:kv_transfer_failures_total") == 1
         strict.wait_idle()
         lenient.wait_idle()
-        assert plain(strict.post(GENERATE, body).json()) == want
+        assert plain(strict.post(GENERATE, body).json()) == expected
 
 
 def test_a_decode_server_that_dies_frees_the_lease(tmp_path: Path) -> None:

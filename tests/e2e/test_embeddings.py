@@ -62,9 +62,9 @@ def test_vectors_are_those_of_transformers_and_do_not_depend_on_company(checkpoi
         check_dimensions(llm)
     for prompt, vector, length_one in zip(PROMPTS, raw, alone, strict=True):
         hidden = states(checkpoint, prompt)
-        want = hidden[-1] if kind == "LAST" else hidden.mean(0)
-        assert np.allclose(vector, want, atol=1e-4)
-        assert np.allclose(length_one, want / np.linalg.norm(want), atol=1e-5)
+        expected = hidden[-1] if kind == "LAST" else hidden.mean(0)
+        assert np.allclose(vector, expected, atol=1e-4)
+        assert np.allclose(length_one, expected / np.linalg.norm(expected), atol=1e-5)
     with LLM(str(checkpoint), max_num_batched_tokens=9, pooler_config={"pooling_type": kind}, **OPTIONS) as llm:
         assert vectors(llm, PROMPTS) == alone, "in chunks"
         assert vectors(llm, PROMPTS) == alone, "from the prefix cache"
@@ -72,9 +72,9 @@ def test_vectors_are_those_of_transformers_and_do_not_depend_on_company(checkpoi
 
 def check_dimensions(llm: LLM) -> None:
     """Fewer dimensions are cut before the length becomes one."""
-    whole = np.array(vectors(llm, PROMPTS[:1], normalize=False)[0])
+    vector = np.array(vectors(llm, PROMPTS[:1], normalize=False)[0])
     cut = vectors(llm, PROMPTS[:1], dimensions=16)[0]
-    assert np.allclose(cut, whole[:16] / np.linalg.norm(whole[:16]), atol=1e-6)
+    assert np.allclose(cut, vector[:16] / np.linalg.norm(vector[:16]), atol=1e-6)
     for wrong, message in ((17, "one of 16, 32"), (0, "from 1 to")):
         with pytest.raises(RequestError, match=message):
             llm.embed(PROMPTS[:1], dimensions=wrong)

@@ -62,8 +62,8 @@ def server(cross: tuple[Path, Any, tokenizers.Tokenizer]) -> Iterator[Served]:
 def score(model: Any, tokenizer: tokenizers.Tokenizer, first: str, second: str) -> float:
     encoded = tokenizer.encode(first, second)
     with torch.inference_mode():
-        given = {"input_ids": torch.tensor([encoded.ids]), "token_type_ids": torch.tensor([encoded.type_ids])}
-        return float(model(**given).logits[0, 0])
+        inputs = {"input_ids": torch.tensor([encoded.ids]), "token_type_ids": torch.tensor([encoded.type_ids])}
+        return float(model(**inputs).logits[0, 0])
 
 
 def post(server: Served, path: str, **body: Any) -> dict[str, Any]:
@@ -111,15 +111,15 @@ def test_what_is_too_long_is_refused_or_cut_within_the_special_tokens(
         same = post(server, path, input="blue " * 6, use_activation=False)
         assert cut["data"] == same["data"]
     pair = post(server, "/score", queries="a cat", documents=long, truncate_prompt_tokens=10, use_activation=False)
-    want = score(model, tokenizer, "a cat", "blue " * 5)
-    assert pair["data"][0]["score"] == pytest.approx(want, abs=1e-4)
+    expected = score(model, tokenizer, "a cat", "blue " * 5)
+    assert pair["data"][0]["score"] == pytest.approx(expected, abs=1e-4)
 
 
 def test_labels_of_tokens_and_what_the_model_does_not_do(server: Served) -> None:
-    whole = post(server, "/pooling", input="a cat", task="classify", use_activation=False)["data"][0]["data"]
+    logits = post(server, "/pooling", input="a cat", task="classify", use_activation=False)["data"][0]["data"]
     tokens = post(server, "/pooling", input=["a cat", "a"], task="token_classify", use_activation=False)["data"]
     assert np.shape(tokens[0]["data"]) == (4, 1) and np.shape(tokens[1]["data"]) == (3, 1)
-    assert tokens[0]["data"][0] == pytest.approx(whole, abs=1e-5)
+    assert tokens[0]["data"][0] == pytest.approx(logits, abs=1e-5)
     packed = httpx.post(
         f"{server.url}/pooling", json={"input": ["a cat", "a"], "task": "token_classify", "encoding_format": "bytes"}
     )

@@ -22,8 +22,8 @@ def cases() -> list[Case]:
     made: list[Case] = []
     shared = rng.integers(3, 200, 70).tolist()
     for i in range(17):
-        own = rng.integers(3, 200, [3, 20, 45, 90][i % 4]).tolist()
-        prompt = shared[: 64 if i % 3 == 0 else 0] + own
+        suffix = rng.integers(3, 200, [3, 20, 45, 90][i % 4]).tolist()
+        prompt = shared[: 64 if i % 3 == 0 else 0] + suffix
         params: dict[str, Any] = {"max_tokens": 12 + i, "ignore_eos": True, "logprobs": i % 4, "seed": i}
         params["temperature"] = [0.0, 1.0, 0.6][i % 3]
         if i % 5 == 1:

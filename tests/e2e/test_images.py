@@ -165,12 +165,12 @@ def test_prompts_that_differ_in_an_image_alone_share_nothing_of_it(server: Serve
 def test_groups_and_streams(server: Served) -> None:
     body = by_parts(ONE, stream=True, return_token_ids=False)
     events = [json.loads(line[6:]) for line in server.post(GENERATE, body).text.split("\n\n") if line[:7] == "data: {"]
-    whole = ask(server, by_parts(ONE, sampling_params=SAMPLING | {"n": 3}))
-    assert events[0]["mm_placeholders"] == whole["mm_placeholders"]
-    assert events[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    reply = ask(server, by_parts(ONE, sampling_params=SAMPLING | {"n": 3}))
+    assert events[0]["mm_placeholders"] == reply["mm_placeholders"]
+    assert events[0]["prompt_token_ids"] == reply["prompt_token_ids"]
     assert not any("mm_placeholders" in event for event in events[1:])
     assert [token for event in events for choice in event["choices"] for token in choice["token_ids"]] == (
-        whole["choices"][0]["token_ids"]
+        reply["choices"][0]["token_ids"]
     )
 
 

@@ -62,9 +62,9 @@ def test_adapters_of_the_text(llm: LLM, model: Path, tmp_path: Path) -> None:
     assert adapted != plain
     assert outcome(llm, prompt(), prompt(), lora_request=[None, adapter]) == plain + adapted
     if any("visual" in name for name in adapter_names(model)):
-        whole = LoRARequest("b", lora_path=str(write_adapter(tmp_path / "b", model)))
+        vision_adapter = LoRARequest("b", lora_path=str(write_adapter(tmp_path / "b", model)))
         with pytest.raises(RequestError, match="visual"):
-            outcome(llm, prompt(), lora_request=whole)
+            outcome(llm, prompt(), lora_request=vision_adapter)
 
 
 def adapter_names(model: Path) -> list[str]:

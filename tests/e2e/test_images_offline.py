@@ -85,7 +85,7 @@ def test_a_conversation_is_its_prompt(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "field"),
+    ("fields", "field"),
     [
         ({"multi_modal_data": {"video": [1]}}, "multi_modal_data.video"),
         ({"multi_modal_data": [ONE, TWO]}, "multi_modal_data"),
@@ -98,9 +98,9 @@ def test_a_conversation_is_its_prompt(llm: LLM) -> None:
         ({"multi_modal_data": {"image": [ONE, TWO]}, "prompt_token_ids": ["a"]}, "token_ids"),
     ],
 )
-def test_what_is_wrong_is_named(llm: LLM, given: dict[str, Any], field: str) -> None:
+def test_what_is_wrong_is_named(llm: LLM, fields: dict[str, Any], field: str) -> None:
     with pytest.raises(RequestError) as caught:
-        llm.generate([{"prompt_token_ids": IDS} | given], PARAMS, use_tqdm=False)
+        llm.generate([{"prompt_token_ids": IDS} | fields], PARAMS, use_tqdm=False)
     assert caught.value.field == field
 
 

@@ -48,13 +48,13 @@ def wait_for(server: Server, operation: str, count: int) -> None:
 @pytest.mark.parametrize("ranks", RANKS, ids=" ".join)
 def test_prefixes_outlive_pressure_a_kill_and_damage(ranks: tuple[str, ...], tmp_path: Path) -> None:
     with Server("demo", *SMALL, *ranks, "--no-enable-prefix-caching") as plain:
-        wants = [outcome(plain, number)[0] for number in range(4)]
+        outcomes = [outcome(plain, number)[0] for number in range(4)]
         scored = outcome(plain, 0, prompt_logprobs=1)[0]
     flags = (*SMALL, *STORE, *ranks, "--kv-offloading-dir", str(tmp_path), "--vllm-metric-names")
     with Server("demo", *flags) as server:
-        assert [outcome(server, number) for number in range(4)] == [(want, 0) for want in wants]
+        assert [outcome(server, number) for number in range(4)] == [(expected, 0) for expected in outcomes]
         # the cache holds two of them: the others come from memory
-        assert [outcome(server, number) for number in range(4)] == [(want, 320) for want in wants]
+        assert [outcome(server, number) for number in range(4)] == [(expected, 320) for expected in outcomes]
         assert operations(server, "loaded") >= 40 and operations(server, "read") == 0
         assert server.metric("vllm:external_prefix_cache_hits_total") >= 640
         assert outcome(server, 0, prompt_logprobs=1) == (scored, 0)
@@ -72,7 +72,7 @@ def test_prefixes_outlive_pressure_a_kill_and_damage(ranks: tuple[str, ...], tmp
     (files[0].parent / "notes.txt").write_text("not ours")
     with Server("demo", *flags) as server:
         again = [outcome(server, number) for number in range(4)]
-        assert [want for want, _ in again] == wants
+        assert [expected for expected, _ in again] == outcomes
         assert any(0 < cached <= 320 for _, cached in again)
         assert operations(server, "damaged") >= 1 and operations(server, "read") >= 5
         assert (files[0].parent / "notes.txt").read_text() == "not ours"
@@ -83,7 +83,7 @@ def test_a_disk_that_takes_nothing_costs_only_hits(tmp_path: Path) -> None:
     with Server("demo", *SMALL, *STORE, "--kv-offloading-dir", str(tmp_path)) as server:
         resource.prlimit(server.engine().pid, resource.RLIMIT_FSIZE, (500, 500))
         first = [outcome(server, number) for number in range(4)]
-        assert [outcome(server, number) for number in range(4)] == [(want, 320) for want, _ in first]
+        assert [outcome(server, number) for number in range(4)] == [(expected, 320) for expected, _ in first]
         wait_for(server, "failed_writes", 1)
         assert operations(server, "written") == 0 and not list(tmp_path.glob("*/*/*.kv"))
     assert any("cannot be written" in line for line in server.log)
@@ -92,25 +92,25 @@ def test_a_disk_that_takes_nothing_costs_only_hits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", RANKS[:2], ids=" ".join)
 def test_a_weight_update_leaves_no_stale_kv(ranks: tuple[str, ...], tmp_path: Path) -> None:
     weights = [variant(tmp_path, seed) for seed in (1, 2)]
-    wants = []
+    outcomes = []
     for directory in weights:
         with Server(directory, *SMALL, *ranks) as plain:
-            wants.append(outcome(plain, 0)[0])
+            outcomes.append(outcome(plain, 0)[0])
     store = (*STORE, "--kv-offloading-dir", str(tmp_path / "kv"), "--allowed-weight-dirs", str(tmp_path))
     with Server(weights[0], *SMALL, *ranks, *store) as server:
-        assert outcome(server, 0) == (wants[0], 0)
+        assert outcome(server, 0) == (outcomes[0], 0)
         for number in (1, 0, 1):
             reply = server.post("/update_weights", {"weight_dir": str(weights[number])})
             assert reply.status_code == 200, reply.text
             time.sleep(0.5)  # until the digest of the new weights is computed
             result, cached = outcome(server, 0)
-            assert result == wants[number]
+            assert result == outcomes[number]
         assert cached == 320  # the weights of before the last update: what was kept then is good again
         assert server.post("/sleep?level=1", {}).status_code == 200
         assert server.post("/wake_up", {}).status_code == 200
-        assert outcome(server, 0) == (wants[1], 320)
+        assert outcome(server, 0) == (outcomes[1], 320)
         assert server.post("/reset_prefix_cache?reset_external=true", {}).status_code == 200
-        assert outcome(server, 0) == (wants[1], 0)
+        assert outcome(server, 0) == (outcomes[1], 0)
 
 
 def test_engines_share_a_directory(tmp_path: Path) -> None:
@@ -118,11 +118,11 @@ def test_engines_share_a_directory(tmp_path: Path) -> None:
     body = {"token_ids": prompt(0), "sampling_params": FIXED}
     with Server("demo", *flags) as server:
         replies = [server.post("/inference/v1/generate", body, headers={"X-data-parallel-rank": r}) for r in "01"]
-        wants = [reply.json()["choices"][0]["token_ids"] for reply in replies]
-        assert wants[0] == wants[1]
+        outcomes = [reply.json()["choices"][0]["token_ids"] for reply in replies]
+        assert outcomes[0] == outcomes[1]
         wait_for(server, "written", 20)
     with Server("demo", *flags) as server:
         for rank in "01":
             reply = server.post("/inference/v1/generate", body, headers={"X-data-parallel-rank": rank}).json()
             assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 320
-            assert reply["choices"][0]["token_ids"] == wants[0]
+            assert reply["choices"][0]["token_ids"] == outcomes[0]

@@ -92,19 +92,19 @@ def test_experts_survive_batches_chunks_preemption_and_the_prefix_cache(
     small: dict[str, Any] = {"kv_cache_memory_bytes": per_token * 256, "block_size": 8, "max_num_batched_tokens": 19}
     with LLM(checkpoint, depth=2, **small, **ROUTED, **OPTIONS) as llm:
         for _ in range(2):
-            for (tokens, experts), (want_tokens, want) in zip(
+            for (tokens, experts), (expected_tokens, expected_experts) in zip(
                 routed(llm, PROMPTS, PARAMS), expected, strict=True
             ):  # fmt: skip
-                assert tokens == want_tokens and np.array_equal(experts, want)
+                assert tokens == expected_tokens and np.array_equal(experts, expected_experts)
         assert llm.stats.preemptions > 0 and llm.stats.prefix_hits > 0
-        tokens, want = expected[1]
+        tokens, expected_experts = expected[1]
         rescore = SamplingParams(max_tokens=1, prompt_logprobs=0)
         scored = routed(llm, [PROMPTS[1] + tokens], rescore)[0][1]
-        assert np.array_equal(scored[:-1], want)
+        assert np.array_equal(scored[:-1], expected_experts)
         late = routed(llm, [PROMPTS[1]], SamplingParams(**{**OUTPUT, "routed_experts_prompt_start": 30}))[0][1]
-        assert np.array_equal(late, want[30:])
+        assert np.array_equal(late, expected_experts[30:])
         beyond = routed(llm, [PROMPTS[1]], SamplingParams(**{**OUTPUT, "routed_experts_prompt_start": 999}))[0][1]
-        assert np.array_equal(beyond, want[33:]), "all of the output's, whatever is left out of the prompt"
+        assert np.array_equal(beyond, expected_experts[33:]), "all of the output's, whatever is left out of the prompt"
 
 
 OUTPUT: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "seed": 3, "ignore_eos": True}
@@ -154,18 +154,20 @@ def test_routes_return_the_same_experts_whole_and_streamed(server: Served) -> No
     prompt, common = list(range(20, 60)), {"temperature": 0.7, "seed": 5, "max_tokens": 9}
     sampling = common | {"ignore_eos": True}
     body = {"token_ids": prompt, "sampling_params": sampling}
-    whole = server.post("/inference/v1/generate", body).json()["choices"][0]
-    want = unpacked(whole["routed_experts"])
-    assert want.shape == (48, 3, 3)
+    first_choice = server.post("/inference/v1/generate", body).json()["choices"][0]
+    expected = unpacked(first_choice["routed_experts"])
+    assert expected.shape == (48, 3, 3)
     events = events_of(server, "/inference/v1/generate", body | {"stream": True})
     actual = [choice["routed_experts"] for event in events for choice in event["choices"] if "routed_experts" in choice]
-    assert actual == [whole["routed_experts"]], "with the last event"
+    assert actual == [first_choice["routed_experts"]], "with the last event"
     late = server.post("/inference/v1/generate", body | {"routed_experts_prompt_start": 10}).json()["choices"][0]
-    assert np.array_equal(unpacked(late["routed_experts"]), want[10:])
+    assert np.array_equal(unpacked(late["routed_experts"]), expected[10:])
     text = {"prompt": prompt, "return_token_ids": True} | sampling
-    for changes, rest in (({}, want), ({"routed_experts_prompt_start": 25}, want[25:])):
+    for changes, rest in (({}, expected), ({"routed_experts_prompt_start": 25}, expected[25:])):
         choice = server.post("/v1/completions", text | changes).json()["choices"][0]
-        assert choice["token_ids"] == whole["token_ids"] and np.array_equal(unpacked(choice["routed_experts"]), rest)
+        assert choice["token_ids"] == first_choice["token_ids"] and np.array_equal(
+            unpacked(choice["routed_experts"]), rest
+        )
     chat = {"messages": [{"role": "user", "content": "What is an expert?"}], "return_token_ids": True} | sampling
     reply = server.post("/v1/chat/completions", chat).json()
     experts = unpacked(reply["choices"][0]["routed_experts"])
@@ -173,9 +175,9 @@ def test_routes_return_the_same_experts_whole_and_streamed(server: Served) -> No
     events = events_of(server, "/v1/chat/completions", chat | {"stream": True})
     actual = [choice["routed_experts"] for event in events for choice in event["choices"] if "routed_experts" in choice]
     assert [unpacked(npy).tolist() for npy in actual] == [experts.tolist()]
-    again = {"token_ids": prompt + whole["token_ids"], "sampling_params": {"max_tokens": 1}}
+    again = {"token_ids": prompt + first_choice["token_ids"], "sampling_params": {"max_tokens": 1}}
     scored = unpacked(server.post("/inference/v1/generate", again).json()["choices"][0]["routed_experts"])
-    assert np.array_equal(scored[:48], want)
+    assert np.array_equal(scored[:48], expected)
 
 
 def test_decode_logprobs_equal_rescored_prompt_logprobs(short_steps: LLM) -> None:

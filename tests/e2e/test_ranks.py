@@ -82,8 +82,8 @@ def test_exact_within_a_size_and_close_to_transformers(family: str, ranks: dict[
     write_checkpoint(tmp_path, hf, seed=1)
     with LLM(tmp_path, **ranks, **OPTIONS) as llm:
         check_exact(llm)
-        mine = scores(llm, PROMPT)
-    assert np.abs(mine - reference(tmp_path)).max() <= TOLERANCE
+        actual = scores(llm, PROMPT)
+    assert np.abs(actual - reference(tmp_path)).max() <= TOLERANCE
 
 
 @pytest.mark.slow

@@ -87,9 +87,9 @@ def test_without_the_request_the_text_of_a_cut_reply_is_the_same(
     body = {"messages": MESSAGES} | fields
     made = ask(http, demo, GENERATE, ask(http, demo, CHAT + "/render", body))
     shown = ask(http, demo, CHAT + "/derender", {"generate_response": made})
-    whole = ask(http, demo, CHAT, body)
-    assert [c["message"] for c in shown["choices"]] == [c["message"] for c in whole["choices"]]
-    assert steady(shown)["usage"] == steady(whole)["usage"]
+    expected = ask(http, demo, CHAT, body)
+    assert [c["message"] for c in shown["choices"]] == [c["message"] for c in expected["choices"]]
+    assert steady(shown)["usage"] == steady(expected)["usage"]
 
 
 def test_tokenizer_description(demo: Server, tokens_only: Served) -> None:

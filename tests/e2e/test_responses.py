@@ -42,17 +42,17 @@ def client(demo: Server) -> Iterator[openai.OpenAI]:
 
 @pytest.mark.parametrize("body", OPTIONS, ids=range(len(OPTIONS)))
 def test_replies_and_events_are_of_the_sdks_types(demo: Server, body: dict[str, Any]) -> None:
-    whole = demo.post("/v1/responses", body).json()
-    Response.model_validate(whole)
+    reply = demo.post("/v1/responses", body).json()
+    Response.model_validate(reply)
     text = demo.post("/v1/responses", body | {"stream": True}).text
     events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
     for event in events:
         EVENT.validate_python(event)
     last = events[-1]["response"]
     assert [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in last["output"]] == [
-        {k: v for k, v in item.items() if k not in ("id", "call_id")} for item in whole["output"]
+        {k: v for k, v in item.items() if k not in ("id", "call_id")} for item in reply["output"]
     ]
-    assert last["status"] == whole["status"] and last.get("token_ids") == whole.get("token_ids")
+    assert last["status"] == reply["status"] and last.get("token_ids") == reply.get("token_ids")
 
 
 def test_create_is_the_chat_it_describes(client: openai.OpenAI) -> None:
@@ -89,12 +89,12 @@ def test_a_call_and_its_result_by_the_sdks_helpers(client: openai.OpenAI) -> Non
         kinds = {event.type for event in stream}
         (call,) = stream.get_final_response().output
     assert {"response.function_call_arguments.delta", "response.function_call_arguments.done"} <= kinds
-    whole = client.responses.parse(**body, extra_body={"seed": 2})
-    (again,) = whole.output
+    reply = client.responses.parse(**body, extra_body={"seed": 2})
+    (again,) = reply.output
     assert call.type == again.type == "function_call" and call.arguments == again.arguments
     assert isinstance(again.parsed_arguments, Weather)
     result: Any = {"type": "function_call_output", "call_id": again.call_id, "output": "sunny"}
-    history: Any = [{"role": "user", "content": QUESTION}, *whole.output, result]
+    history: Any = [{"role": "user", "content": QUESTION}, *reply.output, result]
     assert client.responses.create(model="demo", input=history, max_output_tokens=8, tools=[TOOL]).usage
 
 

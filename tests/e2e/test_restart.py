@@ -41,20 +41,20 @@ def replaced(server: Server) -> int:
 async def lost(url: str, strike: Callable[[], object]) -> tuple[httpx.Response, str]:
     """What a whole and a streamed request get when the engine is struck under them."""
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
-        whole = asyncio.create_task(client.post(GENERATE, json=LONG))
+        request = asyncio.create_task(client.post(GENERATE, json=LONG))
         text = []
         async with client.stream("POST", GENERATE, json=LONG | {"stream": True}) as stream:
             async for line in stream.aiter_lines():
                 if not text:
                     strike()
                 text.append(line)
-        return await whole, "\n".join(text)
+        return await request, "\n".join(text)
 
 
-def check_lost(whole: httpx.Response, stream: str) -> None:
+def check_lost(reply: httpx.Response, stream: str) -> None:
     """Both say that the same may be sent again."""
-    assert whole.status_code == 503 and whole.json()["error"]["code"] == "engine_restarting"
-    assert int(whole.headers["retry-after"]) >= 1
+    assert reply.status_code == 503 and reply.json()["error"]["code"] == "engine_restarting"
+    assert int(reply.headers["retry-after"]) >= 1
     assert '"code":"engine_restarting"' in stream and stream.rstrip().endswith("data: [DONE]")
 
 
@@ -133,8 +133,8 @@ def test_an_engine_that_slept_sleeps_on_and_pushed_weights_are_missed(tmp_path: 
         assert push(client, pushed, "step-119") == 1
         assert client.post("/wake_up").status_code == 200 and status(server) == "ready"
         assert push(client, pushed, "step-120") == 2
-        wanted = client.post(GENERATE, json=fixed).json()["choices"]
-        assert wanted[0]["weight_versions"][0]["version"] == "step-120"
+        expected = client.post(GENERATE, json=fixed).json()["choices"]
+        assert expected[0]["weight_versions"][0]["version"] == "step-120"
         kill("quarantined")
         refused = client.post(GENERATE, json=fixed)
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "quarantined"
@@ -144,7 +144,7 @@ def test_an_engine_that_slept_sleeps_on_and_pushed_weights_are_missed(tmp_path: 
         assert "step-120" in state["reason"] and client.get("/health").status_code == 200
         assert client.get("/server_info").json()["engine"]["epoch"] == 3
         assert push(client, pushed, "step-120") == 4
-        assert client.post(GENERATE, json=fixed).json()["choices"] == wanted
+        assert client.post(GENERATE, json=fixed).json()["choices"] == expected
         assert client.get("/server_info").json()["engine"]["weight_version"] == "step-120"
 
 

@@ -269,14 +269,14 @@ def test_after_recompute_kv_tokens_in_flight_have_the_logprobs_of_the_new_weight
                 pairs.append((made.logprobs[after:].tolist(), np.array(scored, np.float32).tolist()))
             return pairs
 
-    for received, want in asyncio.run(across_a_commit(1, recompute_kv=True)):
-        assert received == want
+    for received, expected in asyncio.run(across_a_commit(1, recompute_kv=True)):
+        assert received == expected
     assert lab.serves(1)
-    assert any(received != want for received, want in asyncio.run(across_a_commit(0)))
+    assert any(received != expected for received, expected in asyncio.run(across_a_commit(0)))
     assert lab.serves(0)
-    for received, want in asyncio.run(across_a_commit(1, mode="retract")):
-        assert received == want
-    assert any(received != want for received, want in asyncio.run(across_a_commit(0)))
+    for received, expected in asyncio.run(across_a_commit(1, mode="retract")):
+        assert received == expected
+    assert any(received != expected for received, expected in asyncio.run(across_a_commit(0)))
     assert lab.serves(0)
 
 
@@ -309,9 +309,9 @@ def test_checksums_are_compared(lab: Lab) -> None:
     lab.post("/update_weights", {"weight_dir": str(lab.directories[0])})
     before = lab.post("/weight_checker", {"action": "checksum"})["checksums"]
     assert lab.post("/weight_checker", {"action": "compare", "baseline": before})["match"] is True
-    mine = checksums(lab.tensors(0))
+    baseline = checksums(lab.tensors(0))
     body = {"action": "compare", "names": "checkpoint"}
-    assert lab.post("/weight_checker", body | {"baseline": mine}) == {"match": True, "mismatches": []}
+    assert lab.post("/weight_checker", body | {"baseline": baseline}) == {"match": True, "mismatches": []}
     assert lab.post("/weight_checker", body | {"baseline": checksums(lab.tensors(1))})["match"] is False
 
 

@@ -80,8 +80,8 @@ def test_the_blocking_client(server: Served) -> None:
         )
         assert all((score == r.logprobs).all() for score, r in zip(scores, rollouts, strict=True))
         deltas = [delta.tokens.token_ids for delta in client.stream(PROMPTS[0], max_tokens=6, seed=1)]
-        (whole,) = client.generate(PROMPTS[:1], seeds=[1], max_tokens=6)
-        assert np.concatenate(deltas).tolist() == whole.token_ids.tolist()
+        (rollout,) = client.generate(PROMPTS[:1], seeds=[1], max_tokens=6)
+        assert np.concatenate(deltas).tolist() == rollout.token_ids.tolist()
         with client.paused():
             assert client.state()["state"] == "paused"
             assert client.push(weights, "blocking-1", delta=True).mode == "full"

@@ -93,7 +93,7 @@ JOINED = ("content", "text", "token_ids", "text_offset", "token_logprobs", "toke
 UNASKED = ("token_ids", "prompt_token_ids", "prompt_logprobs")  # null in whole replies if nobody asked for them
 
 
-def whole(stream: list[Any]) -> dict[str, Any]:
+def joined_events(stream: list[Any]) -> dict[str, Any]:
     """The reply that a stream's events are parts of."""
     reply: dict[str, Any] = {}
     choices: dict[int, dict[str, Any]] = {}
@@ -121,26 +121,26 @@ def ways(client: httpx.Client, rendered: Any) -> Iterator[Any]:
     for form in ("objects", "arrays"):
         body = rendered | {"logprobs_format": form}
         yield ask(client, GENERATE, body)
-        yield whole(events(client, GENERATE, body))
+        yield joined_events(events(client, GENERATE, body))
 
 
 def check_chat(client: httpx.Client, seed: int) -> None:
     requested = chat_request(seed)
-    wanted = steady(ask(client, CHAT, requested))
-    assert steady(whole(events(client, CHAT, requested))) == wanted, requested
+    expected = steady(ask(client, CHAT, requested))
+    assert steady(joined_events(events(client, CHAT, requested))) == expected, requested
     for made in ways(client, ask(client, CHAT + "/render", requested)):
         body = {"generate_response": made, "chat_request": requested}
-        assert steady(ask(client, CHAT + "/derender", body)) == wanted, requested
+        assert steady(ask(client, CHAT + "/derender", body)) == expected, requested
 
 
 def check_completions(client: httpx.Client, seed: int) -> None:
     requested = completion_request(seed)
-    wanted = steady(ask(client, COMPLETIONS, requested))
-    assert steady(whole(events(client, COMPLETIONS, requested))) == wanted, requested
+    expected = steady(ask(client, COMPLETIONS, requested))
+    assert steady(joined_events(events(client, COMPLETIONS, requested))) == expected, requested
     made = zip(*[ways(client, rendered) for rendered in ask(client, COMPLETIONS + "/render", requested)], strict=True)
     for replies in made:
         body = {"generate_responses": replies, "completion_request": requested}
-        assert steady(ask(client, COMPLETIONS + "/derender", body)) == wanted, requested
+        assert steady(ask(client, COMPLETIONS + "/derender", body)) == expected, requested
 
 
 @pytest.mark.parametrize("seed", range(FEW))

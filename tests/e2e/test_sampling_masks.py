@@ -75,10 +75,10 @@ def check_rows(output: CompletionOutput, params: dict[str, Any]) -> list[int]:
     cut = 0
     for i, (token, row) in enumerate(zip(output.token_ids, output.sampling_mask, strict=True)):
         logprob, kept = float(output.sampling_logprobs[i]), float(output.kept_logprob[i])
-        own = float(columns.token_logprobs[i])
+        token_logprob = float(columns.token_logprobs[i])
         if row is None:
             # the logarithm of nearly all of the mass rounds to 0, too; only the whole vocabulary leaves the bits
-            cut += kept != 0.0 or not (edited or logprob == own)
+            cut += kept != 0.0 or not (edited or logprob == token_logprob)
             assert kept <= 0.0
         else:
             ids = row.tolist()
@@ -87,9 +87,9 @@ def check_rows(output: CompletionOutput, params: dict[str, Any]) -> list[int]:
             assert kept == pytest.approx(np.log(np.exp([table[kept_token] for kept_token in ids]).sum()), abs=1e-5)
         if params["temperature"] == 0.0:
             assert row is not None and row.tolist() == [token] and logprob == 0.0
-            assert kept == pytest.approx(own, abs=1e-5)
+            assert kept == pytest.approx(token_logprob, abs=1e-5)
         elif not edited:
-            assert logprob + kept == pytest.approx(own, abs=1e-5)
+            assert logprob + kept == pytest.approx(token_logprob, abs=1e-5)
     assert cut <= output.sampling_mask_truncated <= sum(row is None for row in output.sampling_mask)
     return [0 if row is None else len(row) for row in output.sampling_mask]
 
@@ -141,8 +141,8 @@ def joined(stream: list[Any]) -> dict[int, dict[str, Any]]:
     choices: dict[int, dict[str, Any]] = {}
     for event in stream:
         for choice in event["choices"]:
-            given = {name: choice[name] for name in FIELDS if name in choice}
-            append(choices.setdefault(choice["index"], {}), given, (*FIELDS[:3], "counts", "ids"))
+            present = {name: choice[name] for name in FIELDS if name in choice}
+            append(choices.setdefault(choice["index"], {}), present, (*FIELDS[:3], "counts", "ids"))
     return choices
 
 
@@ -183,19 +183,19 @@ def test_formats_and_streams_say_the_same(client: httpx.Client, seed: int) -> No
     params = crossing(rng) | {"logit_bias": {"64": 1.0}}
     body = {"token_ids": prompt(rng), "sampling_params": params, "return_sampling_mask": True}
     body |= maybe(rng, 0.5, output_mode="text")
-    whole = fields(ask(client, GENERATE, body))
-    assert all(len(choice["sampling_mask"]) == len(choice["kept_logprob"]) for choice in whole.values())
+    expected = fields(ask(client, GENERATE, body))
+    assert all(len(choice["sampling_mask"]) == len(choice["kept_logprob"]) for choice in expected.values())
     within = body | {"return_sampling_mask": None, "sampling_params": params | {"return_sampling_mask": True}}
-    assert fields(ask(client, GENERATE, within)) == whole
-    assert joined(events(client, GENERATE, body)) == whole
+    assert fields(ask(client, GENERATE, within)) == expected
+    assert joined(events(client, GENERATE, body)) == expected
     arrays = ask(client, GENERATE, body | {"logprobs_format": "arrays"})
     streamed = joined(events(client, GENERATE, body | {"logprobs_format": "arrays"}))
     assert streamed == fields(arrays)
     for index, choice in fields(arrays).items():
-        assert choice | {"sampling_mask": rows_of(**choice["sampling_mask"])} == whole[index]
-    assert packed_fields(ask(client, GENERATE, body | {"logprobs_format": "base64"}), True) == whole
+        assert choice | {"sampling_mask": rows_of(**choice["sampling_mask"])} == expected[index]
+    assert packed_fields(ask(client, GENERATE, body | {"logprobs_format": "base64"}), True) == expected
     answer = client.post(GENERATE, json=body | {"logprobs_format": "arrays"}, headers={"Accept": "application/msgpack"})
-    assert packed_fields(msgspec.msgpack.decode(answer.content), False) == whole
+    assert packed_fields(msgspec.msgpack.decode(answer.content), False) == expected
     off = ask(client, GENERATE, body | {"return_sampling_mask": False})
     assert not set(FIELDS) & set(off["choices"][0])
 
@@ -221,12 +221,12 @@ def test_large_replies_are_made_in_parts(client: httpx.Client) -> None:
         "token_ids": [286, 84], "return_sampling_mask": True,
         "sampling_params": {"n": 6, "max_tokens": 400, "ignore_eos": True, "top_k": 60, "seed": 5, "temperature": 2.0},
     }  # fmt: skip
-    whole = fields(ask(client, GENERATE, body))
-    assert [len(choice["sampling_mask"]) for choice in whole.values()] == [400] * 6
-    assert joined(events(client, GENERATE, body)) == whole
-    assert packed_fields(ask(client, GENERATE, body | {"logprobs_format": "base64"}), True) == whole
+    expected = fields(ask(client, GENERATE, body))
+    assert [len(choice["sampling_mask"]) for choice in expected.values()] == [400] * 6
+    assert joined(events(client, GENERATE, body)) == expected
+    assert packed_fields(ask(client, GENERATE, body | {"logprobs_format": "base64"}), True) == expected
     completion = {"prompt": [286, 84], "return_sampling_mask": True} | body["sampling_params"]
-    assert fields(ask(client, COMPLETIONS, completion)) == whole
+    assert fields(ask(client, COMPLETIONS, completion)) == expected
 
 
 def test_refusals(client: httpx.Client) -> None:
@@ -269,9 +269,9 @@ def test_truncated_masks_are_counted() -> None:
                 assert all(kept < 0.0 for kept in choice["kept_logprob"])
             five = fields(ask(client, GENERATE, {"token_ids": [286, 84], "sampling_params": params | {"top_k": 5}}))
             assert {len(row) for row in five[1]["sampling_mask"]} == {5} and five[1]["sampling_mask_truncated"] == 0
-            whole = fields(ask(client, GENERATE, {"token_ids": [286, 84], "sampling_params": params}))
-            assert whole[0]["sampling_mask"] == [None] * 20 and whole[0]["sampling_mask_truncated"] == 0
-            assert whole[0]["kept_logprob"] == [0.0] * 20
+            expected = fields(ask(client, GENERATE, {"token_ids": [286, 84], "sampling_params": params}))
+            assert expected[0]["sampling_mask"] == [None] * 20 and expected[0]["sampling_mask_truncated"] == 0
+            assert expected[0]["kept_logprob"] == [0.0] * 20
             assert joined(events(client, GENERATE, body)) == choices
             assert "sampling_mask" not in client.post("/v1/responses", json={"input": "hi"}).text
             metrics = client.get("/metrics").text

@@ -90,16 +90,16 @@ def test_areals_scoring(server: Served) -> None:
     entries = info["input_token_logprobs"]
     assert entries[0][0] is None and [entry[1] for entry in entries] == IDS[-target - 1 :]
     scored = server.generate(IDS, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]
-    wanted = [scored[index][str(IDS[index])]["logprob"] for index in range(len(IDS) - target, len(IDS))]
-    assert [entry[0] for entry in entries[1:]] == wanted and all(map(math.isfinite, wanted))
+    expected = [scored[index][str(IDS[index])]["logprob"] for index in range(len(IDS) - target, len(IDS))]
+    assert [entry[0] for entry in entries[1:]] == expected and all(map(math.isfinite, expected))
 
 
 def test_a_stream_ends_with_the_whole_reply(server: Served) -> None:
     body = {"text": "Hello", "return_logprob": True, "sampling_params": {"temperature": 0, "max_new_tokens": 8}}
-    whole = server.post("/generate", body).json()
+    reply = server.post("/generate", body).json()
     events = parse_events(server.post("/generate", body | {"stream": True}).text)
-    assert events[-1]["output_ids"] == whole["output_ids"] and events[-1]["text"] == whole["text"]
-    assert events[-1]["meta_info"]["output_token_logprobs"] == whole["meta_info"]["output_token_logprobs"]
+    assert events[-1]["output_ids"] == reply["output_ids"] and events[-1]["text"] == reply["text"]
+    assert events[-1]["meta_info"]["output_token_logprobs"] == reply["meta_info"]["output_token_logprobs"]
     assert all(before["text"] in after["text"] for before, after in pairwise(events))
 
 

@@ -64,8 +64,8 @@ def test_every_state_is_told_by_the_probes(tmp_path: Path) -> None:
         assert answer.status_code == 200, answer.text
         return answer
 
-    def reads(wanted: str) -> Callable[[], bool]:
-        return lambda: client.get("/ready").json() == {"status": wanted}
+    def reads(status: str) -> Callable[[], bool]:
+        return lambda: client.get("/ready").json() == {"status": status}
 
     pool = ThreadPoolExecutor(2)
     try:

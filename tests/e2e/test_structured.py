@@ -104,12 +104,12 @@ def test_openais_client(demo: Server) -> None:
         schema: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
         messages: Any = [{"role": "user", "content": "1+1"}]
         options: dict[str, Any] = {"model": "demo", "messages": messages, "max_tokens": 400, "response_format": schema}
-        whole = client.chat.completions.create(**options, seed=2, temperature=0.5).choices[0]
-        assert whole.finish_reason == "stop"
-        assert json.loads(whole.message.content or "").keys() == {"a", "b"}
+        choice = client.chat.completions.create(**options, seed=2, temperature=0.5).choices[0]
+        assert choice.finish_reason == "stop"
+        assert json.loads(choice.message.content or "").keys() == {"a", "b"}
         events = client.chat.completions.create(**options, seed=2, temperature=0.5, stream=True)
         streamed = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
-        assert streamed == whole.message.content
+        assert streamed == choice.message.content
         options["response_format"] = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "foo"}}}
         with pytest.raises(openai.BadRequestError, match="Invalid type") as caught:
             client.chat.completions.create(**options)

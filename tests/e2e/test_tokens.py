@@ -72,8 +72,8 @@ def test_rescoring_equals_decoding(demo: Server) -> None:
     for _ in range(2):
         scored = demo.generate(PROMPT + tokens, max_tokens=1, prompt_logprobs=1)["prompt_logprobs"]
         assert len(scored) == len(PROMPT) + len(tokens) and scored[0] is None
-        mine = [scored[len(PROMPT) + i][str(t)]["logprob"] for i, t in enumerate(tokens)]
-        assert mine == [entry["logprob"] for entry in reply["logprobs"]["content"]]
+        rescored = [scored[len(PROMPT) + i][str(t)]["logprob"] for i, t in enumerate(tokens)]
+        assert rescored == [entry["logprob"] for entry in reply["logprobs"]["content"]]
 
 
 RENDERERS = {

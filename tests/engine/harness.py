@@ -223,13 +223,13 @@ class Engine:
 
     def check_complete(self, rid: str) -> None:
         """The request ended by itself, with exactly what it gives alone."""
-        received, want = self.received[rid], self.solo(rid)
+        received, expected = self.received[rid], self.solo(rid)
         assert received.finish is not None, f"{rid} has not ended"
-        assert (received.tokens, received.finish.detail) == (want.tokens, want.detail)
-        assert received.logprobs == want.logprobs
-        assert received.prompt_logprobs == want.prompt_logprobs
+        assert (received.tokens, received.finish.detail) == (expected.tokens, expected.detail)
+        assert received.logprobs == expected.logprobs
+        assert received.prompt_logprobs == expected.prompt_logprobs
         self.check_spans(rid)
-        assert received.pooled == want.pooled
+        assert received.pooled == expected.pooled
         if not self.requests[rid].options.stream:
             assert len(received.outputs) == 1
 

@@ -138,7 +138,7 @@ class ScriptedExecutor:
         self.directories: dict[str, tuple[str, str]] = {}  # path -> the weights there, and the stamp of the files
         self.copies = ScriptedCopies(self)
         self.copy = self.copies.copy
-        self.beside = True  # whether there is room for two sets of weights
+        self.has_room_for_two = True  # whether there is room for two sets of weights
         self.commit_error: Exception | None = None  # raised when the swap has happened
         self.interrupted = 0
         self.slow: deque[tuple[Future[Any], Callable[[], Any]]] | None = None  # if set, what `background` puts off
@@ -200,7 +200,7 @@ class ScriptedExecutor:
             demand(self.staged is None, "two updates at once")
             demand(args["have_weights"] == (self.weights is not None), "who has the weights?")
             self.staged = ""
-            return self.beside or self.weights is None
+            return self.has_room_for_two or self.weights is None
         if method == "receive_update" and args["source"].get("weight_dir") in self.directories:
             demand(self.staged is not None, "no update is open")
             self.staged, stamp = self.directories[args["source"]["weight_dir"]]
@@ -439,9 +439,12 @@ class ScriptedExecutor:
             elif plan.num_logits[i]:
                 demand((number in masks) == (task.structured_outputs is not None), f"{slot.row.request_id}: mask")
                 num_drafts = int(plan.num_drafts[i])
-                own = masks.get(number, [~0] * (num_drafts + 1))
-                demand(len(own) == num_drafts + 1, f"{slot.row.request_id}: {len(own)} masks for {num_drafts} drafts")
-                sampled, state = self._sampled(slot, plan.step, num_drafts, own, rows)
+                row_masks = masks.get(number, [~0] * (num_drafts + 1))
+                demand(
+                    len(row_masks) == num_drafts + 1,
+                    f"{slot.row.request_id}: {len(row_masks)} masks for {num_drafts} drafts",
+                )
+                sampled, state = self._sampled(slot, plan.step, num_drafts, row_masks, rows)
                 tokens += sampled
                 counts.append(len(sampled))
                 status.append(state)

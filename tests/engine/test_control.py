@@ -487,7 +487,7 @@ def test_a_commit_that_fails_halfway_quarantines_until_an_update_succeeds() -> N
 
 def test_without_room_for_two_sets_a_failure_quarantines_until_an_update_succeeds() -> None:
     engine = busy()
-    engine.executor.beside = False
+    engine.executor.has_room_for_two = False
     ask(engine, "start_weight_update")
     assert engine.executor.weights is None
     engine.steps(3)
@@ -507,7 +507,7 @@ def test_without_room_for_two_sets_a_failure_quarantines_until_an_update_succeed
 
 def test_without_room_for_two_sets_requests_freeze_and_go_on() -> None:
     engine = busy()
-    engine.executor.beside = False
+    engine.executor.has_room_for_two = False
     assert update(engine, "w2").error is None
     engine.run()
     engine.check_complete("r0")

@@ -47,9 +47,9 @@ class Life:
         self.directories: dict[str, tuple[str, str]] = {}  # name -> weights in it, state of its files
         self.num = self.kills = 0
         self.drafts = rng.random() < 0.5
-        self.begin({"v1": ""}, beside=rng.random() < 0.7)
+        self.begin({"v1": ""}, has_room_for_two=rng.random() < 0.7)
 
-    def begin(self, weights_of: dict[str, str], beside: bool) -> None:
+    def begin(self, weights_of: dict[str, str], has_room_for_two: bool) -> None:
         """An engine to which nothing has happened yet.  `weights_of`: what all versions so far stand for."""
         rng = self.rng
         self.engine = Engine(**self.options)
@@ -62,7 +62,7 @@ class Life:
             guesses = RandomDrafter(self.engine.executor, rng.randrange(100), right=0.8)
             self.engine.core.scheduler._drafter = rng.choice([guesses, text_drafter()])
         self.engine.executor.slow = deque()
-        self.engine.executor.beside = beside
+        self.engine.executor.has_room_for_two = has_room_for_two
         self.calls: dict[int, str] = {}
         self.commits: dict[int, str] = {}  # call id -> weights it would commit
         self.staged = ""
@@ -105,8 +105,8 @@ class Life:
         group_id = rng.choice(["", "g", "h"])
         adds = []
         for index in range(rng.choice([1, 1, 2, 5])):
-            own = rng.choice([1, 2, 4, 27, CONTEXT])
-            prompt = (OPEN[: rng.choice([0, 4, 8, 12])] + [rng.randrange(4) for _ in range(own)])[: CONTEXT - 1]
+            suffix_len = rng.choice([1, 2, 4, 27, CONTEXT])
+            prompt = (OPEN[: rng.choice([0, 4, 8, 12])] + [rng.randrange(4) for _ in range(suffix_len)])[: CONTEXT - 1]
             fields: dict[str, Any] = {"seed": rng.randrange(3), "ignore_eos": rng.random() < 0.8}
             fields |= {
                 "stream": rng.random() < 0.5,
@@ -179,13 +179,15 @@ class Life:
         was, old = self.last_status(), self.engine
         self.check_ended()
         self.kills += 1
-        self.begin(old.weights_of, old.executor.beside)
+        self.begin(old.weights_of, old.executor.has_room_for_two)
         self.call("take_over", last=was)
         self.rest()
         now, executor = self.last_status(), self.engine.executor
         assert not self.engine.replies[0].error, self.engine.replies[0]
         assert (now.paused, now.asleep) == (was.paused, was.asleep)
-        in_place = now.lost and not (was.lost or executor.beside)  # it could not be read again in the place of another
+        in_place = now.lost and not (
+            was.lost or executor.has_room_for_two
+        )  # it could not be read again in the place of another
         assert now.dropped is (executor.weights is None) and (now.dropped is was.dropped or in_place)
         assert now.sleeping == was.sleeping and executor.has_kv is ("kv_cache" not in was.asleep)
         if now.lost:

@@ -248,8 +248,8 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
 @given(SCHEMAS, st.integers(0, 9), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_schemas(schema: dict[str, Any], seed: int, as_text: bool) -> None:
-    given = json.dumps(schema) if as_text else schema
-    text = written(matcher(json=given, disable_any_whitespace=True), seed, most=2000)
+    source = json.dumps(schema) if as_text else schema
+    text = written(matcher(json=source, disable_any_whitespace=True), seed, most=2000)
     assert text is not None and fits(json.loads(text), schema), (schema, text)
 
 

@@ -40,9 +40,9 @@ def grammars() -> Iterator[Grammars]:
 @pytest.fixture
 def small() -> Iterator[Grammars]:
     """Keeps 8 MiB."""
-    own = made(8 * MIB)
-    yield own
-    own.close()
+    pool = made(8 * MIB)
+    yield pool
+    pool.close()
 
 
 def many(seed: int) -> StructuredOutputs:

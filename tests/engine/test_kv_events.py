@@ -84,8 +84,8 @@ class Subscriber:
 
 
 def config(**fields: Any) -> dict[str, Any]:
-    given = {"enable_kv_cache_events": True, "endpoint": "tcp://*:0", "replay_endpoint": "tcp://127.0.0.1:0"}
-    return {"kv_events_config": given | {"interface": "127.0.0.1"} | fields}
+    defaults = {"enable_kv_cache_events": True, "endpoint": "tcp://*:0", "replay_endpoint": "tcp://127.0.0.1:0"}
+    return {"kv_events_config": defaults | {"interface": "127.0.0.1"} | fields}
 
 
 @pytest.fixture
@@ -236,28 +236,28 @@ def test_what_else_a_hash_covers_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "rank", "wanted"),
+    ("endpoint", "rank", "expected"),
     [
         ("tcp://*:5557", 0, "tcp://*:5557"), ("tcp://*:5557", 3, "tcp://*:5560"), ("tcp://*:0", 3, "tcp://*:0"),
         ("tcp://[::1]:5", 1, "tcp://[::1]:6"), ("ipc:///tmp/x", 0, "ipc:///tmp/x"),
         ("ipc:///tmp/x", 1, "ipc:///tmp/x_dp1"),
     ],
 )  # fmt: skip
-def test_engines_have_an_endpoint_each(endpoint: str, rank: int, wanted: str) -> None:
-    assert shifted(endpoint, rank) == wanted
+def test_engines_have_an_endpoint_each(endpoint: str, rank: int, expected: str) -> None:
+    assert shifted(endpoint, rank) == expected
 
 
 @pytest.mark.parametrize(
-    ("given", "word"),
+    ("config", "word"),
     [
         ({"endpoint": "5557"}, "endpoint"), ({"replay_endpoint": "tcp://a:b"}, "replay_endpoint"), ({"hwn": 1}, "hwn"),
         ({"publisher": "kafka"}, "publisher"), ({"buffer_steps": -1}, "buffer_steps"), ({"format": "x"}, "format"),
         ({"hwm": 1 << 31}, "hwm"),
     ],
 )  # fmt: skip
-def test_an_object_that_cannot_be_used_names_its_key(given: dict[str, Any], word: str) -> None:
+def test_an_object_that_cannot_be_used_names_its_key(config: dict[str, Any], word: str) -> None:
     with pytest.raises(StartError, match=f"kv_events_config.*{word}"):
-        Config.make(kv_events_config=given).kv.events()
+        Config.make(kv_events_config=config).kv.events()
 
 
 def test_an_address_in_use_is_an_error_at_the_start(engines: list[Engine]) -> None:
@@ -267,8 +267,8 @@ def test_an_address_in_use_is_an_error_at_the_start(engines: list[Engine]) -> No
         Engine(**config(endpoint=f"tcp://*:{port}"))
 
 
-@pytest.mark.parametrize("given", [None, {}, {"enable_kv_cache_events": False}, {"publisher": "null"}])
-def test_without_the_option_nothing_is_published(given: dict[str, Any] | None) -> None:
-    engine = Engine(kv_events_config=given)
+@pytest.mark.parametrize("kv_events_config", [None, {}, {"enable_kv_cache_events": False}, {"publisher": "null"}])
+def test_without_the_option_nothing_is_published(kv_events_config: dict[str, Any] | None) -> None:
+    engine = Engine(kv_events_config=kv_events_config)
     engine.call("kv_event_sources")
     assert engine.replies[-1].result == [] and engine.core.cache.events is None

@@ -364,6 +364,6 @@ def test_options_that_cannot_be_served_are_refused(options: dict[str, Any], reas
 
 def test_vllms_connector_means_the_same() -> None:
     extra = {"cpu_bytes_to_use": 1 << 20, "secondary_tiers": [{"type": "fs", "path": "d", "max_bytes": 5}]}
-    given = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    plan = Config.make(kv_transfer_config=given).kv.store()
+    config = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    plan = Config.make(kv_transfer_config=config).kv.store()
     assert plan is not None and (plan.memory_bytes, plan.directory, plan.disk_bytes) == (1 << 20, "d", 5)

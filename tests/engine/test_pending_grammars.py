@@ -243,8 +243,8 @@ class Stuck(Machine):
 def stuck(**options: Any) -> tuple[Engine, Stuck, threading.Event]:
     """An engine with a request "g" whose mask is being computed, and who lets that end; the event: a mask is there."""
     engine, grammars = made(**options)
-    machine, there = Stuck(), threading.Event()
-    engine.core._mask_worker._wake = there.set
+    machine, mask_done = Stuck(), threading.Event()
+    engine.core._mask_worker._wake = mask_done.set
     grammars.machine = lambda: machine  # type: ignore[assignment]
     send(engine, "g", seed=5)
     grammars.finish()
@@ -252,22 +252,22 @@ def stuck(**options: Any) -> tuple[Engine, Stuck, threading.Event]:
     while not machine.reached.is_set():
         if not engine.step():
             machine.reached.wait(0.001)  # or a mask is there, which only a step finds out
-    return engine, machine, there
+    return engine, machine, mask_done
 
 
 @DEPTHS
 def test_a_mask_that_takes_long_holds_up_nobody_else(depth: int) -> None:
-    engine, machine, there = stuck(depth=depth)
+    engine, machine, mask_done = stuck(depth=depth)
     engine.add("a", [6, 7], max_tokens=9, ignore_eos=True)
     engine.run()
     engine.check_complete("a")
     assert len(engine.tokens("g")) == 2 and engine.received["g"].finish is None
-    there.clear()
+    mask_done.clear()
     machine.free.set()
     while engine.received["g"].finish is None:
         if not engine.step():
-            assert there.wait(LONG)
-            there.clear()
+            assert mask_done.wait(LONG)
+            mask_done.clear()
     quick, grammars = made(depth=depth)
     send(quick, "g", seed=5)
     grammars.finish()
@@ -294,14 +294,14 @@ def test_others_that_follow_grammars_do_not_wait_for_a_slow_one(depth: int) -> N
 
 @DEPTHS
 def test_an_abort_does_not_wait_for_a_mask(depth: int) -> None:
-    engine, machine, there = stuck(depth=depth)
+    engine, machine, mask_done = stuck(depth=depth)
     engine.abort("g")
     engine.run()
     assert detail(engine, "g") == "abort_user"
     engine.check_empty()
-    there.clear()
+    mask_done.clear()
     machine.free.set()
-    assert there.wait(LONG)
+    assert mask_done.wait(LONG)
     engine.run()
     assert not engine.core._mask_worker
     engine.check_empty()
@@ -398,20 +398,22 @@ def test_a_grammar_that_runs_alone_is_sampled_at_once() -> None:
 
 
 def test_a_late_mask_withholds_its_row_and_its_position_is_computed_again() -> None:
-    engine, machine, there = stuck(depth=2)  # its row is planned when its second token comes, and the mask is not there
+    engine, machine, mask_done = stuck(
+        depth=2
+    )  # its row is planned when its second token comes, and the mask is not there
     engine.add("a", [6, 7], max_tokens=9, ignore_eos=True)
     engine.steps(5)
     assert len(engine.tokens("a")) >= 3
     withheld = statuses(engine).count(WITHHELD)  # the mask after its first token may be late as well
     assert withheld in (1, 2) and len(engine.tokens("g")) == 2
     computed = engine.executor.computed["g"]
-    there.clear()
+    mask_done.clear()
     engine.core._mask_worker.patience = LONG
     machine.free.set()
     while engine.received["g"].finish is None:
         if not engine.step():
-            assert there.wait(LONG)
-            there.clear()
+            assert mask_done.wait(LONG)
+            mask_done.clear()
     engine.run()
     assert statuses(engine).count(WITHHELD) <= withheld + 1  # its end may find a row in flight
     starts = [

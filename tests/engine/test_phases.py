@@ -53,7 +53,7 @@ def test_a_prepared_commit_is_taken_back() -> None:
 
 def test_nothing_is_lost_for_an_update_in_place_that_another_engine_refuses() -> None:
     engine = busy()
-    engine.executor.beside = False
+    engine.executor.has_room_for_two = False
     prepare(engine, "start_weight_update")
     assert engine.executor.weights is not None
     assert decide(engine, **NO).error and state(engine) == "running"

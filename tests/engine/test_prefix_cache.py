@@ -98,22 +98,22 @@ def test_the_root_of_the_chain_names_model_version_salt_and_process() -> None:
 
 def test_a_replaced_adapter_finds_nothing_of_the_old_and_others_keep_theirs() -> None:
     cache = make()
-    mine, other = Adapter("mine", "", 0, 1), Adapter("other", "", 1, 2)
-    for adapter in (mine, other, None):
+    replaced, other = Adapter("mine", "", 0, 1), Adapter("other", "", 1, 2)
+    for adapter in (replaced, other, None):
         run(cache, tokens(8), adapter=adapter)
-    running, waiting = BlockTable("", mine), BlockTable("", mine)
+    running, waiting = BlockTable("", replaced), BlockTable("", replaced)
     assert cache.allocate(running, tokens(12), 0, reserve=0)
     assert cache.lookup(waiting, tokens(12), 2) == 2
     assert cache.lookup(waiting, tokens(12), 3) is None  # the third block is promised
-    mine.generation = 3
-    cache.on_adapter_replaced(mine)
+    replaced.generation = 3
+    cache.on_adapter_replaced(replaced)
     assert not cache.must_wait(waiting) and cache.lookup(waiting, tokens(12), 3) == 0
     cache.cache_full_blocks(running, tokens(12), 12)  # made by the old weights, in part: nobody may find it
-    assert cache.lookup(BlockTable("", mine), tokens(12), 3) == 0
+    assert cache.lookup(BlockTable("", replaced), tokens(12), 3) == 0
     assert cache.lookup(BlockTable("", other), tokens(8), 2) == cache.lookup(BlockTable(""), tokens(8), 2) == 2
     cache.free(running)
-    run(cache, tokens(8), adapter=mine)
-    assert cache.lookup(BlockTable("", mine), tokens(8), 2) == 2
+    run(cache, tokens(8), adapter=replaced)
+    assert cache.lookup(BlockTable("", replaced), tokens(8), 2) == 2
     cache.check()
 
 

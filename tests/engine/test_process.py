@@ -99,8 +99,8 @@ def test_a_life_from_hello_to_shutdown(address: str, depth: int) -> None:
         front.send(add("a", seed=1, **params))
         front.send(add("b", seed=2, stream=False, **params))
         for seed, received in enumerate(gather(front, "a", "b").values(), 1):
-            want = solo([3, 4], SamplingParams(**params), seed, 64)
-            assert (received.tokens, received.logprobs) == (want.tokens, want.logprobs)
+            expected = solo([3, 4], SamplingParams(**params), seed, 64)
+            assert (received.tokens, received.logprobs) == (expected.tokens, expected.logprobs)
         permits = running.executor.permits = threading.Semaphore(0)  # "c" cannot end before its abort arrives
         front.send(add("c", ignore_eos=True))
         front.send(Call(7, "abort", {"keys": ["c", "a", "x"]}))

@@ -192,19 +192,19 @@ def test_a_directory_that_cannot_be_written_is_refused_at_the_start(
 
 
 def test_vllms_object() -> None:
-    given = {"profiler": "torch", "torch_profiler_dir": "/d", "torch_profiler_with_stack": True, "max_iterations": 7,
+    config = {"profiler": "torch", "torch_profiler_dir": "/d", "torch_profiler_with_stack": True, "max_iterations": 7,
              "delay_iterations": 1, "torch_profiler_use_gzip": True, "ignore_frontend": True}  # fmt: skip
-    plan = Config.make(profiler_config=given).profiler.resolved()
+    plan = Config.make(profiler_config=config).profiler.resolved()
     assert plan == ("/d", {"with_stack": True}, True, 1, 7)
     assert Config.make(profiler_dir="/e").profiler.resolved().directory == "/e"
 
 
 @pytest.mark.parametrize(
-    ("given", "word"),
+    ("config", "word"),
     [({"profiler": "cuda"}, "torch"), ({"torch_profiler_dir": 3}, "torch_profiler_dir"), ({"x": 1}, "'x'"),
      ({"max_iterations": -1}, "max_iterations"), ({"torch_profiler_with_flops": 1}, "with_flops"),
      ({"torch_profiler_dir": "/other"}, "different")],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_at_the_start(given: dict[str, Any], word: str) -> None:
+def test_what_cannot_be_is_refused_at_the_start(config: dict[str, Any], word: str) -> None:
     with pytest.raises(StartError, match=word):
-        Config.make(profiler_dir="/d", profiler_config=given).profiler.resolved()
+        Config.make(profiler_dir="/d", profiler_config=config).profiler.resolved()

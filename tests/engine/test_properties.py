@@ -32,7 +32,7 @@ class Arrival:
 @st.composite
 def arrivals(draw: st.DrawFn) -> Arrival:
     shared = draw(st.sampled_from([0, 0, 3, 4, 8, 8, 16, 24]))
-    own = draw(st.lists(st.integers(0, 3), min_size=not shared, max_size=draw(st.sampled_from([1, 3, 14]))))
+    suffix = draw(st.lists(st.integers(0, 3), min_size=not shared, max_size=draw(st.sampled_from([1, 3, 14]))))
     fields: dict[str, Any] = {
         "seed": draw(st.integers(0, 2)),
         "max_tokens": draw(st.sampled_from([1, 2, 5, 12, 20, 30, None, None])),
@@ -56,12 +56,12 @@ def arrivals(draw: st.DrawFn) -> Arrival:
     if draw(st.integers(0, 5)) == 0:
         fields["task"] = PoolingParams(draw(st.sampled_from(["last", "mean"])))
     if draw(st.integers(0, 3)) == 0:
-        start = draw(st.integers(0, shared + len(own) - 1))
-        length = draw(st.integers(1, shared + len(own) - start))
+        start = draw(st.integers(0, shared + len(suffix) - 1))
+        length = draw(st.integers(1, shared + len(suffix) - start))
         fields["features"] = (Feature("image", draw(st.sampled_from([b"x", b"y"])), start, length, b""),)
     return Arrival(
         draw(st.sampled_from([0, 0, 1, 2, 5, 12])),
-        tuple(OPEN[:shared] + own),
+        tuple(OPEN[:shared] + suffix),
         tuple(fields.items()),
         draw(st.sampled_from([None, None, None, 0, 1, 4, 9])),
         draw(st.sampled_from([b"A", b"B"])),
@@ -126,13 +126,13 @@ def play(options: dict[str, Any], script: list[Arrival], reset_at: int | None) -
 
 
 def check_aborted(engine: Engine, rid: str) -> None:
-    received, want = engine.received[rid], engine.solo(rid)
+    received, expected = engine.received[rid], engine.solo(rid)
     assert received.finish is not None and (received.finish.reason, received.finish.detail) == ("abort", "abort_user")
-    assert received.tokens == want.tokens[: len(received.tokens)]
+    assert received.tokens == expected.tokens[: len(received.tokens)]
     if received.logprobs is not None:
-        assert want.logprobs is not None and received.logprobs == want.logprobs.cut(len(received.tokens))
+        assert expected.logprobs is not None and received.logprobs == expected.logprobs.cut(len(received.tokens))
     if received.prompt_logprobs is not None and received.tokens:
-        assert received.prompt_logprobs == want.prompt_logprobs
+        assert received.prompt_logprobs == expected.prompt_logprobs
 
 
 @given(engines, st.lists(arrivals(), min_size=2, max_size=10), st.sampled_from([5, 20, None]))

@@ -96,7 +96,7 @@ def test_below_min_tokens_no_sequence_stops() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "output", "pattern"),
+    ("limits", "output", "pattern"),
     [
         ((1, 0, 3), [5, 6, 6, 6], [6]),
         ((3, 0, 2), [5, 6, 7, 6, 7], [6, 7]),
@@ -106,10 +106,10 @@ def test_below_min_tokens_no_sequence_stops() -> None:
     ],
 )
 def test_an_output_that_goes_round_in_circles_ends(
-    wanted: tuple[int, int, int], output: list[int], pattern: list[int]
+    limits: tuple[int, int, int], output: list[int], pattern: list[int]
 ) -> None:
     """The prompt ends in 15: what it holds is no part of the output's pattern."""
-    circles = RepetitionDetection(max_pattern_size=wanted[0], min_pattern_size=wanted[1], min_count=wanted[2])
+    circles = RepetitionDetection(max_pattern_size=limits[0], min_pattern_size=limits[1], min_count=limits[2])
     assert ended(make(repetition_detection=circles), *output) == ("repetition", "repetition", pattern)
 
 

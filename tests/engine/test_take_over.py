@@ -133,7 +133,7 @@ def test_without_room_for_two_sets_lost_weights_can_be_pushed_again() -> None:
     engine.executor.directories["d"] = ("w2", "first")
     ask(engine, "update_weights_from_dir", weight_dir="d", weight_version="step-1")
     other = Engine(context=80)
-    other.executor.beside = False
+    other.executor.has_room_for_two = False
     ask(other, "take_over", last=status(engine))
     assert state(other) == "quarantined" and "step-1" in refuses(other) and other.executor.weights is None
     ask(other, "update_weight_version", new_version="mine")
@@ -181,10 +181,10 @@ def test_lost_weights_and_a_deep_sleep() -> None:
     assert serves(third) == "step-2"
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_an_open_update_has_failed(beside: bool) -> None:
+@pytest.mark.parametrize("has_room_for_two", [True, False])
+def test_an_open_update_has_failed(has_room_for_two: bool) -> None:
     engine = busy()
-    engine.executor.beside = beside
+    engine.executor.has_room_for_two = has_room_for_two
     ask(engine, "start_weight_update")
     ask(engine, "update_weights", update={"weights": "w1"})
     assert state(engine) == "updating"
@@ -218,7 +218,7 @@ def test_adapters_are_those_of_the_start_that_were_not_replaced_since() -> None:
 
 def test_a_quarantine_ends_where_the_last_weights_can_be_had_again() -> None:
     engine = busy()
-    engine.executor.beside = False
+    engine.executor.has_room_for_two = False
     ask(engine, "start_weight_update")
     ask(engine, "update_weights", update={"fault": "the trainer has gone"})
     assert state(engine) == "quarantined"
@@ -226,7 +226,7 @@ def test_a_quarantine_ends_where_the_last_weights_can_be_had_again() -> None:
     assert state(other) == "running" and "has gone" in str(status(other).failure) and serves(other) == "v1"
     engine = busy()
     update(engine, "w1", "step-1")
-    engine.executor.beside = False
+    engine.executor.has_room_for_two = False
     ask(engine, "start_weight_update")
     ask(engine, "update_weights", update={"fault": "the trainer has gone"})
     assert "step-1" in refuses(successor(engine))

@@ -202,8 +202,8 @@ def test_manifests_of_prefill_and_decode() -> None:
     assert [*other.peers] == pods["prefill"]
     arguments = router_arguments(made)
     for kind, names in pods.items():
-        given = [arguments[i + 1] for i, argument in enumerate(arguments) if argument == f"--{kind}"]
-        assert given == [f"http://{pod}:{producer['port']}" for pod in names]
+        urls = [arguments[i + 1] for i, argument in enumerate(arguments) if argument == f"--{kind}"]
+        assert urls == [f"http://{pod}:{producer['port']}" for pod in names]
 
 
 @pytest.mark.parametrize("folder", ["deploy", "monitoring"])

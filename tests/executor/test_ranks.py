@@ -52,36 +52,36 @@ def pair() -> tuple[Channel, Channel]:
 @pytest.fixture
 def ranks() -> Iterator[tuple[Hub, list[Channel]]]:
     pairs = [pair() for _ in range(2)]
-    hub = Hub({rank: ours for rank, (ours, _) in enumerate(pairs)}, lambda rank: "was killed by SIGKILL")
-    yield hub, [theirs for _, theirs in pairs]
+    hub = Hub({rank: hub_end for rank, (hub_end, _) in enumerate(pairs)}, lambda rank: "was killed by SIGKILL")
+    yield hub, [rank_end for _, rank_end in pairs]
     hub.close()
-    for _, theirs in pairs:
-        theirs.close()
+    for _, rank_end in pairs:
+        rank_end.close()
 
 
 def test_messages_arrive_as_they_were() -> None:
-    ours, theirs = pair()
+    hub_end, rank_end = pair()
     zero = np.zeros(1, np.int32)
     plan = StepPlan(3, zero, zero + 2, zero, zero, zero + 1, np.zeros(0, np.int32), freed=[4])
-    ours.send(Forward(plan))
-    came = theirs.to_rank()
+    hub_end.send(Forward(plan))
+    came = rank_end.to_rank()
     assert isinstance(came, Forward) and came.plan.step == 3 and came.plan.freed == [4]
     came.plan.num_tokens[0] += 1  # it may be written to
     big = bytes(range(256)) * 4096
-    sender = threading.Thread(target=ours.send, args=(Invoke(1, "feed_update", {"chunk": big}, True),))
+    sender = threading.Thread(target=hub_end.send, args=(Invoke(1, "feed_update", {"chunk": big}, True),))
     sender.start()
-    call = theirs.to_rank()
+    call = rank_end.to_rank()
     sender.join()
     assert isinstance(call, Invoke) and call.args == {"chunk": big}
     layout = KVLayout((KVSpec(2, 16, "float32"), StateSpec(4, 8, "float32", (2, 3))), 7, 16, StateLayout(1, 2, 16, 1))
     facts = DeviceFacts(layout, 10, "0", {"ops": {"linear": "cpp"}}, {"embeddings": 8})
-    theirs.send(Loaded.of(facts))
-    loaded = ours.from_rank()
+    rank_end.send(Loaded.of(facts))
+    loaded = hub_end.from_rank()
     assert isinstance(loaded, Loaded) and loaded.device_facts() == facts
-    theirs.close()
+    rank_end.close()
     with pytest.raises(ConnectionError):
-        ours.from_rank()
-    ours.close()
+        hub_end.from_rank()
+    hub_end.close()
 
 
 def test_results_come_in_order_and_calls_return_what_all_ranks_say(ranks: tuple[Hub, list[Channel]]) -> None:

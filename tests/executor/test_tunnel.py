@@ -40,20 +40,23 @@ def read(stream: socket.socket, count: int) -> bytes:
 
 def test_messages_pass_in_both_directions_at_once() -> None:
     listening, connected, *_ = pair()
-    ours, theirs = Channel(listening.stream), Channel(connected.stream)
-    theirs.send(Joined(3, "1"))
-    assert ours.from_rank() == Joined(3, "1")
+    listener_end, connector_end = Channel(listening.stream), Channel(connected.stream)
+    connector_end.send(Joined(3, "1"))
+    assert listener_end.from_rank() == Joined(3, "1")
     large = os.urandom(5 << 20)
-    sending = [threading.Thread(target=channel.send, args=(StoreSet("key", large),)) for channel in (ours, theirs)]
+    sending = [
+        threading.Thread(target=channel.send, args=(StoreSet("key", large),))
+        for channel in (listener_end, connector_end)
+    ]
     for thread in sending:
         thread.start()
-    assert theirs.from_rank() == ours.from_rank() == StoreSet("key", large)
+    assert connector_end.from_rank() == listener_end.from_rank() == StoreSet("key", large)
     for thread in sending:
         thread.join(WAIT)
-    ours.close()
+    listener_end.close()
     with pytest.raises(ConnectionError):
-        theirs.to_rank()
-    theirs.close()
+        connector_end.to_rank()
+    connector_end.close()
 
 
 def test_what_was_sent_arrives_before_the_end() -> None:

@@ -48,11 +48,11 @@ def fuzz(name: str, executions: int, seed: int = 0) -> None:
 
     target, corpus, rng = TARGETS[name], seeds(name), random.Random(seed)
     for i in range(executions):
-        given = corpus[i] if i < len(corpus) else changed(rng, rng.choice(corpus), rng.choice(corpus))
+        data = corpus[i] if i < len(corpus) else changed(rng, rng.choice(corpus), rng.choice(corpus))
         try:
-            target(given)
+            target(data)
         except BaseException as error:
-            error.add_note(f"{name} was given {given!r}")
+            error.add_note(f"{name} was given {data!r}")
             raise
 
 
@@ -63,8 +63,8 @@ def guided(name: str, executions: int) -> None:
     with atheris.instrument_imports(include=["tokserve"]):
         from tests.fuzz.targets import TARGETS, seeds
     directory = Path(tempfile.mkdtemp(prefix=f"fuzz-{name}-"))
-    for i, given in enumerate(seeds(name)):
-        (directory / str(i)).write_bytes(given)
+    for i, seed in enumerate(seeds(name)):
+        (directory / str(i)).write_bytes(seed)
     options = [f"-atheris_runs={executions}", "-rss_limit_mb=4096", "-print_final_stats=1", "-max_len=4096"]
     atheris.Setup([sys.argv[0], *options, str(directory)], TARGETS[name])
     atheris.Fuzz()

@@ -49,12 +49,12 @@ ATOMS: list[Any] = [
 KEYS = ["role", "content", "name", "tool_calls", "tool_call_id", "function", "arguments", "type", "text", "x"]
 
 
-def bodies(given: bytes) -> None:
+def bodies(data: bytes) -> None:
     """A body of any POST route, JSON or msgpack, up to the point where the engine would be asked."""
-    if not given:
+    if not data:
         return
-    packed, raw = bool(given[0] & 1), given[1:]
-    route = ROUTES[(given[0] >> 1) % len(ROUTES)]
+    packed, raw = bool(data[0] & 1), data[1:]
+    route = ROUTES[(data[0] >> 1) % len(ROUTES)]
     try:
         LOOP.run_until_complete(route(_request(raw, packed)))
     except RequestError as error:
@@ -108,19 +108,19 @@ ROUTES: list[Route] = [
 ]  # fmt: skip
 
 
-def wire(given: bytes) -> None:
+def wire(data: bytes) -> None:
     """A message to the engine, or from it; what can be read is the same when it is written and read again."""
     for decode in (messages.decode_to_engine, messages.decode_from_engine):
         try:
-            message = decode(given)
+            message = decode(data)
         except UNREADABLE:
             continue
         assert messages.encode(decode(messages.encode(message))) == messages.encode(message)
 
 
-def template(given: bytes) -> None:
+def template(data: bytes) -> None:
     """Conversations of wrong and right messages."""
-    rng = random.Random(given)
+    rng = random.Random(data)
     chosen = [_message(rng) for _ in range(rng.randrange(4))]
     try:
         rng.choice(TEMPLATES).render(
@@ -151,19 +151,19 @@ def _value(rng: random.Random, depth: int) -> Any:
     return {rng.choice(KEYS): _value(rng, depth - 1) for _ in range(rng.randrange(3))}
 
 
-def detokenizer(given: bytes) -> None:
+def detokenizer(data: bytes) -> None:
     """Any ids in any portions: the joined text is that of all ids, and a stop is found wherever it is cut."""
-    if len(given) < 4:
+    if len(data) < 4:
         return
-    tokenizer, skip = TOKENIZERS[given[0] % len(TOKENIZERS)], bool(given[0] & 64)
-    ids = [int.from_bytes(given[i : i + 2], "big") % (tokenizer.vocab_size + 2) for i in range(4, len(given) - 1, 2)]
-    edges = sorted({0, len(ids), given[1] % (len(ids) + 1), given[2] % (len(ids) + 1)})
+    tokenizer, skip = TOKENIZERS[data[0] % len(TOKENIZERS)], bool(data[0] & 64)
+    ids = [int.from_bytes(data[i : i + 2], "big") % (tokenizer.vocab_size + 2) for i in range(4, len(data) - 1, 2)]
+    edges = sorted({0, len(ids), data[1] % (len(ids) + 1), data[2] % (len(ids) + 1)})
     full = tokenizer.continuation(ids, skip)
     plain = Detokenizer(tokenizer, skip_special=skip)
     parts = [plain.push(ids[a:b])[0] for a, b in pairwise(edges)]
     assert "".join(parts) + plain.push((), True)[0] == full, (ids, edges)
-    place = given[3] % (len(full) + 1)
-    stop = full[place : place + 1 + given[3] % 5] or "zz"
+    place = data[3] % (len(full) + 1)
+    stop = full[place : place + 1 + data[3] % 5] or "zz"
     ends = []
     for cuts in (edges, list(range(len(ids) + 1))):
         stopping = Detokenizer(tokenizer, [stop, "q"], skip_special=skip)

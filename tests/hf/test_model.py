@@ -94,7 +94,7 @@ def checkpoint(name: str, directory: Path, **changes: Any) -> PreTrainedModel:
     return model
 
 
-def ours(directory: Path, **options: Any) -> TransformersModel:
+def converted(directory: Path, **options: Any) -> TransformersModel:
     hf = json.loads((directory / "config.json").read_text())
     defaults: dict[str, Any] = {"dtype": "float32", "head_dtype": "auto", "load_format": "auto", "seed": 0}
     return load(directory, hf, **{"max_model_len": 512} | defaults | options)
@@ -102,34 +102,34 @@ def ours(directory: Path, **options: Any) -> TransformersModel:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_logits_and_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
-    theirs, ids = checkpoint(name, tmp_path), random_ids(100, 320)
+    reference, ids = checkpoint(name, tmp_path), random_ids(100, 320)
     with torch.no_grad():
-        expected = theirs(torch.tensor([ids])).logits[0].log_softmax(-1)
-    model = ours(tmp_path)
+        expected = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
+    model = converted(tmp_path)
     actual = prefill(model, ids).log_softmax(-1)
     assert expected.std() > 0.3 and (actual - expected).abs().max() < 2e-4
     prompt = random_ids(11, 320, seed=3)
     with torch.no_grad():
-        whole = theirs.generate(
+        expected_tokens = reference.generate(
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=64, do_sample=False
         )[0, len(prompt) :].tolist()
     driver, pending, greedy = Driver(model), prompt, []
-    while len(greedy) < len(whole):
+    while len(greedy) < len(expected_tokens):
         pending = [int(driver.step({0: pending})[0][-1].argmax())]
         greedy += pending
-    assert greedy == whole
+    assert greedy == expected_tokens
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_chunks_and_other_rows_do_not_matter(name: str, tmp_path: Path) -> None:
     checkpoint(name, tmp_path)
-    model, ids = ours(tmp_path), random_ids(60, 320)
-    whole = prefill(model, ids)
+    model, ids = converted(tmp_path), random_ids(60, 320)
+    expected = prefill(model, ids)
     driver = Driver(model, rows=2, length=60)
     driver.step({1: ids[:7]})
     parts = [driver.step({0: ids[:17]})[0], driver.step({1: ids[7:9], 0: ids[17:50]})[1]]
     parts += [driver.step({0: [token], 1: [3]}, ends=[0])[0] for token in ids[50:]]
-    torch.testing.assert_close(torch.cat(parts), whole, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.cat(parts), expected, atol=1e-4, rtol=1e-4)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -159,7 +159,7 @@ def test_what_cannot_be_served_is_refused_by_name(
 ) -> None:
     checkpoint(name, tmp_path, **changes)
     with pytest.raises(StartError, match=message):
-        ours(tmp_path)
+        converted(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -180,16 +180,16 @@ def test_configs_are_refused_by_name(changes: dict[str, Any], message: str, tmp_
 
 def test_an_update_has_the_checkpoints_names(tmp_path: Path) -> None:
     for name in ("gpt_neox", "opt"):
-        theirs, ids = checkpoint(name, tmp_path / name), random_ids(30, 320)
-        model = ours(tmp_path / name)
+        reference, ids = checkpoint(name, tmp_path / name), random_ids(30, 320)
+        model = converted(tmp_path / name)
         before = prefill(model, ids)
         with torch.no_grad():
-            for parameter in theirs.parameters():
+            for parameter in reference.parameters():
                 parameter.mul_(0.9)
-            expected = theirs(torch.tensor([ids])).logits[0]
-        theirs.save_pretrained(tmp_path / "next")
+            expected = reference(torch.tensor([ids])).logits[0]
+        reference.save_pretrained(tmp_path / "next")
         staging = Staging(model.blank())
-        for key, entry in ours(tmp_path / "next").provenance._files[0][0].items():
+        for key, entry in converted(tmp_path / "next").provenance._files[0][0].items():
             staging.push(key, load_file(entry.file)[key])
         fresh = staging.finish()
         torch.testing.assert_close(prefill(fresh, ids), expected, atol=2e-4, rtol=0)
@@ -200,7 +200,7 @@ def test_an_update_has_the_checkpoints_names(tmp_path: Path) -> None:
 
 def test_an_adapter_adds_to_its_projections(tmp_path: Path) -> None:
     checkpoint("gpt_neox", tmp_path)
-    model, ids = ours(tmp_path), random_ids(20, 320)
+    model, ids = converted(tmp_path), random_ids(20, 320)
     target = "gpt_neox.layers.1.attention.query_key_value"
     assert model.adapter_targets()[target] == (target, "query_key_value")
     linear = model.named_linears()[target]
@@ -224,7 +224,7 @@ def test_a_policy_of_such_a_family_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "impl"), [("stablelm", "auto"), ("gpt_neox", "auto"), ("qwen2", "transformers")])
 def test_served_with_cache_and_batch(name: str, impl: str, tmp_path: Path) -> None:
-    theirs = checkpoint(name, tmp_path)
+    reference = checkpoint(name, tmp_path)
     prompts = [random_ids(40, 320, 1), [*random_ids(40, 320, 1), 5, 6], random_ids(9, 320, 2)]
     with LLM(str(tmp_path), model_impl=impl, tokens_only=True, max_num_batched_tokens=32) as llm:
         facts = llm._llm.ready.facts
@@ -234,7 +234,7 @@ def test_served_with_cache_and_batch(name: str, impl: str, tmp_path: Path) -> No
                 prompts, llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12), False), strict=True
             ):
                 with torch.no_grad():
-                    expected = theirs.generate(
+                    expected = reference.generate(
                         torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=12,
                         do_sample=False,
                     )[0, len(prompt) :].tolist()  # fmt: skip

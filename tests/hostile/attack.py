@@ -115,7 +115,7 @@ def read(sock: socket.socket) -> Answer:
     """The answer on a connection, if one comes."""
     reply = b""
     try:
-        while b"\r\n\r\n" not in reply or len(reply) < _whole(reply):
+        while b"\r\n\r\n" not in reply or len(reply) < _not_streamed(reply):
             piece = sock.recv(1 << 16)
             if not piece:
                 break
@@ -128,7 +128,7 @@ def read(sock: socket.socket) -> Answer:
     return answer_of(int(head[9:12]), content, b"\r\nretry-after:" in head.lower())
 
 
-def _whole(reply: bytes) -> int:
+def _not_streamed(reply: bytes) -> int:
     length = re.search(rb"(?i)content-length: (\d+)", reply)
     return reply.index(b"\r\n\r\n") + 4 + int(length[1]) if length else 1 << 62
 
@@ -420,7 +420,7 @@ class Scene:
     def __init__(self, server: Server) -> None:
         self.server = server
         self.metronome = Metronome()
-        self.want = self.good()
+        self.expected = self.good()
         self.rss = self.memory()
 
     def good(self) -> Any:
@@ -453,9 +453,9 @@ class Scene:
         thread = threading.Thread(target=lambda: answers.extend(attack(self.server.url, random.Random(seed))))
         thread.start()
         while thread.is_alive():
-            assert self.good() == self.want
+            assert self.good() == self.expected
         thread.join()
-        assert self.good() == self.want
+        assert self.good() == self.expected
         self.check_stalls(before + stalls)
         self.server.wait_idle()
         self.wait_for_memory(more_memory)

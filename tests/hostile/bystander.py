@@ -41,7 +41,7 @@ class Bystander:
             self._expected = received
         assert received == self._expected, "a bystander's tokens or logprobs have changed"
 
-    async def beside(self, attacks: list[Attack], seconds: float, seed: int = 0) -> int:
+    async def run_during(self, attacks: list[Attack], seconds: float, seed: int = 0) -> int:
         """Run rounds while all of the attacks run, each until its deadline; returns how many rounds there were."""
         deadline = time.monotonic() + seconds
         rounds = 0

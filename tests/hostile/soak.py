@@ -56,7 +56,7 @@ class Sample:
     at: float
     server: int
     engine: int
-    whole: int
+    total_memory: int
     running: float
     waiting: float
     stalled: float
@@ -143,8 +143,8 @@ def shares(before: Counter[str], after: Counter[str], hostile: float) -> dict[st
     """Processors in use by each, on average."""
     used = {name: after[name] - before[name] for name in after} | {"hostile clients": hostile}
     seconds = used.pop("seconds")
-    ours = ("server", "engine", "grammar trials", "good client", "hostile clients")
-    used["others"] = used.pop("all") - sum(used[name] for name in ours)
+    known = ("server", "engine", "grammar trials", "good client", "hostile clients")
+    used["others"] = used.pop("all") - sum(used[name] for name in known)
     return {name: round(value / seconds, 3) for name, value in used.items()}
 
 
@@ -340,7 +340,7 @@ def table(soak: Soak) -> list[str]:
     lines.append(
         row("first token", *([reply.first for reply in part if reply.first] for part in (soak.quiet, soak.loud)))
     )
-    memory = [sample.whole / MIB for sample in soak.samples]
+    memory = [sample.total_memory / MIB for sample in soak.samples]
     lines += [
         "", f"memory of all processes: {max(memory):.0f} MiB at most, {percentile(memory, 0.5):.0f} median",
         *(f"memory {when}, MiB: " + ", ".join(f"{name} {size >> 20}" for name, size in sizes.items())
@@ -369,7 +369,7 @@ def summary(soak: Soak, seconds: float) -> dict[str, Any]:
     return {
         "seconds": seconds, "good_replies": len(soak.loud), "quiet_p99_s": round(quiet, 4), "p99_s": round(loud, 4),
         "p99_ratio": round(loud / quiet, 2), "memory_bytes": soak.memory,
-        "memory_most_mib": max(sample.whole for sample in soak.samples) >> 20, "processors": soak.processors,
+        "memory_most_mib": max(sample.total_memory for sample in soak.samples) >> 20, "processors": soak.processors,
         "stalls": soak.samples[-1].stalls - soak.samples[0].stalls, "attacks": len(soak.attacks),
         "answers": dict(soak.answers()), "broken": soak.broken + soak.too_slow,
     }  # fmt: skip

@@ -48,15 +48,15 @@ def answered(server: Server, request: dict[str, Any]) -> list[Any]:
 @pytest.mark.slow
 def test_a_stream_that_nobody_reads_is_stalled_and_goes_on_when_it_is_read(server: Server) -> None:
     request = large(random.Random(5), n=8) | {"speculate": False}  # so many that they are stalled before they end
-    whole = answered(server, request | {"stream": False})
+    expected = answered(server, request | {"stream": False})
 
     async def scene() -> bytes:
         loop = asyncio.get_running_loop()
         sock = await connect(server.url, request)
         await asyncio.to_thread(until, lambda: server.metric("tokserve:num_requests_stalled") == 8)
         tokens = server.metric("tokserve:generation_tokens_total")
-        mine = body(None, max_tokens=16, ignore_eos=True)
-        await asyncio.to_thread(answered, server, mine)
+        request_body = body(None, max_tokens=16, ignore_eos=True)
+        await asyncio.to_thread(answered, server, request_body)
         assert server.metric("tokserve:generation_tokens_total") == tokens + 16, "the stalled stream got tokens"
         received = b""
         while not received.endswith(b"0\r\n\r\n"):
@@ -70,7 +70,7 @@ def test_a_stream_that_nobody_reads_is_stalled_and_goes_on_when_it_is_read(serve
     for event in events:
         for choice in json.loads(event)["choices"]:
             streamed.setdefault(choice["index"], []).extend(choice["token_ids"])
-    assert [streamed[i] for i in range(8)] == [tokens for tokens, _ in whole]
+    assert [streamed[i] for i in range(8)] == [tokens for tokens, _ in expected]
     server.wait_idle()
 
 
@@ -143,11 +143,11 @@ def test_a_header_tells_the_clients_of_a_proxy_apart() -> None:
 def test_a_bystander_gets_its_bits(attack: Any) -> None:
     with Server("demo", "--kv-cache-memory-bytes", "64M") as server:  # pages count when they are used first
         bystander = Bystander(server.url)
-        asyncio.run(bystander.beside([], 2.0))
+        asyncio.run(bystander.run_during([], 2.0))
         quiet = sorted(bystander.seconds)
         before = resident(server)
         bystander.seconds.clear()
-        assert asyncio.run(bystander.beside([partial(attack, source=ATTACKER)], 15.0)) >= 3
+        assert asyncio.run(bystander.run_during([partial(attack, source=ATTACKER)], 15.0)) >= 3
         loud = sorted(bystander.seconds)
         print(f"quiet median {quiet[len(quiet) // 2]:.3f} s, worst {quiet[-1]:.3f} s; beside the attack {len(loud)} "
               f"requests, median {loud[len(loud) // 2]:.3f} s, worst {loud[-1]:.3f} s; "

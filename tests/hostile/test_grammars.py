@@ -118,9 +118,9 @@ def test_many_large_grammars_stay_within_the_cache() -> None:
 def test_a_bystander_gets_its_bits(attack: attacks.Attack) -> None:
     with Server("demo") as server:
         bystander = Bystander(server.url)
-        asyncio.run(bystander.beside([], 1.0))
+        asyncio.run(bystander.run_during([], 1.0))
         before = resident(server)
-        assert asyncio.run(bystander.beside([attack], 10.0)) >= 3
+        assert asyncio.run(bystander.run_during([attack], 10.0)) >= 3
         until_quiet(server)
         server.wait_idle()
         assert resident(server) < before + 150 * MIB

@@ -53,36 +53,36 @@ def shards_of(out: Tensor, layer: Linear) -> list[Tensor]:
 
 
 def test_columns_are_the_whole_product_bit_by_bit() -> None:
-    whole = Linear(96, SHARDS, options(ALONE), bias=True, split="column")
+    undivided = Linear(96, SHARDS, options(ALONE), bias=True, split="column")
     parts = [Linear(96, SHARDS, options(rank), bias=True, split="column") for rank in RANKS]
-    for layer in (whole, *parts):
+    for layer in (undivided, *parts):
         fill(layer.parameters())
     assert parts[0].shards == {"q_proj": 32, "k_proj": 16, "v_proj": 16}
     assert {name: parameter.shape for name, parameter in parts[0].parameters().items()} == {
-        name: parameter.shape for name, parameter in whole.parameters().items()
+        name: parameter.shape for name, parameter in undivided.parameters().items()
     }
     results = zip(*(shards_of(part(X), part) for part in parts), strict=True)
-    for expected, halves in zip(shards_of(whole(X), whole), results, strict=True):
+    for expected, halves in zip(shards_of(undivided(X), undivided), results, strict=True):
         assert torch.equal(torch.cat(halves, 1), expected)
 
 
 def test_columns_of_a_gated_product_are_columns_of_its_result() -> None:
     shards = {"gate_proj": 64, "up_proj": 64}
-    whole = GatedLinear(96, shards, "silu", options(ALONE), split="column")
+    undivided = GatedLinear(96, shards, "silu", options(ALONE), split="column")
     parts = [GatedLinear(96, shards, "silu", options(rank), split="column") for rank in RANKS]
-    for layer in (whole, *parts):
+    for layer in (undivided, *parts):
         fill(layer.parameters())
-    assert torch.equal(torch.cat([part(X) for part in parts], 1), whole(X))
+    assert torch.equal(torch.cat([part(X) for part in parts], 1), undivided(X))
 
 
 def test_rows_add_up_in_rank_order() -> None:
-    whole = Linear(96, {"o_proj": 40}, options(ALONE), bias=True, split="row")
+    undivided = Linear(96, {"o_proj": 40}, options(ALONE), bias=True, split="row")
     parts = [Linear(96, {"o_proj": 40}, options(rank), bias=True, split="row") for rank in RANKS]
-    for layer in (whole, *parts):
+    for layer in (undivided, *parts):
         fill(layer.parameters())
     assert [part.inputs for part in parts] == [48, 48]
     total = sum(part(x.contiguous()) for part, x in zip(parts, X.chunk(2, 1), strict=True))
-    torch.testing.assert_close(total, whole(X), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(total, undivided(X), atol=1e-5, rtol=1e-5)
 
 
 def test_a_rank_keeps_the_weights_of_its_own_part() -> None:
@@ -125,21 +125,21 @@ def test_stored_weights_are_divided_with_their_scales() -> None:
 
 def test_the_mlp_of_two_ranks_adds_up() -> None:
     spec = MLPSpec(64, "silu", bias=True)
-    whole, *parts = (GatedMLP(96, spec, options(group)) for group in (ALONE, *RANKS))
-    for layer in (whole, *parts):
+    undivided, *parts = (GatedMLP(96, spec, options(group)) for group in (ALONE, *RANKS))
+    for layer in (undivided, *parts):
         fill(layer.parameters())
-    torch.testing.assert_close(sum(part(X) for part in parts), whole(X), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(sum(part(X) for part in parts), undivided(X), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_experts_of_two_ranks_add_up(bias: bool) -> None:
     kinds: tuple[dict[str, Any], ...] = ({}, {"activation": "clamped_swiglu", "stacked": True, "interleaved": True})
     spec = MixtureSpec(4, 64, RouterSpec(2), bias=bias, **kinds[bias])
-    whole, *parts = (Experts(96, spec, options(group)) for group in (ALONE, *RANKS))
-    for layer in (whole, *parts):
+    undivided, *parts = (Experts(96, spec, options(group)) for group in (ALONE, *RANKS))
+    for layer in (undivided, *parts):
         fill(layer.parameters())
     ids, weights = torch.tensor([[0, 1], [2, 3], [3, 0], [1, 2], [2, 0]], dtype=torch.int32), torch.rand(5, 2)
-    results = [layer(X, ids, weights, None, None) for layer in (whole, *parts)]
+    results = [layer(X, ids, weights, None, None) for layer in (undivided, *parts)]
     torch.testing.assert_close(results[1] + results[2], results[0], atol=1e-5, rtol=1e-5)
 
 
@@ -183,10 +183,10 @@ def test_ranks_have_the_same_head_where_there_are_fewer_heads_than_ranks() -> No
 
 def test_one_tensor_of_gate_and_up_is_divided_in_both_halves() -> None:
     spec = MLPSpec(64, "silu", up_names=("gate_up_proj",))
-    whole, *parts = (GatedMLP(96, spec, options(group)) for group in (ALONE, *RANKS))
-    for layer in (whole, *parts):
+    undivided, *parts = (GatedMLP(96, spec, options(group)) for group in (ALONE, *RANKS))
+    for layer in (undivided, *parts):
         fill(layer.parameters())
-    torch.testing.assert_close(sum(part(X) for part in parts), whole(X), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(sum(part(X) for part in parts), undivided(X), atol=1e-5, rtol=1e-5)
 
 
 class Gathered:
@@ -204,9 +204,9 @@ class Gathered:
 
 def test_a_vocabulary_that_two_ranks_cannot_halve_has_the_logits_of_one() -> None:
     vocab = 33
-    whole = Head(vocab, 96, options(ALONE))
-    fill(whole.parameters())
-    expected = whole(X)
+    undivided = Head(vocab, 96, options(ALONE))
+    fill(undivided.parameters())
+    expected = undivided(X)
     sent = torch.nn.functional.pad(expected[:, 17:], (0, 1))  # by a rank with a row less
     first = Head(vocab, 96, options(Group(0, 2, Gathered(sent))))
     fill(first.parameters())

@@ -71,14 +71,14 @@ def test_default(dim: int) -> None:
 @pytest.mark.parametrize("partial", [1.0, 0.5])
 @pytest.mark.parametrize("name", SCALED)
 def test_scaled_kinds_equal_transformers(name: str, partial: float) -> None:
-    own, theirs = SCALED[name]
+    spec_fields, hf_fields = SCALED[name]
     kind = name.split("-")[0]
-    rope = {"rope_type": kind, "rope_theta": THETA, "partial_rotary_factor": partial} | theirs
+    rope = {"rope_type": kind, "rope_theta": THETA, "partial_rotary_factor": partial} | hf_fields
     config = LlamaConfig(
         hidden_size=512, num_attention_heads=8, max_position_embeddings=POSITIONS, rope_parameters=rope
     )
     frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config)
-    spec = RopeSpec(int(64 * partial), THETA, kind=kind, **own)  # type: ignore[arg-type]
+    spec = RopeSpec(int(64 * partial), THETA, kind=kind, **spec_fields)  # type: ignore[arg-type]
     assert_same(rope_table(spec, POSITIONS), table_of(frequencies, scale, POSITIONS))
 
 

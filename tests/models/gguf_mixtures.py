@@ -97,8 +97,8 @@ def _experts(
     made = _add(writer, name, torch.stack([experts[e] for e in range(len(experts))]).float().numpy(), kind)
     layer, shard = name.split(".")[1], name.split("_")[1]
     module = "block_sparse_moe" if architecture == "llama" else "mlp"
-    mine = {"gate": "w1", "up": "w3", "down": "w2"}[shard] if architecture == "llama" else f"{shard}_proj"
-    return {f"model.layers.{layer}.{module}.experts.{e}.{mine}.weight": made[e].clone() for e in range(len(made))}
+    projection = {"gate": "w1", "up": "w3", "down": "w2"}[shard] if architecture == "llama" else f"{shard}_proj"
+    return {f"model.layers.{layer}.{module}.experts.{e}.{projection}.weight": made[e].clone() for e in range(len(made))}
 
 
 def _stacked(writer: GGUFWriter, layer: str, name: str, tensor: Tensor, kinds: dict[str, str]) -> Tensor:

@@ -42,12 +42,12 @@ def check_logprobs(directory: Path, prompts: Iterable[Parts]) -> None:
         ids, features = prompt_of(parts)
         params = SamplingParams(max_tokens=6, temperature=0.0, prompt_logprobs=0, logprobs=0)
         [job] = Driver(runner, facts, 8).run([Job(ids, params, features=features)])
-        whole = ids + job.output
+        sequence = ids + job.output
         pictures = [part for part in parts if isinstance(part, Picture)]
-        expected = oracle_logits(reference, whole, pictures).log_softmax(-1)
+        expected = oracle_logits(reference, sequence, pictures).log_softmax(-1)
         assert job.output == expected[len(ids) - 1 : -1].argmax(-1).tolist()
         served = [job.prompt_rows[i][0] for i in range(1, len(ids))] + [row[0] for row in job.rows]
-        exact = expected[:-1].gather(1, torch.tensor(whole[1:])[:, None])[:, 0]
+        exact = expected[:-1].gather(1, torch.tensor(sequence[1:])[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(served), exact, atol=2e-4, rtol=0)
 
 
@@ -67,5 +67,8 @@ def check_bits(directory: Path, dtype: str, prompts: Sequence[Parts], chunks: It
         assert [job.outcome() for job in runs] == alone, chunk
     plain = SamplingParams(max_tokens=5, temperature=0.8, logprobs=2)
     without = [Job(job.prompt, plain, job.seed, features=job.features) for job in jobs()]
-    for job, whole in zip(Driver(runner, facts, 8).run(without), alone, strict=True):
-        assert (job.output, job.rows) == (whole[0], whole[2])  # of the last layer, only the last token was computed
+    for job, expected in zip(Driver(runner, facts, 8).run(without), alone, strict=True):
+        assert (job.output, job.rows) == (
+            expected[0],
+            expected[2],
+        )  # of the last layer, only the last token was computed

@@ -42,7 +42,7 @@ class Picture:
     def length(self) -> int:
         return self.kind.num_tokens(self.grid)
 
-    def whole(self) -> NDArray[np.float32]:
+    def array(self) -> NDArray[np.float32]:
         """The normalized image [channels, height, width]."""
         kind, merge = self.kind, self.kind.merge
         shape = (self.grid.h // merge, self.grid.w // merge, merge, merge, kind.channels, kind.size, kind.size)
@@ -78,23 +78,25 @@ def oracle(directory: Path) -> Any:
 
 
 def oracle_logits(model: Any, ids: list[int], pictures: list[Picture]) -> Tensor:  # [T, vocab]
-    given = torch.tensor([ids])
+    input_ids = torch.tensor([ids])
     more: dict[str, Any] = {}
     if pictures and pictures[0].kind.side:
-        tokens = (given == pictures[0].kind.token_id).int()
-        more = {"pixel_values": torch.from_numpy(np.stack([picture.whole() for picture in pictures]))}
+        tokens = (input_ids == pictures[0].kind.token_id).int()
+        more = {"pixel_values": torch.from_numpy(np.stack([picture.array() for picture in pictures]))}
         with torch.inference_mode():
-            whole: Tensor = model(input_ids=given, token_type_ids=tokens, **more).logits
-        return whole[0]
+            all_logits: Tensor = model(input_ids=input_ids, token_type_ids=tokens, **more).logits
+        return all_logits[0]
     if pictures:
         pixels = np.concatenate([normalized(picture.kind, picture.pixels) for picture in pictures])
         more = {
             "pixel_values": torch.from_numpy(pixels),
             "image_grid_thw": torch.tensor([picture.grid for picture in pictures]),
         }
-    kinds = (given == pictures[0].kind.token_id).int() if pictures else torch.zeros_like(given, dtype=torch.int32)
+    kinds = (
+        (input_ids == pictures[0].kind.token_id).int() if pictures else torch.zeros_like(input_ids, dtype=torch.int32)
+    )
     with torch.inference_mode():
-        logits: Tensor = model(input_ids=given, mm_token_type_ids=kinds, **more).logits
+        logits: Tensor = model(input_ids=input_ids, mm_token_type_ids=kinds, **more).logits
     return logits[0]
 
 

@@ -118,12 +118,12 @@ def _experts(rng: random.Random, hf: dict[str, Any]) -> None:
 
 def _ropes(rng: random.Random, hf: dict[str, Any], family: str) -> None:
     """Another rope, perhaps as transformers 4 spelled it."""
-    given = hf["rope_parameters"]
-    if any(isinstance(value, dict) for value in given.values()):
-        hf["rope_parameters"] = {kind: _rope(rng, hf) for kind in given}
+    parameters = hf["rope_parameters"]
+    if any(isinstance(value, dict) for value in parameters.values()):
+        hf["rope_parameters"] = {kind: _rope(rng, hf) for kind in parameters}
         return
     made = {"rope_type": "default", "rope_theta": 500} if family == "phi3" else _rope(rng, hf)
-    if "partial_rotary_factor" in given:
+    if "partial_rotary_factor" in parameters:
         made["partial_rotary_factor"] = rng.choice((0.25, 0.5, 1.0))
     elif "partial_rotary_factor" in hf:
         hf["partial_rotary_factor"] = rng.choice((0.25, 0.5, 0.75, 1.0))

@@ -79,11 +79,11 @@ def test_patterns_may_be_null(base: Path, tmp_path: Path) -> None:
 def test_names_of_a_state_dict_and_of_a_model_without_head_are_known(base: Path, tmp_path: Path) -> None:
     down, up = torch.ones(4, HIDDEN), torch.ones(INNER, 4)
     changes = {f"{KEY}.lora_A.weight": None, f"{KEY}.lora_B.weight": None}
-    own = {
+    head_tensors = {
         "base_model.model.layers.1.mlp.gate_proj.lora_A.default.weight": down,
         "base_model.model.layers.1.mlp.gate_proj.lora_B.default.weight": up,
     }
-    actual = read(write_adapter(tmp_path, base, tensors=changes | own))
+    actual = read(write_adapter(tmp_path, base, tensors=changes | head_tensors))
     assert torch.equal(actual[LAYER].down, down) and torch.equal(actual[LAYER].up, up)
 
 

@@ -82,9 +82,9 @@ def test_to_want_few_hidden_states_changes_no_bit(dtype: str) -> None:
     decoder = made("qwen3", dtype)
     work = {row: random_ids(count, 320, seed=row) for row, count in enumerate((40, 1, 17))}
     every, some = Driver(decoder, rows=3, length=64), Driver(decoder, rows=3, length=64)
-    whole = every.step(work)
-    for wanted, logits in zip((0, 2), some.step(work, ends=[0, 2]), strict=True):
-        assert torch.equal(logits, whole[wanted][-1:])
+    expected = every.step(work)
+    for number, logits in zip((0, 2), some.step(work, ends=[0, 2]), strict=True):
+        assert torch.equal(logits, expected[number][-1:])
     more = {0: [5], 1: random_ids(20, 320, seed=3), 2: [6, 7]}
     every.step(more)
     assert some.step(more, ends=[]) == []
@@ -98,23 +98,23 @@ def test_to_want_few_hidden_states_changes_no_bit(dtype: str) -> None:
 def test_given_embeddings_take_the_place_of_the_ids(family: str, dtype: str) -> None:
     decoder = made(family, dtype)
     ids, placeholder = random_ids(40, 320), 7
-    whole = prefill(decoder, ids)
-    given = decoder.embedding(torch.tensor(ids))
+    expected = prefill(decoder, ids)
+    embedded = decoder.embedding(torch.tensor(ids))
     rows = [*range(3, 9), 20, 39]
     hidden = [placeholder if row in rows else token for row, token in enumerate(ids)]
-    assert not torch.equal(prefill(decoder, hidden), whole)
+    assert not torch.equal(prefill(decoder, hidden), expected)
 
     def embeds(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         within = [row for row in rows if start <= row < stop]
-        return torch.tensor(within) - start, given[within].float()
+        return torch.tensor(within) - start, embedded[within].float()
 
     driver = Driver(decoder, length=len(ids))
-    assert torch.equal(driver.step({0: hidden}, embeds=embeds(0, 40))[0], whole)
+    assert torch.equal(driver.step({0: hidden}, embeds=embeds(0, 40))[0], expected)
     chunks = Driver(decoder, length=len(ids))
     parts = [chunks.step({0: hidden[a:b]}, embeds=embeds(a, b))[0] for a, b in ((0, 5), (5, 39), (39, 40))]
-    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(torch.cat(parts), expected)
     ends = Driver(decoder, length=len(ids)).step({0: hidden}, ends=[0], embeds=embeds(0, 40))
-    assert torch.equal(ends[0], whole[-1:])
+    assert torch.equal(ends[0], expected[-1:])
 
 
 def test_linear_layers_are_named_once() -> None:

@@ -59,5 +59,5 @@ def test_written_dtype_and_configuration(tmp_path: Path) -> None:
     assert checkpoint.hf_config(directory) == hf
     actual = weights.catalogue(directory)
     assert {entry.dtype for entry in actual.values()} == {torch.bfloat16}
-    wanted = made("qwen2").parameters_by_name()
-    assert {name: entry.shape for name, entry in actual.items()} == {n: p.shape for n, p in wanted.items()}
+    parameters = made("qwen2").parameters_by_name()
+    assert {name: entry.shape for name, entry in actual.items()} == {n: p.shape for n, p in parameters.items()}

@@ -54,11 +54,11 @@ def spread(scale: Tensor, shape: torch.Size) -> Tensor:
     """The scale of every element, by a loop of its own."""
     if scale.numel() == 1 or scale.shape == (shape[0], 1):
         return scale.expand(shape)
-    whole = torch.empty(shape)
+    scales = torch.empty(shape)
     for i in range(scale.shape[0]):
         for j in range(scale.shape[1]):
-            whole[i * BLOCK[0] : (i + 1) * BLOCK[0], j * BLOCK[1] : (j + 1) * BLOCK[1]] = scale[i, j]
-    return whole
+            scales[i * BLOCK[0] : (i + 1) * BLOCK[0], j * BLOCK[1] : (j + 1) * BLOCK[1]] = scale[i, j]
+    return scales
 
 
 def quantize(directory: Path, config: dict[str, Any], kind: str, ending: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -68,10 +68,10 @@ def quantize(directory: Path, config: dict[str, Any], kind: str, ending: str, dt
         if "_proj" not in name:
             continue
         scale = scales(tensor.float(), kind).to(dtype)
-        whole = spread(scale.float(), tensor.shape)
-        tensors[name] = (tensor.float() / whole).clamp(-448, 448).to(FP8)
+        spread_scale = spread(scale.float(), tensor.shape)
+        tensors[name] = (tensor.float() / spread_scale).clamp(-448, 448).to(FP8)
         tensors[name + ending] = scale
-        meant[name] = (tensors[name].float() * whole).to(tensor.dtype)
+        meant[name] = (tensors[name].float() * spread_scale).to(tensor.dtype)
         assert (meant[name] - tensor).abs().max() <= 0.07 * tensor.abs().max()
         if kind == "tensor":
             tensors[name.removesuffix("weight") + "input_scale"] = torch.ones(1)
@@ -119,8 +119,8 @@ def kept(decoder: Decoder) -> dict[str, Tensor]:
         packed = linear.packed
         assert isinstance(packed, ops.PackedFloat8)
         values = packed.packed[: packed.columns, : packed.rows].t()  # as the reference packs
-        whole = values * packed.scales.t().repeat_interleave(packed.group, 1)[:, : packed.columns]
-        results[name + ".weight"] = linear._rows(whole, shard)
+        weight = values * packed.scales.t().repeat_interleave(packed.group, 1)[:, : packed.columns]
+        results[name + ".weight"] = linear._rows(weight, shard)
     return results
 
 
@@ -195,11 +195,11 @@ def test_an_update_is_kept_as_the_start_keeps_it(tmp_path: Path) -> None:
         sync.finish()
         return sync.take(decoder)
 
-    wanted = kept(opened(new, dtype="bfloat16", has_float8=True))
-    assert all(torch.equal(weight, wanted[name]) for name, weight in kept(updated(new)).items())
+    expected = kept(opened(new, dtype="bfloat16", has_float8=True))
+    assert all(torch.equal(weight, expected[name]) for name, weight in kept(updated(new)).items())
     floating = write_checkpoint(tmp_path / "floating", HF, seed=3)  # quantized by rows as it comes
-    wanted = kept(opened(floating, dtype="bfloat16", quantization="fp8"))
-    assert all(torch.equal(weight, wanted[name]) for name, weight in kept(updated(floating)).items())
+    expected = kept(opened(floating, dtype="bfloat16", quantization="fp8"))
+    assert all(torch.equal(weight, expected[name]) for name, weight in kept(updated(floating)).items())
     (new / "config.json").unlink()  # nothing says what its float8 means
     with pytest.raises(RequestError, match="F8_E4M3"):
         updated(new)
@@ -215,23 +215,23 @@ def test_it_can_be_quantized_again(tmp_path: Path) -> None:
 def test_a_plain_checkpoint_quantized_as_it_loads_is_near_the_original(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, HF)
     original = logits(directory, dtype="bfloat16").log_softmax(-1)
-    apart = []
+    differences = []
     for head in (False, True):
         decoder = opened(directory, dtype="bfloat16", quantization="fp8", quantize_lm_head=head)
         assert isinstance(decoder.blocks[0].mlp.down.packed, ops.PackedFloat8)
         assert isinstance(decoder.head.linear.packed, ops.PackedFloat8) == head
-        apart.append((prefill(decoder, IDS).log_softmax(-1) - original).abs().mean().item())
-    assert 0.0 < apart[0] < 0.4 and 0.0 < apart[1] < 0.5
+        differences.append((prefill(decoder, IDS).log_softmax(-1) - original).abs().mean().item())
+    assert 0.0 < differences[0] < 0.4 and 0.0 < differences[1] < 0.5
 
 
 def test_scales_that_are_missing_or_misshapen_are_named(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, HF)
     quantize(directory, QWEN, "block", "_scale_inv", torch.float32)
-    whole = stored(directory)
+    tensors = stored(directory)
     name = "model.layers.1.mlp.up_proj.weight"
-    rewrite(directory, {key: tensor for key, tensor in whole.items() if key != name + "_scale_inv"})
+    rewrite(directory, {key: tensor for key, tensor in tensors.items() if key != name + "_scale_inv"})
     assert f"1 of an unsupported dtype: {name} (F8_E4M3)" in refusal(directory)
-    rewrite(directory, whole | {name + "_scale_inv": torch.ones(3, 2)})
+    rewrite(directory, tensors | {name + "_scale_inv": torch.ones(3, 2)})
     assert f"1 unexpected: {name}_scale_inv" in refusal(directory)
 
 

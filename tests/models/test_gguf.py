@@ -98,10 +98,10 @@ def test_a_mixture_is_the_model_that_its_blocks_mean(tmp_path: Path, architectur
 def test_decoding_has_the_bits_of_a_prompt(tmp_path: Path, dtype: str) -> None:
     gguf_models.write(tmp_path / "m.gguf", "qwen3", "Q4_K", value_kind="Q6_K")
     decoder = opened(tmp_path / "m.gguf", dtype=dtype)
-    whole = prefill(decoder, IDS[:40])
+    expected = prefill(decoder, IDS[:40])
     driver = Driver(decoder, length=40)
     steps = [driver.step({0: part})[0] for part in (IDS[:7], IDS[7:31], *([token] for token in IDS[31:40]))]
-    assert torch.equal(torch.cat(steps), whole)
+    assert torch.equal(torch.cat(steps), expected)
 
 
 def test_the_header_gives_tokenizer_template_and_end_of_sequence(tmp_path: Path) -> None:

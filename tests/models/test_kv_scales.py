@@ -45,8 +45,8 @@ def test_every_name_in_use_is_read(
     directory = write_checkpoint(tmp_path, HF)
     if float8:
         quantize(directory, compressed("channel"), "channel", "_scale", torch.float32)
-    mine = {LAYER + name: tensor for name, tensor in tensors.items()}
-    rewrite(directory, stored(directory) | mine)
+    named_scales = {LAYER + name: tensor for name, tensor in tensors.items()}
+    rewrite(directory, stored(directory) | named_scales)
     decoder = opened(directory, float8_cache=True)
     assert decoder.kv_scales() == [(1.0, 1.0), expected] == decoder.blank().kv_scales()
     drafting = opened(directory)

@@ -175,15 +175,15 @@ def test_no_weights_and_pickles_only_are_refused(tmp_path: Path) -> None:
 
 
 def test_files_without_an_index(tmp_path: Path) -> None:
-    whole = write_checkpoint(tmp_path / "whole", UNTIED)
+    directory = write_checkpoint(tmp_path / "whole", UNTIED)
     parts = write_checkpoint(tmp_path / "parts", UNTIED, shards=3)
     (parts / weights.INDEX).unlink()
-    shutil.copy(whole / weights.SINGLE, parts / "consolidated.safetensors")
-    shutil.copy(whole / weights.SINGLE, parts / "adapter_model.safetensors")
+    shutil.copy(directory / weights.SINGLE, parts / "consolidated.safetensors")
+    shutil.copy(directory / weights.SINGLE, parts / "adapter_model.safetensors")
     assert {name: entry.shape for name, entry in weights.catalogue(parts).items()} == {
-        name: entry.shape for name, entry in weights.catalogue(whole).items()
+        name: entry.shape for name, entry in weights.catalogue(directory).items()
     }
-    shutil.copy(whole / weights.SINGLE, parts / "other.safetensors")
+    shutil.copy(directory / weights.SINGLE, parts / "other.safetensors")
     with pytest.raises(
         StartError, match=r"holds no model.safetensors.index.json, and several files have lm_head\.weight"
     ):
@@ -237,10 +237,10 @@ def test_loading_again_replaces_the_weights(tmp_path: Path) -> None:
     """What a live update does: the same steps with other tensors."""
     decoder = opened(write_checkpoint(tmp_path / "old", TIED, seed=0))
     new = write_checkpoint(tmp_path / "new", TIED, seed=1)
-    wanted = decoder.parameters_by_name()
+    parameters = decoder.parameters_by_name()
     tensors = stored(new)
-    weights.check(tensors, wanted, "the update")
-    weights.load_into(wanted, tensors.items())
+    weights.check(tensors, parameters, "the update")
+    weights.load_into(parameters, tensors.items())
     assert torch.equal(prefill(decoder, IDS), logits(new))
 
 
@@ -262,24 +262,24 @@ def test_int8_is_near_the_original_and_quantizes_the_head_only_if_asked(tmp_path
     for hf in (UNTIED, TIED):
         directory = write_checkpoint(tmp_path / str(hf["tie_word_embeddings"]), hf)
         original = logits(directory).log_softmax(-1)
-        apart = []
+        differences = []
         for quantize_lm_head in (False, True):
             decoder = opened(directory, quantization="int8", quantize_lm_head=quantize_lm_head)
             blocks = [decoder.blocks[0].attention.qkv, decoder.blocks[0].mlp.gate_up, decoder.blocks[-1].mlp.down]
             assert all(isinstance(linear.packed, ops.PackedInt8) for linear in blocks)
             assert isinstance(decoder.head.linear.packed, ops.PackedInt8) == quantize_lm_head
             quantized = prefill(decoder, IDS).log_softmax(-1)
-            apart.append((quantized - original).abs().mean().item())
-            assert 0 < apart[-1] < 0.2
-        assert apart[0] != apart[1]
+            differences.append((quantized - original).abs().mean().item())
+            assert 0 < differences[-1] < 0.2
+        assert differences[0] != differences[1]
 
 
 def test_int8_takes_a_new_weight_and_says_what_it_keeps(tmp_path: Path) -> None:
     decoder = opened(write_checkpoint(tmp_path / "old", TIED, seed=0), quantization="int8")
     new = write_checkpoint(tmp_path / "new", TIED, seed=1)
-    wanted = decoder.parameters_by_name()
-    weights.load_into(wanted, stored(new).items())
+    parameters = decoder.parameters_by_name()
+    weights.load_into(parameters, stored(new).items())
     assert torch.equal(prefill(decoder, IDS), logits(new, quantization="int8"))
-    kept = {name: parameter.dtype for name, parameter in wanted.items()}
+    kept = {name: parameter.dtype for name, parameter in parameters.items()}
     assert kept["model.layers.0.mlp.up_proj.weight"] == torch.int8
     assert kept["model.norm.weight"] == kept[EMBEDDING] == torch.float32

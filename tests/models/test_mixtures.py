@@ -75,11 +75,11 @@ def test_what_is_there_twice_or_not_at_all_is_named(tmp_path: Path) -> None:
         opened(directory)
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["by expert", "stacked"])
-def test_an_update_takes_either_layout(whole: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fused", [False, True], ids=["by expert", "stacked"])
+def test_an_update_takes_either_layout(fused: bool, tmp_path: Path) -> None:
     decoder = opened(written(tmp_path / "old", "qwen3_moe", seed=1)[0])
     new, tensors = written(tmp_path / "new", "qwen3_moe", seed=2)
-    if whole:
+    if fused:
         tensors = stacked(tensors, STACKED["qwen3_moe"])
     staging = Staging(decoder.blank())
     for name, tensor in reversed(tensors.items()):

@@ -236,7 +236,7 @@ NEW = [family for family, _ in CASES.values() if family not in ("llama", "mistra
 LENGTH = 150  # longer than every window and every original context
 LARGEST = 1e-4  # |difference| of float32 logits that the contract allows; about 5e-5 at most on any kernels
 # The norm of what a head reads from its state divides rounding errors by the size of that, here and in transformers,
-# whose chunked sums are as far from float64 as ours; on few tokens that shows.
+# whose chunked sums are as far from float64 as tokserve's; on few tokens that shows.
 OF_STATES = 2e-4
 
 
@@ -256,22 +256,22 @@ def oracle_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:
         return model(torch.tensor([ids])).logits[0].float()
 
 
-def ours(directory: Path, dtype: str = "float32", **options: Any) -> Decoder:
+def loaded(directory: Path, dtype: str = "float32", **options: Any) -> Decoder:
     hf = json.loads((directory / "config.json").read_text())
     options = {"head_dtype": "auto", "load_format": "auto", "seed": 0} | options
     return load(directory, hf, dtype=dtype, **options)
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, PreTrainedModel]]:
-    """A case's checkpoint in `ours`, as transformers saves it in `theirs`, and transformers' model."""
+def transformers_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, PreTrainedModel]]:
+    """A case's checkpoint in `tiny`, as transformers saves it in `saved_by_transformers`, and transformers' model."""
 
     @cache
     def made(name: str) -> tuple[Path, PreTrainedModel]:
         family, changes = CASES[name]
         directory = tmp_path_factory.mktemp(name)
-        model = oracle(write_checkpoint(directory / "ours", tiny_config(family, **changes)))
-        model.save_pretrained(directory / "theirs")
+        model = oracle(write_checkpoint(directory / "tiny", tiny_config(family, **changes)))
+        model.save_pretrained(directory / "saved_by_transformers")
         return directory, model
 
     return made
@@ -279,25 +279,29 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
 
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.usefixtures("kernels")
-def test_float32_logits_equal_transformers(name: str, theirs: Callable[[str], tuple[Path, PreTrainedModel]]) -> None:
-    directory, model = theirs(name)
+def test_float32_logits_equal_transformers(
+    name: str, transformers_model: Callable[[str], tuple[Path, PreTrainedModel]]
+) -> None:
+    directory, model = transformers_model(name)
     family, changes = CASES[name]
     hf = tiny_config(family, **changes)
     ids = random_ids(LENGTH, hf["vocab_size"])
     expected = oracle_logits(model, ids)
     assert expected.std() > 1.5  # sharp enough for a difference to show
-    actual = prefill(ours(directory / "ours"), ids)
+    actual = prefill(loaded(directory / "tiny"), ids)
     assert (actual - expected).abs().max() < allowed(hf)
-    assert torch.equal(prefill(ours(directory / "theirs"), ids), actual)
+    assert torch.equal(prefill(loaded(directory / "saved_by_transformers"), ids), actual)
 
 
 @pytest.fixture(scope="module")
-def greedy(theirs: Callable[[str], tuple[Path, PreTrainedModel]]) -> Callable[[str], tuple[list[int], list[int]]]:
+def greedy(
+    transformers_model: Callable[[str], tuple[Path, PreTrainedModel]],
+) -> Callable[[str], tuple[list[int], list[int]]]:
     """A prompt, and the tokens that transformers' model of a case says next, none of them by little."""
 
     @cache
     def made(name: str) -> tuple[list[int], list[int]]:
-        _, model = theirs(name)
+        _, model = transformers_model(name)
         family, changes = CASES[name]
         hf = tiny_config(family, **changes)
         prompt = random_ids(11, hf["vocab_size"], seed=3)
@@ -318,11 +322,11 @@ def greedy(theirs: Callable[[str], tuple[Path, PreTrainedModel]]) -> Callable[[s
 @pytest.mark.usefixtures("kernels")
 def test_greedy_decoding_equals_transformers(
     name: str,
-    theirs: Callable[[str], tuple[Path, PreTrainedModel]],
+    transformers_model: Callable[[str], tuple[Path, PreTrainedModel]],
     greedy: Callable[[str], tuple[list[int], list[int]]],
 ) -> None:
     prompt, expected = greedy(name)
-    driver = Driver(ours(theirs(name)[0] / "ours"))
+    driver = Driver(loaded(transformers_model(name)[0] / "tiny"))
     results: list[int] = []
     pending = prompt
     while len(results) < 64:
@@ -343,12 +347,12 @@ def test_dynamic_rope_past_the_original_length_equals_cached_generation(tmp_path
             step = model(torch.tensor([[token]]), use_cache=True, **{name: cache})
             cache = getattr(step, name)
             rows.append(step.logits[0, -1])
-    decoder = ours(tmp_path, max_model_len=128)
+    decoder = loaded(tmp_path, max_model_len=128)
     actual = prefill(decoder, ids)
     assert (actual - torch.stack(rows)).abs().max() < LARGEST
     within = oracle_logits(oracle(tmp_path), ids[:32])
     assert (actual[:32] - within).abs().max() < LARGEST
-    assert torch.equal(actual[:32], prefill(ours(tmp_path), ids[:32]))
+    assert torch.equal(actual[:32], prefill(loaded(tmp_path), ids[:32]))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -358,7 +362,7 @@ def test_older_config_spelling(family: str, tmp_path: Path) -> None:
     hf["rope_scaling"] = {"type": "linear", "factor": 2.0}
     model = oracle(write_checkpoint(tmp_path, hf))
     ids = random_ids(LENGTH, hf["vocab_size"])
-    assert (prefill(ours(tmp_path), ids) - oracle_logits(model, ids)).abs().max() < LARGEST
+    assert (prefill(loaded(tmp_path), ids) - oracle_logits(model, ids)).abs().max() < LARGEST
 
 
 def sharp_checkpoint(directory: Path, family: str) -> Path:
@@ -400,13 +404,16 @@ def sharp(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Sharp]:
 @pytest.mark.usefixtures("kernels")
 def test_bfloat16_is_as_near_to_float32_as_transformers(family: str, sharp: Callable[[str], Sharp]) -> None:
     directory, texts, exact, rounded = sharp(family)
-    decoder, theirs = ours(directory, "bfloat16"), rounded - exact
-    own = torch.cat([prefill(decoder, ids).log_softmax(-1) for ids in texts]) - exact
-    assert own.abs().mean() <= 1.2 * theirs.abs().mean()
-    assert own.abs().max() <= 1.2 * theirs.abs().max()
-    expected, size = (exact.exp() * own).sum(-1), (exact.exp() * own.abs()).sum(-1)  # over the draws of each position
+    decoder, transformers_model = loaded(directory, "bfloat16"), rounded - exact
+    actual_error = torch.cat([prefill(decoder, ids).log_softmax(-1) for ids in texts]) - exact
+    assert actual_error.abs().mean() <= 1.2 * transformers_model.abs().mean()
+    assert actual_error.abs().max() <= 1.2 * transformers_model.abs().max()
+    expected, size = (
+        (exact.exp() * actual_error).sum(-1),
+        (exact.exp() * actual_error.abs()).sum(-1),
+    )  # over the draws of each position
     assert expected.mean().abs() <= 0.1 * size.mean()
-    assert own.mean().abs() <= 0.1 * own.abs().mean()
+    assert actual_error.mean().abs() <= 0.1 * actual_error.abs().mean()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -415,8 +422,8 @@ def test_float32_head_of_a_bfloat16_model(family: str, tmp_path: Path) -> None:
     directory = sharp_checkpoint(tmp_path, family)
     ids = random_ids(64, 2048)
     exact = oracle_logits(oracle(directory), ids)
-    auto = prefill(ours(directory, "bfloat16"), ids)
-    full = prefill(ours(directory, "bfloat16", head_dtype="float32"), ids)
+    auto = prefill(loaded(directory, "bfloat16"), ids)
+    full = prefill(loaded(directory, "bfloat16", head_dtype="float32"), ids)
     assert auto.dtype == full.dtype == torch.float32
     assert (full - exact).abs().mean() <= 1.1 * (auto - exact).abs().mean()
 
@@ -425,7 +432,7 @@ def test_float32_head_of_a_bfloat16_model(family: str, tmp_path: Path) -> None:
 def test_serving_dtype_converts_a_float32_checkpoint(dtype: str, tmp_path: Path) -> None:
     hf = tiny_config("llama")
     expected = oracle_logits(oracle(write_checkpoint(tmp_path, hf)), random_ids(40, hf["vocab_size"]))
-    decoder = ours(tmp_path, dtype)
+    decoder = loaded(tmp_path, dtype)
     assert {spec.dtype for spec in decoder.kv_specs()} == {dtype}
     actual = prefill(decoder, random_ids(40, hf["vocab_size"]))
     assert 0 < (actual - expected).abs().mean() < (0.06 if dtype == "bfloat16" else 0.01)
@@ -440,13 +447,13 @@ def test_a_qwen3_5_checkpoint_without_its_tower(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     save_file(renamed | others, tmp_path / "whole" / "model.safetensors")
     inner = {name: value for name, value in hf.items() if name not in ("architectures", "tie_word_embeddings")}
-    whole = {
+    config = {
         "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "tie_word_embeddings": False,
         "text_config": inner, "vision_config": None,
     }  # fmt: skip
-    (tmp_path / "whole" / "config.json").write_text(json.dumps(whole))
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(config))
     read = checkpoint.hf_config(tmp_path / "whole")
-    assert read == hf | {"architectures": whole["architectures"], "vision_config": None}
+    assert read == hf | {"architectures": config["architectures"], "vision_config": None}
     ids = random_ids(40, hf["vocab_size"])
     served = load(tmp_path / "whole", read, dtype="float32", head_dtype="auto", load_format="auto", seed=0)
-    assert torch.equal(prefill(served, ids), prefill(ours(tmp_path / "text"), ids))
+    assert torch.equal(prefill(served, ids), prefill(loaded(tmp_path / "text"), ids))

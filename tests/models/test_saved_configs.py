@@ -84,10 +84,10 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     model_type, changes, edit = CASES[name]
     config = AutoConfig.for_model(model_type, **SIZES | changes)
     torch.manual_seed(0)
-    theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-    for parameter in theirs.parameters():
+    reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    for parameter in reference.parameters():
         parameter.data += torch.randn(parameter.shape) * 0.12
-    theirs.save_pretrained(tmp_path)
+    reference.save_pretrained(tmp_path)
     hf = json.loads((tmp_path / "config.json").read_text())
     edit(hf)
     (tmp_path / "config.json").write_text(json.dumps(hf))
@@ -97,7 +97,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     )  # fmt: skip
     ids = random_ids(60, SIZES["vocab_size"])
     with torch.no_grad():
-        expected = theirs(torch.tensor([ids])).logits[0].log_softmax(-1)
+        expected = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
     assert (prefill(decoder, ids).log_softmax(-1) - expected).abs().max() < 1e-4
 
 
@@ -126,7 +126,7 @@ RANDOM = [one if one[1] == 0 else pytest.param(*one, marks=pytest.mark.slow) for
 @pytest.mark.parametrize(("family", "seed"), RANDOM)
 def test_random_configurations(family: str, seed: int, tmp_path: Path) -> None:
     hf = random_config(family, seed)
-    theirs = written(tmp_path, hf, seed)
+    reference = written(tmp_path, hf, seed)
     decoder = load(
         tmp_path, checkpoint.hf_config(tmp_path), dtype="float32", head_dtype="auto", load_format="auto", seed=0,
         max_model_len=128,
@@ -136,7 +136,7 @@ def test_random_configurations(family: str, seed: int, tmp_path: Path) -> None:
     with torch.no_grad():
         single, expected = (
             model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
-            for model in (theirs, deepcopy(theirs).double())
+            for model in (reference, deepcopy(reference).double())
         )
     sharp = float((single - expected).abs().max())  # what rounding makes of random weights
     assert (actual - expected).abs().max() < 20 * sharp + 1e-4 * max(1.0, float(expected.std())), hf

@@ -33,7 +33,7 @@ def windows(spec: DecoderSpec) -> list[int]:
     return [block.attention.window for block in spec.blocks]
 
 
-def theirs(hf: dict[str, Any]) -> PretrainedConfig:
+def hf_config_of(hf: dict[str, Any]) -> PretrainedConfig:
     return AutoConfig.for_model(**{name: value for name, value in hf.items() if name != "architectures"})
 
 
@@ -44,7 +44,7 @@ MIXTURES = {"qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "gpt_oss"}
 def test_absent_attributes_of_mixtures_mean_what_transformers_assumes(family: str) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 6}
     hf = {"architectures": tiny_config(family)["architectures"], "model_type": family, "num_attention_heads": 32}
-    expected, spec = theirs(hf | sizes), decoder_spec(hf | sizes)
+    expected, spec = hf_config_of(hf | sizes), decoder_spec(hf | sizes)
     attention = spec.blocks[0].attention
     assert attention.kv_heads == expected.num_key_value_heads
     assert attention.dim == (getattr(expected, "head_dim", None) or 128 // 32)
@@ -71,7 +71,7 @@ def test_absent_attributes_mean_what_transformers_assumes(family: str) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 40}
     architecture = tiny_config(family)["architectures"]
     hf = {"architectures": architecture, "model_type": family, "num_attention_heads": 32} | sizes
-    expected, spec = theirs(hf), decoder_spec(hf)
+    expected, spec = hf_config_of(hf), decoder_spec(hf)
     attention = spec.blocks[0].attention
     assert attention.kv_heads == expected.num_key_value_heads
     assert attention.dim == (128 // 32 if family == "qwen2" else expected.head_dim)
@@ -94,7 +94,7 @@ def test_absent_attributes_are_read_as_those_that_transformers_writes(family: st
     if family in ("deepseek_v2", "dots1"):
         hf |= {"num_experts_per_tok": 2, "n_routed_experts": 8, "n_shared_experts": 1}
     hf |= sizes
-    written = theirs(hf).to_dict() | {"architectures": hf["architectures"]}
+    written = hf_config_of(hf).to_dict() | {"architectures": hf["architectures"]}
     assert decoder_spec(hf) == decoder_spec(written)
 
 
@@ -106,7 +106,7 @@ def test_windows_by_layer_equal_transformers(family: str) -> None:
         (ABSENT, False, True), (ABSENT, None, 8), (ABSENT, 0, 1, 3), types
     ):
         hf = config(family, use_sliding_window=used, sliding_window=window, max_window_layers=first, layer_types=kinds)
-        expected = theirs(hf)
+        expected = hf_config_of(hf)
         sizes = [expected.sliding_window if kind == "sliding_attention" else 0 for kind in expected.layer_types]
         if None in sizes:  # transformers accepts the config and fails when it makes the mask
             with pytest.raises(StartError, match="layer_types names sliding_attention, but no sliding_window"):
@@ -167,7 +167,7 @@ def test_null_key_value_heads_are_as_many_as_query_heads() -> None:
 )
 def test_gemma_reads_what_transformers_reads(attributes: dict[str, Any]) -> None:
     hf = gemma(**attributes)
-    expected, spec = theirs(hf), decoder_spec(hf)
+    expected, spec = hf_config_of(hf), decoder_spec(hf)
     assert (spec.tied, spec.max_position) == (expected.tie_word_embeddings, expected.max_position_embeddings)
     assert spec.embedding_multiplier == expected.hidden_size**0.5
     for block, kind in zip(spec.blocks, expected.layer_types, strict=True):
@@ -203,29 +203,29 @@ ROPES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("changes", ROPES)
 def test_rope_spellings_equal_transformers(changes: dict[str, Any]) -> None:
     hf = config("llama", **changes)
-    expected = theirs(hf)
+    expected = hf_config_of(hf)
     expected.standardize_rope_params()  # as its frequency functions do
-    wanted = expected.rope_parameters
+    parameters = expected.rope_parameters
     (rope,) = decoder_spec(hf).ropes
-    assert (rope.kind, rope.theta, rope.dim) == (wanted["rope_type"], wanted["rope_theta"], 16)
-    assert rope.factor == wanted.get("factor", 1.0)
+    assert (rope.kind, rope.theta, rope.dim) == (parameters["rope_type"], parameters["rope_theta"], 16)
+    assert rope.factor == parameters.get("factor", 1.0)
     if rope.kind == "yarn":
-        assert rope.original == wanted["original_max_position_embeddings"]
+        assert rope.original == parameters["original_max_position_embeddings"]
     if rope.kind == "dynamic":
         assert rope.original == hf["max_position_embeddings"]
 
 
 def test_yarn_attributes_reach_the_spec() -> None:
-    given = {
+    parameters = {
         "rope_type": "yarn", "rope_theta": 5.0, "factor": None, "original_max_position_embeddings": 128,
         "beta_fast": 9, "beta_slow": 2.5, "truncate": False, "mscale": 0.5, "mscale_all_dim": 0.25,
     }  # fmt: skip
-    assert spec_of("llama", rope_parameters=given).ropes == (
+    assert spec_of("llama", rope_parameters=parameters).ropes == (
         RopeSpec(
             16, 5.0, "yarn", 4.0, 128, beta_fast=9.0, beta_slow=2.5, truncate=False, mscale=0.5, mscale_all_dim=0.25
         ),
     )
-    (rope,) = spec_of("llama", rope_parameters=given | {"attention_factor": 0.5}).ropes
+    (rope,) = spec_of("llama", rope_parameters=parameters | {"attention_factor": 0.5}).ropes
     assert rope.attention_factor == 0.5
 
 

@@ -94,8 +94,8 @@ def calls(sizes: list[int]) -> None:
     kernels = 0
     call["rope"](q, k, table, index, True)
     call["norm_rope_store"](qkv, norm, norm, 1e-6, table, index, *caches, index, 1.0, 1.0, True, True)
-    whole = torch.empty(heads * dim, dtype=BF16), torch.empty(kv_heads * dim, dtype=BF16)
-    call["norm_rope_store"](qkv, *whole, 1e-6, table, index, *caches, index)
+    norms = torch.empty(heads * dim, dtype=BF16), torch.empty(kv_heads * dim, dtype=BF16)
+    call["norm_rope_store"](qkv, *norms, 1e-6, table, index, *caches, index)
     for window in (0, 1000):
         for sinks in (None, torch.empty(heads)):
             call["paged_attention"](many, *caches, tables, starts, lens, 0.1, window, 1.0, 0.0, sinks)
@@ -147,9 +147,9 @@ def calls(sizes: list[int]) -> None:
         call["experts_wna16"](x[:, :256], ids, torch.empty(rows, 8), packed_up, None, packed_down, None, "silu")
     latent, rotated, deep = 512, 64, 128  # DeepSeek V3
     wide = torch.empty(rows, deep, 128 + rotated, dtype=BF16)
-    own = [ops.PackedWeight(latent, 128, BF16, torch.empty(latent, 128, dtype=BF16))] * deep
+    key_weights = [ops.PackedWeight(latent, 128, BF16, torch.empty(latent, 128, dtype=BF16))] * deep
     for tokens in sizes:
-        call["linear_heads"](torch.empty(tokens, deep, 128 + rotated, dtype=BF16), own)
+        call["linear_heads"](torch.empty(tokens, deep, 128 + rotated, dtype=BF16), key_weights)
     lines, angles = torch.empty(32, page, latent + rotated, dtype=BF16), torch.empty(4096, rotated)
     joined, gain = torch.empty(rows, latent + rotated, dtype=BF16), torch.empty(latent, dtype=BF16)
     for interleaved in (True, False):

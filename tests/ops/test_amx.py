@@ -290,23 +290,23 @@ def test_rows_have_the_same_bits_for_every_number_of_rows(n: int, k: int, activa
         return result
 
     _C.set_threads(1)
-    whole = call(x)
+    expected = call(x)
     for size in range(1, 71):
-        assert torch.equal(call(x[:size]), whole[:size])
-    assert torch.equal(call(x[37:]), whole[37:])
+        assert torch.equal(call(x[:size]), expected[:size])
+    assert torch.equal(call(x[37:]), expected[37:])
     for threads in (2, 5):
         _C.set_threads(threads)
-        assert torch.equal(call(x), whole)
-        assert torch.equal(call(x[:1]), whole[:1])
+        assert torch.equal(call(x), expected)
+        assert torch.equal(call(x[:1]), expected[:1])
 
 
 def test_a_row_does_not_see_another_that_is_not_finite() -> None:
     x, weight = numbers("normal", (40, 100), BF16, 1), numbers("normal", (70, 100), BF16, 2)
-    whole = linear(x, weight)
+    expected = linear(x, weight)
     x[3], x[20, 99], x[39, 0] = math.nan, math.inf, -math.inf
     others = [row for row in range(40) if row not in (3, 20, 39)]
     result = linear(x, weight)
-    assert torch.equal(result[others], whole[others])
+    assert torch.equal(result[others], expected[others])
     assert result[3].isnan().all() and not result[[20, 39]].isfinite().any()
 
 

@@ -100,8 +100,8 @@ def test_auto_takes_what_is_known_to_be_fast_unless_the_measurement_is_decisive(
 
 def test_nothing_is_measured_where_all_kernels_give_the_same_bits() -> None:
     for dtype in ("float32", "float16"):
-        for given in ("auto", "fma", "pairs"):
-            assert choose(dtype, given, vendor="AuthenticAMD").arithmetic == "fma"
+        for requested in ("auto", "fma", "pairs"):
+            assert choose(dtype, requested, vendor="AuthenticAMD").arithmetic == "fma"
     assert choose("bfloat16", machine={"neon": "fma", "portable": "fma"}) == CpuKernels("neon", "fma", {})
 
 

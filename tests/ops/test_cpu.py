@@ -88,9 +88,9 @@ def test_linear_rows_have_the_same_bits_in_any_tile(isa: str, name: str) -> None
     _C.select(isa)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x, packed = randn(40, 301, dtype=dtype), CALLS[PACKING[name]](randn(130, 301, dtype=dtype, seed=1))
-        whole = CALLS[name](x, packed, None, torch.float32)
+        result = CALLS[name](x, packed, None, torch.float32)
         for size in range(1, 40):
-            assert torch.equal(CALLS[name](x[:size], packed, None, torch.float32), whole[:size])
+            assert torch.equal(CALLS[name](x[:size], packed, None, torch.float32), result[:size])
 
 
 @pytest.mark.parametrize(("rows", "columns", "tokens"), [(1, 1, 1), (65, 31, 130), (200, 1027, 300), (64, 4096, 2)])
@@ -110,8 +110,8 @@ def test_int8_has_the_bits_of_the_reference_on_every_instruction_set(rows: int, 
                 if rows % 2 == 0:
                     gated = CALLS["pack_gated_int8"](weight)
                     assert torch.equal(CALLS["gated_linear_int8"](x, gated, bias, None), expected)
-                    whole = CALLS["gated_linear_int8"](x, gated, bias, "silu")
-                    assert torch.equal(whole, CALLS["silu_mul"](expected))
+                    result = CALLS["gated_linear_int8"](x, gated, bias, "silu")
+                    assert torch.equal(result, CALLS["silu_mul"](expected))
 
 
 @pytest.mark.parametrize("isa", _C.instruction_sets())
@@ -121,9 +121,9 @@ def test_attention_of_the_last_query_has_the_bits_of_the_whole(isa: str) -> None
         caches = randn(2, 9, 2, 16, 40, dtype=dtype)
         q, tables = randn(140, 6, 40, dtype=dtype, seed=1), torch.randperm(9)[None].int()
         for window in (0, 30):
-            whole = attend(q, caches, tables, 140, window)
+            result = attend(q, caches, tables, 140, window)
             for size in (1, 2, 31, 139):
-                assert torch.equal(attend(q[-size:], caches, tables, 140, window), whole[-size:])
+                assert torch.equal(attend(q[-size:], caches, tables, 140, window), result[-size:])
 
 
 @pytest.mark.parametrize("isa", _C.instruction_sets())
@@ -341,10 +341,10 @@ def test_rows_that_exceed_the_shared_cache_are_multiplied_in_groups(name: str, d
     x = randn(400, 16384).to(dtype)
     weight = weights(70, 16384)[:1] if name == "linear_wna16" else randn(70, 16384).to(dtype)
     packed = CALLS[PACKING[name]](weight)
-    whole = CALLS[name](x, packed, None)
-    assert whole.isfinite().all()
+    result = CALLS[name](x, packed, None)
+    assert result.isfinite().all()
     for rows in (slice(0, 1), slice(127, 129), slice(250, 400)):
-        assert torch.equal(whole[rows], CALLS[name](x[rows].contiguous(), packed, None))
+        assert torch.equal(result[rows], CALLS[name](x[rows].contiguous(), packed, None))
 
 
 def test_bind_sets_the_threads_every_time() -> None:

@@ -68,16 +68,16 @@ def same(left: Outputs, right: Outputs) -> None:
 
 def rows_are_batch_invariant(call: Callable[[Tensor], Tensor | Outputs], count: int = MOST, trials: int = 16) -> None:
     """`call` maps row numbers [M] to their outputs; a row's outputs depend neither on M nor on the other rows."""
-    whole = outputs(call(torch.arange(count)))
+    all_rows = outputs(call(torch.arange(count)))
     rng = random.Random(count)
     sizes = [1, 2, 3, count - 1, *(rng.randint(1, count) for _ in range(trials))]
     for size in sizes:
         rows = torch.tensor(rng.choices(range(count), k=size))
-        same(outputs(call(rows)), tuple(x[rows] for x in whole))
+        same(outputs(call(rows)), tuple(x[rows] for x in all_rows))
     for threads in (2, 5):
         torch.set_num_threads(threads)
-        same(outputs(call(torch.arange(count))), whole)
-        same(outputs(call(torch.arange(1))), tuple(x[:1] for x in whole))
+        same(outputs(call(torch.arange(count))), all_rows)
+        same(outputs(call(torch.arange(1))), tuple(x[:1] for x in all_rows))
     torch.set_num_threads(1)
 
 
@@ -210,8 +210,8 @@ def test_rows_of_experts_of_integers_are_batch_invariant(name: str, call: Any, d
             x = randn(dtype, 1, MOST, arguments[0].shape[1])
             ids = randn(torch.float32, 6, MOST, len(up)).argsort(-1)[:, :3].int().contiguous()
             ids[: MOST // 2, 0], chosen = ids[0, 0], randn(torch.float32, 7, MOST, 3)
-            given, own = (up, up_bias, down, down_bias, activation), (x, ids, chosen)
-            rows_are_batch_invariant(lambda r, a=own, w=given: call(*(t[r] for t in a), *w), trials=3)
+            weights, row_inputs = (up, up_bias, down, down_bias, activation), (x, ids, chosen)
+            rows_are_batch_invariant(lambda r, a=row_inputs, w=weights: call(*(t[r] for t in a), *w), trials=3)
 
 
 @every("route")
@@ -272,11 +272,11 @@ def test_rows_of_adapters_are_batch_invariant(
         assert torch.equal(out, added(rows))
     first = 0
     for shard, size in enumerate(sizes):  # a shard, as the only one
-        mine = slice(first, first + size)
+        piece = slice(first, first + size)
         its_down, its_ranks, its_scales = (tensor[:, [shard]] for tensor in (down, ranks, scales))
-        part = base[:, mine].clone()
-        call(part, x, adapters, its_down, up[..., mine].contiguous(), its_ranks, its_scales, (size,))
-        assert torch.equal(part, added(torch.arange(MOST))[:, mine])
+        part = base[:, piece].clone()
+        call(part, x, adapters, its_down, up[..., piece].contiguous(), its_ranks, its_scales, (size,))
+        assert torch.equal(part, added(torch.arange(MOST))[:, piece])
         first += size
 
 
@@ -314,8 +314,8 @@ def test_norm_rope_store_tokens_are_batch_invariant(
     rows_are_batch_invariant(lambda rows: stored(rows, q_weight, k_weight), trials=4)
     rows_are_batch_invariant(lambda rows: stored(rows, None, None, interleaved=True), trials=2)
     rows_are_batch_invariant(lambda rows: stored(rows, q_weight, k_weight, norm_last=True), trials=2)
-    whole = (randn(dtype, 5, heads * dim), randn(dtype, 6, kv_heads * dim))
-    rows_are_batch_invariant(lambda rows: stored(rows, *whole), trials=2)
+    norms = (randn(dtype, 5, heads * dim), randn(dtype, 6, kv_heads * dim))
+    rows_are_batch_invariant(lambda rows: stored(rows, *norms), trials=2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -338,10 +338,10 @@ def test_long_sums_do_not_depend_on_threads(name: str, call: Any, columns: int, 
 def test_linear_has_the_same_bits_for_any_number_of_rows(name: str, call: Any) -> None:
     x, weight = randn(torch.bfloat16, 1, MOST, 192), randn(torch.bfloat16, 2, 256, 192)
     packed = packing(PACKING[name], name, call)(weight)
-    whole = call(x, packed, None, None)
+    all_rows = call(x, packed, None, None)
     for size in range(1, MOST + 1):
-        assert torch.equal(call(x[:size], packed, None, None), whole[:size])
-        assert torch.equal(call(x[MOST - size :], packed, None, None), whole[MOST - size :])
+        assert torch.equal(call(x[:size], packed, None, None), all_rows[:size])
+        assert torch.equal(call(x[MOST - size :], packed, None, None), all_rows[MOST - size :])
 
 
 def by_row(masks: Outputs) -> Outputs:
@@ -492,8 +492,8 @@ def test_attention_in_chunks_is_attention_at_once(name: str, call: Any, shape: t
     lengths = [300, 17, 129, 260]
     store = packing("store_kv", name, call)
     paged = Paged(lengths, heads, kv_heads, dim, page=page, window=window, dtype=dtype, store=store)
-    whole = [paged.attend(call, [(row, 0, length)])[0] for row, length in enumerate(lengths)]
-    assert all(part.isfinite().all() for part in whole)
+    all_rows = [paged.attend(call, [(row, 0, length)])[0] for row, length in enumerate(lengths)]
+    assert all(part.isfinite().all() for part in all_rows)
     rng = random.Random(dim)
     for longest in (5, 64, 300):
         paged.forget()
@@ -503,9 +503,9 @@ def test_attention_in_chunks_is_attention_at_once(name: str, call: Any, shape: t
             rng.shuffle(rows)
             parts = [(row, *waiting[row].pop(0)) for row in rows]
             for (row, start, end), part in zip(parts, paged.attend(call, parts) if parts else [], strict=True):
-                assert torch.equal(part, whole[row][start:end])
+                assert torch.equal(part, all_rows[row][start:end])
     torch.set_num_threads(2)
-    assert torch.equal(paged.attend(call, [(0, 0, lengths[0])])[0], whole[0])
+    assert torch.equal(paged.attend(call, [(0, 0, lengths[0])])[0], all_rows[0])
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
@@ -515,14 +515,14 @@ def test_the_rest_of_a_bidirectional_row_is_that_of_the_whole(name: str, call: A
     lengths = [270, 40]
     store = packing("store_kv", name, call)
     paged = Paged(lengths, heads, kv_heads, dim, page=page, window=window, dtype=DTYPES[dim % 3], store=store)
-    whole = paged.attend(call, [(0, 0, 270)], [True])[0]
+    all_rows = paged.attend(call, [(0, 0, 270)], [True])[0]
     causal = paged.attend(call, [(1, 0, 40)])[0]
-    assert whole.isfinite().all()
+    assert all_rows.isfinite().all()
     for start in (1, 5, 100, 255, 269):
         rest, other = paged.attend(call, [(0, start, 270), (1, 0, 40)], [True, False])
-        assert torch.equal(rest, whole[start:]) and torch.equal(other, causal)
-    assert torch.equal(paged.attend(call, [(0, 0, 270)])[0][-1], whole[-1])  # the last sees no later key
-    assert not torch.equal(paged.attend(call, [(0, 0, 270)])[0][0], whole[0])
+        assert torch.equal(rest, all_rows[start:]) and torch.equal(other, causal)
+    assert torch.equal(paged.attend(call, [(0, 0, 270)])[0][-1], all_rows[-1])  # the last sees no later key
+    assert not torch.equal(paged.attend(call, [(0, 0, 270)])[0][0], all_rows[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -531,11 +531,11 @@ def test_attention_step_by_step_is_attention_at_once(name: str, call: Any, dtype
     lengths = [140] * 3
     store = packing("store_kv", name, call)
     paged = Paged(lengths, 4, 2, 64, page=16, window=0, dtype=dtype, store=store)
-    whole = [paged.attend(call, [(row, 0, length)])[0] for row, length in enumerate(lengths)]
+    all_rows = [paged.attend(call, [(row, 0, length)])[0] for row, length in enumerate(lengths)]
     paged.forget()
     for at in range(lengths[0]):
         for row, part in enumerate(paged.attend(call, [(row, at, at + 1) for row in range(3)])):
-            assert torch.equal(part[0], whole[row][at])
+            assert torch.equal(part[0], all_rows[row][at])
 
 
 @every("paged_attention")
@@ -579,8 +579,8 @@ def test_states_do_not_depend_on_chunks_or_drafts(name: str, call: Any, dtype: t
             return call(x[tokens], wide, bias, kept[1], *columns)  # type: ignore[no-any-return]
         return call(x[tokens], rates[tokens], *weights, norm, 1e-6, True, *kept, *columns)  # type: ignore[no-any-return]
 
-    whole = states()
-    expected = run(whole, [(0, 0, length, 0, length)], [[0, 16, 2]])
+    all_rows = states()
+    expected = run(all_rows, [(0, 0, length, 0, length)], [[0, 16, 2]])
     for trial in range(4):
         kept = states()
         outputs, computed, at = torch.empty_like(expected), 0, 0
@@ -588,15 +588,15 @@ def test_states_do_not_depend_on_chunks_or_drafts(name: str, call: Any, dtype: t
             count = min(length - computed, rng.choice([1, 1, 2, 9]))
             drafts = min(length - computed - count, rng.choice([0, 0, 3, spare - 1]) if computed else 0)
             last, end = computed + count + drafts, computed + count
-            beside = [(1, 0, 5, 0, 5)] if trial % 2 else []
+            other_rows = [(1, 0, 5, 0, 5)] if trial % 2 else []
             saves = [[0, 16, 2]] if at < 16 <= end else []
-            outputs[computed:last] = run(kept, [(0, computed, last, at, end), *beside], saves)[: last - computed]
+            outputs[computed:last] = run(kept, [(0, computed, last, at, end), *other_rows], saves)[: last - computed]
             at, computed = end, end + rng.randint(0, drafts)
         same((outputs,), (expected,))
         if at == length:
-            same((kept[1][0],), (whole[1][0],))
-            same((kept[0][0],) if name == "gated_delta" else (), (whole[0][0],) if name == "gated_delta" else ())
+            same((kept[1][0],), (all_rows[1][0],))
+            same((kept[0][0],) if name == "gated_delta" else (), (all_rows[0][0],) if name == "gated_delta" else ())
         window = [p % (taps + spare) for p in range(16 - taps, 16)]
-        same((kept[0][2], kept[1][2, window]), (whole[0][2], whole[1][2, window]))
+        same((kept[0][2], kept[1][2, window]), (all_rows[0][2], all_rows[1][2, window]))
         again = run(kept, [(0, length - 1, length, at, at)], []) if at == length else expected[-1:]
         same((again,), (expected[-1:],))

@@ -19,7 +19,7 @@ from tokserve.ops.registry import OPS
 @lru_cache(1)  # the instruction sets of an op follow one another
 def expected(name: str, by: Callable[[str, tuple[Any, ...]], list[Tensor]]) -> list[Any]:
     """(dtype, arguments, what `by` makes of them) of the samples of an op."""
-    return [(dtype, given, by(name, given)) for dtype in OPS[name].tolerance for given in samples(name, dtype)]
+    return [(dtype, sample, by(name, sample)) for dtype in OPS[name].tolerance for sample in samples(name, dtype)]
 
 
 def by_portable(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:

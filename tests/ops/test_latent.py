@@ -141,14 +141,14 @@ def test_chunks_and_the_batch_change_no_bit(
 ) -> None:
     lengths = [600, 75, 1] if named(name, call) == "cpp" else [150, 20, 1]
     paged = PagedRows(lengths, heads, latent, rotated, page=page, dtype=dtype)
-    whole = [paged.attend(call, [(row, 0, length)])[0] for row, length in enumerate(lengths)]
-    assert all(part.isfinite().all() for part in whole)
+    all_rows = [paged.attend(call, [(row, 0, length)])[0] for row, length in enumerate(lengths)]
+    assert all(part.isfinite().all() for part in all_rows)
     rng = random.Random(heads)
     paged.cache.fill_(float("nan"))
     other = cuts(rng, lengths[1], 30)
     for start, end in cuts(rng, lengths[0], 130):
-        beside = [(1, *other.pop(0))] if other else [(2, 0, 1)]
-        parts = paged.attend(call, [*beside, (0, start, end)])
-        row, first, last = beside[0]
-        assert torch.equal(parts[0], whole[row][first:last])
-        assert torch.equal(parts[1], whole[0][start:end])
+        other_rows = [(1, *other.pop(0))] if other else [(2, 0, 1)]
+        parts = paged.attend(call, [*other_rows, (0, start, end)])
+        row, first, last = other_rows[0]
+        assert torch.equal(parts[0], all_rows[row][first:last])
+        assert torch.equal(parts[1], all_rows[0][start:end])

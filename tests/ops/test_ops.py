@@ -212,8 +212,8 @@ def test_quantized_rows_are_within_half_a_step(dtype: torch.dtype) -> None:
         assert values.dtype == torch.int8 and int(values.min()) >= -127
         finite = x.isfinite().all(-1)
         assert torch.equal(scales.isfinite(), finite) and not values[~finite].any()
-        apart = (values[finite] * scales[finite, None].double() - x[finite].double()).abs()
-        assert (apart <= scales[finite, None].double() * 0.5001).all()
+        difference = (values[finite] * scales[finite, None].double() - x[finite].double()).abs()
+        assert (difference <= scales[finite, None].double() * 0.5001).all()
         assert ((values.abs().amax(-1) == 127) == (finite & (x.abs().amax(-1) > 1e-30))).all()
 
 
@@ -265,8 +265,8 @@ def dense_attention(
     scores = torch.tanh(scores / softcap) * softcap if softcap else scores
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:
-        beside = sinks.double()[:, None, None].expand(-1, count, 1)
-        return (torch.cat((scores, beside), -1).softmax(-1)[..., :-1] @ v).transpose(0, 1)
+        sink_scores = sinks.double()[:, None, None].expand(-1, count, 1)
+        return (torch.cat((scores, sink_scores), -1).softmax(-1)[..., :-1] @ v).transpose(0, 1)
     return (torch.softmax(scores, -1) @ v).transpose(0, 1)
 
 
@@ -367,11 +367,11 @@ def test_gated_linear_has_the_bits_of_its_two_parts(op: str, name: str, dtype: t
     ungated = op.removeprefix("gated_")
     for x, weight, bias, activation in samples(op, dtype):
         packed = implementation(name, PACKING[op])(weight)
-        whole = implementation(name, op)(x, packed, bias, activation)
+        result = implementation(name, op)(x, packed, bias, activation)
         both = implementation(name, ungated)(x, implementation(name, PACKING[ungated])(weight), bias, None)
         if activation is not None:
             both = implementation(name, "silu_mul" if activation == "silu" else "gelu_mul")(both)
-        assert torch.equal(whole.nan_to_num(nan=1e30), both.nan_to_num(nan=1e30)) and whole.dtype == dtype
+        assert torch.equal(result.nan_to_num(nan=1e30), both.nan_to_num(nan=1e30)) and result.dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -47,15 +47,15 @@ def test_parts_in_any_order_make_the_whole(name: str, op: str, dtype: torch.dtyp
         wide = normal(rows, columns + 3, dtype)
         transposed = wide[:, 1 : columns + 1].t().contiguous().t()
         for weight in (wide[:, :columns].contiguous(), wide[:, 3:], wide[:, 2 : columns + 2], transposed):
-            whole = pack(weight)
-            assert torch.equal(whole.unpacked(0, rows), weight)
+            expected = pack(weight)
+            assert torch.equal(expected.unpacked(0, rows), weight)
             for count in (1, 2, 5):
                 inner = sorted(rng.sample(range(1, rows), min(count - 1, rows - 1)))
                 cuts = [0, *inner, rows]
                 order = rng.sample(range(len(cuts) - 1), len(cuts) - 1)
                 made = packed_in_parts(pack, weight, cuts, order)
-                assert torch.equal(made.packed.view(torch.uint8), whole.packed.view(torch.uint8))
-                assert (made.rows, made.columns, made.dtype) == (whole.rows, whole.columns, whole.dtype)
+                assert torch.equal(made.packed.view(torch.uint8), expected.packed.view(torch.uint8))
+                assert (made.rows, made.columns, made.dtype) == (expected.rows, expected.columns, expected.dtype)
 
 
 @pytest.mark.parametrize(("name", "op"), [one for one in EACH if one[0] != registry.REFERENCE])
@@ -90,12 +90,12 @@ def test_rounded_parts_make_the_whole(name: str, op: str, dtype: torch.dtype) ->
     for outputs, columns in SHAPES:
         rows = 2 * outputs if "gated" in op else outputs
         weight = normal(rows, columns + 3, dtype)[:, 1 : columns + 1]
-        whole = tensors(pack(weight))
+        expected = tensors(pack(weight))
         for count in (2, 5):
             cuts = [0, *sorted(rng.sample(range(1, rows), min(count - 1, rows - 1))), rows]
             order = rng.sample(range(len(cuts) - 1), len(cuts) - 1)
             made = tensors(packed_in_parts(pack, weight, cuts, order))
-            assert all(torch.equal(one, other) for one, other in zip(made, whole, strict=True))
+            assert all(torch.equal(one, other) for one, other in zip(made, expected, strict=True))
 
 
 @pytest.mark.parametrize(("name", "op"), [one for one in INTEGERS if one[1].endswith("int4")])

@@ -203,18 +203,18 @@ def test_experts_of_integers() -> None:
         gate, value = (dense_up[ids[token, slot]] @ x[token]).chunk(2)
         inner = torch.nn.functional.silu(gate) * value
         expected[token] += chosen[token, slot] * (dense_down[ids[token, slot]] @ inner)
-    whole = outputs_of(slice(None))
-    close(whole, expected, (1e-3, 1e-4))
-    assert torch.equal(outputs_of(slice(1, 2)), whole[1:2])
+    all_rows = outputs_of(slice(None))
+    close(all_rows, expected, (1e-3, 1e-4))
+    assert torch.equal(outputs_of(slice(1, 2)), all_rows[1:2])
 
 
 def rows_are_batch_invariant(call: Callable[[Tensor], Tensor | Outputs], count: int) -> None:
     """`call` maps row numbers to their outputs; a row's outputs do not depend on the other rows."""
-    whole = outputs(call(torch.arange(count)))
+    all_rows = outputs(call(torch.arange(count)))
     rng = random.Random(count)
     for size in (1, count - 1):
         rows = torch.tensor(rng.choices(range(count), k=size))
-        same(outputs(call(rows)), tuple(x[rows] for x in whole))
+        same(outputs(call(rows)), tuple(x[rows] for x in all_rows))
 
 
 @OF_A_DTYPE
@@ -301,10 +301,10 @@ def test_linear_rows_have_the_same_bits_in_any_tile(columns: int, outputs_: int,
     x, weight = randn(dtype, 1, num_rows, columns), randn(dtype, 2, outputs_, columns)
     packed = OPS["pack_linear"].implementations["triton"].call(weight)
     call = on_device("linear")
-    whole = call(x, packed, None, torch.float32)
+    all_rows = call(x, packed, None, torch.float32)
     for size in (1, 17, 64, 65, 129):
-        assert torch.equal(call(x[:size], packed, None, torch.float32), whole[:size])
-        assert torch.equal(call(x[num_rows - size :], packed, None, torch.float32), whole[num_rows - size :])
+        assert torch.equal(call(x[:size], packed, None, torch.float32), all_rows[:size])
+        assert torch.equal(call(x[num_rows - size :], packed, None, torch.float32), all_rows[num_rows - size :])
 
 
 def test_narrow_products_are_sums_of_chains_over_equal_parts() -> None:
@@ -318,16 +318,16 @@ def test_narrow_products_are_sums_of_chains_over_equal_parts() -> None:
     assert torch.equal(call(x, pack(weight), None, torch.float32), first)
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize(("tile", "step"), [((16, 32), 128), ((16, 16), 256), ((64, 32), 64)], ids=str)
 def test_chains_have_the_same_bits_in_one_loop_and_by_programs_of_their_own(
-    tile: tuple[int, int], step: int, apart: bool, monkeypatch: pytest.MonkeyPatch
+    tile: tuple[int, int], step: int, separate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, weight = randn(DTYPES[-1], 1, 19, 1024), randn(DTYPES[-1], 2, 40, 1024)
     packed, call = OPS["pack_linear"].implementations["triton"].call(weight), on_device("linear")
     expected = call(x, packed, None, torch.float32)
     step = dense.BLOCK_K if INTERPRETED else step  # the interpreter sums a step in an order of its own
-    entry = {"tile": tile, "step": step, "apart": apart, "warps": 4, "stages": 3}
+    entry = {"tile": tile, "step": step, "apart": separate, "warps": 4, "stages": 3}
     monkeypatch.setitem(launch.table(), "linear", [entry])
     launch.tuned.cache_clear()
     try:
@@ -394,10 +394,10 @@ def test_float8_rows_are_batch_invariant(name: str) -> None:
     device = "cpu" if name == "torch" else DEVICE
     packed = OPS["pack_linear_float8"].implementations[name].call(weight)
     call = OPS["linear_float8"].implementations[name].call
-    whole = call(x.to(device), packed, None).cpu()
-    assert whole[4].isnan().all() and (whole[3] == 0.0).all() and whole[5:].isfinite().all()
+    all_rows = call(x.to(device), packed, None).cpu()
+    assert all_rows[4].isnan().all() and (all_rows[3] == 0.0).all() and all_rows[5:].isfinite().all()
     for rows in ([0], [69], list(range(5, 70))):
-        assert torch.equal(call(x[rows].to(device), packed, None).cpu(), whole[rows])
+        assert torch.equal(call(x[rows].to(device), packed, None).cpu(), all_rows[rows])
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
@@ -410,13 +410,13 @@ def test_float8_weights_with_scales_of_their_own_are_multiplied_as_they_are(name
     for groups, group in ((2, 128), (1, columns)):
         scales = (torch.rand(groups, 24, generator=generator) + 0.1) / columns**0.5
         packed = OPS["pack_scaled_float8"].implementations[name].call(values, scales, group)
-        whole = call(x.to(device), packed, None, torch.float32).cpu()
+        all_rows = call(x.to(device), packed, None, torch.float32).cpu()
         rounded, of_rows = float8.quantize(x)
         meant = values.double() * scales.t().repeat_interleave(group, 1)[:, :columns].double()
         exact = (rounded.double() @ meant.t()) * of_rows.double()[:, None]
-        close(whole.double(), exact, (5e-3, 1e-2) if DEVICE == "cuda" else (1e-4, 1e-5))
+        close(all_rows.double(), exact, (5e-3, 1e-2) if DEVICE == "cuda" else (1e-4, 1e-5))
         for rows in ([0], [5], [1, 2, 3, 4, 5]):
-            assert torch.equal(call(x[rows].to(device), packed, None, torch.float32).cpu(), whole[rows])
+            assert torch.equal(call(x[rows].to(device), packed, None, torch.float32).cpu(), all_rows[rows])
 
 
 @OF_A_DTYPE
@@ -436,8 +436,8 @@ def test_rows_of_adapters_are_batch_invariant(dtype: torch.dtype) -> None:
 
     rows_are_batch_invariant(added, count)
     untouched = (adapters < 0) | (adapters == 1)
-    whole = added(torch.arange(count))
-    assert torch.equal(whole[untouched], base[untouched]) and not torch.equal(whole, base)
+    all_rows = added(torch.arange(count))
+    assert torch.equal(all_rows[untouched], base[untouched]) and not torch.equal(all_rows, base)
 
 
 SHAPES = [  # query heads, KV heads, head dim, page, window, dtype
@@ -463,13 +463,13 @@ def test_attention_in_chunks_and_steps_is_attention_at_once(shape: tuple[Any, ..
     store = OPS["store_kv"].reference  # rows, as Triton keeps them
     paged = Paged(lengths, heads, kv_heads, dim, page=page, window=window, dtype=dtype, store=store)
     call = on_device("paged_attention")
-    whole = [paged.attend(call, [(row, 0, length)])[0] for row, length in enumerate(lengths)]
-    assert all(part.isfinite().all() for part in whole)
+    all_rows = [paged.attend(call, [(row, 0, length)])[0] for row, length in enumerate(lengths)]
+    assert all(part.isfinite().all() for part in all_rows)
     paged.forget()
     for start, end in ((0, 1), (1, 100), (100, 256), (256, 257), (257, 270)):
         parts = paged.attend(call, [(1, min(start, 16), min(end, 17)), (0, start, end)])
-        assert torch.equal(parts[0], whole[1][min(start, 16) : min(end, 17)])
-        assert torch.equal(parts[1], whole[0][start:end])
+        assert torch.equal(parts[0], all_rows[1][min(start, 16) : min(end, 17)])
+        assert torch.equal(parts[1], all_rows[0][start:end])
 
 
 @pytest.mark.parametrize("window", [0, pytest.param(200, marks=pytest.mark.slow)])
@@ -511,18 +511,18 @@ def test_latent_attention_in_chunks_and_steps_is_attention_at_once(
     lengths = [270, 17]
     paged = PagedRows(lengths, heads, latent, 8, page=16, dtype=torch.float16)
     call = on_device("latent_attention")
-    whole = [paged.attend(call, [(row, 0, length)])[0] for row, length in enumerate(lengths)]
-    for row, part in enumerate(whole):
+    all_rows = [paged.attend(call, [(row, 0, length)])[0] for row, length in enumerate(lengths)]
+    for row, part in enumerate(all_rows):
         reference = paged.attend(OPS["latent_attention"].reference, [(row, 0, lengths[row])])[0]
         close(part, reference, TOLERANCE["latent_attention", torch.float16])
     for start, end in ((0, 1), (1, 100), (100, 256), (256, 257), (257, 270)):
         parts = paged.attend(call, [(1, min(start, 16), min(end, 17)), (0, start, end)])
-        assert torch.equal(parts[0], whole[1][min(start, 16) : min(end, 17)])
-        assert torch.equal(parts[1], whole[0][start:end])
+        assert torch.equal(parts[0], all_rows[1][min(start, 16) : min(end, 17)])
+        assert torch.equal(parts[1], all_rows[0][start:end])
     for name, value in (("SCRATCH", 0), ("ALIGN", 1)):  # a row at a time
         monkeypatch.setattr(latent_kernels, name, value)
     parts = paged.attend(call, [(1, 16, 17), (0, 269, 270)])
-    assert torch.equal(parts[0], whole[1][16:]) and torch.equal(parts[1], whole[0][269:])
+    assert torch.equal(parts[0], all_rows[1][16:]) and torch.equal(parts[1], all_rows[0][269:])
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
@@ -538,8 +538,8 @@ def test_a_float8_cache_holds_what_torch_rounds_to_and_is_read_as_that(name: str
     slots = torch.arange(20)
     caches, others = torch.zeros(2, 2, 3, 2, 8, 32, device=device).to(torch.float8_e4m3fn)
     store(k.to(device), v.to(device), *caches, slots.to(device))
-    for cache, given in zip(caches.cpu(), (k, v), strict=True):
-        expected = given.float().clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    for cache, unrounded in zip(caches.cpu(), (k, v), strict=True):
+        expected = unrounded.float().clamp(-448, 448).to(torch.float8_e4m3fn).float()
         assert torch.equal(cache.float().transpose(1, 2).flatten(0, 1)[:20], expected)
     qkv = torch.cat([randn(dtype, 3, 20, 128), k.flatten(1), v.flatten(1)], 1).to(device)
     no_turn = torch.cat([torch.ones(1, 16), torch.zeros(1, 16)], 1).to(device)
@@ -563,8 +563,8 @@ def test_a_float8_cache_with_scales_is_one_of_what_its_numbers_mean(name: str) -
     slots = torch.arange(20)
     caches, others = torch.zeros(2, 2, 3, 2, 8, 32, device=device).to(torch.float8_e4m3fn)
     store(k.to(device), v.to(device), *caches, slots.to(device), k_scale, v_scale)
-    for cache, given, scale in zip(caches.cpu(), (k, v), (k_scale, v_scale), strict=True):
-        expected = (given.float() / torch.full_like(given, scale, dtype=torch.float32)).clamp(-448, 448)
+    for cache, unrounded, scale in zip(caches.cpu(), (k, v), (k_scale, v_scale), strict=True):
+        expected = (unrounded.float() / torch.full_like(unrounded, scale, dtype=torch.float32)).clamp(-448, 448)
         assert torch.equal(cache.float().transpose(1, 2).flatten(0, 1)[:20], expected.to(torch.float8_e4m3fn).float())
     qkv = torch.cat([randn(dtype, 3, 20, 128), k.flatten(1), v.flatten(1)], 1).to(device)
     no_turn = torch.cat([torch.ones(1, 16), torch.zeros(1, 16)], 1).to(device)
@@ -591,9 +591,9 @@ def far_apart() -> Tensor:
 
 def test_rows_may_begin_past_2_to_the_31() -> None:
     """Rows that lie apart, whose numbers and stride fit into 32 bits; an address reckoned in these crashes here."""
-    apart, near = far_apart().as_strided((3, 256), (1 << 30, 1)), randn(torch.float16, 1, 3, 256)
-    apart.copy_(near)
-    near = to_device(near)
+    distant, adjacent = far_apart().as_strided((3, 256), (1 << 30, 1)), randn(torch.float16, 1, 3, 256)
+    distant.copy_(adjacent)
+    adjacent = to_device(adjacent)
     call = {name: op.implementations["triton"].call for name, op in OPS.items() if "triton" in op.implementations}
     weight, ones = randn(torch.float16, 2, 8, 256), torch.ones(2, device=DEVICE)
     packed, float8_weight = call["pack_linear"](weight), call["pack_linear_float8"](weight)
@@ -613,7 +613,7 @@ def test_rows_may_begin_past_2_to_the_31() -> None:
             *call["rope"](heads[:, :4], heads[:, 4:], table, index), q, stored, caches,
         ]  # fmt: skip
 
-    for one, other in zip(results(apart), results(near), strict=True):
+    for one, other in zip(results(distant), results(adjacent), strict=True):
         assert torch.equal(one, other) and one.isfinite().all()
 
 
@@ -636,12 +636,12 @@ def test_pages_may_lie_past_2_to_the_31() -> None:
         keys[block], values[block] = 0.0, 0.0
         table = torch.tensor([[block]], dtype=torch.int32, device=DEVICE)
         store(k, v, keys, values, slots + block * page)
-        whole = attend(q, keys, values, table, *rows, 0.1, 0)
+        all_rows = attend(q, keys, values, table, *rows, 0.1, 0)
         step = attend(q[8:], keys, values, table, rows[0].clamp(max=1), rows[1], 0.1, 0)
-        assert torch.equal(step, whole[8:])
+        assert torch.equal(step, all_rows[8:])
         qkv, turn = torch.cat([q, k, v], 1).flatten(1) * 2, torch.ones(9, dim, device=DEVICE)
         prepare(qkv, None, None, 0.0, turn, slots, keys, values, slots + block * page)
-        results.append((whole, keys[block].clone(), values[block].clone()))
+        results.append((all_rows, keys[block].clone(), values[block].clone()))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True)) and results[0][2].any()
 
 

@@ -47,9 +47,9 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str, dtype: torch.dtype) -> 
     for weight in weights(130, 200):
         for op, pack in (("linear_wna16", "pack_wna16"), ("gated_linear_wna16", "pack_gated_wna16")):
             packed = call(name, pack, [weight])
-            whole = call(name, op, x, packed, None, None)
+            result = call(name, op, x, packed, None, None)
             for size in (1, 2, 5, 6, 7, 13, 64):
-                assert torch.equal(call(name, op, x[70 - size :], packed, None, None), whole[70 - size :])
+                assert torch.equal(call(name, op, x[70 - size :], packed, None, None), result[70 - size :])
 
 
 def rounding(x: Tensor, weight: QuantizedRows) -> Tensor:
@@ -117,9 +117,9 @@ def test_two_codes_in_a_byte_are_packed_as_one_in_each(name: str, op: str) -> No
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_parts_of_different_kinds_are_joined_by_rows(name: str) -> None:
     x, kinds = normal(torch.bfloat16, 1, 9, 160), [kind for kind in weights(70, 160) if kind.order is None]
-    whole = call(name, "linear_wna16", x, call(name, "pack_wna16", kinds), None, None)
+    result = call(name, "linear_wna16", x, call(name, "pack_wna16", kinds), None, None)
     alone = [call(name, "linear_wna16", x, call(name, "pack_wna16", [kind]), None, None) for kind in kinds]
-    assert torch.equal(whole, torch.cat(alone, 1))
+    assert torch.equal(result, torch.cat(alone, 1))
 
 
 def test_rounding_to_nearest_is_within_half_a_step() -> None:

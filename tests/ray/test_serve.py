@@ -52,13 +52,13 @@ def test_routes_pass_through(app: Application) -> None:
 
 
 def test_a_stream_comes_in_parts_and_ends_with_its_client(app: Application) -> None:
-    whole = app.post(GENERATE, body(3, 800)).json()["choices"][0]["token_ids"]
+    expected = app.post(GENERATE, body(3, 800)).json()["choices"][0]["token_ids"]
     parts = []
     with httpx.stream("POST", app.url + GENERATE, json=body(3, 800, stream=True), timeout=60) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 parts.append([token for choice in json.loads(line[6:])["choices"] for token in choice["token_ids"]])
-    assert len([part for part in parts if part]) > 3 and list(itertools.chain(*parts)) == whole
+    assert len([part for part in parts if part]) > 3 and list(itertools.chain(*parts)) == expected
     with httpx.stream("POST", app.url + GENERATE, json=body(3, 2000, stream=True), timeout=60) as answer:
         next(answer.iter_lines())
     end = time.monotonic() + 20

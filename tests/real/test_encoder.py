@@ -26,8 +26,8 @@ def test_vectors_are_those_of_transformers_alone_and_together() -> None:
         alone = [llm.embed(text, use_tqdm=False)[0] for text in reversed(TEXTS)]
     assert [one.outputs for one in made] == [one.outputs for one in reversed(alone)]
     for text, one in zip(TEXTS, made, strict=True):
-        given = tokenizer(text, return_tensors="pt")
-        assert one.prompt_token_ids == given.input_ids[0].tolist()
+        inputs = tokenizer(text, return_tensors="pt")
+        assert one.prompt_token_ids == inputs.input_ids[0].tolist()
         with torch.inference_mode():
-            mean = model(**given).last_hidden_state[0].mean(0)
+            mean = model(**inputs).last_hidden_state[0].mean(0)
         assert np.allclose(one.outputs.embedding, mean / mean.norm(), atol=1e-5)

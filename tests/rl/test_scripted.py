@@ -50,7 +50,7 @@ def test_rollouts(client: rl.Client) -> None:
 
 
 def test_a_stream_has_what_the_whole_reply_has(client: rl.Client) -> None:
-    whole = client.generate([[1]], n=2)
+    rollouts = client.generate([[1]], n=2)
     ids: dict[int, list[int]] = {0: [], 1: []}
     logprobs: dict[int, list[float]] = {0: [], 1: []}
     ends = {}
@@ -59,7 +59,7 @@ def test_a_stream_has_what_the_whole_reply_has(client: rl.Client) -> None:
         logprobs[delta.index] += delta.tokens.logprobs.tolist()
         if delta.finish_reason:
             ends[delta.index] = delta.finish_reason, delta.weight_versions
-    for rollout in whole:
+    for rollout in rollouts:
         assert ids[rollout.index] == rollout.token_ids.tolist()
         assert logprobs[rollout.index] == rollout.logprobs.tolist()
         assert ends[rollout.index] == (rollout.finish_reason, rollout.weight_versions)

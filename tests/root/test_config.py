@@ -82,9 +82,9 @@ def test_adapters_of_the_start(checkpoint: Path) -> None:
         resolve(Config.make(model=str(checkpoint), lora_modules=["a=/x"]))
 
 
-@pytest.mark.parametrize(("given", "mode"), [("processed_logprobs", "processed"), ("raw_logprobs", "raw")])
-def test_vllm_names_of_logprobs_modes(checkpoint: Path, given: str, mode: str) -> None:
-    assert resolve(Config.make(model=checkpoint, logprobs_mode=given)).model.logprobs_mode == mode
+@pytest.mark.parametrize(("name", "mode"), [("processed_logprobs", "processed"), ("raw_logprobs", "raw")])
+def test_vllm_names_of_logprobs_modes(checkpoint: Path, name: str, mode: str) -> None:
+    assert resolve(Config.make(model=checkpoint, logprobs_mode=name)).model.logprobs_mode == mode
     with pytest.raises(StartError, match="must be one of raw, temperature"):
         Config.make(logprobs_mode="raw_logits")
 
@@ -111,8 +111,8 @@ def test_steps_are_larger_and_overlap_on_a_gpu(
         return actual.depth, actual.max_num_seqs, actual.max_num_batched_tokens
 
     assert scheduler() == defaults
-    given = {"depth": 1, "max_num_seqs": 128, "max_num_batched_tokens": 512}
-    assert scheduler(**given) == (1, 128, 512)
+    explicit = {"depth": 1, "max_num_seqs": 128, "max_num_batched_tokens": 512}
+    assert scheduler(**explicit) == (1, 128, 512)
 
 
 @pytest.mark.parametrize("wrong", ['"</s>"', "[5, null]", "true"])
@@ -227,7 +227,7 @@ def test_options_of_vllm(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"revision": "main"}, "option revision is not supported: download the model first and name its directory"),
         ({"response_role": "user"}, "option response_role is not supported: answers are the assistant's"),
@@ -235,9 +235,9 @@ def test_options_of_vllm(caplog: pytest.LogCaptureFixture) -> None:
         ({"enable_log_requests": True, "log_requests": False}, "options enable_log_requests and log_requests are the"),
     ],
 )
-def test_options_of_vllm_that_would_change_something(given: dict[str, Any], message: str) -> None:
+def test_options_of_vllm_that_would_change_something(options: dict[str, Any], message: str) -> None:
     with pytest.raises(StartError, match=message):
-        Config.make(**given)
+        Config.make(**options)
 
 
 def test_no_option_of_vllm_is_one_of_ours() -> None:
@@ -246,8 +246,8 @@ def test_no_option_of_vllm_is_one_of_ours() -> None:
 
 
 def test_adapters_in_vllms_json() -> None:
-    given = ["a=/x=y", '{"name": "b", "path": "/z", "base_model_name": "m"}']
-    assert Config.make(lora_modules=given).lora.modules() == [("a", "/x=y"), ("b", "/z")]
+    modules = ["a=/x=y", '{"name": "b", "path": "/z", "base_model_name": "m"}']
+    assert Config.make(lora_modules=modules).lora.modules() == [("a", "/x=y"), ("b", "/z")]
     for wrong in ("a", "=b", '{"name": "b"}', '{"name": 5, "path": "/z"}'):
         with pytest.raises(StartError, match="option lora_modules: expected NAME=DIRECTORY"):
             Config.make(lora_modules=[wrong]).lora.modules()
@@ -506,7 +506,7 @@ def test_what_engines_on_other_nodes_refuse(options: dict[str, Any], message: st
 
 
 def test_engines_on_other_nodes_are_bound_to_no_cpu_of_this_one() -> None:
-    given = {"data_parallel_backend": "ray", "data_parallel_size": 2, "cpu_threads": 99}
-    config = resolve(Config.make(model="demo", device="cpu", **given))
+    options = {"data_parallel_backend": "ray", "data_parallel_size": 2, "cpu_threads": 99}
+    config = resolve(Config.make(model="demo", device="cpu", **options))
     assert [replica_config(config, rank).runtime.cpu_bind for rank in range(2)] == ["auto", "auto"]
     assert replica_config(config, 1).runtime.cpu_threads == 99

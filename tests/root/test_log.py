@@ -20,12 +20,12 @@ Lines = Callable[[], list[str]]
 @pytest.fixture
 def written(capsys: pytest.CaptureFixture[str]) -> Iterator[Lines]:
     """The lines on stderr since the last call; the loggers are put back afterwards."""
-    root, ours = logging.getLogger(), logging.getLogger("tokserve")
-    before = root.handlers[:], root.level, ours.level
+    root, package = logging.getLogger(), logging.getLogger("tokserve")
+    before = root.handlers[:], root.level, package.level
     yield lambda: capsys.readouterr().err.splitlines()
     root.handlers[:] = before[0]
     root.setLevel(before[1])
-    ours.setLevel(before[2])
+    package.setLevel(before[2])
 
 
 def test_text(written: Lines) -> None:

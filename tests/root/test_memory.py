@@ -137,8 +137,8 @@ def test_memory_between_what_is_in_use_goes_back_to_the_system() -> None:
 
 
 def test_free_memory_goes_back_once_after_idle_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[float] = []
-    monkeypatch.setattr("tokserve.memory.give_back", lambda: given.append(now))
+    released: list[float] = []
+    monkeypatch.setattr("tokserve.memory.give_back", lambda: released.append(now))
     now = 0.0
     memory = IdleMemory(lambda: now)
     memory.turn(False)
@@ -150,13 +150,13 @@ def test_free_memory_goes_back_once_after_idle_seconds(monkeypatch: pytest.Monke
     memory.turn(True)
     now = IDLE
     memory.turn(False)
-    assert not given and memory.sleep(None) == 1.0, "work came in between"
+    assert not released and memory.sleep(None) == 1.0, "work came in between"
     now += 1
     assert memory.sleep(None) == 0.0
     memory.turn(False)
     now += IDLE
     memory.turn(False)
-    assert given == [IDLE + 1] and memory.sleep(None) is None
+    assert released == [IDLE + 1] and memory.sleep(None) is None
 
 
 def test_decoded_json_is_freed_but_for_what_others_refer_to() -> None:

@@ -61,8 +61,8 @@ def test_one_token_of_a_stream_is_a_few_bytes_and_its_request() -> None:
 
 def test_rows_of_a_step() -> None:
     def logprobs(first: int, count: int, width: int) -> m.Logprobs:
-        own = pack_ids(range(first, first + count))
-        return m.Logprobs(own, own, own * width, own * width, width)
+        packed_ids = pack_ids(range(first, first + count))
+        return m.Logprobs(packed_ids, packed_ids, packed_ids * width, packed_ids * width, width)
 
     assert list(m.StepOutput(m.StepStats()).rows()) == []
     plain = m.StepOutput(m.StepStats(), ["a", "b"], pack_ids([7, 8]))

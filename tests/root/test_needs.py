@@ -26,11 +26,11 @@ def test_every_conditional_skip_is_listed() -> None:
 
 
 def test_the_report_says_how_to_get_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing, there = (
-        replace(need, is_there=lambda there=there: there)
-        for need, there in ((needs.CHROMIUM, False), (needs.MAKE, True))
+    missing, present = (
+        replace(need, is_there=lambda present=present: present)
+        for need, present in ((needs.CHROMIUM, False), (needs.MAKE, True))
     )
-    monkeypatch.setattr(needs, "NEEDS", (missing, there))
+    monkeypatch.setattr(needs, "NEEDS", (missing, present))
     assert needs.report().splitlines()[1:] == [
         "  MISSING  Chromium and ChromeDriver",
         "           apt-get install chromium chromium-driver",

@@ -77,9 +77,9 @@ class FakeDevice:
         places, size = pack(arrays)
         buffer = torch.full((size,), POISON, dtype=torch.uint8)
         fill(buffer, arrays, places)
-        there = buffer.clone()
+        copy = buffer.clone()
         buffer.fill_(POISON)
-        return views(there, arrays, places)
+        return views(copy, arrays, places)
 
     def fetch(self, tensors: Sequence[Tensor]) -> Leaving:
         return Leaving(self, [tensor.clone().numpy() for tensor in tensors])

@@ -34,13 +34,13 @@ class Tape(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
 
         def again() -> None:
-            for old, new in zip(made, tensors(call()), strict=True):
+            for old, new in zip(outputs, tensors(call()), strict=True):
                 old.copy_(new)
 
         actual = call()
-        made, given = tensors(actual), {place(tensor) for tensor in tensors((args, kwargs))}
-        if made and given.isdisjoint(map(place, made)):
-            self.made += made
+        outputs, inputs = tensors(actual), {place(tensor) for tensor in tensors((args, kwargs))}
+        if outputs and inputs.isdisjoint(map(place, outputs)):
+            self.made += outputs
             if not func.__name__.startswith(("empty", "new_empty")):
                 self.launches.append(again)
         elif not func.is_view:

@@ -163,9 +163,9 @@ def test_a_float8_checkpoint_can_be_served_in_the_models_dtype(tmp_path: Path, r
 
 def test_a_sleeping_runner_gives_the_devices_memory_back(tmp_path: Path, alone: list[tuple[object, ...]]) -> None:
     runner, facts, fake = make(tmp_path)
-    given, captured = fake.given_back, fake.captured
+    given_back, captured = fake.given_back, fake.captured
     runner.call("release", {"tags": ["kv_cache"]})
-    assert (fake.given_back, runner.backend.kv, cuda(runner).decode_graphs) == (given + 1, [], None)
+    assert (fake.given_back, runner.backend.kv, cuda(runner).decode_graphs) == (given_back + 1, [], None)
     runner.call("restore", {"tags": ["kv_cache"]})
     assert fake.captured == 2 * captured
     assert outcomes(Driver(runner, facts).run(jobs()[:2])) == alone[:2]
@@ -253,10 +253,10 @@ SAMPLED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", [*SAMPLED, "all together"])
 def test_no_sampling_parameter_makes_a_step_wait(staged: Loaded, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, facts, fake = staged
-    wanted = [SAMPLED[name]] * 2 if name in SAMPLED else list(SAMPLED.values())
+    variants = [SAMPLED[name]] * 2 if name in SAMPLED else list(SAMPLED.values())
     made = [
         Job(prompt(5, i), SamplingParams(**{"max_tokens": 4, "temperature": 0.7} | options), i)
-        for i, options in enumerate(wanted)
+        for i, options in enumerate(variants)
     ]
     expected = [Driver(runner, facts).run([job.fresh()])[0].outcome() for job in made]
     driver, sample = LateDriver(runner, facts), runner.sample

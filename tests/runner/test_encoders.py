@@ -78,13 +78,13 @@ def pooled(runner: Runner, prompts: list[int], params: PoolingParams) -> dict[in
     return {number: result.pooled[slot] for slot, number in enumerate(prompts)}
 
 
-def theirs(model: Any, ids: list[int], second: int) -> NDArray[np.float32]:
+def hidden_states(model: Any, ids: list[int], second: int) -> NDArray[np.float32]:
     """What transformers makes of a prompt: hidden states [tokens, hidden], or logits [labels] or [tokens, labels]."""
-    given = {"input_ids": torch.tensor([ids])}
+    inputs = {"input_ids": torch.tensor([ids])}
     if second >= 0 and getattr(model.config, "type_vocab_size", 1) > 1:
-        given["token_type_ids"] = (torch.arange(len(ids)) >= second).long()[None]
+        inputs["token_type_ids"] = (torch.arange(len(ids)) >= second).long()[None]
     with torch.inference_mode():
-        output = model(**given)
+        output = model(**inputs)
     made: NDArray[np.float32] = (output.logits if hasattr(output, "logits") else output.last_hidden_state)[0].numpy()
     return made
 
@@ -102,16 +102,16 @@ def test_results_are_those_of_transformers_and_do_not_depend_on_company(
     tmp_path: Path, family: str, ending: str
 ) -> None:
     model = checkpoint(tmp_path, family, ending)
-    expected = [theirs(model, ids, second) for ids, second in zip(PROMPTS, SECONDS, strict=True)]
+    expected = [hidden_states(model, ids, second) for ids, second in zip(PROMPTS, SECONDS, strict=True)]
     runner = runner_of(tmp_path)
     classify = ending != "Model"
     kinds = {"Model": ("first", "last", "mean", "all"), "ForTokenClassification": ("all",)}
     for kind in kinds.get(ending, ("mean" if family == "ModernBert" else "first",)):
         params = PoolingParams(kind, normalize=False, classify=classify)  # type: ignore[arg-type]
         alone = {number: pooled(runner, [number], params)[number] for number in range(len(PROMPTS))}
-        for number, want in enumerate(expected):
-            pooling = {"first": want[0], "last": want[-1], "mean": want.mean(0), "all": want.reshape(-1)}
-            vector = want if classify and want.ndim == 1 else pooling[kind]
+        for number, hidden in enumerate(expected):
+            pooling = {"first": hidden[0], "last": hidden[-1], "mean": hidden.mean(0), "all": hidden.reshape(-1)}
+            vector = hidden if classify and hidden.ndim == 1 else pooling[kind]
             assert np.allclose(alone[number], vector, atol=1e-4), (kind, number)
         order = list(range(len(PROMPTS)))
         for seed in range(2):
@@ -128,8 +128,8 @@ def test_bfloat16_is_near_and_does_not_depend_on_company(tmp_path: Path, family:
     together = pooled(runner, [2, 0, 4, 1, 3], params)
     for number, ids in enumerate(PROMPTS):
         assert pooled(runner, [number], params)[number].tobytes() == together[number].tobytes()
-        want = theirs(model, ids, SECONDS[number]).mean(0)
-        assert np.linalg.norm(together[number] - want) < 0.05 * np.linalg.norm(want)
+        expected = hidden_states(model, ids, SECONDS[number]).mean(0)
+        assert np.linalg.norm(together[number] - expected) < 0.05 * np.linalg.norm(expected)
 
 
 def test_random_checkpoints_have_the_names_that_transformers_reads(tmp_path: Path) -> None:
@@ -139,16 +139,16 @@ def test_random_checkpoints_have_the_names_that_transformers_reads(tmp_path: Pat
         write_checkpoint(tmp_path / family, config | {"model_type": model_type, "dtype": "float32"})
         model = transformers.AutoModel.from_pretrained(tmp_path / family).eval()
         result = pooled(runner_of(tmp_path / family), [1], PoolingParams("all", normalize=False))[1]
-        want = theirs(model, PROMPTS[1], -1)
-        assert np.allclose(result.reshape(want.shape), want, atol=1e-4), family
+        expected = hidden_states(model, PROMPTS[1], -1)
+        assert np.allclose(result.reshape(expected.shape), expected, atol=1e-4), family
 
 
 def test_checkpoints_with_unused_heads_and_older_names(tmp_path: Path) -> None:
     for family in FAMILIES:
-        whole = checkpoint(tmp_path / family, family, "ForMaskedLM")
-        want = theirs(getattr(whole, whole.base_model_prefix), PROMPTS[1], -1)
+        model = checkpoint(tmp_path / family, family, "ForMaskedLM")
+        expected = hidden_states(getattr(model, model.base_model_prefix), PROMPTS[1], -1)
         result = pooled(runner_of(tmp_path / family), [1], PoolingParams("all", normalize=False))
-        assert np.allclose(result[1].reshape(want.shape), want, atol=1e-4)
+        assert np.allclose(result[1].reshape(expected.shape), expected, atol=1e-4)
     assert set(ENDINGS) == {"Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"}
 
 

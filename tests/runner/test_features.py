@@ -47,8 +47,8 @@ def test_the_part_of_a_feature_in_a_chunk_is_given() -> None:
     table = FeatureTable(2, torch.float32, torch.device("cpu"))
     table.assign(row(1, feature(3, 4, 2), feature(10, 2, 2)))
     table.assign(row(2))
-    whole = rows_of(table, plan_of([(2, 0, 5, 1), (1, 0, 20, 1)]))
-    assert first_columns(whole) == [(5 + 3 + i, 3000.0 + 2 * i) for i in range(4)] + [(15, 10000.0), (16, 10002.0)]
+    rows = rows_of(table, plan_of([(2, 0, 5, 1), (1, 0, 20, 1)]))
+    assert first_columns(rows) == [(5 + 3 + i, 3000.0 + 2 * i) for i in range(4)] + [(15, 10000.0), (16, 10002.0)]
     assert first_columns(rows_of(table, plan_of([(1, 5, 6, 0)]))) == [(0, 3004.0), (1, 3006.0), (5, 10000.0)]
     for slot, computed, count in ((1, 0, 3), (1, 7, 3), (1, 12, 1), (2, 3, 4)):
         assert rows_of(table, plan_of([(slot, computed, count, 1)])) is None

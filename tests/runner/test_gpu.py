@@ -166,15 +166,16 @@ def distances(path: Path, hf: dict[str, Any], dtype: str) -> list[list[float]]:
         AutoModelForCausalLM.from_pretrained(path, dtype=kind).cuda()(torch.tensor([ids]).cuda()).logits[0].float()
         for kind in (torch.float32, getattr(torch, dtype))
     ]
-    exact, theirs = (torch.log_softmax(logits[:-1].double(), -1).cpu() for logits in forward)
+    exact, reference = (torch.log_softmax(logits[:-1].double(), -1).cpu() for logits in forward)
     runner, facts = gpu(path, hf, dtype=dtype, load_format="safetensors")
     rows = Driver(runner, facts).run([Job(ids, SamplingParams(max_tokens=1, prompt_logprobs=-1))])[0].prompt_rows
-    ours = torch.empty_like(exact)
+    actual = torch.empty_like(exact)
     for at in range(1, len(ids)):
         _, _, top_ids, top = rows[at]
-        ours[at - 1, top_ids] = torch.tensor(top, dtype=torch.float64)
+        actual[at - 1, top_ids] = torch.tensor(top, dtype=torch.float64)
     return [
-        [(logprobs - exact).abs().mean().item(), (logprobs - exact).abs().max().item()] for logprobs in (ours, theirs)
+        [(logprobs - exact).abs().mean().item(), (logprobs - exact).abs().max().item()]
+        for logprobs in (actual, reference)
     ]
 
 
@@ -182,7 +183,7 @@ def distances(path: Path, hf: dict[str, Any], dtype: str) -> list[list[float]]:
 def test_logprobs_are_those_of_transformers(tmp_path: Path, big: bool) -> None:
     hf = tiny_config("qwen3") | (BIG if big else {})
     with torch.inference_mode():
-        ours, _ = distances(tmp_path / "float32", hf, "float32")
-        assert ours[1] <= 1e-4
-        ours, theirs = distances(tmp_path / "bfloat16", hf, "bfloat16")
-    assert ours[0] <= 1.2 * theirs[0] and ours[1] <= 1.2 * theirs[1]
+        actual, _ = distances(tmp_path / "float32", hf, "float32")
+        assert actual[1] <= 1e-4
+        actual, reference = distances(tmp_path / "bfloat16", hf, "bfloat16")
+    assert actual[0] <= 1.2 * reference[0] and actual[1] <= 1.2 * reference[1]

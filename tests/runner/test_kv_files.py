@@ -113,17 +113,17 @@ def test_files_of_other_processes_are_found_and_counted(tmp_path: Path, monkeypa
 
 
 def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
-    mine = tmp_path / ID.hex() / "01" / "notes.txt"
-    mine.parent.mkdir(parents=True)
-    mine.write_text("mine")
-    part = mine.with_name("x.1.1.tmp")
+    foreign = tmp_path / ID.hex() / "01" / "notes.txt"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("mine")
+    part = foreign.with_name("x.1.1.tmp")
     part.write_text("cut off")
     os.utime(part, (1, 1))
     some = files(tmp_path, 1)
     for number in (1, 2, 3):
         some.write(ID, key(number), content(number))
     some.clear()
-    assert mine.read_text() == "mine" and not part.exists() and not list(tmp_path.glob("*/*/*.kv"))
+    assert foreign.read_text() == "mine" and not part.exists() and not list(tmp_path.glob("*/*/*.kv"))
 
 
 def test_a_disk_that_takes_no_more_costs_an_attempt_now_and_then(

@@ -90,8 +90,8 @@ def test_scales_change_no_bit_with_company(tmp_path: Path) -> None:
     for one in (runner, plain):
         Driver(one, layout, 8).run([jobs()[0]])  # its prompt begins in the first two pages
     assert runner.backend.kv[0][0].dtype == torch.float8_e4m3fn and runner.backend.kv[0][0].float().abs().max() > 100.0
-    for mine, other in zip(pages(runner, 0), pages(plain, 0), strict=True):
-        assert 0.0 < (mine[:2] - other[:2]).abs().max() <= 2**-4 * other[:2].abs().max()
+    for actual, expected in zip(pages(runner, 0), pages(plain, 0), strict=True):
+        assert 0.0 < (actual[:2] - expected[:2]).abs().max() <= 2**-4 * expected[:2].abs().max()
 
 
 def test_scales_keep_what_would_be_too_small(tmp_path: Path) -> None:

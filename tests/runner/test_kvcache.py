@@ -36,8 +36,8 @@ def test_default_is_bounded_by_4_gib_and_by_the_share_of_free_memory() -> None:
 
 def test_snapshots_are_taken_where_blocks_end() -> None:
     specs = (*SPECS, StateSpec(3, 8, "float32"))
-    for given, interval in ((0, 0), (1, 16), (16, 16), (100, 112)):
-        cache = CacheConfig(block_size=16, state_snapshot_interval=given)
+    for requested, interval in ((0, 0), (1, 16), (16, 16), (100, 112)):
+        cache = CacheConfig(block_size=16, state_snapshot_interval=requested)
         states = kvcache.layout(specs, cache, max_num_seqs=4, max_model_len=100, free_bytes=GIB).states
         assert states is not None and states.interval == interval and bool(states.snapshots) == bool(interval)
 

@@ -132,8 +132,8 @@ def test_layers_of_other_kinds_are_adapted_token_by_token(family: str, targets: 
     )
     for job in made:
         scored = SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=len(job.prompt))
-        whole = Driver(runner, facts).run([Job(job.prompt + job.output, scored, adapter=job.adapter)])[0]
-        assert [row[0] for row in job.rows] == [row[0] for row in whole.prompt_rows.values()]
+        prefilled = Driver(runner, facts).run([Job(job.prompt + job.output, scored, adapter=job.adapter)])[0]
+        assert [row[0] for row in job.rows] == [row[0] for row in prefilled.prompt_rows.values()]
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
@@ -150,11 +150,11 @@ def test_company_changes_no_bit(base: Path, adapters: list[Path], options: dict[
     assert [without[i] for i in (0, 4)] == [alone[i] for i in (0, 4)]
     for slot, directory in enumerate(adapters):  # each as the only one, in another slot, with more room
         single, single_facts = loaded(base, [directory], **options | {"max_loras": 1, "max_lora_rank": 20})
-        mine = [job for job in jobs() if job.adapter == slot]
-        for job in mine:
+        adapter_jobs = [job for job in jobs() if job.adapter == slot]
+        for job in adapter_jobs:
             job.adapter = 0
         expected = [alone[i] for i in range(8) if i % 4 - 1 == slot]
-        assert outcomes(Driver(single, single_facts, seed=3).run(mine)) == expected
+        assert outcomes(Driver(single, single_facts, seed=3).run(adapter_jobs)) == expected
 
 
 def test_recorded_steps_with_adapters_have_the_bits_of_steps_run_op_by_op(base: Path, adapters: list[Path]) -> None:

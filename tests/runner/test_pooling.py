@@ -31,13 +31,13 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return on_either_device(request.param, tmp_path_factory.mktemp("model"))
 
 
-def pooled(runner: Runner, params: PoolingParams, chunks: list[int], company: Any = None) -> list[StepResult]:
+def pooled(runner: Runner, params: PoolingParams, chunks: list[int], other_row: Any = None) -> list[StepResult]:
     """The results of a request in slot 3 whose prompt is computed in these chunks."""
     row = NewRow(3, "", np.array(prompt(LENGTH, 1), np.int32), LENGTH, params, 0, ())
     computed, results = 0, []
     for step, count in enumerate(chunks):
         more = {"new": [row], "blocks": [(3, 0, [24, 25, 26])]} if step == 0 else {}
-        others = [] if company is None else [company(step, more)]
+        others = [] if other_row is None else [other_row(step, more)]
         results.append(runner.execute(plan_of([*others, (3, computed, count, 0)], step, **more)))
         computed += count
     assert computed == LENGTH
@@ -81,7 +81,7 @@ def test_the_vector_is_the_same_in_company(loaded: tuple[Runner, DeviceFacts]) -
     expected = outcomes(Driver(runner, facts).run([other.fresh()]))[0][0]
     tokens: list[int] = []
 
-    def company(step: int, more: dict[str, Any]) -> tuple[int, int, int, int]:
+    def other_row(step: int, more: dict[str, Any]) -> tuple[int, int, int, int]:
         if step == 0:
             row = NewRow(5, "", np.array(other.prompt, np.int32), 20, other.params, 1, ())
             more |= {"new": [*more["new"], row], "blocks": [*more["blocks"], (5, 0, [40, 41])]}
@@ -89,7 +89,7 @@ def test_the_vector_is_the_same_in_company(loaded: tuple[Runner, DeviceFacts]) -
         return (5, 19 + step, 1, 1)
 
     (alone,) = pooled(runner, PoolingParams("mean"), [LENGTH])
-    results = pooled(runner, PoolingParams("mean"), [16, 20, 1], company)
+    results = pooled(runner, PoolingParams("mean"), [16, 20, 1], other_row)
     tokens = [int(token) for result in results for token in result.token_ids]
     assert tokens == expected
     assert results[-1].pooled[1].tobytes() == alone.pooled[0].tobytes()
@@ -126,7 +126,7 @@ def test_a_checkpoint_without_a_head(tmp_path: Path, family: str, kind: str) -> 
     model.save_pretrained(base)
     assert json.loads((base / "config.json").read_text())["architectures"] == [kind]
     with torch.inference_mode():
-        want = model(torch.tensor([prompt(LENGTH, 1)])).last_hidden_state[0, -1].numpy()
+        expected = model(torch.tensor([prompt(LENGTH, 1)])).last_hidden_state[0, -1].numpy()
 
     def runner(**options: Any) -> Runner:
         common = {"model": str(base), "device": "cpu", "cpu_threads": 1, "max_model_len": 128, "max_num_seqs": 24}
@@ -135,9 +135,9 @@ def test_a_checkpoint_without_a_head(tmp_path: Path, family: str, kind: str) -> 
     def vector(runner: Runner) -> Any:
         return pooled(runner, PoolingParams("last", normalize=False), [LENGTH])[0].pooled[0]
 
-    assert np.allclose(vector(runner()), want, atol=1e-4), "the architecture says that it pools"
+    assert np.allclose(vector(runner()), expected, atol=1e-4), "the architecture says that it pools"
     (base / "config.json").write_text((tmp_path / "whole" / "config.json").read_text())
-    assert np.allclose(vector(runner(runner="pooling")), want, atol=1e-4)
+    assert np.allclose(vector(runner(runner="pooling")), expected, atol=1e-4)
     with pytest.raises(StartError, match=r"1 missing: lm_head\.weight"):
         runner(runner="generate")
 

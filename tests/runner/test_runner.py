@@ -112,7 +112,7 @@ def test_scoring_gives_the_logprobs_of_decoding(loaded: Callable[..., Loaded], d
     ):
         params = SamplingParams(max_tokens=40, logprobs=3, logprobs_mode=mode, **options)  # type: ignore[arg-type]
         made = Driver(runner, facts).run([Job(prompt(21, 5), params, 3)])[0]
-        whole = made.prompt + made.output
+        sequence = made.prompt + made.output
         scoring = SamplingParams(
             max_tokens=1,
             prompt_logprobs=3,
@@ -120,7 +120,7 @@ def test_scoring_gives_the_logprobs_of_decoding(loaded: Callable[..., Loaded], d
             logprobs_mode=mode,
             **options,  # type: ignore[arg-type]
         )
-        scored = Driver(runner, facts, seed=1).run([Job(whole, scoring)], chunk=17)[0].prompt_rows
+        scored = Driver(runner, facts, seed=1).run([Job(sequence, scoring)], chunk=17)[0].prompt_rows
         assert [scored[21 + i] for i in range(40)] == made.rows
         assert len(scored) == 40
 
@@ -144,11 +144,11 @@ def rows_of_logits(loaded: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatc
     model = runner.model
     monkeypatch.setattr(runner.backend, "_graphs", None)
     calls: list[int] = []
-    own = model.logits
+    logits = model.logits
 
     def counted(hidden: torch.Tensor) -> torch.Tensor:
         calls.append(len(hidden))
-        return own(hidden)
+        return logits(hidden)
 
     monkeypatch.setattr(model, "logits", counted)
     return calls
@@ -204,12 +204,12 @@ def test_logits_of_prompt_tokens_are_made_in_small_pieces(
 ) -> None:
     runner, facts = loaded("float32")
     params = SamplingParams(max_tokens=1, prompt_logprobs=3)
-    whole = Driver(runner, facts).run([Job(prompt(100, 1), params)])[0]
+    expected = Driver(runner, facts).run([Job(prompt(100, 1), params)])[0]
     assert rows_of_logits == [99, 1]
     monkeypatch.setattr(runner, "_score_chunk", 16)
     pieces = Driver(runner, facts).run([Job(prompt(100, 1), params)])[0]
     assert rows_of_logits[2:] == [16] * 6 + [3, 1]
-    assert pieces.outcome() == whole.outcome()
+    assert pieces.outcome() == expected.outcome()
 
 
 def test_pieces_are_bounded_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,10 +220,10 @@ def test_pieces_are_bounded_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_what_the_last_owner_left_in_a_block_has_no_effect(
     tmp_path: Path, loaded: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = kvcache.allocate
+    allocate = kvcache.allocate
 
     def full_of_nan(layout: Any) -> Any:
-        caches = own(layout)
+        caches = allocate(layout)
         for k, v in caches:
             k.fill_(float("nan"))
             v.fill_(float("inf"))

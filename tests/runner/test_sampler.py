@@ -212,8 +212,8 @@ def test_greedy_takes_the_best_after_penalties_and_counts_as_temperature_one(mod
 def test_mode_of_requests_that_do_not_say() -> None:
     logits = model_logits()
     results = []
-    for default, own in (("raw", None), ("temperature", None), ("raw", "temperature"), ("processed", "raw")):
-        params = SamplingParams(temperature=0.5, logprobs=1, logprobs_mode=own)  # type: ignore[arg-type]
+    for default, mode in (("raw", None), ("temperature", None), ("raw", "temperature"), ("processed", "raw")):
+        params = SamplingParams(temperature=0.5, logprobs=1, logprobs_mode=mode)  # type: ignore[arg-type]
         drawn = draw(sampler([params], default)[0], logits.clone(), rows_of([0]))
         assert drawn.logprobs is not None
         results.append(float(drawn.logprobs.token_logprobs[0]))

@@ -60,9 +60,9 @@ def test_a_mask_is_the_support_of_the_draw(name: str) -> None:
             assert (count, ids, logprob) == (1, [token], 0.0)
         else:
             p = exact(SamplingParams(**options), logits)
-            whole = (p > 0).all()
-            assert ids == ([] if whole else np.flatnonzero(p).tolist())
-            assert count == (WHOLE_VOCABULARY if whole else len(ids)) and (whole or token in ids)
+            unrestricted = (p > 0).all()
+            assert ids == ([] if unrestricted else np.flatnonzero(p).tolist())
+            assert count == (WHOLE_VOCABULARY if unrestricted else len(ids)) and (unrestricted or token in ids)
             assert logprob == pytest.approx(np.log(p[token]), abs=1e-5)
         temperature = options.get("temperature", 1.0)
         assert kept == pytest.approx(log_mass(logits[0], ids or list(range(VOCAB)), temperature), abs=2e-6)
@@ -113,12 +113,12 @@ def test_more_ids_than_a_mask_may_have() -> None:
         slots.assign(entering)
         made.assign(entering)
     logits = model_logits(3)
-    five, six, whole = drawn_masks(draw(made, logits.clone(), rows_of([0, 1, 2])))
+    five, six, unrestricted = drawn_masks(draw(made, logits.clone(), rows_of([0, 1, 2])))
     assert five[0] == 5 and len(five[1]) == 5
     assert six[:2] == (MASK_TOO_LONG, [])
     best = logits[1].argsort(descending=True)[:6].tolist()
     assert six[3] == pytest.approx(log_mass(logits[1], best, 1.0), abs=1e-6)
-    assert whole[:2] == (WHOLE_VOCABULARY, []) and whole[3] == 0.0
+    assert unrestricted[:2] == (WHOLE_VOCABULARY, []) and unrestricted[3] == 0.0
     assert (sampling.WHOLE_VOCABULARY, sampling.MASK_TOO_LONG) == (WHOLE_VOCABULARY, MASK_TOO_LONG)
 
 

@@ -80,9 +80,9 @@ def test_a_model_runs_on_kernels_alone(tmp_path: Path, kernels: None) -> None:
         patch.setattr(ops, "bind", bind_references)
         runner, facts = make_runner(tmp_path / "cpu", hf, max_num_seqs=2)
         expected = outcomes(Driver(runner, facts, max_num_seqs=2).run(jobs()))
-    for mine, other in zip(together, expected, strict=True):
-        assert mine[0] == other[0]
-        for a, b in zip([*mine[2], *mine[3].values()], [*other[2], *other[3].values()], strict=True):
+    for actual, other in zip(together, expected, strict=True):
+        assert actual[0] == other[0]
+        for a, b in zip([*actual[2], *actual[3].values()], [*other[2], *other[3].values()], strict=True):
             assert a[1:3] == b[1:3] and a[0] == pytest.approx(b[0], abs=2e-5)
 
 

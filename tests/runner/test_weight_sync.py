@@ -512,8 +512,8 @@ def test_directories_are_checked(bench: Bench, tmp_path: Path) -> None:
         (tmp_path, Forbidden, "allowed-weight-dirs"),
         (bench.new.parent / "link", Forbidden, "allowed-weight-dirs"),
         (bench.new / ".." / ".." / "..", Forbidden, "allowed-weight-dirs"),
-        (bench.new.parent / "a\0b", RequestError, "no path"),
-        (bench.new.parent / "\ud800", RequestError, "no path"),
+        (bench.new.parent / "a\0b", RequestError, "not a path"),
+        (bench.new.parent / "\ud800", RequestError, "not a path"),
     ):
         for field in ("weight_dir", "path"):
             runner.background("begin_update", {"have_weights": True})

@@ -330,8 +330,8 @@ class ScriptedLLM(AsyncLLM):
 
     @property
     def reports(self) -> list[EngineReport]:
-        [own] = super().reports
-        return [msgspec.structs.replace(own, stats=self.stats, status=self.status), *self.other_engines]
+        [report] = super().reports
+        return [msgspec.structs.replace(report, stats=self.stats, status=self.status), *self.other_engines]
 
     @property
     def announced(self) -> list[str]:

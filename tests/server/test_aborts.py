@@ -163,9 +163,9 @@ def test_an_abort_with_zero_tokens_of_the_text_routes() -> None:
 def test_ids_of_every_route_with_and_without_their_prefix(path: str, prefix: str, bare: bool) -> None:
     async def scene(s: Site, client: httpx.AsyncClient) -> None:
         caller = await begin(s, "x", path)
-        given = "x" if bare else prefix + "x"
-        answer = await client.post("/abort_requests", json={"request_ids": [given]})
-        assert answer.json() == {"aborted": 1, "results": {given: "aborted"}}
+        request_id = "x" if bare else prefix + "x"
+        answer = await client.post("/abort_requests", json={"request_ids": [request_id]})
+        assert answer.json() == {"aborted": 1, "results": {request_id: "aborted"}}
         await caller.task
         assert caller.status == 200
 
@@ -185,12 +185,12 @@ def test_a_batch_of_prompts_is_one_request() -> None:
 
 def test_a_group() -> None:
     async def scene(s: Site, client: httpx.AsyncClient) -> None:
-        mine = [await begin(s, rid, group_id="g") for rid in ("a", "b")]
+        members = [await begin(s, rid, group_id="g") for rid in ("a", "b")]
         chat = await begin(s, "c", "/v1/chat/completions", group_id="g")
         other = await begin(s, "d", group_id="h")
         answer = await client.post("/abort_requests", json={"group_id": "g"})
         assert answer.json() == {"aborted": 3, "results": dict.fromkeys("abc", "aborted")}
-        await asyncio.gather(chat.task, *(caller.task for caller in mine))
+        await asyncio.gather(chat.task, *(caller.task for caller in members))
         assert not other.task.done()
         again = await client.post("/abort_requests", json={"group_id": "g"})
         assert again.json() == {"aborted": 0, "results": {}}

@@ -132,21 +132,21 @@ def reader(request: pytest.FixtureRequest) -> Site:
 @pytest.mark.parametrize("fields", [{}, {"tools": TOOLS}, {"tools": TOOLS, "max_tokens": 7}], ids=["", "tools", "cut"])
 def test_a_message_is_chats_answer_streamed_and_whole(reader: Site, answer: str, fields: dict[str, Any]) -> None:
     reader.llm.script = says(answer)
-    whole = ask(reader, **fields)
+    message_reply = ask(reader, **fields)
     joined = put_together(streamed(reader, **fields))
-    assert joined == whole
+    assert joined == message_reply
     chat = {**BODY, **fields} | ({"tools": FUNCTIONS} if "tools" in fields else {}) | {"request_id": "r"}
     [choice] = reader.post(CHAT, chat).json()["choices"]
     message = choice["message"]
-    if whole["stop_reason"] != "max_tokens":
+    if message_reply["stop_reason"] != "max_tokens":
         calls = [
             (call["id"], call["function"]["name"], from_json(call["function"]["arguments"], allow_partial=True))
             for call in message.get("tool_calls", [])
         ]
-        want = {"content": message["content"] or None, "reasoning": message["reasoning"], "calls": calls}
-        assert plain(whole) == want
+        expected = {"content": message["content"] or None, "reasoning": message["reasoning"], "calls": calls}
+        assert plain(message_reply) == expected
     reasons = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
-    assert whole["stop_reason"] == reasons[choice["finish_reason"]]
+    assert message_reply["stop_reason"] == reasons[choice["finish_reason"]]
 
 
 def test_an_empty_answer_is_an_empty_text() -> None:
@@ -177,8 +177,10 @@ def test_the_signature_is_a_digest_of_the_thought() -> None:
 def test_stop_reasons(text: str, fields: dict[str, Any], reason: str, sequence: str | None) -> None:
     s = chat_site(text)
     events = streamed(s, **fields)
-    whole = ask(s, **fields)
-    assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, sequence) and put_together(events) == whole
+    message_reply = ask(s, **fields)
+    assert (message_reply["stop_reason"], message_reply["stop_sequence"]) == (reason, sequence) and put_together(
+        events
+    ) == message_reply
     assert ("stop_detail" in events[-2]["delta"]) == ("stop_token_ids" in fields)
 
 
@@ -195,11 +197,11 @@ def test_arguments_of_a_call_that_was_cut_off_are_the_complete_ones() -> None:
 def test_usage_takes_the_cached_tokens_apart() -> None:
     s = chat_site("hello", enable_prefix_caching=True, block_size=1)
     assert ask(s)["usage"]["cache_read_input_tokens"] == 0
-    want = {"input_tokens": 1, "output_tokens": 6, "cache_read_input_tokens": PROMPT - 1,
+    expected = {"input_tokens": 1, "output_tokens": 6, "cache_read_input_tokens": PROMPT - 1,
             "cache_creation_input_tokens": 0}  # fmt: skip
-    assert ask(s)["usage"] == want
+    assert ask(s)["usage"] == expected
     events = streamed(s)
-    assert events[0]["message"]["usage"] == want | {"output_tokens": 0} and events[-2]["usage"] == want
+    assert events[0]["message"]["usage"] == expected | {"output_tokens": 0} and events[-2]["usage"] == expected
 
 
 def test_token_ids_on_demand() -> None:
@@ -291,9 +293,9 @@ def test_a_request_that_fails_is_an_api_error() -> None:
     s = chat_site("x")
     s.llm.fails = lambda index: True
     answer = s.post(MESSAGES, BODY)
-    want = {"type": "error", "error": {"type": "api_error", "message": "the model's logits are not finite"}}
-    assert answer.status_code == 500 and answer.json() == want
-    assert streamed(s)[-1] == want
+    expected = {"type": "error", "error": {"type": "api_error", "message": "the model's logits are not finite"}}
+    assert answer.status_code == 500 and answer.json() == expected
+    assert streamed(s)[-1] == expected
 
 
 def test_an_unexpected_error_is_an_api_error_without_its_text(monkeypatch: pytest.MonkeyPatch) -> None:

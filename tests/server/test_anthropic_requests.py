@@ -179,9 +179,9 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of messages, and of c
 @pytest.mark.parametrize(("fields", "chat"), FIELDS, ids=range(len(FIELDS)))
 def test_fields_are_those_of_chat(fields: dict[str, Any], chat: dict[str, Any]) -> None:
     s = chat_site("x", template=THINKER, reasoning_parser="qwen3")
-    want = s.post(f"{CHAT}/render", {"model": "tiny", "messages": HI, "max_tokens": 9} | chat)
-    assert want.status_code == 200, want.text
-    assert sent(s, **fields) == want.json()
+    expected = s.post(f"{CHAT}/render", {"model": "tiny", "messages": HI, "max_tokens": 9} | chat)
+    assert expected.status_code == 200, expected.text
+    assert sent(s, **fields) == expected.json()
 
 
 @pytest.mark.parametrize(

@@ -48,12 +48,12 @@ def request(pieces: list[bytes], *, ends: bool = True, packed: bool = False, ann
 @pytest.mark.parametrize("size", [0, 1, FREE - 1, FREE, FREE + 1, 5 * MIB])
 @pytest.mark.parametrize("count", [1, 2, 7, 100])
 def test_pieces_are_joined(size: int, count: int) -> None:
-    whole = bytes(i % 251 for i in range(256)) * (size // 256 + 1)
-    whole = whole[:size]
+    content = bytes(i % 251 for i in range(256)) * (size // 256 + 1)
+    content = content[:size]
     step = max(1, -(-size // count))
-    pieces = [whole[i : i + step] for i in range(0, size, step)] or [b""]
+    pieces = [content[i : i + step] for i in range(0, size, step)] or [b""]
     for announced in (False, True):
-        assert bytes(asyncio.run(bodies().read(request(pieces, announced=announced)))) == whole
+        assert bytes(asyncio.run(bodies().read(request(pieces, announced=announced)))) == content
 
 
 def test_a_body_that_stops_coming_is_given_up() -> None:

@@ -130,9 +130,9 @@ def test_scheduling_fields_arrive() -> None:
     assert {name: s.llm.calls[0].options[name] for name in fields} == fields
 
 
-@pytest.mark.parametrize("wanted", [True, False, None])
+@pytest.mark.parametrize("requested", [True, False, None])
 def test_the_tokenizers_own_special_tokens_come_on_request_only(
-    wanted: bool | None, monkeypatch: pytest.MonkeyPatch
+    requested: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = []
     encode = TOKENIZER.encode
@@ -143,9 +143,9 @@ def test_the_tokenizers_own_special_tokens_come_on_request_only(
 
     monkeypatch.setattr(TOKENIZER, "encode", noted)
     s = site()
-    ask(s, add_special_tokens=wanted, max_tokens=1)
-    assert s.post("/tokenize", {"messages": MESSAGES, "add_special_tokens": wanted}).status_code == 200
-    assert requests == [bool(wanted)] * 2
+    ask(s, add_special_tokens=requested, max_tokens=1)
+    assert s.post("/tokenize", {"messages": MESSAGES, "add_special_tokens": requested}).status_code == 200
+    assert requests == [bool(requested)] * 2
 
 
 def test_max_completion_tokens_is_max_tokens() -> None:
@@ -216,8 +216,8 @@ def test_return_token_ids() -> None:
 def test_weight_versions_come_without_ids_if_they_are_asked_for(path: str) -> None:
     sent = {"messages": MESSAGES} if path == CHAT else {"prompt": "hi"}
     made = [{"version": "0", "start": 0, "end": 3}]
-    [whole] = site(says("ab")).post(path, sent | {"return_weight_versions": True}).json()["choices"]
-    assert whole["weight_versions"] == made and not whole.get("token_ids")
+    [choice] = site(says("ab")).post(path, sent | {"return_weight_versions": True}).json()["choices"]
+    assert choice["weight_versions"] == made and not choice.get("token_ids")
     events = site(says("ab")).events(path, sent | {"return_weight_versions": True})
     assert [c["weight_versions"] for event in events for c in event["choices"] if "weight_versions" in c] == [made]
     [plain] = site(says("ab")).post(path, sent | {"return_weight_versions": False}).json()["choices"]
@@ -229,8 +229,8 @@ def test_with_token_ids_come_the_weights_that_made_them(path: str) -> None:
     sent = {"messages": MESSAGES} if path == CHAT else {"prompt": "hi"}
     made = [{"version": "0", "start": 0, "end": 3}]
     reply = site(says("ab")).post(path, sent | {"return_token_ids": True}).json()
-    [whole] = reply["choices"]
-    assert len(whole["token_ids"]) == 3 and whole["weight_versions"] == made
+    [choice] = reply["choices"]
+    assert len(choice["token_ids"]) == 3 and choice["weight_versions"] == made
     assert reply["weight_version"] == "0"
     assert "weight_version" not in site(says("ab")).post(path, sent).json()
     events = site(says("ab")).events(path, sent | {"return_token_ids": True})

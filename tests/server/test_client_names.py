@@ -61,8 +61,8 @@ def test_a_header_that_nobody_checks_makes_no_client() -> None:
     ],
 )  # fmt: skip
 def test_a_trusted_header_names_the_client_by_its_last_address(headers: list[str], client: str) -> None:
-    given = [("X-Forwarded-For", value) for value in headers]
-    assert name("10.0.0.1", *given, client_header="X-Forwarded-For") == client
+    forwarded = [("X-Forwarded-For", value) for value in headers]
+    assert name("10.0.0.1", *forwarded, client_header="X-Forwarded-For") == client
 
 
 def test_the_engine_is_told() -> None:

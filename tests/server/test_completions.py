@@ -79,8 +79,8 @@ def test_logprobs(body: Any, width: int) -> None:
     actual = choice["logprobs"]
     assert s.llm.calls[0].params.logprobs == width
     assert "".join(actual["tokens"]) == choice["text"] and actual["text_offset"] == [0, 1, 2, 3]
-    for token, own, tops in zip(actual["tokens"], actual["token_logprobs"], actual["top_logprobs"], strict=True):
-        assert next(iter(tops)) == token and tops[token] == own
+    for token, logprob, tops in zip(actual["tokens"], actual["token_logprobs"], actual["top_logprobs"], strict=True):
+        assert next(iter(tops)) == token and tops[token] == logprob
         assert max(1, width) <= len(tops) <= width + 1
 
 
@@ -136,13 +136,13 @@ def test_prompt_logprobs_keep_to_their_own_width() -> None:
 def logprobs_of(s: Site, prompt: Any, **fields: Any) -> Any:
     """The logprobs of the only choice, by way of a stream, which must not differ."""
     fields |= {"logprobs": 1, "echo": True}
-    whole = ask(s, prompt, **fields)["choices"][0]["logprobs"]
-    joined: dict[str, list[Any]] = {name: [] for name in whole}
+    logprobs = ask(s, prompt, **fields)["choices"][0]["logprobs"]
+    joined: dict[str, list[Any]] = {name: [] for name in logprobs}
     for event in s.events(COMPLETIONS, {"prompt": prompt, "stream": True} | fields):
         for name, values in event["choices"][0]["logprobs"].items():
             joined[name] += values
-    assert joined == whole
-    return whole
+    assert joined == logprobs
+    return logprobs
 
 
 def test_a_character_of_several_tokens_is_that_of_the_last() -> None:

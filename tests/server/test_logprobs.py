@@ -6,11 +6,11 @@ from tokserve.client.outputs import Logprobs
 from tokserve.server.replies import logprobs
 
 
-def columns(own: list[float], ranks: list[int], ids: list[list[int]], values: list[list[float]]) -> Logprobs:
+def columns(token_logprobs: list[float], ranks: list[int], ids: list[list[int]], values: list[list[float]]) -> Logprobs:
     def pack(rows: object, kind: str) -> bytes:
         return np.asarray(rows, dtype=kind).tobytes()
 
-    return Logprobs(pack(own, "<f4"), pack(ranks, "<i4"), pack(ids, "<i4"), pack(values, "<f4"), len(ids[0]))
+    return Logprobs(pack(token_logprobs, "<f4"), pack(ranks, "<i4"), pack(ids, "<i4"), pack(values, "<f4"), len(ids[0]))
 
 
 def tops(made: logprobs.LogprobObjects) -> list[tuple[int, float, int | None]]:

@@ -9,16 +9,16 @@ from tokserve.server.openai import logprobs_parser as read
 from tokserve.server.replies import logprobs
 
 
-def back(row: Logprobs, own: int, top: int, named: tuple[int, ...] = ()) -> tuple[list[int], list[float]]:
+def back(row: Logprobs, token_id: int, top: int, named: tuple[int, ...] = ()) -> tuple[list[int], list[float]]:
     written = {"content": [{"token_id": entry.token_id, "logprob": entry.logprob, "rank": entry.rank, "top_logprobs": [
         {"token_id": other.token_id, "logprob": other.logprob, "rank": other.rank} for other in entry.top_logprobs]}
-        for entry in logprobs.objects(row, [own], top).content]}  # fmt: skip
-    actual = read.parse_output(written, [own], top, named, "logprobs")
+        for entry in logprobs.objects(row, [token_id], top).content]}  # fmt: skip
+    actual = read.parse_output(written, [token_id], top, named, "logprobs")
     return np.frombuffer(actual.top_ids, "<i4").tolist(), np.frombuffer(actual.top_logprobs, "<f4").tolist()
 
 
 @pytest.mark.parametrize(
-    ("own", "rank", "ids"),
+    ("token_id", "rank", "ids"),
     [
         (9, 1, [9, 70, 3, 41]),  # logits that differ, all of them less than float32 can tell from nothing
         (3, 3, [9, 70, 3, 41]),
@@ -27,10 +27,10 @@ def back(row: Logprobs, own: int, top: int, named: tuple[int, ...] = ()) -> tupl
         (70, 2, [9, 3, 41, 70]),
     ],
 )
-def test_equally_improbable_alternatives_keep_their_order(own: int, rank: int, ids: list[int]) -> None:
+def test_equally_improbable_alternatives_keep_their_order(token_id: int, rank: int, ids: list[int]) -> None:
     values = [0.0, -np.inf, -np.inf, -np.inf]
-    row = columns([values[ids.index(own)]], [rank], [ids], [values])
-    assert back(row, own, 4) == (ids, [0.0, -9999.0, -9999.0, -9999.0])
+    row = columns([values[ids.index(token_id)]], [rank], [ids], [values])
+    assert back(row, token_id, 4) == (ids, [0.0, -9999.0, -9999.0, -9999.0])
 
 
 def test_the_token_itself_may_be_none_of_the_most_probable() -> None:

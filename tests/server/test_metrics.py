@@ -152,11 +152,11 @@ def test_the_labels_that_routers_read() -> None:
     shown = site(vllm_metric_names=True, enable_prefix_caching=True).get("/metrics").text
     (config,) = re.findall(r"^vllm:cache_config_info\{(.*)\} 1\.0$", shown, re.MULTILINE)
     labels = dict(re.findall(r'(\w+)="([^"]*)"', config))
-    theirs = {
+    expected = {
         "block_size": "16", "enable_prefix_caching": "True", "engine": "0", "gpu_memory_utilization": "0.9",
         "num_gpu_blocks": "1024", "kv_cache_size_tokens": "16384",
     }  # fmt: skip
-    assert labels.items() >= theirs.items()
+    assert labels.items() >= expected.items()
     for line in (
         'num_requests_running{engine="0",model_name="tiny"} 0.0',
         'num_requests_waiting_by_reason{engine="0",model_name="tiny",reason="capacity"} 0.0',

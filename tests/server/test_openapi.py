@@ -88,9 +88,9 @@ def test_replies_of_the_token_routes_are_described(server: Site, schemas: dict[s
     content = described[GENERATE]["post"]["responses"]["200"]["content"]
     assert set(content) == {"application/json", "application/msgpack", "text/event-stream"}
     reply = server.post(GENERATE, PROMPTS[GENERATE] | {"sampling_params": {"max_tokens": 2}}).json()
-    whole, choice = schemas["GenerateReply"], schemas["GenerateChoice"]
-    assert set(whole["required"]) <= set(reply) <= set(whole["properties"])
-    assert set(choice["required"]) <= set(reply["choices"][0]) <= set(choice["properties"])
+    reply_schema, choice_schema = schemas["GenerateReply"], schemas["GenerateChoice"]
+    assert set(reply_schema["required"]) <= set(reply) <= set(reply_schema["properties"])
+    assert set(choice_schema["required"]) <= set(reply["choices"][0]) <= set(choice_schema["properties"])
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))

@@ -62,11 +62,11 @@ def test_a_stream_has_the_same_bytes_past_send() -> None:
         await served.task
         return served
 
-    through, beside = asyncio.run(scene(past=False)), asyncio.run(scene(past=True))
-    assert (through.past, beside.past) == (0, 6)
-    apart = [served.transport.written.split(b"\r\n\r\n", 1) for served in (through, beside)]
-    assert apart[0][0] == apart[1][0] and b"transfer-encoding: chunked" in apart[0][0]
-    bodies = [unchunked(body) for _, body in apart]
+    by_send, past_send = asyncio.run(scene(past=False)), asyncio.run(scene(past=True))
+    assert (by_send.past, past_send.past) == (0, 6)
+    responses = [served.transport.written.split(b"\r\n\r\n", 1) for served in (by_send, past_send)]
+    assert responses[0][0] == responses[1][0] and b"transfer-encoding: chunked" in responses[0][0]
+    bodies = [unchunked(body) for _, body in responses]
     assert [len(chunk) for chunk in bodies[0]] == [len(chunk) for chunk in bodies[1]]
     streams = [parse_events(b"".join(chunks).decode()) for chunks in bodies]
     for events in streams:

@@ -368,8 +368,8 @@ def test_large_body_by_its_length() -> None:
     s = site(max_body_mb=1)
     answer = s.post(GENERATE, content=b"x" * ((1 << 20) + 1), headers={"Content-Type": "application/json"})
     refused(answer, 413, None, "1 MiB")
-    whole = json.dumps(PROMPT).ljust(1 << 20)
-    assert s.post(GENERATE, content=whole, headers={"Content-Type": "application/json"}).status_code == 200
+    content = json.dumps(PROMPT).ljust(1 << 20)
+    assert s.post(GENERATE, content=content, headers={"Content-Type": "application/json"}).status_code == 200
 
 
 def test_large_body_without_a_length_is_not_read_to_its_end() -> None:

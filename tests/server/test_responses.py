@@ -151,23 +151,25 @@ def reader(request: pytest.FixtureRequest) -> Site:
 def test_streamed_whole_and_chat_are_the_same(fields: dict[str, Any], as_chat: dict[str, Any], reader: Site) -> None:
     for text in ANSWERS:
         reader.llm.script = says(text)
-        whole = ask(reader, **fields)
+        full_reply = ask(reader, **fields)
         response = put_together(streamed(reader, **fields))
-        for reply in (whole, response):
+        for reply in (full_reply, response):
             reply.pop("created_at"), reply.pop("completed_at")
-        assert response == whole
+        assert response == full_reply
         body = {"messages": [{"role": "user", "content": "hi"}], "request_id": "r"} | as_chat
         choice = reader.post(CHAT, body).json()["choices"][0]
         sent, received = (call.params for call in reader.llm.calls[-2:])
         assert sent == received and reader.llm.calls[-2].prompt == reader.llm.calls[-1].prompt
-        assert text_of(whole) == (choice["message"]["content"] or "")
+        assert text_of(full_reply) == (choice["message"]["content"] or "")
         reasoning = choice["message"].get("reasoning") or ""
-        assert reasoning == "".join(i["content"][0]["text"] for i in whole["output"] if i["type"] == "reasoning")
-        calls = [[i["call_id"], i["name"], i["arguments"]] for i in whole["output"] if i["type"] == "function_call"]
+        assert reasoning == "".join(i["content"][0]["text"] for i in full_reply["output"] if i["type"] == "reasoning")
+        calls = [
+            [i["call_id"], i["name"], i["arguments"]] for i in full_reply["output"] if i["type"] == "function_call"
+        ]
         assert calls == [[c["id"], *c["function"].values()] for c in choice["message"].get("tool_calls", [])]
-        assert (whole["status"] == "incomplete") is (choice["finish_reason"] == "length")
-        if "include" in fields and [item["type"] for item in whole["output"]] == ["message"]:
-            assert whole["output"][0]["content"][0]["logprobs"] == choice["logprobs"]["content"]
+        assert (full_reply["status"] == "incomplete") is (choice["finish_reason"] == "length")
+        if "include" in fields and [item["type"] for item in full_reply["output"]] == ["message"]:
+            assert full_reply["output"][0]["content"][0]["logprobs"] == choice["logprobs"]["content"]
 
 
 def test_items_stand_as_they_were_written() -> None:
@@ -212,12 +214,15 @@ def test_ends() -> None:
 
 def test_ids_of_the_tokens() -> None:
     s = chat_site("hé")
-    whole = ask(s, return_token_ids=True)
-    assert whole["token_ids"] == [*ids("hé"), 0] and whole["prompt_token_ids"] == s.llm.calls[0].prompt
-    assert whole["weight_versions"] == [{"version": "0", "start": 0, "end": 4}] and whole["weight_version"] == "0"
+    full_reply = ask(s, return_token_ids=True)
+    assert full_reply["token_ids"] == [*ids("hé"), 0] and full_reply["prompt_token_ids"] == s.llm.calls[0].prompt
+    assert (
+        full_reply["weight_versions"] == [{"version": "0", "start": 0, "end": 4}]
+        and full_reply["weight_version"] == "0"
+    )
     last = streamed(s, return_token_ids=True)[-1]["response"]
     assert {name: last[name] for name in ("token_ids", "prompt_token_ids", "weight_version")} == {
-        name: whole[name] for name in ("token_ids", "prompt_token_ids", "weight_version")
+        name: full_reply[name] for name in ("token_ids", "prompt_token_ids", "weight_version")
     }
 
 

@@ -138,12 +138,12 @@ PARAMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "ours"), PARAMS, ids=lambda value: str(value)[:30])
-def test_sampling_parameters_are_translated(given: dict[str, Any], ours: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("fields", "expected"), PARAMS, ids=lambda value: str(value)[:30])
+def test_sampling_parameters_are_translated(fields: dict[str, Any], expected: dict[str, Any]) -> None:
     s = sglang()
-    generate(s, PROMPT, max_new_tokens=4, **given)
+    generate(s, PROMPT, max_new_tokens=4, **fields)
     params = msgspec.structs.asdict(s.llm.calls[-1].params)
-    assert {name: params[name] for name in ours} == ours and params["max_tokens"] == 4
+    assert {name: params[name] for name in expected} == expected and params["max_tokens"] == 4
 
 
 def test_logprobs_of_the_prompt_begin_with_a_null() -> None:
@@ -216,14 +216,14 @@ def test_a_stream_repeats_what_came_before() -> None:
     s = sglang()
     body = PROMPT | {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 4}}
     events = s.events("/generate", body)
-    whole = s.post("/generate", body).json()
-    assert [event["output_ids"] for event in events] == [whole["output_ids"][: k + 1] for k in range(4)]
+    full_reply = s.post("/generate", body).json()
+    assert [event["output_ids"] for event in events] == [full_reply["output_ids"][: k + 1] for k in range(4)]
     assert [event["meta_info"]["finish_reason"] for event in events[:-1]] == [None] * 3
     assert all(len(event["meta_info"]["input_token_logprobs"]) == 3 for event in events)
     last = events[-1]
-    for reply in (last, whole):
+    for reply in (last, full_reply):
         del reply["meta_info"]["id"]
-    assert last == whole
+    assert last == full_reply
 
 
 def test_a_stream_of_a_batch_has_indexes() -> None:

@@ -27,11 +27,11 @@ def joined(events: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     choices: dict[int, dict[str, Any]] = {}
     for event in events:
         for delta in event["choices"]:
-            whole = choices.setdefault(delta["index"], {"token_ids": [], "text": "", "content": []})
-            whole["token_ids"] += delta["token_ids"]
-            whole["text"] += delta.get("text", "")
-            whole["content"] += (delta["logprobs"] or {}).get("content", [])
-            whole |= {k: v for k, v in delta.items() if k not in ("token_ids", "text", "logprobs")}
+            choice = choices.setdefault(delta["index"], {"token_ids": [], "text": "", "content": []})
+            choice["token_ids"] += delta["token_ids"]
+            choice["text"] += delta.get("text", "")
+            choice["content"] += (delta["logprobs"] or {}).get("content", [])
+            choice |= {k: v for k, v in delta.items() if k not in ("token_ids", "text", "logprobs")}
     return choices
 
 
@@ -106,14 +106,14 @@ def test_a_long_reply_is_made_in_parts_beside_the_loop(
     path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s = site(max_logprobs=-1)
-    whole = s.post(path, body | {"request_id": "r"})
+    reply = s.post(path, body | {"request_id": "r"})
     monkeypatch.setattr(sse, "PARTED", 1)
     monkeypatch.setattr(reply_parts, "PART", 3)
     parts = s.post(path, body | {"request_id": "r"})
-    assert whole.status_code == parts.status_code == 200, parts.text
-    assert whole.json() | {"created": 0} == parts.json() | {"created": 0}
-    assert whole.headers["content-length"] and "content-length" not in parts.headers
-    assert whole.headers["content-type"] == parts.headers["content-type"]
+    assert reply.status_code == parts.status_code == 200, parts.text
+    assert reply.json() | {"created": 0} == parts.json() | {"created": 0}
+    assert reply.headers["content-length"] and "content-length" not in parts.headers
+    assert reply.headers["content-type"] == parts.headers["content-type"]
     assert parts.headers["x-request-id"] == "r"
 
 
@@ -527,15 +527,17 @@ def test_chat_stream_joined_equals_the_full_answer(n: int) -> None:
     assert events[0]["prompt_token_ids"] == full["prompt_token_ids"]
     assert events[-1]["choices"] == [] and events[-1]["usage"] == full["usage"]
     for choice in full["choices"]:
-        mine = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
-        assert "".join(c["delta"].get("content", "") for c in mine) == choice["message"]["content"]
-        assert [entry for c in mine for entry in (c["logprobs"] or {}).get("content", [])] == choice["logprobs"][
-            "content"
-        ]
-        assert [token for c in mine for token in c.get("token_ids", [])] == choice["token_ids"]
-        assert mine[-1]["delta"] == {} and mine[-1]["finish_reason"] == choice["finish_reason"]
-        assert [c["finish_reason"] for c in mine[:-1]] == [None] * (len(mine) - 1)
-        assert mine[0]["delta"]["role"] == "assistant" and all("role" not in c["delta"] for c in mine[1:])
+        choice_events = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["delta"].get("content", "") for c in choice_events) == choice["message"]["content"]
+        assert [entry for c in choice_events for entry in (c["logprobs"] or {}).get("content", [])] == choice[
+            "logprobs"
+        ]["content"]
+        assert [token for c in choice_events for token in c.get("token_ids", [])] == choice["token_ids"]
+        assert choice_events[-1]["delta"] == {} and choice_events[-1]["finish_reason"] == choice["finish_reason"]
+        assert [c["finish_reason"] for c in choice_events[:-1]] == [None] * (len(choice_events) - 1)
+        assert choice_events[0]["delta"]["role"] == "assistant" and all(
+            "role" not in c["delta"] for c in choice_events[1:]
+        )
 
 
 def test_half_a_character_is_not_sent() -> None:
@@ -553,13 +555,16 @@ def test_completions_stream_joined_equals_the_full_answer(body: dict[str, Any], 
     events = s.events(COMPLETIONS, body | {"stream_options": {"include_usage": True}})
     assert events[-1]["usage"] == full["usage"]
     for choice in full["choices"]:
-        mine = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
-        assert "".join(c["text"] for c in mine) == choice["text"]
+        choice_events = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["text"] for c in choice_events) == choice["text"]
         for column, values in choice["logprobs"].items():
-            assert [value for c in mine for value in c["logprobs"][column]] == values
-        assert [token for c in mine for token in c["token_ids"]] == choice["token_ids"]
-        assert mine[0]["prompt_token_ids"] == choice["prompt_token_ids"] and "prompt_token_ids" not in mine[-1]
-        assert mine[-1]["finish_reason"] == choice["finish_reason"] == "length"
+            assert [value for c in choice_events for value in c["logprobs"][column]] == values
+        assert [token for c in choice_events for token in c["token_ids"]] == choice["token_ids"]
+        assert (
+            choice_events[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+            and "prompt_token_ids" not in choice_events[-1]
+        )
+        assert choice_events[-1]["finish_reason"] == choice["finish_reason"] == "length"
 
 
 def test_everything_is_json() -> None:
@@ -606,11 +611,11 @@ def test_prompt_logprobs_wait_for_a_choice_that_has_read_the_prompt(read: bool) 
 
 
 def test_a_failure_is_the_clients_own_if_its_parameters_left_nothing() -> None:
-    own, other, sound = (
+    refused, other, sound = (
         ChoiceOutput(0, [], finish_reason=reason, stop_detail=detail, message="why")
         for reason, detail in (("error", "forbidden"), ("error", "nan"), ("length", "max_tokens"))
     )
-    assert request_failure([own, sound]) is None and request_failure([]) is None
-    for ends, status in (([own, own], 400), ([own, other], 500), ([other], 500)):
+    assert request_failure([refused, sound]) is None and request_failure([]) is None
+    for ends, status in (([refused, refused], 400), ([refused, other], 500), ([other], 500)):
         error = request_failure(ends)
         assert error is not None and error.status == status and error.message == "why"

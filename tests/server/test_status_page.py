@@ -30,15 +30,15 @@ def test_it_is_there_when_asked_for_and_only_then() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "there"),
+    ("options", "has_page"),
     [
         ({}, True), ({"host": "127.3.2.1"}, True), ({"host": "::1"}, True), ({"host": "localhost"}, True),
         ({"host": "0.0.0.0"}, False), ({"host": "::"}, False), ({"host": "10.0.0.1"}, False), ({"host": "box"}, False),
         ({"host": "0.0.0.0", "uds": "/tmp/x"}, True), ({"host": "0.0.0.0", "ui": True}, True), ({"ui": False}, False),
     ],
 )  # fmt: skip
-def test_by_default_it_is_for_this_machine(options: dict[str, object], there: bool) -> None:
-    assert resolve(Config.make(**options)).server.ui is there
+def test_by_default_it_is_for_this_machine(options: dict[str, object], has_page: bool) -> None:
+    assert resolve(Config.make(**options)).server.ui is has_page
 
 
 def test_a_browser_may_run_this_script_and_nothing_else() -> None:

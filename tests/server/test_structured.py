@@ -58,7 +58,7 @@ def test_every_form_on_every_route(server: Site, form: dict[str, Any]) -> None:
 
 @ROUTES
 @pytest.mark.parametrize(
-    ("given", "meant"),
+    ("response_format", "meant"),
     [
         ({"type": "text"}, None), ({"type": "json_object"}, StructuredOutputs(json_object=True)),
         (
@@ -72,8 +72,10 @@ def test_every_form_on_every_route(server: Site, form: dict[str, Any]) -> None:
         ({"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}, StructuredOutputs(json=SCHEMA)),
     ],
 )  # fmt: skip
-def test_response_format(server: Site, route: str, given: dict[str, Any], meant: StructuredOutputs | None) -> None:
-    assert server.post(route, TEXT[route] | {"response_format": given}).status_code == 200
+def test_response_format(
+    server: Site, route: str, response_format: dict[str, Any], meant: StructuredOutputs | None
+) -> None:
+    assert server.post(route, TEXT[route] | {"response_format": response_format}).status_code == 200
     assert received_form(server) == meant
 
 
@@ -89,8 +91,11 @@ def test_a_server_may_close_schemas_by_default() -> None:
         assert server.post("/v1/responses", {"input": "x", "text": {"format": response_format}}).status_code == 200
         assert received_form(server) == StructuredOutputs(json=SCHEMA, disable_additional_properties=shut)
     for value, shut in ((None, True), (False, False)):
-        own = {"json": SCHEMA, "disable_additional_properties": value}
-        for path, body in [(GENERATE, generate(own)), *((r, b | {"structured_outputs": own}) for r, b in TEXT.items())]:
+        fields = {"json": SCHEMA, "disable_additional_properties": value}
+        for path, body in [
+            (GENERATE, generate(fields)),
+            *((r, b | {"structured_outputs": fields}) for r, b in TEXT.items()),
+        ]:
             assert server.post(path, body).status_code == 200
             assert received_form(server) == StructuredOutputs(json=SCHEMA, disable_additional_properties=shut)
     assert server.post(GENERATE, generate({"regex": "a"})).status_code == 200

@@ -179,8 +179,8 @@ def test_logprobs_base64_are_the_same_arrays() -> None:
         for form in ("arrays", "base64")
     )
     assert packed["shape"] == [4, 2] and packed["mode"] == "raw"
-    own = np.frombuffer(base64.b64decode(packed["token_logprobs"]), "<f4")
-    assert own[0] == -np.inf and own[1:].tolist() == lists["token_logprobs"][1:]
+    logprobs = np.frombuffer(base64.b64decode(packed["token_logprobs"]), "<f4")
+    assert logprobs[0] == -np.inf and logprobs[1:].tolist() == lists["token_logprobs"][1:]
     assert np.frombuffer(base64.b64decode(packed["ranks"]), "<i4").tolist() == lists["ranks"]
     for name, kind in (("top_token_ids", "<i4"), ("top_logprobs", "<f4")):
         assert np.frombuffer(base64.b64decode(packed[name]), kind).reshape(4, 2).tolist() == lists[name]

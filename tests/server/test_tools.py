@@ -139,12 +139,12 @@ def test_streamed_whole_and_derendered_are_the_same(fields: dict[str, Any], read
     for text in ANSWERS:
         s.llm.script = says(text)
         body = {"messages": MESSAGES, "tools": TOOLS, "request_id": "r"} | fields
-        whole = s.post(CHAT, body).json()
-        assert joined(s.events(CHAT, body)) == flat(whole), text
+        reply = s.post(CHAT, body).json()
+        assert joined(s.events(CHAT, body)) == flat(reply), text
         made = s.post(GENERATE, s.post(CHAT + "/render", body).json()).json()
         back = s.post(CHAT + "/derender", {"generate_response": made, "chat_request": body})
         assert back.status_code == 200, back.text
-        assert back.json()["choices"] == whole["choices"], text
+        assert back.json()["choices"] == reply["choices"], text
 
 
 def test_the_tokens_are_the_models() -> None:

@@ -69,14 +69,14 @@ def test_areals_pieces_are_one_update_that_the_end_of_the_pause_commits() -> Non
 def test_areals_update_is_over_when_a_piece_fails() -> None:
     s = command_site()
     s.llm.status = Status("paused", "0", 0, True)
-    for own in (True, False):
-        if not own:
+    for opened_here in (True, False):
+        if not opened_here:
             s.llm.answers["start_weight_update"] = Conflict("a weight update is open already", code="update_open")
         s.llm.answers["update_weights"] = Conflict("the group is broken")
         s.post("/areal_set_update_weight_meta", AREAL_META)
         s.llm.commands.clear()
         assert s.post("/areal_update_weights_xccl", {}).status_code == 409
-        assert verbs(s)[1:] == ["update_weights"] + ["abort_weight_update"] * own, "an update of others stays"
+        assert verbs(s)[1:] == ["update_weights"] + ["abort_weight_update"] * opened_here, "an update of others stays"
         s.llm.commands.clear()
         s.post("/areal_continue_generation", {})
         assert verbs(s) == ["resume"]

@@ -70,20 +70,20 @@ class Pair:
     def __init__(self, directory: Path, **config: Any) -> None:
         self.directory = write_chatml(directory, **config)
         self.tokenizer = Tokenizer.load(self.directory)
-        self.ours = ChatTemplate(self.tokenizer)
-        self.theirs = oracle(self.directory)
+        self.template = ChatTemplate(self.tokenizer)
+        self.reference = oracle(self.directory)
 
     def check(self, messages: list[Any], *, kwargs: dict[str, Any] | None = None, **options: Any) -> str:
         """Render with both, demand equal tokens, return the text."""
-        mine = self.ours.render(messages, kwargs=kwargs, **options)
+        actual = self.template.render(messages, kwargs=kwargs, **options)
         generation = options.pop("add_generation_prompt", not options.get("continue_final_message", False))
         template = options.pop("template", None)
-        expected = self.theirs.apply_chat_template(
+        expected = self.reference.apply_chat_template(
             messages, chat_template=template, add_generation_prompt=generation, tokenize=True, return_dict=False,
             **options, **(kwargs or {}),
         )  # fmt: skip
-        assert mine == expected
-        return self.tokenizer.decode(mine, False)
+        assert actual == expected
+        return self.tokenizer.decode(actual, False)
 
 
 @pytest.fixture(scope="module")
@@ -130,12 +130,12 @@ def test_tool_arguments_as_json_text_become_an_object(rich: Pair) -> None:
             {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
         ]
 
-    assert rich.ours.text(call('{"b": 1, "a": "<ü>"}')) == rich.ours.text(call({"b": 1, "a": "<ü>"}))
-    assert rich.ours.text(call("")) == rich.ours.text(call({}))
-    assert rich.ours.text(call(None)) == rich.ours.text(call({}))
-    assert '"not json"' in rich.ours.text(call("not json"))
+    assert rich.template.text(call('{"b": 1, "a": "<ü>"}')) == rich.template.text(call({"b": 1, "a": "<ü>"}))
+    assert rich.template.text(call("")) == rich.template.text(call({}))
+    assert rich.template.text(call(None)) == rich.template.text(call({}))
+    assert '"not json"' in rich.template.text(call("not json"))
     original = call('{"b": 1}')
-    rich.ours.text(original)
+    rich.template.text(original)
     assert original == call('{"b": 1}'), "the caller's messages were changed"
 
 
@@ -154,14 +154,14 @@ def test_a_template_that_walks_through_parts_gets_them(chatml: Pair) -> None:
         text = chatml.check(talk, **options)
         assert text.startswith("system:<system a><b>;user:<user a><b>;assistant:<assistant a><b")
     half = PARTS.replace("m.content is string", "m.content is string or m.role == 'system'")  # one prints a list
-    assert chatml.ours.text(talk[:2], template=half) == "system:system a\nb;user:<user a><b>;"
+    assert chatml.template.text(talk[:2], template=half) == "system:system a\nb;user:<user a><b>;"
     for careless in (
         "{{ messages[0].content }}",
         "{{ messages[0].content | trim }}",
         "{{ 'x' + messages[0].content }}",
     ):
-        assert chatml.ours.text(talk[1:2], template=careless).endswith("user a\nb")
-    assert chatml.ours.text([{"role": "user", "content": []}], template=PARTS) == "user:;"
+        assert chatml.template.text(talk[1:2], template=careless).endswith("user a\nb")
+    assert chatml.template.text([{"role": "user", "content": []}], template=PARTS) == "user:;"
 
 
 def test_parts_reach_a_template_that_wants_the_user_first(chatml: Pair) -> None:
@@ -172,14 +172,14 @@ def test_parts_reach_a_template_that_wants_the_user_first(chatml: Pair) -> None:
     for index in range(3):
         talk: list[dict[str, Any]] = [dict(message) for message in TALK[:3]]
         talk[index]["content"] = parts
-        assert chatml.ours.text(talk, template=strict) == chatml.ours.text(talk, template=PARTS)
+        assert chatml.template.text(talk, template=strict) == chatml.template.text(talk, template=PARTS)
 
 
 def test_parts_are_joined_for_another(chatml: Pair) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "refusal", "refusal": "two"}, "three"]
-    flat = chatml.ours.render([{"role": "user", "content": parts}])
-    assert flat == chatml.ours.render([{"role": "user", "content": "one\ntwo\nthree"}])
-    assert chatml.ours.render([{"role": "user", "content": []}]) == chatml.ours.render(
+    flat = chatml.template.render([{"role": "user", "content": parts}])
+    assert flat == chatml.template.render([{"role": "user", "content": "one\ntwo\nthree"}])
+    assert chatml.template.render([{"role": "user", "content": []}]) == chatml.template.render(
         [{"role": "user", "content": ""}]
     )
 
@@ -199,7 +199,7 @@ def test_parts_are_joined_for_another(chatml: Pair) -> None:
 )
 def test_bad_content_is_named(chatml: Pair, content: Any, field: str) -> None:
     with pytest.raises(RequestError) as caught:
-        chatml.ours.render([TALK[0], {"role": "user", "content": content}])
+        chatml.template.render([TALK[0], {"role": "user", "content": content}])
     assert caught.value.field == field
 
 
@@ -241,18 +241,18 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
 )
 def test_faults_are_the_requests(chatml: Pair, messages: list[Any], options: dict[str, Any], field: str) -> None:
     with pytest.raises(RequestError) as caught:
-        chatml.ours.render(messages, **options)
+        chatml.template.render(messages, **options)
     assert caught.value.field == field and caught.value.status == 400
 
 
 def test_other_fields_of_a_message_are_the_templates(chatml: Pair) -> None:
     message = {"role": "user", "content": "x", "name": None, "audio": None, "feeling": [1]}
-    assert chatml.ours.text([message], template="{{ messages[0].feeling }}{{ messages[0].name }}") == "[1]"
+    assert chatml.template.text([message], template="{{ messages[0].feeling }}{{ messages[0].name }}") == "[1]"
 
 
 def test_raise_exception_passes_the_templates_words_on(chatml: Pair) -> None:
     with pytest.raises(RequestError, match=r"^roles must alternate$"):
-        chatml.ours.render(TALK, template="{{ raise_exception('roles must alternate') }}")
+        chatml.template.render(TALK, template="{{ raise_exception('roles must alternate') }}")
 
 
 def test_a_request_may_bring_its_template(chatml: Pair) -> None:
@@ -275,7 +275,7 @@ CONTINUED = [
 @pytest.mark.parametrize("content", ["Sure, it is", "Sure, it is ", "  a\n", "x", "END CONTINUE_FINAL_MESSAGE_TAG"])
 def test_continue_final_message_ends_at_the_content(chatml: Pair, template: str, content: str) -> None:
     messages = [*TALK, {"role": "assistant", "content": content}]
-    text = chatml.ours.text(messages, continue_final_message=True, template=template)
+    text = chatml.template.text(messages, continue_final_message=True, template=template)
     assert text.endswith(content.strip() if "strip" in template or "trim" in template else content)
     if "TAG" not in content:
         chatml.check(messages, continue_final_message=True, template=template)
@@ -285,14 +285,16 @@ def test_continue_final_message_ends_at_the_content(chatml: Pair, template: str,
 def test_continue_final_message_needs_a_template_that_prints_it(chatml: Pair, template: str) -> None:
     messages = [*TALK, {"role": "assistant", "content": "abc"}]
     with pytest.raises(RequestError) as caught:
-        chatml.ours.text(messages, continue_final_message=True, template=template)
+        chatml.template.text(messages, continue_final_message=True, template=template)
     assert caught.value.field == "continue_final_message"
 
 
 def test_what_a_template_reads(chatml: Pair, rich: Pair) -> None:
-    assert [pair.ours.reads("enable_thinking") for pair in (chatml, rich)] == [False, True]
+    assert [pair.template.reads("enable_thinking") for pair in (chatml, rich)] == [False, True]
     perhaps = "{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}"
-    assert chatml.ours.reads("tools", perhaps) and not chatml.ours.reads("tools", "{% set tools = 1 %}{{ tools }}")
+    assert chatml.template.reads("tools", perhaps) and not chatml.template.reads(
+        "tools", "{% set tools = 1 %}{{ tools }}"
+    )
 
 
 def test_named_templates(tmp_path: Path) -> None:
@@ -310,11 +312,13 @@ def test_named_templates(tmp_path: Path) -> None:
 def test_a_developer_is_the_system_where_the_template_has_no_such_role(chatml: Pair) -> None:
     developer, user = {"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"}
     system = developer | {"role": "system"}
-    assert chatml.ours.text([developer, user]) == chatml.ours.text([system, user])
+    assert chatml.template.text([developer, user]) == chatml.template.text([system, user])
     merged = system | {"content": "Be brief.\n\nBe kind."}
-    assert chatml.ours.text([system, user, developer | {"content": "Be kind."}]) == chatml.ours.text([merged, user])
+    assert chatml.template.text([system, user, developer | {"content": "Be kind."}]) == chatml.template.text(
+        [merged, user]
+    )
     knows = "{% for m in messages if m.role == 'developer' %}{{ m.content }}{% endfor %}"
-    assert chatml.ours.text([user, developer], template=knows) == "Be brief."
+    assert chatml.template.text([user, developer], template=knows) == "Be brief."
 
 
 def test_no_template(tmp_path: Path) -> None:
@@ -367,7 +371,7 @@ NO_CONTENT = (  # template, what it makes of a call without content
 def test_calls_without_content_are_rendered_by_every_template(
     chatml: Pair, source: str, shown: str, content: dict[str, Any]
 ) -> None:
-    text = chatml.ours.text([TALK[1], CALLED | content], template=source)
+    text = chatml.template.text([TALK[1], CALLED | content], template=source)
     assert text.endswith(shown) and "None" not in text
 
 
@@ -393,21 +397,23 @@ THOUGHT = {"type": "thinking", "thinking": "hm"}
 )  # fmt: skip
 def test_reasoning_reaches_a_template_as_a_part_or_beside_the_content(chatml: Pair, message: dict[str, Any]) -> None:
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", **message}]
-    assert chatml.ours.text(chat, template=PARTS_WITH_THOUGHTS) == "?[THINK]hm[/THINK]Yes"
-    assert chatml.ours.text(chat, template=REASONING) == "?<hm>Yes"
-    continued = chatml.ours.text(chat, template=PARTS_WITH_THOUGHTS, continue_final_message=True)
+    assert chatml.template.text(chat, template=PARTS_WITH_THOUGHTS) == "?[THINK]hm[/THINK]Yes"
+    assert chatml.template.text(chat, template=REASONING) == "?<hm>Yes"
+    continued = chatml.template.text(chat, template=PARTS_WITH_THOUGHTS, continue_final_message=True)
     assert continued == "?[THINK]hm[/THINK]Yes"
 
 
 def test_reasoning_before_calls_is_a_part_of_an_answer_without_text(chatml: Pair) -> None:
     message = CALLED | {"content": None, "reasoning": "hm"}
-    assert chatml.ours.text([message], template=PARTS_WITH_THOUGHTS) == "[THINK]hm[/THINK](f)"
-    assert chatml.ours.text([CALLED | {"content": [THOUGHT]}], template=PARTS_WITH_THOUGHTS) == "[THINK]hm[/THINK](f)"
+    assert chatml.template.text([message], template=PARTS_WITH_THOUGHTS) == "[THINK]hm[/THINK](f)"
+    assert (
+        chatml.template.text([CALLED | {"content": [THOUGHT]}], template=PARTS_WITH_THOUGHTS) == "[THINK]hm[/THINK](f)"
+    )
     with pytest.raises(RequestError) as caught:
-        chatml.ours.text([{"role": "assistant", "content": [{"type": "thinking", "thinking": 5}]}])
+        chatml.template.text([{"role": "assistant", "content": [{"type": "thinking", "thinking": 5}]}])
     assert caught.value.field == "messages[0].content[0].thinking"
     with pytest.raises(RequestError, match="must be one of text"):
-        chatml.ours.text([{"role": "user", "content": [THOUGHT]}])
+        chatml.template.text([{"role": "user", "content": [THOUGHT]}])
 
 
 CALL_WRITERS = (  # how a template writes the call of a message, and what comes of it
@@ -430,24 +436,24 @@ def test_a_template_gets_the_arguments_of_calls_as_it_can_render_them(
     source += writer + "{% endif %}{% endfor %}"
     call = {"id": "sample001", "type": "function", "function": {"name": "f", "arguments": arguments}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    assert chatml.ours.text([TALK[1], message], template=source) == shown
+    assert chatml.template.text([TALK[1], message], template=source) == shown
 
 
 def test_a_message_without_content_or_calls_has_an_empty_one(chatml: Pair) -> None:
     source = NO_CONTENT[0][0]
     for role in ("assistant", "user", "tool"):
-        assert chatml.ours.text([{"role": role, "content": None}], template=source) == f"<{role}>"
+        assert chatml.template.text([{"role": role, "content": None}], template=source) == f"<{role}>"
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_demo_model_equals_transformers(count: int) -> None:
-    theirs = oracle(DEMO)
+    reference = oracle(DEMO)
     talk = [
         {"role": "user", "content": "12+34"},
         {"role": "assistant", "content": "46"},
         {"role": "user", "content": "a"},
     ]
-    mine = ChatTemplate(Tokenizer.load(DEMO)).render(talk[:count])
-    assert mine == theirs.apply_chat_template(
+    actual = ChatTemplate(Tokenizer.load(DEMO)).render(talk[:count])
+    assert actual == reference.apply_chat_template(
         talk[:count], add_generation_prompt=True, tokenize=True, return_dict=False
     )

@@ -270,10 +270,10 @@ def test_no_cut_changes_what_is_said() -> None:
             "max_calls": rng.choice([None, None, None, 1, 2]),
             "named": None if form else rng.choice([None, "f"]),
         }
-        whole, cut = (parser(form, thinking, inside=inside, **more) for _ in range(2))
+        uncut, cut = (parser(form, thinking, inside=inside, **more) for _ in range(2))
         cuts = range(1, len(text)) if rng.random() < 0.3 else sorted(rng.choices(range(len(text) + 1), k=4))
-        pieces = read(whole, text)
+        pieces = read(uncut, text)
         assert read(cut, text, cuts) == pieces, (text, form, thinking, inside, more, cuts)
-        assert (cut.num_calls, cut.complete) == (whole.num_calls, whole.complete)
-        if not whole.num_calls and thinking is None and form != "deepseek_v31":  # whose frames say nothing
+        assert (cut.num_calls, cut.complete) == (uncut.num_calls, uncut.complete)
+        if not uncut.num_calls and thinking is None and form != "deepseek_v31":  # whose frames say nothing
             assert "".join(piece for _, piece in pieces) == text

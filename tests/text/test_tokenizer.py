@@ -29,18 +29,18 @@ DEMO = Path(__file__).parents[2] / "tokserve" / "demo_model"
 
 def test_encode_and_decode_equal_transformers(tmp_path: Path) -> None:
     directory = write_chatml(tmp_path)
-    ours, theirs = Tokenizer.load(directory), oracle(directory)
+    tokenizer, reference = Tokenizer.load(directory), oracle(directory)
     for text in [*TEXTS, "<|im_start|>user\nhi<|im_end|> <tool_call>{}", "", " ", "\x00\u200b"]:
         for special in (False, True):
-            assert ours.encode(text, special) == theirs.encode(text, add_special_tokens=special)
-    ids = ours.encode("<|im_start|>naïve 漢字<|im_end|>", False)
+            assert tokenizer.encode(text, special) == reference.encode(text, add_special_tokens=special)
+    ids = tokenizer.encode("<|im_start|>naïve 漢字<|im_end|>", False)
     for skip in (False, True):
-        assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
-    assert ours.vocab_size == len(theirs)
-    assert ours.eos_token == "<|im_end|>" and ours.bos_token is None
-    assert ours.special_tokens == theirs.special_tokens_map
-    assert ours.special_ids == {ours.id_of(t) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")}
-    assert ours.chat_template == CHATML
+        assert tokenizer.decode(ids, skip) == reference.decode(ids, skip_special_tokens=skip)
+    assert tokenizer.vocab_size == len(reference)
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.bos_token is None
+    assert tokenizer.special_tokens == reference.special_tokens_map
+    assert tokenizer.special_ids == {tokenizer.id_of(t) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")}
+    assert tokenizer.chat_template == CHATML
 
 
 @pytest.mark.parametrize("add_bos", [True, False])
@@ -50,10 +50,10 @@ def test_bos_is_added_if_tokenizer_json_says_so(tmp_path: Path, add_bos: bool) -
         backend.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
     directory = write_chatml(tmp_path, bos_token="<|endoftext|>", add_bos_token=True)
     (directory / "tokenizer.json").write_text(backend.to_str())
-    ours, theirs = Tokenizer.load(directory), oracle(directory)
-    assert ours.encode("a b", True) == theirs.encode("a b")
-    assert (ours.encode("a", True)[0] == 0) == add_bos
-    assert ours.encode("a b", False) == theirs.encode("a b", add_special_tokens=False)
+    tokenizer, reference = Tokenizer.load(directory), oracle(directory)
+    assert tokenizer.encode("a b", True) == reference.encode("a b")
+    assert (tokenizer.encode("a", True)[0] == 0) == add_bos
+    assert tokenizer.encode("a b", False) == reference.encode("a b", add_special_tokens=False)
 
 
 def test_tokens_that_only_the_config_knows_are_added(tmp_path: Path) -> None:
@@ -64,28 +64,31 @@ def test_tokens_that_only_the_config_knows_are_added(tmp_path: Path) -> None:
         str(first + 1): {"content": "<plain>", "special": False, **entry},
     }
     directory = write_chatml(tmp_path, added_tokens_decoder=added, pad_token="<pad>")
-    ours, theirs = Tokenizer.load(directory), oracle(directory)
+    tokenizer, reference = Tokenizer.load(directory), oracle(directory)
     text = "a<extra>b<plain>c<pad>"
-    assert ours.encode(text, False) == theirs.encode(text, add_special_tokens=False)
-    assert first in ours.special_ids and first + 1 not in ours.special_ids
-    assert ours.id_of("<pad>") == first + 2 == theirs.pad_token_id and first + 2 in ours.special_ids
-    assert ours.class_name == "PreTrainedTokenizerFast"
+    assert tokenizer.encode(text, False) == reference.encode(text, add_special_tokens=False)
+    assert first in tokenizer.special_ids and first + 1 not in tokenizer.special_ids
+    assert tokenizer.id_of("<pad>") == first + 2 == reference.pad_token_id and first + 2 in tokenizer.special_ids
+    assert tokenizer.class_name == "PreTrainedTokenizerFast"
 
 
 def test_additional_special_tokens_may_be_texts_or_descriptions(tmp_path: Path) -> None:
     directory = write_chatml(tmp_path, additional_special_tokens=["<one>", {"content": "<two>"}])
-    ours = Tokenizer.load(directory)
+    tokenizer = Tokenizer.load(directory)
     for text in ("<one>", "<two>"):
-        assert ours.id_of(text) in ours.special_ids and ours.decode([ours.id_of(text) or 0], True) == ""
+        assert (
+            tokenizer.id_of(text) in tokenizer.special_ids
+            and tokenizer.decode([tokenizer.id_of(text) or 0], True) == ""
+        )
 
 
 def test_special_tokens_map_of_older_checkpoints_is_read(tmp_path: Path) -> None:
     directory = write(tmp_path, byte_level_json(), eos_token="<|im_end|>")
     tokens = {"eos_token": "<|endoftext|>", "bos_token": {"content": "<|im_start|>", "lstrip": False}}
     (directory / "special_tokens_map.json").write_text(json.dumps(tokens))
-    ours, theirs = Tokenizer.load(directory), oracle(directory)
-    assert ours.special_tokens == theirs.special_tokens_map
-    assert (ours.eos_token, ours.bos_token) == ("<|endoftext|>", "<|im_start|>")
+    tokenizer, reference = Tokenizer.load(directory), oracle(directory)
+    assert tokenizer.special_tokens == reference.special_tokens_map
+    assert (tokenizer.eos_token, tokenizer.bos_token) == ("<|endoftext|>", "<|im_start|>")
 
 
 def test_templates_come_from_files_before_the_config(tmp_path: Path) -> None:
@@ -211,8 +214,8 @@ def test_threads_may_share_a_tokenizer() -> None:
 
 
 def test_demo_model_equals_transformers() -> None:
-    ours, theirs = Tokenizer.load(DEMO), oracle(DEMO)
+    tokenizer, reference = Tokenizer.load(DEMO), oracle(DEMO)
     for text in [*TEXTS, "What is 47 + 38?", "Reverse: abc"]:
-        ids = ours.encode(text, True)
-        assert ids == theirs.encode(text)
-        assert ours.decode(ids, True) == theirs.decode(ids, skip_special_tokens=True)
+        ids = tokenizer.encode(text, True)
+        assert ids == reference.encode(text)
+        assert tokenizer.decode(ids, True) == reference.decode(ids, skip_special_tokens=True)

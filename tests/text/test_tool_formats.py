@@ -42,9 +42,9 @@ def test_calls_that_a_template_writes_are_read_back(name: str, source: str) -> N
     calls = CALLS[:1] if name == "llama3_json" else CALLS  # whose template shows one
     turn = {"role": "assistant", "content": None, "tool_calls": calls}
     prompt = chat.text(QUESTION, tools=TOOLS, add_generation_prompt=False)
-    whole = chat.text([*QUESTION, turn], tools=TOOLS, add_generation_prompt=False)
-    assert whole.startswith(prompt)
-    answer = whole[len(prompt) :].replace("<|start_header_id|>assistant<|end_header_id|>\n\n", "")
+    rendered = chat.text([*QUESTION, turn], tools=TOOLS, add_generation_prompt=False)
+    assert rendered.startswith(prompt)
+    answer = rendered[len(prompt) :].replace("<|start_header_id|>assistant<|end_header_id|>\n\n", "")
     reading = OutputFormat(form, functions={"add": TOOLS[0]["function"]["parameters"]})  # type: ignore[index]
     pieces = Parser(reading).push(answer, final=True)
     names = [text for kind, text in pieces if kind == "call"]

@@ -51,10 +51,10 @@ def test_gradients_are_near_to_float64(dtype: str, tmp_path: Path) -> None:
         for name, master in policy.named_parameters()
     }
     model = merged(tmp_path, leaves)
-    for row, start, own in zip(rows, starts, policy.logprobs(rows, starts), strict=True):
+    for row, start, policy_logprobs in zip(rows, starts, policy.logprobs(rows, starts), strict=True):
         logprobs = references.logprobs(tiny_config("qwen3"), model, row, start)
         if dtype == "float32":
-            assert (own.detach() - logprobs.detach()).abs().max() < 1e-4
+            assert (policy_logprobs.detach() - logprobs.detach()).abs().max() < 1e-4
         (logprobs * weights(logprobs)).sum().backward(retain_graph=True)
     for activation_bytes in (1 << 30, 0):
         policy.activation_bytes = activation_bytes
@@ -69,8 +69,8 @@ def test_sharing_prefixes_changes_no_bit(tmp_path: Path) -> None:
     policy = adapted(tmp_path, "bfloat16")
     rows = rollouts()
     starts = half(rows)
-    whole = policy.logprobs(rows, starts)
-    for row, start, logprobs in zip(rows, starts, whole, strict=True):
+    expected = policy.logprobs(rows, starts)
+    for row, start, logprobs in zip(rows, starts, expected, strict=True):
         assert torch.equal(policy.logprobs([row], [start], share_prefixes=False)[0], logprobs)
 
 

@@ -78,8 +78,8 @@ def turned(x: Tensor, table: Tensor, interleaved: bool) -> Tensor:
     if not interleaved:
         return references.rope(x, table)
     half = table.shape[-1] // 2
-    apart = torch.cat([x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2], x[..., 2 * half :]], -1)
-    out = references.rope(apart, table)
+    halves = torch.cat([x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2], x[..., 2 * half :]], -1)
+    out = references.rope(halves, table)
     pairs = torch.stack([out[..., :half], out[..., half : 2 * half]], -1).flatten(-2)
     return torch.cat([pairs, out[..., 2 * half :]], -1)
 
@@ -128,14 +128,14 @@ def test_the_reference_of_attentions_gradient_in_float64() -> None:
         op = gradients.attention_gradients.reference
         actual = op(grad, q, k, v, cuts, flat, path_start, 0.3, window, softcap)
 
-        def whole(q: Tensor, k: Tensor, v: Tensor, window: int = window, softcap: float = softcap) -> Tensor:
+        def all_rows(q: Tensor, k: Tensor, v: Tensor, window: int = window, softcap: float = softcap) -> Tensor:
             parts = [
                 references.attention(q[first:last], k[list(path)], v[list(path)], 0.3, window, softcap)
                 for path, (first, last) in zip(paths, pairwise(cuts.tolist()), strict=True)
             ]
             return torch.cat(parts)
 
-        for gradient, reference in zip(actual, expected(whole, grad, q, k, v), strict=True):
+        for gradient, reference in zip(actual, expected(all_rows, grad, q, k, v), strict=True):
             assert gradient.dtype == torch.float64
             assert (gradient - reference).abs().max() < 1e-12
 
@@ -199,13 +199,13 @@ def test_a_sequences_attention_gradient_has_the_same_bits_beside_others(dtype: t
     cuts = torch.tensor([0, *accumulate(sizes)])
     q, grad = (drawn(total, 6, 40, seed=seed).to(dtype) for seed in (0, 1))
     k, v = (drawn(total, 2, 40, seed=seed).to(dtype) for seed in (2, 3))
-    whole = ops.attention_gradients(grad, q, k, v, cuts, torch.arange(total), cuts, 0.2, 90)
+    all_rows = ops.attention_gradients(grad, q, k, v, cuts, torch.arange(total), cuts, 0.2, 90)
     for first, last in pairwise(cuts.tolist()):
         rows, ends = slice(first, last), torch.tensor([0, last - first])
         alone = ops.attention_gradients(
             grad[rows], q[rows], k[rows], v[rows], ends, torch.arange(last - first), ends, 0.2, 90
         )
-        assert all(torch.equal(one, part[rows]) for one, part in zip(alone, whole, strict=True))
+        assert all(torch.equal(one, part[rows]) for one, part in zip(alone, all_rows, strict=True))
 
 
 @pytest.mark.slow
@@ -214,10 +214,10 @@ def test_partial_sums_that_do_not_fit_into_memory_together_change_no_bit() -> No
     length, heads, dim = 4096, 8, 128
     cuts, path = torch.tensor([0, length]), torch.arange(length)
     x = [drawn(length, heads, dim, seed=seed).bfloat16() for seed in range(4)]
-    whole = ops.attention_gradients(*x, cuts, path, cuts, 0.1, 0)
+    all_rows = ops.attention_gradients(*x, cuts, path, cuts, 0.1, 0)
     for head in range(0, heads, 3):
         alone = ops.attention_gradients(*(one[:, head : head + 1] for one in x), cuts, path, cuts, 0.1, 0)
-        assert all(torch.equal(one, part[:, head : head + 1]) for one, part in zip(alone, whole, strict=True))
+        assert all(torch.equal(one, part[:, head : head + 1]) for one, part in zip(alone, all_rows, strict=True))
 
 
 def test_rows_do_not_depend_on_the_rows_beside_them() -> None:
@@ -231,9 +231,9 @@ def test_rows_do_not_depend_on_the_rows_beside_them() -> None:
             ),
         ]
         for gradient in gradients:
-            whole = gradient(slice(0, 300))
+            all_rows = gradient(slice(0, 300))
             for rows in (slice(0, 1), slice(3, 150), slice(129, 300)):
-                assert torch.equal(gradient(rows), whole[rows])
+                assert torch.equal(gradient(rows), all_rows[rows])
 
 
 @DTYPES

@@ -109,10 +109,10 @@ def test_gradients(dtype: str, checkpointing: bool, tmp_path: Path) -> None:
     expected = reference.logprobs(rows, [1] * len(rows), 0.8, "temperature")
     for values in (actual, expected):
         torch.stack([(row * weights(row)).sum() for row in values]).sum().backward()
-    own = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     for name, master in reference.named_parameters():
-        assert own[name].dtype == torch.float32
-        assert cosine(own[name], master.grad) > (0.99999 if dtype == "float32" else 0.99), name  # type: ignore[arg-type]
+        assert gradients[name].dtype == torch.float32
+        assert cosine(gradients[name], master.grad) > (0.99999 if dtype == "float32" else 0.99), name  # type: ignore[arg-type]
 
 
 @DTYPES
@@ -152,12 +152,12 @@ def test_packed_rows_and_positions() -> None:
     packed = model(torch.tensor([one + other]), position_ids=torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])).logits[0]
     assert torch.equal(packed, torch.cat(alone))
     ids, mask = padded([one, other], "left")
-    given = (mask.cumsum(1) - 1).clamp(min=0)
+    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
     shifted = torch.arange(ids.shape[1])[None]
     expected = model(ids, attention_mask=mask).logits
     assert torch.equal(expected[1, -3:], alone[1])
     assert not expected[1, :-3].any()
-    for positions in (given, shifted):
+    for positions in (position_ids, shifted):
         assert torch.equal(model(ids, attention_mask=mask, position_ids=positions).logits, expected)
     hole = torch.tensor([[1, 1, 0, 1, 1, 1]])
     ids = torch.tensor([[5, 6, 0, 7, 8, 9]])
@@ -202,16 +202,16 @@ def test_outputs_of_transformers() -> None:
     plain = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     model = exact(copy.deepcopy(plain))
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
-    theirs, own = (one(ids, output_hidden_states=True) for one in (plain, model))
-    assert len(own.hidden_states) == len(theirs.hidden_states)
-    for a, b in zip(own.hidden_states, theirs.hidden_states, strict=True):
+    expected, actual = (one(ids, output_hidden_states=True) for one in (plain, model))
+    assert len(actual.hidden_states) == len(expected.hidden_states)
+    for a, b in zip(actual.hidden_states, expected.hidden_states, strict=True):
         assert (a - b).abs().max() < 1e-3
-    assert torch.equal(model(ids, logits_to_keep=2).logits, own.logits[:, -2:])
-    assert torch.equal(model(ids, return_dict=False)[0], own.logits)
-    assert torch.equal(model.model(ids).last_hidden_state, own.hidden_states[-1])
+    assert torch.equal(model(ids, logits_to_keep=2).logits, actual.logits[:, -2:])
+    assert torch.equal(model(ids, return_dict=False)[0], actual.logits)
+    assert torch.equal(model.model(ids).last_hidden_state, actual.hidden_states[-1])
     assert not model(torch.tensor([[5, 6]]), attention_mask=torch.zeros(1, 2)).logits.any()
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(model(ids).logits, own.logits)
+        assert torch.equal(model(ids).logits, actual.logits)
 
 
 def test_a_gradient_that_is_the_same_number_everywhere() -> None:

@@ -89,13 +89,13 @@ def test_gradients_and_steps(tmp_path: Path) -> None:
     actual = scored(selective_logprobs(model(ids, attention_mask=mask).logits[:, :-1], ids[:, 1:]), mask)
     for values in (actual, policy.logprobs(ROWS, STARTS)):
         torch.stack([(row * weights(row)).sum() for row in values]).sum().backward()
-    own = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     for name, master in policy.named_parameters():
-        theirs = own.get(f"base_model.model.{name}".replace(".weight", ".default.weight"))
+        peft_parameter = parameters.get(f"base_model.model.{name}".replace(".weight", ".default.weight"))
         if ".lora_" in name:
-            assert cosine(theirs.grad, master.grad) > 0.99999, name  # type: ignore[union-attr, arg-type]
-    assert all(parameter.grad is None for name, parameter in own.items() if name not in names)
-    torch.optim.AdamW([own[name] for name in names], lr=0.01).step()
+            assert cosine(peft_parameter.grad, master.grad) > 0.99999, name  # type: ignore[union-attr, arg-type]
+    assert all(parameter.grad is None for name, parameter in parameters.items() if name not in names)
+    torch.optim.AdamW([parameters[name] for name in names], lr=0.01).step()
     after = served(tmp_path, model, "float32").logprobs(ROWS, STARTS)
     assert not torch.equal(after[0], actual[0])
     assert_equal(model, ROWS, after)

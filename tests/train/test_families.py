@@ -115,12 +115,12 @@ def test_exact_models(name: str, tmp_path: Path) -> None:
     for dropout in ("attention_dropout", "residual_dropout"):
         if hasattr(config, dropout):
             setattr(config, dropout, 0.0)
-    whole = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32)
     if name.startswith(("gemma2", "granite", "cohere")):
         with pytest.raises(ValueError, match="scales or caps logits"):
-            exact(whole)
+            exact(reference)
         return
-    model, row = exact(whole), rows()[0]
+    model, row = exact(reference), rows()[0]
     (scored,) = policy.logprobs([row], [1])
     logits = model(torch.tensor([row])).logits
     actual = selective_logprobs(logits[0, :-1], torch.tensor(row[1:]))
@@ -163,9 +163,9 @@ def by_master(policy: PolicyModel, gradients: dict[str, Tensor | None]) -> dict[
     decoder = policy._modules_of_decoder.decoder
     named = {model_name(name, decoder.spec.renames) or name: gradient for name, gradient in gradients.items()}
     for name, stacked in decoder.stacked_parameters().items():
-        whole = named.pop(name)
-        assert whole is not None
-        named |= stacked.parts(whole)
+        stacked_grad = named.pop(name)
+        assert stacked_grad is not None
+        named |= stacked.parts(stacked_grad)
     return named
 
 
@@ -235,17 +235,19 @@ def test_random_configurations(family: str, seed: int, tmp_path: Path) -> None:
     check_gradients(policy, reference)
     if policy._modules_of_decoder.decoder.head.multiplier != 1.0 or policy._modules_of_decoder.decoder.head.softcap:
         return
-    whole = exact(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+    exact_model = exact(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
     longest = max(map(len, batch))
     ids = torch.tensor([[0] * (longest - len(row)) + row for row in batch])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in batch])
-    logits, sums = whole(ids, attention_mask=mask).logits, []
+    logits, sums = exact_model(ids, attention_mask=mask).logits, []
     for number, (row, logprobs) in enumerate(zip(batch, scored, strict=True)):
         actual = selective_logprobs(logits[number, start - len(row) - 1 : -1], torch.tensor(row[start:]))
         assert torch.equal(actual, logprobs)
         sums.append((actual * weights(actual)).sum())
     torch.stack(sums).sum().backward()
-    check_gradients(policy, by_master(policy, {name: parameter.grad for name, parameter in whole.named_parameters()}))
+    check_gradients(
+        policy, by_master(policy, {name: parameter.grad for name, parameter in exact_model.named_parameters()})
+    )
 
 
 def check_gradients(policy: PolicyModel, reference: dict[str, Tensor | None]) -> None:
@@ -253,8 +255,8 @@ def check_gradients(policy: PolicyModel, reference: dict[str, Tensor | None]) ->
     trained = {name: master for name, master in policy.named_parameters() if master.requires_grad}
     largest = max(float(master.grad.norm()) for master in trained.values() if master.grad is not None)
     for name, master in trained.items():
-        wanted = reference.get(name)
-        if master.grad is None or wanted is None:  # of an expert or a layer that nothing reaches
-            assert not any(one is not None and one.any() for one in (master.grad, wanted)), name
+        expected = reference.get(name)
+        if master.grad is None or expected is None:  # of an expert or a layer that nothing reaches
+            assert not any(one is not None and one.any() for one in (master.grad, expected)), name
             continue
-        assert (master.grad - wanted).norm() <= 1e-3 * float(wanted.norm()) + 1e-5 * largest, name
+        assert (master.grad - expected).norm() <= 1e-3 * float(expected.norm()) + 1e-5 * largest, name

@@ -77,17 +77,17 @@ def test_how_rows_are_cut_changes_no_bit(family: Path, dtype: str) -> None:
     policy = PolicyModel.from_pretrained(family, dtype=dtype)
     rows = rollouts()
     starts = half(rows)
-    whole = policy.logprobs(rows, starts)
+    expected = policy.logprobs(rows, starts)
     order = list(range(len(rows)))
     random.Random(0).shuffle(order)
     for options in ({}, {"share_prefixes": False}):
         for max_tokens, activation_bytes in ((4096, 0), (64, 1 << 30), (10, 1 << 18)):
             policy.max_tokens, policy.activation_bytes = max_tokens, activation_bytes
             actual = policy.logprobs([rows[i] for i in order], [starts[i] for i in order], **options)  # type: ignore[arg-type]
-            assert all(torch.equal(actual[at], whole[i]) for at, i in enumerate(order))
+            assert all(torch.equal(actual[at], expected[i]) for at, i in enumerate(order))
     with torch.no_grad():
         alone = [policy.logprobs([row], [start])[0] for row, start in zip(rows, starts, strict=True)]
-    assert all(torch.equal(one, other) for one, other in zip(alone, whole, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(alone, expected, strict=True))
 
 
 @DTYPES
@@ -130,14 +130,14 @@ def test_bfloat16_gradients_are_as_near_to_float64_as_transformers(name: str, tm
             column = torch.tensor(row[start:])[:, None]
             logprobs = logits[start - 1 :].log_softmax(-1).gather(1, column)[:, 0]
             (logprobs * weights(logprobs)).sum().backward()
-    actual, theirs = gradients(policy, rows, starts), dict(model.named_parameters())
-    own, other, exact = (
+    actual, parameters = gradients(policy, rows, starts), dict(model.named_parameters())
+    actual_gradients, other, exact = (
         torch.cat([part.double().flatten() for part in gradient])
         for gradient in zip(
-            *((actual[name], theirs[name].grad, leaf.grad) for name, leaf in leaves.items()), strict=True
+            *((actual[name], parameters[name].grad, leaf.grad) for name, leaf in leaves.items()), strict=True
         )
     )
-    assert 1.0 - cosine(own, exact) <= 1.0 - cosine(other, exact)
+    assert 1.0 - cosine(actual_gradients, exact) <= 1.0 - cosine(other, exact)
 
 
 @pytest.mark.slow
@@ -159,9 +159,9 @@ def test_what_bfloat16_gradients_lack_is_lost_in_the_forward_pass(name: str, see
 
     exact, rounded = gradient(lambda x: x), gradient(references.rounded)
     actual = gradients(policy, rows, starts)
-    own = torch.cat([actual[name].double().flatten() for name, _ in policy.named_parameters()])
-    assert 1.0 - cosine(own, exact) < 1.25 * (1.0 - cosine(rounded, exact))
-    assert cosine(own, rounded) > 0.9995
+    actual_gradients = torch.cat([actual[name].double().flatten() for name, _ in policy.named_parameters()])
+    assert 1.0 - cosine(actual_gradients, exact) < 1.25 * (1.0 - cosine(rounded, exact))
+    assert cosine(actual_gradients, rounded) > 0.9995
 
 
 @DTYPES
@@ -170,12 +170,12 @@ def test_gradients_of_trees_and_of_recomputed_blocks(name: str, dtype: str, tmp_
     policy = PolicyModel.from_pretrained(write_checkpoint(tmp_path, tiny_config(name)), dtype=dtype)
     rows = rollouts()
     starts = half(rows)
-    whole = gradients(policy, rows, starts)
+    expected = gradients(policy, rows, starts)
     policy.activation_bytes = 0
     again = gradients(policy, rows, starts)
-    assert all(torch.equal(again[name], gradient) for name, gradient in whole.items())
+    assert all(torch.equal(again[name], gradient) for name, gradient in expected.items())
     unshared = gradients(policy, rows, starts, share_prefixes=False)
-    for name, gradient in whole.items():
+    for name, gradient in expected.items():
         error = (gradient - unshared[name]).norm() / unshared[name].norm()
         assert error < (1e-5 if dtype == "float32" else 3e-2), name
 
@@ -199,17 +199,17 @@ def test_ordered_gradients_do_not_depend_on_the_calls(
     policy.activation_bytes = activation_bytes
     rows = rollouts()
     starts = half(rows)
-    whole = gradients(policy, rows, starts)
+    expected = gradients(policy, rows, starts)
     for cuts in ([0, 1, 9], [0, 4, 5, 9], list(range(10))):
         policy.zero_grad()
         for begin, end in pairwise(cuts):
             scored = policy.logprobs(rows[begin:end], starts[begin:end])
             torch.stack([(row * weights(row)).sum() for row in scored]).sum().backward()
         for name, master in policy.named_parameters():
-            assert torch.equal(master.grad, whole[name]), name  # type: ignore[arg-type]
+            assert torch.equal(master.grad, expected[name]), name  # type: ignore[arg-type]
     policy.ordered_gradients = False
     for name, gradient in gradients(policy, rows, starts).items():
-        assert cosine(gradient, whole[name]) > (0.99999 if dtype == "float32" else 0.99), name
+        assert cosine(gradient, expected[name]) > (0.99999 if dtype == "float32" else 0.99), name
 
 
 @DTYPES
@@ -233,14 +233,14 @@ def test_processed_logprobs_are_over_the_mask(tmp_path: Path) -> None:
     leaves = {name: master.detach().double().requires_grad_() for name, master in policy.named_parameters()}
     reference = references.logprobs(hf, leaves, row, 30, temperature=0.7, masks=masks)
     assert (actual.detach() - reference.detach()).abs().max() < 1e-4
-    found_gradients = gradients(policy, [row], [30], **arguments)
+    actual_gradients = gradients(policy, [row], [30], **arguments)
     (reference * weights(reference)).sum().backward()
     for name, leaf in leaves.items():
         assert leaf.grad is not None
-        assert cosine(found_gradients[name], leaf.grad) > 0.9999, name
-    whole = [list(range(VOCAB))] * len(masks)
+        assert cosine(actual_gradients[name], leaf.grad) > 0.9999, name
+    every_id = [list(range(VOCAB))] * len(masks)
     free = policy.logprobs([row], [30], 0.7, "processed")[0]
-    assert torch.equal(policy.logprobs([row], [30], 0.7, "processed", [whole])[0], free)
+    assert torch.equal(policy.logprobs([row], [30], 0.7, "processed", [every_id])[0], free)
 
 
 def test_gradients_through_bias_and_penalties(tmp_path: Path) -> None:

@@ -144,8 +144,8 @@ PENALTIES: list[dict[str, Any]] = [
 
 def test_bias_and_penalties(server: Served, policy: PolicyModel) -> None:
     rows, starts, expected, params = [], [], [], []
-    for seed, given in enumerate(PENALTIES):
-        sampling = {"temperature": 0.8, "max_tokens": 20, "ignore_eos": True, "seed": seed} | given
+    for seed, penalties in enumerate(PENALTIES):
+        sampling = {"temperature": 0.8, "max_tokens": 20, "ignore_eos": True, "seed": seed} | penalties
         options = {key: value for key, value in sampling.items() if key != "seed"}
         (rollout,) = in_client(
             server, lambda c, o=options, s=seed: c.generate(
@@ -156,7 +156,7 @@ def test_bias_and_penalties(server: Served, policy: PolicyModel) -> None:
         starts.append(len(rollout.prompt_ids))
         expected.append(rollout.logprobs.tolist())
         params.append(sampling)
-    temperatures = [given["temperature"] for given in params]
+    temperatures = [penalties["temperature"] for penalties in params]
     actual = policy.logprobs(rows, starts, temperatures, "processed", sampling_params=params)
     assert [row.tolist() for row in actual] == expected
     again = policy.logprobs(rows[1:2], starts[1:2], temperatures[1:2], "processed", sampling_params=params[1:2])

@@ -21,10 +21,10 @@ def arrays(sequences: list[list[int]]) -> list[tree.Int32]:
 
 
 def packed(sequences: list[list[int]], *, share: bool = True) -> tuple[list[tree.Int32], Packing]:
-    given = arrays(sequences)
+    token_ids = arrays(sequences)
     if share:
-        given = [given[number] for number in tree.order(given)]
-    return given, tree.pack(given, share=share)
+        token_ids = [token_ids[number] for number in tree.order(token_ids)]
+    return token_ids, tree.pack(token_ids, share=share)
 
 
 def check(sequences: list[tree.Int32], packing: Packing) -> None:
@@ -48,8 +48,8 @@ def check(sequences: list[tree.Int32], packing: Packing) -> None:
 @settings(deadline=None)
 @given(SEQUENCES)
 def test_a_prefix_is_there_once(sequences: list[list[int]]) -> None:
-    given, packing = packed(sequences)
-    check(given, packing)
+    token_ids, packing = packed(sequences)
+    check(token_ids, packing)
     prefixes = {tuple(sequence[: end + 1]) for sequence in sequences for end in range(len(sequence))}
     assert len(packing.input_ids) == len(prefixes)
 
@@ -57,8 +57,8 @@ def test_a_prefix_is_there_once(sequences: list[list[int]]) -> None:
 @settings(deadline=None)
 @given(SEQUENCES)
 def test_without_sharing_each_sequence_is_a_node(sequences: list[list[int]]) -> None:
-    given, packing = packed(sequences, share=False)
-    check(given, packing)
+    token_ids, packing = packed(sequences, share=False)
+    check(token_ids, packing)
     assert len(packing.input_ids) == sum(len(sequence) for sequence in sequences)
     assert len(packing.copied) == 0
 
@@ -76,12 +76,12 @@ def test_the_packing_does_not_depend_on_the_order(sequences: list[list[int]], sh
 @settings(deadline=None)
 @given(SEQUENCES, st.integers(1, 60), st.booleans())
 def test_chunks_are_bounded(sequences: list[list[int]], limit: int, share: bool) -> None:
-    given = arrays(sequences)
-    groups = tree.chunks(given, limit, share=share)
+    token_ids = arrays(sequences)
+    groups = tree.chunks(token_ids, limit, share=share)
     assert sorted(number for group in groups for number in group) == list(range(len(sequences)))
     for group in groups:
-        packing = tree.pack([given[number] for number in group], share=share)
-        check([given[number] for number in group], packing)
+        packing = tree.pack([token_ids[number] for number in group], share=share)
+        check([token_ids[number] for number in group], packing)
         assert len(packing.input_ids) <= max(limit, *(len(sequences[number]) for number in group))
     if not share:
         assert [number for group in groups for number in group] == list(range(len(sequences)))
@@ -100,7 +100,7 @@ def test_a_branch_within_a_block_copies_the_tokens_before_it() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3000])
 def test_many_sequences_of_one_prefix(count: int) -> None:
     sequences = [[7] * 40 + [number // 50, number % 50] for number in range(count)]
-    given, packing = packed(sequences)
+    token_ids, packing = packed(sequences)
     assert [index.tolist() for index in packing.index] == [node.tolist() for node in packing.index]
-    assert all(a.tolist() <= b.tolist() for a, b in pairwise(given))
+    assert all(a.tolist() <= b.tolist() for a, b in pairwise(token_ids))
     assert len(packing.input_ids) == 40 + -(-count // 50) + count

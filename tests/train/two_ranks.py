@@ -30,10 +30,10 @@ def main(checkpoint: str, store: str, wrapper: str, rank: int, out: str) -> None
         optimizer.zero_grad()
         torch.stack([row.sum() for row in scored]).sum().backward()
         grads = {name: master.grad for name, master in policy.named_parameters()}
-        whole = {
+        gradients = {
             name: grad.full_tensor() if isinstance(grad, DTensor) else grad.clone() for name, grad in grads.items()
         }
-        steps.append(([row.detach() for row in scored], whole))
+        steps.append(([row.detach() for row in scored], gradients))
         optimizer.step()
     torch.save(steps, out)
     dist.destroy_process_group()
