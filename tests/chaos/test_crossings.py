@@ -116,7 +116,7 @@ async def check_one(
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("plain", "options"), SERVERS, indirect=["plain"], ids=" ".join)
-def test_answers_alone_and_in_company(common: list[str], plain: Server, options: tuple[str, ...]) -> None:
+def test_replies_are_the_same_alone_and_in_a_batch(common: list[str], plain: Server, options: tuple[str, ...]) -> None:
     rng = random.Random(" ".join(options))
     pool = [crossings.request(rng) for _ in range(POOL)]
     jobs: list[tuple[Body, dict[str, Any], list[Any]]] = []

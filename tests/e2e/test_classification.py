@@ -87,7 +87,7 @@ NAMES = (
 @pytest.mark.parametrize(
     "family", [name for name, (kind, _) in FAMILIES.items() if kind.removesuffix("ForCausalLM") in NAMES]
 )
-def test_logits_are_those_of_transformers_and_do_not_depend_on_company(tmp_path: Path, family: str) -> None:
+def test_logits_equal_transformers_and_do_not_depend_on_the_batch(tmp_path: Path, family: str) -> None:
     directory = classifier(tmp_path, family)
     with LLM(str(directory), enable_prefix_caching=False, **OPTIONS) as llm:
         alone = [logits(llm, [prompt])[0] for prompt in PROMPTS]

@@ -54,7 +54,7 @@ def vectors(llm: LLM, prompts: list[list[int]], **options: Any) -> list[list[flo
 
 
 @pytest.mark.parametrize("kind", ["LAST", pytest.param("MEAN", marks=pytest.mark.slow)])
-def test_vectors_are_those_of_transformers_and_do_not_depend_on_company(checkpoint: Path, kind: str) -> None:
+def test_vectors_equal_transformers_and_do_not_depend_on_the_batch(checkpoint: Path, kind: str) -> None:
     with LLM(str(checkpoint), enable_prefix_caching=False, pooler_config={"pooling_type": kind}, **OPTIONS) as llm:
         alone = [vectors(llm, [prompt])[0] for prompt in PROMPTS]
         assert vectors(llm, PROMPTS) == alone

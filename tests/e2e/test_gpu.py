@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 
-def test_answers_are_the_same_alone_and_in_company() -> None:
+def test_replies_are_the_same_alone_and_in_a_batch() -> None:
     with Server("demo", "--device", "cuda", "--depth", "2") as server:
 
         def ask(number: int) -> Any:

@@ -139,7 +139,7 @@ def test_gemma_is_shown_what_its_processor_makes(tmp_path: Path) -> None:
     assert np.allclose([value for value in served if value is not None], expected.numpy(), atol=2e-4)
 
 
-def test_alone_and_in_company(server: Served) -> None:
+def test_replies_are_the_same_alone_and_in_a_batch(server: Served) -> None:
     """Chunks of 64 tokens cut images; prefixes are shared; other images and texts run beside."""
     bodies = [by_parts(png(120, 100, seed=n), ONE, sampling_params=SAMPLING | {"seed": n}) for n in range(6)]
     bodies += [{"token_ids": list(range(5, 100)), "sampling_params": SAMPLING}]

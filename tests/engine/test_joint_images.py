@@ -123,7 +123,7 @@ def test_a_budget_that_cannot_hold_an_image_is_refused_at_start() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_results_do_not_depend_on_company(seed: int) -> None:
+def test_results_do_not_depend_on_other_requests(seed: int) -> None:
     rng = random.Random(seed)
     engine = engine_of(
         num_blocks=rng.choice([12, 24, 64]), depth=rng.choice([1, 2]), budget=rng.choice([17, 20, 40]),

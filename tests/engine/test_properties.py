@@ -137,7 +137,9 @@ def check_aborted(engine: Engine, rid: str) -> None:
 
 @given(engines, st.lists(arrivals(), min_size=2, max_size=10), st.sampled_from([5, 20, None]))
 @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-def test_results_do_not_depend_on_company(options: dict[str, Any], script: list[Arrival], reset_at: int | None) -> None:
+def test_results_do_not_depend_on_other_requests(
+    options: dict[str, Any], script: list[Arrival], reset_at: int | None
+) -> None:
     play(options, script, reset_at)
 
 

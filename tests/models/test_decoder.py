@@ -62,7 +62,7 @@ def test_parameters_have_the_names_of_checkpoints() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", EVERY)
 @pytest.mark.usefixtures("kernels")
-def test_chunks_decoding_and_company_do_not_change_a_bit(family: str, dtype: str) -> None:
+def test_chunks_decoding_and_batching_change_no_bit(family: str, dtype: str) -> None:
     decoder = made(family, dtype)
     ids = random_ids(75, 320)
     alone = prefill(decoder, ids)
@@ -78,7 +78,7 @@ def test_chunks_decoding_and_company_do_not_change_a_bit(family: str, dtype: str
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.usefixtures("kernels")
-def test_to_want_few_hidden_states_changes_no_bit(dtype: str) -> None:
+def test_computing_few_hidden_states_changes_no_bit(dtype: str) -> None:
     decoder = made("qwen3", dtype)
     work = {row: random_ids(count, 320, seed=row) for row, count in enumerate((40, 1, 17))}
     every, some = Driver(decoder, rows=3, length=64), Driver(decoder, rows=3, length=64)

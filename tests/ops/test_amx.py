@@ -310,7 +310,7 @@ def test_a_row_does_not_see_another_that_is_not_finite() -> None:
     assert result[3].isnan().all() and not result[[20, 39]].isfinite().any()
 
 
-def test_rows_may_lie_apart_and_around_them_nothing_is_read() -> None:
+def test_strided_rows_are_read_without_what_is_between_them() -> None:
     weight, wide = numbers("normal", (70, 45), BF16, 2), torch.full((40, 90), math.nan, dtype=BF16)
     wide[:, 20:65] = numbers("normal", (40, 45), BF16, 1)
     assert torch.equal(linear(wide[:, 20:65], weight), linear(wide[:, 20:65].contiguous(), weight))

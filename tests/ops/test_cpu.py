@@ -127,7 +127,7 @@ def test_attention_of_the_last_query_has_the_bits_of_the_whole(isa: str) -> None
 
 
 @pytest.mark.parametrize("isa", _C.instruction_sets())
-def test_a_row_with_a_logit_that_is_not_a_number(isa: str) -> None:
+def test_a_row_with_a_nan_logit(isa: str) -> None:
     """The first logit is in the lane of the one that is not a number: the row's maximum does not see it."""
     _C.select(isa)
     logits = torch.zeros(1, 256)
@@ -375,7 +375,7 @@ def test_empty_inputs() -> None:
     assert CALLS["logprobs"](logits, index, 3, None, None)[2].shape == (0, 3)
 
 
-def test_rows_may_lie_apart_where_a_projection_was_split() -> None:
+def test_rows_of_a_split_projection_may_be_strided() -> None:
     both = randn(5, 2 * 4 * 32)
     q, k = (part.view(5, 4, 32) for part in both.split(128, -1))
     table, positions = randn(9, 32), torch.arange(5)

@@ -510,7 +510,7 @@ def test_attention_in_chunks_is_attention_at_once(name: str, call: Any, shape: t
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 @every("paged_attention")
-def test_the_rest_of_a_bidirectional_row_is_that_of_the_whole(name: str, call: Any, shape: tuple[int, ...]) -> None:
+def test_chunks_of_a_bidirectional_row_equal_the_whole_row(name: str, call: Any, shape: tuple[int, ...]) -> None:
     heads, kv_heads, dim, page, window = shape
     lengths = [270, 40]
     store = packing("store_kv", name, call)

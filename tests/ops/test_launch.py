@@ -36,7 +36,7 @@ def test_the_first_entry_that_fits_counts(entries: list[dict[str, object]], monk
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", ""])
-def test_every_size_has_an_entry_that_says_all(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_size_has_complete_launch_parameters(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_architecture", lambda device: architecture)
     launch.tuned.cache_clear()
     for rows, outputs, size in product((1, 65, 1 << 20), (1, 4096, 1 << 20), (1, 2, 4)):
@@ -48,7 +48,7 @@ def test_every_size_has_an_entry_that_says_all(architecture: str, monkeypatch: p
     launch.tuned.cache_clear()
 
 
-def test_kernels_begin_early_only_where_the_table_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programmatic_dependent_launch_is_used_only_where_the_table_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch.launched(None) == launch.EXACT  # in the interpreter, and on any card until one has shown that it pays
     monkeypatch.setattr(launch, "is_dependent", lambda device: device == 1)
     assert launch.launched(1) == launch.EXACT | {"launch_pdl": True} and launch.launched(0) == launch.EXACT

@@ -116,7 +116,7 @@ def test_linear_and_its_packing_go_together() -> None:
         ops.bind("cpu", {"pack_linear": "torch"})
 
 
-def test_who_reads_pages_and_who_writes_them_go_together() -> None:
+def test_ops_that_read_and_write_pages_have_one_implementation() -> None:
     pages = ("paged_attention", "store_kv", "norm_rope_store")
     for name in pages:
         OPS[name].implement("cpp", device="cpu")(lambda *_: torch.zeros(0))
@@ -158,7 +158,7 @@ def test_the_extension_registers_its_implementations_when_it_loads(monkeypatch: 
     assert reason and "not_there" in reason
 
 
-def test_names_are_taken_once() -> None:
+def test_a_name_is_registered_once() -> None:
     OPS["silu_mul"].implement("cpp", device="cpu")(shout)
     with pytest.raises(ValueError, match="cpp"):
         OPS["silu_mul"].implement("cpp", device="cpu")(shout)

@@ -263,7 +263,7 @@ def check_distribution(ids: Tensor, probabilities: Floats) -> None:
         assert stats.chisquare(observed, expected, sum_check=False).pvalue > LEAST
 
 
-def test_neighbouring_seeds_and_positions_draw_independently() -> None:
+def test_adjacent_seeds_and_positions_draw_independently() -> None:
     logits, index = torch.zeros(DRAWS, 8), torch.arange(DRAWS)
     never = torch.zeros(DRAWS, dtype=torch.bool)
     fixed = torch.full((DRAWS,), 7)
@@ -327,7 +327,7 @@ def test_a_logprob_does_not_depend_on_what_else_is_asked(call: Any) -> None:
 
 @pytest.mark.parametrize("scale", [0.01, 3.0, 3e4, 3e7])
 @pytest.mark.parametrize("name", [name for name in OPS["sample_fused"].available("cpu") if name != registry.REFERENCE])
-def test_what_a_draw_leaves_out_could_not_have_won(name: str, scale: float) -> None:
+def test_logits_that_a_draw_skips_could_not_have_won(name: str, scale: float) -> None:
     """Flat, usual and steep logits, hot and cold: the ids are those of noise on every logit."""
     generator = torch.Generator().manual_seed(7)
     logits = torch.randn(16, 3001, generator=generator) * scale

@@ -45,7 +45,7 @@ def test_candidates_fit_a_card_and_each_size_has_some(program: Any) -> None:
             assert entry["tile"][0] * entry["tile"][1] // (32 * entry["warps"]) <= 128  # sums of a thread, in registers
 
 
-def test_what_is_written_is_found_and_float8_keeps_its_own(program: Any) -> None:
+def test_written_entries_are_used_and_float8_keeps_its_entries(program: Any) -> None:
     def entry(stages: int, **bounds: int) -> dict[str, Any]:
         return {"arch": "sm_90", "bytes": 2, **bounds, "tile": [64, 32], "step": 64, "warps": 4, "stages": stages}
 

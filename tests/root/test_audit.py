@@ -46,19 +46,19 @@ def audit(directory: Path, answer: str) -> tuple[int, str, list[str]]:
     return done.returncode, done.stdout, calls.read_text().splitlines()
 
 
-def test_nothing_is_wrong(tmp_path: Path) -> None:
+def test_an_audit_without_findings(tmp_path: Path) -> None:
     code, output, calls = audit(tmp_path, "clean")
     assert code == 0 and "nothing wrong with 2 packages" in output and len(calls) == 1
 
 
 @pytest.mark.parametrize(("answer", "service"), [("found", "pypi"), ("osv", "osv")])
-def test_what_is_wrong_is_shown(tmp_path: Path, answer: str, service: str) -> None:
+def test_vulnerabilities_are_shown(tmp_path: Path, answer: str, service: str) -> None:
     code, output, calls = audit(tmp_path, answer)
     assert code and "PYSEC-2024-60" in output and f"as {service} knows" in output
     assert len(calls) == (1 if service == "pypi" else 2)
 
 
-def test_who_cannot_be_asked_is_named(tmp_path: Path) -> None:
+def test_a_service_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
     code, output, calls = audit(tmp_path, "unreachable")
     assert code and "nothing is known" in output
     for service, call in zip(("pypi", "osv"), calls, strict=True):

@@ -67,7 +67,7 @@ def test_rl_changes_defaults_only() -> None:
     assert Config.make().model.logprobs_mode == "raw"
 
 
-def test_an_option_like_no_other_says_where_all_are() -> None:
+def test_an_unknown_option_without_a_near_name_refers_to_help() -> None:
     with pytest.raises(StartError, match="unknown option 'best_of_all'; `tokserve serve --help` lists all"):
         Config.make(best_of_all=2)
 
@@ -240,7 +240,7 @@ def test_options_of_vllm_that_would_change_something(options: dict[str, Any], me
         Config.make(**options)
 
 
-def test_no_option_of_vllm_is_one_of_ours() -> None:
+def test_options_of_vllm_and_tokserve_are_disjoint() -> None:
     assert not vllm.OPTIONS.keys() & {name for _, name, _ in fields()}
     assert all(option.same_as in {name for _, name, _ in fields()} for option in vllm.SAME.values())
 

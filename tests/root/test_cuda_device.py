@@ -140,7 +140,7 @@ def test_a_larger_step_gets_a_larger_buffer(fake: FakeTorch) -> None:
         assert gpu.put([np.arange(size)])[0].tolist() == list(range(size))
 
 
-def test_what_leaves_waits_for_the_work_before_it_and_is_kept_until_it_left(fake: FakeTorch) -> None:
+def test_a_device_copy_waits_for_earlier_work_and_keeps_its_tensors(fake: FakeTorch) -> None:
     gpu = device.Cuda()
     leaving = gpu.fetch([torch.arange(3), torch.zeros(0)])
     assert [what for what, _ in fake.cuda.calls] == ["wait_stream", "on", "keep", "keep", "record"]

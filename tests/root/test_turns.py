@@ -39,7 +39,7 @@ def test_a_newcomer_waits_for_one_item_of_each_other_client_at_most() -> None:
     assert [turns.next(), turns.next()][1] == "m"
 
 
-def test_removal() -> None:
+def test_items_can_be_removed() -> None:
     turns: Turns[str] = Turns()
     chance = random.Random(3)
     items = [f"{i}" for i in range(50)]

@@ -128,7 +128,7 @@ def references() -> Iterator[dict[str, str]]:
         setattr(ops, name, value)
 
 
-def test_a_float8_cache_changes_no_bit_with_company_and_takes_half_the_memory(
+def test_batching_changes_no_bit_of_a_float8_cache_of_half_the_memory(
     tmp_path: Path, references: dict[str, str]
 ) -> None:
     options = {"ops": references, "dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 20}

@@ -196,7 +196,7 @@ def test_a_quantized_server_says_that_it_takes_none(tmp_path: Path) -> None:
     assert caught.value.code == "delta_unsupported"
 
 
-def test_the_other_ways(tmp_path: Path) -> None:
+def test_deltas_over_shared_memory_a_group_and_a_directory(tmp_path: Path) -> None:
     """Shared memory, a process group and a directory."""
     served, generator = Served(tmp_path), random.Random(2)
     deltas, sums, label = served.delta(served.changed(generator), "1")
@@ -393,7 +393,7 @@ def live(directory: Path, seed: int, length: int = 8) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults(fault: str, tmp_path: Path) -> None:
+def test_faulty_deltas_change_nothing(fault: str, tmp_path: Path) -> None:
     served, generator = Served(tmp_path), random.Random(5)
     served.step(generator, "1")
     if fault == "none":
@@ -469,7 +469,7 @@ def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("size", [1, 7, 300, 70_000, 200_000])
-def test_steps(size: int) -> None:
+def test_index_steps_are_decoded_to_the_indices(size: int) -> None:
     generator = np.random.default_rng(size)
     for count in {0, 1, size // 1000, size // 3, size}:
         indices = np.sort(generator.choice(size, count, replace=False))
@@ -496,7 +496,7 @@ def test_steps_of_any_bytes_ascend_or_are_refused() -> None:
 
 @pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_differences(dtype: torch.dtype) -> None:
+def test_differences_are_the_changed_elements(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     for size in (1, 3, 5, 1000, (1 << 20) + 5):
         old = torch.randn(size, generator=generator).to(dtype)

@@ -213,7 +213,7 @@ def test_a_token_that_is_not_ok_ends_its_row() -> None:
     assert kept == [True] + [False] * 6
 
 
-def test_a_withheld_row_counts_nothing() -> None:
+def test_a_withheld_row_has_no_tokens() -> None:
     counts, status, kept = verified([[1, 2], [4]], [4, 5], None, [True, False])
     assert (counts, status, kept) == ([0, 2], [WITHHELD, OK], [True, True])
 

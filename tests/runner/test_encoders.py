@@ -98,9 +98,7 @@ def threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("ending", ["Model", "ForSequenceClassification", "ForTokenClassification"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_results_are_those_of_transformers_and_do_not_depend_on_company(
-    tmp_path: Path, family: str, ending: str
-) -> None:
+def test_results_equal_transformers_and_do_not_depend_on_the_batch(tmp_path: Path, family: str, ending: str) -> None:
     model = checkpoint(tmp_path, family, ending)
     expected = [hidden_states(model, ids, second) for ids, second in zip(PROMPTS, SECONDS, strict=True)]
     runner = runner_of(tmp_path)
@@ -121,7 +119,7 @@ def test_results_are_those_of_transformers_and_do_not_depend_on_company(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_is_near_and_does_not_depend_on_company(tmp_path: Path, family: str) -> None:
+def test_bfloat16_is_near_and_does_not_depend_on_the_batch(tmp_path: Path, family: str) -> None:
     model = checkpoint(tmp_path, family, "Model")
     runner = runner_of(tmp_path, dtype="bfloat16")
     params = PoolingParams("mean", normalize=False)

@@ -43,14 +43,14 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Decoder:
     )
 
 
-def test_products_of_the_cpu_stand_alone_and_others_are_found_out(model: Decoder) -> None:
+def test_products_that_depend_on_the_batch_are_detected(model: Decoder) -> None:
     assert exactness.unequal_products(model) == []
     model.blocks[0].mlp.down.__class__ = ByTheBatch
     model.blocks[0].mlp.gate_up.__class__ = GatedByTheBatch
     assert exactness.unequal_products(model) == ["gate_up", "down", "the gate of gate_up"]
 
 
-def test_a_gate_that_differs_from_its_parts_is_found_out(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gate_that_differs_from_its_parts_is_detected(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     fused = ops.gated_linear
 
     def other(x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
@@ -60,7 +60,7 @@ def test_a_gate_that_differs_from_its_parts_is_found_out(model: Decoder, monkeyp
     assert exactness.unequal_products(model) == ["the gate of gate_up"]
 
 
-def test_attention_that_differs_between_steps_chunks_and_prompts_is_found_out(
+def test_attention_that_differs_between_steps_chunks_and_prompts_is_detected(
     model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages = [tuple(torch.zeros(9, *shape) for shape in spec.shapes(16)) for spec in model.kv_specs()]
@@ -79,7 +79,7 @@ def test_attention_that_differs_between_steps_chunks_and_prompts_is_found_out(
         assert requested == [exactness.PROMPT, 2, exactness.CHUNK + 1]
 
 
-def test_latent_attention_is_asked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latent_attention_that_differs_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     hf = tiny_config("deepseek_v3")
     model = load(
         Path(), hf, dtype="float32", head_dtype="auto", load_format="dummy", seed=0, max_model_len=64
@@ -96,7 +96,9 @@ def test_latent_attention_is_asked_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert exactness.unequal_attention(model, pages) == [f"latent attention of {heads} heads"]
 
 
-def test_what_adapters_add_is_asked_too(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_products_that_depend_on_the_batch_are_detected(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     LoraTables(LoraConfig(enable_lora=True, max_loras=1, max_lora_rank=8), model, WeightsConfig()).attach(model)
     assert exactness.unequal_products(model) == []
     add = ops.add_lora

@@ -74,7 +74,7 @@ def test_what_cannot_be_sent_becomes_text() -> None:
     assert extension.plain("\ud800") == "'\\ud800'"
 
 
-def test_both_are_asked_of_the_runner(tmp_path: Path) -> None:
+def test_collective_rpc_and_apply_model_reach_the_runner(tmp_path: Path) -> None:
     hf = tiny_config("llama")
     runner, _ = make_runner(tmp_path, hf, worker_extension_cls=f"{HERE}:Extension")
     assert runner.call("collective_rpc", {"method": "add", "args": [3], "kwargs": {}}) == [3, 0]

@@ -79,9 +79,7 @@ def test_a_commit_serves_what_a_start_serves(tmp_path: Path, way: Way, quantizat
         (by_stream, compressed("tensor"), "tensor"),
     ],
 )
-def test_it_comes_over_a_group_and_with_other_scales(
-    tmp_path: Path, way: Way, config: dict[str, Any], kind: str
-) -> None:
+def test_an_update_over_a_group_brings_its_scales(tmp_path: Path, way: Way, config: dict[str, Any], kind: str) -> None:
     old, new = (checkpoint(tmp_path / str(seed), seed, config, kind) for seed in (1, 2))
     runner, facts = start(old, quantization="fp8")
     update(runner, way, stored(new))

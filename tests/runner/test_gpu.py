@@ -42,7 +42,7 @@ def gpu(path: Path, hf: dict[str, Any], **options: Any) -> Loaded:
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize(("dtype", "big"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
-def test_company_chunks_slots_and_preemption_change_no_bit(tmp_path: Path, dtype: str, big: bool, eager: bool) -> None:
+def test_batching_chunks_slots_and_preemption_change_no_bit(tmp_path: Path, dtype: str, big: bool, eager: bool) -> None:
     runner, facts = gpu(tmp_path, tiny_config("qwen3") | (BIG if big else {}), dtype=dtype, enforce_eager=eager)
     assert facts.facts["exact"] is True
     alone = outcomes([Driver(runner, facts).run([job])[0] for job in jobs()])
@@ -75,7 +75,7 @@ def test_graphs_of_long_prompts_change_no_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
-def test_latent_attention_and_states_change_no_bit_with_company(tmp_path: Path, family: str) -> None:
+def test_batching_changes_no_bit_of_latent_attention_and_states(tmp_path: Path, family: str) -> None:
     runner, facts = gpu(tmp_path, tiny_config(family), dtype="bfloat16")
     assert facts.facts["exact"] is True
     alone = outcomes([Driver(runner, facts).run([job])[0] for job in jobs()])
@@ -85,7 +85,7 @@ def test_latent_attention_and_states_change_no_bit_with_company(tmp_path: Path, 
 @pytest.mark.parametrize(
     "options", [{"kv_cache_dtype": "fp8"}, *({"quantization": name} for name in ("fp8", "int8", "int4"))], ids=str
 )
-def test_fewer_bits_change_no_bit_with_company(tmp_path: Path, options: dict[str, str]) -> None:
+def test_batching_changes_no_bit_of_quantized_models(tmp_path: Path, options: dict[str, str]) -> None:
     runner, facts = gpu(tmp_path, tiny_config("qwen3") | BIG, dtype="bfloat16", **options)
     assert facts.facts["exact"] is True
     alone = outcomes([Driver(runner, facts).run([job])[0] for job in jobs()])
@@ -107,7 +107,7 @@ def test_a_float8_checkpoint_stays_float8(tmp_path: Path, config: dict[str, Any]
     assert outcomes(Driver(runner, facts, seed=1).run(jobs(), chunk=7)) == alone
 
 
-def test_scales_of_a_float8_cache_change_no_bit_with_company_and_follow_an_update(tmp_path: Path) -> None:
+def test_batching_changes_no_bit_of_a_scaled_float8_cache_and_scales_follow_updates(tmp_path: Path) -> None:
     old, new = scaled(tmp_path / "old"), scaled(tmp_path / "new", 3.0, seed=1)
     options = {"dtype": "bfloat16", "load_format": "auto", "kv_cache_dtype": "fp8"}
     runner, facts = gpu(old, HF, **options)

@@ -166,7 +166,7 @@ def test_a_device_with_memory_of_its_own_changes_no_bit(
         assert engine.stats.prefix_hits > 100 and fake.copies > 0
 
 
-def test_a_policy_refuses_them(tmp_path: Path) -> None:
+def test_a_policy_refuses_models_with_states(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, tiny_config("lfm2"))
     with pytest.raises(StartError, match=r"recurrent states .* cannot be trained"):
         PolicyModel.from_pretrained(directory)

@@ -80,7 +80,7 @@ def pages(runner: Runner, layer: int) -> tuple[Tensor, Tensor]:
     return keys.float() * k_scale, values.float() * v_scale
 
 
-def test_scales_change_no_bit_with_company(tmp_path: Path) -> None:
+def test_batching_changes_no_bit_of_a_scaled_cache(tmp_path: Path) -> None:
     runner, facts, fake = start(scaled(tmp_path / "scaled"))
     alone = [outcomes([Driver(runner, facts, 8).run([job])[0]])[0] for job in jobs()]
     for chunk in (1 << 30, 7, 16):

@@ -137,7 +137,7 @@ def test_layers_of_other_kinds_are_adapted_token_by_token(family: str, targets: 
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
-def test_company_changes_no_bit(base: Path, adapters: list[Path], options: dict[str, Any]) -> None:
+def test_batching_changes_no_bit(base: Path, adapters: list[Path], options: dict[str, Any]) -> None:
     runner, facts = loaded(base, adapters, **options)
     alone = outcomes([Driver(runner, facts).run([job])[0] for job in jobs()])
     assert alone[1][0] != alone[5][0] and all(all(finite) for _, finite, *_ in alone)

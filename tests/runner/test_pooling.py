@@ -75,7 +75,7 @@ def test_the_vector_is_that_of_the_hidden_states_in_any_chunks(
         assert last.pooled[0].tobytes() == vector.tobytes()
 
 
-def test_the_vector_is_the_same_in_company(loaded: tuple[Runner, DeviceFacts]) -> None:
+def test_the_vector_does_not_depend_on_the_batch(loaded: tuple[Runner, DeviceFacts]) -> None:
     runner, facts = loaded
     other = Job(prompt(20, 5), SamplingParams(max_tokens=3, prompt_logprobs=1), 1)
     expected = outcomes(Driver(runner, facts).run([other.fresh()]))[0][0]
@@ -95,7 +95,7 @@ def test_the_vector_is_the_same_in_company(loaded: tuple[Runner, DeviceFacts]) -
     assert results[-1].pooled[1].tobytes() == alone.pooled[0].tobytes()
 
 
-def test_a_slot_passes_no_sum_on(loaded: tuple[Runner, DeviceFacts]) -> None:
+def test_a_slot_keeps_no_sum_of_its_last_request(loaded: tuple[Runner, DeviceFacts]) -> None:
     runner, _ = loaded
     (expected,) = pooled(runner, PoolingParams("mean"), [LENGTH])
     row = NewRow(3, "", np.array(prompt(LENGTH, 2), np.int32), LENGTH, PoolingParams("mean"), 0, ())

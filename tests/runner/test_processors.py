@@ -54,7 +54,7 @@ def processed(made: Pipeline, rows: LogitRows) -> tuple[torch.Tensor, torch.Tens
     return kept, out
 
 
-def test_rows_that_need_nothing_are_not_even_copied() -> None:
+def test_rows_without_processors_are_not_copied() -> None:
     made, _ = pipeline({}, {"temperature": 0.0, "top_k": 3, "top_p": 0.5}, {"min_tokens": 2, "stop_ids": (3,)})
     logits = some_logits(3)
     out, drawable = made.run(logits, rows_of([0, 1, 2], [4, 4, 6]))

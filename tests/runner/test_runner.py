@@ -84,7 +84,7 @@ def outcomes(made: list[Job]) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     "dtype, family", [("float32", "qwen3"), ("bfloat16", "qwen3"), ("float16", "qwen3"), ("bfloat16", "mistral")]
 )
-def test_company_chunks_slots_and_preemption_change_no_bit(
+def test_batching_chunks_slots_and_preemption_change_no_bit(
     loaded: Callable[..., Loaded], dtype: str, family: str
 ) -> None:
     runner, facts = loaded(dtype, family)
@@ -260,7 +260,7 @@ def test_a_row_with_nothing_to_draw_is_flagged_alone(loaded: Callable[..., Loade
     assert outcomes(made[:5]) == outcomes(Driver(runner, facts).run(jobs()[:5]))
 
 
-def test_a_slot_passes_nothing_on(loaded: Callable[..., Loaded]) -> None:
+def test_a_slot_keeps_no_state_of_its_last_request(loaded: Callable[..., Loaded]) -> None:
     runner, facts = loaded("float32")
     driver = Driver(runner, facts)
     first = [driver.run([Job(prompt(5, 1), SamplingParams(max_tokens=6, logprobs=1))])[0]]

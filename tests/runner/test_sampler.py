@@ -251,7 +251,7 @@ def own_row(params: SamplingParams, drawn: SampledTokens, n: int) -> Any:
     return int(drawn.token_ids[n]), drawn.status is None or drawn.status[n] == OK, actual
 
 
-def test_a_row_is_the_same_bits_in_any_company() -> None:
+def test_a_row_has_the_same_bits_in_any_batch() -> None:
     requested = varied(60, 1)
     made, _ = sampler(requested)
     logits = model_logits(60, seed=9)
@@ -266,7 +266,7 @@ def test_a_row_is_the_same_bits_in_any_company() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-6, 5e-7, 1e-20])
-def test_a_cold_row_draws_the_same_among_near_ties_in_any_company(temperature: float) -> None:
+def test_a_cold_row_draws_the_same_among_near_ties_in_any_batch(temperature: float) -> None:
     made, slots = sampler([SamplingParams(temperature=temperature), SamplingParams(top_k=3, logprobs=2)])
     logits = 9.0 + torch.arange(VOCAB).repeat(2, 1) % 5 * 2.0**-20
     for seed in range(100):
@@ -275,7 +275,7 @@ def test_a_cold_row_draws_the_same_among_near_ties_in_any_company(temperature: f
         assert draw(made, logits.clone(), rows_of([0, 1])).token_ids[0] == alone
 
 
-def test_broken_rows_are_flagged_and_touch_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonfinite_rows_are_flagged_and_change_no_other_row(monkeypatch: pytest.MonkeyPatch) -> None:
     sample, logprobs = ops.sample, ops.logprobs
 
     def checked(op: Any) -> Any:
@@ -333,7 +333,7 @@ def test_scoring_where_everything_is_forbidden_is_minus_infinity() -> None:
     assert not np.isnan(actual.top_logprobs).any()
 
 
-def test_scoring_knows_no_min_tokens() -> None:
+def test_scoring_ignores_min_tokens() -> None:
     params = SamplingParams(prompt_logprobs=2, logprobs_mode="processed", min_tokens=5, temperature=0.5)
     logits = model_logits(3)
     actual = sampler([params])[0].score(logits.clone(), 0, 1)

@@ -131,7 +131,7 @@ def bound(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.usefixtures("bound")
-def test_a_mask_is_the_same_bits_in_any_company_and_changes_no_token() -> None:
+def test_a_mask_has_the_same_bits_in_any_batch_and_changes_no_token() -> None:
     requests = varied(60, 1)
     plain = draw(sampler(requests)[0], model_logits(60, seed=9), rows_of(range(60)))
     asking = [i % 3 != 1 for i in range(60)]

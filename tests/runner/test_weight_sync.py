@@ -576,7 +576,7 @@ def test_a_trainer_that_has_no_address_is_refused(bench: Bench, monkeypatch: pyt
     assert caught.value.field == "init_info.master_address"
 
 
-def test_who_meets_nobody_is_ready_at_once(bench: Bench) -> None:
+def test_without_a_group_the_transfer_is_ready_at_once(bench: Bench) -> None:
     runner, _ = start(bench.old)
     assert runner.background("init_weight_transfer", {"options": {}})["backend"] == "disk"
     runner.background("begin_update", {"have_weights": True})
@@ -633,7 +633,7 @@ def test_memory_is_given_back_and_comes_again(bench: Bench) -> None:
     assert outcome(runner, facts) == bench.want_new
 
 
-def test_in_place_is_said_beforehand(bench: Bench) -> None:
+def test_begin_update_returns_whether_weights_are_staged(bench: Bench) -> None:
     runner, _ = start(bench.old, weight_staging="in_place")
     assert runner.background("begin_update", {"have_weights": True}) is False
     assert runner.background("begin_update", {"have_weights": False}) is True

@@ -75,7 +75,7 @@ def test_an_empty_list_aborts_nothing(route: str) -> None:
 
 
 @pytest.mark.parametrize("unsaid", [{"group_id": ""}, {"group_id": None, "all": False}])
-def test_what_asks_for_nothing_is_as_good_as_absent(unsaid: dict[str, Any]) -> None:
+def test_empty_abort_fields_equal_absent_ones(unsaid: dict[str, Any]) -> None:
     async def scene(s: Site, client: httpx.AsyncClient) -> None:
         a, b = await begin(s, "a"), await begin(s, "b")
         answer = await client.post(ROUTES[0], json={"request_ids": ["a"]} | unsaid)
@@ -281,7 +281,7 @@ def test_a_rendering_is_not_aborted(monkeypatch: pytest.MonkeyPatch, path: str, 
     play(scene)
 
 
-def test_a_request_that_is_refused_is_not_to_come_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_request_is_not_announced_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(s: Site, client: httpx.AsyncClient) -> None:
         body = {"prompt": ["a"] * 200 + ["b" * 5000], "request_id": "a"}
         assert (await client.post("/v1/completions", json=body)).status_code == 400

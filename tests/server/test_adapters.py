@@ -59,7 +59,7 @@ def test_an_unknown_adapter_is_asked_of_the_engine_and_then_a_404(route: str) ->
     assert s.post(route, body | {"model": "late"}).status_code == 200
 
 
-def test_a_server_without_adapters_asks_nobody() -> None:
+def test_a_server_without_adapters_sends_the_engine_nothing() -> None:
     s = site()
     assert s.post("/inference/v1/generate", ROUTES["/inference/v1/generate"] | {"model": "sql"}).status_code == 404
     assert s.llm.num_refreshes == 0

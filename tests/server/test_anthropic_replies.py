@@ -194,7 +194,7 @@ def test_arguments_of_a_call_that_was_cut_off_are_the_complete_ones() -> None:
     assert "".join(parts) == '{"days": 3, "city": "O'
 
 
-def test_usage_takes_the_cached_tokens_apart() -> None:
+def test_usage_counts_cached_tokens_separately() -> None:
     s = chat_site("hello", enable_prefix_caching=True, block_size=1)
     assert ask(s)["usage"]["cache_read_input_tokens"] == 0
     expected = {"input_tokens": 1, "output_tokens": 6, "cache_read_input_tokens": PROMPT - 1,

@@ -109,7 +109,7 @@ def named(answer: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", DOORS)
-def test_the_field_is_named_in_the_doors_own_shape(name: str) -> None:
+def test_refusals_name_the_field_in_the_format_of_the_route(name: str) -> None:
     door = DOORS[name]
     server = site(**door.options)
     cases = [

@@ -169,7 +169,7 @@ def test_packed_bytes_are_one_value() -> None:
 
 
 @pytest.mark.parametrize("raw", [b"\xc1" * 9000, b"\xdb\xff\xff\xff\xff" * 2000, b"\xdf" * 9000, b"\xd9" * 9001])
-def test_what_is_no_msgpack_is_counted_to_its_end(raw: bytes) -> None:
+def test_counting_values_of_malformed_msgpack_ends(raw: bytes) -> None:
     try:
         bodies(max_body_values=1000).check_values(request([raw], packed=True), raw, True)
     except RequestError as error:

@@ -47,7 +47,7 @@ def test_a_key_that_is_not_accepted_makes_no_other_client() -> None:
     assert seen == name("10.0.0.1", key, ("Authorization", "Bearer made-up"), api_key=["sesame"])
 
 
-def test_a_header_that_nobody_checks_makes_no_client() -> None:
+def test_unchecked_headers_do_not_name_a_client() -> None:
     for options in ({}, {"admin_api_key": ["admin"]}):
         assert name("10.0.0.1", ("Authorization", "Bearer made-up"), **options) == "10.0.0.1"
     assert name("10.0.0.1", ("X-Forwarded-For", "1.2.3.4")) == "10.0.0.1"
@@ -65,7 +65,7 @@ def test_a_trusted_header_names_the_client_by_its_last_address(headers: list[str
     assert name("10.0.0.1", *forwarded, client_header="X-Forwarded-For") == client
 
 
-def test_the_engine_is_told() -> None:
+def test_the_client_name_reaches_the_engine() -> None:
     s = site(client_header="X-Real-IP")
     body = {"token_ids": [5], "sampling_params": {"max_tokens": 1}}
     seen = []

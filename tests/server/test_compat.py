@@ -148,7 +148,7 @@ def test_the_routes_keep_to_the_table(route: str) -> None:
                 assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == name, name
 
 
-def test_what_openai_calls_its_fields_is_named_and_not_refused() -> None:
+def test_openai_fields_without_effect_are_listed_not_refused() -> None:
     sent = {"verbosity": "low", "service_tier": "flex",
             "store": True, "metadata": {"a": "b"}, "user": "u", "safety_identifier": "s",
             "prompt_cache_key": "k"}  # fmt: skip

@@ -152,7 +152,7 @@ def test_a_character_of_several_tokens_is_that_of_the_last() -> None:
     assert [next(iter(tops)) for tops in actual["top_logprobs"][1:]] == actual["tokens"][1:]
 
 
-def test_what_is_no_character_is_no_part_of_the_next_token() -> None:
+def test_incomplete_utf8_is_not_joined_to_the_next_token() -> None:
     broken = [*ids("a"), ids("é")[0], *ids("b"), ids("é")[1], *ids("c"), 0]
     choice = ask(site(lambda p, i: broken), logprobs=0)["choices"][0]
     assert choice["text"] == "a\ufffdb\ufffdc"
@@ -273,7 +273,7 @@ def test_refused_prompts(prompt: Any, param: str, stream: bool) -> None:
     assert refusal(prompt, stream=stream) == (400, param)
 
 
-def test_a_refused_prompt_takes_the_others_along() -> None:
+def test_a_refused_prompt_refuses_all_prompts_of_the_request() -> None:
     s = site()
     answer = s.post(COMPLETIONS, {"prompt": [[5], [6], [9999]]})
     assert answer.status_code == 400 and not s.llm.num_inflight and not s.app.state.serving.metrics.inflight
@@ -296,7 +296,7 @@ def test_refused_fields(fields: dict[str, Any], param: str) -> None:
 
 
 @pytest.mark.parametrize(("count", "status"), [(4096, 200), (4097, 400), (100_000, 400)])
-def test_a_prediction_has_so_many_parts(count: int, status: int) -> None:
+def test_the_number_of_parts_of_a_prediction_is_limited(count: int, status: int) -> None:
     prediction = {"type": "content", "content": [{"type": "text", "text": ""}] * count}
     answer = site(says("x")).post(COMPLETIONS, {"prompt": "ab", "prediction": prediction})
     assert answer.status_code == status

@@ -111,7 +111,7 @@ def test_the_table_has_every_control_route() -> None:
     assert {path.partition("?")[0] for path, *_ in ROUTES} | reading | of_trainers == CONTROL
 
 
-def test_what_the_routes_say() -> None:
+def test_replies_of_the_control_routes() -> None:
     s = command_site()
     s.llm.answers = {"reset_prefix_cache": True, "weight_checksums": {"a": "1", "b": "2"}, "collective_rpc": [3],
                      "pause": {"status": "paused"}}  # fmt: skip

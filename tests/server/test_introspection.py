@@ -58,7 +58,7 @@ def test_while_another_engine_starts_requests_are_told_when_to_come_back() -> No
     assert s.post("/inference/v1/generate", body).status_code == 200
 
 
-def test_ready_says_what_is_in_the_way() -> None:
+def test_ready_reports_the_state_that_blocks_requests() -> None:
     s = site()
 
     def status() -> tuple[int, str]:
@@ -198,7 +198,7 @@ WRONG = ["", "k1", "Bearer", "Bearer ", "Bearer k", "Bearer k11", "Basic k1", "B
 
 
 @pytest.mark.parametrize("path", OTHERS)
-def test_what_is_no_public_route_needs_a_key_too(path: str) -> None:
+def test_unknown_routes_need_a_key(path: str) -> None:
     assert locked().get(path).status_code == 401
 
 

@@ -6,7 +6,7 @@ from tests.engine.harness import Engine
 from tests.server.site import command_site
 
 
-def test_it_is_the_engines_answer() -> None:
+def test_the_route_returns_the_engines_list() -> None:
     s = command_site()
     engine = Engine()
     engine.add("a", [3, 4, 5], max_tokens=9, group_id="g")
@@ -19,7 +19,7 @@ def test_it_is_the_engines_answer() -> None:
 
 
 @pytest.mark.parametrize("limit", ["", "-1", "x", "1.5", "10001", "1" * 30, "²"])
-def test_limits(limit: str) -> None:
+def test_a_limit_out_of_range_is_refused(limit: str) -> None:
     answer = command_site().get("/inference/v1/requests", params={"limit": limit})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "limit"
 

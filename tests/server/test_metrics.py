@@ -41,7 +41,7 @@ def parse(text: str) -> dict[str, float]:
     return results
 
 
-def test_all_names_are_there_before_the_first_request() -> None:
+def test_metrics_exist_before_the_first_request() -> None:
     seen = {name.partition("{")[0] for name in values(site())}
     assert {f"tokserve:{name}" for name in NAMES} <= seen
 

@@ -85,7 +85,7 @@ def unchunked(body: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize("state", ["not begun", "paused", "hung up"])
-def test_what_cannot_be_written_at_once_is_left_to_send(state: str) -> None:
+def test_writes_that_need_flow_control_use_send(state: str) -> None:
     async def scene() -> tuple[bool, bytes]:
         transport = Transport()
         cycle = cycle_on(transport)

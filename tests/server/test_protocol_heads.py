@@ -132,7 +132,7 @@ GARBAGE, BROKEN = b"garbage\r\n\r\n", b"POST / HTTP/1.1\r\nHost: a\r\ntransfer-e
         (b"", GARBAGE, b'"code":"invalid_http"}}'), (b"", BROKEN, b'"code":"invalid_http"}}'),
     ],
 )  # fmt: skip
-def test_a_refusal_never_gets_into_another_answer(first: bytes, then: bytes, answer: bytes) -> None:
+def test_a_refusal_is_not_written_into_another_reply(first: bytes, then: bytes, answer: bytes) -> None:
     async def scene() -> None:
         with connected(endless) as (connection, wire):
             connection.data_received(first)
@@ -181,7 +181,7 @@ def test_a_large_head_in_one_piece_is_refused(head: bytes) -> None:
     asyncio.run(scene())
 
 
-def test_the_time_for_a_head_runs_whatever_dribbles_in() -> None:
+def test_the_timeout_of_a_head_is_not_extended_by_its_bytes() -> None:
     async def scene() -> None:
         with connected() as (connection, wire):
             timer = connection.timeout_keep_alive_task
@@ -280,7 +280,7 @@ def test_a_client_that_does_not_read_its_reply_is_disconnected(reads: bool) -> N
     assert asyncio.run(scene()) == (not reads, not reads)
 
 
-def test_a_connection_may_be_full_for_ever_where_there_is_no_timeout() -> None:
+def test_without_a_timeout_a_paused_connection_stays_open() -> None:
     async def scene() -> bool:
         with connected(endless) as (connection, wire):
             connection.pause_writing()

@@ -156,7 +156,7 @@ def test_an_encoded_body_is_refused_as_that(server: Site, route: str, encoding: 
     assert error["code"] == "content_encoding"
 
 
-def test_an_identity_encoding_is_none(server: Site) -> None:
+def test_the_identity_encoding_is_accepted(server: Site) -> None:
     assert server.post(GENERATE, PROMPT, headers={"Content-Encoding": "Identity"}).status_code == 200
 
 
@@ -209,7 +209,7 @@ def test_fields_that_ask_for_nothing(server: Site) -> None:
         ("logit_bias", [1], "logit_bias: input should be a valid object"),
     ],
 )
-def test_a_wrong_type_is_told_with_all_that_would_do(server: Site, field: str, value: Any, message: str) -> None:
+def test_a_wrong_type_is_refused_with_all_accepted_types(server: Site, field: str, value: Any, message: str) -> None:
     assert refused(server.post(COMPLETIONS, TEXT | {field: value}), 400, field)["message"] == message
 
 
@@ -364,7 +364,7 @@ def test_a_body_that_is_no_object(server: Site, raw: bytes) -> None:
         refused(server.post(route, content=raw, headers={"Content-Type": "application/json"}), 400, None, "body")
 
 
-def test_large_body_by_its_length() -> None:
+def test_a_large_body_is_refused_by_its_content_length() -> None:
     s = site(max_body_mb=1)
     answer = s.post(GENERATE, content=b"x" * ((1 << 20) + 1), headers={"Content-Type": "application/json"})
     refused(answer, 413, None, "1 MiB")

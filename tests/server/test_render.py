@@ -54,7 +54,7 @@ CHATS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("fields", CHATS, ids=str)
-def test_chat_by_hand_is_chat(fields: dict[str, Any], form: str) -> None:
+def test_render_generate_and_derender_equal_chat(fields: dict[str, Any], form: str) -> None:
     s = site(says(ODD))
     body = {"messages": MESSAGES} | fields
     assert steady(chat_by_hand(s, body, form)) == steady(good(s.post(CHAT, body)))
@@ -72,7 +72,7 @@ TEXTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("body", TEXTS, ids=str)
-def test_completions_by_hand_are_completions(body: dict[str, Any], form: str) -> None:
+def test_render_generate_and_derender_equal_completions(body: dict[str, Any], form: str) -> None:
     s = site(says(ODD))
     assert steady(completions_by_hand(s, body, form)) == steady(good(s.post(COMPLETIONS, body)))
 
@@ -86,7 +86,7 @@ def test_stop_strings_that_the_generator_did_not_know_are_cut_here(fields: dict[
     assert steady(chat_by_hand(s, body, sampling_params=sampling)) == steady(good(s.post(CHAT, body)))
 
 
-def test_msgpack_all_the_way() -> None:
+def test_render_generate_and_derender_in_msgpack() -> None:
     s, kind = site(says(ODD)), "application/msgpack"
     request = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
 
@@ -174,7 +174,7 @@ def derendered(made: Any, **fields: Any) -> Any:
     return good(site().post(CHAT + "/derender", {"generate_response": made} | fields))
 
 
-def test_a_reply_that_says_little() -> None:
+def test_a_reply_without_optional_fields_is_derendered() -> None:
     shown = derendered(reply([*ids("ab"), EOS], finish_reason="stop"), prompt_tokens=4, model="tiny")
     assert shown["id"] == "chatcmpl-q" and shown["choices"][0]["message"]["content"] == "ab"
     assert shown["choices"][0]["stop_detail"] == {"kind": "eos"} and shown["choices"][0]["logprobs"] is None
@@ -194,7 +194,7 @@ def test_a_reply_that_says_little() -> None:
         assert usage["prompt_tokens"] == 4 and usage["prompt_tokens_details"] == {"cached_tokens": cached}
 
 
-def test_a_prompt_that_only_the_reply_says_is_repeated() -> None:
+def test_echo_takes_the_prompt_from_the_reply() -> None:
     made = reply(ids("ab"), finish_reason="length") | {"prompt_token_ids": ids("xy")}
     body = {"generate_responses": [made], "completion_request": {"echo": True}}
     assert good(site().post(COMPLETIONS + "/derender", body))["choices"][0]["text"] == "xyab"
@@ -340,7 +340,7 @@ def test_tokenizer_description() -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_tokens_only_servers_have_none_of_it(path: str) -> None:
+def test_a_tokens_only_server_has_no_render_routes(path: str) -> None:
     s = site(tokens_only=True)
     for answer in (s.post(path + "/render", {}), s.post(path + "/derender", {}), s.get("/tokenizer_info")):
         assert answer.status_code == 404 and answer.json()["error"]["code"] == "tokens_only"

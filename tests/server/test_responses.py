@@ -172,7 +172,7 @@ def test_streamed_whole_and_chat_are_the_same(fields: dict[str, Any], as_chat: d
             assert full_reply["output"][0]["content"][0]["logprobs"] == choice["logprobs"]["content"]
 
 
-def test_items_stand_as_they_were_written() -> None:
+def test_items_have_the_order_of_the_text() -> None:
     reply = ask(chat_site(f"Ok {CALL}\n{CALL} So.", THINKER), tools=TOOLS)
     kinds = [item["type"] for item in reply["output"]]
     assert kinds == ["message", "function_call", "function_call", "message"] and text_of(reply) == "Ok So."
@@ -200,7 +200,7 @@ def test_tokens_belong_to_the_item_that_their_text_is_of() -> None:
     assert cut["incomplete_details"] == {"reason": "max_output_tokens"} and item["summary"] == []
 
 
-def test_ends() -> None:
+def test_statuses_of_outputs_that_end() -> None:
     reply = ask(site(endless), max_output_tokens=3)
     assert (reply["status"], reply["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert reply["output"][0]["status"] == "incomplete" and reply["completed_at"] is None
@@ -284,7 +284,7 @@ def test_items_are_the_messages_of_a_chat(body: Any, messages: list[dict[str, An
     assert prompt(body, instructions="Answer.") == chats([system, *messages])
 
 
-def test_what_it_said_goes_back_as_it_is() -> None:
+def test_output_items_are_rendered_unchanged_in_the_next_turn() -> None:
     s = chat_site(f"<think>\nhm\n</think>\n\nOk\n{CALL}", THINKER, reasoning_parser="qwen3")
     output = ask(s, tools=TOOLS)["output"]
     result = {"type": "function_call_output", "call_id": output[2]["call_id"], "output": "sunny"}
@@ -315,7 +315,7 @@ def test_sampling_and_serving_fields_arrive() -> None:
     assert (call.options["cache_salt"], call.options["priority"]) == ("3", 2)
 
 
-def test_fields_that_nothing_hears_are_named() -> None:
+def test_fields_without_effect_are_listed() -> None:
     fields = {"reasoning": {"effort": "low", "summary": "auto"}, "text": {"shape": 1}, "frobnicate": 2}
     answer = site(says("a")).post(RESPONSES, {"input": "x"} | fields)
     ignored = set(answer.headers["x-ignored-fields"].split(", "))
@@ -439,7 +439,9 @@ BYTES = {"type": "json_schema", "json_schema": {"schema": {"enum": [b"x"]}}}
         (CHAT, {"response_format": BYTES, "tools": NESTED}, "response_format.json_schema.schema.enum[0]"),
     ],
 )
-def test_what_json_cannot_say_is_refused(route: str, fields: dict[str, Any], param: str, stream: bool) -> None:
+def test_msgpack_values_that_json_lacks_are_refused(
+    route: str, fields: dict[str, Any], param: str, stream: bool
+) -> None:
     s = chat_site("hello")
     body = {"stream": stream} | ({"input": "hi"} if route == RESPONSES else {"messages": [HI]})
     raw = msgspec.msgpack.encode(body | fields)
@@ -452,7 +454,7 @@ def test_what_json_cannot_say_is_refused(route: str, fields: dict[str, Any], par
 # what goes wrong on the way
 
 
-def test_a_full_queue_is_told_before_a_200() -> None:
+def test_a_full_queue_is_refused_before_the_stream_begins() -> None:
     s = chat_site("a")
     s.llm.refuse = QueueFull("the queue is full", retry_after=7, code="queue_full")
     answer = s.post(RESPONSES, {"input": "x", "stream": True})
@@ -516,7 +518,7 @@ def test_a_client_that_leaves_aborts(stream: bool) -> None:
     assert s.llm.released == {"mine#0"} and not s.app.state.serving.metrics.inflight
 
 
-def test_an_abort_leaves_what_there_is() -> None:
+def test_an_aborted_response_keeps_its_output() -> None:
     async def scene() -> Caller:
         s = site(endless)
         caller = Caller(s, RESPONSES, {"input": "x", "stream": True, "request_id": "r"})

@@ -97,9 +97,7 @@ def test_nesting_is_never_an_internal_error(server: Site, name: str, depth: int)
     assert answer.status_code == (200 if blank or (name == "unknown" and depth <= 900) else 400), answer.text
 
 
-def test_code_that_follows_a_bodys_nesting_too_deep_is_the_bodys_fault(
-    server: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recursion_error_while_a_body_is_read_is_a_400(server: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*_: Any) -> Any:
         raise RecursionError
 
@@ -190,7 +188,7 @@ def test_an_impossible_token_is_a_number() -> None:
     assert info["finish_reason"] == {"type": "stop", "matched": EOS}
 
 
-def test_what_matched() -> None:
+def test_finish_reason_names_what_matched() -> None:
     s = sglang(says("hello world"))
     assert generate(s, PROMPT, stop="wor")["meta_info"]["finish_reason"] == {"type": "stop", "matched": "wor"}
     reply = generate(s, PROMPT, stop_token_ids=ids("o"))

@@ -242,7 +242,7 @@ def test_control_routes_need_the_admin_key() -> None:
     assert s.post("/pause_generation", headers={"Authorization": "Bearer admin"}).status_code == 200
 
 
-def test_what_routers_read() -> None:
+def test_server_info_has_the_fields_that_routers_read() -> None:
     s = sglang()
     s.llm.status = Status(weight_version="v3")
     s.llm.stats = StepStats(running=2, waiting=1, blocks_held=3, prefix_queries=10, prefix_hits=5)

@@ -54,7 +54,7 @@ def test_deltas_joined_equal_the_full_reply(n: int) -> None:
     assert events[0]["seed"] == full["seed"] == 3
 
 
-def test_first_chunk_says_what_is_said_once() -> None:
+def test_only_the_first_event_has_the_fields_of_the_request() -> None:
     first, *others = site().events(GENERATE, BODY | {"return_token_ids": True, "request_id": "r"})
     assert first["model"] == "tiny" and first["created"] and first["seed"] == 3
     assert first["prompt_token_ids"] == [5, 6, 8]
@@ -102,7 +102,7 @@ LONG: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), LONG[:4] + LONG[5:])
-def test_a_long_reply_is_made_in_parts_beside_the_loop(
+def test_a_long_reply_is_encoded_in_parts_in_a_thread(
     path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s = site(max_logprobs=-1)
@@ -118,7 +118,7 @@ def test_a_long_reply_is_made_in_parts_beside_the_loop(
 
 
 @pytest.mark.parametrize(("path", "body"), LONG)
-def test_large_deltas_of_a_stream_are_made_beside_the_loop(
+def test_large_deltas_of_a_stream_are_encoded_in_a_thread(
     path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def events() -> list[dict[str, Any]]:
@@ -141,7 +141,7 @@ def test_large_deltas_of_a_stream_are_made_beside_the_loop(
         assert later[-1]["choices"][0][name] == at_once[-1]["choices"][0][name]
 
 
-def test_deltas_that_are_large_together_are_made_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deltas_that_are_large_together_are_encoded_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
     make = logprobs.objects
 
@@ -157,7 +157,7 @@ def test_deltas_that_are_large_together_are_made_beside_the_loop(monkeypatch: py
     assert any(name.startswith("tokserve-work") for name in threads)
 
 
-def test_a_large_delta_that_cannot_be_made_ends_the_stream_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_delta_that_cannot_be_encoded_ends_the_stream_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> Any:
         raise ValueError("no")
 
@@ -185,7 +185,7 @@ def test_a_reply_that_would_be_too_large_is_refused() -> None:
     assert s.post(COMPLETIONS, echo).json()["error"]["param"] == "logprobs"
 
 
-def test_what_is_ready_is_one_write() -> None:
+def test_events_that_are_ready_are_sent_in_one_write() -> None:
     async def scene() -> Caller:
         s = site()
         params = BODY["sampling_params"] | {"n": 4}  # type: ignore[operator]
@@ -201,7 +201,7 @@ def test_what_is_ready_is_one_write() -> None:
 # silence
 
 
-def test_silence_is_filled_with_comments() -> None:
+def test_comments_are_sent_while_there_are_no_tokens() -> None:
     async def scene() -> Caller:
         s = site(keep_alive=0.02)
         s.llm.hold = True
@@ -567,7 +567,7 @@ def test_completions_stream_joined_equals_the_full_answer(body: dict[str, Any], 
         assert choice_events[-1]["finish_reason"] == choice["finish_reason"] == "length"
 
 
-def test_everything_is_json() -> None:
+def test_every_event_is_json() -> None:
     for line in site().post(CHAT, CHAT_BODY | {"stream": True}).text.split("\n\n")[:-2]:
         assert json.loads(line[6:])["object"] == "chat.completion.chunk"
     assert ids("a")
@@ -610,7 +610,7 @@ def test_prompt_logprobs_wait_for_a_choice_that_has_read_the_prompt(read: bool) 
     assert scores == [None, {"6": {"logprob": -0.125, "rank": 1, "decoded_token": None}} if read else None]
 
 
-def test_a_failure_is_the_clients_own_if_its_parameters_left_nothing() -> None:
+def test_parameters_that_forbid_every_token_are_a_400() -> None:
     refused, other, sound = (
         ChoiceOutput(0, [], finish_reason=reason, stop_detail=detail, message="why")
         for reason, detail in (("error", "forbidden"), ("error", "nan"), ("length", "max_tokens"))

@@ -21,7 +21,7 @@ def shown(**options: object) -> Site:
     return site(ui=True, **options)
 
 
-def test_it_is_there_when_asked_for_and_only_then() -> None:
+def test_the_page_is_served_only_if_ui_is_set() -> None:
     answer = shown().get("/")
     assert answer.status_code == 200 and answer.headers["content-type"] == "text/html; charset=utf-8"
     assert answer.text == PAGE
@@ -37,7 +37,7 @@ def test_it_is_there_when_asked_for_and_only_then() -> None:
         ({"host": "0.0.0.0", "uds": "/tmp/x"}, True), ({"host": "0.0.0.0", "ui": True}, True), ({"ui": False}, False),
     ],
 )  # fmt: skip
-def test_by_default_it_is_for_this_machine(options: dict[str, object], has_page: bool) -> None:
+def test_by_default_only_a_local_server_has_the_page(options: dict[str, object], has_page: bool) -> None:
     assert resolve(Config.make(**options)).server.ui is has_page
 
 
@@ -54,7 +54,7 @@ def test_a_browser_may_run_this_script_and_nothing_else() -> None:
     assert headers["x-content-type-options"] == "nosniff" and headers["referrer-policy"] == "no-referrer"
 
 
-def test_nothing_in_it_needs_more_than_that() -> None:
+def test_the_page_has_no_inline_code_and_no_foreign_address() -> None:
     markup = PAGE.replace(SCRIPT, "")
     assert not re.search(r"\son\w+\s*=", markup) and not re.search(r"\sstyle\s*=", markup)
     assert not re.search(r"\b(src|href|action)=(?!\"data:,\")", markup)
@@ -62,7 +62,7 @@ def test_nothing_in_it_needs_more_than_that() -> None:
     assert "http://" not in SCRIPT.replace("http://www.w3.org/2000/svg", "") and "https://" not in SCRIPT
 
 
-def test_all_it_asks_for_is_there() -> None:
+def test_the_routes_that_the_script_calls_exist() -> None:
     s = shown()
     requested = set(re.findall(r'(?:call|ask)\([`"]([\w/]+)', SCRIPT))
     assert requested == {
@@ -85,7 +85,7 @@ def test_every_element_the_script_names_is_in_the_page() -> None:
     assert len(re.findall(r'\bid="', PAGE)) == len(ids)
 
 
-def test_it_needs_no_key_but_what_it_asks_for_does() -> None:
+def test_the_page_needs_no_key_and_its_routes_do() -> None:
     s = shown(api_key=["sesame"])
     assert s.get("/").status_code == 200
     for path in ("/metrics", "/inference/v1/requests", "/server_info", "/v1/models", "/tokenizer_info"):

@@ -136,7 +136,7 @@ def test_errors_of_response_format(server: Site, route: str, value: Any, path: s
 
 
 @ROUTES
-def test_both_ways_at_once(server: Site, route: str) -> None:
+def test_structured_outputs_and_response_format_exclude_each_other(server: Site, route: str) -> None:
     both = {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}
     refused(server.post(route, TEXT[route] | both), "response_format", "not both")
     assert server.post(route, TEXT[route] | both | {"response_format": {"type": "text"}}).status_code == 200
@@ -155,7 +155,7 @@ def test_the_engines_refusal_has_the_clients_name_for_it(server: Site) -> None:
         )
 
 
-def test_names_of_the_past_are_refused_with_the_present_one(server: Site) -> None:
+def test_old_field_names_are_refused_with_the_current_one(server: Site) -> None:
     for name, value in (("guided_json", {}), ("guided_regex", "a"), ("guided_json_object", True)):
         for route, body in TEXT.items():
             refused(server.post(route, body | {name: value}), name, "use structured_outputs")
@@ -164,11 +164,11 @@ def test_names_of_the_past_are_refused_with_the_present_one(server: Site) -> Non
     refused(server.post(GENERATE, body), "sampling_params.guided_decoding", "use sampling_params.structured_outputs")
 
 
-def test_without_a_tokenizer_there_are_none() -> None:
+def test_structured_outputs_need_a_tokenizer() -> None:
     server = site(tokens_only=True)
     refused(server.post(GENERATE, generate({"regex": "a"})), "sampling_params.structured_outputs", "no tokenizer")
 
 
-def test_render_carries_them(server: Site) -> None:
+def test_render_returns_structured_outputs(server: Site) -> None:
     answer = server.post(f"{CHAT}/render", TEXT[CHAT] | {"response_format": {"type": "json_object"}})
     assert answer.json()["sampling_params"]["structured_outputs"] == {"json_object": True}

@@ -275,7 +275,7 @@ def test_msgpack_reply_has_byte_strings_for_ids_and_arrays() -> None:
         ("*/*", False), (f"{MSGPACK};q=much", True),
     ],
 )  # fmt: skip
-def test_what_the_client_accepts_decides(accept: str, packed: bool) -> None:
+def test_accept_selects_json_or_msgpack(accept: str, packed: bool) -> None:
     answer = site().post(GENERATE, body(), headers={"Accept": accept})
     assert answer.headers["content-type"] == (MSGPACK if packed else "application/json")
 
@@ -373,7 +373,7 @@ def test_the_served_names(name: str | None) -> None:
     assert generate(site(), fields={"model": name})["model"] == "tiny"
 
 
-def test_unrelated_headers_are_understood() -> None:
+def test_headers_of_routers_are_accepted() -> None:
     headers = {"x-session-id": "traj-1", "X-data-parallel-rank": "0", "traceparent": "00-0-0-00"}
     assert site().post(GENERATE, body(), headers=headers).status_code == 200
 

@@ -63,7 +63,7 @@ def test_the_whole_shape() -> None:
     assert len(call["id"]) == 9 and call["id"].isalnum()
 
 
-def test_an_answer_without_calls_is_as_it_was() -> None:
+def test_text_without_calls_is_content() -> None:
     choice = ask(chat_site("Hello <tool"))["choices"][0]
     assert choice["message"] == {"role": "assistant", "content": "Hello <tool", "refusal": None, "reasoning": None}
     assert choice["finish_reason"] == "stop"
@@ -147,7 +147,7 @@ def test_streamed_whole_and_derendered_are_the_same(fields: dict[str, Any], read
         assert back.json()["choices"] == reply["choices"], text
 
 
-def test_the_tokens_are_the_models() -> None:
+def test_token_ids_and_logprobs_cover_the_text_of_calls() -> None:
     fields = {"return_token_ids": True, "logprobs": True}
     choice = ask(chat_site(CALL), **fields)["choices"][0]
     assert choice["token_ids"] == [*ids(CALL), 0]
@@ -234,7 +234,7 @@ def test_a_schema_that_says_what_else_there_may_be_is_left_as_it_is(more: dict[s
 VERDICT = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": {"enum": ["yes"]}}}
 
 
-def test_a_form_beside_tools_is_the_answers_and_calls_are_in_the_models_own_format() -> None:
+def test_structured_outputs_with_tools_constrain_content_and_calls() -> None:
     for field in ({"response_format": VERDICT}, {"structured_outputs": {"choice": ["yes"]}}):
         grammar = forced(**field)["grammar"]
         assert "yes" in grammar and '"<tool_call>" inside' in grammar and '{"const": "weather"}' in grammar
@@ -245,7 +245,7 @@ def test_a_form_beside_tools_is_the_answers_and_calls_are_in_the_models_own_form
 
 
 @pytest.mark.parametrize("options", [{}, {"reasoning_parser": "qwen3"}], ids=str)
-def test_either_is_read(options: dict[str, Any]) -> None:
+def test_with_structured_outputs_calls_and_content_are_parsed(options: dict[str, Any]) -> None:
     choice = ask(chat_site(CALL, **options), response_format=VERDICT)["choices"][0]
     assert functions(choice["message"]) == [("weather", '{"city": "Rome"}')] and choice["message"]["content"] is None
     assert choice["finish_reason"] == "tool_calls"
@@ -254,7 +254,7 @@ def test_either_is_read(options: dict[str, Any]) -> None:
     assert choice["finish_reason"] == "stop"
 
 
-def test_what_has_no_grammar_is_refused_with_both_names() -> None:
+def test_tools_without_a_grammar_are_refused_with_structured_outputs() -> None:
     nameless = [{"type": "function", "function": {"name": "f", "parameters": {"anyOf": [PARAMETERS]}}}]
     coder = chat_site("a", tool_call_parser="qwen3_coder")
     for field in ({"response_format": VERDICT}, {"structured_outputs": {"regex": "a"}}):
@@ -283,7 +283,7 @@ def test_calls_of_strict_functions_keep_to_their_schemas() -> None:
     assert (actual["reasoning"], actual["content"]) == ("hm", "Yes")
 
 
-def test_where_strict_cannot_be_kept_to() -> None:
+def test_strict_functions_without_a_grammar() -> None:
     nameless = strictly(parameters={"anyOf": [PARAMETERS]})
     assert refusal(chat_site("a", tool_call_parser="qwen3_coder"), tools=nameless)[:2] == ("tools", "unsupported")
     s = chat_site("a", LLAMA)  # whose calls nothing tells from other JSON
@@ -339,7 +339,7 @@ def test_the_prompt_may_come_as_ids() -> None:
         (OPENED, {"response_format": {"type": "json_object"}}, "{}", None, "{}"),
     ],
 )  # fmt: skip
-def test_reasoning_is_apart(
+def test_reasoning_is_separated_from_content(
     template: str, fields: dict[str, Any], text: str, reasoning: str | None, content: str | None
 ) -> None:
     s = chat_site(text, template, reasoning_parser="qwen3")
@@ -368,7 +368,7 @@ def test_reasoning_is_content_unless_the_operator_says_otherwise() -> None:
     assert message("<think>hm</think>Yes", THINKER, tools=None)["content"] == "<think>hm</think>Yes"
 
 
-def test_derender_finds_out_from_the_messages_how_the_answer_begins() -> None:
+def test_derender_reads_from_the_messages_whether_reasoning_is_open() -> None:
     s = chat_site("hm</think>Yes", OPENED, reasoning_parser="qwen3")
     body = {"messages": MESSAGES}
     rendered = s.post(CHAT + "/render", body).json()
@@ -394,7 +394,7 @@ def test_the_format_may_be_named() -> None:
 
 @pytest.mark.parametrize("path", [CHAT, CHAT + "/tokens", CHAT + "/render"])
 @pytest.mark.parametrize("options", [{}, {"enable_auto_tool_choice": False, "tool_call_parser": "hermes"}], ids=str)
-def test_without_a_format_auto_is_refused_with_a_way_out(path: str, options: dict[str, Any]) -> None:
+def test_without_a_tool_format_auto_is_refused_with_the_alternatives(path: str, options: dict[str, Any]) -> None:
     s = chat_site("a", "{{ tools }}{{ messages[0].content }}", **options)
     for more, field in (({}, "tools"), ({"tool_choice": "auto"}, "tool_choice")):
         param, code, words = refusal(s, path, **more)

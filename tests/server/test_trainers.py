@@ -105,7 +105,7 @@ def test_areals_adapters() -> None:
         assert answer.status_code == 400 and "disk" in answer.json()["error"]["message"]
 
 
-def test_skyrls_bracket_is_an_update() -> None:
+def test_skyrls_start_and_finish_make_an_update() -> None:
     s = command_site()
     start = {"method": "skyrl_start_weight_update", "kwargs": {"is_checkpoint_format": True}}
     assert s.post("/collective_rpc", start).json() == {"results": [None]}
@@ -144,6 +144,6 @@ def test_skyrls_paths() -> None:
     assert verbs(s) == ["load_lora_adapter"]
 
 
-def test_prime_rls_broadcast_says_what_to_set() -> None:
+def test_prime_rls_broadcaster_is_refused_with_the_option_to_use() -> None:
     answer = command_site().post("/init_broadcaster", PRIME_RL)
     assert answer.status_code == 400 and "filesystem" in answer.json()["error"]["message"]

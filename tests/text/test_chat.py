@@ -175,7 +175,7 @@ def test_parts_reach_a_template_that_wants_the_user_first(chatml: Pair) -> None:
         assert chatml.template.text(talk, template=strict) == chatml.template.text(talk, template=PARTS)
 
 
-def test_parts_are_joined_for_another(chatml: Pair) -> None:
+def test_parts_are_joined_for_a_template_without_parts(chatml: Pair) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "refusal", "refusal": "two"}, "three"]
     flat = chatml.template.render([{"role": "user", "content": parts}])
     assert flat == chatml.template.render([{"role": "user", "content": "one\ntwo\nthree"}])
@@ -239,7 +239,9 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
         (TALK, {"template": "{{ raise_exception('roles must alternate') }}"}, "messages"),
     ],
 )
-def test_faults_are_the_requests(chatml: Pair, messages: list[Any], options: dict[str, Any], field: str) -> None:
+def test_template_errors_are_errors_of_the_request(
+    chatml: Pair, messages: list[Any], options: dict[str, Any], field: str
+) -> None:
     with pytest.raises(RequestError) as caught:
         chatml.template.render(messages, **options)
     assert caught.value.field == field and caught.value.status == 400

@@ -104,7 +104,7 @@ def test_half_a_character_is_never_emitted() -> None:
     assert "".join(deltas) == "漢🙂" and all("\ufffd" not in delta for delta in deltas)
 
 
-def test_broken_bytes_are_replaced_once_it_is_known() -> None:
+def test_invalid_utf8_is_replaced_once_it_is_certain() -> None:
     first = BYTES.encode("漢", False)[0]
     space = BYTES.encode(" ", False)[0]
     detokenizer = Detokenizer(BYTES)

@@ -166,7 +166,7 @@ def test_a_parameter_has_a_type_that_its_schema_allows(schema: dict[str, Any], t
 
 
 @pytest.mark.parametrize(("form", "text", "pieces"), CASES)
-def test_calls_and_what_only_looks_like_one(form: str, text: str, pieces: Said) -> None:
+def test_calls_and_text_that_resembles_calls(form: str, text: str, pieces: Said) -> None:
     assert read(parser(form), text) == pieces
     for place in range(len(text) + 1):
         assert read(parser(form), text, [place]) == pieces, place
@@ -201,7 +201,7 @@ def test_whether_the_prompt_has_begun_the_reasoning() -> None:
     assert not qwen.begun("<think>\n\n</think>\n\n") and not assumed.begun("<think>\n\n</think>\n\n")
 
 
-def test_what_is_settled_is_said_at_once() -> None:
+def test_unambiguous_text_is_emitted_at_once() -> None:
     one = parser("hermes")
     assert one.push("Let me <") == [("content", "Let me")]
     assert one.push("b> see. <tool_call>") == [("content", " <b> see.")]
@@ -246,7 +246,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("piece", "end"), HOSTILE)
-def test_nothing_is_read_twice(piece: str, end: str) -> None:
+def test_parsing_takes_linear_time(piece: str, end: str) -> None:
     """What any client may send to derender: minutes, if what turned out to be no call were read anew."""
     text = piece * 20_000 + end
     assert "".join(text for _, text in parser("hermes").push(text, final=True)) == text
@@ -260,7 +260,7 @@ ATOMS = [
 ]  # fmt: skip
 
 
-def test_no_cut_changes_what_is_said() -> None:
+def test_the_parse_does_not_depend_on_the_cuts() -> None:
     rng = random.Random(0)
     for _ in range(2000):
         text = "".join(rng.choices(sorted(ATOMS), k=rng.randrange(1, 14)))

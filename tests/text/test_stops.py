@@ -35,5 +35,5 @@ def test_without_strings_nothing_is_found_or_held() -> None:
     assert not none and none.find("abc", 0) is None and none.safe("abc") == 3
 
 
-def test_half_a_surrogate_pair_is_a_character_like_any_other() -> None:
+def test_a_lone_surrogate_is_an_ordinary_character() -> None:
     assert StopStrings(["\ud800a"]).find("x\ud800a", 0) == (1, 3)

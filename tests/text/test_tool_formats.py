@@ -31,7 +31,7 @@ def test_a_template_shows_its_format(name: str, source: str) -> None:
 
 
 @pytest.mark.parametrize("kind", UNKNOWN)
-def test_a_template_that_shows_none_that_is_known(kind: str) -> None:
+def test_a_template_without_a_known_format(kind: str) -> None:
     assert tool_formats.recognize(template(UNKNOWN[kind])) is None
 
 

@@ -195,7 +195,7 @@ def test_answers_of_every_form_are_taken(compilers: dict[str, Compiler], form: s
 
 @pytest.mark.parametrize("marks", ["text", "special"])
 @pytest.mark.parametrize("form", NAMES)
-def test_whatever_is_written_is_read_back(compilers: dict[str, Compiler], form: str, marks: str) -> None:
+def test_texts_of_the_grammar_are_parsed_completely(compilers: dict[str, Compiler], form: str, marks: str) -> None:
     seen = set()
     for seed in range(20):
         made = Matcher(compilers[marks].compile(either(marks, form, {"json": VERDICT})), ends=True)
