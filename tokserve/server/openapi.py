@@ -81,6 +81,8 @@ def route_options(endpoint: Endpoint, method: str) -> dict[str, Any]:
     if endpoint.body is not None and method != "GET":
         about = "The same fields are taken as application/msgpack."
         content = {JSON: {"schema": _schema(endpoint.body)}}
+        if path in descriptions.EXAMPLES_OF_ROUTES:
+            content[JSON]["example"] = descriptions.EXAMPLES_OF_ROUTES[path]
         extra["requestBody"] = {"required": not endpoint.control, "description": about, "content": content}
     return {
         "tags": [endpoint.handler.__module__.split(".")[2]],
