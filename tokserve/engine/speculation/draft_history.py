@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from operator import attrgetter
 
+import numpy as np
+
 from tokserve.engine.speculation.draft_state import Corpus
 from tokserve.engine.speculation.token_index import SEPARATOR, TokenIndex
 
@@ -71,10 +73,9 @@ class _Group:
             table[number * _COLUMNS + _START] = len(text)
             text.extend(self._tokens[self._end(number) : self._end(number + 1)])
         self._joined = len(self)
-        for place in range(len(table) - _COLUMNS, -1, -_COLUMNS):
-            if table[place + _SEED] == seed and table[place + _HAS_SEED]:
-                return self._corpus, table[place + _START]
-        return self._corpus, None
+        rows = np.frombuffer(table, np.int64).reshape(-1, _COLUMNS)
+        starts = rows[(rows[:, _SEED] == seed) & (rows[:, _HAS_SEED] == 1), _START]
+        return self._corpus, int(starts[-1]) if len(starts) else None
 
 
 class _Kept:
