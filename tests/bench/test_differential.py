@@ -69,7 +69,7 @@ def test_replies_are_alike_or_of_a_kind_of_difference() -> None:
     assert kinds("/x", (200, {}), refused, NONE) == {"/x  status 200, 400: 'no'"}
 
 
-def test_two_servers_that_are_not_there_do_not_agree() -> None:
+def test_two_unreachable_servers_do_not_agree() -> None:
     def fail(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")
 

@@ -27,7 +27,7 @@ def imported(path: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_a_program_imports_is_there(path: Path) -> None:
+def test_imports_of_programs_exist(path: Path) -> None:
     for module, name in imported(path):
         if not hasattr(importlib.import_module(module), name):
             importlib.import_module(f"{module}.{name}")  # a module of a package, or an error that names it

@@ -178,7 +178,9 @@ def test_command_writes_json_and_a_table(tmp_path: Path, capsys: pytest.CaptureF
      ["--request-timeout", "inf"], ["--temperature", "nan"],
      ["--save-detailed", "--no-progress"], []],
 )  # fmt: skip
-def test_what_cannot_run_is_said_before_it_runs(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_benchmark_that_cannot_run_is_refused_before_it_starts(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.socket() as taken:  # bound and not listening: nobody answers there
         taken.bind(("127.0.0.1", 0))
         with pytest.raises(SystemExit) as end:

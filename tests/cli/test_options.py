@@ -39,7 +39,7 @@ def test_numbers_of_tokens_have_suffixes() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "G", "x", "1.5", "infG", "nanK"])
-def test_what_is_no_size(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_sizes_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parsed("--kv-cache-memory-bytes", text)
     assert "not a size" in capsys.readouterr().err

@@ -56,7 +56,7 @@ def loggers() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("loggers")
-def test_whoever_reads_log_lines_as_objects_reads_why_it_cannot_start_as_one(
+def test_with_json_logs_a_start_error_is_a_json_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert serve({"model": "./nowhere", "log_format": "json"}) == 1
@@ -66,7 +66,7 @@ def test_whoever_reads_log_lines_as_objects_reads_why_it_cannot_start_as_one(
         serve({"model": "./nowhere"})
 
 
-def test_an_address_that_is_not_ours() -> None:
+def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(StartError, match=r"cannot listen on 192\.0\.2\.1:1"):
         listen.bind(Config.make(host="192.0.2.1", port=1))
 

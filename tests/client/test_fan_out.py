@@ -31,7 +31,7 @@ def test_each_engine_gets_its_own_part() -> None:
     assert caught.value.field == "update_info"
 
 
-def test_answers_become_one() -> None:
+def test_replies_of_engines_are_merged() -> None:
     started = outcome("start_weight_update", {}, ok({"update_id": "a", "x": 1}, {"update_id": "b", "x": 1}), 2)
     assert started == {"update_id": "a.b", "x": 1}
     assert outcome("start_weight_update", {}, [Answer(1, {"update_id": "b"})], 3) == {"update_id": ".b."}

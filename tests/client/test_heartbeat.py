@@ -54,7 +54,7 @@ def heart(timeout: float) -> tuple[Heartbeat, list[str]]:
     return Heartbeat(timeout, lambda: events.append("ask"), lambda: events.append("hung")), events
 
 
-def test_an_engine_that_answers_is_asked_for_ever(clock: Clock) -> None:
+def test_a_responding_engine_is_pinged_repeatedly(clock: Clock) -> None:
     beating, events = heart(8.0)
     assert beating.silence == 0.0 and not beating.hung
     beating.start()
@@ -82,7 +82,7 @@ def test_silence_for_the_timeout_is_a_hang_until_the_answer_comes(clock: Clock) 
     assert events[3:] == ["ask"]
 
 
-def test_a_process_that_was_stopped_itself_blames_nobody(clock: Clock) -> None:
+def test_a_late_beat_does_not_report_a_hung_engine(clock: Clock) -> None:
     beating, events = heart(8.0)
     beating.start()
     clock.beat(late=1000.0)
@@ -95,7 +95,7 @@ def test_a_process_that_was_stopped_itself_blames_nobody(clock: Clock) -> None:
     assert "hung" not in events
 
 
-def test_a_new_engine_owes_nothing(clock: Clock) -> None:
+def test_a_new_engine_has_a_new_heartbeat(clock: Clock) -> None:
     beating, events = heart(8.0)
     beating.start()
     for _ in range(5):
@@ -106,7 +106,7 @@ def test_a_new_engine_owes_nothing(clock: Clock) -> None:
     assert not beating.hung and events == ["ask", "ask"]
 
 
-def test_it_is_never_long_between_two_beats(clock: Clock) -> None:
+def test_the_interval_of_heartbeats_is_bounded(clock: Clock) -> None:
     beating, _ = heart(600.0)
     beating.start()
     assert clock.timer.due - clock.now == MAX_INTERVAL

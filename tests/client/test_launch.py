@@ -320,7 +320,7 @@ def test_an_engine_for_another_node_says_where_it_listens(tmp_path: Path) -> Non
     asyncio.run(scene())
 
 
-def test_one_that_ends_before_it_listens_fails_the_start(mode: Any) -> None:
+def test_an_engine_that_ends_before_it_listens_fails_the_start(mode: Any) -> None:
     mode("exit")
 
     async def scene() -> None:

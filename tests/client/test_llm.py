@@ -357,7 +357,7 @@ def test_a_pause_of_a_block_ends_with_it(fake: LLM, monkeypatch: pytest.MonkeyPa
     assert methods == ["pause", "resume"]
 
 
-def test_what_the_engine_last_said_of_itself(fake: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_methods_return_the_last_status(fake: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fake.get_metrics()["steps"] == fake.stats.steps
     assert not fake.is_paused() and not fake.is_sleeping() and fake.list_loras() == {}
     adapters = [LoadedAdapter("a", "/a", 1)]

@@ -59,17 +59,17 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return parsed
 
 
-def test_they_reach_the_engine_from_every_route(results: list[Any]) -> None:
+def test_new_options_reach_the_engine_from_every_route(results: list[Any]) -> None:
     for options, task in results[: len(GIVEN)]:
         assert options["flavor"] == "sour" and task["sharpness"] == 2.5
 
 
-def test_null_is_their_default(results: list[Any]) -> None:
+def test_null_is_the_default_of_new_options(results: list[Any]) -> None:
     for options, task in results[len(GIVEN) : len(GIVEN) + len(DEFAULT)]:
         assert "flavor" not in options and "sharpness" not in task  # defaults are not sent
 
 
-def test_their_ranges_are_kept(results: list[Any]) -> None:
+def test_ranges_of_new_options_are_checked(results: list[Any]) -> None:
     errors = results[len(GIVEN) + len(DEFAULT) : -1]
     assert [status for status, _ in errors] == [400] * 4
     assert [error["param"] for _, error in errors] == ["flavor", "flavor", "sampling_params.sharpness", "sharpness"]
@@ -77,7 +77,7 @@ def test_their_ranges_are_kept(results: list[Any]) -> None:
     assert errors[2][1]["message"] == "sampling_params.sharpness must be from 0 to 3, got 3.5"
 
 
-def test_they_are_described(results: list[Any]) -> None:
+def test_new_options_are_in_the_openapi_document(results: list[Any]) -> None:
     schemas = results[-1]
     for name in ("GenerateBody", "CompletionBody", "ChatBody", "ResponsesBody"):
         assert schemas[name]["properties"]["flavor"]["anyOf"][0] == {"type": "string", "maxLength": 8}

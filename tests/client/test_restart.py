@@ -151,7 +151,7 @@ def test_an_unforeseen_error_of_a_restart_ends_the_waiting(
     assert "Traceback" in caplog.text
 
 
-def test_what_a_start_lacks_may_be_there_a_little_later(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_restart_is_tried_again(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mode("serve")
     monkeypatch.setattr(engine_client, "RETRY", (0.01, 0.02))
 
@@ -306,17 +306,17 @@ def test_an_engine_is_told_what_was_announced_to_the_one_before(tmp_path: Path) 
     asyncio.run(scene())
 
 
-def test_who_is_told_of_an_engine_that_has_ended_already_waits_for_the_next(mode: Any) -> None:
+def test_an_announced_engine_that_has_ended_is_skipped(mode: Any) -> None:
     mode("serve")
 
     async def scene() -> None:
-        first, gone_already, third, other = make(0), make(0), make(0), make(1)
+        first, second, third, other = make(0), make(0), make(0), make(1)
         await first.start()
-        await gone_already.start()
+        await second.start()
         await third.start()
         await other.connect(first.engine[0], pid=first.engine[1], name="api-0")
-        ended = gone_already.engine
-        await gone_already.shutdown()
+        ended = second.engine
+        await second.shutdown()
         other.rejoin(*ended)
         joining = other._engine._restarting
         assert joining is not None

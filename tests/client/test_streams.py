@@ -64,7 +64,7 @@ def test_deltas_stream_and_add_up(play: Callable[..., None]) -> None:
     play(scene)
 
 
-def test_deltas_can_be_taken_by_who_must_not_wait(play: Callable[..., None]) -> None:
+def test_deltas_can_be_taken_without_waiting(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         stream, has_output = llm.stream([5], PLAIN, request_id="r"), asyncio.Event()
         stream.listen(has_output.set)

@@ -43,7 +43,7 @@ def two() -> Iterator[Server]:
         yield server
 
 
-def test_text_is_everywhere_and_in_the_engine_too(two: Server) -> None:
+def test_every_api_process_has_the_tokenizer(two: Server) -> None:
     params = {"structured_outputs": {"choice": ["yes", "no"]}, "seed": 1}
     for index in (0, 1):
         with via(two, index) as client:
@@ -250,7 +250,7 @@ def test_a_second_signal_aborts_what_runs() -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_is_told_to_stop_by_itself_hurts_no_other() -> None:
+def test_terminating_one_api_process_ends_only_its_requests() -> None:
     with Server("demo", *FLAGS, "--shutdown-timeout", "0") as server:
         with in_flight(server, (0, body("a")), (1, body("b", n=8, max_tokens=500))) as (aborted, other):
             server.api_processes()[0].terminate()

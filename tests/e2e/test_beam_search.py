@@ -26,7 +26,7 @@ def beams(server: Served, path: str = COMPLETIONS, **body: Any) -> dict[str, Any
     return good(server.post(path, {"use_beam_search": True, "n": 3, "max_tokens": 6, "return_token_ids": True} | body))
 
 
-def test_they_are_the_ones_of_the_offline_api(server: Served) -> None:
+def test_beams_of_the_server_equal_the_offline_api(server: Served) -> None:
     prompts = ["What is 47 + 38?", "Reverse the word hello."]
     with LLM("demo", dtype="float32") as llm:
         params = BeamSearchParams(beam_width=3, max_tokens=6, length_penalty=0.5, include_stop_str_in_output=True)
@@ -55,7 +55,7 @@ def test_chat_answers_with_the_best_first(server: Served) -> None:
     assert one["choices"][0]["token_ids"] == greedy["choices"][0]["token_ids"]
 
 
-def test_many_at_once_are_what_they_are_alone(server: Served) -> None:
+def test_concurrent_searches_equal_single_ones(server: Served) -> None:
     prompts = [f"What is {a} + {a + 1}?" for a in range(12)]
     alone = [beams(server, prompt=prompt)["choices"] for prompt in prompts]
     with ThreadPoolExecutor(12) as threads:
@@ -74,7 +74,7 @@ def test_many_at_once_are_what_they_are_alone(server: Served) -> None:
         ({"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"), ({"min_tokens": 2}, "min_tokens"),
     ],
 )  # fmt: skip
-def test_what_it_has_no_use_for_is_refused(server: Served, body: dict[str, Any], param: str) -> None:
+def test_fields_without_effect_on_a_beam_search_are_refused(server: Served, body: dict[str, Any], param: str) -> None:
     request_body = {"prompt": "a", "use_beam_search": True, "n": 3, "max_tokens": 6} | body
     answer = server.post(COMPLETIONS, request_body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text

@@ -54,7 +54,7 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("owner", "other"), OTHERS, ids=str)
-def test_a_tenants_outputs_draft_for_nobody_else(
+def test_outputs_are_drafts_only_for_their_tenant(
     server: Served, owner: dict[str, Any], other: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     prompt = [*PROMPT, 40 + request.node.callspec.indices["owner"]]  # each case has a prompt and groups of its own

@@ -81,7 +81,7 @@ def short_steps(checkpoint: Path) -> Iterator[LLM]:
         yield llm
 
 
-def test_the_cases_are_worth_comparing(expected: list[tuple[Any, ...]]) -> None:
+def test_outputs_of_the_cases_differ(expected: list[tuple[Any, ...]]) -> None:
     """Different requests have different, varied tokens: equality below means something."""
     assert len({tuple(tokens) for tokens, _ in expected}) == len(expected)
     assert sum(len(set(tokens)) for tokens, _ in expected) > 0.5 * sum(len(tokens) for tokens, _ in expected)
@@ -98,7 +98,7 @@ def test_the_cases_are_worth_comparing(expected: list[tuple[Any, ...]]) -> None:
     ],
     ids=["batched", "overlapped", "chunks of 7", "chunks of 16", "preempted"],
 )
-def test_same_bits_among_others(
+def test_batched_requests_have_the_bits_of_single_ones(
     checkpoint: Path, solo: tuple[list[tuple[Any, ...]], int], options: dict[str, Any]
 ) -> None:
     expected, per_token = solo

@@ -169,7 +169,7 @@ def test_without_the_compiled_extension_it_serves_on_torch_and_says_so_once(tmp_
         assert replies[0]["choices"] == replies[1]["choices"]
 
 
-def test_tls_files_that_are_none(tmp_path: Path) -> None:
+def test_invalid_tls_files_are_refused(tmp_path: Path) -> None:
     junk = tmp_path / "junk.pem"
     junk.write_text("no certificate")
     done = run("serve", "demo", "--port", "0", "--ssl-keyfile", str(junk), "--ssl-certfile", str(junk))
@@ -200,7 +200,7 @@ def test_without_file_descriptors_it_hangs_up_and_serves_again_when_there_are_so
 @pytest.mark.second_try(
     "it measures processor time of two seconds, into which a metrics scrape or a late garbage collection may fall"
 )
-def test_idle_costs_no_cpu(demo: Server) -> None:
+def test_an_idle_server_uses_no_cpu(demo: Server) -> None:
     demo.generate([5, 6, 7], max_tokens=4)
     time.sleep(1.0)
     processes = [demo.engine(), psutil.Process(demo.process.pid)]

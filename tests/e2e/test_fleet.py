@@ -30,7 +30,7 @@ def replies(server: Server) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_a_mixed_fleet_of_one_arithmetic_answers_alike() -> None:
+def test_servers_with_one_arithmetic_give_equal_replies() -> None:
     answers, fingerprints = [], set()
     for kernels in (FMA[0], FMA[-1]):
         with Server("demo", "--cpu-arithmetic", "fma", "--cpu-kernels", kernels) as server:

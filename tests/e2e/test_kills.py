@@ -193,7 +193,7 @@ def test_kill_9_of_each_process(model: Path, tmp_path: Path, layout: str, kind: 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_kill_9_of_what_is_replaced(model: Path, tmp_path: Path, layout: str) -> None:
+def test_kill_9_of_replaceable_processes(model: Path, tmp_path: Path, layout: str) -> None:
     with served(model, tmp_path / "t", *LAYOUTS[layout], "--restart-engine", "20") as (server, load):
         for kind, count in KINDS[layout].items():
             for number in range(count if kind != "front end" else 0):

@@ -69,7 +69,7 @@ def test_a_body_without_a_length_is_refused_as_soon_as_it_is_too_long(small: Ser
         assert refused(reply(sock)), "it did not wait for the end"
 
 
-def test_who_does_not_read_holds_up_nobody(small: Server) -> None:
+def test_clients_that_do_not_read_delay_no_other_client(small: Server) -> None:
     alone = small.generate(PROMPT, **PARAMS)["choices"]
     body = {"token_ids": PROMPT, "stream": True, "sampling_params": {
         "max_tokens": 1900, "n": 32, "logprobs": 20, "ignore_eos": True}}  # fmt: skip
@@ -84,7 +84,7 @@ def test_who_does_not_read_holds_up_nobody(small: Server) -> None:
     small.wait_idle()
 
 
-def test_who_never_ends_a_request_holds_up_nobody_and_leaves_nothing(small: Server) -> None:
+def test_unfinished_requests_delay_no_client_and_leak_nothing(small: Server) -> None:
     processes = [psutil.Process(small.process.pid)]
     small.get("/version")
     files = [process.num_fds() for process in processes]

@@ -209,7 +209,7 @@ def server(qwen3: Path) -> Iterator[Server]:
         assert not psutil.wait_procs(processes, timeout=10)[1]
 
 
-def test_the_size_is_said(server: Server) -> None:
+def test_the_world_size_is_reported(server: Server) -> None:
     info, state = server.get("/server_info").json(), server.get("/inference/v1/state").json()
     assert info["facts"]["tensor_parallel_size"] == state["tensor_parallel_size"] == 2
     assert server.get("/get_world_size").json() == {"world_size": 2}

@@ -98,7 +98,7 @@ def test_a_call_and_its_result_by_the_sdks_helpers(client: openai.OpenAI) -> Non
     assert client.responses.create(model="demo", input=history, max_output_tokens=8, tools=[TOOL]).usage
 
 
-def test_what_there_is_not_is_the_sdks_own_exceptions(client: openai.OpenAI, demo: Server) -> None:
+def test_unsupported_calls_raise_the_sdks_exceptions(client: openai.OpenAI, demo: Server) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         client.responses.create(**ASK, previous_response_id="resp_1")
     assert bad.value.param == "previous_response_id" and bad.value.code == "unsupported"

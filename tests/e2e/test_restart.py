@@ -149,7 +149,7 @@ def test_an_engine_that_slept_sleeps_on_and_pushed_weights_are_missed(tmp_path: 
 
 
 @pytest.mark.slow
-def test_no_more_than_so_often() -> None:
+def test_the_number_of_restarts_is_limited() -> None:
     with Server("demo", *FLAGS) as server:
         for count in (1, 2):
             server.engine().kill()

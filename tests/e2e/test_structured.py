@@ -53,7 +53,7 @@ def test_beside_others_every_row_is_what_it_is_alone(demo: Server) -> None:
             assert choice["text"] in ("yes", "no") and choice["stop_detail"]["kind"] == "grammar"
 
 
-def test_who_sits_out_steps_for_a_slow_mask_draws_the_same_tokens(demo: Server) -> None:
+def test_requests_withheld_for_a_slow_mask_sample_the_same_tokens(demo: Server) -> None:
     slow = body({"regex": r"(\w+\s*\d*){0,2000}", "unicode_classes": True}, max_tokens=12, ignore_eos=True, logprobs=2)
     requests = [slow | {"sampling_params": slow["sampling_params"] | {"seed": seed}} for seed in range(3)]
     alone = [choices(demo, request) for request in requests]
@@ -86,7 +86,7 @@ def test_what_cannot_be_compiled_is_refused_before_a_stream(demo: Server, stream
 
 
 @pytest.mark.slow
-def test_a_bomb_holds_up_nobody(demo: Server) -> None:
+def test_a_costly_grammar_delays_no_other_request(demo: Server) -> None:
     with ThreadPoolExecutor(1) as pool:
         bomb = pool.submit(httpx.post, demo.url + GENERATE, json=body({"grammar": BOMB}), timeout=120)
         served = 0

@@ -220,12 +220,12 @@ def test_a_weight_update_changes_the_requests_of_adapters_too(depth: int) -> Non
 
 
 @pytest.mark.parametrize("name", ["", "x" * (MAX_NAME + 1), "a\nb", "a\x00"])
-def test_names_that_are_none(name: str) -> None:
+def test_invalid_adapter_names_are_refused(name: str) -> None:
     reply = load(make(), name)
     assert (reply.status, reply.field) == (400, "lora_name")
 
 
-def test_the_longest_name_is_one_and_a_client_may_not_load_from_anywhere() -> None:
+def test_the_longest_name_is_valid_and_clients_load_from_allowed_directories() -> None:
     engine = make()
     assert load(engine, "x" * MAX_NAME).error is None and engine.executor.adapter_from_anywhere is False
 

@@ -131,7 +131,7 @@ def test_all_choices_or_none() -> None:
     assert waiting(engine, "e", 4) == "queue_full"
 
 
-def test_no_queue_at_all() -> None:
+def test_without_a_queue_only_free_slots_admit() -> None:
     engine = Engine(max_num_seqs=2, max_queued_requests=0)
     assert [waiting(engine, key, 4) for key in "abc"] == ["", "", "queue_full"]
     engine.step()
@@ -168,7 +168,7 @@ def test_free_slots_do_not_count_while_blocks_are_missing() -> None:
 
 
 @DEPTHS
-def test_who_had_a_slot_once_is_not_queued(depth: int) -> None:
+def test_a_preempted_request_is_not_counted_in_the_queue(depth: int) -> None:
     engine = Engine(num_blocks=8, context=32, depth=depth, max_num_seqs=2, max_queued_requests=1)
     for key in "ab":
         assert waiting(engine, key, 6) == ""
@@ -193,7 +193,7 @@ def test_a_deadline_in_the_queue_makes_room() -> None:
     assert waiting(engine, "c", 4) == ""
 
 
-def test_when_to_come_back_is_judged_by_the_pace_of_late() -> None:
+def test_retry_after_follows_from_the_recent_rate() -> None:
     engine = Engine(max_num_seqs=1, max_queued_requests=2)
     for number in range(5):  # one leaves the queue every 3 seconds
         assert engine.submit(f"r{number}", engine.make(f"r{number}", [3], max_tokens=1)).refusal == ""

@@ -421,7 +421,7 @@ def test_the_one_call_form_is_start_stage_and_commit() -> None:
     assert reply.status == 400 and state(engine) == "running"
 
 
-def test_nobody_else_has_a_part_in_a_whole_update() -> None:
+def test_update_weights_from_dir_excludes_other_calls_of_an_update() -> None:
     engine = busy()
     engine.executor.directories["d"] = ("w2", "first")
     engine.executor.slow = deque()
@@ -624,7 +624,7 @@ def test_kv_memory_can_be_given_back_alone() -> None:
     engine.check_complete("r0")
 
 
-def test_words_that_are_no_utf8_are_answered_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_with_invalid_utf8_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = busy()
     name = b"caf\xe9".decode(errors="surrogateescape")
 

@@ -376,7 +376,7 @@ def test_a_failing_step_raises_and_can_be_described() -> None:
     assert Engine().core.summary() == "no step was in flight"
 
 
-def test_requests_that_nobody_can_run_are_a_bug_not_a_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_requests_that_cannot_run_raise_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()
     engine.add("a", [3])
     monkeypatch.setattr(engine.core.cache, "allocate", lambda *_, **__: False)

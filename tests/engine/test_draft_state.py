@@ -50,7 +50,7 @@ def test_an_exchanged_token_keeps_the_alignment() -> None:
 
 
 @pytest.mark.parametrize("output", [[20, 21, 98, 99, 22, 23], [20, 21, 26, 27]], ids=["inserted", "left out"])
-def test_two_tokens_lead_back(output: list[int]) -> None:
+def test_after_two_matching_tokens_the_prediction_is_resumed(output: list[int]) -> None:
     tokens, state = predicted(range(20, 40))
     for token in output:
         tokens.append(token)
@@ -102,7 +102,7 @@ def test_random_corpora_propose_ids_of_their_own() -> None:
 # --- how many ---
 
 
-def test_free_drafts_are_all_taken_and_dear_ones_not() -> None:
+def test_drafts_are_chosen_by_cost_and_probability() -> None:
     costs = StepCosts()
     assert choose([[0.9] * 15], 1, 1, 99, costs) == [15]
     assert choose([[0.005, 0.005]], 1, 1, 99, costs) == [0]

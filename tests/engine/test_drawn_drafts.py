@@ -125,7 +125,7 @@ def test_passes_that_cost_as_much_as_steps_are_not_made() -> None:
     assert drawn.choose([good], [60], [0.0], [0], 1, costs)[0] > 2
 
 
-def test_what_was_not_worth_it_is_tried_again() -> None:
+def test_drafting_is_tried_again_after_a_number_of_tokens() -> None:
     drawn = DrawnDrafts(32, computes_prompts=False)
     one = request(draw_state=DrawState(0.05), num_output=3)
     assert chosen(drawn, one) == [0]

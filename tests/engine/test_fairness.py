@@ -153,7 +153,7 @@ def test_fairness_can_be_turned_off(depth: int) -> None:
     engine.check_empty()
 
 
-def test_who_is_more_urgent_is_not_displaced() -> None:
+def test_a_request_of_higher_priority_is_not_preempted() -> None:
     engine = Engine(scheduling_policy="priority", max_num_seqs=4)
     for i in range(4):
         engine.add(f"a{i}", [3, i], max_tokens=20, ignore_eos=True, client="a", priority=-1)

@@ -47,7 +47,7 @@ def test_gauges_stay_fresh_while_only_held_requests_run(depth: int) -> None:
 
 
 @DEPTHS
-def test_going_idle_is_told_once_to_everybody(depth: int) -> None:
+def test_idle_statistics_are_sent_once_to_each_front_end(depth: int) -> None:
     engine = Engine(depth=depth)
     engine.call("hello", owner=b"B")
     engine.add("a", [3], max_tokens=3, ignore_eos=True)
@@ -87,7 +87,7 @@ def test_a_front_end_that_has_left_leaves_nothing(depth: int) -> None:
     engine.check_empty()
 
 
-def test_stats_are_told_to_who_asks_ahead_of_the_reply() -> None:
+def test_requested_stats_are_sent_before_the_reply() -> None:
     engine = Engine()
     engine.add("a", [3], max_tokens=9, stream=False, ignore_eos=True)
     engine.steps(2)

@@ -106,7 +106,7 @@ def test_a_token_that_may_not_come_is_an_error() -> None:
         matcher(choice=["a"]).advance(*spelled("b"))
 
 
-def test_matchers_of_one_grammar_go_their_own_ways() -> None:
+def test_matchers_of_one_grammar_are_independent() -> None:
     actual = compiler().compile(StructuredOutputs(choice=["ab", "ba"]))
     one, other = Matcher(actual, ends=True), Matcher(actual, ends=True)
     one.advance(*spelled("a"))
@@ -296,7 +296,7 @@ def test_what_the_library_does_not_take_is_named(requested: dict[str, Any], fiel
         {"json": {"type": "string", "minLength": 10**9}}, {"grammar": 'start: start start | "a"'},
     ],
 )  # fmt: skip
-def test_large_things_are_followed_or_refused_token_by_token(requested: dict[str, Any]) -> None:
+def test_large_grammars_are_matched_or_refused(requested: dict[str, Any]) -> None:
     try:
         made = matcher(**requested)
         for _ in range(20):

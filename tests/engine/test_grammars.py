@@ -104,7 +104,9 @@ def test_a_refusal_is_not_kept_with_what_its_traceback_names(grammars: Grammars)
     assert named() is None and grammars.compile(StructuredOutputs(regex="[not closed")).done()
 
 
-def test_a_bomb_is_refused_at_once_the_second_time(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_costly_grammar_is_refused_at_once_the_second_time(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trials_module, "SECONDS", 0.5)
     with pytest.raises(RequestError, match="compiling it takes more than"):
         grammars.compile(StructuredOutputs(grammar=BOMB)).result(PATIENCE)

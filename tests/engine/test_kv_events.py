@@ -220,7 +220,7 @@ def test_a_request_for_a_replay_that_cannot_be_read_is_ignored(engines: list[Eng
     context.destroy(linger=0)
 
 
-def test_what_else_a_hash_covers_is_told() -> None:
+def test_events_have_the_extra_keys_of_a_hash() -> None:
     log = EventLog(2)
     hashes = [bytes([i]) * 32 for i in range(3)]
     feature = Feature("image", b"\xab", 3, 2, b"")

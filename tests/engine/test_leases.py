@@ -287,7 +287,7 @@ def test_a_pause_can_take_the_kv_of_what_is_in_flight(depth: int, drafts: bool) 
     engine.check_complete("long")
 
 
-def test_without_it_requests_read_kv_of_the_old_weights() -> None:
+def test_without_recompute_kv_requests_read_kv_of_the_old_weights() -> None:
     engine = busy()
     update(engine, "w2")
     engine.executor.only_own_kv = True

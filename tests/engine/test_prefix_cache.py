@@ -117,7 +117,7 @@ def test_a_replaced_adapter_finds_nothing_of_the_old_and_others_keep_theirs() ->
     cache.check()
 
 
-def test_names_cannot_be_shifted_into_each_other() -> None:
+def test_model_and_epoch_are_hashed_separately() -> None:
     one, two = make(model="ab", epoch=1), make(model="ab1", epoch=1)
     one._key = two._key
     assert one._root(BlockTable("")) != two._root(BlockTable(""))
@@ -199,7 +199,7 @@ def test_who_shares_the_next_block_with_one_that_is_computing_waits_for_it() -> 
     assert cache.lookup(second, tokens(10), 2) == 2
 
 
-def test_nobody_waits_for_a_block_it_cannot_use() -> None:
+def test_requests_do_not_wait_for_blocks_they_cannot_use() -> None:
     cache = make()
     cache.allocate(BlockTable(""), tokens(12), 0, reserve=0)
     assert cache.lookup(BlockTable(""), tokens(12), 0) == 0
@@ -207,7 +207,7 @@ def test_nobody_waits_for_a_block_it_cannot_use() -> None:
     assert hits(cache, tokens(12), "salt") == 0
 
 
-def test_a_promise_ends_with_its_request() -> None:
+def test_a_pending_block_ends_with_its_request() -> None:
     cache = make()
     first, second = BlockTable(""), BlockTable("")
     cache.allocate(first, tokens(12), 0, reserve=0)
@@ -218,7 +218,7 @@ def test_a_promise_ends_with_its_request() -> None:
     cache.check_idle()
 
 
-def test_a_promise_is_not_withdrawn_by_another_that_computes_the_same() -> None:
+def test_a_pending_block_outlasts_another_request_that_computes_it() -> None:
     cache = make()
     first, same, waiting = BlockTable(""), BlockTable(""), BlockTable("")
     cache.allocate(first, tokens(12), 0, reserve=0)

@@ -200,7 +200,7 @@ def test_hello_during_start_up_is_answered_when_ready(address: str) -> None:
 
 
 @DEPTHS
-def test_idle_is_asleep(address: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_engine_does_not_poll(address: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = []
     step = EngineCore.step
     monkeypatch.setattr(EngineCore, "step", lambda self: turns.append(0) or step(self))

@@ -126,7 +126,7 @@ def test_a_profile_may_begin_later(tmp_path: Path) -> None:
     assert engine.replies[-1].error is None
 
 
-def test_twice_is_a_conflict_and_so_is_none(tmp_path: Path) -> None:
+def test_starting_twice_and_stopping_without_a_start_are_conflicts(tmp_path: Path) -> None:
     engine = Profiled(tmp_path, slow=True)
     engine.call("stop_profile")
     assert engine.replies[-1].status == 409

@@ -14,7 +14,7 @@ def listed(engine: Engine, limit: int = 100) -> Any:
     return reply.result
 
 
-def test_nothing() -> None:
+def test_an_idle_engine_lists_no_requests() -> None:
     engine = Engine()
     assert listed(engine) == {"weight_version": engine.core.scheduler.weights.version, "total": 0, "requests": []}
 

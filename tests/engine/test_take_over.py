@@ -42,7 +42,7 @@ def refuses(engine: Engine) -> str:
     return submit_reply.message
 
 
-def test_nothing_special_is_nothing_special() -> None:
+def test_a_ready_state_is_taken_over() -> None:
     other = successor(busy())
     assert status(other) == Status(weight_version="v1") and serves(other) == "v1"
 

@@ -96,7 +96,7 @@ def test_the_process_shares_this_session_so_its_priority_counts(trials: Trials) 
     assert psutil.Process(trials.pid).nice() == NICENESS
 
 
-def test_a_bomb_is_refused_and_leaves_nothing_behind(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_costly_grammar_is_refused_and_its_trial_ends(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SECONDS", 0.5)
     refusal = costly(trials).result
     assert isinstance(refusal, RequestError) and "compiling it takes more than 0.5 s" in refusal.message

@@ -50,7 +50,7 @@ def test_every_metric_and_label_of_a_query_is_exported(exported: dict[str, set[s
         assert query.count("(") == query.count(")") and query.count("{") == query.count("}"), query
 
 
-def test_the_dashboard_is_whole() -> None:
+def test_the_dashboard_is_consistent() -> None:
     board = json.loads((FOLDER / "grafana.json").read_text())
     ids = [panel["id"] for panel in board["panels"]]
     assert len(set(ids)) == len(ids) and board["uid"] == "tokserve"

@@ -153,7 +153,7 @@ def test_forward_and_sample_alternate(depth: int) -> None:
 
 
 @DEPTHS
-def test_all_of_the_runners_life_is_in_one_thread(depth: int) -> None:
+def test_the_runner_is_used_in_one_thread(depth: int) -> None:
     executor, _ = started(depth)
     run(executor, 0).result()
     executor.call("x", {})

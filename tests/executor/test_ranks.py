@@ -182,7 +182,7 @@ def test_only_ranks_that_know_the_key_join(keys: tuple[str, str], monkeypatch: p
     listener.close()
 
 
-def test_who_dribbles_its_proof_holds_up_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_handshake_delays_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "SECONDS", 0.3)
     listener = SocketListener(("127.0.0.1", 0), b"key")
     host, port = listener.address.split(":")
@@ -201,7 +201,7 @@ def test_who_dribbles_its_proof_holds_up_no_rank(monkeypatch: pytest.MonkeyPatch
     listener.close()
 
 
-def test_what_comes_to_the_listener_may_be_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_at_the_listener_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "SECONDS", 0.5)
     listener = SocketListener(("127.0.0.1", 0))
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"", b"\x01" + bytes(7) + b"\xc1"):
@@ -231,7 +231,7 @@ def test_a_rank_that_inherits_its_socket_joins_or_says_nonsense() -> None:
         channel.close()
 
 
-def test_what_replies_amount_to() -> None:
+def test_replies_of_ranks_are_merged() -> None:
     assert merge.results("begin_update", [True, False]) is False
     assert merge.results("checksums", [{"a": "1"}, {"a": "2"}]) == {"rank0.a": "1", "rank1.a": "2"}
     assert merge.results("collective_rpc", [1, 2]) == [1, 2]

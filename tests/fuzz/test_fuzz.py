@@ -7,12 +7,12 @@ from tokserve import log
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_unexpected(name: str) -> None:
+def test_fuzzed_inputs_raise_only_expected_errors(name: str) -> None:
     fuzz(name, 1500)
     assert log.request_id.get() is None  # a request's id stays in the request's context
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_unexpected_for_longer(name: str) -> None:
+def test_many_fuzzed_inputs_raise_only_expected_errors(name: str) -> None:
     fuzz(name, 100_000, seed=1)

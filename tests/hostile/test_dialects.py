@@ -72,5 +72,5 @@ def test_masks(scene: Scene) -> None:
     assert served.status == 200 and served.size > 1e6
 
 
-def test_choices_that_are_left(scene: Scene) -> None:
+def test_many_choices_of_disconnected_clients(scene: Scene) -> None:
     assert not scene.under(dialects.many_choices_left)

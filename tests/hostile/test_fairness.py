@@ -140,7 +140,7 @@ def test_a_header_tells_the_clients_of_a_proxy_apart() -> None:
 @pytest.mark.slow
 @pytest.mark.second_try("it counts rounds in seconds and resident memory: a stalled machine has fewer and more")
 @pytest.mark.parametrize("attack", attacks.ATTACKS, ids=lambda attack: attack.__name__)
-def test_a_bystander_gets_its_bits(attack: Any) -> None:
+def test_other_clients_get_the_same_bits_during_attacks(attack: Any) -> None:
     with Server("demo", "--kv-cache-memory-bytes", "64M") as server:  # pages count when they are used first
         bystander = Bystander(server.url)
         asyncio.run(bystander.run_during([], 2.0))

@@ -65,7 +65,7 @@ def test_a_limit_that_is_reached_later_is_the_grammars_fault(server: Server) -> 
     assert error["param"] == "sampling_params.structured_outputs" and "cannot be followed" in error["message"]
 
 
-def test_a_cheap_grammar_does_not_wait_for_bombs(server: Server) -> None:
+def test_a_cheap_grammar_does_not_wait_for_costly_ones(server: Server) -> None:
     with ThreadPoolExecutor(12) as pool:
         sent = [pool.submit(httpx.post, server.url + GENERATE, json=body(bomb(i)), timeout=120) for i in range(12)]
         for number in range(3):
@@ -79,7 +79,7 @@ def test_a_cheap_grammar_does_not_wait_for_bombs(server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_a_bomb_is_refused_at_once_the_second_time(server: Server) -> None:
+def test_a_costly_grammar_is_refused_at_once_the_second_time(server: Server) -> None:
     first = server.post(GENERATE, body(bomb(77)))
     assert first.status_code == 400
     refused = server.metric("tokserve:grammar_refusals_total")
@@ -88,7 +88,7 @@ def test_a_bomb_is_refused_at_once_the_second_time(server: Server) -> None:
     assert server.metric("tokserve:grammar_refusals_total") == refused, "it was tried again"
 
 
-def test_nobody_waits_for_the_bombs_of_clients_that_have_gone(server: Server) -> None:
+def test_costly_grammars_of_disconnected_clients_are_cancelled(server: Server) -> None:
     asyncio.run(attacks.bombs_and_away(server.url, random.Random(1), time.monotonic() + 1.0))
     until_quiet(server)
 
@@ -115,7 +115,7 @@ def test_many_large_grammars_stay_within_the_cache() -> None:
 @pytest.mark.slow
 @pytest.mark.second_try("it counts rounds in seconds and resident memory: a stalled machine has fewer and more")
 @pytest.mark.parametrize("attack", attacks.ATTACKS, ids=lambda attack: attack.__name__)
-def test_a_bystander_gets_its_bits(attack: attacks.Attack) -> None:
+def test_other_clients_get_the_same_bits_during_attacks(attack: attacks.Attack) -> None:
     with Server("demo") as server:
         bystander = Bystander(server.url)
         asyncio.run(bystander.run_during([], 1.0))

@@ -71,7 +71,7 @@ def test_unknown_shards_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8"])
-def test_the_unpacked_shards_are_dropped(quantization: str) -> None:
+def test_unpacked_shards_are_freed(quantization: str) -> None:
     layer = Linear(8, SHARDS, LayerOptions(torch.float32, METHODS[quantization]))
     unpacked = []
     for shard, outputs in SHARDS.items():

@@ -63,7 +63,7 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 80, 2])
-def test_default(dim: int) -> None:
+def test_the_default_table_equals_its_formula(dim: int) -> None:
     frequencies = torch.tensor([THETA ** (-2 * i / dim) for i in range(dim // 2)], dtype=torch.float32)
     assert_same(rope_table(RopeSpec(dim, THETA), POSITIONS), table_of(frequencies, 1.0, POSITIONS))
 

@@ -240,7 +240,7 @@ def test_a_text_that_spells_the_placeholder_is_no_image(
     assert error.status == 400 and error.field == field
 
 
-def test_a_template_that_leaves_images_out_is_the_fault(template: ChatTemplate) -> None:
+def test_a_template_that_omits_images_is_an_error(template: ChatTemplate) -> None:
     user = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": PIXEL}}]}
     for source in ("{% for m in messages %}{{ m.content }}{% endfor %}", "x"):
         with pytest.raises(RequestError, match="for 1 images") as caught:
@@ -248,7 +248,7 @@ def test_a_template_that_leaves_images_out_is_the_fault(template: ChatTemplate) 
         assert caught.value.field == "messages"
 
 
-def test_images_have_their_place(template: ChatTemplate) -> None:
+def test_images_are_refused_in_system_and_continued_messages(template: ChatTemplate) -> None:
     url = {"type": "image_url", "image_url": {"url": PIXEL}}
     assert error_of(template, {"role": "system", "content": [url]}).field == "messages[0].content[0].type"
     last = {"role": "assistant", "content": ["a", url]}

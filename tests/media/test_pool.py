@@ -91,7 +91,7 @@ def test_an_image_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatc
     workers.close()
 
 
-def test_an_error_of_the_server_itself_loses_one_image(workers: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_fails_one_image(workers: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(message: object) -> bytearray:
         raise MemoryError
 

@@ -49,7 +49,7 @@ def test_a_data_url_is_its_bytes(size: int) -> None:
     assert read(MediaConfig(), data_url(content)) == [content]
 
 
-def test_the_head_of_a_data_url_is_not_looked_at_but_for_base64() -> None:
+def test_only_base64_is_read_from_the_head_of_a_data_url() -> None:
     for head in ("data:image/jpeg;charset=x;base64,", "DATA:;BASE64,", "data:text/plain;base64,"):
         assert read(MediaConfig(), data_url(b"abc", head)) == [b"abc"]
 

@@ -79,7 +79,7 @@ def test_patches_are_those_of_transformers(reader: ImageReader) -> None:
         np.testing.assert_allclose(patches, expected["pixel_values"], atol=1e-6)
 
 
-def test_it_starts_no_threads(reader: ImageReader) -> None:
+def test_the_worker_has_one_thread(reader: ImageReader) -> None:
     read(reader, file_of(picture(40, 32)))
     (pid,) = reader.pool.pids
     assert len(os.listdir(f"/proc/{pid}/task")) == 1

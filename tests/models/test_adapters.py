@@ -108,7 +108,7 @@ def test_names_of_a_state_dict_and_of_a_model_without_head_are_known(base: Path,
         ({"r": 8}, "expected [8, 64], found [4, 64]"),
     ],
 )
-def test_what_the_configuration_asks_for_in_vain(
+def test_unsupported_adapter_options_are_refused(
     base: Path, tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     directory = write_adapter(tmp_path, base, rank=4)
@@ -137,7 +137,7 @@ def test_tensors_that_do_not_fit_are_named(base: Path, tmp_path: Path, tensors: 
     assert words in refusal(write_adapter(tmp_path, base, rank=4, tensors=tensors))
 
 
-def test_files_that_are_none(base: Path, tmp_path: Path) -> None:
+def test_missing_and_invalid_adapter_files_are_named(base: Path, tmp_path: Path) -> None:
     assert adapters.CONFIG in refusal(tmp_path)
     directory = write_adapter(tmp_path, base)
     (directory / adapters.TENSORS).rename(directory / "adapter_model.bin")

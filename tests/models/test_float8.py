@@ -247,7 +247,7 @@ def test_scales_that_are_missing_or_misshapen_are_named(tmp_path: Path) -> None:
         ([1], "is not an object"),
     ],
 )
-def test_other_ways_are_refused_by_name(tmp_path: Path, config: Any, words: str) -> None:
+def test_other_float8_formats_are_refused_by_name(tmp_path: Path, config: Any, words: str) -> None:
     directory = write_checkpoint(tmp_path, HF)
     (directory / "config.json").write_text(json.dumps(HF | {"quantization_config": config}))
     message = refusal(directory)

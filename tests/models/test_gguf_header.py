@@ -112,7 +112,7 @@ def test_shards_are_one_model_and_a_missing_one_is_named(tmp_path: Path) -> None
         checkpoint.locate(str(shards[0]))
 
 
-def test_people_read_the_name_of_the_file_and_its_types(tmp_path: Path) -> None:
+def test_messages_have_the_name_of_a_gguf_file_and_its_types(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     gguf_models.write(path, "qwen3", "Q4_0", value_kind="Q8_0")
     directory = checkpoint.locate(str(path))

@@ -62,7 +62,7 @@ def test_one_tensor_for_all_experts_is_the_same_model(family: str, tmp_path: Pat
     assert torch.equal(prefill(opened(directory), IDS), expected)
 
 
-def test_what_is_there_twice_or_not_at_all_is_named(tmp_path: Path) -> None:
+def test_duplicate_and_missing_experts_are_named(tmp_path: Path) -> None:
     directory, tensors = written(tmp_path, "qwen3_moe")
     both = stacked(tensors, STACKED["qwen3_moe"])
     extra = "model.layers.0.mlp.experts.3.up_proj.weight"

@@ -74,7 +74,7 @@ def test_an_error_is_the_callers() -> None:
     assert (refused.value.field, refused.value.code) == ("p", "c")
 
 
-def test_what_is_closed_says_so() -> None:
+def test_a_closed_client_raises_client_closed() -> None:
     client = rl.Client("http://nowhere")
     client.close()
     client.close()

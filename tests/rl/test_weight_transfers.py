@@ -105,7 +105,7 @@ class DeafGroup:
 
 
 @pytest.mark.parametrize("failure", [refusal(400), httpx.ReadError("cut")], ids=["refused", "cut"])
-def test_nobody_goes_on_sending_what_the_server_does_not_receive(failure: Answer) -> None:
+def test_sending_stops_if_the_server_stops_receiving(failure: Answer) -> None:
     group = DeafGroup()
 
     async def push(client: rl.AsyncClient) -> None:
@@ -365,7 +365,7 @@ def test_a_directory_is_continued_where_it_ended(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_version_that_is_pushed_again_has_a_way(tmp_path: Path) -> None:
+def test_a_version_can_be_pushed_again(tmp_path: Path) -> None:
     """The trainer has not heard whether its push was a success."""
     weights = {"a": torch.zeros(300)}
 

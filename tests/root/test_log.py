@@ -48,7 +48,7 @@ def test_json(written: Lines) -> None:
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_no_client_can_forge_a_line(written: Lines, form: log.Format) -> None:
+def test_no_message_can_forge_a_line(written: Lines, form: log.Format) -> None:
     log.setup("server", form=form)
     evil = "x\n2026-01-01 00:00:00 INFO    server tokserve: forged\r\x1b[2J\x00"
     logger.info("id %s", evil, extra={"request_id": evil})
@@ -57,7 +57,7 @@ def test_no_client_can_forge_a_line(written: Lines, form: log.Format) -> None:
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_nor_in_a_traceback(written: Lines, form: log.Format) -> None:
+def test_no_exception_can_forge_a_line(written: Lines, form: log.Format) -> None:
     log.setup("server", form=form)
     try:
         raise ValueError("x\n2026-01-01 00:00:00 INFO    server tokserve: forged")

@@ -29,7 +29,7 @@ def test_the_main_module_of_a_process_starts_no_threads(module: str) -> None:
     assert imported(CODE.replace("MODULE", module)) == ["1", "None"]
 
 
-def test_what_the_user_says_holds() -> None:
+def test_variables_of_the_user_are_kept() -> None:
     assert imported(CODE.replace("MODULE", "engine.process"), **{VARIABLE: "2"}) == [str(min(2, CPUS)), "2"]
 
 

@@ -105,7 +105,7 @@ def test_bits_are_those_of_the_cpu(staged: Loaded, alone: list[tuple[object, ...
 SCORED = 3 * 4 * 64 * 320  # logits of the longest prompt in a step, and what is made of them
 
 
-def test_what_graphs_take_is_kept_free(staged: Loaded) -> None:
+def test_the_memory_of_graphs_is_reserved(staged: Loaded) -> None:
     runner, facts, _ = staged
     step = 1 << 20  # what the fake device reports for each run
     logits, hidden = 4 * 320 * 24, 4 * 64 * 64  # one place for all decode steps, one for all prompts
@@ -278,7 +278,7 @@ def refuse(*_: object) -> object:
     raise AssertionError("a step reads a tensor on the host")
 
 
-def test_a_slot_entered_again_does_not_learn_what_its_last_owner_drew(staged: Loaded) -> None:
+def test_a_reused_slot_does_not_take_the_last_requests_tokens(staged: Loaded) -> None:
     runner, _, _ = staged
     params = SamplingParams(temperature=0.0, max_tokens=4)
     first = NewRow(3, "a", np.arange(5, dtype=np.int32), 5, params, 0, ())
@@ -311,7 +311,7 @@ def test_batches_are_those_of_the_hosts_tables() -> None:
             assert torch.equal(getattr(host.columns(*rows), name), getattr(staged.columns(), name))
 
 
-def test_a_padded_batch_fills_up_with_a_row_of_nobodys_page() -> None:
+def test_a_batch_is_padded_with_a_row_of_the_padding_block() -> None:
     staged = DeviceSlots(FakeDevice(), 6, 50, 4, padding_block=999)
     staged.assign(NewRow(2, "", np.arange(50, dtype=np.int32), 10, SamplingParams(), 0, ()))
     staged.extend(2, 0, [5, 6])
@@ -327,7 +327,7 @@ def test_a_padded_batch_fills_up_with_a_row_of_nobodys_page() -> None:
     assert batch.input_ids.tolist() == [77, 0, 0, 0]
 
 
-def test_a_padded_prompt_fills_up_with_tokens_of_nobodys_page() -> None:
+def test_a_prompt_is_padded_with_tokens_of_the_padding_block() -> None:
     staged = DeviceSlots(FakeDevice(), 6, 50, 4, padding_block=999)
     for slot, tokens in ((2, 10), (4, 20)):
         staged.assign(NewRow(slot, "", np.arange(50, dtype=np.int32) + slot, tokens, SamplingParams(), 0, ()))
@@ -382,7 +382,7 @@ def test_steps_with_few_tokens_fit_their_graph(most: int) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 24, 100, 256, 300, 4096])
-def test_buckets_reach_exactly_the_most(most: int) -> None:
+def test_the_largest_bucket_is_the_maximum(most: int) -> None:
     sizes = decode_sizes(most)
     assert sizes == sorted(set(sizes)) and sizes[-1] == most and sizes[0] == 1
     assert all(size <= most for size in sizes)

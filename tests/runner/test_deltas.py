@@ -545,7 +545,7 @@ def test_masters_are_rounded_as_torch_rounds_them(dtype: torch.dtype, masters: t
 
 
 @pytest.mark.usefixtures("loops")
-def test_sums_as_documented() -> None:
+def test_checksums_equal_their_documented_definition() -> None:
     """Against the definition in docs/rl.md, in plain integers; and a change is the difference of two sums."""
 
     def factor(number: int) -> int:

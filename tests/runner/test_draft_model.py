@@ -181,7 +181,7 @@ def test_rows_with_one_prompt_compute_it_once(loaded: Callable[..., Loaded]) -> 
     free(runner, 0, 1)
 
 
-def test_pages_that_were_given_back_are_not_found(loaded: Callable[..., Loaded]) -> None:
+def test_released_pages_are_not_reused(loaded: Callable[..., Loaded]) -> None:
     runner, _ = loaded("same")
     tokens = prompt(33, 11)
     enter(runner, 0, tokens, [0, 1, 2])
@@ -223,7 +223,7 @@ def test_the_quantized_copy_follows_the_weights(tmp_path: Path) -> None:
     copies.on_weights_lost(runner.model)  # again
 
 
-def test_what_cannot_draft_is_refused(tmp_path: Path) -> None:
+def test_unsuitable_draft_models_are_refused(tmp_path: Path) -> None:
     draft = tmp_path / "draft"
     draft.mkdir()
     (draft / "config.json").write_text(json.dumps(smaller(vocab=300)))

@@ -82,7 +82,7 @@ def test_damage_is_noticed_and_the_file_deleted(tmp_path: Path, damage: Callable
     assert not path.exists() and read(some, 1) is None and read(some, 2) == bytes(content(2))
 
 
-def test_those_used_least_recently_make_room(tmp_path: Path) -> None:
+def test_the_least_recently_used_files_are_deleted(tmp_path: Path) -> None:
     some = files(tmp_path, 3)
     some.write(OTHER, key(9), content(9))
     some.write(ID, key(1), content(1))
@@ -126,9 +126,7 @@ def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
     assert foreign.read_text() == "mine" and not part.exists() and not list(tmp_path.glob("*/*/*.kv"))
 
 
-def test_a_disk_that_takes_no_more_costs_an_attempt_now_and_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_writes_to_a_full_disk_are_tried_again_occasionally(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     some = files(tmp_path)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))

@@ -20,7 +20,7 @@ def blocks(seqs: int = 4, length: int = 100, free: int = GIB, **options: object)
     return actual.num_blocks
 
 
-def test_default_is_what_full_contexts_need() -> None:
+def test_the_default_cache_holds_full_contexts() -> None:
     assert blocks() == 4 * 7
 
 

@@ -217,7 +217,7 @@ def test_pieces_are_bounded_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert make_runner(tmp_path, tiny_config("llama"))[0]._score_chunk == 40
 
 
-def test_what_the_last_owner_left_in_a_block_has_no_effect(
+def test_stale_values_in_a_block_have_no_effect(
     tmp_path: Path, loaded: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allocate = kvcache.allocate
@@ -236,7 +236,7 @@ def test_what_the_last_owner_left_in_a_block_has_no_effect(
         assert outcomes(Driver(runner, facts, seed=1).run(jobs()[:8], chunk=9)) == clean
 
 
-def test_a_request_with_nan_is_flagged_and_touches_nobody(tmp_path: Path) -> None:
+def test_a_request_with_nan_is_flagged_and_changes_no_other(tmp_path: Path) -> None:
     runner, facts = make_runner(tmp_path, tiny_config("llama"))
     name = "model.embed_tokens.weight"
     poison = dummy_values(name, (VOCAB, 64), 0, tied=False)

@@ -140,7 +140,7 @@ def test_any_seed_fits(seed: int) -> None:
     assert int(made.seeds[0]) % (1 << 64) == seed % (1 << 64)
 
 
-def test_a_decode_batch_is_filled_again_and_again(slots: HostSlots) -> None:
+def test_a_decode_batch_is_reused(slots: HostSlots) -> None:
     tokens = slots.tokens[4].copy()[:LENGTH]
     slots.assign(NewRow(4, "", tokens, 1, SamplingParams(), 0, (), adapter=1))
     filled = slots.decode_batch(2, [], adapters=True)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
-def test_two_ranks(wrapper: str, tmp_path: Path) -> None:
+def test_two_ranks_have_the_gradients_of_one(wrapper: str, tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "model", tiny_config("qwen3"))
     outs = [tmp_path / f"{rank}.pt" for rank in (0, 1)]
     command = [sys.executable, "-m", "tests.train.two_ranks", str(directory), str(tmp_path / "store"), wrapper]

@@ -169,7 +169,7 @@ def test_packed_rows_and_positions() -> None:
         model(ids, position_ids=torch.tensor([[0, 1, 2, 3, 7, 8]]))
 
 
-def test_it_stays_the_same_model(tmp_path: Path) -> None:
+def test_an_exact_model_keeps_its_class_and_interface(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "a", tiny_config("qwen2"))
     plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     kind, names = type(plain), [name for name, _ in plain.named_parameters()]
