@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from tokserve.errors import DeviceLost, RequestError, StartError
+from tokserve.executor import merge
 from tokserve.executor.channel import (
     Broken,
     Channel,
@@ -84,12 +85,11 @@ class Hub:
 
     def invoke(
         self, method: str, args: Sequence[dict[str, Any]], *, background: bool = False, lane: str = ""
-    ) -> Future[list[Any]]:
-        """Call a method on every rank with its arguments (see `Invoke`); the results by rank, or the first rank's
-        error."""
+    ) -> Future[Any]:
+        """Call a method on every rank with its arguments (see `Invoke`); the merged result, or an error of a rank."""
         with self._lock:
             self._last_call += 1
-            call = self._calls[self._last_call] = RankCall(len(self._channels), background)
+            call = self._calls[self._last_call] = RankCall(method, len(self._channels), background)
             number = self._last_call
         for rank in sorted(self._channels):
             self.send(Invoke(number, method, args[rank], background, lane), [rank])
@@ -191,11 +191,11 @@ class Hub:
 class RankCall:
     """A call of all ranks, and what has come back."""
 
-    def __init__(self, size: int, background: bool) -> None:
-        self.size, self.background = size, background
+    def __init__(self, method: str, size: int, background: bool) -> None:
+        self.method, self.size, self.background = method, size, background
         self.replies: dict[int, Returned] = {}
         self.failed = False
-        self.future: Future[list[Any]] = Future()
+        self.future: Future[Any] = Future()
 
     def finish(self) -> None:
         """Resolve the future: all replies are there."""
@@ -204,5 +204,8 @@ class RankCall:
         if errors:  # one that is the request's own fault says more than what followed from it elsewhere
             errors.sort(key=lambda error: not isinstance(error, RequestError) or error.status >= 500)
             self.future.set_exception(errors[0])
-        else:
-            self.future.set_result([reply.result for reply in replies])
+            return
+        try:
+            self.future.set_result(merge.results(self.method, [reply.result for reply in replies]))
+        except RequestError as error:
+            self.future.set_exception(error)

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
@@ -102,8 +103,8 @@ class RankWorker:
         self._opening, self._rank = opening, opening.rank
         self._channel, self._leave = channel, leave
         self._steps: queue.SimpleQueue[Begin | Forward | SampleStep | Invoke | End] = queue.SimpleQueue()
-        self._calls: queue.SimpleQueue[Invoke] = queue.SimpleQueue()  # of the background thread
-        self._lanes: dict[str, queue.SimpleQueue[Invoke]] = {}  # of copies of KV blocks
+        self._background = ThreadPoolExecutor(1, "weights")
+        self._lanes: dict[str, ThreadPoolExecutor] = {}  # of copies of KV blocks
         self._values: dict[str, queue.SimpleQueue[bytes]] = {}  # requested from the engine's store
         self._runner: Runner | None = None
         self._ending = False  # with an exit code of its own
@@ -123,7 +124,6 @@ class RankWorker:
             loaded = Loaded.of(self._load(begin))
             prepare_structs()
             self._channel.send(loaded)
-            self._start_calls("weights", self._calls, self._loaded().background)
             self._run_steps()
             return 0
         except StartError as error:
@@ -165,9 +165,11 @@ class RankWorker:
                     if self._runner is not None:
                         self._runner.interrupt()
                 elif isinstance(message, Invoke) and message.lane:
-                    self._lane(message.lane).put(message)
+                    if message.lane not in self._lanes:
+                        self._lanes[message.lane] = ThreadPoolExecutor(1, f"kv-{message.lane}")
+                    self._lanes[message.lane].submit(self._return, message, self._loaded().copy)
                 elif isinstance(message, Invoke) and message.background:
-                    self._calls.put(message)
+                    self._background.submit(self._return, message, self._loaded().background)
                 else:
                     self._steps.put(message)
         except (OSError, *UNREADABLE) as error:
@@ -175,23 +177,6 @@ class RankWorker:
                 return
             logger.info("the engine is gone (%s): leaving", error)
         self._leave(LOST)
-
-    def _lane(self, name: str) -> queue.SimpleQueue[Invoke]:
-        if name not in self._lanes:
-            calls = self._lanes[name] = queue.SimpleQueue()
-            self._start_calls(f"kv-{name}", calls, self._loaded().copy)
-        return self._lanes[name]
-
-    def _start_calls(
-        self, name: str, calls: queue.SimpleQueue[Invoke], method: Callable[[str, dict[str, Any]], Any]
-    ) -> None:
-        """Call `method` for each of these calls, in a thread of this name."""
-
-        def run() -> NoReturn:
-            while True:
-                self._return(calls.get(), method)
-
-        threading.Thread(target=run, name=name, daemon=True).start()
 
     def _loaded(self) -> Runner:
         assert self._runner is not None

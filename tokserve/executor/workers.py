@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,7 +20,7 @@ from tokserve import __version__
 from tokserve.config import Config
 from tokserve.config.parallel import sampling_rank
 from tokserve.engine_config import rank_config
-from tokserve.errors import RequestError, StartError
+from tokserve.errors import StartError
 from tokserve.executor import merge
 from tokserve.executor.channel import Begin, Channel, End, Forward, Interrupt, Loaded, SampleStep
 from tokserve.executor.hub import Hub
@@ -171,20 +170,16 @@ class WorkersExecutor:
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
         """Call on all ranks, after the steps begun so far, and wait."""
-        size = self._config.parallel.num_ranks
-        results = self._connected().invoke(method, [args] * size).result()
-        return merge.results(method, results)
+        return self._connected().invoke(method, [args] * self._config.parallel.num_ranks).result()
 
     def background(self, method: str, args: dict[str, Any]) -> Future[Any]:
         """Call on all ranks beside the steps."""
-        size = self._config.parallel.num_ranks
-        return _merged(method, self._connected().invoke(method, merge.args_of(method, args, size), background=True))
+        args_by_rank = merge.args_of(method, args, self._config.parallel.num_ranks)
+        return self._connected().invoke(method, args_by_rank, background=True)
 
     def copy(self, lane: str, method: str, args: dict[str, Any]) -> Future[Any]:
         """Call on all ranks: each copies its part of the blocks."""
-        return _merged(
-            method, self._connected().invoke(method, merge.copy_args(method, args, self._block_bytes), lane=lane)
-        )
+        return self._connected().invoke(method, merge.copy_args(method, args, self._block_bytes), lane=lane)
 
     def interrupt(self) -> None:
         """Make what the ranks wait for fail."""
@@ -217,20 +212,3 @@ class WorkersExecutor:
             raise RuntimeError("the executor was not started, or is closed")
         self._hub.check()
         return self._hub
-
-
-def _merged(method: str, results: Future[list[Any]]) -> Future[Any]:
-    merged: Future[Any] = Future()
-    results.add_done_callback(partial(_forward_merged, method, merged))
-    return merged
-
-
-def _forward_merged(method: str, merged: Future[Any], results: Future[list[Any]]) -> None:
-    error = results.exception()
-    if error is None:
-        try:
-            merged.set_result(merge.results(method, results.result()))
-            return
-        except RequestError as problem:
-            error = problem
-    merged.set_exception(error)
