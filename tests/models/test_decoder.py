@@ -20,7 +20,7 @@ from tokserve.models import dummy
 from tokserve.models.decoder import Decoder
 from tokserve.models.load import build, load
 from tokserve.models.registry import decoder_spec
-from tokserve.models.spec import AROUND, windowed
+from tokserve.models.spec import AROUND
 from tokserve.models.weights import load_into
 
 SLOW = {  # families whose parts are those of others
@@ -135,7 +135,7 @@ def test_blocks_need_not_be_alike() -> None:
     attention = first.attention
     other = replace(attention, kv_heads=4, dim=24, rope=RopeSpec(24, 500.0), scale=0.3, qk_norm=None, out_bias=True)
     blocks = (
-        replace(first, attention=windowed(attention, 9)),
+        replace(first, attention=replace(attention, window=9)),
         replace(second, attention=other, mlp=MLPSpec(96, "gelu_tanh", bias=True)),
         replace(third, norm=NormSpec(1e-5, offset=1.0), norms=AROUND),
     )

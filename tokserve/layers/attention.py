@@ -28,7 +28,7 @@ from tokserve.layers.rope import RopeSpec
 class AttentionSpec:
     """`heads` query heads share `kv_heads` key and value heads of `dim`; scores are multiplied by `scale`.
 
-    `kind`: a query of "window" attention sees the last `window` keys, itself included; of "full" attention, all.
+    `window` > 0: a query sees the last `window` keys, itself included; 0: it sees all.
     `softcap` > 0: a score s becomes softcap * tanh(s / softcap).  `qk_norm`: of each query and key head, or with
     `norm_scope` "all" of all heads of a token together, before the rotation, or with `norm_last` after it.
     `qkv_names`: the checkpoint's names of the tensors that form the first projection; the others are names, too.
@@ -42,7 +42,6 @@ class AttentionSpec:
     dim: int
     scale: float
     rope: RopeSpec
-    kind: Literal["full", "window"] = "full"
     window: int = 0
     qk_norm: NormSpec | None = None
     qkv_bias: bool = False
@@ -65,7 +64,7 @@ class Attention:
         group = options.group
         self.heads, self.kv_heads = group.share(spec.heads, "heads"), group.heads(spec.kv_heads, "kv heads").length
         self.dim = spec.dim
-        self.window = spec.window if spec.kind == "window" else 0
+        self.window = spec.window
         self.scale = spec.scale
         self.k_scale = self.v_scale = 1.0  # what a float8 cache's keys and values are multiplied by
         self.cache_scales: Tensor | None = None  # the same [2], for readers of a layer's tensors; None: both are 1

@@ -20,7 +20,7 @@ from tokserve.layers.linear import Linear
 from tokserve.layers.mlp import GatedMLP, MLPSpec
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import Span
-from tokserve.layers.parameter import Parameter, StoredWeight, owned_copy, part_of, under
+from tokserve.layers.parameter import Parameter, StoredWeight, as_dense, owned_copy, part_of, under
 from tokserve.layers.quant import Packed
 from tokserve.layers.quantized import QuantizedWeight
 
@@ -189,9 +189,7 @@ class Experts:
         """Take one projection of one expert; gate and up are packed together."""
         if tuple(tensor.shape) != self._shape(shard):
             raise ValueError(f"{shard}: expected {list(self._shape(shard))}, found {list(tensor.shape)}")
-        part = self._part(shard, tensor)
-        assert isinstance(part, Tensor)
-        self._load(expert, shard, part)
+        self._load(expert, shard, as_dense(self._part(shard, tensor)))
 
     def _load(self, expert: int, shard: str, tensor: Tensor) -> None:
         """Take this rank's part of it."""
@@ -215,7 +213,7 @@ class Experts:
             raise ValueError(f"{shard}: expected {list(self._shape(shard))}, found {list(weight.shape)}")
         part = self._part(shard, weight)
         if isinstance(part, Tensor) or not self.quant.accepts(part):
-            self._load(expert, shard, part if isinstance(part, Tensor) else part.dense())
+            self._load(expert, shard, as_dense(part))
             return
         weight = part
         if shard == "down":
@@ -247,7 +245,7 @@ class Experts:
                 if isinstance(part, QuantizedWeight) and self.quant.accepts(part):
                     self._pack_gated(expert, part, part.dense)
                     continue
-            rows = weight if isinstance(weight, Tensor) else weight.dense()
+            rows = as_dense(weight)
             rows = self._gate_up_rows(_deinterleaved(rows) if weights.interleaved else rows)
             self.gate_up[expert] = self.quant.pack_gated(rows.to(self.dtype))
 
@@ -256,30 +254,23 @@ class Experts:
         for expert in range(self.spec.experts):
             weight = self._part("down", weights.expert(expert))
             if isinstance(weight, Tensor) or not self.quant.accepts(weight):
-                rows = weight if isinstance(weight, Tensor) else weight.dense()
-                weight = rows.to(self.dtype)
+                weight = as_dense(weight).to(self.dtype)
             self.down[expert] = self.quant.pack(weight)
 
     def _gate_up_rows(self, rows: Tensor) -> Tensor:
         """This rank's rows of a gate above up [2I, ...]."""
-        part = self._part("both", rows)
-        assert isinstance(part, Tensor)
-        return part
+        return as_dense(self._part("both", rows))
 
     def load_gate_up(self, tensor: Tensor) -> None:
         for expert, rows in enumerate(_transposed(tensor) if self.spec.interleaved else tensor):
             halves = (rows[::2], rows[1::2]) if self.spec.interleaved else rows.chunk(2)
             for shard, half in zip(("gate", "up"), halves, strict=True):
-                part = self._part(shard, half)
-                assert isinstance(part, Tensor)
-                self._load(expert, shard, part)
+                self._load(expert, shard, as_dense(self._part(shard, half)))
 
     def load_down(self, tensor: Tensor) -> None:
         """Take the down projections of all experts."""
         for expert, weight in enumerate(_transposed(tensor) if self.spec.interleaved else tensor):
-            part = self._part("down", weight)
-            assert isinstance(part, Tensor)
-            self.down[expert] = self.quant.pack(_rows(part, self.dtype))
+            self.down[expert] = self.quant.pack(_rows(as_dense(self._part("down", weight)), self.dtype))
 
     def load_gate_up_bias(self, tensor: Tensor) -> None:
         assert self.gate_up_bias is not None

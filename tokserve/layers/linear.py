@@ -19,7 +19,7 @@ from tokserve import ops
 from tokserve.layers.lora import LoraSlots, LowRank
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import Span, Split
-from tokserve.layers.parameter import Parameter, StoredWeight, part_of
+from tokserve.layers.parameter import Parameter, StoredWeight, as_dense, part_of
 from tokserve.layers.places import NOWHERE, MatrixPlace, TensorPart, VectorPlace
 from tokserve.layers.quant import Packed, gated, pack_rows
 
@@ -100,9 +100,7 @@ class Linear:
     def load(self, shard: str, tensor: Tensor) -> None:
         """Take a shard's weight, of the checkpoint's shape; the last one packs the layer."""
         _check_shape(shard, tensor, self._shape(shard))
-        part = self.part(shard, tensor)
-        assert isinstance(part, Tensor)
-        self._load(shard, part)
+        self._load(shard, as_dense(self.part(shard, tensor)))
 
     def _load(self, shard: str, tensor: Tensor) -> None:
         """Take this rank's part of a shard's weight [size, inputs]."""
@@ -130,7 +128,7 @@ class Linear:
         _check_shape(shard, weight, self._shape(shard))
         part = self.part(shard, weight)
         if isinstance(part, Tensor) or not self.quant.accepts(part):
-            self._load(shard, part if isinstance(part, Tensor) else part.dense())
+            self._load(shard, as_dense(part))
             return
         self._stored[shard] = part.clone()
         if self._stored.keys() == self.shards.keys():

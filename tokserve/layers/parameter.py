@@ -85,6 +85,11 @@ class Parameter:
             self.load_stored(weight)
 
 
+def as_dense(weight: Tensor | StoredWeight) -> Tensor:
+    """The weight as a tensor of floats."""
+    return weight if isinstance(weight, Tensor) else weight.dense()
+
+
 def part_of(weight: Tensor | StoredWeight, dim: int, spans: Sequence[Span]) -> Tensor | StoredWeight:
     """Some rows (`dim` 0) or columns (1) of a weight, as it is stored if that can be divided so.  Columns are in one
     span."""
@@ -97,7 +102,7 @@ def part_of(weight: Tensor | StoredWeight, dim: int, spans: Sequence[Span]) -> T
         joined = first.joined(stored) if len(stored) == len(others) else None
         if joined is not None:
             return joined
-    return torch.cat([one if isinstance(one, Tensor) else one.dense() for one in parts])
+    return torch.cat([as_dense(one) for one in parts])
 
 
 def on_another_rank(named: dict[str, Parameter]) -> dict[str, Parameter]:

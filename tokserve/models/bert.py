@@ -15,7 +15,7 @@ from tokserve.layers.rope import NO_ROPE, RopeSpec
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.encoder import EncoderSpec
 from tokserve.models.rope_config import rope_by_type
-from tokserve.models.spec import ACTIVATIONS, BlockNorms, BlockSpec, Renames, head_size, refuse_unsupported
+from tokserve.models.spec import BlockNorms, BlockSpec, Renames, activation, head_size, refuse_unsupported
 
 OLDER = ((".LayerNorm.gamma", ".LayerNorm.weight"), (".LayerNorm.beta", ".LayerNorm.bias"))
 PARTS = (  # of BERT's checkpoints, behind a prefix that differs
@@ -55,8 +55,8 @@ def _bert(hf: Mapping[str, Any], base: str, head: EncoderHeadSpec | None) -> Enc
         qkv_names=("self.query", "self.key", "self.value"), out_name="output.dense",
     )  # fmt: skip
     mlp = MLPSpec(
-        fields.integer("intermediate_size"), _activation(fields, "hidden_act", "gelu"), bias=True, gated=False,
-        up_names=("intermediate.dense",), down_name="output.dense",
+        fields.integer("intermediate_size"), activation(fields, "hidden_act", "gelu", only_built_in=True), bias=True,
+        gated=False, up_names=("intermediate.dense",), down_name="output.dense",
     )  # fmt: skip
     norms = BlockNorms("", "attention.output.LayerNorm", "", "output.LayerNorm")
     block = BlockSpec(attention, mlp, norm, norms, mlp_name="", attention_name="attention")
@@ -79,13 +79,11 @@ def modern_bert(hf: Mapping[str, Any]) -> EncoderSpec:
     norm = NormSpec(fields.number("norm_eps", 1e-5), kind="layer", bias=fields.flag("norm_bias"))
     head = None
     if _ending(hf) in (classifier.SUFFIX, classifier.TOKEN_SUFFIX):
-        activation = _activation(fields, "classifier_activation", "gelu")
+        kind = activation(fields, "classifier_activation", "gelu", only_built_in=True)
         bias = fields.flag("classifier_bias")
-        head = EncoderHeadSpec(_labels(hf), "head.dense", activation, bias, norm, "head.norm")
-    mlp = MLPSpec(
-        fields.integer("intermediate_size"), _activation(fields, "hidden_activation", "gelu"), fields.flag("mlp_bias"),
-        up_names=("Wi",), down_name="Wo",
-    )  # fmt: skip
+        head = EncoderHeadSpec(_labels(hf), "head.dense", kind, bias, norm, "head.norm")
+    kind = activation(fields, "hidden_activation", "gelu", only_built_in=True)
+    mlp = MLPSpec(fields.integer("intermediate_size"), kind, fields.flag("mlp_bias"), up_names=("Wi",), down_name="Wo")
     positions = fields.integer("max_position_embeddings", 8192)
     blocks = tuple(
         BlockSpec(
@@ -123,7 +121,7 @@ def _modern_attention(fields: ConfigReader, positions: int) -> list[AttentionSpe
         specs.append(
             AttentionSpec(
                 **_heads(fields), rope=rope, qkv_bias=bias, out_bias=bias, qkv_names=("Wqkv",), out_name="Wo",
-                kind="full" if is_full else "window", window=0 if is_full else side + 1, ahead=0 if is_full else side,
+                window=0 if is_full else side + 1, ahead=0 if is_full else side,
             )
         )  # fmt: skip
     return specs
@@ -141,13 +139,6 @@ def _refuse_decoders(fields: ConfigReader) -> None:
     for name in ("is_decoder", "add_cross_attention"):
         if fields.flag(name):
             raise fields.refuse(name, "is true: this family is served as an encoder only")
-
-
-def _activation(fields: ConfigReader, attribute: str, absent: str) -> Any:
-    name = fields.text(attribute, absent)
-    if name not in ACTIVATIONS:
-        raise fields.refuse(attribute, f"{name!r} is not supported; supported are: {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
 
 
 def _renames(base: str, parts: Renames, unused: tuple[str, ...]) -> Renames:

@@ -9,7 +9,7 @@ from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import NO_ROPE
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.rope_config import rope
-from tokserve.models.spec import SINGLE, DecoderSpec, dense, every_but, head_size, window_size
+from tokserve.models.spec import SINGLE, DecoderSpec, dense, head_size, layer_windows, window_size
 
 MAX_POSITION = 8192
 
@@ -25,7 +25,8 @@ def cohere(hf: Mapping[str, Any]) -> DecoderSpec:
 def cohere2(hf: Mapping[str, Any]) -> DecoderSpec:
     """Command R7B and A: windows in three layers of four, which alone are rotated."""
     fields = ConfigReader(hf)
-    windows = every_but(fields, window_size(fields, 4096), fields.integer("sliding_window_pattern", 4))
+    every = fields.integer("sliding_window_pattern", 4)
+    windows = layer_windows(fields, window_size(fields, 4096), lambda layer: (layer + 1) % every != 0)
     return _cohere(fields, theta=1e4, windows=windows)
 
 

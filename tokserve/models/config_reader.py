@@ -28,46 +28,45 @@ class ConfigReader:
         """Whether the attribute is there and not null."""
         return self.values.get(name) is not None
 
-    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """An integer; null counts as absent; without a default it must be there."""
+    def _value(self, name: str, default: Any) -> Any:
+        """The attribute; `default` where it is absent or null.  Raises StartError if that is None."""
         value = self.values.get(name)
         value = default if value is None else value
         if value is None:
             raise self.refuse(name, "is missing")
+        return value
+
+    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """An integer; null counts as absent; without a default it must be there."""
+        value = self._value(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise self.refuse(name, f"must be an integer of at least {minimum}, found {value!r}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number; null counts as absent; without a default it must be there."""
-        value = self.values.get(name)
-        value = default if value is None else value
-        if value is None:
-            raise self.refuse(name, "is missing")
+        value = self._value(name, default)
         if not _is_positive(value):
             raise self.refuse(name, f"must be a positive number, found {value!r}")
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
         """A boolean; null counts as absent."""
-        value = self.values.get(name)
-        value = default if value is None else value
+        value = self._value(name, default)
         if not isinstance(value, bool):
             raise self.refuse(name, f"must be true or false, found {value!r}")
         return value
 
     def text(self, name: str, default: str) -> str:
         """A string; null counts as absent."""
-        value = self.values.get(name)
-        value = default if value is None else value
+        value = self._value(name, default)
         if not isinstance(value, str):
             raise self.refuse(name, f"must be a string, found {value!r}")
         return value
 
     def texts(self, name: str) -> list[str]:
         """A list of strings; empty if absent."""
-        value = self.values.get(name)
-        value = [] if value is None else value
+        value = self._value(name, [])
         if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
             raise self.refuse(name, f"must be a list of strings, found {value!r}")
         return value
@@ -83,16 +82,14 @@ class ConfigReader:
 
     def integers(self, name: str) -> list[int]:
         """A list of integers; empty if absent."""
-        value = self.values.get(name)
-        value = [] if value is None else value
+        value = self._value(name, [])
         if not isinstance(value, list) or not all(type(entry) is int for entry in value):
             raise self.refuse(name, f"must be a list of integers, found {value!r}")
         return value
 
     def inner(self, name: str) -> ConfigReader:
         """An object; empty if absent."""
-        value = self.values.get(name)
-        value = {} if value is None else value
+        value = self._value(name, {})
         if not isinstance(value, Mapping):
             raise self.refuse(name, f"must be an object, found {value!r}")
         return ConfigReader(value, f"{self.path}{name}.")

@@ -11,7 +11,7 @@ from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import yarn_scale
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.moe import grouped_router, routed_and_shared
-from tokserve.models.rope_config import rope
+from tokserve.models.rope_config import rope, rope_values
 from tokserve.models.spec import HEADLESS, BlockSpec, DecoderSpec, decoder, mlp, no_extra_layers
 
 SIZES = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512, "q_lora_rank": 1536}
@@ -106,8 +106,7 @@ def _attention(fields: ConfigReader, interleaved: bool, max_position: int, value
     positions = fields.integer("max_position_embeddings", max_position)
     table = rope(fields, rotated, positions, interleaved=interleaved)
     plain = fields.integer("qk_nope_head_dim")
-    scaling = fields.inner("rope_scaling")
-    scaling = scaling if scaling.values else fields.inner("rope_parameters")
+    scaling = rope_values(fields)
     stretched = table.kind != "default" and bool(scaling.values.get("mscale_all_dim"))
     mscale = yarn_scale(table.factor, scaling.number("mscale_all_dim")) if stretched else 1.0
     return LatentAttentionSpec(

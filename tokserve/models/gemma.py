@@ -22,11 +22,10 @@ from tokserve.models.spec import (
     DecoderSpec,
     attention,
     decoder,
-    every_but,
     head_size,
+    layer_windows,
     mlp,
     window_size,
-    windowed,
 )
 
 THETA, LOCAL_THETA = 1e6, 1e4  # of full attention and of windows, where the config gives none
@@ -49,14 +48,15 @@ def gemma2(hf: Mapping[str, Any]) -> DecoderSpec:
     """Gemma 2: soft-capped scores and logits, windows in every other layer."""
     fields = ConfigReader(hf)
     table = rope(fields, head_size(fields, 256), fields.integer("max_position_embeddings", 8192))
-    windows = every_but(fields, window_size(fields, 4096), 2)
+    windows = layer_windows(fields, window_size(fields, 4096), lambda layer: layer % 2 == 0)
     return _gemma(fields, (table,) * len(windows), windows, max_position=8192, caps=(50.0, 30.0))
 
 
 def gemma3(hf: Mapping[str, Any]) -> DecoderSpec:
     """Gemma 3 without its vision tower: norms of query and key heads, windows in five layers of six."""
     fields = ConfigReader(dict(hf) | {"attn_logit_softcapping": None})  # its attention does not read it
-    windows = every_but(fields, window_size(fields, 4096), fields.integer("sliding_window_pattern", 6))
+    every = fields.integer("sliding_window_pattern", 6)
+    windows = layer_windows(fields, window_size(fields, 4096), lambda layer: (layer + 1) % every != 0)
     full, local = ropes_with_windows(
         fields, head_size(fields, 256), fields.integer("max_position_embeddings", MAX_POSITION), THETA,
         fields.number("rope_local_base_freq", LOCAL_THETA),
@@ -102,7 +102,7 @@ def _gemma(
     return decoder(
         fields,
         tuple(
-            BlockSpec(windowed(replace(attend, rope=table), window), feed_forward, norm, norms)
+            BlockSpec(replace(attend, rope=table, window=window), feed_forward, norm, norms)
             for table, window in zip(ropes, windows, strict=True)
         ),
         max_position=max_position,

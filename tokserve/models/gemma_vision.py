@@ -12,7 +12,7 @@ from tokserve.layers.norm import NormSpec
 from tokserve.layers.siglip import SiglipSpec
 from tokserve.models import gemma
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.spec import ACTIVATIONS, DecoderSpec, Renames
+from tokserve.models.spec import DecoderSpec, Renames, activation
 
 # The tower's names with and without the prefix of the whole model, and with that of its module in older checkpoints.
 TOWERS = (
@@ -49,11 +49,7 @@ def _tower(text: ConfigReader, fields: ConfigReader) -> SiglipSpec:
     hidden, heads = fields.integer("hidden_size", 768), fields.integer("num_attention_heads", 12)
     if hidden % heads:
         raise fields.refuse("num_attention_heads", f"must divide the hidden_size {hidden}, found {heads}")
-    activation = fields.text("hidden_act", "gelu_pytorch_tanh")
-    if activation not in ACTIVATIONS:
-        raise fields.refuse(
-            "hidden_act", f"{activation!r} is not supported; supported are: {', '.join(ACTIVATIONS)}"
-        )  # fmt: skip
+    kind = activation(fields, "hidden_act", "gelu_pytorch_tanh", only_built_in=True)
     size, patch = fields.integer("image_size", 224), fields.integer("patch_size", 16)
     side, tokens = size // patch, text.integer("mm_tokens_per_image", 256)
     across = isqrt(tokens)
@@ -62,7 +58,7 @@ def _tower(text: ConfigReader, fields: ConfigReader) -> SiglipSpec:
             "mm_tokens_per_image", f"must be the square of a divisor of the {side} patches of a row, found {tokens}"
         )  # fmt: skip
     feed_forward = MLPSpec(
-        fields.integer("intermediate_size", 3072), ACTIVATIONS[activation], bias=True, gated=False, up_names=("fc1",),
+        fields.integer("intermediate_size", 3072), kind, bias=True, gated=False, up_names=("fc1",),
         down_name="fc2",
     )  # fmt: skip
     return SiglipSpec(

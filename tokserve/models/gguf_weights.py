@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tokserve.errors import StartError
 from tokserve.gguf.header import GgufHeader, GgufTensor, read_header
-from tokserve.layers.parameter import StoredWeight
+from tokserve.layers.parameter import StoredWeight, as_dense
 from tokserve.layers.quantized import QuantizedWeight
 from tokserve.models.formats.gguf_types import PLAIN, decoded
 
@@ -146,14 +146,13 @@ class GgufExpertWeights:
             whole = first.joined([part for part in others if not isinstance(part, Tensor)])
             if whole is not None and whole.shape[0] == sum(part.shape[0] for part in parts):
                 return whole
-        return torch.cat([part if isinstance(part, Tensor) else part.dense() for part in parts])
+        return torch.cat([as_dense(part) for part in parts])
 
     def dense(self) -> Tensor:
         """[E,K,N], gate and up outputs in turns."""
         experts = []
         for index in range(self.shape[0]):
-            weight = self.expert(index)
-            rows = (weight if isinstance(weight, Tensor) else weight.dense()).chunk(len(self.source.tensors))
+            rows = as_dense(self.expert(index)).chunk(len(self.source.tensors))
             experts.append(torch.stack(rows, 1).flatten(0, 1).t())
         return torch.stack(experts)
 

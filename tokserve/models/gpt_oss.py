@@ -11,7 +11,7 @@ from typing import Any
 
 from tokserve.layers.experts import MixtureSpec, RouterSpec
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.spec import DecoderSpec, dense, window_size, windows_by_type
+from tokserve.models.spec import DecoderSpec, dense, layer_windows, window_size
 from tokserve.ops.mixture import CLAMPED_LIMIT, CLAMPED_SLOPE
 
 DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "sliding_window": 128}
@@ -28,8 +28,9 @@ def gpt_oss(hf: Mapping[str, Any]) -> DecoderSpec:
         if fields.number(name, value) != value:
             raise fields.unsupported(name, f"must be {value}")
     bias = fields.flag("attention_bias", True)
+    windows = layer_windows(fields, window_size(fields, 128), lambda layer: layer % 2 == 0)
     spec = dense(
-        fields, windows=_windows(fields), max_position=131072, kv_heads=8, head_dim=64, qkv_bias=bias, out_bias=bias,
+        fields, windows=windows, max_position=131072, kv_heads=8, head_dim=64, qkv_bias=bias, out_bias=bias,
         in_attention={"sinks": True},
     )  # fmt: skip
     mixture = MixtureSpec(
@@ -43,11 +44,3 @@ def gpt_oss(hf: Mapping[str, Any]) -> DecoderSpec:
         router_name="router",
     )
     return replace(spec, blocks=tuple(replace(block, mlp=mixture) for block in spec.blocks))
-
-
-def _windows(fields: ConfigReader) -> tuple[int, ...]:
-    """The windows by `layer_types`, or else in every other layer from the first on."""
-    window = window_size(fields, 128)
-    if fields.present("layer_types"):
-        return windows_by_type(fields, window)
-    return tuple(0 if layer % 2 else window for layer in range(fields.integer("num_hidden_layers")))

@@ -23,6 +23,7 @@ from tokserve.models.spec import (
     attention,
     decoder,
     head_size,
+    layer_kinds,
     mlp,
 )
 
@@ -89,7 +90,7 @@ def _lfm2(fields: ConfigReader, feed_forward: MLPSpec) -> DecoderSpec:
     conv = ShortConvSpec(fields.integer("conv_L_cache", 3), fields.flag("conv_bias"))
     layers = fields.integer("num_hidden_layers")
     attending = fields.integers("full_attn_idxs")
-    kinds = layer_kinds(fields, {"full_attention": True, "conv": False}) or [
+    kinds = layer_kinds(fields, {"full_attention": True, "conv": False}, fields.refuse) or [
         not fields.present("full_attn_idxs") or layer in attending for layer in range(layers)
     ]
 
@@ -115,18 +116,6 @@ def _lfm2_width(fields: ConfigReader) -> int:
     return -(-int(fields.number("block_ffn_dim_multiplier", 1.0) * int(2 * inner / 3)) // unit) * unit
 
 
-def layer_kinds(fields: ConfigReader, kinds: Mapping[str, bool]) -> list[bool] | None:
-    """What `kinds` says of each of `layer_types`; None if the config has none."""
-    if not fields.present("layer_types"):
-        return None
-    types, layers = fields.texts("layer_types"), fields.integer("num_hidden_layers")
-    if len(types) != layers:
-        raise fields.refuse("layer_types", f"has {len(types)} entries for {layers} layers")
-    if unknown := sorted(set(types) - kinds.keys()):
-        raise fields.refuse("layer_types", f"names unsupported kinds: {', '.join(unknown)}")
-    return [kinds[kind] for kind in types]
-
-
 def _qwen(fields: ConfigReader, *, grouped: bool, inner: int, kv_heads: int, renames: Renames) -> DecoderSpec:
     norm = NormSpec(fields.number("rms_norm_eps", 1e-6), offset=1.0)
     dim, positions = head_size(fields, 256), fields.integer("max_position_embeddings", 32768)
@@ -139,7 +128,7 @@ def _qwen(fields: ConfigReader, *, grouped: bool, inner: int, kv_heads: int, ren
     delta = _gated_delta(fields, grouped)
     feed_forward = mlp(ConfigReader({"intermediate_size": inner} | dict(fields.values)), "hidden_act", "silu")
     every = fields.integer("full_attention_interval", 4)
-    kinds = layer_kinds(fields, {"full_attention": True, "linear_attention": False})
+    kinds = layer_kinds(fields, {"full_attention": True, "linear_attention": False}, fields.refuse)
     kinds = kinds or [(layer + 1) % every == 0 for layer in range(layers)]
     blocks = tuple(
         BlockSpec(attend, feed_forward, norm)

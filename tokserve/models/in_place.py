@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 
 from torch import Tensor
 
@@ -26,8 +27,8 @@ def copy_weights(source: Decoder, target: Decoder) -> bool:
     return True
 
 
-def tensors_of(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Path and tensor of all that a model's objects hold, each tensor once."""
+def tensors_of(model: object) -> Iterator[tuple[str, Tensor]]:
+    """Path (".blocks.0.mlp") and tensor of all that a model's or a layer's objects hold, each tensor once."""
     return ((path, value) for path, value in _held(model) if isinstance(value, Tensor))
 
 
@@ -47,7 +48,7 @@ def _held(value: object, path: str = "", seen: set[int] | None = None) -> Iterat
         parts = iter(value.items())
     elif isinstance(value, Sequence):
         parts = iter(enumerate(value))
-    elif type(value).__module__.partition(".")[0] == PACKAGE:
+    elif is_dataclass(value) or type(value).__module__.partition(".")[0] == PACKAGE:
         names = [name for base in type(value).__mro__ for name in vars(base).get("__slots__", ())]
         held = {name: getattr(value, name) for name in names if hasattr(value, name)}
         parts = iter((held | (vars(value) if hasattr(value, "__dict__") else {})).items())

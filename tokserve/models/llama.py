@@ -8,16 +8,15 @@ from typing import Any
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import NO_ROPE
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.rope_config import rope
+from tokserve.models.rope_config import rope, rope_values
 from tokserve.models.spec import (
     HEADLESS,
     DecoderSpec,
     dense,
     head_size,
-    window_everywhere,
+    layer_windows,
+    window_if_used,
     window_size,
-    windows_by_layer,
-    windows_by_type,
 )
 
 EXAONE = (
@@ -68,14 +67,20 @@ def internlm3(hf: Mapping[str, Any]) -> DecoderSpec:
 def mistral(hf: Mapping[str, Any]) -> DecoderSpec:
     """Mistral: no biases, one window for all layers."""
     fields = ConfigReader(hf)
-    windows = window_everywhere(fields, absent=4096)
+    windows = (window_size(fields, 4096),) * fields.integer("num_hidden_layers")
     return dense(fields, windows=windows, max_position=131072, kv_heads=8)
+
+
+def _windows_from(fields: ConfigReader) -> tuple[int, ...]:
+    """Windows by `layer_types`, or else from layer `max_window_layers` on."""
+    first = fields.integer("max_window_layers", 28, minimum=0)
+    return layer_windows(fields, window_if_used(fields), lambda layer: layer >= first)
 
 
 def qwen2(hf: Mapping[str, Any]) -> DecoderSpec:
     """Qwen 2 and 2.5: biases on q, k and v; windows on some layers."""
     fields = ConfigReader(hf)
-    windows = windows_by_layer(fields, absent=4096, full_layers=28)
+    windows = _windows_from(fields)
     return dense(fields, windows=windows, max_position=32768, kv_heads=32, qkv_bias=True)
 
 
@@ -85,7 +90,7 @@ def qwen3(hf: Mapping[str, Any]) -> DecoderSpec:
     bias = fields.flag("attention_bias")
     return dense(
         fields,
-        windows=windows_by_layer(fields, absent=4096, full_layers=28),
+        windows=_windows_from(fields),
         max_position=32768,
         kv_heads=32,
         head_dim=128,
@@ -98,8 +103,7 @@ def qwen3(hf: Mapping[str, Any]) -> DecoderSpec:
 def ministral(hf: Mapping[str, Any]) -> DecoderSpec:
     """Ministral: windows on the layers that `layer_types` names, else on all."""
     fields = ConfigReader(hf)
-    types = fields.present("layer_types")
-    windows = windows_by_type(fields, window_size(fields, 4096)) if types else window_everywhere(fields, absent=4096)
+    windows = layer_windows(fields, window_size(fields, 4096), lambda layer: True)
     return dense(fields, windows=windows, max_position=131072, kv_heads=8)
 
 
@@ -112,11 +116,7 @@ def smollm3(hf: Mapping[str, Any]) -> DecoderSpec:
     turned = [(layer + 1) % every != 0 for layer in range(layers)] if turned is None else turned
     if not isinstance(turned, list) or len(turned) < layers or not all(one in (0, 1) for one in turned):
         raise fields.refuse("no_rope_layers", f"must be a list of 0 and 1 for {layers} layers")
-    window = window_size(fields, 0, minimum=0) if fields.flag("use_sliding_window") else 0
-    if fields.present("layer_types"):
-        windows = windows_by_type(fields, window)
-    else:
-        windows = tuple(0 if turned[layer] else window for layer in range(layers))
+    windows = layer_windows(fields, window_if_used(fields, 0, minimum=0), lambda layer: not turned[layer])
     dim, positions = head_size(fields), fields.integer("max_position_embeddings", 32768)
     table = rope(fields, dim, positions, theta=2e6)
     return dense(
@@ -170,7 +170,7 @@ def hunyuan(hf: Mapping[str, Any]) -> DecoderSpec:
     fields = ConfigReader(hf)
     bias, layers = fields.flag("attention_bias"), fields.integer("num_hidden_layers")
     dim, positions = head_size(fields), fields.integer("max_position_embeddings", 2048)
-    scaling = fields.inner("rope_scaling") if fields.inner("rope_scaling").values else fields.inner("rope_parameters")
+    scaling = rope_values(fields)
     if scaling.values.get("alpha") and scaling.text("rope_type", scaling.text("type", "default")) == "dynamic":
         plain = ConfigReader({key: value for key, value in hf.items() if not key.startswith("rope_")})
         theta = scaling.number("rope_theta", fields.number("rope_theta", 10000.0))

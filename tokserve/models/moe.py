@@ -9,7 +9,16 @@ from typing import Any
 from tokserve.layers.experts import MixtureSpec, RouterSpec
 from tokserve.layers.mlp import MLPSpec
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.spec import HEADLESS, DecoderSpec, activation, dense, no_extra_layers, window_size, windows_by_type
+from tokserve.models.spec import (
+    HEADLESS,
+    DecoderSpec,
+    activation,
+    dense,
+    layer_windows,
+    no_extra_layers,
+    window_if_used,
+    window_size,
+)
 
 MIXTRAL_NAMES = ((".mlp.", ".block_sparse_moe."),)  # transformers 5 calls the module so, checkpoints do not
 
@@ -94,11 +103,10 @@ def sparse_layers(fields: ConfigReader) -> list[bool]:
 def qwen3_moe(hf: Mapping[str, Any]) -> DecoderSpec:
     """Qwen 3 with experts."""
     fields = ConfigReader(hf)
-    window = window_size(fields, 4096) if fields.flag("use_sliding_window") else 0
     bias = fields.flag("attention_bias")
     spec = dense(
         fields,
-        windows=(window,) * fields.integer("num_hidden_layers"),
+        windows=(window_if_used(fields),) * fields.integer("num_hidden_layers"),
         max_position=32768,
         kv_heads=4,
         qkv_bias=bias,
@@ -113,9 +121,10 @@ def qwen3_moe(hf: Mapping[str, Any]) -> DecoderSpec:
 def qwen2_moe(hf: Mapping[str, Any]) -> DecoderSpec:
     """Qwen 1.5 and 2 with experts, and a gated shared one."""
     fields = ConfigReader(hf)
+    last = fields.integer("max_window_layers", 28, minimum=0)
     spec = dense(
         fields,
-        windows=_alternating_windows(fields),
+        windows=layer_windows(fields, window_if_used(fields), lambda layer: layer % 2 == 0 and layer < last),
         max_position=32768,
         kv_heads=16,
         qkv_bias=fields.flag("qkv_bias", True),
@@ -158,13 +167,3 @@ def glm4_moe(hf: Mapping[str, Any]) -> DecoderSpec:
     first = fields.integer("first_k_dense_replace", 1, minimum=0)
     spec = replace(spec, renames=no_extra_layers(fields, 1) + spec.renames)
     return with_mixture(spec, experts, [layer >= first for layer in range(layers)])
-
-
-def _alternating_windows(fields: ConfigReader) -> tuple[int, ...]:
-    """The windows by `layer_types`, or else in every other layer below `max_window_layers`; none unless
-    `use_sliding_window`."""
-    window = window_size(fields, 4096) if fields.flag("use_sliding_window") else 0
-    if fields.present("layer_types"):
-        return windows_by_type(fields, window)
-    last = fields.integer("max_window_layers", 28, minimum=0)
-    return tuple(0 if layer % 2 or layer >= last else window for layer in range(fields.integer("num_hidden_layers")))

@@ -9,7 +9,7 @@ from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import RopeSpec
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.rope_config import ropes_with_windows
-from tokserve.models.spec import AFTER, DecoderSpec, dense, every_but, head_size, window_size
+from tokserve.models.spec import AFTER, DecoderSpec, dense, head_size, layer_windows, window_size
 
 MAX_POSITION = 2048
 THETA = 500000.0  # of OLMo 3, where the config gives none
@@ -22,7 +22,7 @@ def olmo2(hf: Mapping[str, Any]) -> DecoderSpec:
 def olmo3(hf: Mapping[str, Any]) -> DecoderSpec:
     """OLMo 3: windows in three layers of four, whose rope is not stretched."""
     fields = ConfigReader(hf)
-    windows = every_but(fields, window_size(fields, 4096), 4)
+    windows = layer_windows(fields, window_size(fields, 4096), lambda layer: layer % 4 != 3)
     max_position = fields.integer("max_position_embeddings", MAX_POSITION)
     full, local = ropes_with_windows(fields, head_size(fields), max_position, THETA)
     return _olmo(fields, windows, tuple(local if window else full for window in windows))

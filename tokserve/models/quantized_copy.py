@@ -5,10 +5,6 @@ Projections and head are copies.  Embedding, norms and biases are the model's ow
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from tokserve import ops
@@ -17,6 +13,7 @@ from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.places import MatrixPlace
 from tokserve.models.decoder import Decoder
+from tokserve.models.in_place import tensors_of
 from tokserve.models.load import quant_methods
 
 GROUP = 64  # inputs that share a scale with int4: drafts of groups of 128 are right less often, at the same cost
@@ -42,7 +39,9 @@ class QuantizedCopy:
 
     def num_bytes(self) -> int:
         """The bytes of the copies."""
-        return sum(tensor.nbytes for linear in _linears(self.decoder).values() for tensor in _tensors(linear.packed))
+        return sum(
+            tensor.nbytes for linear in _linears(self.decoder).values() for _, tensor in tensors_of(linear.packed)
+        )
 
     def follow(self, source: Decoder) -> None:
         """The source's weights have changed, or another model has taken its place.  `advance` copies them."""
@@ -66,7 +65,7 @@ class QuantizedCopy:
         name = self._stale.pop()
         linear = _linears(self.decoder)[name]
         packed = linear.pack(_dense(_linears(self._source)[name]))
-        for kept, new in zip(_tensors(linear.packed), _tensors(packed), strict=True):
+        for (_, kept), (_, new) in zip(tensors_of(linear.packed), tensors_of(packed), strict=True):
             kept.copy_(new)
 
     def _borrow(self) -> None:
@@ -93,14 +92,3 @@ def _dense(linear: Linear) -> Tensor:
     """The layer's weight [outputs, inputs]."""
     assert isinstance(linear.packed, ops.PackedWeight)
     return MatrixPlace(linear.packed).read(0, linear.outputs)
-
-
-def _tensors(packed: Any) -> list[Tensor]:
-    """All of a packed weight's."""
-    if isinstance(packed, torch.Tensor):
-        return [packed]
-    if isinstance(packed, tuple):
-        return [tensor for part in packed for tensor in _tensors(part)]
-    if is_dataclass(packed):
-        return [tensor for field in fields(packed) for tensor in _tensors(getattr(packed, field.name))]
-    return []

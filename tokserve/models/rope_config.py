@@ -25,15 +25,19 @@ def rope(
     `theta`, and `rotary`, the part of a head of `dim` that is rotated: where the config does not say.
     `rotary` None: it must be all.
     """
-    scaling = fields.inner("rope_scaling")
-    if not scaling.values:
-        scaling = fields.inner("rope_parameters")
+    scaling = rope_values(fields)
     nested = [name for name, value in scaling.values.items() if isinstance(value, Mapping)]
     if nested:
         raise scaling.unsupported(nested[0], "(rope parameters by layer type) is not supported by this architecture")
     theta = scaling.number("rope_theta", fields.number("rope_theta", theta))
     spec = rope_spec(fields, scaling, dim, max_position, theta, rotary=rotary)
     return replace(spec, interleaved=True) if interleaved else spec
+
+
+def rope_values(fields: ConfigReader) -> ConfigReader:
+    """The object that describes the rope."""
+    scaling = fields.inner("rope_scaling")
+    return scaling if scaling.values else fields.inner("rope_parameters")
 
 
 def ropes_with_windows(

@@ -12,7 +12,7 @@ from tokserve.models.config_reader import ConfigReader
 from tokserve.models.llama import ernie4_5, hunyuan
 from tokserve.models.moe import MIXTRAL_NAMES, grouped_router, mixture, routed_and_shared, shared_mlp, with_mixture
 from tokserve.models.olmo import olmo2
-from tokserve.models.spec import HEADLESS, DecoderSpec, dense, no_extra_layers, window_size, windows_by_type
+from tokserve.models.spec import HEADLESS, DecoderSpec, dense, layer_windows, no_extra_layers, window_size
 
 WHOLE_NORMS = {"norm_scope": "all"}  # of all query heads of a token together, and of all key heads
 
@@ -77,8 +77,7 @@ def dots1(hf: Mapping[str, Any]) -> DecoderSpec:
     """dots.llm1: the blocks of Qwen 3, the experts of DeepSeek V3."""
     fields, layers = ConfigReader(hf), range(ConfigReader(hf).integer("num_hidden_layers"))
     window, first = window_size(fields, 4096), fields.integer("max_window_layers", 62, minimum=0)
-    by_type = fields.present("layer_types")
-    windows = windows_by_type(fields, window) if by_type else tuple(window if n >= first else 0 for n in layers)
+    windows = layer_windows(fields, window, lambda layer: layer >= first)
     bias = fields.flag("attention_bias")
     spec = dense(
         fields, windows=windows, max_position=2048, kv_heads=32, qkv_bias=bias, out_bias=bias, qk_norm=True,

@@ -7,11 +7,12 @@ arithmetic in a way not built here is refused, because ignoring it would give ot
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tokserve.classifier import HeadSpec
+from tokserve.errors import StartError
 from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.experts import MixtureSpec
 from tokserve.layers.latent import LatentAttentionSpec
@@ -121,12 +122,10 @@ def decoder(
     max_position: int,
     renames: Renames = HEADLESS,
     tied: bool = False,
-    embedding_multiplier: float = 1.0,
-    logits_multiplier: float = 1.0,
-    logits_softcap: float = 0.0,
-    norm_name: str = "norm",
+    **more: Any,
 ) -> DecoderSpec:
-    """The spec of these blocks.  `max_position`, `tied`: what the family assumes where the attribute is absent."""
+    """The spec of these blocks.  `max_position`, `tied`: what the family assumes where the attribute is absent;
+    `more`: further fields."""
     refuse_unsupported(fields)
     return DecoderSpec(
         vocab=fields.integer("vocab_size"),
@@ -136,11 +135,8 @@ def decoder(
         norm=blocks[-1].norm,
         tied=fields.flag("tie_word_embeddings", tied),
         renames=renames,
-        embedding_multiplier=embedding_multiplier,
-        logits_multiplier=logits_multiplier,
-        logits_softcap=logits_softcap,
-        norm_name=norm_name,
         format=pick.checkpoint_format(fields.values),
+        **more,
     )
 
 
@@ -188,7 +184,7 @@ def dense(
     attend = replace(attend, **in_attention or {})
     feed_forward = replace(mlp(fields, "hidden_act", "silu", bias=mlp_bias), **in_mlp or {})
     blocks = tuple(
-        BlockSpec(windowed(replace(attend, rope=table), window), feed_forward, norm, **in_block or {})
+        BlockSpec(replace(attend, rope=table, window=window), feed_forward, norm, **in_block or {})
         for window, table in zip(windows, ropes, strict=True)
     )
     return decoder(fields, blocks, max_position=max_position, renames=renames, **in_decoder)
@@ -233,21 +229,18 @@ def attention(
     )
 
 
-def windowed(spec: AttentionSpec, window: int) -> AttentionSpec:
-    """The same with a window; 0: full attention."""
-    return replace(spec, kind="window", window=window) if window else spec
-
-
 def mlp(fields: ConfigReader, attribute: str, absent: str, *, bias: bool = False) -> MLPSpec:
     """`attribute` names the activation; `absent`: where the config does not."""
     return MLPSpec(fields.integer("intermediate_size"), activation(fields, attribute, absent), bias)
 
 
-def activation(fields: ConfigReader, attribute: str, absent: str) -> Activation:
-    """The activation that `attribute` names; `absent`: where the config does not."""
+def activation(fields: ConfigReader, attribute: str, absent: str, *, only_built_in: bool = False) -> Activation:
+    """The activation that `attribute` names; `absent`: where the config does not.  `only_built_in`: the family is
+    served by the built-in implementation alone."""
     name = fields.text(attribute, absent)
     if name not in ACTIVATIONS:
-        raise fields.unsupported(attribute, f"{name!r} is not supported; supported are: {', '.join(ACTIVATIONS)}")
+        error = fields.refuse if only_built_in else fields.unsupported
+        raise error(attribute, f"{name!r} is not supported; supported are: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
@@ -260,30 +253,29 @@ def refuse_unsupported(fields: ConfigReader) -> None:
         raise fields.refuse("is_causal", "is false; only causal attention is supported")
 
 
-def window_everywhere(fields: ConfigReader, absent: int) -> tuple[int, ...]:
-    return (window_size(fields, absent),) * fields.integer("num_hidden_layers")
+def layer_windows(fields: ConfigReader, window: int, otherwise: Callable[[int], bool]) -> tuple[int, ...]:
+    """The window of each layer by `layer_types`, or else of the layers that `otherwise` is true of; 0: none."""
+    layers = range(fields.integer("num_hidden_layers"))
+    has_window = layer_kinds(
+        fields, {"full_attention": False, "attention": False, "sliding_attention": True}, fields.unsupported
+    )
+    if has_window and any(has_window) and not window:
+        raise fields.refuse("layer_types", "names sliding_attention, but no sliding_window is set and used")
+    return tuple(window if one else 0 for one in has_window or map(otherwise, layers))
 
 
-def windows_by_layer(fields: ConfigReader, absent: int, full_layers: int) -> tuple[int, ...]:
-    """The windows by `layer_types`, or else from layer `max_window_layers` on; none unless `use_sliding_window`."""
-    window = window_size(fields, absent) if fields.flag("use_sliding_window") else 0
-    if fields.present("layer_types"):
-        return windows_by_type(fields, window)
-    first = fields.integer("max_window_layers", full_layers, minimum=0)
-    return tuple(window if layer >= first else 0 for layer in range(fields.integer("num_hidden_layers")))
-
-
-def windows_by_type(fields: ConfigReader, window: int) -> tuple[int, ...]:
-    """The windows by `layer_types`, which must be present."""
+def layer_kinds(
+    fields: ConfigReader, kinds: Mapping[str, bool], error: Callable[[str, str], StartError]
+) -> list[bool] | None:
+    """What `kinds` says of each of `layer_types`; None if the config has none.  `error`: of a kind that it lacks."""
+    if not fields.present("layer_types"):
+        return None
     types, layers = fields.texts("layer_types"), fields.integer("num_hidden_layers")
     if len(types) != layers:
         raise fields.refuse("layer_types", f"has {len(types)} entries for {layers} layers")
-    unknown = sorted(set(types) - {"full_attention", "attention", "sliding_attention"})
-    if unknown:
-        raise fields.unsupported("layer_types", f"names unsupported kinds: {', '.join(unknown)}")
-    if "sliding_attention" in types and not window:
-        raise fields.refuse("layer_types", "names sliding_attention, but no sliding_window is set and used")
-    return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+    if unknown := sorted(set(types) - kinds.keys()):
+        raise error("layer_types", f"names unsupported kinds: {', '.join(unknown)}")
+    return [kinds[kind] for kind in types]
 
 
 def no_extra_layers(fields: ConfigReader, count: int) -> Renames:
@@ -299,9 +291,6 @@ def window_size(fields: ConfigReader, absent: int, *, minimum: int = 1) -> int:
     return 0 if null else fields.integer("sliding_window", absent, minimum=minimum)
 
 
-def every_but(fields: ConfigReader, window: int, interval: int) -> tuple[int, ...]:
-    """The windows by `layer_types`, or else in all layers but those whose number, from 1, is a multiple of
-    `interval`."""
-    if fields.present("layer_types"):
-        return windows_by_type(fields, window)
-    return tuple(window if (layer + 1) % interval else 0 for layer in range(fields.integer("num_hidden_layers")))
+def window_if_used(fields: ConfigReader, absent: int = 4096, *, minimum: int = 1) -> int:
+    """The same, but 0 unless `use_sliding_window`."""
+    return window_size(fields, absent, minimum=minimum) if fields.flag("use_sliding_window") else 0

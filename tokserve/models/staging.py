@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tokserve.errors import RequestError, StartError
-from tokserve.layers.parameter import StoredWeight
+from tokserve.layers.parameter import StoredWeight, as_dense
 from tokserve.models import kv_scales, weights
 from tokserve.models.decoder import Decoder
 from tokserve.models.formats.base import WHOLE, Described, Part, is_finite
@@ -129,9 +129,9 @@ class Staging:
 
     def _take(self, target: str, weight: Tensor | StoredWeight) -> None:
         if target in self._cache_scale_names:
-            self._cache_scales[target] = _dense(weight).clone()
+            self._cache_scales[target] = as_dense(weight).clone()
         elif self._decoder.spec.tied and target in (EMBEDDING, HEAD):
-            tensor = _dense(weight)
+            tensor = as_dense(weight)
             if not self._shared:
                 self._parameters[EMBEDDING].load(tensor)
             self._shared[target] = self._digest(tensor)
@@ -172,7 +172,3 @@ class Staging:
     def _digest(self, tensor: Tensor) -> bytes:
         plain = tensor.detach().to("cpu", self._decoder.dtype).contiguous()
         return hashlib.sha256(plain.view(-1).view(torch.uint8).numpy().data).digest()
-
-
-def _dense(weight: Tensor | StoredWeight) -> Tensor:
-    return weight if isinstance(weight, Tensor) else weight.dense()

@@ -13,7 +13,7 @@ from tokserve.layers.norm import NormSpec
 from tokserve.layers.vision import MergerSpec, VisionSpec
 from tokserve.models import hybrid, llama, moe
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.spec import ACTIVATIONS, BlockSpec, DecoderSpec, Renames
+from tokserve.models.spec import BlockSpec, DecoderSpec, Renames, activation
 
 # The tower's names, and those of the text model, in checkpoints of before and since transformers 4.52.
 NAMES: Renames = (
@@ -145,19 +145,13 @@ def _layers(fields: ConfigReader, name: str, depth: int, absent: list[int]) -> t
     return tuple(value)
 
 
-def _activation(fields: ConfigReader, absent: str) -> Any:
-    name = fields.text("hidden_act", absent)
-    if name not in ACTIVATIONS:
-        raise fields.refuse("hidden_act", f"{name!r} is not supported; supported are: {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
-
-
 def _qwen2_5_tower(text: ConfigReader, fields: ConfigReader) -> VisionSpec:
     norm, hidden, depth = NormSpec(1e-6), fields.integer("hidden_size"), fields.integer("depth", 32)
     patch, merge = _patch(fields), fields.integer("spatial_merge_size", 2)
+    kind = activation(fields, "hidden_act", "silu", only_built_in=True)
     return VisionSpec(
         patch, hidden, depth, _heads(fields, hidden),
-        MLPSpec(fields.integer("intermediate_size"), _activation(fields, "silu"), bias=True), norm,
+        MLPSpec(fields.integer("intermediate_size"), kind, bias=True), norm,
         MergerSpec(hidden, merge, _outputs(text, fields), norm, "ln_q", "mlp.0", "mlp.2"),
         window=max(1, fields.integer("window_size", 112) // merge // patch[-1]),
         whole=_layers(fields, "fullatt_block_indexes", depth, [7, 15, 23, 31]),
@@ -176,11 +170,11 @@ def _qwen3_5_tower(text: ConfigReader, fields: ConfigReader) -> VisionSpec:
     side = int(count**0.5)
     if side**2 != count:
         raise fields.refuse("num_position_embeddings", f"must be a square, found {count}")
-    inner, activation = fields.integer("intermediate_size"), _activation(fields, "gelu_pytorch_tanh")
+    kind = activation(fields, "hidden_act", "gelu_pytorch_tanh", only_built_in=True)
     names: dict[str, Any] = {"up_names": ("linear_fc1",), "down_name": "linear_fc2"}
     return VisionSpec(
         _patch(fields), hidden, depth, _heads(fields, hidden),
-        MLPSpec(inner, activation, bias=True, gated=False, **names), norm,
+        MLPSpec(fields.integer("intermediate_size"), kind, bias=True, gated=False, **names), norm,
         MergerSpec(hidden, fields.integer("spatial_merge_size", 2), _outputs(text, fields), norm),
         patch_bias=True, side=side,
     )  # fmt: skip

@@ -24,7 +24,7 @@ from tokserve import checkpoint
 from tokserve.errors import RequestError, StartError
 from tokserve.gguf import config as gguf_config
 from tokserve.layers.experts import StackedParameter
-from tokserve.layers.parameter import Parameter, StoredWeight
+from tokserve.layers.parameter import Parameter, StoredWeight, as_dense
 from tokserve.models import gguf_weights
 from tokserve.models.formats.base import DENSE, FLOATS, CheckpointFormat, group
 from tokserve.models.gguf_weights import Source
@@ -216,8 +216,7 @@ def equal(one: Entry, other: Entry) -> bool:
 
 def read(entry: Entry) -> Tensor:
     """What the entry means as a tensor of floats."""
-    weight = stored(entry)
-    return weight if isinstance(weight, Tensor) else weight.dense()
+    return as_dense(stored(entry))
 
 
 def stored(entry: Entry, *, mapped: bool = False) -> Tensor | StoredWeight:

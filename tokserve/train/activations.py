@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from tokserve.layers.quant import gated as gated_product
 
 def activate(x: Tensor, activation: str, *, gated: bool) -> Tensor:
     """The activation of x [T, I]; `gated`: of the first half of x [T, 2 I], times the second."""
-    return cast(Tensor, _Activate.apply(x, activation, gated))  # type: ignore[no-untyped-call]
+    return _Activate.apply(x, activation, gated)  # type: ignore[no-untyped-call]
 
 
 class _Activate(torch.autograd.Function):

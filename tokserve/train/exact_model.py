@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -257,4 +257,4 @@ def _with_exact_head(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _blank(kind: type, methods: type) -> Any:
     cls: Any = _subclass(kind, methods)
-    return cast(Any, cls.__new__(cls))
+    return cls.__new__(cls)

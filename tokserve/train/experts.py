@@ -7,7 +7,7 @@ bias that some routers add for the choice alone gets none.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,12 +27,12 @@ Masters = Mapping[str, Tensor]
 def router_logits(x: Tensor, layer: Linear, masters: Masters) -> Tensor:  # [T, H] -> [T, N] float32
     """Float32 products of a router, or of a shared block's gate.  `masters`: the layer's, by their names in it."""
     (name,) = layer.shards
-    return cast(Tensor, _FloatLinear.apply(x, layer, masters[f"{name}.weight"], masters.get(f"{name}.bias")))  # type: ignore[no-untyped-call]
+    return _FloatLinear.apply(x, layer, masters[f"{name}.weight"], masters.get(f"{name}.bias"))  # type: ignore[no-untyped-call]
 
 
 def choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """Ids int32 and weights float32 [T, k] of each token's experts, from its logits [T, E]."""
-    return cast(tuple[Tensor, Tensor], _Choose.apply(logits, router))  # type: ignore[no-untyped-call]
+    return _Choose.apply(logits, router)  # type: ignore[no-untyped-call]
 
 
 def combine(
@@ -51,7 +51,7 @@ def combine(
     """
     names = tuple(masters)
     values = (masters[name] for name in names)
-    return cast(Tensor, _Combine.apply(x, *choice, shared, shared_gate, (layer, products, names), *values))  # type: ignore[no-untyped-call]
+    return _Combine.apply(x, *choice, shared, shared_gate, (layer, products, names), *values)  # type: ignore[no-untyped-call]
 
 
 def loaded_together(spec: MixtureSpec, prefix: str) -> list[tuple[str, ...]]:

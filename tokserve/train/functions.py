@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,25 +42,25 @@ class Factors:
 
 def embedding(ids: Tensor, layer: Embedding, weight: Tensor) -> Tensor:  # [T] int64 -> [T, H]
     """Rows of the embedding, times its multiplier."""
-    return cast(Tensor, applied(_Embedding, ids, layer, weight))
+    return applied(_Embedding, ids, layer, weight)
 
 
 def linear(x: Tensor, layer: Linear, weights: Sequence[Tensor], biases: Sequence[Tensor], products: Products) -> Tensor:
     """x [T, K] W^T + b, [T, N]; of a gated layer the product before its activation.  `weights` and `biases` are the
     masters by shard, in the order of the output."""
-    return cast(Tensor, applied(_Linear, x, layer, products, len(weights), *weights, *biases))
+    return applied(_Linear, x, layer, products, len(weights), *weights, *biases)
 
 
 def low_rank(out: Tensor, x: Tensor, layer: Linear, factors: Sequence[Factors]) -> Tensor:
     """out, made from x by the layer, plus what the adapter in its slot 0 adds to some of its shards; changes out."""
     masters = [master for factor in factors for master in (factor.down, factor.up)]
-    return cast(Tensor, applied(_LowRank, out, x, layer, [(f.shard, f.scale) for f in factors], *masters))
+    return applied(_LowRank, out, x, layer, [(f.shard, f.scale) for f in factors], *masters)
 
 
 def attention(qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, norms: Sequence[Tensor] = ()) -> Tensor:
     """Attention of the batch's tokens from their projections qkv [T, (Hq + 2 Hk) D]: [T, Hq D].  `norms`: the masters
     of the query and key norms, where the layer has them."""
-    return cast(Tensor, applied(_Attention, qkv, layer, batch, table, *norms))
+    return applied(_Attention, qkv, layer, batch, table, *norms)
 
 
 class _Embedding(torch.autograd.Function):

@@ -8,7 +8,7 @@ backward pass while the budget lasts, else computed again there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -155,7 +155,7 @@ class DecoderModules:
         if not torch.is_grad_enabled() or budget.take(len(x) * kept_bytes(block)):
             return BlockPass(block, batch, table, masters, scales, self._products).run(x)
         frame = (block, batch, table, scales, self._products, tuple(masters))
-        return cast(Tensor, functions.applied(_Recomputed, frame, x, *masters.values()))
+        return functions.applied(_Recomputed, frame, x, *masters.values())
 
     def _scales(self, prefix: str) -> dict[str, float]:
         scales = self._adapter if self.adapted else {}

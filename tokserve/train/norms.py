@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from tokserve.train import backward
 
 def norm(x: Tensor, layer: NoNorm, masters: Sequence[Tensor]) -> Tensor:  # [T, H] -> [T, H]
     """The norm of x.  `masters`: weight and, if there is one, bias."""
-    return cast(Tensor, _Norm.apply(x, layer, *masters)) if isinstance(layer, RMSNorm) else x  # type: ignore[no-untyped-call]
+    return _Norm.apply(x, layer, *masters) if isinstance(layer, RMSNorm) else x  # type: ignore[no-untyped-call]
 
 
 def add_norm(
@@ -26,12 +26,11 @@ def add_norm(
     if not isinstance(layer, RMSNorm):
         total = add_residual(x, residual, multiplier)
         return total, total
-    both = _AddNorm.apply(x, residual, layer, multiplier, *masters)  # type: ignore[no-untyped-call]
-    return cast(tuple[Tensor, Tensor], both)
+    return _AddNorm.apply(x, residual, layer, multiplier, *masters)  # type: ignore[no-untyped-call]
 
 
 def add_residual(x: Tensor, residual: Tensor, multiplier: float) -> Tensor:  # [T, H]
-    return cast(Tensor, _AddResidual.apply(x, residual, multiplier))  # type: ignore[no-untyped-call]
+    return _AddResidual.apply(x, residual, multiplier)  # type: ignore[no-untyped-call]
 
 
 def gradients(layer: RMSNorm, grad: Tensor, x: Tensor, carried: Tensor | None = None) -> tuple[Tensor, ...]:

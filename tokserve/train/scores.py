@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ def logprobs(
     hidden: Tensor, head: Head, weight: Tensor, items: Items, budget: ByteBudget, products: Products
 ) -> Tensor:  # [m, H] -> [n] float32
     kept = budget if torch.is_grad_enabled() else None
-    return cast(Tensor, functions.applied(_Logprobs, hidden, head, weight, items, kept, products))
+    return functions.applied(_Logprobs, hidden, head, weight, items, kept, products)
 
 
 def _pieces(items: Items, vocab: int) -> list[slice]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ def selective_logprobs(
         masks=_masks(sampling_masks, ids, logits) if logprobs_mode == "processed" else [],
     )
     flat = logits.reshape(len(ids), logits.shape[-1])
-    return cast(Tensor, functions.applied(_Selective, flat, items)).view(token_ids.shape)
+    return functions.applied(_Selective, flat, items).view(token_ids.shape)
 
 
 def _masks(masks: Sequence[Mask] | None, ids: Tensor, logits: Tensor) -> list[Tensor | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -125,7 +125,7 @@ class ServedDecoder:
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:  # [n, H] -> [n, V] float32
         """The head's.  `weight`: its parameter [V, H], packed already."""
         head = self.modules.decoder.head
-        return cast(Tensor, functions.applied(scores.Logits, hidden, head, weight, self._products))
+        return functions.applied(scores.Logits, hidden, head, weight, self._products)
 
     def rows(
         self, masters: Mapping[str, Tensor], requests: Sequence[ScoringRequest], *, mode: str, recompute: bool
@@ -142,7 +142,7 @@ class ServedDecoder:
 
 def spread(x: Tensor, source: Tensor) -> Tensor:  # [T, H], [n] int64 -> [n, H]
     """Row source[i] of x at i, zeros where it is negative."""
-    return cast(Tensor, functions.applied(_Spread, x, source))
+    return functions.applied(_Spread, x, source)
 
 
 class _Spread(torch.autograd.Function):

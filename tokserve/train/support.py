@@ -27,7 +27,7 @@ KNOWN: dict[type, set[str]] = {
     },
     BlockSpec: {"attention", "mlp", "norm", "norms", "parallel", "residual_multiplier", "mlp_name"},
     AttentionSpec: {
-        "heads", "kv_heads", "dim", "scale", "rope", "kind", "window", "qk_norm", "qkv_bias", "out_bias", "softcap",
+        "heads", "kv_heads", "dim", "scale", "rope", "window", "qk_norm", "qkv_bias", "out_bias", "softcap",
         "norm_scope", "norm_last", "qkv_names", "out_name", "norm_names",
     },
     MLPSpec: {"inner", "activation", "bias", "gated", "up_names", "down_name"},
@@ -41,9 +41,7 @@ KNOWN: dict[type, set[str]] = {
     },
     NormSpec: {"eps", "offset", "kind", "bias"},
 }  # fmt: skip
-VALUES: dict[tuple[type, str], set[str]] = {
-    (AttentionSpec, "kind"): {"full", "window"}, (MixtureSpec, "activation"): {"silu", "gelu_tanh"},
-}  # fmt: skip
+VALUES: dict[tuple[type, str], set[str]] = {(MixtureSpec, "activation"): {"silu", "gelu_tanh"}}
 
 
 def trainable_spec(hf: Mapping[str, Any]) -> DecoderSpec:
