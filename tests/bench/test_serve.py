@@ -189,7 +189,7 @@ def test_a_benchmark_that_cannot_run_is_refused_before_it_starts(
     assert end.value.code == 1 and (flags[-2] if flags else "cannot reach") in text
 
 
-def test_a_server_that_does_not_answer_is_told_with_a_reason() -> None:
+def test_a_server_that_does_not_reply_is_reported_with_the_reason() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

@@ -30,7 +30,7 @@ from tokserve.cli.main import main
         ("sevre demo", "invalid choice: 'sevre' (choose from "),
     ],
 )  # fmt: skip
-def test_a_wrong_command_line_is_told_by_its_command_in_two_lines(
+def test_a_wrong_command_line_has_an_error_of_two_lines(
     words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

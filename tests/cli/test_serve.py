@@ -25,7 +25,7 @@ def test_a_small_write_is_not_held_back_by_the_kernel() -> None:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def test_of_two_servers_that_start_at_once_the_second_to_listen_says_why_it_cannot() -> None:
+def test_the_second_of_two_servers_on_one_port_is_refused() -> None:
     with listen.bind(Config.make(port=0)) as first:
         config = Config.make(port=first.getsockname()[1])
         with listen.bind(config) as second:
@@ -81,7 +81,7 @@ def test_what_is_no_socket_is_left_alone(tmp_path: Path) -> None:
         listen.bind(Config.make(uds=str(tmp_path / ("x" * 200))))
 
 
-def test_sockets_of_several_processes_share_an_address_that_nobody_else_can_take() -> None:
+def test_sockets_of_several_processes_share_an_address_exclusively() -> None:
     with listen.bind(Config.make(port=0)) as first:
         sockets = listen.spread(first, 3)
         try:

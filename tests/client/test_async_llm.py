@@ -59,7 +59,7 @@ def test_statistics_on_demand(play: Callable[..., None]) -> None:
     play(scene)
 
 
-def test_abort_says_what_became_of_each_id(play: Callable[..., None]) -> None:
+def test_abort_returns_a_result_for_each_id(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         one = llm.stream([1], PLAIN, request_id="generate-tokens-one", stream=False)
         two = llm.stream([1], SamplingParams(n=2), request_id="two")
@@ -120,7 +120,7 @@ def test_generate_is_a_growing_output(play: Callable[..., None]) -> None:
     play(scene)
 
 
-def test_who_leaves_generate_aborts(play: Callable[..., None]) -> None:
+def test_leaving_generate_aborts(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         outputs = llm.generate([1], PLAIN, "left")
         requested = asyncio.ensure_future(anext(outputs))
@@ -136,7 +136,7 @@ def test_who_leaves_generate_aborts(play: Callable[..., None]) -> None:
     play(scene)
 
 
-def test_before_the_start_it_says_what_to_do(model: Path) -> None:
+def test_before_the_start_the_error_has_instructions(model: Path) -> None:
     with pytest.raises(EngineDead, match="await start"):
         AsyncLLM.from_config(config(model)).stream([1], PLAIN)
 
@@ -202,7 +202,7 @@ def test_a_request_with_what_no_message_holds_leaves_no_trace(play: Callable[...
     play(scene)
 
 
-def test_death_reaches_all_who_wait(play: Callable[..., None]) -> None:
+def test_the_engines_death_reaches_all_waiting_callers(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         waiting = [llm.stream([1], PLAIN, request_id=f"{i}") for i in range(3)]
         tasks = [asyncio.create_task(collect(stream)) for stream in waiting[:2]]

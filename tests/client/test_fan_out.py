@@ -50,7 +50,7 @@ def test_replies_of_engines_are_merged() -> None:
     assert listed == {"total": 3, "requests": [{"age": 3.0, "engine": 1}, {"age": 1.0, "engine": 0}]}
 
 
-def test_the_error_says_which_engine_refused() -> None:
+def test_the_error_names_the_engine_that_refused() -> None:
     mixed = [Answer(0, {}), Answer(1, error=Conflict("no room", field="lora_name", code="full"))]
     assert is_mixed(mixed)
     with pytest.raises(Conflict) as caught:

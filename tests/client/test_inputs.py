@@ -87,7 +87,7 @@ def test_a_token_that_only_the_tokenizer_has() -> None:
 
 
 @pytest.mark.parametrize("rows", [200, VOCAB])
-def test_a_tokenizer_with_more_tokens_than_the_model_is_told_of(
+def test_a_tokenizer_with_more_tokens_than_the_model_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, rows: int
 ) -> None:
     async def start() -> int:

@@ -88,7 +88,7 @@ def test_start_serve_and_shut_down(mode: Any, tmp_path: Path) -> None:
         ("mute", r"was not ready after 0.5 s \(start_timeout\)"),
     ],
 )
-def test_a_start_that_fails_says_why(mode: Any, name: str, message: str) -> None:
+def test_a_failed_start_raises_the_reason(mode: Any, name: str, message: str) -> None:
     mode(name)
     seen: list[AsyncLLM] = []
 
@@ -189,7 +189,7 @@ def test_a_stubborn_engine_is_killed(mode: Any, monkeypatch: pytest.MonkeyPatch)
     asyncio.run(scene())
 
 
-def test_a_loop_that_ends_takes_the_engine_along(mode: Any) -> None:
+def test_the_engine_ends_with_the_event_loop(mode: Any) -> None:
     mode("serve")
     pids: list[int] = []
 
@@ -310,7 +310,7 @@ def test_what_follows_the_setup_of_an_api_process_is_not_lost(monkeypatch: pytes
         assert process.recv(100) == b'{"address": "ipc:///engine"}\n'
 
 
-def test_an_engine_for_another_node_says_where_it_listens(tmp_path: Path) -> None:
+def test_an_engine_for_another_node_reports_its_address(tmp_path: Path) -> None:
     async def scene() -> None:
         keys, _ = make_keys()
         engine = EngineProcess(config(tmp_path), host="127.0.0.1", keys=keys)

@@ -122,7 +122,7 @@ def test_control_verbs_block_for_their_result(fake: LLM) -> None:
     assert fake.get_metrics()["running"] == fake.stats.running
 
 
-def test_prompts_in_mappings_are_told_again_as_they_were_given(fake: LLM) -> None:
+def test_outputs_repeat_prompts_in_mappings(fake: LLM) -> None:
     requested: list[Any] = [{"prompt": "one and two"}, {"prompt_token_ids": [4, 5]}, {"prompt": "x", "cache_salt": "s"}]
     outputs = fake.generate(prompts=requested, sampling_params=SamplingParams(), use_tqdm=False)
     assert [output.prompt for output in outputs] == ["one and two", None, "x"]
@@ -425,7 +425,7 @@ def test_close_twice_and_then_nothing(model: Path) -> None:
         made.generate([4])
 
 
-def test_a_dead_engine_is_told(model: Path) -> None:
+def test_a_dead_engine_raises_an_error(model: Path) -> None:
     with make(model, "hang") as made:
         threading.Timer(0.1, os.kill, (made._llm.engine[1], signal.SIGKILL)).start()
         with pytest.raises(EngineDead, match="killed by SIGKILL"):

@@ -117,7 +117,7 @@ def test_aborts_groups_and_ids_are_those_of_all_engines() -> None:
     asyncio.run(scene())
 
 
-def test_an_abort_finds_a_request_that_is_prepared_whichever_engine_it_goes_to() -> None:
+def test_an_abort_reaches_a_prepared_request_on_any_engine() -> None:
     async def scene() -> None:
         async with make() as llm:
             for rank in range(2):
@@ -280,7 +280,7 @@ def test_a_caller_that_gives_up_leaves_the_engines_alike() -> None:
     asyncio.run(scene())
 
 
-def test_an_engine_that_dies_costs_its_own_requests() -> None:
+def test_a_dead_engine_loses_only_its_requests() -> None:
     async def scene() -> None:
         llm = make()
         await llm.start()

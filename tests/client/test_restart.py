@@ -193,7 +193,7 @@ def test_shutdown_while_another_engine_starts_leaves_nothing(mode: Any) -> None:
     asyncio.run(scene())
 
 
-def test_those_who_have_joined_are_told_of_the_next_engine(mode: Any) -> None:
+def test_joined_clients_are_sent_the_next_engine(mode: Any) -> None:
     mode("serve")
 
     async def scene() -> None:
@@ -232,7 +232,7 @@ def test_those_who_have_joined_are_told_of_the_next_engine(mode: Any) -> None:
     ],
     ids=["descriptors", "unforeseen"],
 )
-def test_who_cannot_join_the_next_engine_does_not_wait_for_it_for_ever(
+def test_a_client_that_cannot_join_the_next_engine_stops_waiting(
     mode: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
 ) -> None:
     """Whoever keeps it puts another in its place."""
@@ -286,7 +286,7 @@ def test_an_engine_is_watched_while_it_is_joined(mode: Any) -> None:
     asyncio.run(scene())
 
 
-def test_an_engine_is_told_what_was_announced_to_the_one_before(tmp_path: Path) -> None:
+def test_a_new_engine_gets_the_announcements(tmp_path: Path) -> None:
     async def scene() -> None:
         with FakeEngine(f"ipc://{tmp_path}/a") as first, FakeEngine(f"ipc://{tmp_path}/b") as second:
             llm = make(1)

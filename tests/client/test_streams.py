@@ -92,7 +92,7 @@ def test_not_streamed_is_one_delta_per_choice_held_back_by_the_engine(play: Call
     play(scene, echo)
 
 
-def test_deltas_merge_while_nobody_fetches(play: Callable[..., None]) -> None:
+def test_deltas_merge_until_they_are_read(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         stream = llm.stream([1], SamplingParams(logprobs=1), request_id="r", text=True)
         ids = llm.tokenizer.encode("slow but sure " * 20, False) if llm.tokenizer else []
@@ -202,7 +202,7 @@ def test_a_stop_string_in_the_last_output_wins_and_needs_no_abort(play: Callable
 
 
 @pytest.mark.parametrize("include", [True, False])
-def test_the_token_that_ends_is_text_only_if_asked_for(play: Callable[..., None], include: bool) -> None:
+def test_the_stop_token_is_text_on_request_only(play: Callable[..., None], include: bool) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         params = SamplingParams(include_stop_str_in_output=include, skip_special_tokens=False)
         ids = ids_of(llm, "ab")
@@ -360,7 +360,7 @@ def test_an_id_in_flight_is_a_conflict(play: Callable[..., None]) -> None:
         ("internal", 500, RequestFailed),
     ],
 )
-def test_what_the_engine_refuses_is_told_before_any_output(
+def test_a_refusal_of_the_engine_is_raised_before_any_output(
     play: Callable[..., None], refusal: str, status: int, kind: type[RequestError]
 ) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
@@ -420,7 +420,7 @@ def test_the_late_end_of_a_request_that_was_given_up_is_not_its_successors(play:
     play(scene)
 
 
-def test_a_consumer_that_cannot_take_more_says_so(play: Callable[..., None]) -> None:
+def test_a_consumer_may_decline_more_output(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         stream = llm.stream([1], SamplingParams(n=2), request_id="r")
         await stream.accepted()

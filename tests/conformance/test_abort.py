@@ -89,7 +89,7 @@ def test_an_abort_with_zero_tokens_is_a_200_with_empty_lists(api: Api) -> None:
             assert choice["finish_reason"] == "abort"
 
 
-def test_an_abort_shows_in_the_metrics(api: Api) -> None:
+def test_aborts_are_counted_in_the_metrics(api: Api) -> None:
     name = "request_success_total"
     before = api.metric(name)
     with Long(api, "counted", n=3) as call:

@@ -177,7 +177,7 @@ def test_pipelined_requests_are_answered_in_order(api: Api) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_http_1_0_knows_no_chunks(api: Api, stream: bool) -> None:
+def test_http_1_0_replies_are_not_chunked(api: Api, stream: bool) -> None:
     """A stream ends with the connection; what has a length says it."""
     body = json.dumps(BODY | {"stream": stream}).encode()
     head = f"POST {GENERATE} HTTP/1.0\r\nContent-Type: {JSON}\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -243,7 +243,7 @@ def test_a_chunked_body(api: Api) -> None:
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"])
-def test_a_wrong_method_is_405_and_says_which_is_right(api: Api, post: str, method: str) -> None:
+def test_a_wrong_method_is_405_with_the_allowed_ones(api: Api, post: str, method: str) -> None:
     answer = api.http.request(method, post)
     assert answer.headers["allow"] == "POST"
     if method == "HEAD":

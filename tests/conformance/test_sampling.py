@@ -136,7 +136,7 @@ def test_a_stop_string_ends_at_the_token_that_completes_it(text: Api, mode: str)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_output_that_goes_round_in_circles_ends(api: Api, stream: bool) -> None:
+def test_an_output_that_repeats_ends(api: Api, stream: bool) -> None:
     circles = {"max_pattern_size": 2, "min_count": 3}
     params = {"allowed_token_ids": [A], "repetition_detection": circles}
     if stream:
@@ -175,21 +175,21 @@ def test_stop_strings_need_detokenize(text: Api) -> None:
 # which tokens may come
 
 
-def test_only_allowed_tokens_come(api: Api) -> None:
+def test_only_allowed_tokens_are_sampled(api: Api) -> None:
     choices = api.generate({"allowed_token_ids": [A, B], "n": 4, "max_tokens": 16, "temperature": 2})["choices"]
     assert {token for choice in choices for token in choice["token_ids"]} <= {A, B}
 
 
-def test_bad_tokens_do_not_come(api: Api) -> None:
+def test_bad_tokens_are_not_sampled(api: Api) -> None:
     assert api.choice({"allowed_token_ids": [A, B], "bad_token_ids": [A]})["token_ids"] == [B] * 8
 
 
-def test_bad_token_sequences_do_not_come(api: Api) -> None:
+def test_bad_token_sequences_are_not_sampled(api: Api) -> None:
     ids = api.choice({"allowed_token_ids": [A, B], "bad_token_sequences": [[A, A], [B, B]]})["token_ids"]
     assert set(ids) == {A, B} and all(left != right for left, right in pairwise(ids))
 
 
-def test_bad_words_do_not_come(text: Api) -> None:
+def test_bad_words_are_not_sampled(text: Api) -> None:
     word = text.ok("/detokenize", {"tokens": [A]})["prompt"]
     params = {"allowed_token_ids": [A, B], "logit_bias": {str(A): 50}, "bad_words": [word]}
     assert text.choice(params)["token_ids"] == [B] * 8
@@ -258,7 +258,7 @@ def test_a_seed_gives_the_same_tokens_again(api: Api) -> None:
     assert first == second
 
 
-def test_without_a_seed_one_is_drawn_and_told(api: Api) -> None:
+def test_without_a_seed_one_is_drawn_and_returned(api: Api) -> None:
     params = {"ignore_eos": True, "max_tokens": 24}
     first, second = api.generate(params), api.generate(params)
     assert first["seed"] != second["seed"]

@@ -55,7 +55,7 @@ def test_a_stop_string_never_shows_in_part(text: Api) -> None:
     assert joined(events)[0]["text"] == ""
 
 
-def test_only_the_first_event_says_what_is_the_same_for_all(api: Api) -> None:
+def test_only_the_first_event_has_the_common_fields(api: Api) -> None:
     events = api.events(GENERATE, BODY | {"return_token_ids": True, "request_id": "streamed"})
     assert {event["request_id"] for event in events} == {"generate-tokens-streamed"}
     first = events[0]

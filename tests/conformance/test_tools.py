@@ -48,7 +48,7 @@ def test_a_forced_call(text: Api, route: str, choice: Any) -> None:
 @pytest.mark.parametrize(
     "fields", [{"tool_choice": "required"}, {"tool_choice": NAMED}, {"tool_choice": "auto"}], ids=str
 )
-def test_a_stream_says_the_same(text: Api, fields: dict[str, Any]) -> None:
+def test_streamed_calls_equal_the_reply(text: Api, fields: dict[str, Any]) -> None:
     extra = {"n": 2, "temperature": 0.7, "seed": 4, "logprobs": True, "return_token_ids": True, "max_tokens": 120}
     body = ASK | fields | extra
     choices = text.ok(CHAT, body)["choices"]
@@ -132,7 +132,7 @@ def test_a_strict_function_changes_nothing_of_other_text(text: Api) -> None:
         assert text.ok(CHAT, request | {"tools": strict})["choices"] == text.ok(CHAT, request)["choices"]
 
 
-def test_the_result_of_a_call_goes_back(text: Api) -> None:
+def test_the_result_of_a_call_is_sent_back(text: Api) -> None:
     message = text.ok(CHAT, ASK | {"tool_choice": NAMED})["choices"][0]["message"]
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "sunny"}
     [choice] = text.ok(CHAT, ASK | {"messages": [*MESSAGES, message, result], "max_tokens": 8})["choices"]

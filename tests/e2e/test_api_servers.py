@@ -282,7 +282,7 @@ def test_an_api_process_that_is_killed_while_it_starts_is_replaced_too() -> None
 
 
 @pytest.mark.slow
-def test_kill_9_of_the_engine_is_told_by_all_and_ends_the_server() -> None:
+def test_kill_9_of_the_engine_is_reported_by_all_and_ends_the_server() -> None:
     with Server("demo", *FLAGS) as server:
         left = server.api_processes()
         with via(server, 0) as first, via(server, 1) as second, in_flight(server, (0, body("a"))) as (lost,):
@@ -314,7 +314,7 @@ def test_a_unix_socket_is_shared_and_its_file_goes(tmp_path: Path, number: signa
 
 
 @pytest.mark.slow
-def test_starts_that_cannot_work_say_why_in_one_line() -> None:
+def test_failed_starts_of_several_processes_have_a_reason_of_one_line() -> None:
     with Server("demo", "--tokens-only", *FLAGS[:2]) as server:
         taken = run("serve", "demo", *FLAGS[:2], "--port", server.url.rpartition(":")[2])
     broken = run("serve", "demo", *FLAGS[:2], "--port", "0", "--chat-template", "{{")

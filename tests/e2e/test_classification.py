@@ -341,7 +341,7 @@ def test_a_reward_model_that_is_updated(reward: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_config_json_says_of_labels(tmp_path: Path) -> None:
+def test_labels_of_config_json(tmp_path: Path) -> None:
     directory = classifier(tmp_path, "llama", problem_type="multi_label_classification")
     with LLM(str(directory), **OPTIONS) as llm:
         raw = np.array(logits(llm, PROMPTS[:1])[0])

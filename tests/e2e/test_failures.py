@@ -159,7 +159,7 @@ def test_a_second_sigint_hangs_up_on_a_client_that_does_not_read() -> None:
 
 
 @pytest.mark.slow
-def test_without_the_compiled_extension_it_serves_on_torch_and_says_so_once(tmp_path: Path) -> None:
+def test_without_the_compiled_extension_it_serves_on_torch_and_warns_once(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['tokserve._C'] = None\n")
     with Server("demo", env={"PYTHONPATH": str(tmp_path)}) as server:
         assert sum("torch references" in line for line in server.log) == 1, server.log
@@ -215,7 +215,7 @@ def run(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedPr
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **(env or {})})
 
 
-def test_port_in_use_is_told_at_once() -> None:
+def test_a_port_in_use_is_an_error_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = run("serve", "demo", "--port", str(taken.getsockname()[1]))
     assert done.returncode == 1
@@ -238,7 +238,7 @@ def test_port_in_use_is_told_at_once() -> None:
         pytest.param(["serve", "demo", "--hf-overrides", '{"hidden_size": 64}'], "shape", marks=pytest.mark.slow),
     ],
 )
-def test_a_start_that_cannot_work_says_why_in_one_line(args: list[str], message: str) -> None:
+def test_a_failed_start_has_a_reason_of_one_line(args: list[str], message: str) -> None:
     done = run(*args, "--port", "0")
     errors = [line for line in done.stderr.splitlines() if line.startswith("tokserve: error:")]
     assert done.returncode == 1, done.stderr

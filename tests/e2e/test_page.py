@@ -200,7 +200,7 @@ return low;
 """
 
 
-def test_a_key_is_asked_for_and_used(browser: Browser) -> None:
+def test_the_page_asks_for_a_key_and_uses_it(browser: Browser) -> None:
     with Server("demo", "--api-key", "sesame", "--tokens-only") as server:
         browser.open(server.url + "/")
         browser.wait(lambda: browser.text("#health") == "locked", "the page says that it needs a key")

@@ -94,7 +94,7 @@ def test_metrics_of_each_engine(server: Server, count: int) -> None:
     assert grown == {str(rank): 20 * (rank + 1) for rank in range(count)}
 
 
-def test_control_and_introspection_speak_for_all(server: Server, count: int) -> None:
+def test_control_and_introspection_cover_all_engines(server: Server, count: int) -> None:
     assert server.post("/pause", {"mode": "keep"}).status_code == 200
     state = server.get("/inference/v1/state").json()
     assert [one["state"] for one in state["engines"]] == ["paused"] * count and state["state"] == "paused"

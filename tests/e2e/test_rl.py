@@ -280,7 +280,7 @@ def test_after_recompute_kv_tokens_in_flight_have_the_logprobs_of_the_new_weight
     assert lab.serves(0)
 
 
-def test_a_weight_body_that_is_refused_is_answered_all_the_same(lab: Lab) -> None:
+def test_a_refused_weight_body_gets_a_reply(lab: Lab) -> None:
     """urllib reads no reply before it has sent everything."""
     lab.state()
     request = urllib.request.Request(
@@ -315,7 +315,7 @@ def test_checksums_are_compared(lab: Lab) -> None:
     assert lab.post("/weight_checker", body | {"baseline": checksums(lab.tensors(1))})["match"] is False
 
 
-def test_a_sender_that_leaves_midway_fails_the_update(lab: Lab) -> None:
+def test_a_sender_that_disconnects_fails_the_update(lab: Lab) -> None:
     lab.post("/start_weight_update")
     body = save(lab.tensors(1))
     address = httpx.URL(lab.server.url)
@@ -342,7 +342,7 @@ def resident(process: psutil.Process) -> int:
     return int(process.memory_info().rss)
 
 
-def test_the_server_tells_about_itself(lab: Lab) -> None:
+def test_server_info_and_state_of_updates(lab: Lab) -> None:
     assert lab.server.get("/liveness").status_code == 200
     shown = lab.server.get("/server_info?config_format=json").json()
     assert shown["vllm_config"]["weight_transfer_config"] == {"backend": "gloo"}

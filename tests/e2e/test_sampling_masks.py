@@ -178,7 +178,7 @@ def packed_fields(reply: dict[str, Any], in_base64: bool) -> dict[int, dict[str,
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_formats_and_streams_say_the_same(client: httpx.Client, seed: int) -> None:
+def test_formats_and_streams_are_equal(client: httpx.Client, seed: int) -> None:
     rng = random.Random(seed)
     params = crossing(rng) | {"logit_bias": {"64": 1.0}}
     body = {"token_ids": prompt(rng), "sampling_params": params, "return_sampling_mask": True}

@@ -52,7 +52,7 @@ def test_slimes_rollout(server: Served) -> None:
     assert continued["meta_info"]["prompt_tokens"] == len(IDS) + len(tokens)
 
 
-def test_what_a_reply_says_about_its_drafts(server: Served) -> None:
+def test_sglang_replies_report_their_drafts(server: Served) -> None:
     """The option is for all routes."""
     body = {"input_ids": [5, 6] * 12}
     generate(server, body, max_new_tokens=30, temperature=0, ignore_eos=True)

@@ -194,7 +194,7 @@ def report(reply: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def test_what_a_reply_of_tokens_says_about_its_drafts(pair: Pair) -> None:
+def test_token_replies_report_their_drafts(pair: Pair) -> None:
     body = generate_body(temperature=1.2, seed=44) | {"token_ids": [7, 7, 3]}
     assert "metrics" not in pair.post(GENERATE, body)
     output = pair.post(GENERATE, body)["choices"][0]["token_ids"]
@@ -215,7 +215,7 @@ def test_what_a_reply_of_tokens_says_about_its_drafts(pair: Pair) -> None:
         assert nothing["acceptance_histogram"] == nothing["per_step_drafted"] == [] and nothing["sources"] == {}
 
 
-def test_what_replies_of_text_say_about_their_drafts(pair: Pair) -> None:
+def test_text_replies_report_their_drafts(pair: Pair) -> None:
     message = {"role": "user", "content": "Reverse the word stone."}
     prediction = {"prediction": {"type": "content", "content": "enots"}}
     request = {"temperature": 0, "spec_decode_metrics": "summary"}

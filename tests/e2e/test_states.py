@@ -52,7 +52,7 @@ def check(client: httpx.Client, state: str, health: int = 200) -> None:
 
 
 @pytest.mark.slow
-def test_every_state_is_told_by_the_probes(tmp_path: Path) -> None:
+def test_the_probes_report_every_state(tmp_path: Path) -> None:
     path, env = gate(tmp_path)
     uds = tmp_path / "s"
     flags = ("--tokens-only", "--restart-engine", "1", "--weight-staging", "in_place", "--uds", str(uds))
@@ -121,7 +121,7 @@ def test_every_state_is_told_by_the_probes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_disk_under_the_log_stops_nobody(tmp_path: Path) -> None:
+def test_a_full_disk_of_the_log_stops_no_request(tmp_path: Path) -> None:
     uds = tmp_path / "s"
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "tokserve", "serve", "demo", "--tokens-only", "--uds", str(uds)]

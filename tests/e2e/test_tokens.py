@@ -44,7 +44,7 @@ def test_tokens_only_gives_the_same_bits(demo: Server, tokens_only: Served) -> N
     assert demo.generate(PROMPT, **params)["choices"] == tokens_only.generate(PROMPT, **params)["choices"]
 
 
-def test_tokens_only_says_why_text_routes_are_absent(tokens_only: Served) -> None:
+def test_text_routes_are_absent_with_tokens_only(tokens_only: Served) -> None:
     for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
         answer = tokens_only.post(path, {"messages": []})
         assert answer.status_code == 404 and "tokens-only" in answer.json()["error"]["message"]

@@ -158,7 +158,7 @@ def test_an_adapter_in_use_is_not_evicted(depth: int) -> None:
     assert load(engine, "b", "/b").error is None
 
 
-def test_a_request_that_comes_while_the_load_reads_keeps_its_adapter() -> None:
+def test_a_request_that_arrives_during_a_load_keeps_its_adapter() -> None:
     engine = make(max_loras=1)
     load(engine, "a", "/a")
     engine.executor.slow = deque()
@@ -230,13 +230,13 @@ def test_the_longest_name_is_valid_and_clients_load_from_allowed_directories() -
     assert load(engine, "x" * MAX_NAME).error is None and engine.executor.adapter_from_anywhere is False
 
 
-def test_the_models_own_name_is_taken_and_a_path_must_be_there() -> None:
+def test_the_models_name_and_missing_paths_are_refused() -> None:
     engine = make(served_model_name=["mine", "alias"])
     assert load(engine, "alias").status == 409
     assert (load(engine, "a", "").status, load(engine, "a", "").field) == (400, "lora_path")
 
 
-def test_a_server_without_adapters_says_so() -> None:
+def test_a_server_without_adapters_refuses_them() -> None:
     engine = Engine()
     for reply in (load(engine, "a"), ask(engine, "unload_lora_adapter", lora_name="a", call_id=71)):
         assert (reply.status, reply.field) == (400, "lora_name") and "--enable-lora" in str(reply.error)

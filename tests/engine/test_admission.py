@@ -78,7 +78,7 @@ def test_a_key_in_use_is_refused_to_everybody_and_free_again_after_its_end() -> 
     assert engine.submit("c", engine.make("a#1", [3])).refusal == "duplicate_id"
 
 
-def test_an_id_is_free_as_soon_as_its_end_was_told() -> None:
+def test_an_id_is_free_once_its_end_was_sent() -> None:
     engine = Engine(depth=2, eos_token_ids=list(range(VOCAB)))
     engine.add("a", [3], max_tokens=9)
     engine.steps(2)

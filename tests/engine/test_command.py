@@ -120,7 +120,7 @@ def test_one_command_may_wait_for_another() -> None:
     assert order == ["second", "first"] and len(caller.sent) == 2
 
 
-def test_a_caller_is_named_only_where_it_matters_and_ready_is_no_reply() -> None:
+def test_a_caller_is_passed_only_to_commands_that_need_it() -> None:
     ready = Ready(1, 1, 1, 1, [], "v")
     caller = Caller(who=lambda self, caller: caller.decode(), hello=lambda self: ready)
     caller.call("who")
@@ -150,7 +150,7 @@ def twice(self: object, first: list[Any], taken_back: list[str]) -> Command:
     return len(first)
 
 
-def test_a_prepared_command_goes_on_when_that_is_decided() -> None:
+def test_a_prepared_command_continues_after_the_decision() -> None:
     values: list[Any] = []
     caller = Caller(twice=twice)
     prepare(caller, "twice", first=values, taken_back=[])

@@ -109,7 +109,7 @@ def test_wait_lets_requests_end_and_answers_only_then(depth: int) -> None:
 
 
 @DEPTHS
-def test_keep_freezes_and_goes_on_without_computing_anything_twice(depth: int) -> None:
+def test_mode_keep_freezes_requests_and_resumes_without_recomputation(depth: int) -> None:
     engine = busy(depth)
     ask(engine, "pause", mode="keep", clear_cache=False)
     had, computed = engine.tokens("r0").copy(), dict(engine.executor.computed)
@@ -132,7 +132,7 @@ def test_what_ends_within_its_prompt_has_no_prompt_logprobs() -> None:
     engine.check_empty()
 
 
-def test_a_paused_engine_refuses_if_told_to() -> None:
+def test_a_paused_engine_refuses_requests_if_configured() -> None:
     engine = busy(reject_while_paused=True)
     engine.call("pause", call_id=9, mode="wait")
     for rid in ("pausing", "paused"):
@@ -203,7 +203,7 @@ def test_bad_arguments_are_named(method: str, args: dict[str, Any], field: str) 
     assert (reply.status, reply.field) == (400, field) and reply.error
 
 
-def test_front_ends_hear_of_a_state_before_the_caller_does() -> None:
+def test_front_ends_get_a_state_before_the_callers_reply() -> None:
     engine = busy()
     engine.call("hello", owner=b"B")
     engine.messages.clear()
@@ -234,7 +234,7 @@ def test_a_commit_changes_the_weights_between_two_steps(depth: int) -> None:
 
 
 @DEPTHS
-def test_generation_goes_on_while_tensors_come(depth: int) -> None:
+def test_requests_run_while_tensors_are_received(depth: int) -> None:
     engine = busy(depth)
     engine.executor.slow = deque()
     engine.call("start_weight_update", call_id=1)
@@ -305,7 +305,7 @@ def test_an_abort_overtakes_what_is_still_coming() -> None:
     engine.check_complete("r0")
 
 
-def test_a_body_is_for_the_update_that_was_open_when_it_began() -> None:
+def test_a_body_belongs_to_the_update_that_was_open_at_its_start() -> None:
     engine = busy()
     assert ask(engine, "begin_weight_stream", stream="old").status == 409
     ask(engine, "start_weight_update")
@@ -324,7 +324,7 @@ def test_a_body_is_for_the_update_that_was_open_when_it_began() -> None:
     engine.check_complete("r0")
 
 
-def test_what_is_asked_again_while_a_commit_is_on_its_way_does_not_touch_it() -> None:
+def test_repeated_calls_do_not_affect_a_commit_in_flight() -> None:
     engine = busy()
     ask(engine, "start_weight_update")
     ask(engine, "update_weights", update={"weights": "w2"})
@@ -518,7 +518,7 @@ def test_without_room_for_two_sets_requests_freeze_and_go_on() -> None:
 
 @DEPTHS
 @pytest.mark.parametrize("level", [0, 1])
-def test_what_is_kept_asleep_goes_on_with_the_same_tokens(depth: int, level: int) -> None:
+def test_requests_kept_during_sleep_continue_with_the_same_tokens(depth: int, level: int) -> None:
     engine = busy(depth)
     ask(engine, "sleep", level=level, mode="keep")
     assert state(engine) == "sleeping" and engine.executor.has_kv is (level == 0)
@@ -532,7 +532,7 @@ def test_what_is_kept_asleep_goes_on_with_the_same_tokens(depth: int, level: int
     engine.check_empty()
 
 
-def test_memory_that_is_not_there_to_wake_up_with_is_named_and_may_be_asked_for_again(
+def test_wake_up_without_memory_is_an_error_and_can_be_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = busy()
@@ -580,7 +580,7 @@ def test_level_two_needs_new_weights_before_it_wakes() -> None:
     engine.check_complete("late")
 
 
-def test_an_update_that_comes_while_a_deep_sleep_is_reached_begins_after_it() -> None:
+def test_an_update_during_the_start_of_a_deep_sleep_begins_after_it() -> None:
     engine = busy()
     engine.executor.slow = deque()
     engine.call("sleep", call_id=70, level=2, mode="wait")
@@ -653,7 +653,7 @@ def test_a_worker_call_comes_between_two_steps() -> None:
     assert ask(busy(2), "apply_model", function="m:f").result == ["m:f"]
 
 
-def test_checksums_of_what_came_say_nothing_after_a_worker_call() -> None:
+def test_checksums_of_received_tensors_are_invalid_after_a_worker_call() -> None:
     engine = busy(2)
     known = {"checkpoint": {"all": str(engine.executor.weights)}, "tied": {}}
     assert ask(engine, "checkpoint_checksums", call_id=51).result == known

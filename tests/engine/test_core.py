@@ -51,7 +51,7 @@ def test_requests_that_do_not_stream_send_one_output(depth: int) -> None:
     engine.check_complete("a")
 
 
-def test_a_stop_keeps_the_stop_token_and_says_which() -> None:
+def test_the_stop_token_is_kept_and_reported() -> None:
     engine = Engine()
     engine.add("a", [3, 4], max_tokens=30, ignore_eos=True, stop_token_ids=list(range(VOCAB)))
     engine.run()
@@ -62,7 +62,7 @@ def test_a_stop_keeps_the_stop_token_and_says_which() -> None:
 
 
 @DEPTHS
-def test_parameters_that_leave_nothing_are_not_the_models_fault(depth: int) -> None:
+def test_parameters_that_forbid_every_token_are_not_model_errors(depth: int) -> None:
     engine = Engine(depth=depth)
     engine.executor.bar.add((7, 6))
     engine.executor.spoil.add((8, 6))
@@ -90,7 +90,7 @@ def test_logits_of_nan_end_one_request_and_no_other(depth: int) -> None:
     engine.check_empty()
 
 
-def test_times_are_told_by_the_clock() -> None:
+def test_times_are_read_from_the_clock() -> None:
     engine = Engine(max_num_seqs=1)
     engine.add("a", [3], max_tokens=2, ignore_eos=True)
     engine.add("b", [4], max_tokens=2, ignore_eos=True)
@@ -187,7 +187,7 @@ def test_abort_without_a_call_id_is_not_acknowledged() -> None:
     assert not engine.replies and finish(engine, "a").reason == "abort"
 
 
-def test_only_so_many_ended_ids_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_remembered_ended_ids_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "ENDED_KEPT", 3)
     engine = Engine()
     for name in "abcde":
@@ -232,7 +232,7 @@ def test_an_abort_by_key_reaches_all_choices_of_any_front_end(depth: int) -> Non
     engine.check_empty()
 
 
-def test_a_request_is_aborted_as_long_as_one_choice_lives() -> None:
+def test_a_request_is_aborted_if_a_choice_is_in_flight() -> None:
     engine = Engine()
     engine.submit("a", engine.make("a#0", [3], max_tokens=1), engine.make("a#1", [4], max_tokens=9, ignore_eos=True))
     engine.step()
@@ -242,7 +242,7 @@ def test_a_request_is_aborted_as_long_as_one_choice_lives() -> None:
     engine.check_complete("a#0")
 
 
-def test_a_group_is_aborted_whoever_sent_it() -> None:
+def test_a_group_is_aborted_for_any_front_end() -> None:
     engine = Engine()
     engine.add_choices("a", group_id="g")
     engine.add_choices("b", group_id="g", owner=b"B")
@@ -259,7 +259,7 @@ def test_a_group_is_aborted_whoever_sent_it() -> None:
     engine.check_empty()
 
 
-def test_who_gives_up_a_request_must_own_it() -> None:
+def test_only_the_owner_may_drop_a_request() -> None:
     engine = Engine()
     engine.add_choices("a")
     engine.step()

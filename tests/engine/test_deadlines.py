@@ -36,7 +36,7 @@ def test_past_its_deadline_a_request_ends_with_what_it_has(depth: int) -> None:
     engine.check_empty()
 
 
-def test_queue_timeout_ends_only_who_was_never_admitted() -> None:
+def test_queue_timeout_ends_only_requests_that_were_never_admitted() -> None:
     engine = Engine(max_num_seqs=1)
     for name in "ab":
         engine.add(name, [3], max_tokens=5, ignore_eos=True, queue_timeout_ms=1500)

@@ -50,7 +50,7 @@ def test_short_outputs_and_those_larger_than_the_bound_are_not_kept() -> None:
     assert DraftHistory(0).find(key(), 1, CONTEXT) is None
 
 
-def test_a_client_that_keeps_much_drops_its_own() -> None:
+def test_a_client_with_much_history_drops_its_oldest() -> None:
     history = DraftHistory(200_000)
     history.add(key(client="good"), 1, array("i", range(20)))
     for number in range(100):

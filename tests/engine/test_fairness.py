@@ -60,14 +60,14 @@ def test_clients_alternate() -> None:
     assert [queued.request_id for queued in queue] == ["a0", "b4", "c6", "a1", "b5", "a2", "a3"]
 
 
-def test_a_level_of_priority_stands_above_clients() -> None:
+def test_priority_is_compared_before_clients() -> None:
     queue = FairQueue(POLICIES["priority"], Shares())
     for i, (client, priority) in enumerate([("a", 0), ("a", 0), ("b", 1), ("b", 0)]):
         queue.add(request(i, client, priority))
     assert [queued.request_id for queued in queue] == ["a0", "b3", "a1", "b2"]
 
 
-def test_those_who_enter_change_the_order_and_those_passed_over_do_not() -> None:
+def test_only_admitted_requests_change_the_order() -> None:
     shares = Shares()
     queue = FairQueue(POLICIES["fcfs"], shares)
     for i, client in enumerate("aaab"):
@@ -128,7 +128,7 @@ def test_a_second_client_gets_its_half_at_once(depth: int) -> None:
 
 
 @DEPTHS
-def test_a_single_request_does_not_wait_for_a_crowd(depth: int) -> None:
+def test_a_single_request_does_not_wait_for_many_of_another_client(depth: int) -> None:
     engine = Engine(depth=depth)
     fill(engine, "a", 60)
     engine.steps(5)
@@ -203,7 +203,7 @@ def test_a_long_prompt_leaves_room_for_another_client() -> None:
 # --- a limit per client ---
 
 
-def test_a_client_may_have_so_many_requests_and_no_more() -> None:
+def test_the_requests_of_a_client_are_limited() -> None:
     engine = Engine(max_requests_per_client=3)
     fill(engine, "a", 2)
     refused = engine.submit("two", *[engine.make(f"two#{i}", [3, i]) for i in range(2)], client="a")

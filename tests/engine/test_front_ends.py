@@ -97,7 +97,7 @@ def test_requested_stats_are_sent_before_the_reply() -> None:
     assert engine.stats.output_tokens == 2
 
 
-def test_only_so_many_front_ends_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_known_front_ends_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front_ends, "KEPT", 2)
     engine = Engine()
     engine.add("a", [3], max_tokens=2, ignore_eos=True, owner=b"0")
@@ -111,7 +111,7 @@ def test_only_so_many_front_ends_are_remembered(monkeypatch: pytest.MonkeyPatch)
     assert b"1" not in {i for i, m in engine.messages if isinstance(m, StepOutput)}
 
 
-def test_who_has_not_written_for_the_longest_time_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_front_end_silent_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front_ends, "KEPT", 2)
     engine = Engine()
     for owner in (b"1", b"2", b"1", b"3"):

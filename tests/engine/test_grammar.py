@@ -131,7 +131,7 @@ LETTER, SPACE = "\u00e9", "\u2003"
     ("pattern", "plain", "other"), [(r"\d", "7", SEVEN), (r"\w", "e", LETTER), (r"a\sb", "a b", f"a{SPACE}b"),
                                     (r"[\d.]+", "7.", f"{SEVEN}."), (r"[^\W]", "e", LETTER)]
 )  # fmt: skip
-def test_classes_are_of_ascii_unless_all_scripts_are_asked_for(pattern: str, plain: str, other: str) -> None:
+def test_classes_are_ascii_unless_unicode_classes_is_set(pattern: str, plain: str, other: str) -> None:
     for requested in (
         {"regex": f'"{pattern}"'}, {"json": {"type": "string", "pattern": f"^{pattern}$"}},
         {"json": json.dumps({"type": "string", "pattern": f"^{pattern}$"})},
@@ -305,7 +305,7 @@ def test_large_grammars_are_matched_or_refused(requested: dict[str, Any]) -> Non
         assert any(word in error.message for word in ("limit", "too many", "max")), error.message
 
 
-def test_without_a_tokenizer_a_request_is_told(tmp_path: Path) -> None:
+def test_without_a_tokenizer_structured_outputs_are_refused(tmp_path: Path) -> None:
     for directory in (None, str(tmp_path)):
         with pytest.raises(RequestError, match="needs a tokenizer"):
             Compiler(directory, WIDTH, [EOS]).compile(StructuredOutputs(regex="a"))

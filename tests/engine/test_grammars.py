@@ -113,7 +113,7 @@ def test_a_costly_grammar_is_refused_at_once_the_second_time(
     assert grammars.compile(StructuredOutputs(grammar=BOMB)).done()
 
 
-def test_what_nobody_waits_for_is_cancelled(grammars: Grammars) -> None:
+def test_compilations_without_waiting_requests_are_cancelled(grammars: Grammars) -> None:
     form = StructuredOutputs(grammar=BOMB + "\n// cancelled")
     one, other = grammars.compile(form), grammars.compile(form)
     until(lambda: children(grammars.trials))
@@ -124,7 +124,7 @@ def test_what_nobody_waits_for_is_cancelled(grammars: Grammars) -> None:
     until(lambda: not children(grammars.trials))
 
 
-def test_a_grammar_that_has_come_to_a_limit_is_compiled_anew(grammars: Grammars) -> None:
+def test_a_grammar_that_reached_a_limit_is_compiled_again(grammars: Grammars) -> None:
     form, other = StructuredOutputs(regex="ab+"), StructuredOutputs(regex="ab*")
     first, second = grammars.compile(form).result(PATIENCE), grammars.compile(other).result(PATIENCE)
     grammars.forget(first)
@@ -132,7 +132,7 @@ def test_a_grammar_that_has_come_to_a_limit_is_compiled_anew(grammars: Grammars)
     assert grammars.compile(form).result(PATIENCE) is not first
 
 
-def test_the_least_recently_used_goes_when_the_bytes_are_used_up(small: Grammars) -> None:
+def test_the_least_recently_used_grammar_is_evicted(small: Grammars) -> None:
     first = small.compile(many(0)).result(PATIENCE)
     assert MIB < first.size < 8 * MIB
     tiny = StructuredOutputs(regex="tiny")
@@ -172,7 +172,7 @@ def test_grammars_in_use_are_bounded_too(small: Grammars) -> None:
     assert small.compile(many(99)).result(PATIENCE)
 
 
-def test_an_unforeseen_error_reaches_those_who_wait(small: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_reaches_waiting_requests(small: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(outputs: StructuredOutputs) -> Grammar:
         raise MemoryError("none left")
 

@@ -255,7 +255,7 @@ def test_a_block_is_not_given_away_before_its_copy() -> None:
         assert cached(e, f"again{number}", [number, 6, 7, 8, 9, 10, 11, 12, 13]) == 8
 
 
-def test_adapters_are_told_apart_by_their_weights() -> None:
+def test_adapters_are_distinguished_by_their_weights() -> None:
     e = engine(enable_lora=True, max_loras=3)
     for name, path in (("one", "a"), ("same", "a"), ("other", "b")):
         e.call("load_lora_adapter", lora_name=name, lora_path=path, load_inplace=None, call_id=5)

@@ -134,7 +134,7 @@ def test_a_lease_expires_unless_it_is_being_read() -> None:
     "garbage",
     [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(200), secrets.token_bytes(5000), MAGIC + bytes(64), b"\xff" * 100_000],
 )  # fmt: skip
-def test_garbage_ends_a_connection_and_nothing_else(giver: Giver, garbage: bytes) -> None:
+def test_garbage_ends_only_its_connection(giver: Giver, garbage: bytes) -> None:
     with socket.create_connection(("127.0.0.1", giver.server.port), 10) as connection:
         try:
             connection.sendall(garbage)
@@ -182,7 +182,7 @@ def test_connections_are_bounded(giver: Giver) -> None:
         time.sleep(0.05)
 
 
-def test_a_peer_that_dribbles_its_handshake_is_given_up(giver: Giver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_handshake_is_disconnected(giver: Giver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 0.3)
     with socket.create_connection(("127.0.0.1", giver.server.port), 10) as connection:
         began = time.monotonic()

@@ -22,7 +22,7 @@ def passes(engine: Engine, seconds: float) -> None:
     engine.step()
 
 
-def test_an_update_that_nothing_is_heard_of_is_rolled_back() -> None:
+def test_an_update_is_rolled_back_when_its_lease_expires() -> None:
     engine = busy()
     ask(engine, "start_weight_update")
     passes(engine, LEASE - 1)
@@ -84,7 +84,7 @@ def test_a_lease_of_zero_never_ends_and_others_are_refused() -> None:
             assert (reply.status, reply.field) == (400, "lease"), (method, lease)
 
 
-def test_a_refused_start_says_how_long_the_other_is_open_and_what_to_do() -> None:
+def test_a_refused_update_reports_the_age_of_the_open_one() -> None:
     engine = busy()
     ask(engine, "start_weight_update")
     passes(engine, 20)
@@ -186,7 +186,7 @@ def test_a_pause_keeps_its_lease_in_another_engine() -> None:
     assert state(other) == "running"
 
 
-def test_requests_that_wait_are_told_of_in_the_log_and_the_state(caplog: pytest.LogCaptureFixture) -> None:
+def test_waiting_requests_are_reported_in_the_log_and_the_state(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine()
     with caplog.at_level(logging.INFO, logger="tokserve.engine"):
         for _ in range(2):
@@ -205,7 +205,7 @@ def test_requests_that_wait_are_told_of_in_the_log_and_the_state(caplog: pytest.
     assert sum(line.startswith("resumed after") for line in lines) == 2
 
 
-def test_the_state_says_all_that_must_end_before_requests_run() -> None:
+def test_the_state_lists_all_that_blocks_requests() -> None:
     engine = Engine()
     ask(engine, "start_weight_update")
     ask(engine, "abort_weight_update")

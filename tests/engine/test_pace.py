@@ -28,7 +28,7 @@ def test_nothing_measured_is_no_bound() -> None:
     assert StepPace().max_tokens(2048) == 2048
 
 
-def test_a_clock_that_stands_still_is_no_bound() -> None:
+def test_a_stopped_clock_is_no_bound() -> None:
     assert measured(0.0, 0.0, 1, 64, 2048).max_tokens(2048) == 2048
 
 
@@ -208,7 +208,7 @@ def test_clients_that_compute_nothing_need_no_share() -> None:
     assert len(engine.executor.plans) - before <= 5
 
 
-def test_steps_stay_short_for_a_client_that_comes_back_soon() -> None:
+def test_steps_stay_short_for_a_client_that_returns_soon() -> None:
     engine = loaded()
     engine.add("light", [5, 6, 7], max_tokens=4, ignore_eos=True, client="light")
     while not engine.received.get("light") or engine.received["light"].finish is None:

@@ -113,7 +113,7 @@ def test_the_reply_waits_for_all_grammars_of_a_submission() -> None:
 
 
 @DEPTHS
-def test_outputs_follow_their_grammars_beside_others(depth: int) -> None:
+def test_outputs_follow_their_grammars_in_a_batch(depth: int) -> None:
     engine, grammars = made(depth=depth, max_num_batched_tokens=8)  # prompts are cut
     rids = [f"g{i}" for i in range(6)]
     for i, rid in enumerate(rids):
@@ -256,7 +256,7 @@ def stuck(**options: Any) -> tuple[Engine, Stuck, threading.Event]:
 
 
 @DEPTHS
-def test_a_mask_that_takes_long_holds_up_nobody_else(depth: int) -> None:
+def test_a_slow_mask_delays_no_other_request(depth: int) -> None:
     engine, machine, mask_done = stuck(depth=depth)
     engine.add("a", [6, 7], max_tokens=9, ignore_eos=True)
     engine.run()
@@ -332,7 +332,7 @@ def test_a_grammar_that_others_have_exhausted_ends_a_request_and_not_the_engine(
 
 
 @pytest.mark.parametrize(("good", "resting_until"), [(0, math.inf), (2, math.inf), (2, 0.0)])
-def test_an_error_that_nobody_foresaw_ends_its_request_alone(good: int, resting_until: float) -> None:
+def test_an_unexpected_error_ends_only_its_request(good: int, resting_until: float) -> None:
     """The error is raised in a thread, or (from a request's second mask on) in the loop."""
     computed: list[None] = []
 
@@ -426,7 +426,7 @@ def test_a_late_mask_withholds_its_row_and_its_position_is_computed_again() -> N
     engine.check_empty()
 
 
-def test_a_slow_mask_holds_up_no_step_of_others_at_depth_two() -> None:
+def test_a_slow_mask_delays_no_step_of_others_at_depth_two() -> None:
     """While it is computed, every turn brings each of the others a token."""
     engine, machine, _ = stuck(depth=2)
     for i in range(3):

@@ -142,7 +142,7 @@ def test_admission_allocates_all_blocks_or_none() -> None:
     assert len(table.blocks) == 4
 
 
-def test_admission_counts_found_blocks_that_nobody_holds_as_taken() -> None:
+def test_admission_counts_reused_free_blocks_as_taken() -> None:
     cache = make(num_blocks=4)
     cache.free(run(cache, tokens(8)))
     other = BlockTable("")
@@ -185,7 +185,7 @@ def test_output_is_found_too() -> None:
     assert hits(cache, array("i", [0, 1, 2, 3, 4, 70, 71, 72, 1])) == 2
 
 
-def test_who_shares_the_next_block_with_one_that_is_computing_waits_for_it() -> None:
+def test_a_request_waits_for_a_shared_block_that_is_being_computed() -> None:
     cache = make()
     first = BlockTable("")
     cache.allocate(first, tokens(12), 0, reserve=0)

@@ -91,7 +91,7 @@ def answer(front: Front, kind: type[FromEngine], waiting: Callable[[], None] | N
 
 
 @DEPTHS
-def test_a_life_from_hello_to_shutdown(address: str, depth: int) -> None:
+def test_an_engine_from_hello_to_shutdown(address: str, depth: int) -> None:
     running = Running(address, depth=depth)
     with Front(address) as front:
         assert front.hello() == Ready(64, 20, 64, 4, list(EOS), "v1", {"scripted": True}, Status(weight_version="v1"))
@@ -132,7 +132,9 @@ def running_params(max_tokens: int) -> SamplingParams:
     return SamplingParams(ignore_eos=True, max_tokens=max_tokens)
 
 
-def test_a_crash_is_told_to_all_and_logged_with_the_plan(address: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_crash_is_sent_to_all_front_ends_and_logged_with_the_plan(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(executor: ScriptedExecutor) -> None:
         executor.fail_at = 3
 
@@ -149,7 +151,7 @@ def test_a_crash_is_told_to_all_and_logged_with_the_plan(address: str, caplog: p
 
 
 @pytest.mark.parametrize(("error", "expected"), [(StartError("no such model"), True), (OSError("broken"), False)])
-def test_a_failed_start_is_told(address: str, error: Exception, expected: bool) -> None:
+def test_a_failed_start_is_reported(address: str, error: Exception, expected: bool) -> None:
     def fail(executor: ScriptedExecutor) -> None:
         executor.start_error = error
 
@@ -161,7 +163,7 @@ def test_a_failed_start_is_told(address: str, error: Exception, expected: bool) 
     assert running.join() == 1
 
 
-def test_a_failed_start_with_nobody_to_tell_ends(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_start_without_a_client_ends(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "FIRST_HELLO", 0.05)
 
     def fail(executor: ScriptedExecutor) -> None:
@@ -338,7 +340,7 @@ def test_the_engine_does_not_outlive_a_killed_parent(address: str, how: str) -> 
             os.kill(fork, signal.SIGKILL)
 
 
-def test_without_an_opening_it_says_who_starts_it() -> None:
+def test_without_the_opening_message_the_error_names_the_starting_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tokserve.engine.process"], input=b"", capture_output=True, cwd=ROOT, check=False
     )

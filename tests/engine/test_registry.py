@@ -47,7 +47,7 @@ def test_choices_that_have_ended_are_not_counted() -> None:
     assert row["choices"] == 1 and row["max_tokens"] == 20
 
 
-def test_a_preempted_request_says_so() -> None:
+def test_a_preempted_request_is_listed_as_preempted() -> None:
     engine = Engine(num_blocks=8, enable_prefix_caching=False)
     for first in (3, 4, 5):
         engine.add(str(first), [first, 4, 5, 6, 7], max_tokens=20, ignore_eos=True)

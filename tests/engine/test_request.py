@@ -57,7 +57,7 @@ def test_ignored_eos_is_a_token_like_others() -> None:
     assert ended(make(max_tokens=3, ignore_eos=True), 1, 2, 1) == ("length", "max_tokens", None)
 
 
-def test_stop_tokens_and_sequences_say_which() -> None:
+def test_stop_tokens_and_sequences_are_reported() -> None:
     assert ended(make(stop_token_ids=[30, 31]), 20, 31) == ("stop", "stop_token", 31)
     sequences = [[4, 5], [20, 4]]
     assert ended(make(stop_token_sequences=sequences), 5, 20, 4) == ("stop", "stop_sequence", [20, 4])
@@ -105,15 +105,13 @@ def test_below_min_tokens_no_sequence_stops() -> None:
         ((2, 0, 2), [15, 15], [15]),
     ],
 )
-def test_an_output_that_goes_round_in_circles_ends(
-    limits: tuple[int, int, int], output: list[int], pattern: list[int]
-) -> None:
+def test_an_output_that_repeats_ends(limits: tuple[int, int, int], output: list[int], pattern: list[int]) -> None:
     """The prompt ends in 15: what it holds is no part of the output's pattern."""
     circles = RepetitionDetection(max_pattern_size=limits[0], min_pattern_size=limits[1], min_count=limits[2])
     assert ended(make(repetition_detection=circles), *output) == ("repetition", "repetition", pattern)
 
 
-def test_circles_end_at_the_first_token_where_the_whole_tail_says_so() -> None:
+def test_repetition_ends_at_the_first_token_that_completes_the_pattern() -> None:
     """Counting a token at a time finds what comparing the tail's patterns finds, for many outputs."""
     generator = np.random.default_rng(5)
     for _ in range(200):
@@ -138,7 +136,7 @@ def test_circles_end_at_the_first_token_where_the_whole_tail_says_so() -> None:
         assert actual == expected
 
 
-def test_below_min_tokens_no_circle_ends() -> None:
+def test_below_min_tokens_repetition_does_not_end() -> None:
     request = make(min_tokens=3, repetition_detection=RepetitionDetection(max_pattern_size=2, min_count=2))
     assert feed(request, 20, 20) is None
     assert ended(request, 20) == ("repetition", "repetition", [20])
@@ -176,7 +174,7 @@ def test_the_longest_prompt_is_served() -> None:
     assert ended(make([10] * 31, max_tokens=4), 9) == ("length", "context", None)
 
 
-def test_output_is_told_once() -> None:
+def test_output_is_reported_once() -> None:
     request = make(max_tokens=3, ignore_eos=True)
     feed(request, 20)
     assert emitted(request).token_ids == [20]

@@ -126,7 +126,7 @@ def test_max_chunk_bounds_a_prompt_only_while_others_wait_or_run() -> None:
     assert shapes(engine) == [[(0, 4, False), (0, 4, False)], [(4, 4, False), (4, 2, True)], [(8, 2, True)]]
 
 
-def test_slots_limit_who_runs() -> None:
+def test_slots_limit_the_running_requests() -> None:
     engine = Engine(max_num_seqs=2)
     for name in "abc":
         engine.add(name, prompt(3, ord(name)), max_tokens=3, ignore_eos=True)
@@ -227,7 +227,7 @@ def test_a_preempted_request_enters_with_its_output_and_most_of_its_cache() -> N
     assert engine.received["b"].cached == 0  # that is about the prompt at its first admission
 
 
-def test_a_step_that_preempted_admits_nobody() -> None:
+def test_a_step_that_preempted_admits_no_request() -> None:
     steps = 0
     rehearsal = crowd(scheduling_policy="priority")
     while rehearsal.stats.preemptions == 0:
@@ -331,7 +331,7 @@ def test_equal_prompts_that_arrive_together_are_computed_once(depth: int) -> Non
 
 
 @DEPTHS
-def test_who_waits_for_a_prefix_does_not_block_those_behind(depth: int) -> None:
+def test_a_request_that_waits_for_a_prefix_blocks_no_later_one(depth: int) -> None:
     engine = Engine(depth=depth, max_num_batched_tokens=8, max_chunk=4)
     engine.add("owner", prompt(16), max_tokens=1)
     engine.add("waiter", prompt(16), max_tokens=1)
@@ -344,7 +344,7 @@ def test_who_waits_for_a_prefix_does_not_block_those_behind(depth: int) -> None:
 
 
 @DEPTHS
-def test_who_waits_for_a_prefix_goes_on_when_its_owner_is_aborted(depth: int) -> None:
+def test_a_request_that_waits_for_a_prefix_continues_if_its_owner_is_aborted(depth: int) -> None:
     engine = Engine(depth=depth, max_num_batched_tokens=8)
     engine.add("owner", prompt(30), max_tokens=1)
     for name in "ab":
@@ -359,7 +359,7 @@ def test_who_waits_for_a_prefix_goes_on_when_its_owner_is_aborted(depth: int) ->
     engine.check_empty()
 
 
-def test_who_waits_for_a_prefix_goes_on_when_its_owner_fails() -> None:
+def test_a_request_that_waits_for_a_prefix_continues_if_its_owner_fails() -> None:
     engine = Engine(max_num_batched_tokens=8)
     engine.executor.spoil.add((0, 12))
     engine.add("owner", prompt(12), max_tokens=1)
@@ -411,7 +411,7 @@ def test_nothing_to_do_is_no_plan() -> None:
     assert Engine().core.scheduler.schedule(0.0) is None
 
 
-def test_only_so_many_versions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_remembered_versions_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counters, "EPOCHS_KEPT", 2)
     made = Engine().core.scheduler
     for epoch in (1, 2, 3, 4):

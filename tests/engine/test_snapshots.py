@@ -28,7 +28,7 @@ def test_the_least_recently_used_one_is_dropped() -> None:
     snapshots.check_idle()
 
 
-def test_a_reserved_one_is_nobody_elses() -> None:
+def test_a_reserved_snapshot_is_not_reused() -> None:
     snapshots = Snapshots(2, 1)
     first, second = reserved(snapshots), reserved(snapshots)
     assert snapshots.reserve() is None
@@ -81,7 +81,7 @@ def test_choices_of_one_prompt_wait_for_its_snapshot() -> None:
     assert sum(engine.executor.computed.values()) < 22 + 3 * 2 + 4 * 3
 
 
-def test_without_room_nothing_is_reused_and_nobody_waits() -> None:
+def test_without_free_snapshots_nothing_is_reused_and_no_request_waits() -> None:
     engine = Engine(snapshots=0)
     for rid in ("a", "b"):
         engine.add(rid, PROMPT[:22], max_tokens=5, ignore_eos=True)

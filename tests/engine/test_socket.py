@@ -63,7 +63,7 @@ def test_each_front_end_gets_its_own(wire: EngineSocket, address: str) -> None:
         assert two.receive() == Reply(2)
 
 
-def test_take_does_not_wait_when_told_so(wire: EngineSocket) -> None:
+def test_take_without_waiting_returns_at_once(wire: EngineSocket) -> None:
     assert wire.take(0) == []
     assert wire.take(0.01) == []
 
@@ -81,7 +81,7 @@ def test_unreadable_messages_are_logged_and_passed_over(
     assert caplog.text.count("cannot be read") == 4
 
 
-def test_a_front_end_that_has_gone_hurts_nobody(wire: EngineSocket, address: str) -> None:
+def test_a_disconnected_front_end_affects_no_other(wire: EngineSocket, address: str) -> None:
     with Front(address) as front:
         front.send(Call(1, "ping"))
         ((identity_left, _, _),) = take(wire, 1)
@@ -116,7 +116,9 @@ def test_close_sends_what_was_handed_over(address: str) -> None:
         assert [front.receive() for _ in range(201)][-1] == Dead("over")
 
 
-def test_only_so_many_peers_are_remembered(wire: EngineSocket, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_known_peers_is_limited(
+    wire: EngineSocket, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tokserve.engine.socket.PEERS_KEPT", 2)
     seen = []
     for _ in range(3):
@@ -146,7 +148,7 @@ def test_a_failed_thread_is_noticed_by_the_loop(address: str, monkeypatch: pytes
     wire.close()
 
 
-def test_with_keys_only_the_client_that_has_them_is_heard() -> None:
+def test_only_clients_with_the_keys_are_accepted() -> None:
     engine_keys, keys = make_keys()
     _, strange = make_keys()
     stranger = msgspec.structs.replace(strange, engine=keys.engine)  # it knows the engine's public key

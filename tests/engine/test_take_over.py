@@ -142,7 +142,7 @@ def test_without_room_for_two_sets_lost_weights_can_be_pushed_again() -> None:
     assert serves(other) == "step-2"
 
 
-def test_a_name_says_that_what_is_there_may_serve() -> None:
+def test_a_named_version_allows_the_current_weights_to_serve() -> None:
     """The way of trainers whose weights come by worker calls, and of people who want the checkpoint's."""
     engine = busy()
     update(engine, "w1", "step-1")

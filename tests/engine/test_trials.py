@@ -160,9 +160,7 @@ def test_a_trial_that_ends_the_process_twice_is_refused(trials: Trials, monkeypa
     assert isinstance(refusal, RequestError) and "compiling it takes" in refusal.message
 
 
-def test_a_process_that_does_not_start_is_not_the_grammars_fault(
-    trials: Trials, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trial_process_that_does_not_start_is_a_server_error(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "command", [trials.command[0], "-c", ""])
     assert isinstance(Tried(trials, regex="two").result, Unavailable)
 

@@ -205,7 +205,7 @@ def test_an_error_of_the_runner_reaches_the_caller(depth: int) -> None:
 
 
 @DEPTHS
-def test_long_calls_run_in_order_beside_the_steps(depth: int) -> None:
+def test_long_calls_run_in_order_in_a_thread(depth: int) -> None:
     executor, _ = started(depth)
     futures = [executor.background("stage", {"x": x}) for x in range(5)]
     run(executor, 0).result()

@@ -84,7 +84,7 @@ def test_messages_arrive_as_they_were() -> None:
     hub_end.close()
 
 
-def test_results_come_in_order_and_calls_return_what_all_ranks_say(ranks: tuple[Hub, list[Channel]]) -> None:
+def test_results_come_in_order_and_calls_return_the_merged_replies(ranks: tuple[Hub, list[Channel]]) -> None:
     hub, (first, second) = ranks
     futures = [hub.result(), hub.result()]
     for step in range(2):
@@ -149,7 +149,7 @@ def test_a_lost_rank_ends_all_waiting(ranks: tuple[Hub, list[Channel]], last: An
         hub.result().result(WAIT)
 
 
-def test_a_rank_that_cannot_start_says_why(ranks: tuple[Hub, list[Channel]]) -> None:
+def test_a_rank_that_cannot_start_reports_the_reason(ranks: tuple[Hub, list[Channel]]) -> None:
     hub, (first, _) = ranks
     first.send(StartRefused("option tensor_parallel_size: heads 3 cannot be divided"))
     with pytest.raises(StartError, match="heads 3"):
@@ -214,7 +214,7 @@ def test_garbage_at_the_listener_is_ignored(monkeypatch: pytest.MonkeyPatch) -> 
     listener.close()
 
 
-def test_a_rank_that_inherits_its_socket_joins_or_says_nonsense() -> None:
+def test_the_message_on_an_inherited_socket_is_checked() -> None:
     listener = PairListener()
     joining, other, lost = (connect(listener.invite(rank).address, "") for rank in range(3))
     assert listener.accept(0.0) is None

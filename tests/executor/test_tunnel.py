@@ -88,7 +88,7 @@ def test_an_end_whose_process_is_killed_ends_the_one_that_connected() -> None:
         tunnel.stream.close()
 
 
-def test_only_the_peer_with_the_keys_is_heard() -> None:
+def test_only_peers_with_the_keys_are_accepted() -> None:
     listening, connected, engine_keys, _ = pair()
     listening.stream.settimeout(0.5)
     _, strange = make_keys()

@@ -46,7 +46,7 @@ def answered(server: Server, request: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_a_stream_that_nobody_reads_is_stalled_and_goes_on_when_it_is_read(server: Server) -> None:
+def test_an_unread_stream_is_stalled_until_it_is_read(server: Server) -> None:
     request = large(random.Random(5), n=8) | {"speculate": False}  # so many that they are stalled before they end
     expected = answered(server, request | {"stream": False})
 
@@ -74,7 +74,7 @@ def test_a_stream_that_nobody_reads_is_stalled_and_goes_on_when_it_is_read(serve
     server.wait_idle()
 
 
-def test_streams_that_nobody_reads_leave_their_slots_to_others(server: Server) -> None:
+def test_unread_streams_give_up_their_slots(server: Server) -> None:
     async def scene() -> None:
         socks = [await connect(server.url, large(random.Random(i))) for i in range(4)]
         await asyncio.to_thread(until, lambda: server.metric("tokserve:num_requests_stalled") >= 16)
@@ -87,7 +87,7 @@ def test_streams_that_nobody_reads_leave_their_slots_to_others(server: Server) -
     server.wait_idle()
 
 
-def test_a_client_does_not_wait_for_the_crowd_of_another(server: Server) -> None:
+def test_a_client_does_not_wait_for_many_requests_of_another(server: Server) -> None:
     request = body(None, max_tokens=8, ignore_eos=True, seed=1, logprobs=2)
     expected = answered(server, request)
 
@@ -126,7 +126,7 @@ def test_a_share_per_client() -> None:
 
 
 @pytest.mark.slow
-def test_a_header_tells_the_clients_of_a_proxy_apart() -> None:
+def test_a_header_distinguishes_the_clients_of_a_proxy() -> None:
     with Server("demo", "--max-requests-per-client", "1", "--client-header", "X-Forwarded-For") as server:
         hold = body(None, max_tokens=1900, ignore_eos=True) | {"stream": True}
         with httpx.stream("POST", server.url + GENERATE, json=hold, headers={"x-forwarded-for": "6.6.6.6, 1.1.1.1"}):

@@ -54,7 +54,7 @@ def test_texts_that_cannot_fit_are_refused_unread(scene: Scene) -> None:
 
 
 @pytest.mark.slow
-def test_long_texts_are_tokenized_beside_the_loop(scene: Scene) -> None:
+def test_long_texts_are_tokenized_in_a_thread(scene: Scene) -> None:
     assert errors(scene.under(attack.text_to_count)) == {(200, None, None)}
 
 

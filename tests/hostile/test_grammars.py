@@ -56,7 +56,7 @@ def test_response_format_is_named_where_it_was_used(server: Server) -> None:
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "response_format", answer.text
 
 
-def test_a_limit_that_is_reached_later_is_the_grammars_fault(server: Server) -> None:
+def test_a_limit_reached_during_generation_ends_the_request(server: Server) -> None:
     form = {"regex": r"(\w+\s*\d*){0,2000}"}  # its memory of expressions is used up after some hundred tokens
     params = {"max_tokens": 1500, "seed": 1, "ignore_eos": True, "temperature": 2.0}
     answer = server.post(GENERATE, body(form, **params))

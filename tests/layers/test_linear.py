@@ -38,7 +38,7 @@ def test_biases_belong_to_their_shard() -> None:
     torch.testing.assert_close(layer(x), x @ weight.T + torch.cat(parts))
 
 
-def test_parameters_say_name_shape_and_load() -> None:
+def test_parameters_have_name_shape_and_load() -> None:
     layer = Linear(8, SHARDS, LayerOptions(torch.float32), bias=True)
     parameters = layer.parameters()
     assert {name: parameter.shape for name, parameter in parameters.items()} == {

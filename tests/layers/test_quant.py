@@ -66,6 +66,6 @@ def test_joined_rows_mean_what_they_mean_alone_whatever_the_order_of_inputs() ->
         assert torch.equal(joined.dense(), torch.cat([weight.dense() for weight in (one, *others)]))
 
 
-def test_methods_say_what_they_keep() -> None:
+def test_methods_report_the_dtypes_they_keep() -> None:
     assert UNQUANTIZED.kept_dtype(torch.float16) == torch.float16
     assert METHODS["int8"].kept_dtype(torch.float16) == torch.int8

@@ -151,7 +151,7 @@ def test_further_addresses_are_tried(web: Web, monkeypatch: pytest.MonkeyPatch) 
     assert resolved({"a.example": ["127.0.0.2", "127.0.0.1"]}, [host], web.url("/a", host)) == b"picture"
 
 
-def test_a_name_that_does_not_resolve_is_the_hosts_fault(web: Web) -> None:
+def test_a_name_that_does_not_resolve_is_an_error_of_the_host(web: Web) -> None:
     with pytest.raises(RequestError, match="cannot be resolved") as caught:
         resolved({}, ["a.example"], "http://a.example/a")
     assert caught.value.status == 502 and caught.value.field == FIELD
@@ -226,7 +226,7 @@ def test_a_slow_host_ends_at_the_time_limit(web: Web) -> None:
         leave.set()
 
 
-def test_no_connection_and_a_broken_reply_are_the_hosts_fault(web: Web) -> None:
+def test_no_connection_and_a_broken_reply_are_errors_of_the_host(web: Web) -> None:
     def broken(handler: BaseHTTPRequestHandler) -> None:
         handler.wfile.write(b"no http at all\r\n\r\n")
 

@@ -155,14 +155,14 @@ def test_broken_content_parts(value: Any, field: str, code: str | None) -> None:
     assert (caught.value.field, caught.value.code) == (field, code)
 
 
-def test_a_type_that_is_missing_is_told_as_missing() -> None:
+def test_a_missing_type_is_reported_as_missing() -> None:
     with pytest.raises(RequestError, match=r"content_parts\[0\]\.type is required"):
         content_parts([{}])
     with pytest.raises(RequestError, match=r"b\.source\.type is required"):
         anthropic_block("b", {"type": "image", "source": {}})
 
 
-def test_more_images_than_allowed_are_refused_in_known_words() -> None:
+def test_more_images_than_allowed_are_refused() -> None:
     images = [ImageUrl(PIXEL, f"p[{i}]") for i in range(3)]
     check_count(images, 3)
     with pytest.raises(RequestError, match=r"At most 2 image\(s\) may be provided in one prompt") as caught:

@@ -126,7 +126,7 @@ def test_large_images_pass_both_ways(workers: WorkerPool) -> None:
     asyncio.run(run())
 
 
-def test_a_worker_that_does_not_start_is_the_servers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_does_not_start_is_a_server_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
     for command in ([*COMMAND, "never"], ["/nonexistent"]):
         workers = WorkerPool(command, workers=1, seconds=30.0, cache_bytes=0)

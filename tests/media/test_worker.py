@@ -99,7 +99,7 @@ def test_modes_and_orientation(reader: ImageReader) -> None:
     assert encoded[0] == encoded[1] and encoded[2] == encoded[3] and encoded[4] == encoded[5] != encoded[6]
 
 
-def test_hashes_name_bytes_or_what_the_client_says(reader: ImageReader) -> None:
+def test_hashes_are_of_bytes_or_are_sent_by_the_client(reader: ImageReader) -> None:
     one, other = file_of(picture(40, 32)), file_of(picture(40, 32, seed=1))
     first, again, second = read(reader, one, one, other)
     assert first == again and first.hash != second.hash

@@ -58,13 +58,13 @@ def test_a_weight_and_its_scale_are_one_group() -> None:
         {"a.weight_scale": None},
     ],
 )
-def test_parts_that_form_no_weight_stand_for_themselves(change: dict[str, Tensor | None]) -> None:
+def test_parts_that_form_no_weight_are_kept_separately(change: dict[str, Tensor | None]) -> None:
     tensors = {"a.weight": torch.ones(64, 64).to(FP8), "a.weight_scale": torch.ones(1)} | change
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     assert group(FORMAT, present) == {name: {WHOLE: name} for name in present}
 
 
-def test_a_second_scale_stands_for_itself() -> None:
+def test_a_second_scale_is_kept_separately() -> None:
     tensors = {
         "a.weight": torch.ones(8, 8).to(FP8),
         "a.weight_scale": torch.ones(1),
@@ -181,9 +181,7 @@ def split(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return halves
 
 
-def test_a_format_of_ones_own_loads_and_is_kept_as_it_is_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_custom_format_is_loaded_and_kept_as_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = write_checkpoint(tmp_path, HF)
     tensors = stored(directory)
     halves = split(tensors)

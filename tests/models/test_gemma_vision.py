@@ -138,9 +138,7 @@ def test_towers_that_cannot_be_built_are_refused(changes: dict[str, Any], name: 
 @pytest.mark.parametrize(("processor", "name"), [
     ({"do_pan_and_scan": True}, "do_pan_and_scan"), ({"size": {"height": 64, "width": 64}}, "size must be 32 by 32"),
 ])  # fmt: skip
-def test_processors_that_make_something_else_are_refused(
-    processor: dict[str, object], name: str, tmp_path: Path
-) -> None:
+def test_unsupported_processors_are_refused(processor: dict[str, object], name: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_gemma_vision_config())
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
     with pytest.raises(StartError, match=name):

@@ -110,7 +110,7 @@ def test_a_cache_of_another_kind_is_refused_where_float8_is_wanted(
     assert opened(directory).quantization is None
 
 
-def test_scales_that_are_promised_and_not_there_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_scales_of_a_declared_format_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = write_checkpoint(tmp_path, HF)
     scheme = {"num_bits": 8, "type": "float", "dynamic": True}
     quantize(directory, compressed("channel") | {"kv_cache_scheme": scheme}, "channel", "_scale", torch.float32)

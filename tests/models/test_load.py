@@ -130,7 +130,7 @@ def test_another_family_than_the_config_says_is_refused(tmp_path: Path) -> None:
     assert "6 unexpected: model.layers.0.self_attn.k_norm.weight" in refusal(tmp_path)
 
 
-def test_a_pointer_of_git_lfs_is_told(tmp_path: Path) -> None:
+def test_a_pointer_of_git_lfs_is_refused_by_name(tmp_path: Path) -> None:
     file = write_checkpoint(tmp_path, UNTIED) / weights.SINGLE
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n")
     assert "git lfs pull" in refusal(tmp_path)
@@ -274,7 +274,7 @@ def test_int8_is_near_the_original_and_quantizes_the_head_only_if_asked(tmp_path
         assert differences[0] != differences[1]
 
 
-def test_int8_takes_a_new_weight_and_says_what_it_keeps(tmp_path: Path) -> None:
+def test_int8_layers_accept_new_weights_and_report_their_dtypes(tmp_path: Path) -> None:
     decoder = opened(write_checkpoint(tmp_path / "old", TIED, seed=0), quantization="int8")
     new = write_checkpoint(tmp_path / "new", TIED, seed=1)
     parameters = decoder.parameters_by_name()

@@ -232,7 +232,7 @@ def test_equal_scores_go_to_the_lowest_expert(name: str, call: Any) -> None:
 
 
 @every("route")
-def test_a_row_that_is_not_a_number_has_experts_all_the_same(name: str, call: Any) -> None:
+def test_a_nan_row_is_routed_to_experts(name: str, call: Any) -> None:
     logits = torch.zeros(4, 12)
     logits[0, 3], logits[1], logits[2, 0] = torch.nan, torch.nan, torch.inf
     for arguments in ((None, 5, False, 1, 1, False), (torch.zeros(12), 5, True, 3, 2, True)):

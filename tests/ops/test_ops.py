@@ -147,7 +147,7 @@ def test_gated_activations_have_the_bits_of_those_with_names(name: str, dtype: t
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rope_turns_pairs_in_the_complex_plane(dtype: torch.dtype) -> None:
+def test_rope_rotates_pairs_in_the_complex_plane(dtype: torch.dtype) -> None:
     for q, k, table, positions, *interleaved in samples("rope", dtype):
         half = table.shape[1] // 2
         turn = torch.complex(*table[positions].double().chunk(2, -1))[:, None]  # [T,1,half]

@@ -83,7 +83,7 @@ def test_a_device_that_references_do_not_run_on_needs_its_kernels(monkeypatch: p
         ops.bind("cuda")
 
 
-def test_products_are_the_librarys_where_exactness_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inexact_products_use_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "torch_device", ops.torch_device)
     monkeypatch.setattr(registry, "load_extension", lambda device: None)
     products = ("linear", "gated_linear", "linear_float8")

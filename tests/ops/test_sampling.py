@@ -314,7 +314,7 @@ def test_alternatives_are_in_order_however_near_they_are(call: Any) -> None:
 
 
 @every("logprobs")
-def test_a_logprob_does_not_depend_on_what_else_is_asked(call: Any) -> None:
+def test_a_logprob_does_not_depend_on_other_requested_logprobs(call: Any) -> None:
     logits = random_logits(3, 1, 5003)
     ids = torch.tensor([77])
     alone = call(logits, ids, 0, None, None)

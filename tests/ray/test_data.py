@@ -61,7 +61,7 @@ def test_ten_thousand_prompts(tmp_path: Path) -> None:
     assert "Generate" in log, "no progress was shown"
 
 
-def test_a_node_that_dies_costs_no_row(tmp_path: Path) -> None:
+def test_a_dead_node_loses_no_row(tmp_path: Path) -> None:
     with RayCluster(1, 1, 1) as cluster:
         done, _ = job(cluster, tmp_path / "rows.jsonl", 3000, kill=0)
     check(done, 3000)

@@ -90,7 +90,7 @@ async def _through(url: str, strike: Callable[[], None]) -> list[str]:
     return list(ends)
 
 
-def test_a_node_that_is_killed_costs_its_requests_alone(cluster: RayCluster) -> None:
+def test_a_killed_node_loses_only_its_requests(cluster: RayCluster) -> None:
     with Server("demo", *FLAGS, "--restart-engine", "3", env=cluster.env) as server:
         expected = server.post(GENERATE, body(7)).json()["choices"]
         places = {line.rpartition("tcp://")[2].partition(":")[0]: line for line in server.log if "runs at tcp" in line}
@@ -107,7 +107,7 @@ def test_a_node_that_is_killed_costs_its_requests_alone(cluster: RayCluster) -> 
         assert victim not in engines()
 
 
-def test_without_a_cluster_the_start_fails_and_says_what_to_do() -> None:
+def test_without_a_cluster_the_start_fails_with_instructions() -> None:
     for address, message in (("127.0.0.1:9", "no Ray cluster answers at 127.0.0.1:9"), ("here", "cannot join")):
         server = Server("demo", *FLAGS, env={"RAY_ADDRESS": address})
         assert server.process.wait(60) == 1

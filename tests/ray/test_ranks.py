@@ -84,7 +84,7 @@ def test_two_engines_have_ranks_of_their_own(cluster: RayCluster) -> None:
 
 
 @pytest.mark.parametrize("victim", ["engine", "rank", "server"])
-def test_a_process_that_is_killed_takes_the_others_along(cluster: RayCluster, victim: str) -> None:
+def test_a_killed_rank_ends_the_others(cluster: RayCluster, victim: str) -> None:
     with Server("demo", "-tp", "2", *RAY, env=cluster.env) as server:
         processes = left(cluster)
         assert len(processes) == 3
@@ -111,7 +111,7 @@ def test_a_node_that_is_killed_ends_the_engine_and_another_takes_its_place(clust
         assert not any("Traceback" in line for line in server.log), "\n".join(server.log)
 
 
-def test_without_room_the_start_fails_and_says_for_what(cluster: RayCluster) -> None:
+def test_without_resources_the_start_fails_and_names_them(cluster: RayCluster) -> None:
     server = Server("demo", "-tp", "2", *RAY[:2], "--cpu-threads", "64", "--start-timeout", "15", env=cluster.env)
     assert server.process.wait(PATIENCE) == 1
     server.stop()

@@ -82,7 +82,7 @@ def test_a_closed_client_raises_client_closed() -> None:
         client.state()
 
 
-def test_a_thread_that_waits_is_told_that_the_client_is_closed() -> None:
+def test_closing_raises_in_a_waiting_thread() -> None:
     async def answer(request: httpx.Request) -> httpx.Response:
         requested.set()
         return refusal(503, **{"retry-after": "3600"})  # it is to be sent again

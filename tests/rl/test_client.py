@@ -67,7 +67,7 @@ def test_ids_that_no_message_can_hold_are_refused_here(prompt: Any) -> None:
         run({}, lambda client: client.generate([[1], prompt]))
 
 
-def test_a_rollout_that_fails_takes_the_others_along() -> None:
+def test_a_failed_rollout_cancels_the_others() -> None:
     left: list[bool] = []
 
     async def scene() -> None:
@@ -143,7 +143,7 @@ def test_a_pause_that_is_refused_is_not_resumed() -> None:
     assert sent == ["/pause"] and isinstance(error, rl.ServerError)
 
 
-def test_a_pause_is_extended_until_somebody_has_ended_it() -> None:
+def test_a_pause_is_extended_until_it_is_ended() -> None:
     script: dict[str, list[Answer]] = {"/extend_pause": [OK, httpx.ReadError("cut"), OK, refusal(409), OK]}
 
     async def use(client: rl.AsyncClient) -> None:

@@ -132,7 +132,7 @@ def test_the_first_update_and_the_first_pause_take_over() -> None:
     assert all("take_over" not in body for path, body in bodies({}, use, take_over=False) if body is not None)
 
 
-def test_calls_of_an_update_say_which_one_they_mean() -> None:
+def test_calls_of_an_update_have_its_id() -> None:
     started = httpx.Response(200, json={"update_id": "u1"})
 
     async def use(client: rl.AsyncClient) -> None:
@@ -195,14 +195,14 @@ def card_group(work: CardWork, timeout: float) -> tuple[TransferGroup, CardGroup
     return group, fake
 
 
-def test_a_transfer_between_cards_is_over_when_the_card_says_so() -> None:
+def test_a_transfer_between_gpus_ends_with_its_event() -> None:
     group, fake = card_group(CardWork(5), 60)
     group.broadcast(torch.zeros(1))
     assert fake.work.waited and not fake.aborted and not group._broken
 
 
 @pytest.mark.parametrize("interrupted", [True, False])
-def test_a_transfer_between_cards_can_be_ended(interrupted: bool) -> None:
+def test_a_transfer_between_gpus_can_be_ended(interrupted: bool) -> None:
     group, fake = card_group(CardWork(float("inf")), 60 if interrupted else 0)
     if interrupted:
         threading.Timer(0.01, group.interrupt).start()

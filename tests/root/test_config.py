@@ -150,7 +150,7 @@ def test_asking_for_more_context_than_the_checkpoint_has(checkpoint: Path) -> No
     assert resolve(overridden).model.max_model_len == 1024
 
 
-def test_yarn_stretches_the_context_that_may_be_asked_for(tmp_path: Path) -> None:
+def test_yarn_increases_the_allowed_context(tmp_path: Path) -> None:
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     write(tmp_path, max_position_embeddings=512, rope_scaling=yarn)
     assert resolve(Config.make(model=str(tmp_path))).model.max_model_len == 512
@@ -173,9 +173,7 @@ def test_a_context_of_no_length(tmp_path: Path, length: Any) -> None:
         resolve(Config.make(model=str(tmp_path)))
 
 
-def test_a_checkpoint_that_does_not_say_how_long_or_of_which_type(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_without_context_length_or_dtype(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path)
     actual = resolve(Config.make(model=str(tmp_path), max_model_len=700)).model
     assert (actual.max_model_len, actual.dtype, actual.eos_token_ids) == (700, "float32", [])
@@ -268,7 +266,7 @@ def test_a_model_that_is_not_there(model: str, text: str) -> None:
         resolve(Config.make(model=model))
 
 
-def test_a_tokenizer_that_is_not_there_is_told_before_the_engine_loads(checkpoint: Path) -> None:
+def test_a_missing_tokenizer_is_an_error_before_the_engine_loads(checkpoint: Path) -> None:
     with pytest.raises(StartError, match="tokenizer '/no/such/place' is neither a directory"):
         resolve(Config.make(model=str(checkpoint), tokenizer="/no/such/place"))
     named = Config.make(model=str(checkpoint), tokenizer="demo")
@@ -285,7 +283,7 @@ def test_a_tokenizer_that_is_not_there_is_told_before_the_engine_loads(checkpoin
         (PermissionError, "PermissionError"),
     ],
 )  # fmt: skip
-def test_a_download_that_fails_says_why(error: type[Exception], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_download_has_a_reason(error: type[Exception], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error.__new__(error)
 
@@ -321,7 +319,7 @@ def test_a_download_that_fails_says_why(error: type[Exception], reason: str, mon
         ({"max_model_len": 10**12}, "option max_model_len: must be at most 33554432"),
     ],
 )
-def test_options_that_would_serve_nobody_or_not_as_meant(checkpoint: Path, option: Any, text: str) -> None:
+def test_contradictory_options_are_refused(checkpoint: Path, option: Any, text: str) -> None:
     with pytest.raises(StartError, match=text):
         resolve(Config.make(model=str(checkpoint), **option))
 

@@ -63,7 +63,7 @@ def test_free_memory_is_bounded_by_the_tightest_group_above(root: Path) -> None:
     assert device.free_memory() == 0
 
 
-def test_free_memory_knows_the_first_version_of_control_groups(root: Path) -> None:
+def test_free_memory_reads_control_groups_of_version_1(root: Path) -> None:
     (root / "own").write_text("5:cpu,cpuacct:/x\n4:memory:/box\n0::/\n")
     group(
         root / "fs/memory/box",

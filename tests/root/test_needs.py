@@ -25,7 +25,7 @@ def test_every_conditional_skip_is_listed() -> None:
     assert {name for name in skipping if not name.startswith(BY_SERVER)} == listed
 
 
-def test_the_report_says_how_to_get_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_has_install_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     missing, present = (
         replace(need, is_there=lambda present=present: present)
         for need, present in ((needs.CHROMIUM, False), (needs.MAKE, True))

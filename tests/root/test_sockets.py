@@ -6,7 +6,7 @@ from pathlib import Path
 from tokserve.sockets import remove_stale
 
 
-def test_only_a_socket_that_nobody_listens_on_is_removed(tmp_path: Path) -> None:
+def test_only_a_socket_without_a_listener_is_removed(tmp_path: Path) -> None:
     socket_file, other, link = tmp_path / "s", tmp_path / "notes", tmp_path / "link"
     other.write_text("mine")
     link.symlink_to(other)

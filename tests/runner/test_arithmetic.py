@@ -86,7 +86,7 @@ def test_the_arithmetic_is_a_fact_of_the_start(tmp_path: Path) -> None:
         make_runner(tmp_path / "model", config, cpu_kernels="z80")
 
 
-def test_the_log_says_that_rounded_activations_are_faster(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_recommends_rounded_activations(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config, integers = tiny_config("qwen3"), {"quantization": "int4", "quantization_group_size": 32}
     for options, advised in (
         (integers, True),

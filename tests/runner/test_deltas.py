@@ -188,7 +188,7 @@ def test_an_update_has_one_label_and_each_tensor_once(tmp_path: Path, monkeypatc
     served.runner.background("abort_update", {})
 
 
-def test_a_quantized_server_says_that_it_takes_none(tmp_path: Path) -> None:
+def test_a_quantized_server_refuses_deltas(tmp_path: Path) -> None:
     served = Served(tmp_path, quantization="int8")
     assert "quantized" in str(served.server.refusal)
     with pytest.raises(Conflict, match="push full weights") as caught:

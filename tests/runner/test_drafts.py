@@ -106,7 +106,7 @@ PARAMS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", PARAMS, ids=str)
 @BACKENDS
-def test_a_plan_made_while_drafts_are_in_flight_goes_on_after_the_accepted_ones(
+def test_a_plan_made_while_drafts_are_in_flight_continues_after_the_accepted_ones(
     loaded: Callable[..., Loaded], backend: str, options: dict[str, Any]
 ) -> None:
     runner, facts = loaded(backend)

@@ -44,7 +44,7 @@ def test_a_name_in_either_spelling(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["no.such:thing", "math:tau.of.it", "math", "", "math:"])
-def test_what_cannot_be_imported_is_the_callers_fault(name: str) -> None:
+def test_import_errors_are_errors_of_the_caller(name: str) -> None:
     with pytest.raises(RequestError, match="cannot be imported"):
         extension.named(name)
 

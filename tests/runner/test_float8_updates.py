@@ -149,7 +149,7 @@ def test_what_does_not_fit_is_named_and_nothing_changes(tmp_path: Path) -> None:
     assert outcome(runner, facts) != before
 
 
-def test_a_server_whose_config_says_nothing_of_float8_refuses_it(tmp_path: Path) -> None:
+def test_float8_weights_are_refused_if_the_config_lacks_float8(tmp_path: Path) -> None:
     new = stored(checkpoint(tmp_path / "new", 2))
     runner, facts = start(write_checkpoint(tmp_path / "old", HF, seed=1), quantization="fp8")
     before = outcome(runner, facts)

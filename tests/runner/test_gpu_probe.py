@@ -50,7 +50,7 @@ def small(probe: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_without_a_gpu_it_says_so() -> None:
+def test_without_a_gpu_the_probe_reports_it() -> None:
     done = subprocess.run(
         [sys.executable, str(PROGRAM)], capture_output=True, text=True, check=True, timeout=120,
         env=os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""},

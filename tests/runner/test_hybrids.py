@@ -123,7 +123,7 @@ def test_requests_outlive_sleep(level: int, tmp_path: Path) -> None:
     assert results[0] == results[1]
 
 
-def test_states_that_do_not_fit_say_how_many_would(tmp_path: Path) -> None:
+def test_too_many_states_are_refused_with_the_number_that_fits(tmp_path: Path) -> None:
     with pytest.raises(StartError, match=r"recurrent states of max_num_seqs 4096 .* lower --max-num-seqs to at most"):
         engine_of(tmp_path / "one", "qwen3_next", max_num_seqs=4096, gpu_memory_utilization=1e-3)
 

@@ -18,7 +18,7 @@ HF = tiny_config("qwen3") | {"num_hidden_layers": 1}
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_a_commit_on_a_device_captures_nothing_anew(tmp_path: Path, eager: bool) -> None:
+def test_a_commit_on_a_device_keeps_captured_graphs(tmp_path: Path, eager: bool) -> None:
     old, new = (write_checkpoint(tmp_path / name, HF) for name in ("old", "new"))
     rewrite(new, {name: tensor.flip(0).contiguous() for name, tensor in stored(new).items()})
     options = {"load_format": "auto", "max_num_seqs": 8, "enforce_eager": eager}

@@ -43,7 +43,7 @@ def checkpoint(directory: Path, form: str, seed: int) -> Path:
 @pytest.mark.parametrize(
     "form", [pytest.param(form, marks=[] if form == "mxfp4" else pytest.mark.slow) for form in FORMS]
 )
-def test_a_commit_serves_what_a_start_serves_and_says_what_came(tmp_path: Path, form: str, way: Any) -> None:
+def test_a_commit_equals_a_start_and_reports_what_it_received(tmp_path: Path, form: str, way: Any) -> None:
     old, new = (checkpoint(tmp_path / str(seed), form, seed) for seed in (1, 2))
     options: dict[str, Any] = {"quantization": "int4", "quantization_group_size": 32} if form == "int4" else {}
     runner, facts = start(old, **options)

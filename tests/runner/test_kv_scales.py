@@ -157,7 +157,7 @@ def test_an_update_whose_scales_cannot_be_used_changes_nothing(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_request_in_flight_goes_on_on_what_its_pages_meant(tmp_path: Path, in_place: bool) -> None:
+def test_pages_in_flight_are_rescaled_to_the_new_scales(tmp_path: Path, in_place: bool) -> None:
     old, new = scaled(tmp_path / "old"), scaled(tmp_path / "new", 4.0)  # the same weights
     runner, facts, _ = start(old)
     job = jobs()[0]
@@ -176,7 +176,7 @@ def test_a_request_in_flight_goes_on_on_what_its_pages_meant(tmp_path: Path, in_
     assert len(driver.run([job])[0].output) == 5 and all(job.finite)
 
 
-def test_pages_are_scaled_anew_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_rescaled_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokserve.runner.kvcache.RESCALE_CHUNK", 100)
     numbers = torch.randn(2, 7, 2, 4, 8, generator=torch.Generator().manual_seed(0)) * 20
     keys, values = numbers.to(torch.float8_e4m3fn).unbind()

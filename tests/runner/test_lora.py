@@ -241,9 +241,7 @@ def test_without_the_option_there_are_no_slots(base: Path) -> None:
         runner.background("read_adapter", {"lora_path": "x"})
 
 
-def test_an_adapter_that_is_not_finite_in_the_models_dtype_is_refused_unless_nobody_checks(
-    base: Path, tmp_path: Path
-) -> None:
+def test_a_nonfinite_adapter_is_refused_if_checks_are_on(base: Path, tmp_path: Path) -> None:
     key = "base_model.model.model.layers.1.mlp.gate_proj.lora_B.weight"
     for name, value in (("nan", float("nan")), ("large", 1e300)):
         tensors = {key: torch.full((160, 4), value, dtype=torch.float64)}
@@ -255,9 +253,7 @@ def test_an_adapter_that_is_not_finite_in_the_models_dtype_is_refused_unless_nob
 
 
 @pytest.mark.parametrize("alpha", [1e38, -1e38, 3e20])
-def test_an_adapter_whose_scale_overflows_is_refused_unless_nobody_checks(
-    base: Path, tmp_path: Path, alpha: float
-) -> None:
+def test_an_adapter_whose_scale_overflows_is_refused_if_checks_are_on(base: Path, tmp_path: Path, alpha: float) -> None:
     directory = write_adapter(tmp_path, base, rank=4, alpha=alpha, targets=["k_proj"])
     with pytest.raises(RequestError, match=r"lora_alpha is too large: 3 .*layers\.0\.self_attn\.k_proj") as caught:
         load(make(base)[0], 0, directory)

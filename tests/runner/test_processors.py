@@ -161,7 +161,7 @@ def test_min_tokens_forbids_stop_ids_until_there_are_enough() -> None:
     assert torch.equal(after, before)
 
 
-def test_penalties_by_hand() -> None:
+def test_penalties_equal_a_computation_in_numpy() -> None:
     options = {"repetition_penalty": 1.5, "frequency_penalty": 0.25, "presence_penalty": 0.5}
     known = [*PROMPT, 5, 2, 5, 5]
     made, _ = pipeline(options, {}, options, tokens=[known, known, known])

@@ -20,7 +20,7 @@ from tokserve.trace import Spans
 
 
 @pytest.mark.parametrize("written", [None, b"", b'{"traceEvents": [{"ph'])
-def test_a_part_that_torch_did_not_finish_is_told_and_goes(tmp_path: Path, written: bytes | None) -> None:
+def test_an_unfinished_part_of_a_profile_is_reported_and_deleted(tmp_path: Path, written: bytes | None) -> None:
     def export(path: str) -> None:
         Path(path + ".tmp" if written is None else path).write_bytes(written or b"")
 

@@ -170,7 +170,7 @@ def test_a_rank_that_fails_ends_the_delta_on_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("total", [0, 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
-def test_a_sum_comes_back_whatever_its_highest_bit(total: int) -> None:
+def test_checksums_with_the_highest_bit_are_returned(total: int) -> None:
     sums = RankSums(cast(ProcessGroup, FakeProcessGroup(Exchange(1), 0)))
     assert sums.total(lambda: {"a": total}, {"a": (None, (2, 5))}) == {"a": total}
 

@@ -127,7 +127,7 @@ def test_draws_follow_the_exact_distribution(name: str) -> None:
 
 @pytest.mark.parametrize("bias", [1e3, 1e9, 1e30])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_draws_among_huge_logits_follow_the_logprobs_that_are_told(bias: float, temperature: float) -> None:
+def test_draws_among_huge_logits_follow_the_reported_logprobs(bias: float, temperature: float) -> None:
     params = SamplingParams(
         logit_bias=dict.fromkeys((4, 9, 20), bias), temperature=temperature, logprobs=-1, logprobs_mode="processed"
     )
@@ -209,7 +209,7 @@ def test_greedy_takes_the_best_after_penalties_and_counts_as_temperature_one(mod
     check_logprobs(drawn, np.log(expected), named=[])
 
 
-def test_mode_of_requests_that_do_not_say() -> None:
+def test_the_default_logprobs_mode() -> None:
     logits = model_logits()
     results = []
     for default, mode in (("raw", None), ("temperature", None), ("raw", "temperature"), ("processed", "raw")):

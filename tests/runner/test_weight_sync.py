@@ -306,7 +306,7 @@ def test_all_weights_that_are_not_finite_are_named_up_to_a_bound(bench: Bench, m
     assert all(name in caught.value.message for name in names[:3]) and "and 2 more" in caught.value.message
 
 
-def test_weights_that_are_not_finite_are_taken_if_nobody_checks(bench: Bench) -> None:
+def test_nonfinite_weights_are_accepted_if_checks_are_off(bench: Bench) -> None:
     runner, _ = start(bench.old, check_weights="off")
     runner.background("begin_update", {"have_weights": True})
     by_stream(runner, faulty(bench, DOWN, lambda t: t * float("nan")))
@@ -377,7 +377,7 @@ def test_a_header_that_contradicts_itself_is_refused(bench: Bench) -> None:
      b'{"x": {"dtype": "F32", "shape": [' + b"9" * 4000 + b'], "data_offsets": [0, 256]}}', b"null", b"{}x"],
     ids=["deep", "surrogate", "infinite", "nan", "huge", "null", "more"],
 )  # fmt: skip
-def test_a_hostile_header_is_refused_with_words_that_can_be_sent(bench: Bench, header: bytes) -> None:
+def test_a_hostile_header_is_refused_with_valid_utf8(bench: Bench, header: bytes) -> None:
     runner, _ = start(bench.old)
     runner.background("begin_update", {"have_weights": True})
     with pytest.raises(RequestError) as caught:
@@ -395,7 +395,7 @@ os._exit(1)
 """
 
 
-def test_a_trainer_that_dies_midway_costs_nothing_but_the_update(tmp_path: Path) -> None:
+def test_a_dead_trainer_loses_only_its_update(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "llama")
     runner, facts = start(bench.old)
     port, file = free_port(), tmp_path / "all.safetensors"

@@ -56,13 +56,13 @@ def test_pieces_are_joined(size: int, count: int) -> None:
         assert bytes(asyncio.run(bodies().read(request(pieces, announced=announced)))) == content
 
 
-def test_a_body_that_stops_coming_is_given_up() -> None:
+def test_a_body_that_stops_is_refused() -> None:
     with pytest.raises(TimedOut) as caught:
         asyncio.run(bodies(body_timeout=0.05).read(request([b"[", b"1"], ends=False)))
     assert caught.value.code == "body_timeout" and caught.value.status == 408
 
 
-def test_a_body_that_trickles_is_given_up() -> None:
+def test_a_slow_body_is_refused() -> None:
     async def receive() -> Any:
         await asyncio.sleep(0.01)
         return {"type": "http.request", "body": b" ", "more_body": True}

@@ -131,9 +131,7 @@ def test_scheduling_fields_arrive() -> None:
 
 
 @pytest.mark.parametrize("requested", [True, False, None])
-def test_the_tokenizers_own_special_tokens_come_on_request_only(
-    requested: bool | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_special_tokens_are_added_on_request_only(requested: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = []
     encode = TOKENIZER.encode
 
@@ -213,7 +211,7 @@ def test_return_token_ids() -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
-def test_weight_versions_come_without_ids_if_they_are_asked_for(path: str) -> None:
+def test_weight_versions_are_returned_without_token_ids_on_request(path: str) -> None:
     sent = {"messages": MESSAGES} if path == CHAT else {"prompt": "hi"}
     made = [{"version": "0", "start": 0, "end": 3}]
     [choice] = site(says("ab")).post(path, sent | {"return_weight_versions": True}).json()["choices"]
@@ -225,7 +223,7 @@ def test_weight_versions_come_without_ids_if_they_are_asked_for(path: str) -> No
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
-def test_with_token_ids_come_the_weights_that_made_them(path: str) -> None:
+def test_token_ids_are_returned_with_their_weight_versions(path: str) -> None:
     sent = {"messages": MESSAGES} if path == CHAT else {"prompt": "hi"}
     made = [{"version": "0", "start": 0, "end": 3}]
     reply = site(says("ab")).post(path, sent | {"return_token_ids": True}).json()

@@ -31,7 +31,7 @@ def test_a_network_of_ipv6_is_a_client() -> None:
     assert name("::ffff:10.0.0.1") == "10.0.0.1" and name("fe80::1%eth0") == "fe80::/64"
 
 
-def test_a_key_is_a_client_wherever_it_comes_from_and_does_not_show() -> None:
+def test_an_api_key_identifies_a_client_and_is_not_shown() -> None:
     key = ("Authorization", "Bearer sesame")
     seen = name("10.0.0.1", key, api_key=["sesame", "other"])
     assert seen == name("10.0.0.2", key, api_key=["sesame"]) and "sesame" not in seen

@@ -66,7 +66,7 @@ def test_choices_are_prompt_major() -> None:
     assert [c["token_ids"] for c in choices] == [endless(p, i)[:3] for i, p in enumerate([[5, 6], [5, 6], [9], [9]])]
 
 
-def test_sixteen_tokens_unless_told_otherwise() -> None:
+def test_sixteen_tokens_are_the_default() -> None:
     s = site()
     assert ask(s)["usage"]["completion_tokens"] == 16
     assert ask(s, max_tokens=None)["usage"]["completion_tokens"] == 510
@@ -120,7 +120,7 @@ def test_echo_with_logprobs_scores_the_prompt_too(n: int) -> None:
         assert choice["prompt_logprobs"] is None
 
 
-def test_echo_keeps_to_its_own_width() -> None:
+def test_echoed_logprobs_have_their_own_width() -> None:
     choice = ask(site(), ids("abc"), echo=True, logprobs=1, prompt_logprobs=3, max_tokens=1)["choices"][0]
     assert all(len(tops) <= 2 for tops in choice["logprobs"]["top_logprobs"][1:])
     assert len(choice["prompt_logprobs"][1]) >= 3

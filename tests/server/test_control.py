@@ -222,7 +222,7 @@ def test_refusals_of_the_engine_keep_their_status() -> None:
     assert all(kind("m", field="f").status == status for status, kind in BY_STATUS.items())
 
 
-def test_a_weight_body_goes_on_in_pieces() -> None:
+def test_a_weight_body_is_forwarded_in_pieces() -> None:
     s = command_site()
     content = bytes(range(256)) * 40_000
     answer = s.post("/update_weights", content=content, headers={"Content-Type": "application/octet-stream"})
@@ -252,7 +252,7 @@ def test_a_weight_body_is_refused_for_its_first_piece_that_does_not_fit(monkeypa
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "1 misshapen: a.weight")
 
 
-def test_a_sender_that_leaves_is_told_to_the_engine() -> None:
+def test_a_disconnected_sender_ends_the_update() -> None:
     s = command_site()
 
     messages = [{"type": "http.request", "body": b"x" * 100, "more_body": True}, {"type": "http.disconnect"}]
@@ -281,12 +281,12 @@ def test_a_sender_that_leaves_is_told_to_the_engine() -> None:
         ("/v1/chat/completion", "/v1/chat/completions"),
     ],
 )  # fmt: skip
-def test_an_unknown_route_is_told_with_the_one_that_was_meant(path: str, meant: str | None) -> None:
+def test_an_unknown_route_is_refused_with_the_nearest_one(path: str, meant: str | None) -> None:
     message = command_site().post(path, {}).json()["error"]["message"]
     assert message == f"there is no route {path}" + (f"; did you mean {meant}?" if meant else "")
 
 
-def test_a_route_of_sglang_is_told_with_the_option_that_it_needs() -> None:
+def test_a_route_of_sglang_is_refused_with_its_option() -> None:
     message = command_site().post("/generate", {}).json()["error"]["message"]
     assert message == "there is no route /generate; SGLang's routes need --sglang-api"
 
@@ -311,7 +311,7 @@ HERE, MAPPED, SIX, AWAY = ("127.0.0.1", 1), ("::ffff:127.0.0.1", 1), ("::1", 1),
 
 
 @pytest.mark.parametrize("state", ["paused", "sleeping", "updating", "running"])
-def test_a_reply_says_that_its_request_met_a_pause(state: str) -> None:
+def test_a_reply_reports_a_pause(state: str) -> None:
     bodies = {
         "/inference/v1/generate": {"token_ids": [5]},
         "/v1/completions": {"prompt": "x", "stream": True, "max_tokens": 5},

@@ -163,7 +163,7 @@ def test_many_ids_are_checked_and_decoded_in_a_thread(monkeypatch: pytest.Monkey
     assert threads and threading.get_ident() not in threads
 
 
-def test_detokenize_keeps_special_tokens_unless_told() -> None:
+def test_detokenize_keeps_special_tokens_by_default() -> None:
     s = site()
     assert s.post("/detokenize", {"tokens": [1]}).json() == {"prompt": "<bos>"}
     assert s.post("/detokenize", {"tokens": [1], "skip_special_tokens": True}).json() == {"prompt": ""}

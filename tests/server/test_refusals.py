@@ -273,7 +273,7 @@ TEXT_ROUTES = [CHAT, COMPLETIONS, "/v1/responses", "/tokenize", "/detokenize", "
 
 
 @pytest.mark.parametrize("route", TEXT_ROUTES)
-def test_text_routes_of_a_tokens_only_server_are_404_and_say_why(route: str) -> None:
+def test_text_routes_of_a_tokens_only_server_are_404_with_the_reason(route: str) -> None:
     refused(site(tokens_only=True).post(route, {"messages": []}), 404, None, "tokens-only")
 
 
@@ -320,7 +320,7 @@ def test_a_stream_in_msgpack(server: Site) -> None:
         (b'{"features": ' + b"[" * 100_000, "nested"),
     ],
 )
-def test_malformed_json_says_where(server: Site, raw: bytes, message: str) -> None:
+def test_malformed_json_is_refused_with_its_position(server: Site, raw: bytes, message: str) -> None:
     for route in (GENERATE, CHAT):
         if route == GENERATE and b"extra" in raw:
             continue  # the unknown field is told first
@@ -427,7 +427,7 @@ def garbage(rng: random.Random) -> bytes:
             return raw
 
 
-def test_garbage_is_always_the_clients_fault() -> None:
+def test_garbage_is_a_client_error() -> None:
     s = site()
     routes = [r.path for r in s.app.routes if "POST" in r.methods and r.path not in {"/ping"} | CONTROL]
     assert len(routes) >= 8

@@ -97,9 +97,7 @@ def test_nothing_is_logged_unless_asked_for(caplog: pytest.LogCaptureFixture) ->
     assert not caplog.records
 
 
-def test_every_line_of_a_request_knows_its_id(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_line_of_a_request_has_its_id(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(
         "tokserve.server.observe.request_log._log_event",

@@ -294,7 +294,7 @@ def test_output_items_are_rendered_unchanged_in_the_next_turn() -> None:
     assert "sunny" in again
 
 
-def test_the_template_hears_of_effort_and_tools() -> None:
+def test_effort_and_tools_reach_the_template() -> None:
     for fields, as_chat in (
         ({"reasoning": {"effort": "none"}}, {"reasoning_effort": "none"}),
         ({"tools": TOOLS}, {"tools": NESTED}),

@@ -124,7 +124,7 @@ def test_the_engines_refusals_are_400s() -> None:
     assert (error["param"], error["message"]) == ("model_path", "model_path is no path")
 
 
-def test_parts_of_an_update_are_committed_when_generation_goes_on() -> None:
+def test_parts_of_an_update_are_committed_when_generation_continues() -> None:
     s = sglang()
     s.llm.status = Status("paused", paused=True)
     assert "takes effect" in s.post("/update_weights_from_distributed", TENSORS).json()["message"]
@@ -144,7 +144,7 @@ def test_parts_of_an_update_are_committed_when_generation_goes_on() -> None:
     assert s.post("/end_weight_update", {}).status_code == 400
 
 
-def test_the_version_of_an_update_that_was_rolled_back_is_not_the_next_ones() -> None:
+def test_the_version_of_a_rolled_back_update_is_not_reused() -> None:
     s = sglang()
     s.post("/begin_weight_update", {"weight_version": "7"})
     s.llm.answers = {"update_weights": RequestError("the trainer left")}  # which rolls the update back

@@ -218,7 +218,7 @@ def test_comments_are_sent_while_there_are_no_tokens() -> None:
     assert sum(len(e["choices"]) for e in parse_events(b"".join(caller.writes).decode())) == 6
 
 
-def test_no_comment_comes_into_a_write_or_after_the_end() -> None:
+def test_no_comment_is_sent_within_a_write_or_after_the_end() -> None:
     async def scene() -> list[bytes]:
         sent: list[bytes] = []
         slow, freed = asyncio.Event(), asyncio.Event()
@@ -294,7 +294,7 @@ def test_a_slow_reader_is_waited_for_and_then_gets_everything_in_one_write() -> 
     assert len(joined(events)[0]["token_ids"]) == 20
 
 
-def test_a_stream_that_nobody_reads_makes_no_tokens_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unread_stream_gets_no_tokens_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> tuple[list[bool], Site]:
         s = site()
         body = BODY | {"stream": True, "request_id": "slow", "sampling_params": {"max_tokens": 400, "n": 2}}

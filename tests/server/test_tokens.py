@@ -104,7 +104,7 @@ def test_output_mode_text_adds_text() -> None:
     assert [entry["token"] for entry in choice["logprobs"]["content"]][:5] == list("hello")
 
 
-def test_cached_tokens_are_told() -> None:
+def test_cached_tokens_are_reported() -> None:
     s = site(enable_prefix_caching=True, block_size=1)
     assert generate(s, n=2)["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}  # what the first choice computes
     assert generate(s)["usage"]["prompt_tokens_details"] == {"cached_tokens": len(PROMPT) - 1}
@@ -119,7 +119,7 @@ def test_scheduling_fields_reach_the_engine() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_non_stream_answer_is_asked_for_as_one_delta(stream: bool) -> None:
+def test_without_stream_the_output_is_one_delta(stream: bool) -> None:
     s = site()
     s.post(GENERATE, body() | {"stream": stream})
     assert s.llm.calls[0].options["stream"] is stream and s.llm.calls[0].options["text"] is False
@@ -364,7 +364,7 @@ def test_harmless_nulls_are_taken(field: str) -> None:
 @pytest.mark.parametrize(
     "field", [{"output_kind": 2}, {"flat_logprobs": True}, {"skip_clone": True}, {"routed_experts_prompt_start": 0}]
 )
-def test_internal_names_are_harmless_beside_sampling_params_too(field: dict[str, Any]) -> None:
+def test_internal_names_are_ignored_next_to_sampling_params(field: dict[str, Any]) -> None:
     generate(site(), fields=field)
 
 
@@ -381,7 +381,7 @@ def test_headers_of_routers_are_accepted() -> None:
 # ends that are no ends
 
 
-def test_a_choice_that_failed_is_told_beside_the_others() -> None:
+def test_a_failed_choice_is_reported_with_the_others() -> None:
     s = site()
     s.llm.fails = lambda index: index == 1
     reply = generate(s, n=2)

@@ -223,7 +223,7 @@ def test_references_inside_parameters_still_meet_their_definitions() -> None:
 
 
 @pytest.mark.parametrize("more", [{"additionalProperties": {"type": "string"}}, {"allOf": [{}]}, {"$ref": "#/$defs/A"}])
-def test_a_schema_that_says_what_else_there_may_be_is_left_as_it_is(more: dict[str, Any]) -> None:
+def test_a_schema_with_additional_properties_is_unchanged(more: dict[str, Any]) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": more}}
     choice = {"type": "function", "function": {"name": "f"}}
     assert forced(tools=[tool], tool_choice=choice)["json"] == {"type": "object"} | more
@@ -364,7 +364,7 @@ def test_reasoning_is_left_out_on_request(text: str, content: str | None) -> Non
     assert back["choices"][0]["message"] == actual["message"]
 
 
-def test_reasoning_is_content_unless_the_operator_says_otherwise() -> None:
+def test_reasoning_is_content_without_a_reasoning_parser() -> None:
     assert message("<think>hm</think>Yes", THINKER, tools=None)["content"] == "<think>hm</think>Yes"
 
 
@@ -402,7 +402,7 @@ def test_without_a_tool_format_auto_is_refused_with_the_alternatives(path: str, 
         assert ("--no-enable-auto-tool-choice" if options else "formats does: hermes, qwen3_coder") in words
 
 
-def test_options_that_cannot_be_used_are_told_at_the_start() -> None:
+def test_unusable_options_are_refused_at_the_start() -> None:
     with pytest.raises(StartError, match="--tool-call-parser"):
         site(enable_auto_tool_choice=True)
     for option, table in (("tool_call_parser", TOOL_FORMATS), ("reasoning_parser", THINKING)):

@@ -82,7 +82,7 @@ def test_areals_update_is_over_when_a_piece_fails() -> None:
         assert verbs(s) == ["resume"]
 
 
-def test_areals_pieces_beside_generation_are_committed_at_once() -> None:
+def test_areals_pieces_without_a_pause_are_committed_at_once() -> None:
     s = command_site()
     s.post("/areal_set_update_weight_meta", AREAL_META)
     s.post("/areal_update_weights_xccl", {})
@@ -119,7 +119,7 @@ def test_skyrls_start_and_finish_make_an_update() -> None:
     ("method", "why"),
     [("update_weights_ipc", "CUDA IPC"), ("update_weights_rdt", "RDMA"), ("load_weights", "unpickles")],
 )
-def test_skyrls_methods_that_need_cuda_or_pickles_say_so(method: str, why: str) -> None:
+def test_skyrls_methods_that_need_cuda_or_pickles_are_refused(method: str, why: str) -> None:
     s = command_site()
     answer = s.post("/collective_rpc", {"method": method, "kwargs": {"update_info": {}}})
     error = answer.json()["error"]
@@ -127,7 +127,7 @@ def test_skyrls_methods_that_need_cuda_or_pickles_say_so(method: str, why: str) 
     assert why in error["message"] and "/update_weights" in error["message"] and s.llm.commands == []
 
 
-def test_an_extension_of_ones_own_has_its_methods_called() -> None:
+def test_methods_of_a_worker_extension_are_called() -> None:
     s = command_site(worker_extension_cls="m:C")
     s.llm.answers["collective_rpc"] = [3]
     assert s.post("/collective_rpc", {"method": "load_weights"}).json() == {"results": [3]}

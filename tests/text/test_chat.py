@@ -252,7 +252,7 @@ def test_other_fields_of_a_message_are_the_templates(chatml: Pair) -> None:
     assert chatml.template.text([message], template="{{ messages[0].feeling }}{{ messages[0].name }}") == "[1]"
 
 
-def test_raise_exception_passes_the_templates_words_on(chatml: Pair) -> None:
+def test_raise_exception_returns_the_templates_message(chatml: Pair) -> None:
     with pytest.raises(RequestError, match=r"^roles must alternate$"):
         chatml.template.render(TALK, template="{{ raise_exception('roles must alternate') }}")
 
@@ -397,7 +397,7 @@ THOUGHT = {"type": "thinking", "thinking": "hm"}
         {"content": [{"type": "text", "text": "Yes"}], "reasoning_content": "hm"},
     ],
 )  # fmt: skip
-def test_reasoning_reaches_a_template_as_a_part_or_beside_the_content(chatml: Pair, message: dict[str, Any]) -> None:
+def test_reasoning_reaches_a_template_as_a_part_or_a_field(chatml: Pair, message: dict[str, Any]) -> None:
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", **message}]
     assert chatml.template.text(chat, template=PARTS_WITH_THOUGHTS) == "?[THINK]hm[/THINK]Yes"
     assert chatml.template.text(chat, template=REASONING) == "?<hm>Yes"

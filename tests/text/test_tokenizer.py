@@ -108,7 +108,7 @@ def test_templates_come_from_files_before_the_config(tmp_path: Path) -> None:
         Tokenizer.load(directory)
 
 
-def test_no_tokenizer_says_what_to_do(tmp_path: Path) -> None:
+def test_without_a_tokenizer_the_error_has_instructions(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="--tokens-only"):
         Tokenizer.load(tmp_path)
     (tmp_path / "vocab.json").write_text("{}")

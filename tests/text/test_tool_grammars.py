@@ -233,7 +233,7 @@ ONE_CALL = {
 
 
 @pytest.mark.parametrize("form", ONE_CALL)
-def test_beside_an_answer_there_are_at_most_so_many_calls(compilers: dict[str, Compiler], form: str) -> None:
+def test_the_number_of_calls_after_content_is_limited(compilers: dict[str, Compiler], form: str) -> None:
     between = "; " if form == "llama3_json" else "\n"
     functions = {"cities": {"type": "object"}}
     for limit in (1, 2, 16):
@@ -245,7 +245,7 @@ def test_beside_an_answer_there_are_at_most_so_many_calls(compilers: dict[str, C
             assert taken == (count <= limit), (limit, count)
 
 
-def test_a_forced_list_has_at_most_so_many_calls(compilers: dict[str, Compiler]) -> None:
+def test_the_number_of_forced_calls_is_limited(compilers: dict[str, Compiler]) -> None:
     call = '{"name": "cities", "parameters": {}}'
     for limit in (1, 3, 16):
         made = tool_grammars.list_of_calls({"cities": {"type": "object"}}, max_calls=limit).plain()

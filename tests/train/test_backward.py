@@ -193,7 +193,7 @@ def test_gradcheck_of_attention(window: int, softcap: float) -> None:
 
 
 @DTYPES
-def test_a_sequences_attention_gradient_has_the_same_bits_beside_others(dtype: torch.dtype) -> None:
+def test_a_sequences_attention_gradient_has_the_same_bits_in_a_batch(dtype: torch.dtype) -> None:
     sizes = (130, 1, 77, 300)
     total = sum(sizes)
     cuts = torch.tensor([0, *accumulate(sizes)])
@@ -220,7 +220,7 @@ def test_partial_sums_that_do_not_fit_into_memory_together_change_no_bit() -> No
         assert all(torch.equal(one, part[:, head : head + 1]) for one, part in zip(alone, all_rows, strict=True))
 
 
-def test_rows_do_not_depend_on_the_rows_beside_them() -> None:
+def test_rows_do_not_depend_on_other_rows() -> None:
     grad, both, x, weight = drawn(300, 64), drawn(300, 128, seed=1), drawn(300, 64, seed=2), drawn(64, seed=3)
     for dtype in (torch.float32, torch.bfloat16):
         gradients = [
