@@ -53,7 +53,7 @@ OPENAI: FieldTable = {
     "service_tier": _ignored("auto", "default", note="there is one tier"),
     "store": _ignored(False, note="nothing is stored"),
     "suffix": _refused(""),
-    "best_of": _refused(1, note="n is as good"),
+    "best_of": _refused(1, note="use n"),
     "tool_choice": _refused("none", "auto"),
     "tools": _refused([]),
     "user": _ignored(note=_TAG),
@@ -73,7 +73,7 @@ OTHERS: FieldTable = {
     "prompt_embeds": _refused(),
     "reasoning": _refused({}),
     "session_id": _ignored(note=_TAG),
-    "stream_interval": _ignored(note="a delta has all tokens that are there"),
+    "stream_interval": _ignored(note="a delta has all tokens that are ready"),
     "structural_tag": _refused(note=_OUTPUTS),
     "thinking_token_budget": _refused(),
     "truncate_prompt_tokens": _refused(-1),
@@ -90,16 +90,16 @@ POOLING: FieldTable = TEXT | {
     "normalize": _refused(note="use use_activation"),
     "padding": _ignored(False, "do_not_pad", note="nothing is padded"),
 }
-_AS_IT_IS = "the conversation is taken as it is"
-_BETAS = "none changes what is served here"
-_NO_LOGPROBS = "its blocks have no place for it, use chat or the token route"
-_STATELESS = "nothing is stored, the whole conversation comes in input"
+_AS_IT_IS = "the conversation is not edited"
+_BETAS = "betas have no effect"
+_NO_LOGPROBS = "a message has no field for it, use chat or the token route"
+_STATELESS = "nothing is stored, send the whole conversation in input"
 # of /v1/responses: also fields that chat has under other names, and those about the prompt
 RESPONSES: FieldTable = TEXT | {
     "access_programs": _ignored(),
     "add_generation_prompt": _refused(True),
     "add_special_tokens": _refused(False),
-    "background": _refused(False, note="nothing is stored, an answer has to be waited for"),
+    "background": _refused(False, note="nothing is stored, wait for the reply"),
     "background_options": _ignored({}, note="there are no background responses"),
     "chat_template": _refused(),
     "context_management": _refused([]),
@@ -107,7 +107,7 @@ RESPONSES: FieldTable = TEXT | {
     "conversation": _refused(note=_STATELESS),
     "documents": _refused([]),
     "image": _refused(),
-    "include_reasoning": _refused(True, note="leave its items out"),
+    "include_reasoning": _refused(True, note="drop its items in the client"),
     "logprobs": _refused(False, note="use include and top_logprobs"),
     "max_completion_tokens": _refused(note="use max_output_tokens"),
     "max_tokens": _refused(note="use max_output_tokens"),
@@ -117,7 +117,7 @@ RESPONSES: FieldTable = TEXT | {
     "prompt": _refused(note="nothing is stored, send instructions"),
     "prompt_logprobs": _refused(False),
     "reasoning_effort": _refused(note="use reasoning.effort"),
-    "return_sampling_mask": _refused(False, note="its items have no place for it, use chat or the token route"),
+    "return_sampling_mask": _refused(False, note="a response has no field for it, use chat or the token route"),
     "response_format": _refused({"type": "text"}, note="use text.format"),
     "tokens": _refused(note="use input"),
     "truncation": _refused("disabled"),
@@ -135,12 +135,12 @@ MESSAGES: FieldTable = TEXT | {
     "compaction": _ignored(note=_AS_IT_IS),
     "container": _refused(note="nothing is executed here"),
     "context_management": _ignored({}, {"edits": []}, note=_AS_IT_IS),
-    "continue_final_message": _refused(note="a final message of the assistant is continued"),
+    "continue_final_message": _refused(note="a final message of the assistant is always continued"),
     "diagnostics": _ignored(),
     "documents": _refused([]),
     "fallback_credit_token": _ignored(note="nothing is billed"),
     "fallbacks": _ignored([], "default", note="another model is not tried"),
-    "include_reasoning": _refused(True, note="leave its blocks out"),
+    "include_reasoning": _refused(True, note="drop its blocks in the client"),
     "inference_geo": _ignored(),
     "input": _refused(note="use messages"),
     "instructions": _refused(note="use system"),
@@ -150,8 +150,8 @@ MESSAGES: FieldTable = TEXT | {
     "max_completion_tokens": _refused(note="use max_tokens"),
     "max_output_tokens": _refused(note="use max_tokens"),
     "max_tool_calls": _refused(note="use tool_choice.disable_parallel_tool_use"),
-    "mcp_servers": _refused([], note="no server is called from here, send tools"),
-    "mm_payload": _ignored("tensors", note="render of chat has it"),
+    "mcp_servers": _refused([], note="this server calls no other servers, send tools"),
+    "mm_payload": _ignored("tensors", note="a field of chat's render"),
     "n": _refused(1),
     "parallel_tool_calls": _refused(True, note="use tool_choice.disable_parallel_tool_use"),
     "prompt": _refused(note="use messages"),
@@ -163,7 +163,7 @@ MESSAGES: FieldTable = TEXT | {
     "speed": _ignored("standard", note="there is one speed"),
     "stop": _refused([], note="use stop_sequences"),
     "stream_options": _ignored(note="a stream always reports usage"),
-    "thread": _refused(note="nothing is stored, the whole conversation comes in messages"),
+    "thread": _refused(note="nothing is stored, send the whole conversation in messages"),
     "tokens": _refused(note="use messages"),
     "top_logprobs": _refused(0, note=_NO_LOGPROBS),
     "user_profile_id": _ignored(note=_TAG),
@@ -208,7 +208,7 @@ SGLANG_POOLING: FieldTable = POOLING | {
 # and of the sampling_params of /generate
 SGLANG_PARAMS: FieldTable = {
     "stop_regex": _refused([], "", note="use stop, stop_token_ids or regex"),
-    "ebnf": _refused("", note="grammars are Lark's: use structured_outputs.grammar of /inference/v1/generate"),
+    "ebnf": _refused("", note="use structured_outputs.grammar of /inference/v1/generate, in Lark"),
     "structural_tag": _refused("", note="use json_schema or regex"),
     "beam_width": _refused(0, 1, note="use_beam_search of chat and completions does this"),
     "watermark": _refused(False, note="outputs are not watermarked"),
