@@ -57,7 +57,7 @@ class KVConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     kv_offloading_dir: Annotated[
         str | None,
         about("Directory for KV blocks as files, beside those of kv_offloading_size in memory: prefixes survive a "
-              "restart. Several servers may share it. The files hold what prompts can be recovered from."),
+              "restart. Several servers may share it. Prompts can be recovered from the files."),
     ] = None  # fmt: skip
     kv_offloading_disk_size: Annotated[
         float,

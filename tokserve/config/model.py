@@ -48,14 +48,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["int8"] | None,
         about(
             "Round activations to int8, a group at a time, before they are multiplied by weights of 4 or 8 bits (W4A8, "
-            "W8A8), on a CPU: faster, above all in batches and prompts, and further from the original. Default: they "
-            "are not rounded."
+            "W8A8), on a CPU: faster, above all in batches and prompts, and less accurate. Default: they are not "
+            "rounded."
         ),
     ] = None
     quantize_lm_head: Annotated[
         bool,
-        about("Quantize the output projection too, as quantization says, int8 where that says nothing: faster, a "
-              "little further from the original."),
+        about("Quantize the output projection too, as --quantization says, or to int8 without it: faster, and slightly "
+              "less accurate."),
     ] = False  # fmt: skip
     max_model_len: Annotated[
         Positive | None, about("Longest prompt plus output in tokens; default: the checkpoint's limit.")
