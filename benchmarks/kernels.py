@@ -58,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; torch_ratio: torch's time over ours."""
+    """One line of the table; torch_ratio: torch's time over tokserve's."""
 
     op: str
     shape: str

@@ -1,4 +1,4 @@
-"""Steps as a list of outputs, one per row: what tests say and look at, where the package has columns."""
+"""Steps as a list of outputs, one per row, for tests; the package has columns."""
 
 from __future__ import annotations
 

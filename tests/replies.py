@@ -1,4 +1,4 @@
-"""What tests expect of HTTP replies, whoever sent them."""
+"""Checks of HTTP replies of any server."""
 
 import json
 from typing import Any

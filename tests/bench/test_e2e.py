@@ -1,4 +1,4 @@
-"""Both benchmarks against the real thing."""
+"""Both benchmarks against a real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of the front end still runs, and its clients get exactly what its scripted engine says."""
+"""The benchmark of the front end runs, and its clients get exactly the outputs of its scripted engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load generator against a server whose every answer is known."""
+"""The load generator against a server whose replies are known."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_command_writes_json_and_a_table(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_benchmark_that_cannot_run_is_refused_before_it_starts(
     flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.socket() as taken:  # bound and not listening: nobody answers there
+    with socket.socket() as taken:  # bound and not listening
         taken.bind(("127.0.0.1", 0))
         with pytest.raises(SystemExit) as end:
             main(["bench", "serve", "--base-url", f"http://127.0.0.1:{taken.getsockname()[1]}", *flags])

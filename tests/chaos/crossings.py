@@ -77,7 +77,7 @@ def parameters(rng: random.Random) -> dict[str, Any]:
 
 
 def way(rng: random.Random, requested: Body) -> dict[str, Any]:
-    """One of the ways to ask: fields of the body, and what is not of it: `sent` and `back`."""
+    """How a request is sent: fields of the body, and the formats `sent` and `back` of request and reply."""
     chosen: dict[str, Any] = {
         "logprobs_format": rng.choice(["objects", "arrays", "base64"]), "stream": rng.random() < 0.45,
         "output_mode": rng.choice(["tokens", "text"]), "return_token_ids": rng.random() < 0.3,
@@ -149,7 +149,7 @@ def rows(actual: Any, tokens: list[int]) -> list[Any]:
 
 
 def answer(reply: Any, requested: Body, index: int = 0) -> tuple[Any, ...]:
-    """What no way may change of one choice: tokens, end, logprobs; and of the request: the prompt's logprobs."""
+    """The parts of a reply that must be equal however it is sent: tokens, end, logprobs and prompt logprobs."""
     choice = reply["choices"][index]
     tokens = choice["token_ids"]
     if isinstance(tokens, bytes):

@@ -1,4 +1,4 @@
-"""A server under random load and in trouble: what every request came to, and what it cost.
+"""A server under random load and with faults: how every request ended, and the resources used.
 
 `python -m tests.chaos.scene --seconds 600 --csv FILE` prints a table and writes the curves.  Every request must end in
 a way that the API defines, with the tokens and logprobs of its solo run as far as it came; anything else is a fault.
@@ -36,7 +36,7 @@ FLAGS = (
     "--step-timeout", "12", "--max-body-mb", "1",
 )  # fmt: skip
 STATES = ("ready", "restarting", "hung", "pausing", "paused", "updating", "sleeping")  # of /ready
-LOST_RANK = re.compile(r"rank \d+ |gloo|Connection (closed|reset) by peer|Broken pipe")  # what other ranks die of
+LOST_RANK = re.compile(r"rank \d+ |gloo|Connection (closed|reset) by peer|Broken pipe")  # the error of the other ranks
 GENERATE = "/inference/v1/generate"
 
 
@@ -55,7 +55,7 @@ class Scene:
         self._num_engines = len(server.engines())
 
     async def run(self) -> None:
-        """The whole of it; raises Fault."""
+        """Run the load and the faults; raises Fault."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=4)
         async with httpx.AsyncClient(base_url=self._server.url, timeout=120, limits=limits) as client:
             self._client = client
@@ -75,7 +75,7 @@ class Scene:
                 if await self._alone(i) != self.solo[i]:
                     raise Fault(f"request {i} has another answer than at the beginning")
 
-    # --- who does what until the time is up ---
+    # --- actors that run until the time is up ---
 
     async def _work(self) -> None:
         ways = [
@@ -96,7 +96,7 @@ class Scene:
     async def _watch(self) -> None:
         began = time.monotonic()
         while await self._trouble.wait((1.0, 1.0)):
-            held = [0, 0, 0, 0]  # less of the engines while another starts
+            held = [0, 0, 0, 0]  # without the engine while another starts
             with suppress(psutil.Error):
                 for process in fronts(self._server):
                     held[0] += process.memory_info().rss
@@ -120,10 +120,10 @@ class Scene:
         ready = False
         while not ready:
             await asyncio.sleep(0.1)
-            with suppress(httpx.HTTPError):  # an API process was killed at last
+            with suppress(httpx.HTTPError):  # an API process was killed last
                 ready = await self._is_ready()
 
-    # --- ways to ask; each returns how it ended ---
+    # --- kinds of requests; each returns how it ended ---
 
     async def _alone(self, i: int) -> Answer:
         answer = await self._client.post(GENERATE, json=request(i))
@@ -276,7 +276,7 @@ def processes_of(directory: str) -> list[psutil.Process]:
 
 
 def check_processes(server: Server, processes: Processes, directory: str) -> None:
-    """There are those of the start, and no others.  Raises AssertionError."""
+    """The processes are those of the start.  Raises AssertionError."""
     several = processes.api_servers > 1
     assert len(server.api_processes()) == (processes.api_servers if several else 0)
     assert len(server.engines()) == processes.data_parallel
@@ -288,7 +288,7 @@ def check_processes(server: Server, processes: Processes, directory: str) -> Non
 
 
 def check_log(log: list[str], trouble: Mapping[str, int]) -> None:
-    """It names every engine that was lost, and shows no other error.  Raises AssertionError."""
+    """The log names every lost engine and has no other error.  Raises AssertionError."""
     died = [line for line in log if "starting another" in line]
     kills, hangs = (trouble[kind] + trouble[f"rank {kind}"] for kind in ("kill", "hang"))
     assert sum("SIGKILL" in line for line in died) == kills, died

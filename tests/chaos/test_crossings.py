@@ -1,4 +1,4 @@
-"""Random requests in random company, on servers with other options, among pauses and updates: one answer to each.
+"""Random requests in random batches, on servers with other options, during pauses and updates: equal replies.
 
 What a plain server says to a request alone is checked by asking again in other words; then every other server has to
 say the same, `==`, in every format.  `python -m pytest -m slow tests/chaos/test_crossings.py`
@@ -32,7 +32,7 @@ OPTIONS = [
     ("-dp", "3", "--kv-cache-memory-bytes", "600K", "--max-num-batched-tokens", "33"),
     ("-pp", "2", "--kv-cache-memory-bytes", "400K", "--max-num-batched-tokens", "33", "--depth", "2"),
 ]
-TWO = ("-tp", "2")  # other bits than one rank, and the same whatever else is chosen
+TWO = ("-tp", "2")  # other bits than one rank, and equal bits with any other options
 OPTIONS_OF_TWO = [
     (*TWO, "--kv-cache-memory-bytes", "300K", "--max-num-batched-tokens", "33", "--weight-staging", "in_place"),
     (*TWO, "-dp", "2", "--max-num-seqs", "2", "--block-size", "48", "--kv-offloading-size", "0.01"),
@@ -92,7 +92,7 @@ async def check_alone(client: httpx.AsyncClient, requested: Body) -> None:
 
 
 async def trouble(client: httpx.AsyncClient, rng: random.Random, over: asyncio.Event) -> None:
-    """What must change nothing, until it is over."""
+    """Pauses, sleeps and updates that must change no reply."""
     while not over.is_set():
         for path in rng.choice(TROUBLE):
             body = {"weight_dir": str(DEMO_DIR)} if path == "/update_weights" else {}
@@ -103,7 +103,7 @@ async def trouble(client: httpx.AsyncClient, rng: random.Random, over: asyncio.E
 async def check_one(
     client: httpx.AsyncClient, requested: Body, ending: dict[str, Any], expected: Sequence[Any]
 ) -> None:
-    """`wanted`: the reply to each choice as a request of its own."""
+    """`expected`: the reply to each choice as a separate request."""
     status, reply = await ask(client, requested, ending)
     assert status == 200, reply
     for index, actual in enumerate(expected):

@@ -41,14 +41,14 @@ class Trouble:
         self._client = client
         self._rng = rng
         self._until = until
-        self._fate = asyncio.Lock()  # held by who ends an engine, until another is started
-        self._stopped = asyncio.Lock()  # held by who stops it
-        self._api_killed = 0.0  # when last
+        self._fate = asyncio.Lock()  # held by the actor that kills an engine, until another is started
+        self._stopped = asyncio.Lock()  # held by the actor that stops an engine
+        self._api_killed = 0.0  # time of the last
         self._num_engines = len(server.engines())
         self._epoch = 0  # of the weights, as last heard
 
     def actors(self) -> list[Coroutine[Any, Any, None]]:
-        """All that may befall this server."""
+        """The actors that disturb this server."""
         apis = [self._kill_api()] if self._server.api_processes() else []
         return [self._kill(), self._stop(), self._hang(), self._command(), *apis]
 
@@ -162,7 +162,7 @@ class Trouble:
             await self._insist("/resume")
 
     async def _pause(self, mode: str) -> None:
-        """Pause, look whether nothing moves, and resume, sometimes before the pause is there."""
+        """Pause, check that no token comes, and resume, sometimes before the pause takes effect."""
         how = {"mode": mode, "clear_cache": self._rng.random() < 0.5}
         lost = self.engines_lost
         pausing = asyncio.create_task(self._control("/pause", how))
@@ -206,7 +206,7 @@ class Trouble:
         return (await self._answer(route, fields))[0]
 
     async def _insist(self, route: str, fields: dict[str, Any] | None = None) -> tuple[int, Any]:
-        """Until it is done: an engine that starts cannot do it yet."""
+        """Repeat a command until it succeeds: a starting engine refuses it."""
         while (answer := await self._answer(route, fields or {}))[0] == 503:
             await asyncio.sleep(AGAIN)
         if answer[0] != 200:

@@ -1,4 +1,4 @@
-"""The command line as a newcomer gets it wrong, and as one who comes from vLLM writes it."""
+"""Wrong command lines, and command lines written for vLLM."""
 
 from pathlib import Path
 from typing import Any

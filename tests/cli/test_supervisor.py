@@ -1,4 +1,4 @@
-"""What becomes of an API process that the system does not give."""
+"""API processes that the system does not start."""
 
 from __future__ import annotations
 

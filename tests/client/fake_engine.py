@@ -1,4 +1,4 @@
-"""An engine without a scheduler or a model: a ROUTER in a thread that says what a test or its script tells it to."""
+"""An engine without a scheduler or a model: a ROUTER in a thread that sends what a test or its script provides."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class FakeEngine:
             os.close(self._wake)
 
     def send(self, *messages: FromEngine) -> None:
-        """Say these to the last front end that spoke."""
+        """Send messages to the last front end that sent one."""
         self._outbox.extend(messages)
         os.eventfd_write(self._wake, 1)
 

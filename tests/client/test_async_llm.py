@@ -49,7 +49,7 @@ def test_statistics_on_demand(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         await llm.refresh(5)
         assert llm.stats == StepStats(steps=77)
-        await llm.refresh(0)  # no answer in time: the last ones stand
+        await llm.refresh(0)  # without a reply in time, the last values are returned
         engine.send(Dead("why"))
         with pytest.raises(EngineDead):
             await llm.call("silence")

@@ -1,4 +1,4 @@
-"""One command for several engines: what each is sent, and what their answers are together."""
+"""One command for several engines: the message to each, and the merged reply."""
 
 from __future__ import annotations
 

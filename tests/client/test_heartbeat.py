@@ -1,4 +1,4 @@
-"""When an engine counts as hung, by a clock that the test moves."""
+"""Conditions under which an engine counts as hung, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Clock:
         return self.timer
 
     def beat(self, late: float = 0.0) -> None:
-        """Let the time come for which the timer is set."""
+        """Advance the clock to the timer's time and run its callback."""
         assert not self.timer.cancelled
         self.now = self.timer.due + late
         self.timer.call()
@@ -87,7 +87,7 @@ def test_a_late_beat_does_not_report_a_hung_engine(clock: Clock) -> None:
     beating.start()
     clock.beat(late=1000.0)
     assert beating.hung
-    beating.answered()  # it lay in the socket
+    beating.answered()  # the reply was waiting in the socket
     clock.beat()
     clock.beat(late=1000.0)
     beating.answered()

@@ -1,4 +1,4 @@
-"""The engine's process: started, refused, crashed, killed, stubborn; nothing is ever left behind."""
+"""The engine's process: start, refusal, crash, kill; no process or file remains."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_the_engine_ends_with_the_event_loop(mode: Any) -> None:
 
 
 def _alive(pid: int) -> bool:
-    """Runs and is no zombie (a child nobody waited for)."""
+    """The process runs and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -229,7 +229,7 @@ def test_ctrl_c_does_not_reach_the_engine(mode: Any) -> None:
 
 
 def test_it_starts_once(mode: Any) -> None:
-    """A second engine would take the first one's place, and nobody would end that."""
+    """A second engine would replace the first, and no client would end it."""
     mode("serve")
 
     async def scene() -> None:

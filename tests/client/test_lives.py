@@ -1,4 +1,4 @@
-"""Random lives of a trainer with engines that are killed: real processes and sockets, a scripted executor behind them.
+"""Random commands of a trainer to engines that are killed: real processes and sockets, a scripted executor behind them.
 
 One client owns the engine, others have joined it, as under a supervisor.  Everybody asks at once; whenever, in whatever
 state, the engine is killed.  Every call and every request must come to an end, tokens must be those of the weights that
@@ -90,7 +90,7 @@ class Lives:
         self.lost += now.lost and not was.lost
 
     async def end(self) -> None:
-        """Bring it back to life, whatever was done."""
+        """Restore an engine that serves, from any state."""
         for task in self.tasks:
             if task.get_coro().__name__ != "request":  # type: ignore[union-attr]
                 await asyncio.wait_for(task, PATIENCE)
@@ -115,7 +115,7 @@ class Lives:
         return self.rng.choice([self.owner, *self.others])
 
     async def try_to(self, doing: Coroutine[Any, Any, Any]) -> bool:
-        """Whether it was done; a conflict and a lost engine are answers too."""
+        """Whether the command succeeded; a conflict and a lost engine are allowed."""
         try:
             await asyncio.wait_for(doing, PATIENCE)
         except (Conflict, EngineDead):

@@ -67,7 +67,7 @@ def test_a_killed_engine_is_replaced_and_its_requests_may_be_sent_again(mode: An
         await llm.restored()
         assert llm.down is None and replaced == [pid_of(llm)] and pid_of(llm) != first
         assert (await collect(llm.stream([1, 2], PLAIN, request_id="r")))[0].token_ids == [1, 2]
-        os.kill(pid_of(llm), signal.SIGKILL)  # once was all
+        os.kill(pid_of(llm), signal.SIGKILL)  # one restart was allowed
         await until(lambda: llm.dead is not None)
         with pytest.raises(EngineDead) as caught:
             llm.stream([1], PLAIN)
@@ -235,7 +235,7 @@ def test_joined_clients_are_sent_the_next_engine(mode: Any) -> None:
 def test_a_client_that_cannot_join_the_next_engine_stops_waiting(
     mode: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
 ) -> None:
-    """Whoever keeps it puts another in its place."""
+    """The owner of the engine replaces it."""
     mode("serve")
 
     def failing(pid: int, then: Callable[[], object]) -> None:
@@ -380,7 +380,7 @@ def test_a_hung_engine_that_nothing_may_replace_is_left_alone(mode: Any) -> None
         llm = make(1, step_timeout=0.2)
         await llm.start()
         first = pid_of(llm)
-        await until(lambda: pid_of(llm) != first and llm.hung)  # as deaf as the first, and one was all
+        await until(lambda: pid_of(llm) != first and llm.hung)  # it hangs as the first did, and one restart was allowed
         second = pid_of(llm)
         for _ in range(5):
             llm._engine._heartbeat._beat()

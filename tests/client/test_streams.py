@@ -408,7 +408,7 @@ def test_giving_up_before_the_engine_has_answered(play: Callable[..., None]) -> 
 
 def test_the_late_end_of_a_request_that_was_given_up_is_not_its_successors(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
-        for _ in range(2):  # given up twice under the same id, before the engine has said a word
+        for _ in range(2):  # dropped twice under the same id, before the engine has replied
             given_up = llm.stream([1], PLAIN, request_id="r")
             given_up.close()
         again = llm.stream([1], PLAIN, request_id="r")

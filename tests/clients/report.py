@@ -1,4 +1,4 @@
-"""What a driver says: a line per check, and at the end how many there were.  Stdlib only."""
+"""The report of a driver: a line per check, and the number of checks at the end.  Stdlib only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Report:
         self._left_out: list[str] = []
 
     def check(self, what: str, holds: object = True) -> None:
-        """One thing that was to be shown."""
+        """Check one behaviour."""
         if not holds:
             raise SystemExit(f"FAILED: {what}")
         self._passed += 1

@@ -183,7 +183,7 @@ def model_of(name: str) -> Path:
 
 
 def record(requested: str) -> int:
-    """Record what a command sends; `asked` is NAME=COMMAND."""
+    """Record what a command sends; `command` is NAME=COMMAND."""
     stem, _, command = requested.partition("=")
     with Server("demo") as server, recording(stem, server.url) as proxy:
         return subprocess.run([word.replace("{url}", proxy) for word in shlex.split(command)]).returncode

@@ -1,4 +1,4 @@
-"""A trainer that dies without a word: `python killed_trainer.py URL POINT`, for test_killed_trainer.
+"""A trainer that is killed: `python killed_trainer.py URL POINT`, for test_killed_trainer.
 
 It prints a line when it has reached the point, and then waits for the SIGKILL.
 """
@@ -29,7 +29,7 @@ class Trainer:
         self._content = save(weights)
 
     async def reach(self, point: str) -> None:
-        """The end, if it is to be here."""
+        """Wait to be killed, if this is the given point."""
         if point == self._point:
             print("reached", flush=True)
             await asyncio.sleep(600)

@@ -1,4 +1,4 @@
-"""Several API processes in front of one engine: whatever one is asked holds for all; none leaves anything behind."""
+"""Several API processes in front of one engine: commands to one apply to all, and nothing remains after the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classifiers through real servers: transformers' logits, the same bits in any company, and the bodies that clients
+"""Classifiers through real servers: transformers' logits, the same bits in any batch, and the bodies that clients
 send to /classify, /pooling, /score and /rerank."""
 
 from __future__ import annotations

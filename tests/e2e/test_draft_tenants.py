@@ -1,4 +1,4 @@
-"""Earlier outputs are drafts for their own tenant alone: what a request says about its drafts shows nobody else's."""
+"""Earlier outputs are drafts only for their tenant: draft statistics reveal no other tenant's output."""
 
 from __future__ import annotations
 

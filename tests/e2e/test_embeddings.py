@@ -1,4 +1,4 @@
-"""Embeddings through real servers: transformers' hidden states, the same bits in any company, and OpenAI's client."""
+"""Embeddings through real servers: transformers' hidden states, the same bits in any batch, and OpenAI's client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad days: the engine is killed, the server is told to stop, the command line is wrong, the port is taken."""
+"""Failures: the engine is killed, the server gets a signal, the command line is wrong, the port is in use."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Generated bad bodies over every POST route of a real server: refused in one shape, and nothing else is harmed."""
+"""Generated bad bodies over every POST route of a real server: refused in one format, and other requests are served."""
 
 import json
 import random

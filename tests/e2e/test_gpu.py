@@ -1,4 +1,4 @@
-"""A real server on a real GPU: answers, and the same ones alone and in company.  scripts/gpu_check.sh runs this."""
+"""A real server on a real GPU: replies are equal alone and in a batch.  scripts/gpu_check.sh runs this."""
 
 from __future__ import annotations
 

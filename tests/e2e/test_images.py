@@ -1,4 +1,4 @@
-"""Images by every path: the same tokens and logprobs, in any company, and clear errors."""
+"""Images by every path: the same tokens and logprobs in any batch, and clear errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images beside speculation, adapters, quantization, sleep and weights that change."""
+"""Images with speculation, adapters, quantization, sleep and weight updates."""
 
 from __future__ import annotations
 

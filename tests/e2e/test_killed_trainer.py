@@ -1,4 +1,4 @@
-"""A trainer is killed at several points: its successor goes on without a human."""
+"""A trainer is killed at several points: its successor continues without intervention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def server() -> Iterator[Server]:
 
 
 def state(server: Server) -> str:
-    """What the server says of itself."""
+    """The state that the server reports."""
     name: str = server.get("/inference/v1/state").json()["state"]
     return name
 

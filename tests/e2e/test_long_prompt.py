@@ -50,7 +50,7 @@ def test_logprobs_of_32k_tokens(server: Server, top: int, form: str) -> None:
     processes = [psutil.Process(server.process.pid), server.engine()]
     before = [resident(process, "VmRSS") for process in processes]
     for process in processes:
-        Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # the peak begins anew
+        Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # resets the peak
     cold = ask(server, top, form, f"{form}{top}")
     extra = [resident(process, "VmHWM") - old for process, old in zip(processes, before, strict=True)]
     print(f"prompt_logprobs {top}, {form}: server +{extra[0] >> 20} MiB, engine +{extra[1] >> 20} MiB at most")

@@ -1,4 +1,4 @@
-"""Clients that ask for too much or take nothing: they are refused or held up, and nobody else is."""
+"""Clients that send too much or read nothing: they are refused or stalled, and other clients are served."""
 
 from __future__ import annotations
 

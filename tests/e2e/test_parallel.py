@@ -1,4 +1,4 @@
-"""Many clients at once, some of which go away: survivors get what they would get alone, and nothing is left over."""
+"""Many clients at once, some of which disconnect: replies equal those of single requests, and nothing remains."""
 
 import asyncio
 import json

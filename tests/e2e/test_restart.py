@@ -39,7 +39,7 @@ def replaced(server: Server) -> int:
 
 
 async def lost(url: str, strike: Callable[[], object]) -> tuple[httpx.Response, str]:
-    """What a whole and a streamed request get when the engine is struck under them."""
+    """The replies to a request and a stream whose engine is killed."""
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
         request = asyncio.create_task(client.post(GENERATE, json=LONG))
         text = []
@@ -52,7 +52,7 @@ async def lost(url: str, strike: Callable[[], object]) -> tuple[httpx.Response, 
 
 
 def check_lost(reply: httpx.Response, stream: str) -> None:
-    """Both say that the same may be sent again."""
+    """Both errors allow the request to be sent again."""
     assert reply.status_code == 503 and reply.json()["error"]["code"] == "engine_restarting"
     assert int(reply.headers["retry-after"]) >= 1
     assert '"code":"engine_restarting"' in stream and stream.rstrip().endswith("data: [DONE]")
@@ -87,7 +87,7 @@ def test_an_engine_that_is_killed_or_hangs_is_replaced_with_its_last_weights_and
         assert after["choices"] == before["choices"]  # with the version that was pushed
         assert server.get("/inference/v1/state").json()["epoch"] == 1
         assert server.get("/health?deep=1").status_code == 200
-        third.suspend()  # two were all
+        third.suspend()  # two restarts were allowed
         try:
             until(lambda: server.get("/health").status_code == 503, server.log)
             assert server.get("/health").json()["error"]["code"] == "engine_hung" and status(server) == "hung"
@@ -189,7 +189,7 @@ def test_several_api_processes_go_on_with_the_next_engine() -> None:
                 assert client.post(GENERATE, json={"token_ids": [5]}).status_code == 200
         left = [server.engine(), *server.api_processes()]
         directory = directories(left[0])
-        left[0].kill()  # that was one too many
+        left[0].kill()  # one restart more than allowed
         assert server.process.wait(PATIENCE) == 1
         assert psutil.wait_procs(left, PATIENCE)[1] == [] and not [path for path in directory if path.exists()]
 

@@ -1,4 +1,4 @@
-"""A trainer's life with a real server: the frameworks' control sequences, and weights that really change.
+"""A trainer with a real server: the frameworks' control sequences, and weights that really change.
 
 After each update the replies must be, bit for bit, those of a server that was started with the new weights.
 """
@@ -181,7 +181,7 @@ def test_skyrl(lab: Lab) -> None:
 
 
 def test_areal(lab: Lab) -> None:
-    """Pause aborts; the client asks again with what it has got, which waits until the resume."""
+    """The pause aborts; the client resumes with the tokens it received, and that request waits until the resume."""
     body = {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True, "seed": 3, "logprobs": 0}
     replies: list[Any] = []
 

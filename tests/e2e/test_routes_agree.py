@@ -90,7 +90,7 @@ def append(total: dict[str, Any], delta: dict[str, Any], joined: tuple[str, ...]
 JOINED = ("content", "text", "token_ids", "text_offset", "token_logprobs", "tokens", "top_logprobs", "ranks",
           "top_token_ids")  # fmt: skip
 
-UNASKED = ("token_ids", "prompt_token_ids", "prompt_logprobs")  # null in whole replies if nobody asked for them
+UNASKED = ("token_ids", "prompt_token_ids", "prompt_logprobs")  # null in replies to requests without the field
 
 
 def joined_events(stream: list[Any]) -> dict[str, Any]:

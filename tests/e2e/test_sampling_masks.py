@@ -1,4 +1,4 @@
-"""What tokens were drawn from, over real processes: random crossings of parameters, the routes, and the trainer.
+"""Sampling masks of real processes: random crossings of parameters, the routes, and the trainer.
 
 The crossings run in the offline API, many in a batch; each row is compared with the model's whole distribution.
 """

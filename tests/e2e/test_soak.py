@@ -1,4 +1,4 @@
-"""Thousands of connections at once: nothing is lost, tokens are as if alone, and memory and descriptors go back."""
+"""Thousands of connections at once: no request is lost, tokens equal those of single requests, resources are freed."""
 
 import asyncio
 import json

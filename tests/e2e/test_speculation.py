@@ -1,4 +1,4 @@
-"""A server that speculates beside one that does not: every reply is equal, and drafts are accepted.  Only `==`."""
+"""A server with and one without speculation: every reply is equal, and drafts are accepted.  Only `==`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every state that an operator can meet, asked of a real server: from the port that refuses to the last drain."""
+"""The states that probes of a real server report, from before its start to its drain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structured outputs of a real server: beside other requests, streamed, refused before a stream, and on all routes."""
+"""Structured outputs of a real server: in a batch, streamed, refused before a stream, and on all routes."""
 
 from __future__ import annotations
 

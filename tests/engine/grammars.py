@@ -1,4 +1,4 @@
-"""Grammars without the library: a machine that three tokens and EOS satisfy, and compilers and masks that come late."""
+"""Grammars without the library: a machine that accepts three tokens and EOS, and slow compilers and masks."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from tokserve.vision import ImageFormat
 
 @dataclass
 class Received:
-    """All that one request's owner was sent about it."""
+    """The messages to the owner of a request."""
 
     tokens: list[int] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
@@ -75,7 +75,7 @@ def joined(one: Logprobs, other: Logprobs) -> Logprobs:
 
 
 class Clock:
-    """Time that passes when told."""
+    """A simulated clock."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -203,7 +203,7 @@ class Engine:
         return self.core.scheduler.stats()
 
     def solo(self, rid: str) -> Solo:
-        """What the request gives alone, with the weights that its spans name, or else the first."""
+        """The result of the request alone, with the weights that its spans name, or else the first."""
         request = self.requests[rid]
         eos = self.config.model.eos_token_ids or ()
         spans = self.received[rid].outputs[-1].spans if rid in self.received else []
@@ -234,8 +234,7 @@ class Engine:
             assert len(received.outputs) == 1
 
     def check_spans(self, rid: str) -> None:
-        """They cover all output tokens without gaps, or say what made the vector; that the versions are right, `solo`
-        tells."""
+        """Spans cover all output tokens without gaps, or name the version of a vector; `solo` checks the versions."""
         spans, place = self.received[rid].outputs[-1].spans, 0
         assert len(spans) == 1 or not self.received[rid].pooled
         for _, start, end in spans:
@@ -246,7 +245,7 @@ class Engine:
             assert len(spans) <= 1
 
     def check_empty(self) -> None:
-        """Everything was given back."""
+        """All slots, blocks and limits are released."""
         self.core.cache.check()
         self.core.cache.check_idle()
         assert self.stats.running == self.stats.waiting == self.stats.blocks_held == 0

@@ -25,7 +25,7 @@ SENT: dict[bytes, Content] = {}  # by what stands for a block on the wire betwee
 
 
 class LateFuture(Future[Any]):
-    """Its work is done when it is let go, or when the result is needed."""
+    """A future whose work is done by `advance`, or when its result is read."""
 
     def __init__(self, until: Callable[[LateFuture], None], work: Callable[[], Any]) -> None:
         super().__init__()

@@ -44,7 +44,7 @@ def test_requests_of_several_adapters_and_none_run_together(depth: int) -> None:
         engine.check_complete(f"r{number}")
     assert [spans(engine, f"r{n}")[0][0] for n in range(4)] == ["v1", "v1+a@1", "v1+b@2", "v1+a@1"]
     assert engine.tokens("r1") == engine.tokens("r3") != engine.tokens("r2")
-    assert engine.received["r3"].cached and not engine.received["r2"].cached  # never another's blocks
+    assert engine.received["r3"].cached and not engine.received["r2"].cached  # no blocks of another adapter
     assert statuses(engine) == [[("a", 1)], [("a", 1), ("b", 2)]]
     engine.check_empty()
 

@@ -1,4 +1,4 @@
-"""Blocks: who holds them, which are found, and in which order they are given away."""
+"""Blocks: their holders, which are reused, and the order of eviction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`admin.COMMANDS` against those who use it: the engine's handlers, the client's methods, the routes and the docs."""
+"""`admin.COMMANDS` against its users: the engine's handlers, the client's methods, the routes and the docs."""
 
 from __future__ import annotations
 

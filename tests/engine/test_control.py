@@ -254,7 +254,7 @@ def test_requests_run_while_tensors_are_received(depth: int) -> None:
     engine.executor.settle()
     engine.weights_of["two"] = "w2"
     engine.run()
-    engine.executor.settle()  # the old weights are given back
+    engine.executor.settle()  # the old weights are freed
     engine.step()
     assert answers(engine, 3)[0].result["weight_version"] == "two"
     engine.check_complete("r0")
@@ -363,7 +363,7 @@ def test_a_trainer_that_did_not_come_is_not_waited_for_when_another_is_announced
         engine.step()
     engine.executor.slow = None
     assert ask(engine, "shutdown_weight_transfer_engine", call_id=11).error is None
-    assert engine.executor.interrupted == 1  # nobody waits
+    assert engine.executor.interrupted == 1  # no caller waits
 
 
 def test_an_abort_overtakes_a_commit_that_waits_for_its_tensors() -> None:

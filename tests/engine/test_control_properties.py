@@ -1,4 +1,4 @@
-"""Random lives of a trainer: generate, abort, pause, resume, good and bad updates, sleep, wake, adapters, in any order,
+"""Random commands of a trainer: generate, abort, pause, resume, updates, sleep, wake, adapters, in any order;
 and engines that end suddenly and are replaced.
 
 Requests have one choice or several, groups, priorities, deadlines, prompts up to the context's end, and grammars whose
@@ -170,7 +170,7 @@ class Life:
         self.call("collective_rpc", method="look")
 
     def last_status(self) -> Status:
-        """What the front end was told last."""
+        """The last status sent to the front end."""
         statuses = [message for _, message in self.engine.messages if isinstance(message, Status)]
         return statuses[-1] if statuses else Status(weight_version="v1")
 
@@ -198,7 +198,7 @@ class Life:
             assert executor.weights == (None if was.dropped else old.weights_of[now.weight_version])
 
     def check_ended(self) -> None:
-        """What an engine has said before its sudden end: no call or request twice, and nothing untrue."""
+        """Messages before a crash: no reply or end is sent twice, and none is false."""
         engine = self.engine
         assert len({reply.call_id for reply in engine.replies}) == len(engine.replies)
         assert {reply.call_id for reply in engine.replies} <= set(self.calls)
@@ -238,7 +238,7 @@ class Life:
         self.call("unload_lora_adapter", lora_name=self.rng.choice(["one", "two", "three"]))
 
     def settle(self) -> None:
-        """Bring it back to life whatever was done: abort what is open, push weights, wake, resume, run to the end."""
+        """Restore an engine that serves, from any state: abort, push weights, wake, resume, run to the end."""
         for _ in range(3):
             self.rest()
             self.call("abort_weight_update")
@@ -328,7 +328,7 @@ def test_any_order_of_commands(part: int) -> None:
         life = live(seed)
         commits += life.last_status().epoch
         kills += life.kills
-    assert commits > 100 and kills > 10  # else this tests nothing
+    assert commits > 100 and kills > 10  # otherwise the test has no case
 
 
 @pytest.mark.slow

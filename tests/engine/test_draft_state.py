@@ -1,4 +1,4 @@
-"""A request's cursor: what it proposes, how it finds its way back, and what it learns of each token."""
+"""A request's draft state: what it proposes, how it realigns, and what it learns from each token."""
 
 from __future__ import annotations
 

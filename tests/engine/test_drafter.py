@@ -1,4 +1,4 @@
-"""Drafts: verified in the step that computes them, rolled back where they are wrong, and never in the way of others."""
+"""Drafts: verified in the step that computes them, rolled back where they are wrong, without cost to other requests."""
 
 from __future__ import annotations
 

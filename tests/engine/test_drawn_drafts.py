@@ -1,4 +1,4 @@
-"""Drafts that the device draws, as the engine sees them: planned, masked, counted, and weighed against their cost."""
+"""Drafts that the device draws, in the engine: planned, masked, counted, and compared with their cost."""
 
 from __future__ import annotations
 

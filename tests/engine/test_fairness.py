@@ -1,4 +1,4 @@
-"""Several clients: who is next, who gives up a slot, who is stalled; and that nobody's result changes by it."""
+"""Several clients: the order of requests, preemption and stalls; results do not depend on them."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_the_requests_of_a_client_are_limited() -> None:
     assert refused.refusal == "client_limit" and "--max-requests-per-client" in refused.message
     assert "2 requests in flight" in refused.message
     assert engine.submit("other", engine.make("other", [3]), client="b") == SubmitReply(7)
-    for i in range(5):  # nobody in particular: the offline API
+    for i in range(5):  # no client name: the offline API
         assert engine.submit(f"n{i}", engine.make(f"n{i}", [3]), client="") == SubmitReply(7)
     engine.run()
     assert engine.submit("three", *[engine.make(f"three#{i}", [3, i]) for i in range(3)], client="a") == SubmitReply(7)
@@ -301,7 +301,7 @@ def test_a_pause_does_not_wait_for_clients_that_do_not_read(mode: str) -> None:
     engine.steps(6)
     engine.stall(*stalled)
     engine.run()
-    engine.add("one", [5, 6], max_tokens=3, ignore_eos=True, client="a")  # some are parked now
+    engine.add("one", [5, 6], max_tokens=3, ignore_eos=True, client="a")  # some are stalled now
     engine.run()
     engine.call("pause", mode=mode, call_id=50)
     engine.run()
@@ -328,7 +328,7 @@ def test_others_do_not_wait_for_a_prefix_that_a_stalled_request_computes() -> No
 
 @pytest.mark.parametrize("seed", [*range(12), *(pytest.param(n, marks=pytest.mark.slow) for n in range(12, 60))])
 def test_results_do_not_depend_on_clients_and_stalls(seed: int) -> None:
-    """Crowds of several clients, which read or do not, in caches that are too small for them."""
+    """Many requests of several clients, some of which do not read, in caches that are too small for them."""
     chance = random.Random(seed)
     options: dict[str, Any] = {
         "depth": chance.choice([1, 2]), "max_num_seqs": chance.choice([1, 2, 4]), "block_size": chance.choice([1, 4]),

@@ -1,4 +1,4 @@
-"""What each front end is told: gauges while there is work and once at its end, and nothing once it has left."""
+"""Messages to each front end: gauges while there is work and once at its end, and none after it has left."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_idle_statistics_are_sent_once_to_each_front_end(depth: int) -> None:
         messages = [m for i, m in engine.messages if i == identity and isinstance(m, StepOutput)]
         assert messages[-1].stats == engine.stats
         assert (messages[-1].stats.running, messages[-1].stats.blocks_held) == (0, 0)
-    if depth == 1:  # the owner's last output said it already
+    if depth == 1:  # the owner's last output had the statistics
         assert sum(i == b"A" and isinstance(m, StepOutput) for i, m in engine.messages) == 3
     engine.clock.now += 9
     assert not engine.step()

@@ -1,4 +1,4 @@
-"""Grammars over the demo model's tokenizer: what may come next, what is refused, and what a hostile one costs."""
+"""Grammars over the demo model's tokenizer: allowed tokens, refusals, and the cost of hostile grammars."""
 
 from __future__ import annotations
 
@@ -338,7 +338,7 @@ def test_a_grammar_counts_as_larger_the_longer_it_is_followed() -> None:
 
 @pytest.mark.parametrize("width", [285, 288, 320])
 def test_the_models_vocabulary_may_be_narrower_or_wider_than_the_tokenizers(width: int) -> None:
-    eos = 3  # any of the model's: what the tokenizer thinks of it does not matter
+    eos = 3  # any token of the model, also one outside the tokenizer
     made = Matcher(Compiler(str(DEMO_DIR), width, [eos]).compile(StructuredOutputs(choice=["b"])), ends=True)
     assert allowed(made) == spelled("b")
     made.advance(*spelled("b"))

@@ -1,4 +1,4 @@
-"""The grammars of an engine: what is kept, what is shared, what is refused again, and what is cancelled."""
+"""The grammars of an engine: caching, sharing, remembered refusals and cancellation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV events: a subscriber that applies them has the set of cached blocks, whatever the engine does."""
+"""KV events: a subscriber that applies them has the set of cached blocks, at any time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The KV store's policy: what is kept, what comes back and when; the scripted executor fails on a wrong block."""
+"""The KV store's policy: what is stored, what is loaded and when; the scripted executor fails on a wrong block."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_adapters_are_distinguished_by_their_weights() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_results_do_not_depend_on_the_store(seed: int) -> None:
-    """Crowds, preemption, resets, weight updates, damaged files and copies that take their time."""
+    """Many requests, preemption, resets, weight updates, damaged files and slow copies."""
     rng = random.Random(seed)
     e = engine(num_blocks=rng.choice([12, 20, 40]), context=40, depth=1 + seed % 2)
     copies: ScriptedCopies = e.executor.copies

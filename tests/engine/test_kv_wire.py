@@ -1,4 +1,4 @@
-"""The bytes between two servers: the handshake, codes of frames, lengths, and what hostile peers get."""
+"""The protocol between two servers: the handshake, codes of frames, lengths, and hostile peers."""
 
 from __future__ import annotations
 

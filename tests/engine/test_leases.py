@@ -1,4 +1,4 @@
-"""Weight updates and pauses whose holder has gone: they end by themselves, or a successor takes their place."""
+"""Weight updates and pauses whose holder has died: they expire, or a successor takes them over."""
 
 from __future__ import annotations
 

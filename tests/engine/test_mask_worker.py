@@ -1,4 +1,4 @@
-"""Where masks are computed: quick ones by the loop, others by threads; no error stops either."""
+"""Quick masks are computed by the loop, others by threads; errors stop neither."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokserve.engine.request import Request
 from tokserve.engine.structured_output import mask_worker as module
 from tokserve.engine.structured_output.mask_worker import MaskWorker
 
-LONG = 60.0  # seconds, of which none passes unless something is wrong
+LONG = 60.0  # seconds; passes only if the test fails
 
 
 class GrammarState:

@@ -1,4 +1,4 @@
-"""Requests that wait for their grammar, and those that follow it, in an engine without a model."""
+"""Requests that wait for their grammar, and requests with a compiled grammar, in an engine without a model."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_an_id_is_taken_while_its_grammar_is_compiled() -> None:
 
 
 class Stuck(Machine):
-    """Its mask after two tokens comes when the test lets it."""
+    """A machine whose mask after two tokens waits for the test."""
 
     def __init__(self, tokens: tuple[int, ...] = (), reached: Any = None, free: Any = None) -> None:
         super().__init__(tokens)
@@ -241,7 +241,7 @@ class Stuck(Machine):
 
 
 def stuck(**options: Any) -> tuple[Engine, Stuck, threading.Event]:
-    """An engine with a request "g" whose mask is being computed, and who lets that end; the event: a mask is there."""
+    """An engine whose request "g" waits for a mask, the machine that delays it, and the event "a mask is done"."""
     engine, grammars = made(**options)
     machine, mask_done = Stuck(), threading.Event()
     engine.core._mask_worker._wake = mask_done.set

@@ -1,4 +1,4 @@
-"""The prefix cache: what is found, what is not, and who waits for whom."""
+"""The prefix cache: which blocks are found, and which requests wait for pending blocks."""
 
 from __future__ import annotations
 
@@ -104,11 +104,11 @@ def test_a_replaced_adapter_finds_nothing_of_the_old_and_others_keep_theirs() ->
     running, waiting = BlockTable("", replaced), BlockTable("", replaced)
     assert cache.allocate(running, tokens(12), 0, reserve=0)
     assert cache.lookup(waiting, tokens(12), 2) == 2
-    assert cache.lookup(waiting, tokens(12), 3) is None  # the third block is promised
+    assert cache.lookup(waiting, tokens(12), 3) is None  # the third block is pending
     replaced.generation = 3
     cache.on_adapter_replaced(replaced)
     assert not cache.must_wait(waiting) and cache.lookup(waiting, tokens(12), 3) == 0
-    cache.cache_full_blocks(running, tokens(12), 12)  # made by the old weights, in part: nobody may find it
+    cache.cache_full_blocks(running, tokens(12), 12)  # computed in part by the old weights: must not be found
     assert cache.lookup(BlockTable("", replaced), tokens(12), 3) == 0
     assert cache.lookup(BlockTable("", other), tokens(8), 2) == cache.lookup(BlockTable(""), tokens(8), 2) == 2
     cache.free(running)

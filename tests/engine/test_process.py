@@ -1,4 +1,4 @@
-"""The engine behind real sockets: in a thread where that suffices, as a process where its death is the point."""
+"""The engine behind real sockets: in a thread, or as a process where the test kills it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def add(rid: str, *, seed: int = 0, stream: bool = False, prompt: tuple[int, ...
 
 
 def gather(front: Front, *rids: str) -> dict[str, Received]:
-    """Receive until all these have ended."""
+    """Receive messages until these requests have ended."""
     received = {rid: Received() for rid in rids}
     while any(outcome.finish is None for outcome in received.values()):
         message = front.receive()

@@ -1,4 +1,4 @@
-"""Whatever arrives, is cut, shared, preempted or aborted: a request's result is that of the request alone."""
+"""Random arrivals, chunks, shared prefixes, preemption and aborts: a result equals that of the request alone."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_results_do_not_depend_on_other_requests(
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_results_do_not_depend_on_preemption_or_drafts(depth: int) -> None:
-    """Crowds in caches that hold hardly more than one full context."""
+    """Many requests in caches that hold hardly more than one full context."""
     preemptions = hits = accepted = rejected = restored = 0
     for seed in range(60):
         rng = random.Random(seed)
@@ -176,4 +176,4 @@ def test_results_do_not_depend_on_preemption_or_drafts(depth: int) -> None:
         restored += engine.executor.states.restored
     assert (
         preemptions > 200 and hits > 200 and accepted > 100 and rejected > 30 and restored > 30
-    )  # else this tests nothing
+    )  # otherwise the test has no case

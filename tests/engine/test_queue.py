@@ -73,7 +73,7 @@ def test_requests_that_would_wait_are_counted() -> None:
     assert limits.excess([5, 5], [5], 0.0) is None  # one of them need not wait
     actual = limits.excess([5, 5], [], 0.0)
     assert actual is not None and "3 requests would wait, and at most 2 may (--max-queued-requests)" in actual[0]
-    assert actual[1] == 1  # nobody has left yet, so nothing is known of the pace
+    assert actual[1] == 1  # no request has left the queue yet, so its rate is unknown
     limits.left(5)
     assert limits.excess([5, 5], [], 0.0) is None
 

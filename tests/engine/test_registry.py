@@ -1,4 +1,4 @@
-"""What operators see of live requests."""
+"""The list of live requests."""
 
 from __future__ import annotations
 

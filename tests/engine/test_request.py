@@ -1,4 +1,4 @@
-"""One request: its limits, its stops in order, what it sends, what it may reuse."""
+"""One request: its limits, the order of its stops, its outputs, and reuse of its prefix."""
 
 from __future__ import annotations
 

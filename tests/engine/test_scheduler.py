@@ -1,4 +1,4 @@
-"""Who is scheduled when, seen in the plans that the executor gets."""
+"""The rows of each plan, and their order."""
 
 from __future__ import annotations
 

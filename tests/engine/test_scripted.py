@@ -1,4 +1,4 @@
-"""The scripted executor notices what it is there to notice: bugs put into scheduler and cache on purpose."""
+"""The scripted executor detects bugs that are put into scheduler and cache."""
 
 from __future__ import annotations
 

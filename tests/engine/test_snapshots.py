@@ -1,4 +1,4 @@
-"""Snapshots of recurrent states: when they are taken, what they make of a prefix hit, and who waits for them."""
+"""Snapshots of recurrent states: when they are taken, their use for prefix hits, and requests that wait for them."""
 
 from __future__ import annotations
 

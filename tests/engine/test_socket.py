@@ -1,4 +1,4 @@
-"""The socket thread: in order, nothing lost, nobody blocked."""
+"""The socket thread: messages arrive in order and are not lost, and senders are not blocked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine in the place of one that has ended is what that was, or says loudly that it cannot be."""
+"""A replaced engine has the state of its predecessor, or refuses to serve."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def status(engine: Engine) -> Status:
 
 
 def serves(engine: Engine) -> str:
-    """The version that a request's tokens are said to be of."""
+    """The version that a request's tokens are reported with."""
     add = engine.make("probe", PROMPT, max_tokens=3, ignore_eos=True)
     assert not engine.submit("probe", add).refusal
     engine.run()
@@ -143,7 +143,7 @@ def test_without_room_for_two_sets_lost_weights_can_be_pushed_again() -> None:
 
 
 def test_a_named_version_allows_the_current_weights_to_serve() -> None:
-    """The way of trainers whose weights come by worker calls, and of people who want the checkpoint's."""
+    """For trainers whose weights come by worker calls, and for operators who want the checkpoint's weights."""
     engine = busy()
     update(engine, "w1", "step-1")
     other = successor(engine)

@@ -1,4 +1,4 @@
-"""The drafter that serves: whose outputs are whose drafts, what choices share, and the commands."""
+"""The text drafter: which outputs are drafts of which requests, predictions of several choices, and the commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def drafting(**options: Any) -> tuple[Engine, TextDrafter]:
 
 
 def accepted(engine: Engine, rid: str, **fields: Any) -> int:
-    """Drafts accepted for one request, which says what it says alone."""
+    """The number of drafts accepted for one request, whose output is that of the request alone."""
     before = sum(engine.stats.accepted_by_position)
     client = fields.pop("client", "")
     engine.add(rid, PROMPT, client=client, **(RUN | {"seed": 5} | fields))

@@ -50,7 +50,7 @@ def pair(directory: Path, connector: str = "tcp", policy: str = "fail") -> Itera
 
 
 def run(*engines: Engine, until: Callable[[], Any]) -> None:
-    """Threads carry blocks: turn the engines until it is so."""
+    """Step the engines until the condition holds: threads copy blocks."""
     end = time.monotonic() + 30
     while not until():
         assert time.monotonic() < end

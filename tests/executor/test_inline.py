@@ -1,4 +1,4 @@
-"""The inline executor: which thread the runner lives in, order, and errors; with a runner that only remembers."""
+"""The inline executor: the runner's thread, order and errors, with a runner that records its calls."""
 
 from __future__ import annotations
 

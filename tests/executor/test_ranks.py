@@ -1,4 +1,4 @@
-"""The engine's side of its ranks: messages, keys, what replies amount to, and ranks that are lost; without a model."""
+"""The engine's side of its ranks: messages, keys, merged replies and lost ranks; without a model."""
 
 from __future__ import annotations
 

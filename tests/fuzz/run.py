@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz.run bodies --executions 1000000`: random changes to good inputs, until something unexpected.
+"""`python -m tests.fuzz.run bodies --executions 1000000`: random changes to good inputs, until an unexpected error.
 
 With `--atheris` (a package to be installed beside) the changes follow the coverage of tokserve's own code.
 """

@@ -1,5 +1,5 @@
 """Every field of every POST route that can hold a text, a list or an object, at sizes that no client has, and every
-field nested deeper than anybody nests.
+field nested deeper than any client nests it.
 
 The fields are read from the bodies' own types, so a new field is covered without a word here; what makes a value of
 that type that is worth sending is below.

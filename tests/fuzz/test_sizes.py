@@ -1,4 +1,4 @@
-"""Fields at sizes that no client has: an answer or a 4xx, and nobody else waits."""
+"""Fields at sizes that no client has: a reply or a 4xx, and no other client waits."""
 
 from __future__ import annotations
 

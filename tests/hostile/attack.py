@@ -1,4 +1,4 @@
-"""What hostile clients do, a function each, and a scene in which a good client must not notice.
+"""Attacks of hostile clients, a function each, and a scene with a good client that they must not affect.
 
 An attack is called with the server's URL and a random generator, blocks until it is over, and returns the answers that
 it got; it holds nothing afterwards, so a soak can draw attacks at random from `ATTACKS`.  `Scene` compares a seeded
@@ -31,13 +31,13 @@ COMPLETIONS, CHAT, GENERATE, TOKENIZE = (
     "/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize",
 )  # fmt: skip
 MIB = 1 << 20
-STARVED = 0.05  # seconds that a process waits for a processor on a machine that is not to be trusted with times
+STARVED = 0.05  # seconds that a process waits for a processor on a machine too busy for measurements
 PATIENT = httpx.Timeout(180.0)
 NO_RETRY_AFTER = "without Retry-After"
 
 
 class Answer(NamedTuple):
-    """What came back; status 0: the connection ended without an answer."""
+    """A reply; status 0: the connection ended without one."""
 
     status: int
     code: str | None = None
@@ -288,7 +288,7 @@ def large_replies(url: str, rng: random.Random) -> list[Answer]:
 
 @attack
 def reply_beyond_all_bounds(url: str, rng: random.Random) -> list[Answer]:
-    """103 bytes that ask for gigabytes."""
+    """A request of 103 bytes whose reply would have gigabytes."""
     sampling = {"logprobs": 20, "max_tokens": 2000, "n": 1024, "ignore_eos": True}
     return [post(url, GENERATE, {"token_ids": [5], "sampling_params": sampling})]
 
@@ -359,7 +359,7 @@ def _get(url: str, path: str, headers: dict[str, str]) -> tuple[int, bytes]:
 
 @attack
 def odd_requests(url: str, rng: random.Random) -> list[Answer]:
-    """A version of HTTP that there is not, a level that no message can hold, names that are no names."""
+    """An unknown version of HTTP, a level that no message can hold, invalid names."""
     with connect(url) as sock:
         sock.sendall(b"GET /health HTTP/2.0\r\nHost: localhost\r\n\r\n")
         version = read(sock)
@@ -424,7 +424,7 @@ class Scene:
         self.rss = self.memory()
 
     def good(self) -> Any:
-        """What the good client gets."""
+        """The good client's reply."""
         reply = self.server.post(GENERATE, self.REQUEST)
         assert reply.status_code == 200, reply.text
         return reply.json()["choices"]

@@ -29,7 +29,7 @@ class Bystander:
         self._expected: list[Any] | None = None
 
     async def round(self, client: httpx.AsyncClient) -> None:
-        """One of each kind of request.  The first round says what is expected."""
+        """One of each kind of request.  The replies of the first round are the expected ones."""
         received = []
         for request in REQUESTS:
             began = time.monotonic()

@@ -1,4 +1,4 @@
-"""A good client beside nine hostile ones for a long time: what it notices, and what the server keeps of the attacks.
+"""A good client and nine hostile ones for a long time: the good client's latency, and the memory that attacks leave.
 
 `python -m tests.hostile.soak --seconds 1200 --out benchmarks/results/hostile.png` starts `tokserve serve demo` with
 default options and SGLang's routes, measures the good client alone, then beside hostile clients that draw attacks at
@@ -174,7 +174,7 @@ class Soak:
         self._seed = seed
 
     def run(self) -> None:
-        """The whole of it, with a server of its own."""
+        """Run the soak with a new server."""
         with Server("demo", "--sglang-api") as server:
             warm_up(server, self._seed)
             client = GoodClient(server.url, self._seed)
@@ -224,7 +224,7 @@ class Soak:
         self.processors = shares(before, after, used)
 
     def _settle(self, server: Server, processes: set[int]) -> None:
-        """Wait until nothing of the attacks is left; what stays is a broken promise."""
+        """Wait until nothing of the attacks remains; the rest is added to `broken`."""
         try:
             server.wait_idle(SETTLING)
         except AssertionError as error:
@@ -254,7 +254,7 @@ class Soak:
         return left
 
     def _judge(self) -> None:
-        """Compare what was measured with what is promised."""
+        """Compare the measurements with the limits."""
         quiet, loud = self.p99(self.quiet), self.p99(self.loud)
         if not loud < SLOWER * quiet:
             self.too_slow.append(f"the good client's p99 is {loud / quiet:.1f} times that of the quiet time")
@@ -269,7 +269,7 @@ class Soak:
         return percentile([reply.last for reply in replies], 0.99)
 
     def answers(self) -> Counter[str]:
-        """What the hostile clients were told."""
+        """The replies to the hostile clients."""
         counts: Counter[str] = Counter()
         for attack in self.attacks:
             counts.update(attack["answers"])

@@ -1,4 +1,4 @@
-"""Attacks with streams that nobody reads, and with crowds of requests.
+"""Attacks with streams that are not read, and with many requests.
 
 Each runs against a server until a moment of `time.monotonic`, and raises `Fault` for an answer that the server must not
 give.  A soak may run any of them beside the others.

@@ -1,4 +1,4 @@
-"""Attacks on the routes of other dialects, and on drafts, masks and tools: answered or refused, and nobody notices."""
+"""Attacks on the routes of other dialects, and on drafts, masks and tools: served or refused; other clients are served."""
 
 from __future__ import annotations
 

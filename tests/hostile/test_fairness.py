@@ -1,4 +1,4 @@
-"""Clients that ask for everything, or do not read what they asked for: the others are served, with the same bits.
+"""Clients with very many requests, or that do not read replies: other clients are served, with the same bits.
 
 The attacker and the bystander have different addresses of the loopback network.
 """

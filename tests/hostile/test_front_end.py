@@ -1,4 +1,4 @@
-"""Each attack on the front end, while a good client is served: what it is told, and that nobody notices."""
+"""Each attack on the front end, while a good client is served: the replies, and no effect on the good client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars that cost too much, or are too many: nobody else waits for them, and their memory is given back."""
+"""Grammars that cost too much, or are too many: no other client waits for them, and their memory is freed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def trials(server: Server) -> list[Any]:
 def until_quiet(server: Server) -> None:
     end = time.monotonic() + 60
     while trials(server) or server.metric("tokserve:grammars_compiling"):
-        assert time.monotonic() < end, "a trial goes on although nobody waits for it"
+        assert time.monotonic() < end, "a trial continues although no request waits for it"
         time.sleep(0.05)
 
 

@@ -1,4 +1,4 @@
-"""Images and patches made to hurt: each is a 4xx that names a field, soon, and nothing else notices.
+"""Hostile images and patches: each is refused at once with a 4xx that names a field, without other effects.
 
 The good client's request is `==` before and after, no memory stays, and no worker that was ended is missed.
 """

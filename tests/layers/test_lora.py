@@ -1,4 +1,4 @@
-"""Adapters of a projection's shards: what they add, to whom, and that everyone else keeps their bits."""
+"""Adapters of a projection's shards: what they add to their rows, and that other rows keep their bits."""
 
 from __future__ import annotations
 

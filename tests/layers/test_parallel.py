@@ -42,7 +42,7 @@ def options(group: Group) -> LayerOptions:
 
 
 def fill(parameters: dict[str, Parameter]) -> None:
-    """The same values for a name, whichever rank takes them."""
+    """Load the same values for a name on every rank."""
     generator = torch.Generator().manual_seed(0)
     for parameter in parameters.values():
         parameter.take(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)

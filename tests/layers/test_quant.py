@@ -35,7 +35,7 @@ def test_int8_is_the_op_on_the_whole_weight(bias: bool, out_dtype: torch.dtype |
 
 
 def test_a_scale_belongs_to_one_output() -> None:
-    """A large row costs its neighbours no precision."""
+    """A large row costs other rows no precision."""
     layer = Linear(64, SHARDS, LayerOptions(torch.float32, METHODS["int8"]))
     weights = [torch.randn(size, 64) for size in SHARDS.values()]
     weights[0][3] *= 1000

@@ -14,7 +14,7 @@ from tokserve.layers.rope import RopeSpec, rope_table
 
 POSITIONS = 3000
 THETA = 500000.0
-# ours beyond kind, dim and theta; theirs
+# fields of RopeSpec beyond kind, dim and theta; fields of config.json
 SCALED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "linear": ({"factor": 4.0}, {"factor": 4.0}),
     "llama3": (

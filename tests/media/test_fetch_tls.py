@@ -62,7 +62,7 @@ def test_the_certificate_of_the_name_is_accepted(web: Web) -> None:
 
 @pytest.mark.parametrize(("name", "verify"), [("other.test", trusting()), ("pictures.test", True)])
 def test_another_certificate_is_refused(web: Web, name: str, verify: ssl.SSLContext | bool) -> None:
-    """One of another name, and one that nobody trusts."""
+    """A certificate of another name, and an untrusted one."""
     with pytest.raises(FetchFailed, match="certificate verify failed") as caught:
         fetched(web, name, "/a.png", verify)
     assert isinstance(caught.value, RequestError) and caught.value.field == "url"

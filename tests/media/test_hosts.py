@@ -1,4 +1,4 @@
-"""Which hosts and addresses images may come from."""
+"""Hosts and addresses from which images may be fetched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images in bodies: what each dialect's parts come to, and placeholders in prompts."""
+"""Images in bodies: the parts of each dialect, and placeholders in prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that crash, hang or write nonsense lose their image and nothing else."""
+"""Workers that crash, hang or write garbage fail only their image."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def refusal(workers: WorkerPool, content: bytes) -> RequestError:
 
 def test_an_image_is_processed_once_and_named(workers: WorkerPool) -> None:
     async def run() -> None:
-        assert not workers.pids  # nothing starts before there is an image
+        assert not workers.pids  # no worker starts before there is an image
         lookups: list[bool] = []
         workers.cache.on_lookup = lookups.append
         first = await process(workers, b"abc")

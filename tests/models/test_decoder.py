@@ -1,4 +1,4 @@
-"""The decoder's own promises: what it declares, and the same bits however the work is cut and batched."""
+"""The decoder: its declarations, and the same bits however the work is cut and batched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Headers of GGUF files that are damaged, absurd or in parts: one clear error, in bounded time and memory.
+"""Headers of GGUF files that are damaged, invalid or split: one clear error, in bounded time and memory.
 
 No compiled code reads a file: the header is taken apart in Python, every size compared with the file's, and kernels get
 tensors of torch.

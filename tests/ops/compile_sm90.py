@@ -39,7 +39,7 @@ FLOATING = re.compile(r'= "?((?:arith\.\w+f|arith\.select|math\.\w+|tt\.reduce|t
 
 
 class NamesTheTarget:
-    """What the compiler asks of a driver."""
+    """The calls of the compiler to a driver."""
 
     def get_current_target(self) -> GPUTarget:
         return TARGET

@@ -1,4 +1,4 @@
-"""The exactness contract, with ==: a row's bits do not depend on the rows beside it, nor on chunks, nor on threads."""
+"""The exactness contract, with ==: a row's bits do not depend on other rows, on chunks or on threads."""
 
 from __future__ import annotations
 

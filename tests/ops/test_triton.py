@@ -47,7 +47,7 @@ TOLERANCE = {
     # weights are rounded to the dtype of the values before the product, as flash attention does
     ("paged_attention", torch.float16): (1e-3, 2e-3),
     ("paged_attention", torch.bfloat16): (8e-3, 16e-3),
-    ("paged_attention", torch.float32): (1e-5, 1e-5),  # a GPU's exp2 is good to two units in the last place
+    ("paged_attention", torch.float32): (1e-5, 1e-5),  # a GPU's exp2 is accurate to two units in the last place
     # 1 + tanh cancels in the reference and here, not equally
     ("latent_attention", torch.float16): (1e-3, 2e-3),
     ("latent_attention", torch.bfloat16): (8e-3, 16e-3),
@@ -259,7 +259,7 @@ def test_prepared_tokens_are_batch_invariant(dtype: torch.dtype) -> None:
 
 
 def pairwise(x: Tensor) -> Tensor:
-    """Sums of rows of x [..., N]: of neighbours, then of their sums."""
+    """Sums of rows of x [..., N]: of adjacent elements, then of their sums."""
     while x.shape[-1] > 1:
         x = x[..., ::2] + x[..., 1::2]
     return x[..., 0]

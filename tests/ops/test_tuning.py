@@ -1,4 +1,4 @@
-"""benchmarks/gpu_tune.py: what it tries fits a card, and what it writes is what launches find."""
+"""benchmarks/gpu_tune.py: its candidates fit a GPU, and launches use the entries it writes."""
 
 from __future__ import annotations
 

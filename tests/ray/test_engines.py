@@ -1,4 +1,4 @@
-"""`--data-parallel-backend ray`: engines on the nodes of a real cluster, each with its own death."""
+"""`--data-parallel-backend ray`: engines on the nodes of a real cluster, which are killed one by one."""
 
 from __future__ import annotations
 

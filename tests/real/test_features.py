@@ -1,4 +1,4 @@
-"""SmolLM2 over HTTP: what a user tries once, on the GGUF file and on safetensors."""
+"""SmolLM2 over HTTP: the main features, on the GGUF file and on safetensors."""
 
 from __future__ import annotations
 

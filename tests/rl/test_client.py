@@ -1,4 +1,4 @@
-"""The trainer's client against scripted answers: what is sent again, and what a reply becomes."""
+"""The trainer's client against scripted answers: requests that are sent again, and how replies are read."""
 
 from __future__ import annotations
 

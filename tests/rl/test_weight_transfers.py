@@ -1,4 +1,4 @@
-"""Pushes of the trainer's client against scripted answers: what becomes of an update that fails."""
+"""Pushes of the trainer's client against scripted answers: how failed updates end."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_an_unknown_backend_is_refused_before_any_other_rank_is_met() -> None:
     ("script", "sent"),
     [
         ({}, [START, PUT, FINISH]),
-        ({START: [refusal(409)]}, [START]),  # somebody else's is open: it is not ours to abort
+        ({START: [refusal(409)]}, [START]),  # another trainer's update is open: it must not be aborted
         ({START: [httpx.ConnectError("refused")]}, [START]),
         ({START: [httpx.ReadError("cut")]}, [START, ABORT]),  # the answer may have been lost
         ({PUT: [refusal(400)]}, [START, PUT, ABORT]),
@@ -89,7 +89,7 @@ def test_weights_are_sent_as_a_safetensors_file_float8_as_it_is() -> None:
 
 
 class DeafGroup:
-    """A process group whose other end never comes."""
+    """A process group whose other rank never joins."""
 
     device = torch.device("cpu")
 
@@ -97,7 +97,7 @@ class DeafGroup:
         self.interrupted = threading.Event()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        assert self.interrupted.wait(60), "nobody ends the broadcast"
+        assert self.interrupted.wait(60), "no process ends the broadcast"
         raise TransferError("the transfer was interrupted")
 
     def interrupt(self) -> None:

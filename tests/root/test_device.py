@@ -1,4 +1,4 @@
-"""What the process believes it may use of the machine."""
+"""The processors and memory that the process may use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""numpy in the processes of ours: no threads of its BLAS, and nothing left in the environment of torch's."""
+"""numpy in tokserve's processes: one BLAS thread, and no variable left in the environment of torch's processes."""
 
 from __future__ import annotations
 

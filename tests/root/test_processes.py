@@ -1,4 +1,4 @@
-"""Threads that wake promptly: what the kernel knows of them."""
+"""Threads that wake promptly: their scheduling policy in the kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Socket files that nobody listens on."""
+"""Socket files without a listener."""
 
 import socket
 from pathlib import Path

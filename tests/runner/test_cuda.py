@@ -50,7 +50,7 @@ def staged() -> Iterator[Loaded]:
 
 @pytest.fixture(scope="module")
 def alone() -> list[tuple[object, ...]]:
-    """What each job is on the CPU, by itself."""
+    """The result of each job alone on the CPU."""
     with tempfile.TemporaryDirectory() as path:
         runner, facts = make_runner(Path(path), tiny_config("qwen3"))
         return [outcomes([Driver(runner, facts).run([job])[0]])[0] for job in jobs()]

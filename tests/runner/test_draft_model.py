@@ -1,4 +1,4 @@
-"""Drafts that the device draws: no bit of an output depends on them, and what was computed for them is found again."""
+"""Drafts that the device draws: no bit of an output depends on them, and their KV is reused."""
 
 from __future__ import annotations
 

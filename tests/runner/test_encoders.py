@@ -1,4 +1,4 @@
-"""Models that read both ways: transformers' hidden states and logits, and the same bits alone and in any company."""
+"""Models that read both ways: transformers' hidden states and logits, and the same bits alone and in any batch."""
 
 from __future__ import annotations
 

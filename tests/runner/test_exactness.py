@@ -1,4 +1,4 @@
-"""The question asked at start-up: do rows of a product depend on how many there are?"""
+"""The check at start-up: rows of a product must not depend on how many there are."""
 
 from __future__ import annotations
 

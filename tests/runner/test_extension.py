@@ -1,4 +1,4 @@
-"""Code of the operator's own beside the model: what is found by name, what may be called, what comes back."""
+"""Worker extensions: how they are imported, which methods may be called, and results."""
 
 from __future__ import annotations
 

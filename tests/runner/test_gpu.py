@@ -157,7 +157,7 @@ def test_adapters_in_one_batch_change_no_bit(tmp_path: Path, dtype: str, eager: 
 
 
 def distances(path: Path, hf: dict[str, Any], dtype: str) -> list[list[float]]:
-    """|difference| of a prompt's logprobs to transformers' float32: mean and maximum, ours and transformers' own."""
+    """|difference| of a prompt's logprobs to transformers' float32: mean and maximum, of both."""
     from transformers import AutoModelForCausalLM
 
     write_checkpoint(path, hf | {"dtype": dtype})

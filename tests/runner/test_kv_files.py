@@ -1,4 +1,4 @@
-"""KV blocks as files: what comes back is what was written, whatever happens to the disk; and bounds."""
+"""KV blocks as files: reading what was written, with faults of the disk, and the size limit."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def come_of(runner: Runner, facts: DeviceFacts, **how: Any) -> list[Any]:
 
 
 def pages(runner: Runner, layer: int) -> tuple[Tensor, Tensor]:
-    """What the numbers of a layer's cache mean, but for the page that is nobody's."""
+    """The dequantized values of a layer's cache, without the padding page."""
     keys, values = (cache[:-1] for cache in runner.backend.kv[layer])
     k_scale, v_scale = runner.model.kv_scales()[layer]
     return keys.float() * k_scale, values.float() * v_scale

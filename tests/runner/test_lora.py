@@ -1,4 +1,4 @@
-"""Adapters in the runner: against transformers on merged weights, and with == among any others in the batch."""
+"""Adapters in the runner: against transformers on merged weights, and with == in any batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vectors of pooling requests: what the hidden states say, to the same bit in any chunks and any company."""
+"""Vectors of pooling requests: those of the hidden states, with the same bits in any chunks and any batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runner's part of a profile: what it counts, and a full disk, of which torch's profiler does not say anything."""
+"""The runner's part of a profile: what it counts, and a full disk, which torch's profiler does not report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runner on a tiny model: one request's tokens and logprobs, whatever happens around it.  Only `==`."""
+"""The runner on a tiny model: one request's tokens and logprobs do not depend on other requests.  Only `==`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a token was drawn from: against float64, in any company, with and without drafts."""
+"""Sampling masks: against float64, in any batch, with and without drafts."""
 
 from __future__ import annotations
 

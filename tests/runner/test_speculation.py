@@ -1,4 +1,4 @@
-"""An engine that speculates says what one without says, whatever is drafted.  Only `==`."""
+"""An engine with speculation has the outputs of one without, for any drafts.  Only `==`."""
 
 from __future__ import annotations
 

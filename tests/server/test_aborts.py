@@ -1,4 +1,4 @@
-"""/abort_requests: by id, by group, all; what it answers and what the aborted calls return."""
+"""/abort_requests: by id, by group, all; its reply and the replies of the aborted requests."""
 
 import asyncio
 import threading

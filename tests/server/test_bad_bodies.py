@@ -1,4 +1,4 @@
-"""Generated bad bodies at each door: a 4xx in the door's own shape that names the field, before anything is done."""
+"""Generated bad bodies for each dialect: a 4xx in the dialect's format that names the field, before any work."""
 
 from __future__ import annotations
 

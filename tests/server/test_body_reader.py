@@ -1,4 +1,4 @@
-"""How bodies arrive: pieces, limits of time, values and memory, and that what was counted is given back."""
+"""Reading bodies: pieces, limits of time, values and memory, and that counts are released."""
 
 from __future__ import annotations
 

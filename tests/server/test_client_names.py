@@ -1,4 +1,4 @@
-"""Which client a request is from."""
+"""Names of clients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def name(peer: str | None = "10.0.0.1", *headers: tuple[str, str], **options: An
 
 def test_an_address_is_a_client() -> None:
     assert name("10.0.0.1") == "10.0.0.1" != name("10.0.0.2")
-    assert name(None) == name("") == "", "a Unix socket tells nobody apart"
+    assert name(None) == name("") == "", "a Unix socket has no client addresses"
 
 
 def test_a_network_of_ipv6_is_a_client() -> None:

@@ -1,4 +1,4 @@
-"""What becomes of each field of the text routes: the table, the documentation of it, and that the routes keep to it.
+"""The treatment of each field of the text routes: the table, the documentation of it, and that the routes keep to it.
 
 `python -m tests.server.test_compat` writes the tables of docs/fields.md anew.
 """

@@ -1,4 +1,4 @@
-"""Control routes: what each asks of the engine, how refusals look, and who may call."""
+"""Control routes: their engine calls, the format of refusals, and authorization."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_a_disconnected_sender_ends_the_update() -> None:
         return messages.pop(0)
 
     async def send(message: Any) -> None:
-        """Nobody listens."""
+        """Discard the reply."""
 
     scope = {
         "type": "http", "method": "POST", "path": "/update_weights", "raw_path": b"/update_weights", "root_path": "",

@@ -1,4 +1,4 @@
-"""The watchdog of the event loop: it measures a stall and names what made it, on the loop or in a thread."""
+"""The watchdog of the event loop: it measures a stall and names its cause, on the loop or in a thread."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""/openapi.json tells the truth: its limits are those that are kept, its names those that are taken."""
+"""/openapi.json describes the server: its limits are those that are checked, its names those that are accepted."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""What streams write past `send`: the bytes that `send` would write, as long as the client reads."""
+"""Streams written without `send`: the bytes that `send` would write, as long as the client reads."""
 
 import asyncio
 import logging
@@ -38,7 +38,7 @@ def cycle_on(transport: Transport) -> RequestResponseCycle:
 
 
 class Served(Caller):
-    """A caller whose messages go through uvicorn's `send`, with or without our way past it."""
+    """A caller whose messages go through uvicorn's `send`, or are written directly."""
 
     def __init__(self, past: bool) -> None:
         self.transport = Transport()

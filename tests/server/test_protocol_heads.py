@@ -1,4 +1,4 @@
-"""What a connection may cost before it has asked for anything: time and memory of a request's head."""
+"""Limits of time and memory for a request's head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused, with which status and which field, before any answer; and garbage."""
+"""Refusals: their status and field, before any output; and garbage."""
 
 import asyncio
 import gzip

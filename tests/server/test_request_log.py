@@ -1,4 +1,4 @@
-"""--log-requests: what the log says of a request, and that it says nothing of what was in it."""
+"""--log-requests: the lines for a request, which contain nothing of its content."""
 
 from __future__ import annotations
 

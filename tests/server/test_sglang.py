@@ -1,4 +1,4 @@
-"""/generate in SGLang's dialect: which request it makes, what the reply says, what is refused."""
+"""/generate in SGLang's dialect: the request it makes, the reply, and refusals."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""The ways to ask for structured outputs by HTTP, what becomes of them, and how errors name them."""
+"""Structured outputs over HTTP: the forms, the parameters that the engine gets, and errors."""
 
 from __future__ import annotations
 

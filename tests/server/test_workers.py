@@ -1,4 +1,4 @@
-"""Work in threads: what large work leaves behind goes back to the system, once for all of a while."""
+"""Work in threads: memory freed by large work is returned to the system, once for several pieces of work."""
 
 import asyncio
 import threading

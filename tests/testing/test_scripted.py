@@ -1,4 +1,4 @@
-"""A scripted server gives its replies as a model would, and its faults where the script puts them."""
+"""A scripted server sends its replies as a model would, and its faults where the script has them."""
 
 from __future__ import annotations
 

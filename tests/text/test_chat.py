@@ -1,4 +1,4 @@
-"""ChatTemplate: token for token what transformers renders; every fault names a field."""
+"""ChatTemplate: the tokens that transformers renders; every error names a field."""
 
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ RICH = """
 
 
 class Pair:
-    """Our template and transformers' for the same checkpoint."""
+    """tokserve's template and transformers' tokenizer for the same checkpoint."""
 
     def __init__(self, directory: Path, **config: Any) -> None:
         self.directory = write_chatml(directory, **config)

@@ -1,4 +1,4 @@
-"""Text to content, reasoning and calls: what is told, what comes out again, and that no cut changes it."""
+"""Text to content, reasoning and calls: what is emitted, and that it does not depend on the cuts."""
 
 from __future__ import annotations
 

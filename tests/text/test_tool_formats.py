@@ -1,4 +1,4 @@
-"""The tables, and that a chat template tells which of them is meant."""
+"""The tool formats, and their recognition from a chat template."""
 
 from __future__ import annotations
 

@@ -188,7 +188,9 @@ def test_answers_of_every_form_are_taken(compilers: dict[str, Compiler], form: s
         for text in wrong:
             assert not takes(compilers[marks], marks, form, answer, text), text
         call = WRITTEN[form][0]
-        if form == "llama3_json" and "disable_any_whitespace" in answer:  # nobody can tell yet which of them has begun
+        if (
+            form == "llama3_json" and "disable_any_whitespace" in answer
+        ):  # it is not yet decided which of them has begun
             call = json.dumps(json.loads(call), separators=(",", ":"))
         assert takes(compilers[marks], marks, form, answer, call)
 
