@@ -115,7 +115,7 @@ def test_batched_requests_have_the_bits_of_single_ones(
 
 @pytest.mark.slow
 def test_same_bits_on_the_torch_references(checkpoint: Path) -> None:
-    """Without the C++ extension bits may differ from the compiled ops, but they do not depend on other requests."""
+    """The bits may differ from those of the C++ extension, but do not depend on other requests."""
     torch_ops: dict[str, Any] = {"ops": {"*": "torch"}, "tokens_only": True}
     with LLM(checkpoint, enable_prefix_caching=False, cpu_threads=1, **torch_ops) as llm:
         assert set(llm.ready.facts["ops"].values()) == {"torch"}

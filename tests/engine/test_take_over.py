@@ -143,7 +143,7 @@ def test_without_room_for_two_sets_lost_weights_can_be_pushed_again() -> None:
 
 
 def test_a_named_version_allows_the_current_weights_to_serve() -> None:
-    """For trainers whose weights come by worker calls, and for operators who want the checkpoint's weights."""
+    """Used by trainers whose weights come by worker calls, and by operators who want the checkpoint's weights."""
     engine = busy()
     update(engine, "w1", "step-1")
     other = successor(engine)

@@ -1,4 +1,4 @@
-"""Attacks on the routes of other dialects, and on drafts, masks and tools: served or refused; other clients are served."""
+"""Attacks on the routes of other dialects, and on drafts, masks and tools: served or refused, and others are served."""
 
 from __future__ import annotations
 
