@@ -167,6 +167,7 @@ def test_what_cannot_be_served_is_refused_by_name(
     [
         ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "no causal language model"),
         ({"architectures": ["StarForCausalLM"], "model_type": "star"}, "StarForCausalLM is not supported, nor"),
+        ({"hidden_act": "swish9"}, "StableLmForCausalLM .* does not know 'swish9', which config.json names"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized checkpoints are not supported"),
         ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "code of the checkpoint's own, which is never run"),
     ],

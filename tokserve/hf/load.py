@@ -65,8 +65,8 @@ def load(
         model.provenance.add_files({entry.key: entry for entry in entries.values()}, stamp)
     model.probe()
     logger.warning(
-        "%s has no spec function: transformers' module is served, with its own torch code between our projections and "
-        "attention, so bits are not promised (exact: false)",
+        "%s is served through transformers' module, with its own torch code between our projections and attention, "
+        "so bits are not promised (exact: false)",
         type(model.module).__name__,
     )
     return model

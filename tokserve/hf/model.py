@@ -55,8 +55,10 @@ class TransformersModel(Decoder):
                 self.module = model_class._from_config(
                     config, dtype=options.dtype, attn_implementation=INTERFACE, experts_implementation="eager"
                 )
-        except KeyError:
-            why = "its attention does not use transformers' attention interface"
+        except KeyError as error:
+            why = f"transformers does not know {error}, which config.json names"
+            if error.args[0] == INTERFACE:
+                why = "its attention does not use transformers' attention interface"
             raise StartError(f"{model_class.__name__} cannot be served by --model-impl transformers: {why}") from None
         except (ImportError, TypeError, ValueError, AttributeError) as error:
             raise StartError(f"{model_class.__name__} cannot be served by --model-impl transformers: {error}") from None
