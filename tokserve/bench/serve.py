@@ -11,7 +11,8 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -152,7 +153,7 @@ class LoadRunner:
 
     async def _request(self, body: bytes, outcome: Outcome, reply: ReceivedReply) -> None:
         outcome.sent = self._now()
-        async with self._session.post(self._url, data=body, headers={"Content-Type": "application/json"}) as response:
+        async with self._session.post(self._url, data=body) as response:
             if response.status != 200:
                 text = (await response.read())[:300].decode(errors="replace")
                 raise BadReply(f"HTTP {response.status}: {text}")
@@ -195,14 +196,7 @@ def serve(load: Load) -> tuple[dict[str, Any], list[Outcome]]:
 async def _serve(load: Load) -> tuple[dict[str, Any], list[Outcome]]:
     conversations = datasets.make(load.dataset)
     start_times = arrivals(len(conversations), load.request_rate, load.dataset.seed)
-    headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
-    connector = aiohttp.TCPConnector(limit=0)
-    limits = aiohttp.ClientTimeout(total=load.timeout)
-    async with aiohttp.ClientSession(
-        connector=connector, timeout=limits, headers=headers, read_bufsize=BUFFER
-    ) as session:
-        if not load.shape.model:
-            load = replace(load, shape=replace(load.shape, model=await first_model(load, session)))
+    async with connected(load) as (load, session):
         await _warm_up(load, session)
         run = LoadRunner(load, session)
         total = sum(len(conversation.turns) for conversation in conversations)
@@ -215,7 +209,22 @@ async def _serve(load: Load) -> tuple[dict[str, Any], list[Outcome]]:
     return row | (details(run.outcomes) if load.save_detailed else {}), run.outcomes
 
 
-async def first_model(load: Load, session: aiohttp.ClientSession) -> str:
+@asynccontextmanager
+async def connected(load: Load) -> AsyncIterator[tuple[Load, aiohttp.ClientSession]]:
+    """A session with the server, and the load with a model: the first of the server's unless it names one."""
+    headers = {"Content-Type": "application/json"}
+    if load.api_key:
+        headers["Authorization"] = f"Bearer {load.api_key}"
+    limits, connector = aiohttp.ClientTimeout(total=load.timeout), aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=limits, headers=headers, read_bufsize=BUFFER
+    ) as session:
+        if not load.shape.model:
+            load = replace(load, shape=replace(load.shape, model=await _first_model(load, session)))
+        yield load, session
+
+
+async def _first_model(load: Load, session: aiohttp.ClientSession) -> str:
     """The first model that the server lists.  Raises StartError."""
     url = load.root + "/v1/models"
     try:

@@ -15,7 +15,7 @@ import uvloop
 from tokserve.bench import datasets
 from tokserve.bench.clients import PATHS
 from tokserve.bench.datasets import Conversation
-from tokserve.bench.serve import Load, first_model
+from tokserve.bench.serve import Load, connected
 from tokserve.errors import StartError
 
 
@@ -41,15 +41,8 @@ def check(load: Load) -> SpeculationCheck:
 
 
 async def _check(load: Load, conversations: Sequence[Conversation]) -> SpeculationCheck:
-    headers = {"Content-Type": "application/json"} | (
-        {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
-    )
-    limits = aiohttp.ClientTimeout(total=load.timeout)
-    async with aiohttp.ClientSession(timeout=limits, headers=headers) as session:
-        shape = replace(load.shape, stream=False, return_token_ids=load.shape.backend == "openai")
-        if not shape.model:
-            shape = replace(shape, model=await first_model(load, session))
-        load = replace(load, shape=shape)
+    shape = replace(load.shape, stream=False, return_token_ids=load.shape.backend == "openai")
+    async with connected(replace(load, shape=shape)) as (load, session):
         off, without = await _run(load, session, conversations, speculate=False)
         on, with_drafts = await _run(load, session, conversations, speculate=True)
     different = [index for index, pair in enumerate(zip(without, with_drafts, strict=True)) if pair[0] != pair[1]]

@@ -49,31 +49,31 @@ def unpacked(path: Path) -> Path:
     return directory
 
 
+def _about(directory: Path) -> dict[str, Any] | None:
+    """What `unpacked` has noted of the file that a directory stands for; None: an ordinary one."""
+    path = directory / SOURCE
+    if not os.path.isfile(path):  # False, too, for a name that is too long
+        return None
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def source(directory: Path) -> list[Path] | None:
     """The GGUF files that a directory stands for; None if it is an ordinary one."""
-    path = directory / SOURCE
-    if not path.is_file():
-        return None
-    return [Path(file) for file in json.loads(path.read_text(encoding="utf-8"))["files"]]
+    about = _about(directory)
+    return None if about is None else [Path(file) for file in about["files"]]
 
 
 def file_name(directory: Path) -> tuple[str, str] | None:
     """The GGUF file that a directory stands for, as it was named, and the types of its matrices; None: an ordinary
     one."""
-    path = directory / SOURCE
-    if not os.path.isfile(path):  # False, too, for a name that is too long
-        return None
-    source = json.loads(path.read_text(encoding="utf-8"))
-    return source["name"], source["types"]
+    about = _about(directory)
+    return None if about is None else (about["name"], about["types"])
 
 
 def without_tokenizer(directory: Path) -> str | None:
     """The GGUF file that a directory without a tokenizer stands for, and why there is none; None: an ordinary one."""
-    path = directory / SOURCE
-    if not path.is_file():
-        return None
-    source = json.loads(path.read_text(encoding="utf-8"))
-    return f"{source['name']}: {source[NO_TOKENIZER]}" if NO_TOKENIZER in source else None
+    about = _about(directory) or {}
+    return f"{about['name']}: {about[NO_TOKENIZER]}" if NO_TOKENIZER in about else None
 
 
 def matrix_types(header: GgufHeader) -> str:

@@ -42,14 +42,8 @@ SPLITS = {
 }  # fmt: skip
 SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")  # then as GPT-2
 BEGINS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe", "tekken")  # begin with BOS unless told otherwise
-WHOLE_WORDS = (
-    "llama-bpe",
-    "llama3",
-    "llama-v3",
-    "falcon3",
-    "tekken",
-    "gpt-4o",
-)  # a word that is a token is not cut first
+# of these, a word that is a token is not cut first
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken", "gpt-4o")
 COMPOSED = ("qwen2", "deepseek-r1-qwen")  # text is normalized to NFC
 
 

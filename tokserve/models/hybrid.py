@@ -27,6 +27,7 @@ from tokserve.models.spec import (
     mlp,
 )
 
+LFM2 = {"num_key_value_heads": 8, "norm_eps": 1e-5, "tie_word_embeddings": True}  # where the config does not say
 LFM2_NORMS = BlockNorms("operator_norm", "", "ffn_norm", "")
 # Draft heads and a vision tower are not served; text models beside a tower have a longer prefix.
 QWEN_NAMES: Renames = (("mtp.", ""), *HEADLESS)
@@ -57,15 +58,14 @@ def qwen3_5_moe(hf: Mapping[str, Any]) -> DecoderSpec:
 
 def lfm2(hf: Mapping[str, Any]) -> DecoderSpec:
     """LFM2: gated short convolutions, with attention in a few layers."""
-    fields = ConfigReader({"num_key_value_heads": 8, "norm_eps": 1e-5, "tie_word_embeddings": True} | dict(hf))
-    return _lfm2(fields, MLPSpec(_lfm2_width(fields), "silu", up_names=("w1", "w3"), down_name="w2"))
+    fields = ConfigReader(LFM2 | dict(hf))
+    return _lfm2(fields, _lfm2_width(fields))
 
 
 def lfm2_moe(hf: Mapping[str, Any]) -> DecoderSpec:
     """LFM2 with experts, but in the first layers."""
-    fields = ConfigReader({"num_key_value_heads": 8, "norm_eps": 1e-5, "tie_word_embeddings": True} | dict(hf))
-    inner = fields.integer("intermediate_size", 7168)
-    spec = _lfm2(fields, MLPSpec(inner, "silu", up_names=("w1", "w3"), down_name="w2"))
+    fields = ConfigReader(LFM2 | dict(hf))
+    spec = _lfm2(fields, fields.integer("intermediate_size", 7168))
     router = RouterSpec(
         fields.integer("num_experts_per_tok", 4),
         sigmoid=True,
@@ -82,7 +82,8 @@ def lfm2_moe(hf: Mapping[str, Any]) -> DecoderSpec:
     return with_mixture(spec, experts, [layer >= dense for layer in range(len(spec.blocks))], "feed_forward")
 
 
-def _lfm2(fields: ConfigReader, feed_forward: MLPSpec) -> DecoderSpec:
+def _lfm2(fields: ConfigReader, inner: int) -> DecoderSpec:
+    feed_forward = MLPSpec(inner, "silu", up_names=("w1", "w3"), down_name="w2")
     norm = NormSpec(fields.number("norm_eps"))
     dim, positions = head_size(fields), fields.integer("max_position_embeddings", 128000)
     attend = attention(fields, dim=dim, rope=rope(fields, dim, positions, theta=1e6), qk_norm=norm)

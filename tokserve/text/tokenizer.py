@@ -161,22 +161,20 @@ class Tokenizer:
 
     def encode_each(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each of several texts.  Raises RequestError for invalid Unicode."""
+        return [one.ids for one in self._encoded(list(texts), add_special_tokens)]
+
+    def _encoded(self, inputs: list[Any], add_special_tokens: bool = True) -> list[tokenizers.Encoding]:
         try:  # `encode` would hold the interpreter's lock, and take twice the time
-            encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            return self._backend.encode_batch_fast(inputs, add_special_tokens=add_special_tokens)
         except TypeError:
             raise RequestError("text must be valid Unicode, but it holds half of a surrogate pair") from None
-        return [one.ids for one in encoded]
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
         """Token ids of two texts, joined with special tokens as the tokenizer joins a pair, and the first position of
         the second type, -1 for none.  Raises RequestError."""
-        try:
-            encoded = self._backend.encode_batch_fast([(first, second)])
-        except TypeError:
-            raise RequestError("text must be valid Unicode, but it holds half of a surrogate pair") from None
-        ids: list[int] = encoded[0].ids
-        kinds: list[int] = encoded[0].type_ids
-        return ids, kinds.index(1) if 1 in kinds else -1
+        (encoded,) = self._encoded([(first, second)])
+        kinds: list[int] = encoded.type_ids
+        return encoded.ids, kinds.index(1) if 1 in kinds else -1
 
     @cached_property
     def frame(self) -> tuple[int, int]:
