@@ -68,7 +68,8 @@ def _add_server(parser: Any) -> None:
     add("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="with or without /v1 at its end. "
         "Default: http://127.0.0.1:8000.")  # fmt: skip
     add("--backend", choices=BACKENDS, default="tokens", help="tokens: /inference/v1/generate. openai: "
-        "/v1/completions with token ids. openai-chat: /v1/chat/completions with text. Default: tokens.")  # fmt: skip
+        "/v1/completions with token ids, or texts of a jsonl dataset. openai-chat: /v1/chat/completions with text. "
+        "Default: tokens.")  # fmt: skip
     add("--model", default="", help="Default: the first of /v1/models.")
     add("--api-key", metavar="KEY", help="sent as a bearer token.")
     add("--request-timeout", type=float, default=3600.0, metavar="S", help="seconds a request may take. Default: 3600.")
