@@ -140,6 +140,41 @@ def engine_threads() -> Iterator[None]:
 
 
 @pytest.fixture
+def compiled() -> Iterator[None]:
+    """Binds the compiled ops for a test, and the torch references afterwards."""
+    from tokserve import ops
+
+    ops.bind("cpu", {})
+    yield
+    ops.bind("cpu", {"*": "torch"})
+
+
+@pytest.fixture(params=["torch", "cpp"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Binds one kind of implementation for a test, and the torch references afterwards."""
+    from tokserve import ops
+    from tokserve.errors import StartError
+
+    try:
+        ops.bind("cpu", {"*": request.param})
+    except StartError as error:
+        pytest.skip(str(error))
+    yield request.param
+    ops.bind("cpu", {"*": "torch"})
+
+
+@pytest.fixture
+def loggers() -> Iterator[None]:
+    """Restores the handlers and levels of the loggers after a test."""
+    root, package = logging.getLogger(), logging.getLogger("tokserve")
+    before = root.handlers[:], root.level, package.level
+    yield
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
+    package.setLevel(before[2])
+
+
+@pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter, its products summed in ascending order: numpy.matmul leaves it to a BLAS and the shape.  It
     binds the language's names once in a launch: for every call within a kernel took a third of the time."""

@@ -100,8 +100,7 @@ EXTENSION = Need(
     "the compiled extension",
     (
         "e2e/test_fleet.py",
-        "layers/test_parallel.py",
-        "models/conftest.py",
+        "conftest.py",
         "ops/test_arithmetic.py",
         "ops/test_cpu.py",
         "ops/test_capture.py",

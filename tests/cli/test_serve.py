@@ -2,11 +2,9 @@
 
 import asyncio
 import json
-import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,17 +40,6 @@ def test_the_log_names_the_options_that_were_chosen_and_no_keys() -> None:
         chosen(Config.make(port=1, tokens_only=True, api_key=["secret"])) == "port=1 tokens_only=True api_key=(1 set)"
     )
     assert chosen(Config()) == ""
-
-
-@pytest.fixture
-def loggers() -> Iterator[None]:
-    """They are put back afterwards."""
-    root, package = logging.getLogger(), logging.getLogger("tokserve")
-    before = root.handlers[:], root.level, package.level
-    yield
-    root.handlers[:] = before[0]
-    root.setLevel(before[1])
-    package.setLevel(before[2])
 
 
 @pytest.mark.usefixtures("loggers")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from tests.client.fake_engine import FakeEngine, Script
 from tests.client.scenes import joined
 from tests.text.checkpoints import write_chatml
+from tokserve.client import engine_client, launch
 from tokserve.client.async_llm import AsyncLLM
 
 
@@ -34,3 +36,10 @@ def play(tmp_path: Path, model: Path) -> Callable[..., None]:
         asyncio.run(all_of_it())
 
     return run
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engine processes run the scripted executor."""
+    monkeypatch.setattr(launch, "COMMAND", (sys.executable, "-m", "tests.engine.scripted_process"))
+    monkeypatch.setattr(engine_client, "LAST_MESSAGES", 0.05)

@@ -11,7 +11,6 @@ import asyncio
 import os
 import random
 import signal
-import sys
 from collections.abc import Coroutine
 from typing import Any
 
@@ -20,7 +19,6 @@ import pytest
 from tests.client.fake_engine import config
 from tests.client.test_restart import until
 from tests.engine.solo import solo
-from tokserve.client import engine_client, launch
 from tokserve.client.async_llm import AsyncLLM, collect
 from tokserve.errors import Conflict, EngineDead, RequestError, Unavailable
 from tokserve.messages import Status
@@ -174,12 +172,6 @@ class Lives:
                 await llm.finish_weight_update(version)
             except RequestError as error:
                 assert not keep_on, error
-
-
-@pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "COMMAND", (sys.executable, "-m", "tests.engine.scripted_process"))
-    monkeypatch.setattr(engine_client, "LAST_MESSAGES", 0.05)
 
 
 @pytest.mark.slow

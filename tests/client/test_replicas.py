@@ -14,7 +14,7 @@ import pytest
 from tests.client.fake_engine import config
 from tests.client.test_launch import has_ended
 from tests.engine.solo import solo
-from tokserve.client import engine_client, launch
+from tokserve.client import launch
 from tokserve.client.async_llm import AsyncLLM, collect
 from tokserve.client.engine_client import EngineClient
 from tokserve.client.inputs import GenerateRequest
@@ -29,10 +29,7 @@ from tokserve.prompt import TokenPrompt, pack_ids
 PATIENCE = 60.0
 
 
-@pytest.fixture(autouse=True)
-def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "COMMAND", (sys.executable, "-m", "tests.engine.scripted_process"))
-    monkeypatch.setattr(engine_client, "LAST_MESSAGES", 0.05)
+pytestmark = pytest.mark.usefixtures("scripted")
 
 
 def make(engines: int = 2, **options: Any) -> AsyncLLM:

@@ -221,6 +221,16 @@ class Engine:
     def tokens(self, rid: str) -> list[int]:
         return self.received[rid].tokens
 
+    def last_reply(self) -> Reply:
+        assert self.replies, "no reply yet"
+        return self.replies[-1]
+
+    def finish(self, rid: str) -> Finish:
+        """How a request ended."""
+        finish = self.received[rid].finish
+        assert finish is not None, f"{rid} has not ended"
+        return finish
+
     def check_complete(self, rid: str) -> None:
         """The request ended by itself, with exactly what it gives alone."""
         received, expected = self.received[rid], self.solo(rid)

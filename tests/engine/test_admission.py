@@ -9,15 +9,10 @@ import pytest
 from tests.engine.harness import Engine
 from tests.engine.solo import VOCAB
 from tokserve.engine import admission, core
-from tokserve.messages import Abort, Call, EngineRequest, Reply, Submit, SubmitReply
+from tokserve.messages import Abort, Call, EngineRequest, Submit, SubmitReply
 from tokserve.params import StructuredOutputs
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
-
-
-def last_reply(engine: Engine) -> Reply:
-    assert engine.replies, "no reply yet"
-    return engine.replies[-1]
 
 
 @pytest.mark.parametrize(("prompt", "message"), [([5, VOCAB], "vocabulary"), ([5] * 64, "64 tokens")])
@@ -111,7 +106,7 @@ def test_a_request_over_the_limit_is_refused_and_leaves_no_trace(depth: int) -> 
     assert "4 requests would wait, and at most 3 may (--max-queued-requests)" in submit_reply.message
     assert submit_reply.retry_after == 1
     engine.abort("f")
-    assert last_reply(engine).result == {"f": "not_found"}
+    assert engine.last_reply().result == {"f": "not_found"}
     engine.abort("c")
     assert waiting(engine, "f", 4) == ""
     engine.run()
@@ -256,7 +251,7 @@ def test_messages_about_a_large_submission_wait_until_it_is_accepted(monkeypatch
     engine.core.receive(b"A", Call(9, "abort", {"keys": ["large"]}))
     engine.run()
     assert SubmitReply(8) in engine.submit_replies
-    assert last_reply(engine).result == {"large": "aborted"}
+    assert engine.last_reply().result == {"large": "aborted"}
     assert all(engine.received[request.request_id].finish.reason == "abort" for request in requests)
 
 

@@ -9,20 +9,9 @@ import pytest
 from tests.engine.harness import Engine
 from tests.engine.solo import VOCAB
 from tokserve.engine import registry
-from tokserve.messages import Abort, Finish, Ready, Reply, Status, StepOutput, Submit
+from tokserve.messages import Abort, Ready, Reply, Status, StepOutput, Submit
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
-
-
-def finish(engine: Engine, rid: str) -> Finish:
-    actual = engine.received[rid].finish
-    assert actual is not None
-    return actual
-
-
-def last_reply(engine: Engine) -> Reply:
-    assert engine.replies, "no reply yet"
-    return engine.replies[-1]
 
 
 # --- outputs ---
@@ -56,7 +45,7 @@ def test_the_stop_token_is_kept_and_reported() -> None:
     engine.add("a", [3, 4], max_tokens=30, ignore_eos=True, stop_token_ids=list(range(VOCAB)))
     engine.run()
     (token,) = engine.tokens("a")
-    assert (finish(engine, "a").reason, finish(engine, "a").detail, finish(engine, "a").stop) == (
+    assert (engine.finish("a").reason, engine.finish("a").detail, engine.finish("a").stop) == (
         "stop", "stop_token", token,
     )  # fmt: skip
 
@@ -69,8 +58,8 @@ def test_parameters_that_forbid_every_token_are_not_model_errors(depth: int) -> 
     for seed, rid in ((7, "a"), (8, "b"), (9, "c")):
         engine.add(rid, [3, 4, 5], seed=seed, max_tokens=9, ignore_eos=True, bad_token_sequences=[[1]], min_tokens=2)
     engine.run()
-    assert [finish(engine, rid).detail for rid in "abc"] == ["forbidden", "nan", "max_tokens"]
-    message = finish(engine, "a").message
+    assert [engine.finish(rid).detail for rid in "abc"] == ["forbidden", "nan", "max_tokens"]
+    message = engine.finish("a").message
     assert message is not None and message.endswith(": all are excluded by bad_token_sequences (bad_words), min_tokens")
     assert engine.stats.nan_requests == 1 and len(engine.tokens("a")) == 3
     engine.check_empty()
@@ -83,7 +72,7 @@ def test_logits_of_nan_end_one_request_and_no_other(depth: int) -> None:
     engine.add("a", [3, 4, 5], seed=7, max_tokens=9, ignore_eos=True, logprobs=0)
     engine.add("b", [3, 4, 5], seed=8, max_tokens=9, ignore_eos=True)
     engine.run()
-    assert (finish(engine, "a").reason, finish(engine, "a").detail) == ("error", "nan")
+    assert (engine.finish("a").reason, engine.finish("a").detail) == ("error", "nan")
     assert engine.tokens("a") == engine.solo("a").tokens[:3]
     assert engine.stats.nan_requests == 1
     engine.check_complete("b")
@@ -97,7 +86,7 @@ def test_times_are_read_from_the_clock() -> None:
     for _ in range(4):
         engine.clock.now += 1
         engine.step()
-    end = finish(engine, "b")
+    end = engine.finish("b")
     assert (end.queued, end.first_token, end.total) == (3.0, 3.0, 4.0)
 
 
@@ -108,7 +97,7 @@ def test_time_in_the_inbox_counts() -> None:
     engine.received.clear()
     engine.core.receive(b"A", Submit(1, "a", [add]), received=engine.clock.now - 5)
     engine.run()
-    assert finish(engine, "a").total == 5.0
+    assert engine.finish("a").total == 5.0
 
 
 # --- aborts ---
@@ -122,12 +111,12 @@ def test_abort_returns_what_there_is_to_the_owner_and_the_reply_to_the_caller(de
     engine.steps(4)
     engine.abort("a", owner=b"B", call_id=5, reason="abort_stop_string")
     received = engine.received["a"]
-    assert (finish(engine, "a").reason, finish(engine, "a").detail) == ("abort", "abort_stop_string")
+    assert (engine.finish("a").reason, engine.finish("a").detail) == ("abort", "abort_stop_string")
     assert received.tokens == engine.solo("a").tokens[: len(received.tokens)] and len(received.tokens) == 5 - depth
     assert received.outputs[-1].spans == [("v1", 0, len(received.tokens))]
     engine.run()
     assert [i for i, m in engine.messages if isinstance(m, Reply)] == [b"B"]
-    assert last_reply(engine) == Reply(5, {"a": "aborted"})
+    assert engine.last_reply() == Reply(5, {"a": "aborted"})
     engine.check_empty()
 
 
@@ -169,12 +158,12 @@ def test_aborts_of_waiting_finished_unknown_and_repeated_ids() -> None:
     engine.add("waits", [4], max_tokens=9, ignore_eos=True)
     engine.step()
     engine.abort("done", "runs", "waits", "what", "runs")
-    assert last_reply(engine).result == {
+    assert engine.last_reply().result == {
         "done": "finished", "runs": "aborted", "waits": "aborted", "what": "not_found",
     }  # fmt: skip
     assert engine.tokens("waits") == []
     engine.abort("runs")
-    assert last_reply(engine).result == {"runs": "finished"}
+    assert engine.last_reply().result == {"runs": "finished"}
     engine.run()
     engine.check_empty()
 
@@ -184,7 +173,7 @@ def test_abort_without_a_call_id_is_not_acknowledged() -> None:
     engine.add("a", [3], max_tokens=9)
     engine.abort("a", call_id=None)
     engine.run()
-    assert not engine.replies and finish(engine, "a").reason == "abort"
+    assert not engine.replies and engine.finish("a").reason == "abort"
 
 
 def test_the_number_of_remembered_ended_ids_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,13 +183,13 @@ def test_the_number_of_remembered_ended_ids_is_limited(monkeypatch: pytest.Monke
         engine.add(name, [3], max_tokens=1)
         engine.run()
     engine.abort(*"abcde")
-    assert list(last_reply(engine).result.values()) == ["not_found"] * 2 + ["finished"] * 3
+    assert list(engine.last_reply().result.values()) == ["not_found"] * 2 + ["finished"] * 3
     for name in "cx":  # an id that ends again is remembered anew
         engine.received.clear()
         engine.add(name, [3], max_tokens=1)
         engine.run()
     engine.abort(*"cdex")
-    assert last_reply(engine).result == {"c": "finished", "d": "not_found", "e": "finished", "x": "finished"}
+    assert engine.last_reply().result == {"c": "finished", "d": "not_found", "e": "finished", "x": "finished"}
 
 
 @DEPTHS
@@ -212,7 +201,7 @@ def test_aborting_a_preempted_request_frees_it(depth: int) -> None:
         engine.step()
     engine.abort("b")
     engine.run()
-    assert last_reply(engine).result == {"b": "aborted"}
+    assert engine.last_reply().result == {"b": "aborted"}
     engine.check_complete("a")
     engine.check_empty()
 
@@ -225,7 +214,7 @@ def test_an_abort_by_key_reaches_all_choices_of_any_front_end(depth: int) -> Non
     engine.steps(3)
     engine.abort("a", "b", "a#0", owner=b"C", call_id=3)
     engine.run()
-    assert {finish(engine, rid).reason for rid in ("a#0", "a#1", "a#2", "b#0", "b#1")} == {"abort"}
+    assert {engine.finish(rid).reason for rid in ("a#0", "a#1", "a#2", "b#0", "b#1")} == {"abort"}
     assert [(i, m) for i, m in engine.messages if isinstance(m, Reply)] == [
         (b"C", Reply(3, {"a": "aborted", "b": "aborted", "a#0": "not_found"}))
     ]
@@ -267,7 +256,7 @@ def test_only_the_owner_may_drop_a_request() -> None:
     engine.core.receive(b"A", Abort(["a#1"], "abort_disconnect"))
     engine.run()
     engine.check_complete("a#0")
-    assert finish(engine, "a#1").detail == "abort_disconnect"
+    assert engine.finish("a#1").detail == "abort_disconnect"
 
 
 # --- commands ---
@@ -287,9 +276,9 @@ def test_ping_and_state() -> None:
     engine.add("b", [3], max_tokens=9, ignore_eos=True)
     engine.step()
     engine.call("ping", call_id=4)
-    assert last_reply(engine) == Reply(4, {})
+    assert engine.last_reply() == Reply(4, {})
     engine.call("state", call_id=5)
-    assert last_reply(engine).result == {
+    assert engine.last_reply().result == {
         "state": "running", "weight_version": "v1", "epoch": 0, "running": 1, "waiting": 1, "reason": None,
         "since": engine.core.control.since, "in_flight": 0, "steps": 1,
         "paused_since": None,
@@ -304,8 +293,8 @@ def test_abort_all(depth: int) -> None:
     engine.steps(3)
     engine.call("abort_all", call_id=8, reason="shutdown")
     engine.run()
-    assert last_reply(engine) == Reply(8, {"a": "aborted", "b": "aborted", "c": "aborted"})
-    assert {finish(engine, name).detail for name in "abc"} == {"shutdown"}
+    assert engine.last_reply() == Reply(8, {"a": "aborted", "b": "aborted", "c": "aborted"})
+    assert {engine.finish(name).detail for name in "abc"} == {"shutdown"}
     engine.check_empty()
 
 
@@ -319,15 +308,15 @@ def test_shutdown_aborts_answers_and_stops(depth: int) -> None:
     assert (late.refusal, late.retry_after) == ("draining", 5)
     while not engine.core.stopped:
         assert engine.step()
-    assert last_reply(engine) == Reply(8, {"a": "aborted"})
-    assert finish(engine, "a").detail == "shutdown"
+    assert engine.last_reply() == Reply(8, {"a": "aborted"})
+    assert engine.finish("a").detail == "shutdown"
     engine.check_empty()
 
 
 def test_shutdown_when_idle_stops_at_once() -> None:
     engine = Engine()
     engine.call("shutdown")
-    assert engine.core.stopped and last_reply(engine) == Reply(1, {})
+    assert engine.core.stopped and engine.last_reply() == Reply(1, {})
 
 
 def test_reset_prefix_cache() -> None:
@@ -335,7 +324,7 @@ def test_reset_prefix_cache() -> None:
     engine.add("a", [3] * 8, max_tokens=1)
     engine.run()
     engine.call("reset_prefix_cache")
-    assert last_reply(engine).result is True
+    assert engine.last_reply().result is True
     engine.add("b", [3] * 8, max_tokens=1)
     engine.run()
     assert engine.received["b"].cached == 0
@@ -344,10 +333,10 @@ def test_reset_prefix_cache() -> None:
 def test_check_raises_to_its_caller_if_the_cache_is_broken() -> None:
     engine = Engine()
     engine.call("check", call_id=2)
-    assert last_reply(engine) == Reply(2, True)
+    assert engine.last_reply() == Reply(2, True)
     engine.core.cache.pool._free.pop()
     engine.call("check", call_id=3)
-    reply = last_reply(engine)
+    reply = engine.last_reply()
     assert reply.call_id == 3 and reply.error is not None and "CacheBroken" in reply.error
 
 
@@ -355,7 +344,7 @@ def test_check_raises_to_its_caller_if_the_cache_is_broken() -> None:
 def test_a_wrong_call_is_answered_with_an_error(method: str, args: dict[str, Any]) -> None:
     engine = Engine()
     engine.call(method, call_id=6, **args)
-    reply = last_reply(engine)
+    reply = engine.last_reply()
     assert reply.call_id == 6 and reply.error
     engine.add("a", [3], max_tokens=2)
     engine.run()

@@ -11,15 +11,8 @@ from tests.engine.solo import engine_request
 from tokserve.engine.deadlines import Deadlines
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.request import Request
-from tokserve.messages import Finish
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
-
-
-def finish(engine: Engine, rid: str) -> Finish:
-    actual = engine.received[rid].finish
-    assert actual is not None
-    return actual
 
 
 @DEPTHS
@@ -29,7 +22,7 @@ def test_past_its_deadline_a_request_ends_with_what_it_has(depth: int) -> None:
     for _ in range(10):
         engine.step()
         engine.clock.now += 1
-    assert (finish(engine, "a").reason, finish(engine, "a").detail) == ("deadline", "deadline")
+    assert (engine.finish("a").reason, engine.finish("a").detail) == ("deadline", "deadline")
     assert 1 <= len(engine.tokens("a")) <= 3
     assert engine.tokens("a") == engine.solo("a").tokens[: len(engine.tokens("a"))]
     engine.run()
@@ -43,7 +36,7 @@ def test_queue_timeout_ends_only_requests_that_were_never_admitted() -> None:
     for _ in range(8):
         engine.step()
         engine.clock.now += 1
-    assert (finish(engine, "b").reason, finish(engine, "b").detail) == ("deadline", "queue_timeout")
+    assert (engine.finish("b").reason, engine.finish("b").detail) == ("deadline", "queue_timeout")
     assert engine.tokens("b") == []
     engine.check_complete("a")
     engine.check_empty()

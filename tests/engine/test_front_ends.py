@@ -11,11 +11,6 @@ from tokserve.messages import Reply, Status, StepOutput, StepStats, Submit
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 
 
-def last_reply(engine: Engine) -> Reply:
-    assert engine.replies, "no reply yet"
-    return engine.replies[-1]
-
-
 def test_every_step_carries_statistics() -> None:
     engine = Engine(num_blocks=20)
     engine.add("a", list(range(10)), max_tokens=2, ignore_eos=True)
@@ -71,7 +66,7 @@ def test_a_front_end_that_has_left_leaves_nothing(depth: int) -> None:
     engine.add_choices("b", owner=b"B")
     engine.steps(3)
     engine.call("leave", front_end="B", call_id=4)
-    assert last_reply(engine) == Reply(4, 2)
+    assert engine.last_reply() == Reply(4, 2)
     count = len(engine.submit_replies)
     late = engine.make("late", [3], owner=b"B")
     engine.core.receive(b"B", Submit(9, "late", [late]))

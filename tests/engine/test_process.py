@@ -38,11 +38,6 @@ def make_config(**options: Any) -> Config:
     return Config.make(model="scripted", max_model_len=64, eos_token_ids=list(EOS), **options)
 
 
-@pytest.fixture
-def address(tmp_path: Path) -> str:
-    return f"ipc://{tmp_path}/engine.sock"
-
-
 class Running:
     """`process.run` in a thread."""
 

@@ -18,11 +18,6 @@ from tokserve.messages import Abort, Call, Dead, Reply, encode
 
 
 @pytest.fixture
-def address(tmp_path: Path) -> str:
-    return f"ipc://{tmp_path}/engine.sock"
-
-
-@pytest.fixture
 def wire(address: str) -> Iterator[EngineSocket]:
     made = EngineSocket(address, clock=lambda: 5.0)
     yield made

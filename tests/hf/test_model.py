@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.models.driver import Driver, prefill, random_ids
-from tokserve import ops
 from tokserve.client.llm import LLM
 from tokserve.errors import StartError
 from tokserve.hf.load import load
@@ -75,11 +74,7 @@ FAST = ("gpt_neox", "opt", "exaone_moe")
 EVERY = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 
 
-@pytest.fixture(autouse=True)
-def compiled() -> Any:
-    ops.bind("cpu", {})
-    yield
-    ops.bind("cpu", {"*": "torch"})
+pytestmark = pytest.mark.usefixtures("compiled")
 
 
 def checkpoint(name: str, directory: Path, **changes: Any) -> PreTrainedModel:

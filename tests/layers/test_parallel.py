@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,14 +26,7 @@ RANKS = (Group(0, 2), Group(1, 2))
 X = torch.randn(5, 96, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(params=["torch", "cpp"], autouse=True)
-def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    try:
-        ops.bind("cpu", {"*": request.param})
-    except StartError as error:
-        pytest.skip(str(error))
-    yield
-    ops.bind("cpu", {"*": "torch"})
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def options(group: Group) -> LayerOptions:
@@ -123,8 +115,11 @@ def test_stored_weights_are_divided_with_their_scales() -> None:
         assert torch.equal(layer.packed.packed, FLOAT8.pack(half).packed)
 
 
-def test_the_mlp_of_two_ranks_adds_up() -> None:
-    spec = MLPSpec(64, "silu", bias=True)
+@pytest.mark.parametrize(
+    "spec", [MLPSpec(64, "silu", bias=True), MLPSpec(64, "silu", up_names=("gate_up_proj",))], ids=["two", "one"]
+)
+def test_the_mlp_of_two_ranks_adds_up(spec: MLPSpec) -> None:
+    """Gate and up are two tensors, or one that is divided in both halves."""
     undivided, *parts = (GatedMLP(96, spec, options(group)) for group in (ALONE, *RANKS))
     for layer in (undivided, *parts):
         fill(layer.parameters())
@@ -157,36 +152,19 @@ def test_experts_that_are_loaded_again_have_memory_of_their_own() -> None:
     assert not torch.equal(*results)
 
 
-def test_the_attention_of_two_ranks_adds_up() -> None:
-    spec = AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5, ROPE, qkv_bias=True, out_bias=True)
+@pytest.mark.parametrize("kv_heads", [KV_HEADS, 1])
+def test_the_attention_of_two_ranks_adds_up(kv_heads: int) -> None:
+    """Both ranks have the KV head if there is only one."""
+    bias = kv_heads > 1
+    spec = AttentionSpec(HEADS, kv_heads, DIM, DIM**-0.5, ROPE, qkv_bias=bias, out_bias=bias)
     x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
     results = []
     for group in (ALONE, *RANKS):
         layer = Attention(HIDDEN, spec, options(group))
-        assert layer.kv_spec().heads == KV_HEADS // group.size
+        assert layer.kv_spec().heads == max(1, kv_heads // group.size)
         fill(layer.parameters())
         results.append(layer(x, one_row(layer.kv_spec()), 0, TABLE))
     torch.testing.assert_close(results[1] + results[2], results[0], atol=1e-5, rtol=1e-5)
-
-
-def test_ranks_have_the_same_head_where_there_are_fewer_heads_than_ranks() -> None:
-    spec = AttentionSpec(HEADS, 1, DIM, DIM**-0.5, ROPE)
-    x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
-    results = []
-    for group in (ALONE, *RANKS):
-        layer = Attention(HIDDEN, spec, options(group))
-        assert layer.kv_spec().heads == 1
-        fill(layer.parameters())
-        results.append(layer(x, one_row(layer.kv_spec()), 0, TABLE))
-    torch.testing.assert_close(results[1] + results[2], results[0], atol=1e-5, rtol=1e-5)
-
-
-def test_one_tensor_of_gate_and_up_is_divided_in_both_halves() -> None:
-    spec = MLPSpec(64, "silu", up_names=("gate_up_proj",))
-    undivided, *parts = (GatedMLP(96, spec, options(group)) for group in (ALONE, *RANKS))
-    for layer in (undivided, *parts):
-        fill(layer.parameters())
-    torch.testing.assert_close(sum(part(X) for part in parts), undivided(X), atol=1e-5, rtol=1e-5)
 
 
 class Gathered:

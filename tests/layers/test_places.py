@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,7 @@ from tokserve.models.checksums import checksums
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-@pytest.fixture(autouse=True, params=["torch", "cpp"])
-def bound(request: pytest.FixtureRequest) -> Iterator[None]:
-    ops.bind("cpu", {"*": request.param})
-    yield
-    ops.bind("cpu", {"*": "torch"})
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def layers(dtype: torch.dtype) -> dict[str, Any]:

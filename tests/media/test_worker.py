@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import io
 import json
 import os
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.models.pictures import data_url
 from tests.tiny_models import tiny_vision_config
 from tokserve import checkpoint
 from tokserve.config import Config
@@ -42,10 +42,6 @@ def file_of(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
     out = io.BytesIO()
     image.save(out, form, **options)
     return out.getvalue()
-
-
-def data_url(content: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(content).decode()
 
 
 @pytest.fixture(scope="module")

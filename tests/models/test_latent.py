@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +10,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.driver import prefill, random_ids
+from tests.models.test_load import opened
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.errors import StartError
 from tokserve.layers.latent import LatentAttention
 from tokserve.models import weights
 from tokserve.models.coordinates import Coordinates
-from tokserve.models.decoder import Decoder
-from tokserve.models.load import load
 from tokserve.models.quantized_copy import QuantizedCopy
 from tokserve.models.staging import Staging
 from tokserve.train.policy import PolicyModel
 
 IDS = random_ids(40, 320)
 DENSE = {"first_k_dense_replace": 3}  # in all layers
-
-
-def opened(directory: Path, **options: Any) -> Decoder:
-    hf = json.loads((directory / "config.json").read_text())
-    options = {"dtype": "float32", "head_dtype": "auto", "load_format": "auto", "seed": 0} | options
-    return load(directory, hf, **options)
 
 
 def written(directory: Path, seed: int = 0, **changes: Any) -> Path:

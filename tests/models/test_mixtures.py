@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +11,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.models.driver import Driver, prefill, random_ids
+from tests.models.test_load import opened
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.errors import RequestError, StartError
 from tokserve.layers.quantized import quantize_int4
 from tokserve.models import weights
 from tokserve.models.coordinates import Coordinates
-from tokserve.models.decoder import Decoder
-from tokserve.models.load import build, load
+from tokserve.models.load import build
 from tokserve.models.registry import decoder_spec
 from tokserve.models.staging import Staging
 from tokserve.ops import PackedWna16
 
 IDS = random_ids(60, 320)
 STACKED = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}
-
-
-def opened(directory: Path, **options: Any) -> Decoder:
-    hf = json.loads((directory / "config.json").read_text())
-    options = {"dtype": "float32", "head_dtype": "auto", "load_format": "auto", "seed": 0} | options
-    return load(directory, hf, **options)
 
 
 def stacked(tensors: dict[str, Tensor], names: tuple[str, str, str]) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ forward."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.models.driver import Driver, prefill, random_ids
 from tests.models.random_configs import every, random_config
-from tokserve import checkpoint, ops
+from tokserve import checkpoint
 from tokserve.hf.config import with_architecture
 from tokserve.models.load import load
 
@@ -72,11 +72,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Edit]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def compiled() -> Iterator[None]:
-    ops.bind("cpu", {})
-    yield
-    ops.bind("cpu", {"*": "torch"})
+pytestmark = pytest.mark.usefixtures("compiled")
 
 
 @pytest.mark.parametrize("name", CASES)

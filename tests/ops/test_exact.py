@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.ops import pages
 from tests.ops.packing import pack_arguments
 from tests.ops.samples import samples
+from tests.ops.samples.common import normal as randn
 from tokserve import ops  # noqa: F401  (declares the ops)
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
@@ -51,10 +52,6 @@ def every(*names: str) -> pytest.MarkDecorator:
             for one in OPS[name].available("cpu")
         ],
     )
-
-
-def randn(dtype: torch.dtype, seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def outputs(result: Tensor | Outputs) -> Outputs:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import httpx
 import psutil
@@ -12,6 +11,7 @@ import pytest
 
 from tests import needs
 from tests.e2e.server import Server
+from tests.e2e.test_replicas import body
 from tests.ray.cluster import RayCluster
 from tests.waiting import PATIENCE, until
 
@@ -25,11 +25,6 @@ FLAGS = ("-dp", "2", "--data-parallel-backend", "ray", "--cpu-threads", "1", "--
 def cluster() -> Iterator[RayCluster]:
     with RayCluster(1, 1, 1) as running:
         yield running
-
-
-def body(seed: int, **fields: Any) -> dict[str, Any]:
-    params = {"max_tokens": 20, "temperature": 1.0, "seed": seed, "logprobs": 2, "ignore_eos": True}
-    return {"token_ids": [5 + seed, 6, 7], "sampling_params": params, "logprobs_format": "arrays"} | fields
 
 
 def engines() -> dict[str, psutil.Process]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -18,14 +18,9 @@ Lines = Callable[[], list[str]]
 
 
 @pytest.fixture
-def written(capsys: pytest.CaptureFixture[str]) -> Iterator[Lines]:
-    """The lines on stderr since the last call; the loggers are put back afterwards."""
-    root, package = logging.getLogger(), logging.getLogger("tokserve")
-    before = root.handlers[:], root.level, package.level
-    yield lambda: capsys.readouterr().err.splitlines()
-    root.handlers[:] = before[0]
-    root.setLevel(before[1])
-    package.setLevel(before[2])
+def written(capsys: pytest.CaptureFixture[str], loggers: None) -> Lines:
+    """The lines on stderr since the last call."""
+    return lambda: capsys.readouterr().err.splitlines()
 
 
 def test_text(written: Lines) -> None:

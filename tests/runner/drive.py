@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from tests.runner.fake_device import FakeDevice
 from tests.tiny_models import tiny_config
@@ -43,6 +44,13 @@ def on_either_device(kind: str, directory: Path, **options: Any) -> tuple[Runner
         if kind == "cuda":
             patch.setattr(device, "use", lambda name: FakeDevice())
         return make_runner(directory, tiny_config("qwen3"), dtype="bfloat16", **options)
+
+
+def update(runner: Runner, way: Callable[[Runner, dict[str, Tensor]], None], tensors: dict[str, Tensor]) -> None:
+    """Send new weights by `way`; they serve after a commit."""
+    runner.background("begin_update", {"have_weights": True})
+    way(runner, tensors)
+    runner.background("finish_update", {})
 
 
 def plan_of(

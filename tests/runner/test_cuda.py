@@ -19,8 +19,7 @@ from tests.runner.drive import row as plain_row
 from tests.runner.fake_device import FakeDevice, same_bytes
 from tests.runner.test_runner import jobs, outcomes, prompt
 from tests.tiny_models import tiny_config, write_checkpoint
-from tokserve import device, ops
-from tokserve.ops.registry import OPS
+from tokserve import device
 from tokserve.params import SamplingParams
 from tokserve.plan import OK, DeviceFacts, NewRow, StepPlan
 from tokserve.runner.cuda import CudaBackend
@@ -117,15 +116,6 @@ def test_bits_without_graphs_are_the_same(tmp_path: Path, alone: list[tuple[obje
     assert cuda(runner).activation_bytes(runner.model, facts.layout.specs, 16) == (2 << 20) + SCORED
     assert outcomes(Driver(runner, facts, seed=3).run(jobs())) == alone
     assert fake.captured == fake.replayed == 0
-
-
-@pytest.fixture
-def references() -> Iterator[dict[str, str]]:
-    """Options with which a runner takes the torch references; afterwards ops are those they were."""
-    before = {name: getattr(ops, name) for name in [*OPS, "torch_device"]}
-    yield {"*": "torch"}
-    for name, value in before.items():
-        setattr(ops, name, value)
 
 
 def test_batching_changes_no_bit_of_a_float8_cache_of_half_the_memory(

@@ -13,6 +13,7 @@ from safetensors.torch import save
 
 from tests.models.test_float8 import HF, QWEN, compressed, quantize
 from tests.models.test_load import stored
+from tests.runner.drive import update
 from tests.runner.test_weight_sync import (
     Tensors,
     by_disk,
@@ -44,12 +45,6 @@ def checkpoint(directory: Path, seed: int, config: dict[str, Any] = QWEN, kind: 
     write_checkpoint(directory, HF, seed=seed)
     quantize(directory, config, kind, "_scale_inv" if config is QWEN else "_scale", torch.float32)
     return directory
-
-
-def update(runner: Runner, way: Way, tensors: Tensors) -> None:
-    runner.background("begin_update", {"have_weights": True})
-    way(runner, tensors)
-    runner.background("finish_update", {})
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8", "int8"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from tests.models.test_load import rewrite, stored
-from tests.runner.drive import Driver, Job, make_runner
+from tests.runner.drive import Driver, Job, make_runner, update
 from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import outcomes, prompt
 from tests.runner.test_weight_sync import by_disk, by_shared_memory, by_stream
 from tests.tiny_models import tiny_config, write_checkpoint
-from tokserve import device, ops
+from tokserve import device
 from tokserve.errors import RequestError
-from tokserve.ops.registry import OPS
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts
 from tokserve.runner.cuda import CudaBackend
@@ -33,14 +32,7 @@ SCALES = {
     "model.layers.1.self_attn.v_scale": 0.019,
 }
 
-
-@pytest.fixture(autouse=True)
-def references() -> Iterator[None]:
-    """Runners made meanwhile take the torch references; afterwards ops are those they were."""
-    before = {name: getattr(ops, name) for name in [*OPS, "torch_device"]}
-    yield
-    for name, value in before.items():
-        setattr(ops, name, value)
+pytestmark = pytest.mark.usefixtures("references")
 
 
 def scaled(directory: Path, factor: float = 1.0, seed: int = 0) -> Path:
@@ -115,12 +107,6 @@ def test_scales_are_of_no_use_to_another_cache(tmp_path: Path) -> None:
     first, second = (start(tmp_path / name, kv_cache_dtype="auto") for name in ("scaled", "plain"))
     assert come_of(*first[:2]) == come_of(*second[:2])
     assert first[0].background("checksums", {}) == second[0].background("checksums", {})
-
-
-def update(runner: Runner, way: Callable[[Runner, dict[str, Tensor]], None], tensors: dict[str, Tensor]) -> None:
-    runner.background("begin_update", {"have_weights": True})
-    way(runner, tensors)
-    runner.background("finish_update", {})
 
 
 @pytest.mark.parametrize("way", [by_disk, by_stream, by_shared_memory], ids=lambda way: way.__name__)

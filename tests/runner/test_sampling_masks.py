@@ -23,7 +23,6 @@ from tests.runner.test_sampler import (
     sampler,
     varied,
 )
-from tokserve import ops
 from tokserve.device import Host
 from tokserve.ops import sampling
 from tokserve.params import MASK_TOO_LONG, WHOLE_VOCABULARY, SamplingParams
@@ -122,15 +121,7 @@ def test_more_ids_than_a_mask_may_have() -> None:
     assert (sampling.WHOLE_VOCABULARY, sampling.MASK_TOO_LONG) == (WHOLE_VOCABULARY, MASK_TOO_LONG)
 
 
-@pytest.fixture(params=["torch", "cpp"])
-def bound(request: pytest.FixtureRequest) -> Any:
-    """Both implementations."""
-    ops.bind("cpu", {"*": request.param})
-    yield
-    ops.bind("cpu", {"*": "torch"})
-
-
-@pytest.mark.usefixtures("bound")
+@pytest.mark.usefixtures("kernels")
 def test_a_mask_has_the_same_bits_in_any_batch_and_changes_no_token() -> None:
     requests = varied(60, 1)
     plain = draw(sampler(requests)[0], model_logits(60, seed=9), rows_of(range(60)))

@@ -14,7 +14,7 @@ from tests.server.byte_tokenizer import ids
 from tests.server.scripted_llm import endless, says
 from tests.server.site import Caller, Site, chat_site, site
 from tests.server.test_tools import ANSWERS, CALL
-from tests.text.tool_templates import HERMES, OPENED
+from tests.text.tool_templates import HERMES
 from tokserve.errors import Overloaded, QueueFull
 
 MESSAGES, CHAT = "/v1/messages", "/v1/chat/completions"
@@ -121,11 +121,6 @@ def plain(reply: dict[str, Any]) -> dict[str, Any]:
     calls = [(block["id"], block["name"], block["input"]) for block in blocks if block["type"] == "tool_use"]
     text = {kind: "".join(block[kind] for block in blocks if block["type"] == kind) for kind in ("text", "thinking")}
     return {"content": text["text"] or None, "reasoning": text["thinking"] or None, "calls": calls}
-
-
-@pytest.fixture(scope="module", params=[HERMES, OPENED], ids=["hermes", "opened"])
-def reader(request: pytest.FixtureRequest) -> Site:
-    return chat_site("", request.param, reasoning_parser="qwen3")
 
 
 @pytest.mark.parametrize("answer", ANSWERS)

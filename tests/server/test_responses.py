@@ -14,7 +14,7 @@ from tests.server.byte_tokenizer import TOKENIZER, ids
 from tests.server.scripted_llm import endless, says
 from tests.server.site import Caller, Site, chat_site, site
 from tests.server.test_tools import ANSWERS, CALL, PARAMETERS
-from tests.text.tool_templates import HERMES, OPENED, THINKER
+from tests.text.tool_templates import THINKER
 from tokserve.errors import QueueFull
 from tokserve.server.openai.responses import ResponsesRenderer
 from tokserve.server.replies import sse
@@ -140,11 +140,6 @@ ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"max_output_tokens": 7, "tools": TOOLS, **LOGPROBS},
      {"max_tokens": 7, "tools": NESTED, "logprobs": True, "top_logprobs": 2}),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module", params=[HERMES, OPENED], ids=["hermes", "opened"])
-def reader(request: pytest.FixtureRequest) -> Site:
-    return chat_site("", request.param, reasoning_parser="qwen3")
 
 
 @pytest.mark.parametrize(("fields", "as_chat"), ASKED, ids=range(len(ASKED)))

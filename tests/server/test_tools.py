@@ -128,11 +128,6 @@ ASKED: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[HERMES, OPENED], ids=["hermes", "opened"])
-def reader(request: pytest.FixtureRequest) -> Site:
-    return chat_site("", request.param, reasoning_parser="qwen3")
-
-
 @pytest.mark.parametrize("fields", ASKED, ids=str)
 def test_streamed_whole_and_derendered_are_the_same(fields: dict[str, Any], reader: Site) -> None:
     s = reader

@@ -1,13 +1,11 @@
 """The kernels that the tests compute with, the families they run, and the torch references afterwards."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.tiny_models import tiny_config, write_checkpoint
-from tokserve import ops
 
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -31,11 +29,8 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(autouse=True)
-def compiled() -> Iterator[None]:
-    """The compiled ops, and the torch references afterwards."""
-    ops.bind("cpu", {})
-    yield
-    ops.bind("cpu", {"*": "torch"})
+def kernels(compiled: None) -> None:
+    """Every test computes with the compiled ops."""
 
 
 @pytest.fixture(params=FAMILIES)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.server import Served
+from tests.e2e.test_deltas import in_client
 from tests.models.driver import random_ids
 from tests.threads import ServerThread
 from tests.tiny_models import tiny_config, write_checkpoint
@@ -59,14 +59,6 @@ def arithmetic(server: Served) -> str:
 def policy(checkpoint: tuple[str, str], server: Served) -> PolicyModel:
     model, dtype = checkpoint
     return PolicyModel.from_pretrained(model, dtype=dtype, cpu_arithmetic=arithmetic(server))
-
-
-def in_client(server: Served, scene: Callable[[TokserveClient], Awaitable[Any]]) -> Any:
-    async def run() -> Any:
-        async with TokserveClient(server.url) as client:
-            return await scene(client)
-
-    return asyncio.run(run())
 
 
 def groups(server: Served, **sampling: Any) -> list[Rollout]:
