@@ -388,6 +388,16 @@ def test_reasoning_effort_that_nothing_reads() -> None:
     assert refusal(reasoning_effort="a bit")[:2] == (400, "reasoning_effort")
 
 
+def test_documents_that_the_template_does_not_read() -> None:
+    documents = [{"title": "a", "text": "b"}]
+    body = {"messages": MESSAGES, "documents": documents}
+    assert site(says("a")).post(CHAT, body).headers["x-ignored-fields"] == "documents"
+    refused = site(strict=True).post(CHAT, body)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "documents"
+    assert shown("{% for d in documents or [] %}{{ d.title }}{% endfor %}", documents=documents) == "a"
+    assert "x-ignored-fields" not in site(says("a")).post(CHAT, body | {"documents": []}).headers
+
+
 # what is ignored
 
 

@@ -165,9 +165,10 @@ class ChatTemplate:
     def knows(self, template: str) -> bool:
         return template in self._templates
 
-    def reads(self, variable: str, template: str | None = None) -> bool:
-        """Whether the template uses a variable; `template` as in `text`, and must compile."""
-        return variable in variables_of(self._source(template, with_tools=False))
+    def reads(self, variable: str, template: str | None = None, with_tools: bool = False) -> bool:
+        """Whether the template, that of conversations with tools or of others, uses a variable; `template` as in
+        `text`, and must compile."""
+        return variable in variables_of(self._source(template, with_tools))
 
     def _source(self, template: str | None, with_tools: bool) -> str:
         if template is not None:

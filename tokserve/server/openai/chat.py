@@ -6,7 +6,7 @@ Nothing is generated here; a chat answer is the token route's answer read throug
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -197,16 +197,24 @@ async def call_of(
         if body.tokens is not None:
             raise RequestError("tokens belongs to /v1/chat/completions/tokens", field="tokens")
         prompt = await prompt_of(serving, request, body, size, body.reasoning_effort)
-    if body.reasoning_effort not in (None, "none"):
-        thinks = any(serving.template.reads(name, body.chat_template) for name in THINKING)
-        if source != "messages" or not thinks:
+    for field, variables in _template_fields(body):
+        reads = (serving.template.reads(name, body.chat_template, bool(body.tools)) for name in variables)
+        if source != "messages" or not any(reads):
             if serving.config.server.strict:
-                raise RequestError("reasoning_effort: nothing of this prompt depends on it", field="reasoning_effort")
-            ignored.append("reasoning_effort")
+                raise RequestError(f"{field}: nothing of this prompt depends on it", field=field)
+            ignored.append(field)
     others = {"logprobs": "top_logprobs", "extra_args": "vllm_xargs"}
     others["max_tokens"], others["beam_width"] = schemas.output_limit(body)[1], "n"
     fields = _fields(plan.source, source, **others)
     return ChatCall(body, ignored, params, generate, prompt, fields, plan, beam_params(body, params))
+
+
+def _template_fields(body: ChatBody) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Fields of a body that only some templates read, with the variables that they set."""
+    if body.reasoning_effort not in (None, "none"):
+        yield "reasoning_effort", THINKING
+    if body.documents:
+        yield "documents", ("documents",)
 
 
 def _fields(source: str | None, prompt: str = "messages", **others: str) -> FieldPaths:
