@@ -37,11 +37,13 @@ def choice(response: httpx.Response) -> dict[str, Any]:
 
 
 def test_tokens_and_logprobs(server: ScriptedServer) -> None:
-    made = choice(generate(server, ScriptedReply([5, 6, 7], [-0.5, -0.25, -2.0])))
+    reply = generate(server, ScriptedReply([5, 6, 7], [-0.5, -0.25, -2.0]), request_id="of the client")
+    made = choice(reply)
     assert made["token_ids"] == [5, 6, 7, EOS]
     assert made["finish_reason"] == "stop"
     assert made["logprobs"]["token_logprobs"] == [-0.5, -0.25, -2.0, -1.0]
-    assert server.choices[-1].prompt_ids == [10, 11, 12]
+    received = server.choices[-1]
+    assert (received.request_id, received.prompt_ids, received.index) == ("of the client", [10, 11, 12], 0)
 
 
 def test_parameters_end_an_output(server: ScriptedServer) -> None:

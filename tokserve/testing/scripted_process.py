@@ -131,8 +131,8 @@ class ScriptedSocket(EngineSocket):
         return False
 
     def _scripted(self, request: EngineRequest) -> Scripted:
-        index = int(request.request_id.rpartition("#")[2])
-        choice = Choice(request.request_id, unpack_ids(request.prompt.ids), index)
+        request_id, _, index = request.request_id.rpartition("#")
+        choice = Choice(request_id, unpack_ids(request.prompt.ids), int(index))
         self._channel.write(msgspec.json.encode(choice) + b"\n")
         self._channel.flush()
         return msgspec.json.decode(self._channel.readline() or sys.exit(), type=Scripted)
