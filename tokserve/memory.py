@@ -22,11 +22,9 @@ SOON = 10.0  # seconds from one full collection to the next while there are few 
 LATEST = 60.0  # and at any moment
 IDLE = 5.0  # seconds without work after which free memory goes back
 FEW = 200_000  # blocks of memory beyond those of the start: they are visited in some milliseconds
-TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # of mallopt(3)
+MMAP_THRESHOLD, ARENA_MAX = -3, -8  # of mallopt(3)
 MAPPED = 1 << 18  # bytes of an allocation that has pages of its own, which go back when it is freed
 ARENAS = 2
-LARGEST_IN_HEAPS = 1 << 25  # bytes: what glibc comes to by itself, and the most that it takes
-FREE_AT_END = 1 << 20  # bytes
 VISITS = 10
 UNMAPPED_AT_ONCE = 1 << 22  # bytes
 FREED_AT_ONCE = 1 << 10  # values
@@ -153,17 +151,15 @@ def unmap(pages: mmap.mmap) -> None:
 
 
 def keep_apart() -> None:
-    """Give large allocations pages of their own, and threads two arenas, so that less of what is freed stays between
+    """Give large allocations pages of their own, and threads two heaps, so that less of what is freed stays between
     what is in use: for a process whose requests are of all sizes.  Only with glibc; before its threads work."""
+    share_heaps()
     with suppress(AttributeError):
         _LIBC.mallopt(MMAP_THRESHOLD, MAPPED)
-        _LIBC.mallopt(ARENA_MAX, ARENAS)
 
 
-def return_ends() -> None:
-    """Return the free end of each of glibc's heaps when it is larger than FREE_AT_END.  `give_back` does not for those
-    of threads, and without this glibc keeps up to 64 MiB of each, depending on what has been allocated.  Allocations up
-    to LARGEST_IN_HEAPS have no pages of their own, as these make steps with large tensors slower.  Only with glibc."""
+def share_heaps() -> None:
+    """Have all threads use two heaps: `give_back` does not return the free end of a thread's heap, and with a heap for
+    each thread there are many such ends.  Only with glibc; before threads work."""
     with suppress(AttributeError):
-        _LIBC.mallopt(MMAP_THRESHOLD, LARGEST_IN_HEAPS)
-        _LIBC.mallopt(TRIM_THRESHOLD, FREE_AT_END)
+        _LIBC.mallopt(ARENA_MAX, ARENAS)

@@ -26,7 +26,7 @@ from tokserve.engine.core import EngineCore
 from tokserve.engine.socket import EngineSocket
 from tokserve.errors import DeviceLost, StartError, sendable
 from tokserve.executor.base import Executor, make
-from tokserve.memory import FullCollections, IdleMemory, return_ends
+from tokserve.memory import FullCollections, IdleMemory, share_heaps
 from tokserve.messages import Dead
 from tokserve.processes import wake_promptly
 from tokserve.sockets import remove_stale
@@ -149,7 +149,7 @@ def main(make_executor: Callable[[Config], Executor] = make) -> NoReturn:
     _watch(opening.address, server.uds)
     sys.setswitchinterval(SWITCH)
     wake_promptly()
-    return_ends()
+    share_heaps()
     code = run(opening.address, opening.config, make_executor(opening.config), opening.bind)
     _leave(opening.address, code)
 
