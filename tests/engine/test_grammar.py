@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import numpy as np
 import pytest
 import tokenizers
@@ -71,6 +72,26 @@ def test_the_mask_follows_the_text_and_ends_with_eos() -> None:
         assert token in allowed(made) and EOS not in allowed(made) and not made.complete
         made.advance(token)
     assert allowed(made) == [EOS] and made.complete
+
+
+def test_the_vocabulary_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library holds the interpreter's lock meanwhile: for seconds with a large vocabulary."""
+    tokenizers_made: list[llguidance.LLTokenizer] = []
+    library_tokenizer = llguidance.LLTokenizer
+
+    def counting(*args: Any, **options: Any) -> llguidance.LLTokenizer:
+        tokenizers_made.append(library_tokenizer(*args, **options))
+        return tokenizers_made[-1]
+
+    monkeypatch.setattr(llguidance, "LLTokenizer", counting)
+    narrow = Compiler(str(DEMO_DIR), 1, [EOS])  # a head narrower than the tokenizer
+    for text in ("a", "b"):
+        narrow.compile(StructuredOutputs(choice=[text]))
+    assert len(tokenizers_made) == 1
+    assert (
+        tokenizers_made[0].vocab_size
+        == library_tokenizer((DEMO_DIR / "tokenizer.json").read_text(), slices=[]).vocab_size
+    )
 
 
 def test_without_eos_nothing_is_left_at_the_end() -> None:

@@ -237,12 +237,13 @@ class Compiler:
                 raise RequestError(NO_TOKENIZER, field="structured_outputs")
             text = _without_prefix(path.read_text(encoding="utf-8"))
             try:
-                width = LLTokenizer(text, slices=[]).vocab_size
-                self._tokenizer = LLTokenizer(text, n_vocab=max(width, self._vocab_size))
-            except ValueError as error:
+                file = msgspec.json.decode(text, type=_TokenizerFile)
+                self._tokenizer = LLTokenizer(text, n_vocab=max(file.width, self._vocab_size))
+            except (ValueError, msgspec.DecodeError) as error:
                 raise unusable("structured_outputs", f"of this model's tokenizer: {error}") from None
-            added = msgspec.json.decode(text, type=_TokenizerFile).added_tokens
-            self._special_texts = [token.content for token in added if self._tokenizer.is_special_token(token.id)]
+            self._special_texts = [
+                token.content for token in file.added_tokens if self._tokenizer.is_special_token(token.id)
+            ]
         return self._tokenizer
 
 
@@ -251,11 +252,23 @@ class _AddedToken(msgspec.Struct):
     content: str
 
 
+class _Vocabulary(msgspec.Struct):
+    vocab: dict[str, int] | list[Any] = {}  # a list: of tokens by id, with their scores
+
+
 class _TokenizerFile(msgspec.Struct):
-    """The parts of tokenizer.json that may put a space before a text, and that name special tokens."""
+    """The parts of tokenizer.json that may put a space before a text, and that name tokens."""
 
     pre_tokenizer: Any = None
+    model: _Vocabulary = msgspec.field(default_factory=_Vocabulary)
     added_tokens: list[_AddedToken] = []
+
+    @property
+    def width(self) -> int:
+        """One more than the largest id."""
+        vocab = self.model.vocab
+        last = len(vocab) - 1 if isinstance(vocab, list) else max(vocab.values(), default=-1)
+        return 1 + max([last, *(token.id for token in self.added_tokens)])
 
 
 def _without_prefix(text: str) -> str:
