@@ -35,7 +35,7 @@ def write_adapter(
     """A PEFT directory for the checkpoint `base`; `tensors` replace some (None: are left out), `config` entries of
     adapter_config.json."""
     generator = torch.Generator().manual_seed(seed)
-    made: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     ranks = config.get("rank_pattern") or {}
     for name, weight in weights(base).items():
         module = name.removesuffix(".weight")
@@ -45,14 +45,14 @@ def write_adapter(
             outputs, inputs = weight.shape
             down = torch.randn(r, inputs, generator=generator) / inputs**0.5
             up = torch.randn(outputs, r, generator=generator) * gain / r**0.5
-            made[f"base_model.model.{module}.lora_A.weight"] = down.to(dtype)
-            made[f"base_model.model.{module}.lora_B.weight"] = up.to(dtype)
+            stored[f"base_model.model.{module}.lora_A.weight"] = down.to(dtype)
+            stored[f"base_model.model.{module}.lora_B.weight"] = up.to(dtype)
     for name, tensor in (tensors or {}).items():
-        made.pop(name, None)
+        stored.pop(name, None)
         if tensor is not None:
-            made[name] = tensor
+            stored[name] = tensor
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(made, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(stored, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     written = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "bias": "none",
         "target_modules": list(targets), "modules_to_save": None, "use_dora": False, "use_rslora": False,
@@ -66,18 +66,18 @@ def write_adapter(
 def merge(directory: Path, base: Path, adapter: Path) -> Path:
     """The checkpoint `base` with W + scale * B A in place of each W."""
     config = json.loads((adapter / "adapter_config.json").read_text())
-    made, parts = weights(base), load_file(adapter / "adapter_model.safetensors")
+    result, parts = weights(base), load_file(adapter / "adapter_model.safetensors")
     for name, down in parts.items():
         if name.endswith("lora_A.weight"):
             module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
             up = parts[name.replace("lora_A", "lora_B")]
             alpha = config["alpha_pattern"].get(module.rpartition(".")[2], config["lora_alpha"])
             scale = alpha / (len(down) ** 0.5 if config["use_rslora"] else len(down))
-            weight = made[f"{module}.weight"]
+            weight = result[f"{module}.weight"]
             merged = weight.double() + scale * up.double() @ down.double()
-            made[f"{module}.weight"] = merged.to(weight.dtype)
+            result[f"{module}.weight"] = merged.to(weight.dtype)
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(made, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(result, directory / "model.safetensors", metadata={"format": "pt"})
     for file in base.glob("*.json"):
         (directory / file.name).write_text(file.read_text())
     return directory

@@ -62,8 +62,8 @@ VARIABLES = {  # as the name of a variable or a parameter: it names its content
     "wanted": "num_tokens, requested",
 }
 VAGUE = {  # no name of a variable or a function in tests
-    "apart", "asked", "company", "each", "found", "given", "gone", "got", "mine", "ours", "own", "said", "theirs",
-    "there", "told", "want", "wanted", "whole",
+    "apart", "asked", "came", "company", "each", "found", "given", "gone", "got", "had", "made", "meant", "mine",
+    "ours", "own", "said", "some", "theirs", "there", "told", "want", "wanted", "whole",
 }  # fmt: skip
 PHRASES = {  # in comments, docstrings and messages
     "business": "owned by, decided in",

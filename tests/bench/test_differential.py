@@ -13,9 +13,9 @@ NONE: frozenset[str] = frozenset()
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_seed_makes_the_same_bodies_of_each_route_again(route: str) -> None:
-    made = [Bodies(f"7-{number}", 50).body(route, wrong=0.5) for number in range(200)]
-    assert made == [Bodies(f"7-{number}", 50).body(route, wrong=0.5) for number in range(200)]
-    assert len({json.dumps(body) for _, body in made}) > 100
+    bodies = [Bodies(f"7-{number}", 50).body(route, wrong=0.5) for number in range(200)]
+    assert bodies == [Bodies(f"7-{number}", 50).body(route, wrong=0.5) for number in range(200)]
+    assert len({json.dumps(body) for _, body in bodies}) > 100
     right = [Bodies(f"7-{number}", 50).body(route, wrong=0.0)[1] for number in range(200)]
     for body in right:
         assert all(token < 50 for token in body.get("token_ids", []))

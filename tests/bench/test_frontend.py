@@ -32,7 +32,7 @@ def test_every_case_gives_all_tokens(tmp_path: Path, window: str) -> None:
         str(free_port()),
     ]
     subprocess.run([sys.executable, SCRIPT, *options, "--json", rows, "--cases", *CASES], check=True, timeout=120)
-    made = json.loads(rows.read_text())
-    assert [row["case"] for row in made] == CASES and all(row["tok_s"] > 0 for row in made)
+    results = json.loads(rows.read_text())
+    assert [row["case"] for row in results] == CASES and all(row["tok_s"] > 0 for row in results)
     if window == "1":
-        assert made[0]["tokens_per_event"] == 1.0
+        assert results[0]["tokens_per_event"] == 1.0

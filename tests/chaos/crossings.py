@@ -53,7 +53,7 @@ def request(rng: random.Random) -> Body:
 def parameters(rng: random.Random) -> dict[str, Any]:
     """Sampling parameters of all sorts, with a seed."""
     most = rng.choice([1, 2, 5, 15, 16, 17, 33, 64, 100])
-    some: list[tuple[float, dict[str, Any]]] = [
+    options: list[tuple[float, dict[str, Any]]] = [
         (0.25, {"top_k": rng.choice([-1, 1, 2, 20, 1000])}), (0.25, {"top_p": rng.choice([1e-9, 0.5, 0.95, 1.0])}),
         (0.2, {"min_p": rng.choice([0.001, 0.3, 1.0])}), (0.2, {"presence_penalty": rng.choice([-2.0, 0.3, 2.0])}),
         (0.2, {"frequency_penalty": rng.choice([-2.0, 0.3, 2.0])}),
@@ -68,7 +68,7 @@ def parameters(rng: random.Random) -> dict[str, Any]:
         (0.1, {"bad_words": ["n", " a"]}), (0.2, {"include_stop_str_in_output": True}),
         (0.2, {"skip_special_tokens": False}), (0.15, {"structured_outputs": rng.choice(FORMS)}),
     ]  # fmt: skip
-    chosen = {name: value for share, entry in some if rng.random() < share for name, value in entry.items()}
+    chosen = {name: value for share, entry in options if rng.random() < share for name, value in entry.items()}
     return chosen | {
         "temperature": rng.choice([0.0, 0.0, 1e-30, 0.001, 0.7, 1.0, 1.0, 2.0]), "max_tokens": most,
         "seed": rng.choice([0, 7, -(2**63), 2**63 - 9, rng.randrange(2**40)]),
@@ -141,11 +141,11 @@ def rows(actual: Any, tokens: list[int]) -> list[Any]:
         raw = [base64.b64decode(column) if isinstance(column, str) else column for column in columns]
         arrays = [np.frombuffer(column, kind) for column, kind in zip(raw, ("<f4", "<i4", "<i4", "<f4"), strict=True)]
         columns = [array.reshape(actual["shape"] if i > 1 else -1).tolist() for i, array in enumerate(arrays)]
-    made = []
+    result = []
     for token, logprob, rank, ids_, values in zip(tokens, *columns, strict=True):
         others = {id_: max(value, FLOOR) for id_, value in zip(ids_, values, strict=True) if id_ != token}
-        made.append((max(logprob, FLOOR), rank, list(others.items())))
-    return made
+        result.append((max(logprob, FLOOR), rank, list(others.items())))
+    return result
 
 
 def answer(reply: Any, requested: Body, index: int = 0) -> tuple[Any, ...]:

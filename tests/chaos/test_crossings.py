@@ -47,8 +47,10 @@ TROUBLE = [
 
 @pytest.fixture(scope="module")
 def common(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    made = [f"{name}={write_adapter(tmp_path_factory.mktemp(name), DEMO_DIR, seed=ord(name[0]))}" for name in ADAPTERS]
-    return [*ALL, "--enable-lora", "--lora-modules", *made]
+    modules = [
+        f"{name}={write_adapter(tmp_path_factory.mktemp(name), DEMO_DIR, seed=ord(name[0]))}" for name in ADAPTERS
+    ]
+    return [*ALL, "--enable-lora", "--lora-modules", *modules]
 
 
 @pytest.fixture(scope="module")

@@ -42,12 +42,12 @@ def test_a_wrong_command_line_has_an_error_of_two_lines(
 
 def values(words: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What `tokserve serve` would serve with, without what is not given."""
-    made: list[dict[str, Any]] = []
-    monkeypatch.setattr("tokserve.cli.serve.serve", lambda config: made.append(config) or 0)
+    configs: list[dict[str, Any]] = []
+    monkeypatch.setattr("tokserve.cli.serve.serve", lambda config: configs.append(config) or 0)
     with pytest.raises(SystemExit) as ended:
         main(["serve", *words])
     assert ended.value.code == 0
-    return {name: value for name, value in made[0].items() if value is not None}
+    return {name: value for name, value in configs[0].items() if value is not None}
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,9 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(heartbeat.asyncio, "get_running_loop", lambda: made)
-    return made
+    loop = Clock()
+    monkeypatch.setattr(heartbeat.asyncio, "get_running_loop", lambda: loop)
+    return loop
 
 
 def heart(timeout: float) -> tuple[Heartbeat, list[str]]:

@@ -129,11 +129,11 @@ class Lives:
         except (EngineDead, Unavailable):
             return
         end = ends[0]
-        made = [
+        weights = [
             self.weights_of[version] for version, start, stop in end.weight_versions or () for _ in range(start, stop)
         ]
-        assert len(made) == len(end.token_ids)
-        alone = solo(prompt, params, seed, 64, (), lambda index: made[index] if index < len(made) else "")
+        assert len(weights) == len(end.token_ids)
+        alone = solo(prompt, params, seed, 64, (), lambda index: weights[index] if index < len(weights) else "")
         assert end.token_ids == alone.tokens[: len(end.token_ids)]
         if end.finish_reason == "length":
             assert len(end.token_ids) == params.max_tokens

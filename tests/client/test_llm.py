@@ -53,8 +53,8 @@ def make(model: Path, mode: str = "serve", **options: Any) -> LLM:
 
 @pytest.fixture(scope="module")
 def fake(model: Path) -> Iterator[LLM]:
-    with make(model, model_options={"generation_config": "auto"}) as made:
-        yield made
+    with make(model, model_options={"generation_config": "auto"}) as llm:
+        yield llm
 
 
 def test_outputs_keep_the_order_of_the_prompts(fake: LLM) -> None:
@@ -417,19 +417,19 @@ def test_ctrl_c_stops_the_work_and_the_engine_lives(missed: bool, model: Path) -
 
 
 def test_close_twice_and_then_nothing(model: Path) -> None:
-    made = make(model)
-    made.close()
-    made.close()
-    assert not made._thread.is_alive()
+    llm = make(model)
+    llm.close()
+    llm.close()
+    assert not llm._thread.is_alive()
     with pytest.raises(RequestError, match="closed"):
-        made.generate([4])
+        llm.generate([4])
 
 
 def test_a_dead_engine_raises_an_error(model: Path) -> None:
-    with make(model, "hang") as made:
-        threading.Timer(0.1, os.kill, (made._llm.engine[1], signal.SIGKILL)).start()
+    with make(model, "hang") as llm:
+        threading.Timer(0.1, os.kill, (llm._llm.engine[1], signal.SIGKILL)).start()
         with pytest.raises(EngineDead, match="killed by SIGKILL"):
-            made.generate([4], use_tqdm=False)
+            llm.generate([4], use_tqdm=False)
 
 
 def test_a_start_that_fails_raises(model: Path) -> None:
@@ -442,10 +442,10 @@ def test_a_start_that_fails_raises(model: Path) -> None:
 
 
 def test_tokens_only(model: Path) -> None:
-    with make(model, tokens_only=True) as made:
-        assert made.tokenizer is None
-        assert made.generate([4, 5], use_tqdm=False)[0].outputs[0].text == ""
-        for call in (lambda: made.generate("text"), lambda: made.chat([{"role": "user", "content": "a"}])):
+    with make(model, tokens_only=True) as llm:
+        assert llm.tokenizer is None
+        assert llm.generate([4, 5], use_tqdm=False)[0].outputs[0].text == ""
+        for call in (lambda: llm.generate("text"), lambda: llm.chat([{"role": "user", "content": "a"}])):
             with pytest.raises(RequestError, match="tokens_only"):
                 call()
 

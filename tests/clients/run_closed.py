@@ -32,8 +32,8 @@ def main() -> None:
     for kind in (Place, Trip):
         common: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "response_model": kind, "max_tokens": 1500}
         for seed in range(8):
-            made = client.chat.completions.create(**common, seed=seed, max_retries=0)
-            report.check(f"{kind.__name__}, seed {seed}: {made}", isinstance(made, kind))
+            result = client.chat.completions.create(**common, seed=seed, max_retries=0)
+            report.check(f"{kind.__name__}, seed {seed}: {result}", isinstance(result, kind))
         parts = list(client.chat.completions.create_partial(**common, seed=1))
         report.check(f"a partial {kind.__name__}", isinstance(parts[-1], BaseModel) and len(parts) > 1)
     schema = {"name": "trip", "schema": Trip.model_json_schema()}

@@ -86,9 +86,9 @@ def cohere_sdk(report: Report, vectors: list[list[float]]) -> None:
 
 
 def others(report: Report, vectors: list[list[float]]) -> None:
-    made = OpenAIEmbeddings(model="demo", base_url=report.url + "/v1", check_embedding_ctx_length=False)
-    report.check("LangChain's documents", made.embed_documents(TEXTS) == vectors)
-    report.check("LangChain's query", made.embed_query(TEXTS[0]) == vectors[0])
+    embeddings = OpenAIEmbeddings(model="demo", base_url=report.url + "/v1", check_embedding_ctx_length=False)
+    report.check("LangChain's documents", embeddings.embed_documents(TEXTS) == vectors)
+    report.check("LangChain's query", embeddings.embed_query(TEXTS[0]) == vectors[0])
     for provider in ("openai", "hosted_vllm"):
         reply = litellm.embedding(model=f"{provider}/demo", input=TEXTS, api_base=report.url + "/v1", api_key="none")
         report.check(f"litellm's {provider}", [item["embedding"] for item in reply.data] == vectors)

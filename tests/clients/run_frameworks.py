@@ -54,8 +54,8 @@ def with_litellm(report: Report, base: str) -> None:
         report.check("a stream, put together", same and built.usage.total_tokens == reply.usage.total_tokens)
         report.check("logprobs", len(reply.choices[0].logprobs.content[0].top_logprobs) == 2)
         report.check("choices", len(litellm.completion(**common, n=3, max_completion_tokens=4).choices) == 3)
-        made = litellm.completion(**common, max_tokens=LIMIT, response_format=Verdict).choices[0].message.content
-        report.check("a schema from a class", Verdict.model_validate_json(made))
+        result = litellm.completion(**common, max_tokens=LIMIT, response_format=Verdict).choices[0].message.content
+        report.check("a schema from a class", Verdict.model_validate_json(result))
         litellm_calls(report, common)
         try:
             litellm.completion(**common, temperature=7)
@@ -171,13 +171,13 @@ def with_langchain(report: Report, base: str) -> None:
     report.check("output by a tool call", isinstance(by_call.invoke(QUESTION), Verdict))
     for choice in ("any", "weather"):
         bound = limited.bind_tools([TOOL], tool_choice=choice)
-        made = bound.invoke(QUESTION)
+        result = bound.invoke(QUESTION)
         report.check(
-            f"bound tools, {choice}", made.tool_calls[0]["args"]["city"] in CITIES and not made.invalid_tool_calls
+            f"bound tools, {choice}", result.tool_calls[0]["args"]["city"] in CITIES and not result.invalid_tool_calls
         )
         pieces = list(bound.stream(QUESTION))
         added = [(c["name"], c["args"]) for c in sum(pieces[1:], pieces[0]).tool_calls]
-        report.check("the same, added up", added == [(call["name"], call["args"]) for call in made.tool_calls])
+        report.check("the same, added up", added == [(call["name"], call["args"]) for call in result.tool_calls])
     report.check("bound tools", chat.bind_tools([TOOL]).invoke(QUESTION).content == "85")
     completes = langchain_openai.OpenAI(**common, temperature=0, max_tokens=4)
     report.check("a completion, streamed", "".join(completes.stream("ab")) == completes.invoke("ab"))

@@ -140,16 +140,16 @@ def test_a_body_over_the_limit_is_413(api: Api) -> None:
                 assert json.loads(body)["error"]["code"] == "body_too_large"
 
 
-def exchange(api: Api, raw: bytes, then: bytes = b"") -> tuple[int, bytes]:
+def exchange(api: Api, raw: bytes, continuation: bytes = b"") -> tuple[int, bytes]:
     """Send bytes and read one answer; `then` follows the server's 100 Continue."""
-    where = urlsplit(api.url)
-    with socket.create_connection((where.hostname, where.port), timeout=20) as sock:
+    address = urlsplit(api.url)
+    with socket.create_connection((address.hostname, address.port), timeout=20) as sock:
         sock.sendall(raw)
         file = sock.makefile("rb")
         status = int(file.readline().split()[1])
         if status == 100:
             assert file.readline() == b"\r\n"
-            sock.sendall(then)
+            sock.sendall(continuation)
             status = int(file.readline().split()[1])
         length = 0
         while (line := file.readline().strip()) != b"":
@@ -166,8 +166,8 @@ def test_expect_100_continue(api: Api) -> None:
 
 
 def test_pipelined_requests_are_answered_in_order(api: Api) -> None:
-    where = urlsplit(api.url)
-    with socket.create_connection((where.hostname, where.port), timeout=20) as sock:
+    address = urlsplit(api.url)
+    with socket.create_connection((address.hostname, address.port), timeout=20) as sock:
         one = b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n"
         sock.sendall(one % b"/version" + one % b"/nowhere" + b"GET /health HTTP/1.0\r\n\r\n")
         answer = b""
@@ -181,8 +181,8 @@ def test_http_1_0_replies_are_not_chunked(api: Api, stream: bool) -> None:
     """A stream ends with the connection; what has a length says it."""
     body = json.dumps(BODY | {"stream": stream}).encode()
     head = f"POST {GENERATE} HTTP/1.0\r\nContent-Type: {JSON}\r\nContent-Length: {len(body)}\r\n\r\n"
-    where = urlsplit(api.url)
-    with socket.create_connection((where.hostname, where.port), timeout=20) as sock:
+    address = urlsplit(api.url)
+    with socket.create_connection((address.hostname, address.port), timeout=20) as sock:
         sock.sendall(head.encode() + body)
         headers, _, answer = b"".join(iter(lambda: sock.recv(65536), b"")).partition(b"\r\n\r\n")
     assert b" 200 " in headers and b"connection: close" in headers and b"chunked" not in headers
@@ -202,10 +202,10 @@ def test_an_offer_of_another_protocol_is_declined(api: Api) -> None:
     length = f"Content-Length: {len(body)}\r\n\r\n".encode()
     chunked = f"Transfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n"
     expect = b"Expect: 100-continue\r\n"
-    for raw, then in (
+    for raw, continuation in (
         (head + OFFER + length + body, b""), (head + OFFER + chunked, b""), (head + expect + OFFER + length, body)
     ):  # fmt: skip
-        status, reply = exchange(api, raw, then)
+        status, reply = exchange(api, raw, continuation)
         assert status == 200 and json.loads(reply)["choices"] == expected
     status, _ = exchange(api, b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
     assert status == 200

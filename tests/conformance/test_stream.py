@@ -12,10 +12,10 @@ BODY = {"token_ids": PROMPT, "sampling_params": PARAMS}
 
 def joined(events: list[Any], n: int = 1) -> list[dict[str, Any]]:
     """The choices of a token stream, put together."""
-    made: list[dict[str, Any]] = [{"index": i, "token_ids": [], "logprobs": {}, "text": ""} for i in range(n)]
+    choices: list[dict[str, Any]] = [{"index": i, "token_ids": [], "logprobs": {}, "text": ""} for i in range(n)]
     for event in events:
         for delta in event["choices"]:
-            choice = made[delta["index"]]
+            choice = choices[delta["index"]]
             choice["token_ids"] += delta["token_ids"]
             choice["text"] += delta.get("text", "")
             for name, values in (delta["logprobs"] or {}).items():
@@ -26,7 +26,7 @@ def joined(events: list[Any], n: int = 1) -> list[dict[str, Any]]:
                 assert "finish_reason" not in choice, "a choice ends once"
                 names = ("finish_reason", "stop_reason", "stop_detail", "weight_versions")
                 choice |= {name: delta[name] for name in names}
-    return made
+    return choices
 
 
 @pytest.mark.parametrize("form", ["objects", "arrays"])

@@ -40,9 +40,9 @@ def test_a_forced_call(text: Api, route: str, choice: Any) -> None:
     if route == CHAT_TOKENS:
         body = {name: value for name, value in body.items() if name != "messages"} | {"tokens": PROMPT}
     [actual] = text.ok(route, body)["choices"]
-    made = functions(actual, "tool_calls" if choice == "required" else "stop")
-    check(made)
-    assert len(made) == 1 and (choice == "required" or made[0][0] == "weather")
+    generated = functions(actual, "tool_calls" if choice == "required" else "stop")
+    check(generated)
+    assert len(generated) == 1 and (choice == "required" or generated[0][0] == "weather")
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_streamed_calls_equal_the_reply(text: Api, fields: dict[str, Any]) -> No
 @pytest.mark.parametrize("choice", ["required", NAMED, "auto"], ids=["required", "named", "auto"])
 def test_render_generate_and_derender_are_chat(text: Api, choice: Any) -> None:
     body = ASK | {"tool_choice": choice, "logprobs": True, "top_logprobs": 2, "request_id": "three-steps"}
-    made = text.ok(GENERATE, text.ok(CHAT + "/render", body))
-    back = text.ok(CHAT + "/derender", {"generate_response": made, "chat_request": body})
+    generated = text.ok(GENERATE, text.ok(CHAT + "/render", body))
+    back = text.ok(CHAT + "/derender", {"generate_response": generated, "chat_request": body})
     assert back["choices"] == text.ok(CHAT, body)["choices"]
 
 
@@ -86,8 +86,8 @@ def test_calls_in_the_models_own_format_are_read(text: Api) -> None:
     if text.config["server"].get("tool_call_parser") != "auto" or text.model != "demo":
         pytest.skip("the format of another model")
     written = 'Yes.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-    made = text.generate({"structured_outputs": {"choice": [written]}, "max_tokens": 200})
-    back = text.ok(CHAT + "/derender", {"generate_response": made, "chat_request": ASK})
+    generated = text.generate({"structured_outputs": {"choice": [written]}, "max_tokens": 200})
+    back = text.ok(CHAT + "/derender", {"generate_response": generated, "chat_request": ASK})
     message, reason = back["choices"][0]["message"], back["choices"][0]["finish_reason"]
     assert message["content"] == "Yes." and reason == "tool_calls"
     assert [call["function"] for call in message["tool_calls"]] == [

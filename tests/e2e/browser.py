@@ -39,8 +39,8 @@ class Browser:
                 "goog:chromeOptions": {"binary": browser, "args": flags},
                 "goog:loggingPrefs": {"browser": "ALL"},
             }
-            made = self._send("POST", "/session", {"capabilities": {"alwaysMatch": capabilities}})
-            self._base += f"/session/{made['sessionId']}"
+            session = self._send("POST", "/session", {"capabilities": {"alwaysMatch": capabilities}})
+            self._base += f"/session/{session['sessionId']}"
         except BaseException:
             self._end()
             raise

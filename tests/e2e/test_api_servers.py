@@ -107,9 +107,9 @@ def reasons(answer: httpx.Response) -> set[str]:
     return {choice["finish_reason"] for choice in answer.json()["choices"]}
 
 
-def abort(server: Server, index: int, which: dict[str, Any]) -> Any:
+def abort(server: Server, index: int, request: dict[str, Any]) -> Any:
     with via(server, index) as client:
-        return client.post("/abort_requests", json=which).json()
+        return client.post("/abort_requests", json=request).json()
 
 
 def test_an_abort_reaches_the_process_that_owns_the_request(two: Server) -> None:

@@ -29,10 +29,12 @@ def embed(server: Served, **body: Any) -> dict[str, Any]:
 def test_all_types_are_of_the_same_vectors(server: Served) -> None:
     expected = [item["embedding"] for item in server.post("/v1/embeddings", {"input": TEXTS}).json()["data"]]
     reply = embed(server, embedding_types=["float", "base64", "binary", "ubinary"], input_type="search_query")
-    made = reply["embeddings"]
-    assert made["float"] == expected and reply["texts"] == TEXTS and reply["response_type"] == "embeddings_by_type"
-    assert [np.frombuffer(base64.b64decode(one), "<f4").tolist() for one in made["base64"]] == expected
-    for vector, signs, packed in zip(expected, made["binary"], made["ubinary"], strict=True):
+    embeddings = reply["embeddings"]
+    assert (
+        embeddings["float"] == expected and reply["texts"] == TEXTS and reply["response_type"] == "embeddings_by_type"
+    )
+    assert [np.frombuffer(base64.b64decode(one), "<f4").tolist() for one in embeddings["base64"]] == expected
+    for vector, signs, packed in zip(expected, embeddings["binary"], embeddings["ubinary"], strict=True):
         assert np.unpackbits(np.array(packed, np.uint8)).tolist() == [int(value > 0) for value in vector]
         assert [value + 128 for value in signs] == packed
     assert reply["meta"]["api_version"] == {"version": "2"}

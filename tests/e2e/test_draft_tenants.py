@@ -22,8 +22,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     for seed, name in enumerate(("a", "b")):
         write_adapter(root / name, DEMO_DIR, seed=seed, gain=0.0)  # both change nothing, so outputs are the model's
     flags = ["--enable-lora", "--lora-modules", f"a={root / 'a'}", f"b={root / 'b'}", "--api-server-count", "2"]
-    with ServerThread("demo", "--tokens-only", "--api-key", "one", "--api-key", "two", *flags) as made:
-        yield made
+    with ServerThread("demo", "--tokens-only", "--api-key", "one", "--api-key", "two", *flags) as running:
+        yield running
 
 
 def from_history(server: Served, *, client: str = "one", prompt: list[int] = PROMPT, **fields: Any) -> int:
@@ -76,8 +76,8 @@ def test_a_corpus_drafts_for_its_salt_and_adapter_alone(server: Served) -> None:
     reply = httpx.post(f"{server.url}/inference/v1/generate", json=body, headers=headers, timeout=60).json()
     output = reply["choices"][0]["token_ids"]
     added = corpus | {"token_ids": [output]}
-    made = httpx.post(f"{server.url}/add_draft_corpus", json=added, headers=headers, timeout=60)
-    assert made.json() == {"outputs": 1}, made.text
+    response = httpx.post(f"{server.url}/add_draft_corpus", json=added, headers=headers, timeout=60)
+    assert response.json() == {"outputs": 1}, response.text
     for wrong in ({"cache_salt": "t"}, {"model": "b"}, {"draft_group": "d"}):
         assert from_history(server, prompt=prompt, **(corpus | wrong)) == 0
     assert from_history(server, prompt=prompt, **corpus) > 20

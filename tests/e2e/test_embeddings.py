@@ -154,9 +154,9 @@ def test_one_version_of_the_weights_makes_all_vectors(slow: Served, tmp_path: Pa
         assert slow.post("/pause?mode=keep", {}).status_code == 200 and not answer.done()
         assert slow.post("/update_weights", {"weight_dir": str(tmp_path), "weight_version": "new"}).status_code == 200
         assert slow.post("/resume", {}).status_code == 200
-        made = answer.result().json()
-    assert {one["meta_info"]["weight_version"] for one in made} == {"new"}
-    assert slow.post("/encode", {"input_ids": [[5, *range(5, 70)]]}).json()[0]["embedding"] == made[0]["embedding"]
+        items = answer.result().json()
+    assert {one["meta_info"]["weight_version"] for one in items} == {"new"}
+    assert slow.post("/encode", {"input_ids": [[5, *range(5, 70)]]}).json()[0]["embedding"] == items[0]["embedding"]
 
 
 def test_what_a_pause_aborts_may_be_sent_again(slow: Served) -> None:

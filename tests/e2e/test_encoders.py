@@ -194,13 +194,13 @@ def test_a_checkpoint_of_sentence_transformers(tmp_path: Path) -> None:
         assert rules.pooling == ("first" if "pooling_mode" in config else "mean")
     with LLM(str(tmp_path), cpu_threads=1) as llm:
         assert llm.config.model.max_model_len == 24 and not llm.config.cache.enable_prefix_caching
-        made = llm.embed(texts, use_tqdm=False)
+        outputs = llm.embed(texts, use_tqdm=False)
         alone = llm.embed(texts[1], use_tqdm=False)[0].outputs.embedding
-        assert alone == made[1].outputs.embedding
+        assert alone == outputs[1].outputs.embedding
         tokens = llm.encode(texts, pooling_task="token_embed", use_tqdm=False)
         with pytest.raises(RequestError, match="this model makes embeddings"):
             llm.encode(texts, pooling_task="token_classify")
-    for one, by_token in zip(made, tokens, strict=True):
+    for one, by_token in zip(outputs, tokens, strict=True):
         with torch.inference_mode():
             states = model(torch.tensor([one.prompt_token_ids])).last_hidden_state[0]
         mean = states.mean(0)

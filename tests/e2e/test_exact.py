@@ -19,7 +19,7 @@ Case = tuple[list[int], SamplingParams]
 
 def cases() -> list[Case]:
     rng = np.random.default_rng(0)
-    made: list[Case] = []
+    drawn: list[Case] = []
     shared = rng.integers(3, 200, 70).tolist()
     for i in range(17):
         suffix = rng.integers(3, 200, [3, 20, 45, 90][i % 4]).tolist()
@@ -31,8 +31,8 @@ def cases() -> list[Case]:
         if i % 5 == 2:
             params |= {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
         params["logprobs_mode"] = ["raw", "temperature", "processed"][i % 3]
-        made.append((prompt, SamplingParams(**params)))
-    return made
+        drawn.append((prompt, SamplingParams(**params)))
+    return drawn
 
 
 def result(output: Any) -> tuple[Any, ...]:
@@ -46,8 +46,8 @@ def columns(logprobs: Any) -> tuple[Any, ...]:
 
 
 def together(llm: LLM, count: int | None = None) -> list[tuple[Any, ...]]:
-    made = cases()[:count]
-    outputs = llm.generate([prompt for prompt, _ in made], [params for _, params in made], use_tqdm=False)
+    requests = cases()[:count]
+    outputs = llm.generate([prompt for prompt, _ in requests], [params for _, params in requests], use_tqdm=False)
     return [result(output) for output in outputs]
 
 
@@ -133,9 +133,9 @@ def test_decode_logprobs_equal_rescored_prompt_logprobs(short_steps: LLM, mode: 
     params: dict[str, Any] = {"temperature": 0.7, "seed": 3, "logprobs_mode": mode, "ignore_eos": True}
     if mode == "processed":
         params |= {"top_k": 50, "top_p": 0.95}
-    made = llm.generate([prompt], [SamplingParams(max_tokens=100, logprobs=3, **params)], use_tqdm=False)[0]
-    tokens = list(made.outputs[0].token_ids)
+    decoded = llm.generate([prompt], [SamplingParams(max_tokens=100, logprobs=3, **params)], use_tqdm=False)[0]
+    tokens = list(decoded.outputs[0].token_ids)
     rescore = SamplingParams(max_tokens=1, prompt_logprobs=3, prompt_logprobs_start=len(prompt), **params)
     for _ in range(2):  # cold, then with a warm cache
         scored = llm.generate([prompt + tokens], [rescore], use_tqdm=False)[0]
-        assert columns(scored.prompt_logprobs) == columns(made.outputs[0].logprobs)
+        assert columns(scored.prompt_logprobs) == columns(decoded.outputs[0].logprobs)

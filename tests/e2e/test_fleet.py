@@ -21,12 +21,12 @@ def replies(server: Server) -> list[Any]:
     """The replies to a seeded request and to a re-score of what it generated."""
     params = {"temperature": 1.5, "seed": 7, "logprobs": 2, "max_tokens": 40, "ignore_eos": True}
     body = {"token_ids": PROMPT, "sampling_params": params, "logprobs_format": "arrays"}
-    made = server.post("/inference/v1/generate", body).json()
-    tokens = made["choices"][0]["token_ids"]
+    reply = server.post("/inference/v1/generate", body).json()
+    tokens = reply["choices"][0]["token_ids"]
     rescore = {"max_tokens": 1, "prompt_logprobs": 1, "temperature": 0}
     body = {"token_ids": PROMPT + tokens, "sampling_params": rescore, "logprobs_format": "arrays"}
     scored = server.post("/inference/v1/generate", body).json()
-    return [made["choices"], made["seed"], scored["choices"], scored["prompt_logprobs"]]
+    return [reply["choices"], reply["seed"], scored["choices"], scored["prompt_logprobs"]]
 
 
 @pytest.mark.slow

@@ -19,9 +19,9 @@ LIMIT = 300 << 20
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path = tmp_path_factory.mktemp("long")
     write_checkpoint(path, tiny_config("qwen3", vocab_size=VOCAB, max_position_embeddings=LENGTH + 8))
-    with Server(path, "--tokens-only", "--max-num-seqs", "4") as made:
-        made.generate(list(range(3, 2000)), max_tokens=2, prompt_logprobs=5, logprobs=5)
-        yield made
+    with Server(path, "--tokens-only", "--max-num-seqs", "4") as running:
+        running.generate(list(range(3, 2000)), max_tokens=2, prompt_logprobs=5, logprobs=5)
+        yield running
 
 
 def resident(process: psutil.Process, line: str) -> int:

@@ -40,8 +40,8 @@ def llm(base: Path, paths: dict[str, str]) -> Iterator[LLM]:
     options: dict[str, Any] = {"tokens_only": True, "max_model_len": 256, "max_num_batched_tokens": 37}
     with LLM(
         base, enable_lora=True, max_loras=3, lora_eviction="none", lora_modules=[f"a={paths['a']}"], depth=2, **options
-    ) as made:
-        yield made
+    ) as engine:
+        yield engine
 
 
 def outcome(output: RequestOutput) -> Any:

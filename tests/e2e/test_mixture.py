@@ -183,8 +183,8 @@ def test_routes_return_the_same_experts_whole_and_streamed(server: Served) -> No
 def test_decode_logprobs_equal_rescored_prompt_logprobs(short_steps: LLM) -> None:
     prompt = PROMPTS[0]
     short_steps.reset_prefix_cache()
-    made = short_steps.generate([prompt], [PARAMS], use_tqdm=False)[0].outputs[0]
+    decoded = short_steps.generate([prompt], [PARAMS], use_tqdm=False)[0].outputs[0]
     rescore = SamplingParams(max_tokens=1, prompt_logprobs=2, prompt_logprobs_start=len(prompt))
     for _ in range(2):
-        scored = short_steps.generate([prompt + list(made.token_ids)], [rescore], use_tqdm=False)[0]
-        assert columns(scored.prompt_logprobs) == columns(made.logprobs)
+        scored = short_steps.generate([prompt + list(decoded.token_ids)], [rescore], use_tqdm=False)[0]
+        assert columns(scored.prompt_logprobs) == columns(decoded.logprobs)

@@ -16,8 +16,8 @@ QUESTION = [{"role": "user", "content": "What is 47 + 38?"}]
 
 @pytest.fixture
 def client(demo: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=demo.url + "/v1", api_key="none", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=demo.url + "/v1", api_key="none", max_retries=0) as sdk:
+        yield sdk
 
 
 def ask(client: openai.OpenAI, **kwargs: Any) -> Any:

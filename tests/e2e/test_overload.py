@@ -109,10 +109,10 @@ def test_a_prompt_at_the_exact_limit(small: Server) -> None:
 
 
 async def idle(url: str) -> None:
-    where = httpx.URL(url)
+    address = httpx.URL(url)
     wires: list[Any] = []
     for _ in range(0, CONNECTIONS, 250):
-        wires += await asyncio.gather(*[asyncio.open_connection(where.host, where.port) for _ in range(250)])
+        wires += await asyncio.gather(*[asyncio.open_connection(address.host, address.port) for _ in range(250)])
     for start in range(0, CONNECTIONS, 500):
         await asyncio.gather(*[version(wire) for wire in wires[start : start + 500]])
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:

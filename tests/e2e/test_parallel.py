@@ -63,9 +63,9 @@ async def crowd(url: str) -> dict[int, tuple[list[int], list[float]]]:
         return {i: answer for i, answer in enumerate(answers) if i not in leaving}
 
 
-async def alone(url: str, which: list[int]) -> dict[int, tuple[list[int], list[float]]]:
+async def alone(url: str, numbers: list[int]) -> dict[int, tuple[list[int], list[float]]]:
     async with httpx.AsyncClient(base_url=url, timeout=240) as client:
-        return {i: await full(client, i) for i in which}
+        return {i: await full(client, i) for i in numbers}
 
 
 def test_two_hundred_requests_and_forty_disconnects(demo: Server) -> None:

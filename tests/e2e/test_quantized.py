@@ -60,11 +60,11 @@ def rescored(llm: LLM) -> None:
     """Logprobs of what was decoded are those of the same tokens as a prompt."""
     prompt = list(range(5, 40))
     params = SamplingParams(max_tokens=100, logprobs=3, temperature=0.7, seed=3, ignore_eos=True)
-    made = llm.generate([prompt], [params], use_tqdm=False)[0].outputs[0]
+    decoded = llm.generate([prompt], [params], use_tqdm=False)[0].outputs[0]
     rescore = SamplingParams(max_tokens=1, prompt_logprobs=3, prompt_logprobs_start=len(prompt))
     for _ in range(2):  # cold, then with a warm cache
-        scored = llm.generate([prompt + list(made.token_ids)], [rescore], use_tqdm=False)[0]
-        assert columns(scored.prompt_logprobs) == columns(made.logprobs)
+        scored = llm.generate([prompt + list(decoded.token_ids)], [rescore], use_tqdm=False)[0]
+        assert columns(scored.prompt_logprobs) == columns(decoded.logprobs)
 
 
 @pytest.mark.slow

@@ -56,25 +56,25 @@ PARAMS = {"temperature": 0.8, "seed": 3, "max_tokens": 14, "logprobs": 2, "promp
 
 def written(directory: Path, form: str, seed: int) -> tuple[Path, Tensors]:
     """A checkpoint, and the tensors of floats that it means."""
-    how = form.removeprefix("experts ")
-    if how == "gguf":
+    kind = form.removeprefix("experts ")
+    if kind == "gguf":
         return _gguf(directory, seed)
-    hf = mxfp4.HF if how == "mxfp4" else EXPERTS if how != form else DENSE
+    hf = mxfp4.HF if kind == "mxfp4" else EXPERTS if kind != form else DENSE
     write_checkpoint(directory, hf, seed=seed)
-    meant = stored(directory)
-    if how == "mxfp4":
-        meant = mxfp4.quantized(directory, seed)
-    elif how == "float8":
-        meant = float8.quantize(directory, float8.QWEN, "block", "_scale_inv", torch.float32)
-    elif how != "dense":
-        meant = packed.write(directory, *packed.CASES[how])
-    return directory, {name: tensor.contiguous() for name, tensor in meant.items()}
+    dequantized = stored(directory)
+    if kind == "mxfp4":
+        dequantized = mxfp4.quantized(directory, seed)
+    elif kind == "float8":
+        dequantized = float8.quantize(directory, float8.QWEN, "block", "_scale_inv", torch.float32)
+    elif kind != "dense":
+        dequantized = packed.write(directory, *packed.CASES[kind])
+    return directory, {name: tensor.contiguous() for name, tensor in dequantized.items()}
 
 
 def _gguf(directory: Path, seed: int) -> tuple[Path, Tensors]:
     directory.mkdir()
-    meant = gguf_models.write(directory / "m.gguf", "qwen3", "Q4_K", value_kind="Q6_K")
-    tensors: Tensors = {name: t for name, t in meant.state_dict().items() if name != "lm_head.weight"}
+    dequantized = gguf_models.write(directory / "m.gguf", "qwen3", "Q4_K", value_kind="Q6_K")
+    tensors: Tensors = {name: t for name, t in dequantized.state_dict().items() if name != "lm_head.weight"}
     if seed > 1:
         tensors = {name: t * (1 + 0.1 * torch.sin(torch.arange(t.shape[-1]))) for name, t in tensors.items()}
     return directory / "m.gguf", tensors
@@ -126,10 +126,10 @@ def reply(server: Server, body: dict[str, Any]) -> dict[str, Any]:
     return good(server.post("/inference/v1/generate", body))
 
 
-def part(made: dict[str, Any]) -> Any:
+def part(reply_body: dict[str, Any]) -> Any:
     """What depends on weights alone."""
-    choice = made["choices"][0]
-    return choice["token_ids"], choice["logprobs"], made["prompt_logprobs"]
+    choice = reply_body["choices"][0]
+    return choice["token_ids"], choice["logprobs"], reply_body["prompt_logprobs"]
 
 
 def flags(form: str, adapter: Path, *, floats: bool = False) -> list[str]:
@@ -152,17 +152,18 @@ def seen(form: str, directory: Path, adapter: Path) -> tuple[Any, dict[str, str]
 @pytest.fixture(params=FORMS)
 def lab(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lab]:
     form = request.param
-    how, _ = FORMS[form]
-    made = [written(tmp_path / str(seed), how, seed) for seed in (1, 2)]
-    (first, _), (second, floats) = made
+    kind, _ = FORMS[form]
+    checkpoints = [written(tmp_path / str(seed), kind, seed) for seed in (1, 2)]
+    (first, _), (second, floats) = checkpoints
     base, plain = (
-        write_float(tmp_path / name, tensors, first) for name, (_, tensors) in zip(("base", "plain"), made, strict=True)
+        write_float(tmp_path / name, tensors, first)
+        for name, (_, tensors) in zip(("base", "plain"), checkpoints, strict=True)
     )
-    directories = [first, plain if how == "gguf" else second]
+    directories = [first, plain if kind == "gguf" else second]
     adapter = write_adapter(tmp_path / "adapter", base, seed=1, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
     with ThreadPoolExecutor() as pool:
         actual = list(pool.map(lambda directory: seen(form, directory, adapter), [*directories, plain]))
-    tensors = [made[i][1] if how == "gguf" else stored(directories[i]) for i in range(2)]
+    tensors = [checkpoints[i][1] if kind == "gguf" else stored(directories[i]) for i in range(2)]
     with Server(str(first), *flags(form, adapter), "--allowed-weight-dirs", str(tmp_path)) as server:
         replies, digests = [one for one, _ in actual], [one for _, one in actual]
         assert replies[0] != replies[1]
@@ -226,14 +227,14 @@ def test_updates_while_requests_run(lab: Lab) -> None:
 def outcome_of_many(server: Server, seed: int) -> None:
     params = PARAMS | {"max_tokens": 120, "seed": seed}
     for ids in PROMPTS:
-        made = reply(server, {"token_ids": ids, "sampling_params": params, "draft_token_ids": list(range(5, 90))})
-        choice = made["choices"][0]
+        drafted = reply(server, {"token_ids": ids, "sampling_params": params, "draft_token_ids": list(range(5, 90))})
+        choice = drafted["choices"][0]
         assert len(choice["token_ids"]) == 120 and choice["weight_versions"][-1]["end"] == 120
 
 
 def digests(lab: Lab) -> dict[str, str]:
-    made: dict[str, str] = lab.in_client(lambda client: client.weight_checksums())
-    return made
+    checksums: dict[str, str] = lab.in_client(lambda client: client.weight_checksums())
+    return checksums
 
 
 def refusals(lab: Lab) -> None:

@@ -45,8 +45,8 @@ FULL = {"logprobs": True, "top_logprobs": 4, "return_token_ids": True}
 def test_chat(http: httpx.Client, demo: Server, fields: dict[str, Any]) -> None:
     for form, logprobs in (("objects", {}), ("objects", FULL), ("base64", FULL), ("arrays", {"logprobs": True})):
         request = {"messages": MESSAGES} | fields | logprobs
-        made = ask(http, demo, GENERATE, ask(http, demo, CHAT + "/render", request) | {"logprobs_format": form})
-        body = {"generate_response": made, "chat_request": request}
+        generated = ask(http, demo, GENERATE, ask(http, demo, CHAT + "/render", request) | {"logprobs_format": form})
+        body = {"generate_response": generated, "chat_request": request}
         assert steady(ask(http, demo, CHAT + "/derender", body)) == steady(ask(http, demo, CHAT, request))
 
 
@@ -54,11 +54,11 @@ def test_chat(http: httpx.Client, demo: Server, fields: dict[str, Any]) -> None:
 def test_completions(http: httpx.Client, demo: Server, fields: dict[str, Any]) -> None:
     for form, logprobs in (("objects", {"logprobs": 2}), ("arrays", {"logprobs": 0})):
         request = {"prompt": ["47+38<|im_end|>", "hello"], "seed": 1} | fields | logprobs
-        made = [
+        generated = [
             ask(http, demo, GENERATE, r | {"logprobs_format": form})
             for r in ask(http, demo, COMPLETIONS + "/render", request)
         ]
-        body = {"generate_responses": made, "completion_request": request}
+        body = {"generate_responses": generated, "completion_request": request}
         assert steady(ask(http, demo, COMPLETIONS + "/derender", body)) == steady(ask(http, demo, COMPLETIONS, request))
 
 
@@ -70,8 +70,8 @@ def test_generated_by_a_tokens_only_server(
     request = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2} | fields
     rendered = ask(http, demo, CHAT + "/render", request)
     rendered["sampling_params"].pop("stop", None)
-    made = ask(http, tokens_only, GENERATE, rendered)
-    body = {"generate_response": made, "chat_request": request}
+    generated = ask(http, tokens_only, GENERATE, rendered)
+    body = {"generate_response": generated, "chat_request": request}
     assert steady(ask(http, demo, CHAT + "/derender", body)) == steady(ask(http, demo, CHAT, request))
 
 
@@ -85,8 +85,8 @@ def test_without_the_request_the_text_of_a_cut_reply_is_the_same(
     http: httpx.Client, demo: Server, fields: dict[str, Any]
 ) -> None:
     body = {"messages": MESSAGES} | fields
-    made = ask(http, demo, GENERATE, ask(http, demo, CHAT + "/render", body))
-    shown = ask(http, demo, CHAT + "/derender", {"generate_response": made})
+    generated = ask(http, demo, GENERATE, ask(http, demo, CHAT + "/render", body))
+    shown = ask(http, demo, CHAT + "/derender", {"generate_response": generated})
     expected = ask(http, demo, CHAT, body)
     assert [c["message"] for c in shown["choices"]] == [c["message"] for c in expected["choices"]]
     assert steady(shown)["usage"] == steady(expected)["usage"]

@@ -36,8 +36,8 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.fixture
 def client(demo: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=demo.url + "/v1", api_key="none", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=demo.url + "/v1", api_key="none", max_retries=0) as sdk:
+        yield sdk
 
 
 @pytest.mark.parametrize("body", OPTIONS, ids=range(len(OPTIONS)))

@@ -256,17 +256,18 @@ def test_after_recompute_kv_tokens_in_flight_have_the_logprobs_of_the_new_weight
             async with client.paused(mode):
                 await client.update_weights(lab.tensors(number), recompute_kv=recompute_kv)
             pairs = []
-            for made in await making:
-                (_, start, end), (_, after, last) = made.weight_versions
+            for rollout in await making:
+                (_, start, end), (_, after, last) = rollout.weight_versions
                 assert start == 0 < end == after < last == 700
                 body = {
-                    "token_ids": [*made.prompt_ids.tolist(), *made.token_ids.tolist()], "logprobs_format": "arrays",
+                    "token_ids": [*rollout.prompt_ids.tolist(), *rollout.token_ids.tolist()],
+                    "logprobs_format": "arrays",
                     "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "logprobs_mode": "raw",
-                                        "prompt_logprobs_start": len(made.prompt_ids) + after},
+                                        "prompt_logprobs_start": len(rollout.prompt_ids) + after},
                     "cache_salt": secrets.token_hex(8),
                 }  # fmt: skip
                 scored = lab.post("/inference/v1/generate", body)["prompt_logprobs"]["token_logprobs"]
-                pairs.append((made.logprobs[after:].tolist(), np.array(scored, np.float32).tolist()))
+                pairs.append((rollout.logprobs[after:].tolist(), np.array(scored, np.float32).tolist()))
             return pairs
 
     for received, expected in asyncio.run(across_a_commit(1, recompute_kv=True)):

@@ -23,8 +23,8 @@ FEW = 8
 
 @pytest.fixture(scope="module")
 def client(demo: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=demo.url, timeout=120) as made:
-        yield made
+    with httpx.Client(base_url=demo.url, timeout=120) as generated:
+        yield generated
 
 
 def maybe(rng: random.Random, share: float, **fields: Any) -> dict[str, Any]:
@@ -128,8 +128,8 @@ def check_chat(client: httpx.Client, seed: int) -> None:
     requested = chat_request(seed)
     expected = steady(ask(client, CHAT, requested))
     assert steady(joined_events(events(client, CHAT, requested))) == expected, requested
-    for made in ways(client, ask(client, CHAT + "/render", requested)):
-        body = {"generate_response": made, "chat_request": requested}
+    for generated in ways(client, ask(client, CHAT + "/render", requested)):
+        body = {"generate_response": generated, "chat_request": requested}
         assert steady(ask(client, CHAT + "/derender", body)) == expected, requested
 
 
@@ -137,8 +137,10 @@ def check_completions(client: httpx.Client, seed: int) -> None:
     requested = completion_request(seed)
     expected = steady(ask(client, COMPLETIONS, requested))
     assert steady(joined_events(events(client, COMPLETIONS, requested))) == expected, requested
-    made = zip(*[ways(client, rendered) for rendered in ask(client, COMPLETIONS + "/render", requested)], strict=True)
-    for replies in made:
+    generated = zip(
+        *[ways(client, rendered) for rendered in ask(client, COMPLETIONS + "/render", requested)], strict=True
+    )
+    for replies in generated:
         body = {"generate_responses": replies, "completion_request": requested}
         assert steady(ask(client, COMPLETIONS + "/derender", body)) == expected, requested
 

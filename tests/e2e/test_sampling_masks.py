@@ -61,8 +61,8 @@ def prompt(rng: random.Random) -> list[int]:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("demo", max_logprobs=-1, max_sampling_mask=MAX_MASK, return_sampling_mask=True, max_num_seqs=64) as made:
-        yield made
+    with LLM("demo", max_logprobs=-1, max_sampling_mask=MAX_MASK, return_sampling_mask=True, max_num_seqs=64) as engine:
+        yield engine
 
 
 def check_rows(output: CompletionOutput, params: dict[str, Any]) -> list[int]:
@@ -97,13 +97,13 @@ def check_rows(output: CompletionOutput, params: dict[str, Any]) -> list[int]:
 def check_crossings(llm: LLM, seeds: range) -> None:
     rng = random.Random(seeds.start)
     crossings = [(prompt(rng), crossing(random.Random(seed))) for seed in seeds]
-    made = []
+    params = []
     for _, options in crossings:
         form = options.get("structured_outputs")
         changes = {} if form is None else {"structured_outputs": StructuredOutputs(**form)}
-        made.append(options | changes)
+        params.append(options | changes)
     prompts = [ids for ids, _ in crossings]
-    with_rows = [SamplingParams(**options, logprobs=-1, logprobs_mode="temperature") for options in made]
+    with_rows = [SamplingParams(**options, logprobs=-1, logprobs_mode="temperature") for options in params]
     lengths: list[int] = []
     outputs = llm.generate(prompts, with_rows, use_tqdm=False)
     for output, (_, options) in zip(outputs, crossings, strict=True):
@@ -111,8 +111,8 @@ def check_crossings(llm: LLM, seeds: range) -> None:
             lengths += check_rows(choice, options)
     assert len(set(lengths)) > 15 and lengths.count(0) > len(seeds) // 8
     # the tokens are those without masks, and the logprobs are those of `processed`, to the bit
-    plain = [SamplingParams(**o, logprobs=0, logprobs_mode="processed", return_sampling_mask=False) for o in made]
-    for output, again, options in zip(outputs, llm.generate(prompts, plain, use_tqdm=False), made, strict=True):
+    plain = [SamplingParams(**o, logprobs=0, logprobs_mode="processed", return_sampling_mask=False) for o in params]
+    for output, again, options in zip(outputs, llm.generate(prompts, plain, use_tqdm=False), params, strict=True):
         for choice, other in zip(output.outputs, again.outputs, strict=True):
             assert other.sampling_mask is None and other.token_ids == choice.token_ids
             assert other.logprobs is not None and choice.sampling_logprobs is not None
@@ -132,8 +132,8 @@ def test_many_crossings(llm: LLM, part: int) -> None:
 
 @pytest.fixture(scope="module")
 def client(demo: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=demo.url, timeout=120) as made:
-        yield made
+    with httpx.Client(base_url=demo.url, timeout=120) as http:
+        yield http
 
 
 def joined(stream: list[Any]) -> dict[int, dict[str, Any]]:
@@ -164,17 +164,17 @@ def unpacked(packed: bytes, kind: str) -> list[Any]:
 
 
 def packed_fields(reply: dict[str, Any], in_base64: bool) -> dict[int, dict[str, Any]]:
-    made = {}
+    by_index = {}
     for choice in reply["choices"]:
         columns = choice["sampling_mask"]
         values = [columns["counts"], columns["ids"], choice["sampling_logprobs"], choice["kept_logprob"]]
         if in_base64:
             values = [base64.b64decode(value) for value in values]
         counts, ids, logprobs, kept = map(unpacked, values, ("<i4", "<i4", "<f4", "<f4"))
-        made[choice["index"]] = dict(
+        by_index[choice["index"]] = dict(
             zip(FIELDS, (rows_of(counts, ids), logprobs, kept, choice["sampling_mask_truncated"]), strict=True)
         )
-    return made
+    return by_index
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -62,8 +62,8 @@ async def version(wire: Wire) -> None:
 
 async def crowd(url: str) -> list[Answer]:
     """The answers of all streams while the other connections stay open; those work before and after."""
-    where = httpx.URL(url)
-    host, port = where.host, where.port or 80
+    address = httpx.URL(url)
+    host, port = address.host, address.port or 80
     idle: list[Wire] = []
     for _ in range(0, IDLE, 200):
         idle += await asyncio.gather(*[asyncio.open_connection(host, port) for _ in range(200)])

@@ -183,15 +183,15 @@ def test_the_benchmark_compares_replies(pair: Pair, capfd: pytest.CaptureFixture
 
 def report(reply: dict[str, Any]) -> dict[str, Any]:
     """What a reply says about its drafts, after checks that hold for all of them."""
-    made: dict[str, Any] = reply["metrics"]["speculative_decoding"]
-    histogram = made["acceptance_histogram"]
-    assert sum(histogram) == made["num_spec_steps"] > 0
+    statistics: dict[str, Any] = reply["metrics"]["speculative_decoding"]
+    histogram = statistics["acceptance_histogram"]
+    assert sum(histogram) == statistics["num_spec_steps"] > 0
     accepted = sum(count * steps for count, steps in enumerate(histogram))
-    assert accepted == made["num_accepted_draft_tokens"] <= made["num_draft_tokens"]
-    assert made["mean_acceptance_length"] == 1 + accepted / made["num_spec_steps"]
-    assert made["draft_acceptance_rate"] == accepted / made["num_draft_tokens"]
-    assert made["num_spec_tokens"] == 32
-    return made
+    assert accepted == statistics["num_accepted_draft_tokens"] <= statistics["num_draft_tokens"]
+    assert statistics["mean_acceptance_length"] == 1 + accepted / statistics["num_spec_steps"]
+    assert statistics["draft_acceptance_rate"] == accepted / statistics["num_draft_tokens"]
+    assert statistics["num_spec_tokens"] == 32
+    return statistics
 
 
 def test_token_replies_report_their_drafts(pair: Pair) -> None:
@@ -199,11 +199,13 @@ def test_token_replies_report_their_drafts(pair: Pair) -> None:
     assert "metrics" not in pair.post(GENERATE, body)
     output = pair.post(GENERATE, body)["choices"][0]["token_ids"]
     request = body | {"draft_token_ids": output[:30], "spec_decode_metrics": "detailed", "cache_salt": "new"}
-    made = report(post(pair, GENERATE, **request))
-    assert made["sources"]["prediction"]["num_accepted_draft_tokens"] >= 25
-    assert sum(source["num_draft_tokens"] for source in made["sources"].values()) == made["num_draft_tokens"]
-    assert sum(made["per_step_accepted"]) == made["num_accepted_draft_tokens"]
-    assert sum(made["per_step_drafted"]) == made["num_draft_tokens"]
+    statistics = report(post(pair, GENERATE, **request))
+    assert statistics["sources"]["prediction"]["num_accepted_draft_tokens"] >= 25
+    assert (
+        sum(source["num_draft_tokens"] for source in statistics["sources"].values()) == statistics["num_draft_tokens"]
+    )
+    assert sum(statistics["per_step_accepted"]) == statistics["num_accepted_draft_tokens"]
+    assert sum(statistics["per_step_drafted"]) == statistics["num_draft_tokens"]
     again = request | {"draft_token_ids": None, "stream": True, "stream_options": {"include_usage": True}}
     lines = httpx.post(pair.drafting.url + GENERATE, json=again, timeout=60).text.split("\n")
     last = json.loads([line for line in lines if line.startswith("data: {")][-1][6:])
@@ -226,8 +228,8 @@ def test_text_replies_report_their_drafts(pair: Pair) -> None:
         "/v1/messages": {"messages": [message], "max_tokens": 20, "model": "demo"},
     }
     for path, body in expected.items():
-        made = report(post(pair, path, **(body | request)))
-        assert "per_step_drafted" not in made and "sources" not in made
+        statistics = report(post(pair, path, **(body | request)))
+        assert "per_step_drafted" not in statistics and "sources" not in statistics
         refused = httpx.post(pair.drafting.url + path, json=body | {"spec_decode_metrics": "all"}, timeout=60)
         assert refused.status_code == 400 and "spec_decode_metrics" in refused.text
         streamed = body | request | {"stream": True}

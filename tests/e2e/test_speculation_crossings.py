@@ -70,11 +70,11 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def bodies(pair: Pair, rng: random.Random, count: int) -> list[dict[str, Any]]:
     """Requests; some come again, with the same seed or another."""
-    made: list[dict[str, Any]] = []
+    drawn: list[dict[str, Any]] = []
     for _ in range(count):
-        if made and rng.random() < 0.35:
-            again = rng.choice(made)
-            made.append(again | {"sampling_params": again["sampling_params"] | {"seed": rng.randrange(99)}})
+        if drawn and rng.random() < 0.35:
+            again = rng.choice(drawn)
+            drawn.append(again | {"sampling_params": again["sampling_params"] | {"seed": rng.randrange(99)}})
             continue
         body = request(rng)
         params = body["sampling_params"]
@@ -89,8 +89,8 @@ def bodies(pair: Pair, rng: random.Random, count: int) -> list[dict[str, Any]]:
         if rng.random() < 0.3:
             params["return_sampling_mask"] = True
         body["sampling_params"] = params | {"n": rng.choice([1, 1, 1, 3])}
-        made.append(body | {"cache_salt": rng.choice([None, None, "s"]), "logprobs_format": "arrays"})
-    return made
+        drawn.append(body | {"cache_salt": rng.choice([None, None, "s"]), "logprobs_format": "arrays"})
+    return drawn
 
 
 TEXT_PARAMETERS = (
@@ -98,7 +98,7 @@ TEXT_PARAMETERS = (
 )  # fmt: skip
 
 
-async def replies(server: Server, some: list[dict[str, Any]]) -> list[dict[str, Any]]:
+async def replies(server: Server, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     gate = asyncio.Semaphore(TOGETHER)
     async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=TOGETHER)) as client:
 
@@ -108,13 +108,13 @@ async def replies(server: Server, some: list[dict[str, Any]]) -> list[dict[str, 
             reply: dict[str, Any] = answer.json()
             return comparable(reply) if answer.status_code == 200 else reply["error"]
 
-        return await asyncio.gather(*map(ask, some))
+        return await asyncio.gather(*map(ask, requests))
 
 
-async def replies_while_weights_are_replaced(pair: Pair, some: list[dict[str, Any]]) -> list[dict[str, Any]]:
+async def replies_while_weights_are_replaced(pair: Pair, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Send the requests while the weights are replaced by the same weights under the same version."""
     tensors = load_file(pair.model / "model.safetensors")
-    generating = asyncio.create_task(replies(pair.drafting, some))
+    generating = asyncio.create_task(replies(pair.drafting, requests))
     async with TokserveClient(pair.drafting.url) as client:
         while not generating.done():
             await client.update_weights(tensors, version="0", recompute_kv=True)
@@ -133,10 +133,10 @@ def with_drafts(body: dict[str, Any], reply: dict[str, Any], rng: random.Random)
 @pytest.mark.parametrize("seed", range(4))
 def test_every_reply_is_equal(pair: Pair, seed: int) -> None:
     rng = random.Random(f"{pair.kind} {seed}")
-    some = bodies(pair, rng, 150)
-    expected = asyncio.run(replies(pair.plain, some))
+    requests = bodies(pair, rng, 150)
+    expected = asyncio.run(replies(pair.plain, requests))
     assert sum("choices" in reply for reply in expected) > 100
-    drafted = [with_drafts(body, reply, rng) for body, reply in zip(some, expected, strict=True)]
+    drafted = [with_drafts(body, reply, rng) for body, reply in zip(requests, expected, strict=True)]
     accepted = pair.drafting.metric("tokserve:spec_decode_num_accepted_tokens_total")
     if seed % 2:
         actual = asyncio.run(replies_while_weights_are_replaced(pair, drafted))

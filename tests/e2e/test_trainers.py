@@ -36,8 +36,8 @@ class TorchTrainer:
         self._name = f"update_weight_group_{store.port}"  # a process may have a name once
         self._joining = threading.Thread(target=self._join, args=(store,), daemon=True)
         self._joining.start()
-        where = {"master_address": "127.0.0.1", "master_port": str(store.port), "rank_offset": 1, "world_size": 2}
-        self.post(path, where | {"backend": "gloo", "group_name": self._name})
+        rendezvous = {"master_address": "127.0.0.1", "master_port": str(store.port), "rank_offset": 1, "world_size": 2}
+        self.post(path, rendezvous | {"backend": "gloo", "group_name": self._name})
         self._joining.join(60)
 
     def _join(self, store: Any) -> None:

@@ -75,8 +75,8 @@ class ScriptedCopies:
         return [(executor.kv.get(place, (b"", -1)), executor.kv_weights.get(place, "")) for place in places]
 
     def _put(self, block: int, content: Content) -> None:
-        for offset, ((made, _), weights) in enumerate(content):
-            self.executor.kv[block, offset] = made, -1
+        for offset, ((value, _), weights) in enumerate(content):
+            self.executor.kv[block, offset] = value, -1
             self.executor.kv_weights[block, offset] = weights
 
     def save_blocks(self, blocks: Sequence[int], slots: Sequence[int]) -> float:

@@ -88,10 +88,10 @@ def rows_of(rows: Sequence[tuple[float, int, Any, Any]], width: int, padding: in
 
 
 def packed(rows: Sequence[tuple[float, int, Any, Any]], width: int, mode: str = "raw") -> Logprobs:
-    made = rows_of(rows, width)
+    columns = rows_of(rows, width)
     return Logprobs(
-        made.token_logprobs.tobytes(), made.ranks.tobytes(), made.top_ids.tobytes(), made.top_logprobs.tobytes(),
-        width, mode,
+        columns.token_logprobs.tobytes(), columns.ranks.tobytes(), columns.top_ids.tobytes(),
+        columns.top_logprobs.tobytes(), width, mode,
     )  # fmt: skip
 
 

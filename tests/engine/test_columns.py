@@ -66,9 +66,9 @@ def test_a_step_of_single_tokens_has_no_counts() -> None:
     step = StepColumns()
     for token in (5, 6):
         step.add(f"r{token}", array("i", [token]))
-    made = step.step(StepStats(running=2))
-    assert (made.request_ids, made.token_ids, made.counts) == (["r5", "r6"], pack_ids([5, 6]), b"")
-    assert made.stats.running == 2 and not made.logprobs and not made.rare
+    output = step.step(StepStats(running=2))
+    assert (output.request_ids, output.token_ids, output.counts) == (["r5", "r6"], pack_ids([5, 6]), b"")
+    assert output.stats.running == 2 and not output.logprobs and not output.rare
 
 
 def test_rows_of_all_kinds_come_out_as_they_went_in() -> None:

@@ -73,11 +73,11 @@ def update(engine: Engine, weights: str, version: str | None = None, **changes: 
 @DEPTHS
 def test_abort_ends_what_is_in_flight_and_later_requests_wait(depth: int) -> None:
     engine = busy(depth)
-    had = len(engine.tokens("r0"))
+    before = len(engine.tokens("r0"))
     assert ask(engine, "pause").result == {"status": "paused"}
     finish = engine.received["r0"].finish
     assert finish is not None and (finish.reason, finish.detail) == ("abort", "abort_pause")
-    assert len(engine.tokens("r0")) >= had and finished(engine, "r1") == "abort_pause"
+    assert len(engine.tokens("r0")) >= before and finished(engine, "r1") == "abort_pause"
     engine.check_empty()
     engine.add("late", PROMPT, max_tokens=3, ignore_eos=True)
     engine.steps(5)
@@ -112,9 +112,9 @@ def test_wait_lets_requests_end_and_answers_only_then(depth: int) -> None:
 def test_mode_keep_freezes_requests_and_resumes_without_recomputation(depth: int) -> None:
     engine = busy(depth)
     ask(engine, "pause", mode="keep", clear_cache=False)
-    had, computed = engine.tokens("r0").copy(), dict(engine.executor.computed)
+    before, computed = engine.tokens("r0").copy(), dict(engine.executor.computed)
     engine.steps(5)
-    assert engine.tokens("r0") == had and engine.stats.running == 2 and engine.stats.blocks_held > 0
+    assert engine.tokens("r0") == before and engine.stats.running == 2 and engine.stats.blocks_held > 0
     ask(engine, "resume")
     engine.run()
     for rid in ("r0", "r1"):

@@ -61,8 +61,8 @@ def test_masks_follow_the_drawn_drafts(depth: int) -> None:
         tokens = []
         for seed in range(40):
             rid, structure = f"r{seed}", StructuredOutputs(regex="x")
-            made = engine.make(rid, [*PROMPT, seed % 20], seed=seed, structured_outputs=structure, max_tokens=9)
-            engine.core.receive(b"A", Submit(7, rid, [made]))
+            request = engine.make(rid, [*PROMPT, seed % 20], seed=seed, structured_outputs=structure, max_tokens=9)
+            engine.core.receive(b"A", Submit(7, rid, [request]))
             engine.run()
             while engine.core._mask_worker:  # a thread makes the masks
                 engine.run()

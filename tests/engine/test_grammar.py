@@ -45,19 +45,19 @@ def matcher(*, ends: bool = True, **requested: Any) -> Matcher:
     return Matcher(compiler().compile(outputs.plain()), ends=ends)
 
 
-def allowed(made: Matcher) -> list[int]:
-    return np.flatnonzero(np.unpackbits(made.bits.view(np.uint8), bitorder="little")).tolist()
+def allowed(state: Matcher) -> list[int]:
+    return np.flatnonzero(np.unpackbits(state.bits.view(np.uint8), bitorder="little")).tolist()
 
 
-def written(made: Matcher, seed: int, most: int = 200) -> str | None:
+def written(state: Matcher, seed: int, most: int = 200) -> str | None:
     """What a model of random weights writes; None if it does not come to an end."""
     chance, tokens = random.Random(seed), []
     while len(tokens) < most:
-        token = chance.choice(allowed(made))
+        token = chance.choice(allowed(state))
         if token == EOS:
             return tokenizer().decode(tokens, skip_special_tokens=False)
         tokens.append(token)
-        made.advance(token)
+        state.advance(token)
     return None
 
 
@@ -66,12 +66,12 @@ def spelled(text: str) -> list[int]:
 
 
 def test_the_mask_follows_the_text_and_ends_with_eos() -> None:
-    made = matcher(choice=["yes", "no"])
-    assert made.bits.dtype == np.uint32 and made.bits.shape == (-(-WIDTH // 32),)
+    state = matcher(choice=["yes", "no"])
+    assert state.bits.dtype == np.uint32 and state.bits.shape == (-(-WIDTH // 32),)
     for token in spelled("yes"):
-        assert token in allowed(made) and EOS not in allowed(made) and not made.complete
-        made.advance(token)
-    assert allowed(made) == [EOS] and made.complete
+        assert token in allowed(state) and EOS not in allowed(state) and not state.complete
+        state.advance(token)
+    assert allowed(state) == [EOS] and state.complete
 
 
 def test_the_vocabulary_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,11 +95,11 @@ def test_the_vocabulary_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_without_eos_nothing_is_left_at_the_end() -> None:
-    made = matcher(regex="a+b?", ends=False)
-    made.advance(*spelled("a"))
-    assert EOS not in allowed(made) and not made.complete
-    made.advance(*spelled("b"))
-    assert allowed(made) == [] and made.complete
+    state = matcher(regex="a+b?", ends=False)
+    state.advance(*spelled("a"))
+    assert EOS not in allowed(state) and not state.complete
+    state.advance(*spelled("b"))
+    assert allowed(state) == [] and state.complete
 
 
 def test_special_tokens_and_rows_beyond_the_tokenizer_are_forbidden() -> None:
@@ -136,12 +136,12 @@ def test_matchers_of_one_grammar_are_independent() -> None:
 
 def accepts(text: str, **requested: Any) -> bool:
     """Whether a whole output may be this text."""
-    made = matcher(**requested)
+    state = matcher(**requested)
     for token in spelled(text):
-        if token not in allowed(made):
+        if token not in allowed(state):
             return False
-        made.advance(token)
-    return EOS in allowed(made)
+        state.advance(token)
+    return EOS in allowed(state)
 
 
 SEVEN = "\u0667"  # a digit of another script
@@ -279,13 +279,13 @@ def test_white_space_between_json_tokens() -> None:
     spaced, tight = "[1 , 1]", "[1,1]"
 
     def takes(text: str, **options: Any) -> bool:
-        made = matcher(json=schema, **options)
+        state = matcher(json=schema, **options)
         try:
             for token in spelled(text):
-                made.advance(token)
+                state.advance(token)
         except RequestError:
             return False
-        return made.complete
+        return state.complete
 
     assert takes(tight) and takes(spaced)
     assert takes(f"[1,{' ' * 20}1]") and not takes(f"[1,{' ' * 21}1]")
@@ -319,9 +319,9 @@ def test_what_the_library_does_not_take_is_named(requested: dict[str, Any], fiel
 )  # fmt: skip
 def test_large_grammars_are_matched_or_refused(requested: dict[str, Any]) -> None:
     try:
-        made = matcher(**requested)
+        state = matcher(**requested)
         for _ in range(20):
-            made.advance(allowed(made)[0])
+            state.advance(allowed(state)[0])
     except RequestError as error:
         assert any(word in error.message for word in ("limit", "too many", "max")), error.message
 
@@ -349,31 +349,31 @@ def test_a_trial_refuses_what_fails_with_its_second_token(requested: dict[str, A
 
 
 def test_a_grammar_counts_as_larger_the_longer_it_is_followed() -> None:
-    made = compiler().compile(ANY)
-    made.cost = Cost(size=1000, per_token=10.0)
-    GrammarState(made, ends=True).accept(5)
-    assert made.size == 1010
-    made.num_accepted = 10**9
-    assert made.size == 1000 + STATE_BYTES * LIMITS["max_lexer_states"]
+    state = compiler().compile(ANY)
+    state.cost = Cost(size=1000, per_token=10.0)
+    GrammarState(state, ends=True).accept(5)
+    assert state.size == 1010
+    state.num_accepted = 10**9
+    assert state.size == 1000 + STATE_BYTES * LIMITS["max_lexer_states"]
 
 
 @pytest.mark.parametrize("width", [285, 288, 320])
 def test_the_models_vocabulary_may_be_narrower_or_wider_than_the_tokenizers(width: int) -> None:
     eos = 3  # any token of the model, also one outside the tokenizer
-    made = Matcher(Compiler(str(DEMO_DIR), width, [eos]).compile(StructuredOutputs(choice=["b"])), ends=True)
-    assert allowed(made) == spelled("b")
-    made.advance(*spelled("b"))
-    assert allowed(made) == [eos] and made.complete
+    state = Matcher(Compiler(str(DEMO_DIR), width, [eos]).compile(StructuredOutputs(choice=["b"])), ends=True)
+    assert allowed(state) == spelled("b")
+    state.advance(*spelled("b"))
+    assert allowed(state) == [eos] and state.complete
     assert max(allowed(Matcher(Compiler(str(DEMO_DIR), width, []).compile(ANY), ends=True))) < width
 
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_no_space_is_put_before_a_text(tmp_path: Path, inside: bool) -> None:
     """The library's default for byte-level tokenizers; grammars with a text that has only one form were refused."""
-    made = tokenizers.Tokenizer.from_file(str(DEMO_DIR / "tokenizer.json"))
+    state = tokenizers.Tokenizer.from_file(str(DEMO_DIR / "tokenizer.json"))
     spaced = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(), spaced]) if inside else spaced
-    made.save(str(tmp_path / "tokenizer.json"))
+    state.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(), spaced]) if inside else spaced
+    state.save(str(tmp_path / "tokenizer.json"))
     for requested in ({"json_object": True}, {"choice": ["the cat", "a dog"]}):
         outputs = StructuredOutputs(**requested)
         outputs.validate()

@@ -25,14 +25,14 @@ WIDTH, EOS = 300, 287
 MIB = 1 << 20
 
 
-def made(limit: int = 128 * MIB) -> Grammars:
+def make_grammars(limit: int = 128 * MIB) -> Grammars:
     model, cache = ModelConfig(model=str(DEMO_DIR)), CacheConfig(grammar_cache_bytes=limit)
     return Grammars(Config(model=model, cache=cache), WIDTH, [EOS])
 
 
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[Grammars]:
-    shared = made()
+    shared = make_grammars()
     yield shared
     shared.close()
 
@@ -40,7 +40,7 @@ def grammars() -> Iterator[Grammars]:
 @pytest.fixture
 def small() -> Iterator[Grammars]:
     """Keeps 8 MiB."""
-    pool = made(8 * MIB)
+    pool = make_grammars(8 * MIB)
     yield pool
     pool.close()
 
@@ -147,7 +147,7 @@ def test_the_least_recently_used_grammar_is_evicted(small: Grammars) -> None:
 def test_a_grammar_larger_than_the_cache_is_refused_by_name(small: Grammars) -> None:
     chance = random.Random(5)
     huge = StructuredOutputs(choice=["".join(chance.choice("abcde f") for _ in range(640)) for _ in range(100)])
-    tight = made(64 << 10)
+    tight = make_grammars(64 << 10)
     try:
         with pytest.raises(RequestError, match="--grammar-cache-bytes") as caught:
             tight.compile(huge).result(PATIENCE)
@@ -186,7 +186,7 @@ def test_an_unexpected_error_reaches_waiting_requests(small: Grammars, monkeypat
 
 
 def test_after_the_end_nothing_is_compiled() -> None:
-    closed = made()
+    closed = make_grammars()
     closed.close()
     with pytest.raises(Unavailable):
         closed.compile(StructuredOutputs(regex="late")).result(PATIENCE)

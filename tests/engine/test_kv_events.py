@@ -90,9 +90,9 @@ def config(**fields: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def engines() -> Iterator[list[Engine]]:
-    made: list[Engine] = []
-    yield made
-    for engine in made:
+    running: list[Engine] = []
+    yield running
+    for engine in running:
         engine.core.close()
 
 

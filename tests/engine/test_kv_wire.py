@@ -39,25 +39,25 @@ class Giver:
 
 @pytest.fixture
 def giver() -> Iterator[Giver]:
-    made = Giver()
-    yield made
-    made.server.close()
+    request = Giver()
+    yield request
+    request.server.close()
 
 
 def pull(giver: Giver, key: bytes = KEY, first: int = 1, **changes: object) -> tuple[Pull, dict[int, bytes]]:
     """Blocks `first` to 3, into pages 11, ..."""
     pages: dict[int, bytes] = {}
-    made = Pull(
+    request = Pull(
         "127.0.0.1", giver.server.port, "engine", "r#0", PARTS, first, giver.keys[first:], list(range(11, 15 - first))
     )
     for name, value in changes.items():
-        setattr(made, name, value)
+        setattr(request, name, value)
 
     def write(blocks: list[int], contents: list[bytearray]) -> None:
         pages.update(zip(blocks, map(bytes, contents), strict=True))
 
-    run_pull(made, key, BLOCK_BYTES, write)
-    return made, pages
+    run_pull(request, key, BLOCK_BYTES, write)
+    return request, pages
 
 
 def test_blocks_arrive_and_the_lease_is_over(giver: Giver) -> None:
@@ -103,9 +103,9 @@ def test_a_server_without_the_key_is_no_server() -> None:
         connection.close()
 
     threading.Thread(target=answer, daemon=True).start()
-    made = Pull("127.0.0.1", listener.getsockname()[1], "e", "r", {}, 0, [b"k"], [1])
-    run_pull(made, KEY, BLOCK_BYTES, lambda blocks, contents: None)
-    assert "does not have the key" in made.error
+    request = Pull("127.0.0.1", listener.getsockname()[1], "e", "r", {}, 0, [b"k"], [1])
+    run_pull(request, KEY, BLOCK_BYTES, lambda blocks, contents: None)
+    assert "does not have the key" in request.error
     listener.close()
 
 
@@ -206,9 +206,9 @@ def test_a_server_that_dies_in_the_middle_leaves_what_came(giver: Giver, monkeyp
 
 
 def test_a_name_that_no_host_has_is_an_error_of_the_pull() -> None:
-    made = Pull("a..b", 1, "engine", "r#0", PARTS, 0, [b"k"], [1])
-    run_pull(made, KEY, BLOCK_BYTES, lambda blocks, contents: None)
-    assert made.count == 0 and made.error.startswith("a..b:1: ")
+    request = Pull("a..b", 1, "engine", "r#0", PARTS, 0, [b"k"], [1])
+    run_pull(request, KEY, BLOCK_BYTES, lambda blocks, contents: None)
+    assert request.count == 0 and request.error.startswith("a..b:1: ")
     send_note("a..b", 1, KEY, "release", ["r#0"])
 
 

@@ -149,7 +149,7 @@ def test_a_take_over_lets_a_commit_come_to_its_end() -> None:
 
 def test_a_pause_with_a_lease_ends_by_itself_unless_it_is_extended() -> None:
     engine = busy()
-    had = len(engine.tokens("r0"))
+    before = len(engine.tokens("r0"))
     ask(engine, "pause", mode="keep", lease=30)
     for _ in range(3):
         passes(engine, 20)
@@ -160,7 +160,7 @@ def test_a_pause_with_a_lease_ends_by_itself_unless_it_is_extended() -> None:
     assert ask(engine, "extend_pause").status == 409 and state(engine) == "running"
     engine.run()
     engine.check_complete("r0")
-    assert len(engine.tokens("r0")) > had
+    assert len(engine.tokens("r0")) > before
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_a_commit_can_have_all_kv_computed_again(depth: int, drafts: bool, pause
     engine.add("long", [*PROMPT, *PROMPT, 5], prompt_logprobs=1, max_tokens=6, ignore_eos=True)
     if paused:
         ask(engine, "pause", mode="keep")
-    had = {rid: len(engine.tokens(rid)) for rid in ("r0", "r1", "r2")}
+    before = {rid: len(engine.tokens(rid)) for rid in ("r0", "r1", "r2")}
     ask(engine, "start_weight_update")
     ask(engine, "update_weights", update={"weights": "w2"})
     engine.weights_of["two"] = "w2"
@@ -258,7 +258,7 @@ def test_a_commit_can_have_all_kv_computed_again(depth: int, drafts: bool, pause
     engine.executor.only_own_kv = True
     ask(engine, "resume")
     engine.run()
-    for rid, count in had.items():
+    for rid, count in before.items():
         engine.check_complete(rid)
         assert len(engine.tokens(rid)) > count
     engine.check_complete("long")
@@ -273,7 +273,7 @@ def test_a_pause_can_take_the_kv_of_what_is_in_flight(depth: int, drafts: bool) 
         engine.core.scheduler._drafter = RandomDrafter(engine.executor, random.Random(1).randrange(9))
     engine.add("long", [*PROMPT, *PROMPT, 5], prompt_logprobs=1, max_tokens=6, ignore_eos=True)
     engine.step()
-    had = {rid: len(engine.tokens(rid)) for rid in ("r0", "r1", "r2")}
+    before = {rid: len(engine.tokens(rid)) for rid in ("r0", "r1", "r2")}
     assert ask(engine, "pause", mode="retract").error is None
     stats = engine.stats
     assert (stats.running, stats.waiting, stats.blocks_held) == (0, 4, 0)
@@ -281,7 +281,7 @@ def test_a_pause_can_take_the_kv_of_what_is_in_flight(depth: int, drafts: bool) 
     engine.executor.only_own_kv = True
     ask(engine, "resume")
     engine.run()
-    for rid, count in had.items():
+    for rid, count in before.items():
         engine.check_complete(rid)
         assert len(engine.tokens(rid)) > count
     engine.check_complete("long")

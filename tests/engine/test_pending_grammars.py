@@ -56,7 +56,7 @@ def closed() -> Iterator[None]:
         ENGINES.pop().core.close()
 
 
-def made(**options: Any) -> tuple[Engine, Grammars]:
+def make_engine(**options: Any) -> tuple[Engine, Grammars]:
     """An engine whose masks are computed by threads, which it waits for as long as they take."""
     engine, grammars = Engine(**options), Grammars()
     ENGINES.append(engine)
@@ -84,7 +84,7 @@ def detail(engine: Engine, rid: str) -> str:
 
 @DEPTHS
 def test_a_request_waits_for_its_grammar_and_others_run_on(depth: int) -> None:
-    engine, grammars = made(depth=depth)
+    engine, grammars = make_engine(depth=depth)
     send(engine, "g")
     engine.add("a", [6, 7], max_tokens=4, ignore_eos=True)
     engine.run()
@@ -101,7 +101,7 @@ def test_a_request_waits_for_its_grammar_and_others_run_on(depth: int) -> None:
 
 
 def test_the_reply_waits_for_all_grammars_of_a_submission() -> None:
-    engine, grammars = made()
+    engine, grammars = make_engine()
     send(engine, "g", "h")
     grammars.futures[0].set_result(compiled(Machine()))
     engine.run()
@@ -114,7 +114,7 @@ def test_the_reply_waits_for_all_grammars_of_a_submission() -> None:
 
 @DEPTHS
 def test_outputs_follow_their_grammars_in_a_batch(depth: int) -> None:
-    engine, grammars = made(depth=depth, max_num_batched_tokens=8)  # prompts are cut
+    engine, grammars = make_engine(depth=depth, max_num_batched_tokens=8)  # prompts are cut
     rids = [f"g{i}" for i in range(6)]
     for i, rid in enumerate(rids):
         send(engine, rid, seed=i, call_id=20 + i)
@@ -136,7 +136,7 @@ def test_outputs_follow_their_grammars_in_a_batch(depth: int) -> None:
 @DEPTHS
 def test_a_preempted_request_keeps_its_place(depth: int) -> None:
     def run(**options: Any) -> list[list[int]]:
-        engine, grammars = made(depth=depth, **options)
+        engine, grammars = make_engine(depth=depth, **options)
         for i in range(4):
             send(engine, f"g{i}", seed=i, call_id=20 + i)
         grammars.finish()
@@ -156,7 +156,7 @@ def test_a_preempted_request_keeps_its_place(depth: int) -> None:
 ])  # fmt: skip
 @DEPTHS
 def test_a_complete_text_that_no_eos_may_follow_ends_the_output(depth: int, barrier: dict[str, Any]) -> None:
-    engine, grammars = made(depth=depth)
+    engine, grammars = make_engine(depth=depth)
     for seed in range(6):
         send(engine, f"g{seed}", seed=seed, call_id=20 + seed, **barrier)
     grammars.finish()
@@ -168,7 +168,7 @@ def test_a_complete_text_that_no_eos_may_follow_ends_the_output(depth: int, barr
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_grammar_that_cannot_be_used_is_a_refusal(known: bool) -> None:
-    engine, grammars = made()
+    engine, grammars = make_engine()
     send(engine, "g", "h")
     error = RequestError("no such thing", field="structured_outputs.regex") if known else MemoryError("much")
     for future in grammars.futures:
@@ -184,7 +184,7 @@ def test_a_grammar_that_cannot_be_used_is_a_refusal(known: bool) -> None:
 
 
 def test_an_abort_while_compiling_is_accepted_first() -> None:
-    engine, grammars = made()
+    engine, grammars = make_engine()
     send(engine, "g", "h")
     engine.abort("g", call_id=None)
     messages = [
@@ -202,7 +202,7 @@ def test_an_abort_while_compiling_is_accepted_first() -> None:
 
 
 def test_a_deadline_does_not_wait_for_a_grammar() -> None:
-    engine, grammars = made()
+    engine, grammars = make_engine()
     send(engine, "g", deadline_ms=5)
     engine.clock.now += 1.0
     engine.run()
@@ -213,7 +213,7 @@ def test_a_deadline_does_not_wait_for_a_grammar() -> None:
 
 
 def test_an_id_is_taken_while_its_grammar_is_compiled() -> None:
-    engine, grammars = made()
+    engine, grammars = make_engine()
     send(engine, "g")
     send(engine, "g", call_id=10)
     assert [(v.call_id, v.refusal) for v in replies(engine)] == [(10, "duplicate_id")]
@@ -242,7 +242,7 @@ class Stuck(Machine):
 
 def stuck(**options: Any) -> tuple[Engine, Stuck, threading.Event]:
     """An engine whose request "g" waits for a mask, the machine that delays it, and the event "a mask is done"."""
-    engine, grammars = made(**options)
+    engine, grammars = make_engine(**options)
     machine, mask_done = Stuck(), threading.Event()
     engine.core._mask_worker._wake = mask_done.set
     grammars.machine = lambda: machine  # type: ignore[assignment]
@@ -268,7 +268,7 @@ def test_a_slow_mask_delays_no_other_request(depth: int) -> None:
         if not engine.step():
             assert mask_done.wait(LONG)
             mask_done.clear()
-    quick, grammars = made(depth=depth)
+    quick, grammars = make_engine(depth=depth)
     send(quick, "g", seed=5)
     grammars.finish()
     quick.run()
@@ -314,7 +314,7 @@ def test_a_grammar_that_others_have_exhausted_ends_a_request_and_not_the_engine(
         def is_error(self) -> bool:
             return True
 
-    engine, grammars = made()
+    engine, grammars = make_engine()
     grammars.machine = Exhausted
     forgotten: list[Grammar] = []
     monkeypatch.setattr(engine.core.grammars, "forget", forgotten.append)
@@ -343,7 +343,7 @@ def test_an_unexpected_error_ends_only_its_request(good: int, resting_until: flo
                 raise ZeroDivisionError
             return super().compute_bitmask()
 
-    engine, grammars = made()
+    engine, grammars = make_engine()
     engine.core._mask_worker.resting_until = resting_until
     grammars.machine = Broken
     send(engine, "g")
@@ -368,7 +368,7 @@ def statuses(engine: Engine) -> list[int]:
 
 
 def test_one_grammar_does_not_turn_depth_two_into_depth_one() -> None:
-    engine, grammars = made(depth=2)
+    engine, grammars = make_engine(depth=2)
     for i in range(3):
         engine.add(f"a{i}", [6, 7, i], max_tokens=12, ignore_eos=True)
     engine.step()
@@ -387,7 +387,7 @@ def test_one_grammar_does_not_turn_depth_two_into_depth_one() -> None:
 
 
 def test_a_grammar_that_runs_alone_is_sampled_at_once() -> None:
-    engine, grammars = made(depth=2)
+    engine, grammars = make_engine(depth=2)
     send(engine, "g", seed=5)
     grammars.finish()
     engine.step()
@@ -448,7 +448,7 @@ def test_a_slow_mask_delays_no_step_of_others_at_depth_two() -> None:
 
 @pytest.mark.parametrize("end", ["grammar", "abort"])
 def test_a_row_in_flight_of_a_request_that_has_ended_is_withheld(end: str) -> None:
-    engine, grammars = made(depth=2)
+    engine, grammars = make_engine(depth=2)
     engine.add("a", [6, 7], max_tokens=9, ignore_eos=True)
     engine.step()
     send(engine, "g", seed=5, ignore_eos=True)  # no EOS may follow its text of three tokens
@@ -469,7 +469,7 @@ def test_vocabulary_fits_a_word() -> None:
 
 
 def test_an_abort_cancels_the_grammar_of_its_request_only() -> None:
-    engine, grammars = made()
+    engine, grammars = make_engine()
     send(engine, "g", "h")
     send(engine, "i", call_id=10)
     engine.abort("g", "h", call_id=None)
@@ -481,7 +481,7 @@ def test_an_abort_cancels_the_grammar_of_its_request_only() -> None:
 
 
 def test_a_deadline_cancels_the_grammar() -> None:
-    engine, grammars = made()
+    engine, grammars = make_engine()
     send(engine, "g", deadline_ms=5)
     engine.clock.now += 1.0
     engine.run()
@@ -490,7 +490,7 @@ def test_a_deadline_cancels_the_grammar() -> None:
 
 
 def test_one_choice_that_ends_does_not_hold_up_the_others() -> None:
-    engine, grammars = made()
+    engine, grammars = make_engine()
     send(engine, "g", "h")
     engine.abort("g", call_id=None)
     grammars.finish()
@@ -500,7 +500,7 @@ def test_one_choice_that_ends_does_not_hold_up_the_others() -> None:
 
 
 def test_grammars_that_take_all_memory_refuse_a_request_like_a_full_queue() -> None:
-    engine, grammars = made()
+    engine, grammars = make_engine()
     send(engine, "g", "h")
     grammars.futures[0].set_exception(QueueFull("no room for grammars", retry_after=5))
     grammars.futures[1].set_exception(QueueFull("no room for grammars", retry_after=5))

@@ -119,21 +119,21 @@ def test_a_vector_that_is_not_finite_is_an_error(depth: int) -> None:
 
 
 @DEPTHS
-@pytest.mark.parametrize("how", ["abort", "deadline", "stall"])
-def test_it_ends_early_like_any_request(depth: int, how: str) -> None:
+@pytest.mark.parametrize("ending", ["abort", "deadline", "stall"])
+def test_it_ends_early_like_any_request(depth: int, ending: str) -> None:
     engine = Engine(depth=depth, max_num_batched_tokens=2)
-    fields: dict[str, Any] = {"deadline_ms": 500} if how == "deadline" else {}
+    fields: dict[str, Any] = {"deadline_ms": 500} if ending == "deadline" else {}
     engine.add("p", PROMPT, task=LAST, **fields)
     engine.steps(2)
-    if how == "abort":
+    if ending == "abort":
         engine.abort("p")
-    elif how == "deadline":
+    elif ending == "deadline":
         engine.clock.now += 1.0
     else:
         engine.stall("p")  # its prompt is computed all the same, and its vector is its only output
     engine.run()
     received = engine.received["p"]
     assert received.finish is not None
-    assert received.finish.detail == {"abort": "abort_user", "deadline": "deadline", "stall": "pooled"}[how]
-    assert bool(received.pooled) == (how == "stall")
+    assert received.finish.detail == {"abort": "abort_user", "deadline": "deadline", "stall": "pooled"}[ending]
+    assert bool(received.pooled) == (ending == "stall")
     engine.check_empty()

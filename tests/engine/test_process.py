@@ -256,11 +256,11 @@ def opening(address: str, **options: Any) -> bytes:
 def child(tmp_path: Path) -> Iterator[Child]:
     directory = tmp_path / "tokserve-abc"
     directory.mkdir()
-    made = Child(f"ipc://{directory}/engine.sock", depth=2)
-    yield made
-    made.process.kill()
-    made.process.wait()
-    for pipe in (made.process.stdin, made.process.stderr):
+    running = Child(f"ipc://{directory}/engine.sock", depth=2)
+    yield running
+    running.process.kill()
+    running.process.wait()
+    for pipe in (running.process.stdin, running.process.stderr):
         if pipe is not None:
             pipe.close()
 
@@ -313,12 +313,12 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("how", ["alone", "fork"])
-def test_the_engine_does_not_outlive_a_killed_parent(address: str, how: str) -> None:
+@pytest.mark.parametrize("variant", ["alone", "fork"])
+def test_the_engine_does_not_outlive_a_killed_parent(address: str, variant: str) -> None:
     """Nor if a fork of the parent lives on and holds the pipe to its stdin open."""
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        cwd=ROOT,
+        [sys.executable, "-c", PARENT, variant], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, cwd=ROOT,
     )  # fmt: skip
     with parent:
         assert parent.stdin is not None and parent.stdout is not None
@@ -331,7 +331,7 @@ def test_the_engine_does_not_outlive_a_killed_parent(address: str, how: str) -> 
             os.kill(parent.pid, signal.SIGKILL)
             engine.wait(20)
             assert not Path(address.removeprefix("ipc://")).exists()
-        if how == "fork":
+        if variant == "fork":
             os.kill(fork, signal.SIGKILL)
 
 

@@ -47,9 +47,9 @@ def test_queue_stays_in_order_through_random_changes(policy: str) -> None:
     rng = random.Random(0)
     queue, inside = Queue(POLICIES[policy]), []
     for number in range(200):
-        made = request(number, arrival=rng.randrange(5), priority=rng.randrange(3))
-        queue.add(made)
-        inside.append(made)
+        added = request(number, arrival=rng.randrange(5), priority=rng.randrange(3))
+        queue.add(added)
+        inside.append(added)
         if rng.random() < 0.4:
             removed = inside.pop(rng.randrange(len(inside)))
             queue.remove(removed)

@@ -413,12 +413,12 @@ def test_nothing_to_do_is_no_plan() -> None:
 
 def test_the_number_of_remembered_versions_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counters, "EPOCHS_KEPT", 2)
-    made = Engine().core.scheduler
+    scheduler = Engine().core.scheduler
     for epoch in (1, 2, 3, 4):
-        made.weights.use(f"w{epoch}", epoch)
-    assert made.weights._epochs == {"w3": 3, "w4": 4}
-    made.weights.use("w3", 5)
-    assert list(made.weights._epochs.items()) == [("w4", 4), ("w3", 5)]
+        scheduler.weights.use(f"w{epoch}", epoch)
+    assert scheduler.weights._epochs == {"w3": 3, "w4": 4}
+    scheduler.weights.use("w3", 5)
+    assert list(scheduler.weights._epochs.items()) == [("w4", 4), ("w3", 5)]
 
 
 @pytest.mark.parametrize(

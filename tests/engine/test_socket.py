@@ -19,9 +19,9 @@ from tokserve.messages import Abort, Call, Dead, Reply, encode
 
 @pytest.fixture
 def wire(address: str) -> Iterator[EngineSocket]:
-    made = EngineSocket(address, clock=lambda: 5.0)
-    yield made
-    made.close()
+    running = EngineSocket(address, clock=lambda: 5.0)
+    yield running
+    running.close()
 
 
 def take(wire: EngineSocket, count: int) -> list[Received]:

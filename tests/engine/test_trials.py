@@ -27,9 +27,9 @@ PATIENCE = 60.0
 
 @pytest.fixture
 def trials() -> Iterator[Trials]:
-    made = Trials(str(DEMO_DIR), WIDTH)
-    yield made
-    made.close()
+    running = Trials(str(DEMO_DIR), WIDTH)
+    yield running
+    running.close()
 
 
 def words(seed: int) -> list[str]:

@@ -43,9 +43,9 @@ def instructions(name: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_dockerfiles(name: str) -> None:
-    made = instructions(name)
-    assert {word for word, _ in made} <= INSTRUCTIONS
-    last = dict(made)  # of each instruction, the last
+    dockerfile = instructions(name)
+    assert {word for word, _ in dockerfile} <= INSTRUCTIONS
+    last = dict(dockerfile)  # of each instruction, the last
     values = check_command([*json.loads(last["ENTRYPOINT"])[1:], *json.loads(last["CMD"])])
     assert values["host"] == "0.0.0.0" and values["model"] == "demo"
     assert json.loads(last["ENTRYPOINT"])[0] == "tokserve" and last["USER"] == "10001"
@@ -53,11 +53,11 @@ def test_dockerfiles(name: str) -> None:
     (path,) = re.findall(r"http://127\.0\.0\.1:8000(/\w+)", check[2])
     assert check[:2] == ["python", "-c"] and path in routes() and last["EXPOSE"] == "8000"
     compile(check[2], "HEALTHCHECK", "exec")
-    for word, rest in made:
+    for word, rest in dockerfile:
         if word == "COPY":
             for source in rest.split()[:-1]:
                 assert (ROOT / source).exists(), source
-    for _, rest in [pair for pair in made if pair[0] == "RUN"]:
+    for _, rest in [pair for pair in dockerfile if pair[0] == "RUN"]:
         command = re.sub(r"^--mount=\S+\s+", "", rest)
         subprocess.run(["sh", "-n", "-c", command], check=True)
 
@@ -93,13 +93,13 @@ def manifests() -> dict[str, Any]:
     folder = FOLDER / "kubernetes"
     names = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
     assert {path.name for path in folder.iterdir()} == {*names, "kustomization.yaml"}
-    return {made["kind"]: made for made in (yaml.safe_load((folder / name).read_text()) for name in names)}
+    return {manifest["kind"]: manifest for manifest in (yaml.safe_load((folder / name).read_text()) for name in names)}
 
 
 def test_kubernetes_manifests() -> None:
-    made = manifests()
-    assert made.keys() == {"Secret", "Deployment", "Service", "PodDisruptionBudget"}
-    pod = made["Deployment"]["spec"]["template"]
+    manifest = manifests()
+    assert manifest.keys() == {"Secret", "Deployment", "Service", "PodDisruptionBudget"}
+    pod = manifest["Deployment"]["spec"]["template"]
     (container,) = pod["spec"]["containers"]
     values = check_command(["serve", *container["args"]])
     stop = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
@@ -113,15 +113,15 @@ def test_kubernetes_manifests() -> None:
         assert probe["path"].partition("?")[0] in routes() and probe["port"] == port["name"]
     (key,) = container["env"]
     chosen = key["valueFrom"]["secretKeyRef"]
-    assert key["name"] == "TOKSERVE_API_KEY" and chosen["name"] == made["Secret"]["metadata"]["name"]
-    assert chosen["key"] in made["Secret"]["stringData"]
+    assert key["name"] == "TOKSERVE_API_KEY" and chosen["name"] == manifest["Secret"]["metadata"]["name"]
+    assert chosen["key"] in manifest["Secret"]["stringData"]
     labels = pod["metadata"]["labels"]
     for selector in (
-        made["Deployment"]["spec"]["selector"]["matchLabels"], made["Service"]["spec"]["selector"],
-        made["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
+        manifest["Deployment"]["spec"]["selector"]["matchLabels"], manifest["Service"]["spec"]["selector"],
+        manifest["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
     ):  # fmt: skip
         assert selector.items() <= labels.items()
-    assert made["Service"]["spec"]["ports"][0]["targetPort"] == port["name"]
+    assert manifest["Service"]["spec"]["ports"][0]["targetPort"] == port["name"]
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["spec"]["volumes"]}
 
@@ -130,22 +130,22 @@ def documents(folder: str) -> dict[tuple[str, str], Any]:
     """The objects of a kustomization, by kind and name."""
     names = yaml.safe_load((FOLDER / folder / "kustomization.yaml").read_text())["resources"]
     assert {path.name for path in (FOLDER / folder).iterdir()} == {*names, "kustomization.yaml"}
-    made = [one for name in names for one in yaml.safe_load_all((FOLDER / folder / name).read_text())]
-    return {(one["kind"], one["metadata"]["name"]): one for one in made}
+    manifest = [one for name in names for one in yaml.safe_load_all((FOLDER / folder / name).read_text())]
+    return {(one["kind"], one["metadata"]["name"]): one for one in manifest}
 
 
-def pods_of(made: dict[tuple[str, str], Any], name: str) -> list[str]:
+def pods_of(manifest: dict[tuple[str, str], Any], name: str) -> list[str]:
     """The names by which the pods of a StatefulSet are reached."""
-    spec = made["StatefulSet", name]["spec"]
-    service = made["Service", spec["serviceName"]]["spec"]
+    spec = manifest["StatefulSet", name]["spec"]
+    service = manifest["Service", spec["serviceName"]]["spec"]
     assert service["clusterIP"] == "None"
     assert service["selector"] == spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
     return [f"{name}-{number}.{spec['serviceName']}" for number in range(spec["replicas"])]
 
 
-def server_values(made: dict[tuple[str, str], Any], name: str) -> dict[str, Any]:
+def server_values(manifest: dict[tuple[str, str], Any], name: str) -> dict[str, Any]:
     """The options of the servers of a StatefulSet, whose probes, ports, secrets and mounts exist."""
-    pod = made["StatefulSet", name]["spec"]["template"]["spec"]
+    pod = manifest["StatefulSet", name]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     values = check_command(["serve", *container["args"]])
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
@@ -153,9 +153,9 @@ def server_values(made: dict[tuple[str, str], Any], name: str) -> dict[str, Any]
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
         probe = container[kind]["httpGet"]
         assert probe["path"].partition("?")[0] in routes() and probe["port"] == "http"
-    for port in made["Service", name]["spec"]["ports"]:
+    for port in manifest["Service", name]["spec"]["ports"]:
         assert port["port"] == ports[port["targetPort"]]
-    secret = made["Secret", "tokserve"]["stringData"]
+    secret = manifest["Secret", "tokserve"]["stringData"]
     for variable in container["env"]:
         if "secretKeyRef" in variable["valueFrom"]:
             assert variable["valueFrom"]["secretKeyRef"]["key"] in secret
@@ -166,20 +166,20 @@ def server_values(made: dict[tuple[str, str], Any], name: str) -> dict[str, Any]
     return values
 
 
-def router_arguments(made: dict[tuple[str, str], Any]) -> list[str]:
-    (container,) = made["Deployment", "tokserve-router"]["spec"]["template"]["spec"]["containers"]
+def router_arguments(manifest: dict[tuple[str, str], Any]) -> list[str]:
+    (container,) = manifest["Deployment", "tokserve-router"]["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["vllm-router"]
     return list(container["args"])
 
 
 def test_manifests_of_a_router() -> None:
-    made = documents("kubernetes-router")
-    pods, values = pods_of(made, "tokserve"), server_values(made, "tokserve")
+    manifest = documents("kubernetes-router")
+    pods, values = pods_of(manifest, "tokserve"), server_values(manifest, "tokserve")
     config = values["kv_events_config"]
     sources = {config["endpoint"].rpartition(":")[2], config["replay_endpoint"].rpartition(":")[2]}
-    policy = made["NetworkPolicy", "tokserve"]["spec"]["ingress"][1]
+    policy = manifest["NetworkPolicy", "tokserve"]["spec"]["ingress"][1]
     assert {str(port["port"]) for port in policy["ports"]} == sources
-    arguments = router_arguments(made)
+    arguments = router_arguments(manifest)
     for pod in pods:
         address = f"http://{pod}:{values['port']}"
         assert address in arguments
@@ -188,19 +188,19 @@ def test_manifests_of_a_router() -> None:
 
 
 def test_manifests_of_prefill_and_decode() -> None:
-    made = documents("kubernetes-disaggregated")
+    manifest = documents("kubernetes-disaggregated")
     key = {"key_file": "/etc/tokserve/transfer-key"}
-    pods = {name: pods_of(made, f"tokserve-{name}") for name in ("prefill", "decode")}
-    producer = server_values(made, "tokserve-prefill")
+    pods = {name: pods_of(manifest, f"tokserve-{name}") for name in ("prefill", "decode")}
+    producer = server_values(manifest, "tokserve-prefill")
     plan = transfer_plan(producer["kv_transfer_config"])
     assert plan is not None and plan.role == "kv_producer" and plan.key_file == key["key_file"]
     assert [plan.advertised.replace("$(POD_NAME)", pod.partition(".")[0]) for pod in pods["prefill"]] == pods["prefill"]
-    policy = made["NetworkPolicy", "tokserve-prefill"]["spec"]["ingress"][1]
+    policy = manifest["NetworkPolicy", "tokserve-prefill"]["spec"]["ingress"][1]
     assert policy["ports"] == [{"port": plan.port}]
-    other = transfer_plan(server_values(made, "tokserve-decode")["kv_transfer_config"])
+    other = transfer_plan(server_values(manifest, "tokserve-decode")["kv_transfer_config"])
     assert other is not None and other.role == "kv_consumer" and other.key_file == key["key_file"]
     assert [*other.peers] == pods["prefill"]
-    arguments = router_arguments(made)
+    arguments = router_arguments(manifest)
     for kind, names in pods.items():
         urls = [arguments[i + 1] for i, argument in enumerate(arguments) if argument == f"--{kind}"]
         assert urls == [f"http://{pod}:{producer['port']}" for pod in names]

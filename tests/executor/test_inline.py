@@ -108,12 +108,12 @@ def test_the_runner_gets_the_configuration_and_the_plans_in_order(depth: int) ->
     assert executor.call("weights", {"x": 1}) == {"x": 1}
     assert [future.result().step for future in futures] == list(range(5))
     executor.close()
-    what = [call[:-1] for call in FakeRunner.calls]
-    assert what[0] == ("load", config)
+    calls = [call[:-1] for call in FakeRunner.calls]
+    assert calls[0] == ("load", config)
     steps = [
         call for step in range(5) for call in (("forward", step), ("sample", step, bitmask if step == 3 else None))
     ]
-    assert what[1:] == [*steps, ("call", "weights", {"x": 1})]
+    assert calls[1:] == [*steps, ("call", "weights", {"x": 1})]
 
 
 @DEPTHS

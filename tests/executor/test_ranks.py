@@ -64,9 +64,9 @@ def test_messages_arrive_as_they_were() -> None:
     zero = np.zeros(1, np.int32)
     plan = StepPlan(3, zero, zero + 2, zero, zero, zero + 1, np.zeros(0, np.int32), freed=[4])
     hub_end.send(Forward(plan))
-    came = rank_end.to_rank()
-    assert isinstance(came, Forward) and came.plan.step == 3 and came.plan.freed == [4]
-    came.plan.num_tokens[0] += 1  # it may be written to
+    received = rank_end.to_rank()
+    assert isinstance(received, Forward) and received.plan.step == 3 and received.plan.freed == [4]
+    received.plan.num_tokens[0] += 1  # it may be written to
     big = bytes(range(256)) * 4096
     sender = threading.Thread(target=hub_end.send, args=(Invoke(1, "feed_update", {"chunk": big}, True),))
     sender.start()
@@ -174,10 +174,10 @@ def test_only_ranks_that_know_the_key_join(keys: tuple[str, str], monkeypatch: p
 
     with ThreadPoolExecutor() as pool:
         joined = pool.submit(join)
-        came = listener.accept(WAIT)
-        assert (came is not None) == (keys[0] == keys[1])
+        received = listener.accept(WAIT)
+        assert (received is not None) == (keys[0] == keys[1])
         assert ("does not know the key" in joined.result(WAIT)) == (keys[0] != keys[1] != "")
-    for channel in [*channels, *([came[0]] if came else [])]:
+    for channel in [*channels, *([received[0]] if received else [])]:
         channel.close()
     listener.close()
 
@@ -219,15 +219,15 @@ def test_the_message_on_an_inherited_socket_is_checked() -> None:
     joining, other, lost = (connect(listener.invite(rank).address, "") for rank in range(3))
     assert listener.accept(0.0) is None
     joining.send(Joined(0, "0"))
-    came = listener.accept(WAIT)
-    assert came is not None and came[1] == Joined(0, "0")
+    received = listener.accept(WAIT)
+    assert received is not None and received[1] == Joined(0, "0")
     other.send(Joined(0, "0"))  # it is number 1
     lost.send_encoded(NO_TEXT)
     assert listener.accept(WAIT) is listener.accept(WAIT) is None
     with pytest.raises(ConnectionError):
         other.to_rank()
     listener.close()
-    for channel in (joining, other, lost, came[0]):
+    for channel in (joining, other, lost, received[0]):
         channel.close()
 
 

@@ -23,23 +23,23 @@ PIECES = (
 
 def changed(rng: random.Random, seed: bytes, other: bytes) -> bytes:
     """The seed with one to four changes: bytes, pieces, a cut, a repetition, the end of another seed."""
-    made = bytearray(seed)
+    mutated = bytearray(seed)
     for _ in range(rng.randrange(1, 5)):
-        place = rng.randrange(len(made) + 1)
+        place = rng.randrange(len(mutated) + 1)
         match rng.randrange(6):
             case 0:
-                made[place : place + 1] = rng.randbytes(1)
+                mutated[place : place + 1] = rng.randbytes(1)
             case 1:
-                made[place:place] = rng.choice(PIECES)
+                mutated[place:place] = rng.choice(PIECES)
             case 2:
-                del made[place : place + rng.randrange(1, 9)]
+                del mutated[place : place + rng.randrange(1, 9)]
             case 3:
-                made[place : place + rng.randrange(9)] = made[: rng.randrange(9)]
+                mutated[place : place + rng.randrange(9)] = mutated[: rng.randrange(9)]
             case 4:
-                made[place:] = other[rng.randrange(len(other) + 1) :]
+                mutated[place:] = other[rng.randrange(len(other) + 1) :]
             case _:
-                made[place : place + 4] = rng.randbytes(rng.randrange(1, 5))
-    return bytes(made)
+                mutated[place : place + 4] = rng.randbytes(rng.randrange(1, 5))
+    return bytes(mutated)
 
 
 def fuzz(name: str, executions: int, seed: int = 0) -> None:

@@ -244,8 +244,8 @@ def test_quantization_options_count(tmp_path: Path) -> None:
 
     def logits(**options: Any) -> torch.Tensor:
         hf = json.loads((tmp_path / "config.json").read_text())
-        made = load(tmp_path, hf, dtype="float32", head_dtype="auto", load_format="auto", seed=0, **options)
-        return prefill(made, ids)
+        model = load(tmp_path, hf, dtype="float32", head_dtype="auto", load_format="auto", seed=0, **options)
+        return prefill(model, ids)
 
     plain, head = logits(), logits(quantize_lm_head=True)
     groups = [logits(quantization="int4", group_size=size) for size in (32, 64)]

@@ -98,8 +98,8 @@ def together(count: int, call: Callable[[], Answer]) -> list[Answer]:
 
 def connect(url: str) -> socket.socket:
     """A connection."""
-    where = httpx.URL(url)
-    sock = socket.create_connection((where.host, where.port), timeout=180)
+    address = httpx.URL(url)
+    sock = socket.create_connection((address.host, address.port), timeout=180)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 

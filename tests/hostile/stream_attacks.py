@@ -31,15 +31,15 @@ def large(chance: random.Random, n: int = 32, tokens: int = 1900) -> dict[str, A
 async def connect(url: str, request: dict[str, Any], source: str | None = None) -> socket.socket:
     """Send a request on a socket of its own, from the address `source`, and read nothing."""
     loop = asyncio.get_running_loop()
-    where = urlsplit(url)
+    address = urlsplit(url)
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
     sock.setblocking(False)
     if source is not None:
         sock.bind((source, 0))
-    await loop.sock_connect(sock, (where.hostname, where.port))
+    await loop.sock_connect(sock, (address.hostname, address.port))
     content = json.dumps(request).encode()
-    head = f"POST {GENERATE} HTTP/1.1\r\nhost: {where.netloc}\r\ncontent-type: application/json\r\n"
+    head = f"POST {GENERATE} HTTP/1.1\r\nhost: {address.netloc}\r\ncontent-type: application/json\r\n"
     await loop.sock_sendall(sock, f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
     return sock
 

@@ -17,9 +17,9 @@ REFUSED = {400, 413}
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
     with Server("demo", "--sglang-api") as server:
-        made = Scene(server)
-        yield made
-        made.metronome.end()
+        running = Scene(server)
+        yield running
+        running.metronome.end()
 
 
 def statuses(answers: list[Answer]) -> list[int]:

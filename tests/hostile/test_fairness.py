@@ -29,8 +29,8 @@ SECONDS = 60.0
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server("demo", "--max-num-seqs", "16") as made:
-        yield made
+    with Server("demo", "--max-num-seqs", "16") as running:
+        yield running
 
 
 def attacker(server: Server) -> httpx.Client:

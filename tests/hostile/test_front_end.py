@@ -19,21 +19,23 @@ from tests.hostile.stream_attacks import connect, large
 @contextmanager
 def attacked(*flags: str) -> Iterator[Scene]:
     with Server("demo", *flags) as server:
-        made = Scene(server)
-        yield made
-        made.metronome.end()
+        running = Scene(server)
+        yield running
+        running.metronome.end()
 
 
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
-    with attacked("--body-timeout", "120", "--stream-stall-timeout", "120") as made:  # a busy machine is slow to send
-        yield made
+    with attacked(
+        "--body-timeout", "120", "--stream-stall-timeout", "120"
+    ) as running:  # a busy machine is slow to send
+        yield running
 
 
 @pytest.fixture(scope="module")
 def impatient() -> Iterator[Scene]:
-    with attacked("--body-timeout", "4", "--stream-stall-timeout", "3") as made:
-        yield made
+    with attacked("--body-timeout", "4", "--stream-stall-timeout", "3") as running:
+        yield running
 
 
 def errors(answers: list[Answer]) -> set[tuple[int, str | None, str | None]]:

@@ -22,8 +22,8 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server("demo", "--grammar-cache-bytes", "32M") as made:
-        yield made
+    with Server("demo", "--grammar-cache-bytes", "32M") as running:
+        yield running
 
 
 def trials(server: Server) -> list[Any]:

@@ -103,8 +103,8 @@ def test_stored_weights_are_divided_with_their_scales() -> None:
     for dim, start, length, kind in ((0, 4, 4, Float8Weight), (1, 64, 56, Float8Weight), (1, 60, 60, Tensor)):
         part = weight.narrow(dim, start, length)
         assert isinstance(part, kind)
-        meant = part if isinstance(part, Tensor) else part.dense()
-        assert torch.equal(meant, weight.dense().narrow(dim, start, length))
+        dense = part if isinstance(part, Tensor) else part.dense()
+        assert torch.equal(dense, weight.dense().narrow(dim, start, length))
     per_row = Float8Weight(weight.values, weight.scales[:1], 120)
     part = per_row.narrow(1, 60, 60)
     assert isinstance(part, Float8Weight) and torch.equal(part.dense(), per_row.dense()[:, 60:])

@@ -25,10 +25,10 @@ FIELD = "messages[0].content[0].image_url.url"
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerPool]:
     monkeypatch.chdir(Path(__file__).parents[2])
-    made = WorkerPool(COMMAND, workers=1, seconds=30.0, cache_bytes=1000)
-    yield made
-    made.close()
-    assert not made.pids and not made.num_waiting
+    pool = WorkerPool(COMMAND, workers=1, seconds=30.0, cache_bytes=1000)
+    yield pool
+    pool.close()
+    assert not pool.pids and not pool.num_waiting
 
 
 async def process(workers: WorkerPool, content: bytes, client: str = "") -> ProcessedImage:

@@ -38,7 +38,7 @@ def write(path: Path, checkpoint: Path, architecture: str, kinds: dict[str, str]
     tensors = load_file(checkpoint / "model.safetensors")
     writer = GGUFWriter(path, architecture)
     _metadata(writer, architecture, hf)
-    meant: dict[str, Tensor] = {}
+    dequantized: dict[str, Tensor] = {}
     stacks: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
         layer = re.match(r"model\.layers\.(\d+)\.(.+)", name)
@@ -46,15 +46,15 @@ def write(path: Path, checkpoint: Path, architecture: str, kinds: dict[str, str]
         if layer and expert:
             stacks.setdefault(f"blk.{layer[1]}.ffn_{SHARDS[expert[2]]}_exps.weight", {})[int(expert[1])] = tensor
         elif layer and ".experts." in name:
-            meant[name] = _stacked(writer, layer[1], name.rpartition(".")[2], tensor, kinds)
+            dequantized[name] = _stacked(writer, layer[1], name.rpartition(".")[2], tensor, kinds)
         else:
-            meant[name] = _single(writer, name, tensor, architecture, hf, kinds[""])
+            dequantized[name] = _single(writer, name, tensor, architecture, hf, kinds[""])
     for name, experts in stacks.items():
-        meant |= _experts(writer, name, experts, architecture, kinds[name.split("_")[1]])
+        dequantized |= _experts(writer, name, experts, architecture, kinds[name.split("_")[1]])
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         step()
     writer.close()
-    return meant
+    return dequantized
 
 
 def _add(writer: GGUFWriter, name: str, values: np.ndarray[Any, Any], kind: str) -> Tensor:
@@ -86,19 +86,22 @@ def _single(writer: GGUFWriter, name: str, tensor: Tensor, architecture: str, hf
         heads = hf["num_attention_heads" if short == "attn_q" else "num_key_value_heads"]
         halves = values.reshape(heads, 2, len(values) // heads // 2, -1)
         order = halves.swapaxes(1, 2).reshape(values.shape)
-        made = _add(writer, target, order, used)
-        return made.view(heads, -1, 2, made.shape[1]).transpose(1, 2).reshape(made.shape)
+        meaning = _add(writer, target, order, used)
+        return meaning.view(heads, -1, 2, meaning.shape[1]).transpose(1, 2).reshape(meaning.shape)
     return _add(writer, target, values, used)
 
 
 def _experts(
     writer: GGUFWriter, name: str, experts: dict[int, Tensor], architecture: str, kind: str
 ) -> dict[str, Tensor]:
-    made = _add(writer, name, torch.stack([experts[e] for e in range(len(experts))]).float().numpy(), kind)
+    meaning = _add(writer, name, torch.stack([experts[e] for e in range(len(experts))]).float().numpy(), kind)
     layer, shard = name.split(".")[1], name.split("_")[1]
     module = "block_sparse_moe" if architecture == "llama" else "mlp"
     projection = {"gate": "w1", "up": "w3", "down": "w2"}[shard] if architecture == "llama" else f"{shard}_proj"
-    return {f"model.layers.{layer}.{module}.experts.{e}.{projection}.weight": made[e].clone() for e in range(len(made))}
+    return {
+        f"model.layers.{layer}.{module}.experts.{e}.{projection}.weight": meaning[e].clone()
+        for e in range(len(meaning))
+    }
 
 
 def _stacked(writer: GGUFWriter, layer: str, name: str, tensor: Tensor, kinds: dict[str, str]) -> Tensor:

@@ -44,12 +44,12 @@ def model(architecture: str) -> Any:
     if architecture == "gemma3":
         sizes |= {"sliding_window": 32, "query_pre_attn_scalar": DIM}
     torch.manual_seed(1)
-    made = model_class(config_class(**sizes)).float().eval()
+    built = model_class(config_class(**sizes)).float().eval()
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in built.parameters():
             spread = 0.1 if parameter.ndim == 1 else 2 / parameter.shape[1] ** 0.5
             parameter.copy_(spread * torch.randn_like(parameter) + (parameter if parameter.ndim == 1 else 0))
-    return made
+    return built
 
 
 def blocks(weight: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
@@ -103,14 +103,14 @@ def _rotated(weight: np.ndarray[Any, Any], name: str, *, back: bool = False) -> 
 def write(path: Path, architecture: str, kind: str, value_kind: str | None = None, *, split: int = 0) -> Any:
     """Write a model whose matrices are of a type (those of values: of `value_kind`); returns the model of the weights
     that the file means.  `split`: tensors of a shard."""
-    made = model(architecture)
+    built = model(architecture)
     writer = GGUFWriter(path, architecture, split_max_tensors=split)
-    _metadata(writer, architecture, made.config)
+    _metadata(writer, architecture, built.config)
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(numbers[architecture], LAYERS)
-    meant: dict[str, Tensor] = {}
-    for name, parameter in made.state_dict().items():
-        if name == "lm_head.weight" and made.config.tie_word_embeddings:
+    dequantized: dict[str, Tensor] = {}
+    for name, parameter in built.state_dict().items():
+        if name == "lm_head.weight" and built.config.tie_word_embeddings:
             continue
         weight = parameter.numpy()
         rotates = architecture == "llama" and ("q_proj" in name or "k_proj" in name)
@@ -125,10 +125,10 @@ def write(path: Path, architecture: str, kind: str, value_kind: str | None = Non
         else:
             writer.add_tensor(target, stored)
         stored = stored - np.float32(offset)
-        meant[name] = torch.from_numpy(_rotated(stored, name, back=True) if rotates else stored.copy())
+        dequantized[name] = torch.from_numpy(_rotated(stored, name, back=True) if rotates else stored.copy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    made.load_state_dict(meant, strict=False)
-    return made
+    built.load_state_dict(dequantized, strict=False)
+    return built

@@ -57,8 +57,8 @@ def check_bits(directory: Path, dtype: str, prompts: Sequence[Parts], chunks: It
 
     def jobs() -> list[Job]:
         params = SamplingParams(max_tokens=5, temperature=0.8, prompt_logprobs=1, logprobs=2)
-        made = [prompt_of(parts) for parts in prompts]
-        return [Job(ids, params, seed, features=features) for seed, (ids, features) in enumerate(made)]
+        requests = [prompt_of(parts) for parts in prompts]
+        return [Job(ids, params, seed, features=features) for seed, (ids, features) in enumerate(requests)]
 
     alone = [Driver(runner, facts, 8).run([job])[0].outcome() for job in jobs()]
     assert [job.outcome() for job in Driver(runner, facts, 8, seed=1).run(jobs())] == alone

@@ -122,37 +122,37 @@ def _ropes(rng: random.Random, hf: dict[str, Any], family: str) -> None:
     if any(isinstance(value, dict) for value in parameters.values()):
         hf["rope_parameters"] = {kind: _rope(rng, hf) for kind in parameters}
         return
-    made = {"rope_type": "default", "rope_theta": 500} if family == "phi3" else _rope(rng, hf)
+    rope = {"rope_type": "default", "rope_theta": 500} if family == "phi3" else _rope(rng, hf)
     if "partial_rotary_factor" in parameters:
-        made["partial_rotary_factor"] = rng.choice((0.25, 0.5, 1.0))
+        rope["partial_rotary_factor"] = rng.choice((0.25, 0.5, 1.0))
     elif "partial_rotary_factor" in hf:
         hf["partial_rotary_factor"] = rng.choice((0.25, 0.5, 0.75, 1.0))
     if rng.random() < 0.5:
-        hf["rope_parameters"] = made
+        hf["rope_parameters"] = rope
         return
     del hf["rope_parameters"]
-    hf |= {name: made.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in made}
-    if made["rope_type"] != "default":
+    hf |= {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    if rope["rope_type"] != "default":
         if rng.random() < 0.5:
-            made["type"] = made.pop("rope_type")
-        hf["rope_scaling"] = made
+            rope["type"] = rope.pop("rope_type")
+        hf["rope_scaling"] = rope
 
 
 def _rope(rng: random.Random, hf: dict[str, Any]) -> dict[str, Any]:
     dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
     kinds = ("default", "linear", "yarn", "llama3", *(("dynamic",) if dim > 8 else ()))
-    made: dict[str, Any] = {"rope_type": rng.choice(kinds), "rope_theta": rng.choice((500, 10000.0, 1e6))}
-    if made["rope_type"] != "default":
-        made["factor"] = rng.choice((1.5, 4, 40.0))
-    if made["rope_type"] == "llama3":
-        made |= {
+    rope: dict[str, Any] = {"rope_type": rng.choice(kinds), "rope_theta": rng.choice((500, 10000.0, 1e6))}
+    if rope["rope_type"] != "default":
+        rope["factor"] = rng.choice((1.5, 4, 40.0))
+    if rope["rope_type"] == "llama3":
+        rope |= {
             "low_freq_factor": 1,
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": rng.choice((32, 64)),
         }
-    if made["rope_type"] == "yarn":
-        made |= {name: rng.choice(values) for name, values in YARN.items() if rng.random() < 0.4}
-    return made
+    if rope["rope_type"] == "yarn":
+        rope |= {name: rng.choice(values) for name, values in YARN.items() if rng.random() < 0.4}
+    return rope
 
 
 def every(seeds: int) -> list[tuple[str, int]]:

@@ -31,24 +31,24 @@ EVERY = [pytest.param(family, marks=pytest.mark.slow) if family in SLOW else fam
 PROJECTIONS = ("self_attn.qkv", "self_attn.out", "mlp.gate_up", "mlp.down")
 
 
-def made(family: str, dtype: str = "float32", **changes: Any) -> Decoder:
+def make_decoder(family: str, dtype: str = "float32", **changes: Any) -> Decoder:
     hf = tiny_config(family, **changes)
     return load(Path("/nowhere"), hf, dtype=dtype, head_dtype="auto", load_format="dummy", seed=0)
 
 
 def test_kv_specs_have_a_window_where_the_layer_has_one() -> None:
     windowed = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}
-    specs = made("qwen3", "bfloat16", **windowed).kv_specs()
+    specs = make_decoder("qwen3", "bfloat16", **windowed).kv_specs()
     assert specs == (KVSpec(2, 16, "bfloat16"), KVSpec(2, 16, "bfloat16"), KVSpec(2, 16, "bfloat16", window=9))
 
 
 def test_a_second_set_of_weights_shares_the_rope_table() -> None:
-    decoder = made("llama")
+    decoder = make_decoder("llama")
     assert decoder.blank().rope_table is decoder.rope_table
 
 
 def test_parameters_have_the_names_of_checkpoints() -> None:
-    names = made("llama", num_hidden_layers=1, attention_bias=True).parameters_by_name()
+    names = make_decoder("llama", num_hidden_layers=1, attention_bias=True).parameters_by_name()
     layer = "model.layers.0."
     expected = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     expected |= {f"{layer}{norm}_layernorm.weight" for norm in ("input", "post_attention")}
@@ -56,14 +56,14 @@ def test_parameters_have_the_names_of_checkpoints() -> None:
     expected |= {f"{layer}self_attn.{part}_proj.{kind}" for part in "qkvo" for kind in ("weight", "bias")}
     assert set(names) == expected
     assert names[f"{layer}self_attn.k_proj.weight"].shape == (32, 64)
-    assert "lm_head.weight" not in made("qwen3").parameters_by_name()
+    assert "lm_head.weight" not in make_decoder("qwen3").parameters_by_name()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", EVERY)
 @pytest.mark.usefixtures("kernels")
 def test_chunks_decoding_and_batching_change_no_bit(family: str, dtype: str) -> None:
-    decoder = made(family, dtype)
+    decoder = make_decoder(family, dtype)
     ids = random_ids(75, 320)
     alone = prefill(decoder, ids)
     cut = Driver(decoder, length=len(ids))
@@ -79,24 +79,24 @@ def test_chunks_decoding_and_batching_change_no_bit(family: str, dtype: str) -> 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.usefixtures("kernels")
 def test_computing_few_hidden_states_changes_no_bit(dtype: str) -> None:
-    decoder = made("qwen3", dtype)
+    decoder = make_decoder("qwen3", dtype)
     work = {row: random_ids(count, 320, seed=row) for row, count in enumerate((40, 1, 17))}
-    every, some = Driver(decoder, rows=3, length=64), Driver(decoder, rows=3, length=64)
+    every, few = Driver(decoder, rows=3, length=64), Driver(decoder, rows=3, length=64)
     expected = every.step(work)
-    for number, logits in zip((0, 2), some.step(work, ends=[0, 2]), strict=True):
+    for number, logits in zip((0, 2), few.step(work, ends=[0, 2]), strict=True):
         assert torch.equal(logits, expected[number][-1:])
     more = {0: [5], 1: random_ids(20, 320, seed=3), 2: [6, 7]}
     every.step(more)
-    assert some.step(more, ends=[]) == []
+    assert few.step(more, ends=[]) == []
     last = {0: [1], 1: [2], 2: [3]}  # reads what the steps before have stored
-    assert torch.equal(torch.cat(some.step(last)), torch.cat(every.step(last)))
+    assert torch.equal(torch.cat(few.step(last)), torch.cat(every.step(last)))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.usefixtures("kernels")
 def test_given_embeddings_take_the_place_of_the_ids(family: str, dtype: str) -> None:
-    decoder = made(family, dtype)
+    decoder = make_decoder(family, dtype)
     ids, placeholder = random_ids(40, 320), 7
     expected = prefill(decoder, ids)
     embedded = decoder.embedding(torch.tensor(ids))
@@ -118,7 +118,7 @@ def test_given_embeddings_take_the_place_of_the_ids(family: str, dtype: str) -> 
 
 
 def test_linear_layers_are_named_once() -> None:
-    decoder = made("llama", num_hidden_layers=2)
+    decoder = make_decoder("llama", num_hidden_layers=2)
     linears = decoder.named_linears()
     layers = [f"model.layers.{number}.{name}" for number in (0, 1) for name in PROJECTIONS]
     assert list(linears) == layers and len(set(linears.values())) == len(layers)

@@ -15,7 +15,7 @@ from tokserve.models.load import load
 CALIBRATED = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma2", "phi3", "olmo2", "smollm3", "ministral")
 
 
-def made(family: str, **changes: object) -> Decoder:
+def make_decoder(family: str, **changes: object) -> Decoder:
     hf = tiny_config(family, **changes)
     return load(Path("/nowhere"), hf, dtype="float32", head_dtype="auto", load_format="dummy", seed=0)
 
@@ -36,7 +36,7 @@ def test_values_follow_from_name_and_seed() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", CALIBRATED)
 def test_output_is_sharp_varied_and_depends_on_the_context(family: str, tied: bool) -> None:
-    decoder = made(family, tie_word_embeddings=tied)
+    decoder = make_decoder(family, tie_word_embeddings=tied)
     ids = random_ids(64, 320)
     logits = prefill(decoder, ids)
     assert 1.5 < logits.std() < 2.5
@@ -59,5 +59,5 @@ def test_written_dtype_and_configuration(tmp_path: Path) -> None:
     assert checkpoint.hf_config(directory) == hf
     actual = weights.catalogue(directory)
     assert {entry.dtype for entry in actual.values()} == {torch.bfloat16}
-    parameters = made("qwen2").parameters_by_name()
+    parameters = make_decoder("qwen2").parameters_by_name()
     assert {name: entry.shape for name, entry in actual.items()} == {n: p.shape for n, p in parameters.items()}

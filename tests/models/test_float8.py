@@ -63,7 +63,7 @@ def spread(scale: Tensor, shape: torch.Size) -> Tensor:
 
 def quantize(directory: Path, config: dict[str, Any], kind: str, ending: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Make the checkpoint a float8 one; returns what its tensors mean."""
-    tensors, meant = stored(directory), stored(directory)
+    tensors, dequantized = stored(directory), stored(directory)
     for name, tensor in stored(directory).items():
         if "_proj" not in name:
             continue
@@ -71,15 +71,15 @@ def quantize(directory: Path, config: dict[str, Any], kind: str, ending: str, dt
         spread_scale = spread(scale.float(), tensor.shape)
         tensors[name] = (tensor.float() / spread_scale).clamp(-448, 448).to(FP8)
         tensors[name + ending] = scale
-        meant[name] = (tensors[name].float() * spread_scale).to(tensor.dtype)
-        assert (meant[name] - tensor).abs().max() <= 0.07 * tensor.abs().max()
+        dequantized[name] = (tensors[name].float() * spread_scale).to(tensor.dtype)
+        assert (dequantized[name] - tensor).abs().max() <= 0.07 * tensor.abs().max()
         if kind == "tensor":
             tensors[name.removesuffix("weight") + "input_scale"] = torch.ones(1)
     tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)
     rewrite(directory, tensors)
     hf = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(hf | {"quantization_config": config}))
-    return meant
+    return dequantized
 
 
 @pytest.mark.parametrize(
@@ -98,15 +98,15 @@ def test_the_model_is_that_of_the_values(
     tmp_path: Path, config: dict[str, Any], kind: str, ending: str, dtype: torch.dtype, serve: str
 ) -> None:
     plain, float8 = write_checkpoint(tmp_path / "plain", HF), write_checkpoint(tmp_path / "float8", HF)
-    meant = quantize(float8, config, kind, ending, dtype)
+    dequantized = quantize(float8, config, kind, ending, dtype)
     if serve == "float32":  # not rounded to the dtype of the checkpoint's other tensors
         tensors = stored(float8)
-        meant |= {
+        dequantized |= {
             name: tensors[name].float() * spread(tensors[name + ending].float(), tensors[name].shape)
-            for name in meant
+            for name in dequantized
             if name + ending in tensors
         }
-    rewrite(plain, meant)
+    rewrite(plain, dequantized)
     assert torch.equal(logits(float8, dtype=serve), logits(plain, dtype=serve))
 
 
@@ -164,18 +164,18 @@ def test_it_can_be_served_in_the_models_dtype_everywhere(tmp_path: Path, caplog:
     assert torch.equal(prefill(decoder, IDS), expected)
 
 
-@pytest.mark.parametrize("what", ["a plain matrix", "narrow blocks"])
+@pytest.mark.parametrize("exception", ["a plain matrix", "narrow blocks"])
 def test_where_not_all_can_be_kept_all_become_the_dtype(
-    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, exception: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = write_checkpoint(tmp_path, HF)
-    if what == "narrow blocks":
+    if exception == "narrow blocks":
         monkeypatch.setitem(globals(), "BLOCK", (32, 32))
-    meant = quantize(directory, QWEN | {"weight_block_size": list(BLOCK)}, "block", "_scale_inv", torch.float32)
-    if what == "a plain matrix":
+    dequantized = quantize(directory, QWEN | {"weight_block_size": list(BLOCK)}, "block", "_scale_inv", torch.float32)
+    if exception == "a plain matrix":
         name = "model.layers.1.mlp.down_proj.weight"
         rest = {key: tensor for key, tensor in stored(directory).items() if key != name + "_scale_inv"}
-        rewrite(directory, rest | {name: meant[name]})
+        rewrite(directory, rest | {name: dequantized[name]})
     caplog.set_level("INFO")
     decoder = opened(directory, dtype="bfloat16", has_float8=True)
     assert decoder.quantization is None and "become bfloat16" in caplog.text

@@ -185,11 +185,11 @@ def test_a_custom_format_is_loaded_and_kept_as_stored(tmp_path: Path, monkeypatc
     directory = write_checkpoint(tmp_path, HF)
     tensors = stored(directory)
     halves = split(tensors)
-    meant = {name: tensor for name, tensor in halves.items() if "_proj" not in name}
-    for name in tensors.keys() - meant.keys():
+    summed = {name: tensor for name, tensor in halves.items() if "_proj" not in name}
+    for name in tensors.keys() - summed.keys():
         stem = name.removesuffix("weight")
-        meant[name] = halves[stem + "high"].float() + halves[stem + "low"].float()
-    rewrite(directory, meant)
+        summed[name] = halves[stem + "high"].float() + halves[stem + "low"].float()
+    rewrite(directory, summed)
     expected = logits(directory)
     rewrite(directory, halves)
     method = SumMethod()
@@ -207,7 +207,7 @@ def test_a_custom_format_is_loaded_and_kept_as_stored(tmp_path: Path, monkeypatc
         return staging.finish()
 
     assert torch.equal(prefill(updated(dict(reversed(halves.items()))), IDS), expected)
-    assert torch.equal(prefill(updated(meant), IDS), expected)
+    assert torch.equal(prefill(updated(summed), IDS), expected)
     lost = "model.layers.0.mlp.up_proj.low"
     with pytest.raises(RequestError, match=r"1 of which a half is missing: model\.layers\.0\.mlp\.up_proj\.weight"):
         updated({name: tensor for name, tensor in halves.items() if name != lost})

@@ -79,13 +79,13 @@ def test_a_mixture_is_the_model_that_its_blocks_mean(tmp_path: Path, architectur
     hf |= {"layer_types": None} if architecture == "gpt-oss" else {}
     directory = write_checkpoint(tmp_path / "m", hf, seed=1)
     kinds = dict(zip(("gate", "up", "down", ""), MIXTURES[architecture], strict=True))
-    meant = gguf_mixtures.write(tmp_path / "m.gguf", directory, architecture, kinds)
+    dequantized = gguf_mixtures.write(tmp_path / "m.gguf", directory, architecture, kinds)
     decoder = opened(tmp_path / "m.gguf")
     experts = decoder.blocks[1].mlp.experts
     assert all(isinstance(packed, PackedWna16) for packed in experts.gate_up), "as they are stored"
     assert len(experts.gate_up[0].parts) == (1 if kinds["gate"] == kinds["up"] else 2)
     result = logprobs(prefill(decoder, IDS))
-    save_file(meant, directory / "model.safetensors")
+    save_file(dequantized, directory / "model.safetensors")
     expected = logprobs(
         prefill(load(directory, hf, dtype="float32", head_dtype="auto", load_format="auto", seed=0), IDS)
     )
@@ -133,8 +133,8 @@ def test_pieces_of_spaces_in_gemma_s_files_keep_their_ids() -> None:
         "general.architecture": "gemma3", "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.unknown_token_id": 0,
     }  # fmt: skip
-    made, _ = gguf_tokenizer.convert(GgufHeader((), metadata, {}))
-    backend = tokenizers.Tokenizer.from_str(made)
+    converted, _ = gguf_tokenizer.convert(GgufHeader((), metadata, {}))
+    backend = tokenizers.Tokenizer.from_str(converted)
     assert backend.get_vocab_size() == len(tokens)
     for text, ids in (("  ", [2]), ("a  a a", [6, 2, 6, 5]), ("     \n\na", [3, 4, 8, 6]), ("\n", [7])):
         assert backend.encode(text).ids == [1, *ids], text

@@ -26,26 +26,26 @@ IDS = random_ids(60, 320)
 
 def quantized(directory: Path, seed: int = 0) -> dict[str, Tensor]:
     """Make the checkpoint one of MXFP4; returns the bfloat16 tensors that transformers makes of it."""
-    random, tensors, meant = torch.Generator().manual_seed(seed), stored(directory), stored(directory)
+    random, tensors, dequantized = torch.Generator().manual_seed(seed), stored(directory), stored(directory)
     for name, tensor in stored(directory).items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             experts, inputs, outputs = tensor.shape
             groups = (experts, outputs, inputs // 32)
             blocks = torch.randint(0, 256, (*groups, 16), generator=random, dtype=torch.uint8)
             scales = torch.randint(118, 125, groups, generator=random, dtype=torch.uint8)
-            meant[name] = convert_moe_packed_tensors(blocks, scales)
-            assert meant[name].shape == tensor.shape
+            dequantized[name] = convert_moe_packed_tensors(blocks, scales)
+            assert dequantized[name].shape == tensor.shape
             del tensors[name]
             tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
     rewrite(directory, tensors)
     hf = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(hf | {"quantization_config": ENTRY}))
-    return meant
+    return dequantized
 
 
-def plain(directory: Path, meant: dict[str, Tensor]) -> Path:
+def plain(directory: Path, dequantized: dict[str, Tensor]) -> Path:
     """The bfloat16 checkpoint in its place."""
-    rewrite(directory, meant)
+    rewrite(directory, dequantized)
     hf = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({n: v for n, v in hf.items() if n != "quantization_config"}))
     return directory
@@ -54,13 +54,13 @@ def plain(directory: Path, meant: dict[str, Tensor]) -> Path:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_it_is_the_model_of_the_dequantized_checkpoint(tmp_path: Path, dtype: str) -> None:
     directory = write_checkpoint(tmp_path / "q", HF, seed=1)
-    meant = quantized(directory)
+    dequantized = quantized(directory)
     decoder = opened(directory, dtype=dtype)
     experts = decoder.blocks[0].mlp.experts
     assert all(isinstance(packed, PackedWna16) for packed in (*experts.gate_up, *experts.down)), "4 bits in memory"
     dense = opened(directory, dtype=dtype, quantization="none")
     assert isinstance(dense.blocks[0].mlp.experts.down[0], PackedWeight)
-    expected = prefill(opened(plain(directory, meant), dtype=dtype), IDS)
+    expected = prefill(opened(plain(directory, dequantized), dtype=dtype), IDS)
     assert torch.equal(prefill(decoder, IDS), expected) and torch.equal(prefill(dense, IDS), expected)
 
 
@@ -68,9 +68,9 @@ def test_logprobs_are_those_of_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     directory = write_checkpoint(tmp_path / "q", HF, seed=1)
-    meant = quantized(directory)
+    dequantized = quantized(directory)
     result = prefill(opened(directory, dtype="float32"), IDS).double().log_softmax(-1)
-    model = AutoModelForCausalLM.from_pretrained(plain(directory, meant), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(plain(directory, dequantized), dtype=torch.float32)
     with torch.no_grad():
         expected = model(torch.tensor([IDS])).logits[0].double().log_softmax(-1)
     assert (result - expected).abs().max() < 2e-4
@@ -88,10 +88,10 @@ def test_decoding_has_the_bits_of_a_prompt(tmp_path: Path) -> None:
 def test_blocks_and_scales_are_pushed_in_any_order_and_floats_too(tmp_path: Path) -> None:
     one, other = (write_checkpoint(tmp_path / str(seed), HF, seed=seed) for seed in (1, 2))
     quantized(one, 1)
-    meant = quantized(other, 2)
+    dequantized = quantized(other, 2)
     options: dict[str, Any] = {"dtype": "bfloat16"}
     serving, expected = opened(one, **options), prefill(opened(other, **options), IDS)
-    for tensors in (stored(other), meant):
+    for tensors in (stored(other), dequantized):
         staging = Staging(serving.blank())
         for name in sorted(tensors, key=lambda name: name[::-1]):
             staging.push(name, tensors[name])

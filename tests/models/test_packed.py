@@ -64,15 +64,15 @@ def gptq(weight: Tensor, bits: int, group: int, *, sym: bool, act: bool, version
     columns = weight.shape[1]
     order = torch.randperm(columns, generator=torch.Generator().manual_seed(3)) if act else torch.arange(columns)
     codes, scales, zeros, groups = numbers(weight[:, order], bits, group, sym=sym)
-    meant = torch.empty_like(weight)
-    meant[:, order] = (codes - zeros[:, groups]) * scales[:, groups]
+    dequantized = torch.empty_like(weight)
+    dequantized[:, order] = (codes - zeros[:, groups]) * scales[:, groups]
     placed, g_idx = torch.empty_like(codes), torch.empty(columns, dtype=torch.int32)
     placed[:, order], g_idx[order] = codes, groups.int()
     return {
         ".qweight": words(placed, bits).t().contiguous(),
         ".qzeros": words((zeros - (1 if version == 1 else 0)).t(), bits),
         ".scales": scales.t().contiguous().half(), ".g_idx": g_idx,
-    }, meant  # fmt: skip
+    }, dequantized  # fmt: skip
 
 
 def awq(weight: Tensor, group: int) -> Quantized:
@@ -88,19 +88,23 @@ def compressed(weight: Tensor, bits: int, group: int, *, sym: bool, act: bool = 
     order = torch.randperm(columns, generator=torch.Generator().manual_seed(4)) if act else torch.arange(columns)
     codes, scales, zeros, groups = numbers(weight[:, order], bits, group, sym=sym)
     middle = 1 << bits - 1
-    placed, meant, g_idx = torch.empty_like(codes), torch.empty_like(weight), torch.empty(columns, dtype=torch.int32)
+    placed, dequantized, g_idx = (
+        torch.empty_like(codes),
+        torch.empty_like(weight),
+        torch.empty(columns, dtype=torch.int32),
+    )
     placed[:, order], g_idx[order] = codes - middle, groups.int()
-    meant[:, order] = (codes - zeros[:, groups]) * scales[:, groups]
+    dequantized[:, order] = (codes - zeros[:, groups]) * scales[:, groups]
     parts = {".weight_scale": scales}
     if ints:
-        return {".weight": placed.to(torch.int8)} | parts, meant
+        return {".weight": placed.to(torch.int8)} | parts, dequantized
     parts |= {
         ".weight_packed": pack_to_int32(placed.to(torch.int8), bits),
         ".weight_shape": torch.tensor(weight.shape),
     }
     if not sym:
         parts[".weight_zero_point"] = pack_to_int32((zeros - middle).to(torch.int8), bits, packed_dim=0)
-    return parts | ({".weight_g_idx": g_idx} if act else {}), meant
+    return parts | ({".weight_g_idx": g_idx} if act else {}), dequantized
 
 
 def scheme(layout: str, bits: int, group: int, **extra: Any) -> dict[str, Any]:
@@ -116,16 +120,16 @@ def scheme(layout: str, bits: int, group: int, **extra: Any) -> dict[str, Any]:
 
 def write(directory: Path, entry: dict[str, Any], quantize: Callable[[Tensor], Quantized]) -> dict[str, Tensor]:
     """Make the checkpoint a quantized one, but for one projection; returns what its tensors mean."""
-    tensors, meant = stored(directory), stored(directory)
+    tensors, dequantized = stored(directory), stored(directory)
     for name, tensor in stored(directory).items():
         if "_proj" in name and "layers.2.mlp.down" not in name:
-            parts, meant[name] = quantize(tensor.float())
+            parts, dequantized[name] = quantize(tensor.float())
             del tensors[name]
             tensors |= {name.removesuffix(".weight") + ending: part for ending, part in parts.items()}
     rewrite(directory, tensors)
     hf = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(hf | {"quantization_config": entry}))
-    return meant
+    return dequantized
 
 
 CASES: dict[str, tuple[dict[str, Any], Callable[[Tensor], Quantized]]] = {}
@@ -151,13 +155,13 @@ CASES["int8"] = (
 @pytest.mark.parametrize("case", CASES)
 def test_the_model_is_that_of_what_the_tensors_mean(tmp_path: Path, case: str) -> None:
     directory = write_checkpoint(tmp_path / "q", HF, seed=1)
-    meant = write(directory, *CASES[case])
+    dequantized = write(directory, *CASES[case])
     decoder = opened(directory)
     packed = decoder.blocks[0].mlp.down.packed
     assert decoder.quantization == "wna16" and isinstance(packed, PackedWna16)
     assert not isinstance(decoder.blocks[2].mlp.down.packed, PackedWna16), "left as floats by the checkpoint"
     result = prefill(decoder, IDS).log_softmax(-1)
-    rewrite(directory, meant)
+    rewrite(directory, dequantized)
     hf = json.loads((directory / "config.json").read_text())
     del hf["quantization_config"]
     (directory / "config.json").write_text(json.dumps(hf))
@@ -168,10 +172,10 @@ def test_quantized_weights_of_a_model_with_states_round_as_floats_do(tmp_path: P
     """What a head reads from its state is divided by its norm, which amplifies rounding: two float32 models may differ
     by more than either differs from float64, so each is compared with that."""
     directory = write_checkpoint(tmp_path / "q", HYBRID, seed=1)
-    meant = write(directory, scheme("compressed-tensors", 8, 48), lambda w: compressed(w, 8, 48, sym=True))
+    dequantized = write(directory, scheme("compressed-tensors", 8, 48), lambda w: compressed(w, 8, 48, sym=True))
     ids = random_ids(150, HYBRID["vocab_size"])
     actual = [prefill(opened(directory), ids)]
-    rewrite(directory, meant)
+    rewrite(directory, dequantized)
     hf = json.loads((directory / "config.json").read_text())
     del hf["quantization_config"]
     (directory / "config.json").write_text(json.dumps(hf))
@@ -203,7 +207,7 @@ def test_words_that_are_no_finite_float16_are_finite() -> None:
 @pytest.mark.parametrize("case", ["gptq4-g32-sym-plain-v1", "gptq4-g32-asym-act-v2", "awq", "packed4-asym", "int8"])
 def test_experts_are_what_their_tensors_mean(tmp_path: Path, case: str) -> None:
     directory = write_checkpoint(tmp_path / "q", MIXTURE, seed=1)
-    meant = write(directory, *CASES[case])
+    dequantized = write(directory, *CASES[case])
     decoder = opened(directory)
     experts = decoder.blocks[1].mlp.experts
     assert all(isinstance(packed, PackedWna16) for packed in (*experts.gate_up, *experts.down))
@@ -213,7 +217,7 @@ def test_experts_are_what_their_tensors_mean(tmp_path: Path, case: str) -> None:
     for name in sorted(tensors, key=lambda name: name[::-1]):
         staging.push(name, tensors[name])
     assert torch.equal(prefill(staging.finish(), IDS), result), "pushed in another order"
-    rewrite(directory, meant)
+    rewrite(directory, dequantized)
     hf = json.loads((directory / "config.json").read_text())
     del hf["quantization_config"]
     (directory / "config.json").write_text(json.dumps(hf))
@@ -276,17 +280,17 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path, entry: dict[str, An
 
 def test_groups_of_different_sizes_become_floats() -> None:
     weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
-    parts, meant = gptq(weight, 4, 32, sym=False, act=False, version=1)
+    parts, dequantized = gptq(weight, 4, 32, sym=False, act=False, version=1)
     roles = {"codes": parts[".qweight"], "zeros": parts[".qzeros"], "scales": parts[".scales"]}
     uneven = parts[".g_idx"].clone()
     uneven[3] = 1
-    made = PackedFormat("gptq", 4, 32, frozenset(), frozenset()).assemble(roles | {"order": uneven})
-    assert isinstance(made, Tensor)
-    assert torch.equal(made[:, :3], meant[:, :3]) and not torch.equal(made[:, 3], meant[:, 3])
+    assembled = PackedFormat("gptq", 4, 32, frozenset(), frozenset()).assemble(roles | {"order": uneven})
+    assert isinstance(assembled, Tensor)
+    assert torch.equal(assembled[:, :3], dequantized[:, :3]) and not torch.equal(assembled[:, 3], dequantized[:, 3])
     for number in (2, -1):  # there are groups 0 and 1
         uneven[3] = number
-        made = PackedFormat("gptq", 4, 32, frozenset(), frozenset()).assemble(roles | {"order": uneven})
-        assert isinstance(made, Tensor) and bool(made.isnan().all())
+        assembled = PackedFormat("gptq", 4, 32, frozenset(), frozenset()).assemble(roles | {"order": uneven})
+        assert isinstance(assembled, Tensor) and bool(assembled.isnan().all())
 
 
 @pytest.mark.parametrize("point", [0, 1, 255])
@@ -294,8 +298,8 @@ def test_zero_points_of_8_bits(point: int) -> None:
     codes = torch.arange(4 * 64).view(4, 64)
     points = torch.full((2, 4), point)
     roles = {"codes": words(codes, 8).t().contiguous(), "zeros": words(points, 8), "scales": torch.full((2, 4), 0.5)}
-    made = PackedFormat("gptq_v2", 8, 32, frozenset(), frozenset()).assemble(roles)
-    assert not isinstance(made, Tensor) and torch.equal(made.dense(), (codes - point) * 0.5)
+    assembled = PackedFormat("gptq_v2", 8, 32, frozenset(), frozenset()).assemble(roles)
+    assert not isinstance(assembled, Tensor) and torch.equal(assembled.dense(), (codes - point) * 0.5)
 
 
 def test_a_policy_refuses_a_quantized_checkpoint(tmp_path: Path) -> None:

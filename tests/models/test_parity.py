@@ -267,14 +267,14 @@ def transformers_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
     """A case's checkpoint in `tiny`, as transformers saves it in `saved_by_transformers`, and transformers' model."""
 
     @cache
-    def made(name: str) -> tuple[Path, PreTrainedModel]:
+    def load_case(name: str) -> tuple[Path, PreTrainedModel]:
         family, changes = CASES[name]
         directory = tmp_path_factory.mktemp(name)
         model = oracle(write_checkpoint(directory / "tiny", tiny_config(family, **changes)))
         model.save_pretrained(directory / "saved_by_transformers")
         return directory, model
 
-    return made
+    return load_case
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -300,7 +300,7 @@ def greedy(
     """A prompt, and the tokens that transformers' model of a case says next, none of them by little."""
 
     @cache
-    def made(name: str) -> tuple[list[int], list[int]]:
+    def tokens_of(name: str) -> tuple[list[int], list[int]]:
         _, model = transformers_model(name)
         family, changes = CASES[name]
         hf = tiny_config(family, **changes)
@@ -313,7 +313,7 @@ def greedy(
         assert (first - second).min() > 2 * allowed(hf)  # so no rounding within the tolerance chooses another token
         return prompt, generated
 
-    return made
+    return tokens_of
 
 
 @pytest.mark.parametrize(
@@ -388,14 +388,14 @@ class Sharp(NamedTuple):
 @pytest.fixture(scope="module")
 def sharp(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Sharp]:
     @cache
-    def made(family: str) -> Sharp:
+    def load_family(family: str) -> Sharp:
         directory = sharp_checkpoint(tmp_path_factory.mktemp(family), family)
         texts = [random_ids(256, 2048, seed) for seed in range(4)]
         models = oracle(directory), oracle(directory, torch.bfloat16)
         exact, rounded = (torch.cat([oracle_logits(m, ids).log_softmax(-1) for ids in texts]) for m in models)
         return Sharp(directory, texts, exact, rounded)
 
-    return made
+    return load_family
 
 
 @pytest.mark.parametrize(

@@ -132,8 +132,8 @@ def test_freed_tensors_leave_their_memory_to_later_ones() -> None:
     assert torch.equal(captured, deep(50)())
 
 
-@pytest.mark.parametrize("what", ["torch", "op", "memory"])
-def test_what_cannot_be_captured_raises_and_leaves_nothing_behind(what: str) -> None:
+@pytest.mark.parametrize("kind", ["torch", "op", "memory"])
+def test_what_cannot_be_captured_raises_and_leaves_nothing_behind(kind: str) -> None:
     layer = Layer(2, torch.float32, int8=False)
     layer.fill(0)
     rows, greedy = torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
@@ -143,10 +143,10 @@ def test_what_cannot_be_captured_raises_and_leaves_nothing_behind(what: str) -> 
         "memory": layer,
     }
     reason = {"torch": "torch's mul", "op": "an op that cannot be captured", "memory": "more than 1000 bytes"}
-    with pytest.raises(NotCapturable, match=reason[what]):
-        capture(functions[what], CaptureMemory(1000 if what == "memory" else 1 << 20))
-    expected = functions[what]()
-    assert torch.equal(functions[what](), expected)
+    with pytest.raises(NotCapturable, match=reason[kind]):
+        capture(functions[kind], CaptureMemory(1000 if kind == "memory" else 1 << 20))
+    expected = functions[kind]()
+    assert torch.equal(functions[kind](), expected)
     captured, _ = capture(layer, CaptureMemory(1 << 20))
     assert torch.equal(captured, layer())
 

@@ -67,11 +67,11 @@ def test_attention_over_rows_is_that_over_the_keys_and_values_that_heads_make_of
     paged.q[0] = torch.cat((absorbed, q[..., plain:]), -1)
     mixed = paged.attend(OPS["latent_attention"].reference, [(0, 0, length)])[0]
     result = OPS["linear_heads"].reference(mixed, value_weights)
-    made = torch.einsum("tl,hnl->thn", rows[:, :latent], up.double())  # [T, heads, plain + value_dim]
-    whole_keys = torch.cat((made[..., :plain], rows[:, None, latent:].expand(-1, heads, -1)), -1)
+    expanded = torch.einsum("tl,hnl->thn", rows[:, :latent], up.double())  # [T, heads, plain + value_dim]
+    whole_keys = torch.cat((expanded[..., :plain], rows[:, None, latent:].expand(-1, heads, -1)), -1)
     scores = torch.einsum("qhd,khd->hqk", q.double(), whole_keys) * 0.1
     scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
-    expected = torch.einsum("hqk,khv->qhv", scores.softmax(-1), made[..., plain:])
+    expected = torch.einsum("hqk,khv->qhv", scores.softmax(-1), expanded[..., plain:])
     torch.testing.assert_close(result.double(), expected, atol=2e-4, rtol=2e-4)
 
 

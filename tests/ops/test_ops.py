@@ -328,9 +328,9 @@ def test_experts_are_the_sum_of_what_each_makes(dtype: torch.dtype) -> None:
                 inner = (right.clamp(-7, 7) + 1) * left * torch.sigmoid(1.702 * left)
             else:
                 inner = (F.silu(left) if activation == "silu" else F.gelu(left, approximate="tanh")) * right
-            made = down[expert].double() @ inner.to(dtype).double()
-            made = made if down_bias is None else made + down_bias[expert].double()
-            exact[token] += weights[token, slot].double() * made
+            product = down[expert].double() @ inner.to(dtype).double()
+            product = product if down_bias is None else product + down_bias[expert].double()
+            exact[token] += weights[token, slot].double() * product
         if shared is not None:
             exact += (1.0 if gate is None else torch.sigmoid(gate.double())) * shared.double()
         half = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}[dtype]

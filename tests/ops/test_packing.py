@@ -30,12 +30,12 @@ def normal(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def packed_in_parts(pack: Any, weight: Tensor, cuts: list[int], order: list[int]) -> Any:
-    made = None
+    packed = None
     for part in order:
         rows = weight[cuts[part] : cuts[part + 1]]
-        made = pack(rows, len(weight), cuts[part], made)
-    assert made is not None
-    return made
+        packed = pack(rows, len(weight), cuts[part], packed)
+    assert packed is not None
+    return packed
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -53,21 +53,21 @@ def test_parts_in_any_order_make_the_whole(name: str, op: str, dtype: torch.dtyp
                 inner = sorted(rng.sample(range(1, rows), min(count - 1, rows - 1)))
                 cuts = [0, *inner, rows]
                 order = rng.sample(range(len(cuts) - 1), len(cuts) - 1)
-                made = packed_in_parts(pack, weight, cuts, order)
-                assert torch.equal(made.packed.view(torch.uint8), expected.packed.view(torch.uint8))
-                assert (made.rows, made.columns, made.dtype) == (expected.rows, expected.columns, expected.dtype)
+                packed = packed_in_parts(pack, weight, cuts, order)
+                assert torch.equal(packed.packed.view(torch.uint8), expected.packed.view(torch.uint8))
+                assert (packed.rows, packed.columns, packed.dtype) == (expected.rows, expected.columns, expected.dtype)
 
 
 @pytest.mark.parametrize(("name", "op"), [one for one in EACH if one[0] != registry.REFERENCE])
 def test_rows_outside_the_weight_are_refused(name: str, op: str) -> None:
     pack = OPS[op].implementations[name].call
-    made = pack(normal(4, 8, torch.float32), 10, 0)
+    packed = pack(normal(4, 8, torch.float32), 10, 0)
     for weight, first in ((normal(4, 8, torch.float32), 7), (normal(4, 8, torch.float32), -1)):
         with pytest.raises(ValueError, match="not all within"):
-            pack(weight, 10, first, made)
+            pack(weight, 10, first, packed)
     for weight in (normal(4, 7, torch.float32), normal(4, 8, torch.bfloat16)):
         with pytest.raises(ValueError, match="wrong size or dtype"):
-            pack(weight, 10, 0, made)
+            pack(weight, 10, 0, packed)
     if op == "pack_gated":
         with pytest.raises(ValueError, match="even number"):
             pack(normal(3, 8, torch.float32))
@@ -94,8 +94,8 @@ def test_rounded_parts_make_the_whole(name: str, op: str, dtype: torch.dtype) ->
         for count in (2, 5):
             cuts = [0, *sorted(rng.sample(range(1, rows), min(count - 1, rows - 1))), rows]
             order = rng.sample(range(len(cuts) - 1), len(cuts) - 1)
-            made = tensors(packed_in_parts(pack, weight, cuts, order))
-            assert all(torch.equal(one, other) for one, other in zip(made, expected, strict=True))
+            packed = tensors(packed_in_parts(pack, weight, cuts, order))
+            assert all(torch.equal(one, other) for one, other in zip(packed, expected, strict=True))
 
 
 @pytest.mark.parametrize(("name", "op"), [one for one in INTEGERS if one[1].endswith("int4")])
@@ -105,6 +105,6 @@ def test_int4_is_packed_as_the_rounded_weight(name: str, op: str) -> None:
         weight = normal(2 * outputs, columns, torch.bfloat16)
         codes, scales = OPS["quantize_int4"].implementations[name].call(weight, 32)
         expected = OPS[other].implementations[name].call((QuantizedRows(codes, SIGNED, 32, scales),))
-        made = OPS[op].implementations[name].call(weight, 32)
-        assert all(torch.equal(one, two) for one, two in zip(tensors(made), tensors(expected), strict=True))
-        assert made.handle is None or (made.gated, made.rows) == (expected.gated, expected.rows)
+        packed = OPS[op].implementations[name].call(weight, 32)
+        assert all(torch.equal(one, two) for one, two in zip(tensors(packed), tensors(expected), strict=True))
+        assert packed.handle is None or (packed.gated, packed.rows) == (expected.gated, expected.rows)

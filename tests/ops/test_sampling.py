@@ -59,8 +59,8 @@ def test_philox_gives_the_published_answers(word: int, answer: list[int]) -> Non
 def test_philox_of_mixed_words_gives_the_published_answer() -> None:
     pi = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0]
     words = [torch.tensor([word]) for word in pi]
-    made = philox((words[0], words[1], words[2], words[3]), (words[4], words[5]))
-    assert [int(x) for x in made] == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+    actual = philox((words[0], words[1], words[2], words[3]), (words[4], words[5]))
+    assert [int(x) for x in actual] == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
 
 
 def gumbel(seed: int, position: int, token: int) -> float:

@@ -412,8 +412,8 @@ def test_float8_weights_with_scales_of_their_own_are_multiplied_as_they_are(name
         packed = OPS["pack_scaled_float8"].implementations[name].call(values, scales, group)
         all_rows = call(x.to(device), packed, None, torch.float32).cpu()
         rounded, of_rows = float8.quantize(x)
-        meant = values.double() * scales.t().repeat_interleave(group, 1)[:, :columns].double()
-        exact = (rounded.double() @ meant.t()) * of_rows.double()[:, None]
+        dequantized = values.double() * scales.t().repeat_interleave(group, 1)[:, :columns].double()
+        exact = (rounded.double() @ dequantized.t()) * of_rows.double()[:, None]
         close(all_rows.double(), exact, (5e-3, 1e-2) if DEVICE == "cuda" else (1e-4, 1e-5))
         for rows in ([0], [5], [1, 2, 3, 4, 5]):
             assert torch.equal(call(x[rows].to(device), packed, None, torch.float32).cpu(), all_rows[rows])
@@ -573,8 +573,8 @@ def test_a_float8_cache_with_scales_is_one_of_what_its_numbers_mean(name: str) -
     rows = [torch.tensor(values, dtype=torch.int32, device=device) for values in ([[0, 1, 2]], [0, 20], [20])]
     q = randn(torch.float32, 4, 20, 4, 32).to(device)
     read = attend(q, *caches, *rows, 0.1 * k_scale, 0, v_scale)
-    meant = caches[0].float() * k_scale, caches[1].float() * v_scale
-    close(read.cpu(), attend(q, *meant, *rows, 0.1, 0).cpu(), (1e-4, 1e-5))
+    dequantized = caches[0].float() * k_scale, caches[1].float() * v_scale
+    close(read.cpu(), attend(q, *dequantized, *rows, 0.1, 0).cpu(), (1e-4, 1e-5))
     for start in (19, 7):  # a step and a chunk, after what the cache holds of the others
         rows[1][1] = 20 - start
         assert torch.equal(attend(q[start:], *caches, *rows, 0.1 * k_scale, 0, v_scale), read[start:])

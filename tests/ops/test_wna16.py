@@ -135,8 +135,12 @@ def test_rounding_to_nearest_is_within_half_a_step() -> None:
 def test_a_weight_of_zeros_and_one_that_is_not_finite() -> None:
     weight = torch.zeros(2, 64)
     weight[1, 3] = torch.inf
-    made = quantize_int4(weight, 32).dense()
-    assert torch.equal(made[0], torch.zeros(64)) and made[1, :32].isnan().all() and (made[1, 32:] == 0).all()
+    dequantized = quantize_int4(weight, 32).dense()
+    assert (
+        torch.equal(dequantized[0], torch.zeros(64))
+        and dequantized[1, :32].isnan().all()
+        and (dequantized[1, 32:] == 0).all()
+    )
 
 
 @pytest.mark.parametrize("kind", range(8))
@@ -144,16 +148,16 @@ def test_parts_of_a_weight_mean_the_same_parts(kind: int) -> None:
     weight = QuantizedWeight((weights(24, 512)[kind],))
     dense = weight.dense()
 
-    def meant(part: Any) -> Tensor:
+    def dequantized(part: Any) -> Tensor:
         return part if isinstance(part, Tensor) else part.dense()
 
-    assert torch.equal(meant(weight.narrow(0, 5, 9)), dense[5:14])
+    assert torch.equal(dequantized(weight.narrow(0, 5, 9)), dense[5:14])
     if weight.parts[0].factors is not None:
         (part,) = weight.parts
         halved = QuantizedWeight((replace(part, codes=part.codes[:, ::2] | part.codes[:, 1::2] << 4, nibbles=True),))
-        assert torch.equal(meant(halved.narrow(1, 256, 256)), dense[:, 256:])
+        assert torch.equal(dequantized(halved.narrow(1, 256, 256)), dense[:, 256:])
     for start, length in ((0, 256), (256, 256), (7, 40)):
-        assert torch.equal(meant(weight.narrow(1, start, length)), dense[:, start : start + length])
+        assert torch.equal(dequantized(weight.narrow(1, start, length)), dense[:, start : start + length])
     joined = QuantizedWeight((weights(24, 512)[kind],)).joined([weight])
     assert joined is not None and len(joined.parts) == 1 and torch.equal(joined.dense(), torch.cat([dense, dense]))
     other = QuantizedWeight((weights(8, 512)[(kind + 1) % 8],))

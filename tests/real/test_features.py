@@ -35,8 +35,8 @@ QUESTION = [{"role": "user", "content": "Name the largest ocean on Earth."}]
 @pytest.fixture(scope="module", params=["gguf", "directory"])
 def server(request: pytest.FixtureRequest, smollm2: Model) -> Iterator[Server]:
     flags = ["--dtype", "bfloat16", "--max-model-len", "2048", "--served-model-name", "smollm2"]
-    with Server(getattr(smollm2, request.param), *flags) as made:
-        yield made
+    with Server(getattr(smollm2, request.param), *flags) as running:
+        yield running
 
 
 @pytest.fixture

@@ -33,8 +33,8 @@ def results(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[An
 @pytest.mark.parametrize("form", ["gguf", "directory"])
 def test_float32_has_transformers_text_and_logprobs(model: Model, form: str) -> None:
     with served(model, form, "float32") as llm:
-        made = llm.generate(model.prompts, GREEDY, use_tqdm=False)
-    for prompt, output in zip(model.prompts, made, strict=True):
+        outputs = llm.generate(model.prompts, GREEDY, use_tqdm=False)
+    for prompt, output in zip(model.prompts, outputs, strict=True):
         tokens = list(output.outputs[0].token_ids)
         expected = model.expected_logprobs(prompt + tokens)[:-1]
         assert expected[len(prompt) - 1 :].argmax(-1).tolist() == tokens, model.tokenizer.decode(tokens)
@@ -56,13 +56,13 @@ def test_bfloat16_is_near_float32_and_has_the_same_bits_in_any_batch(model: Mode
     ]
     with served(model, form, "bfloat16", enable_prefix_caching=False, cpu_threads=1) as llm:
         alone = [results(llm, [prompt], [params])[0] for prompt, params in zip(prompts, sampled, strict=True)]
-        made = llm.generate(model.prompts, GREEDY, use_tqdm=False)
+        outputs = llm.generate(model.prompts, GREEDY, use_tqdm=False)
     with served(model, form, "bfloat16", max_num_batched_tokens=61) as llm:
         assert results(llm, prompts, sampled) == alone, "chunked, in one batch"
         assert results(llm, prompts, sampled) == alone, "from the prefix cache"
         llm.call("check")
     differences = []
-    for prompt, output in zip(model.prompts, made, strict=True):
+    for prompt, output in zip(model.prompts, outputs, strict=True):
         tokens = list(output.outputs[0].token_ids)
         expected = model.expected_logprobs(prompt + tokens)[len(prompt) - 1 : -1]
         scored = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
@@ -70,7 +70,7 @@ def test_bfloat16_is_near_float32_and_has_the_same_bits_in_any_batch(model: Mode
     every = torch.cat(differences)
     print(f"{model.name} {form} bfloat16: mean |dlogprob| {every.mean():.4f}, largest {every.max():.4f}")
     assert every.mean() < BFLOAT16_MEAN
-    assert "Madrid" in model.tokenizer.decode(made[3].outputs[0].token_ids)
+    assert "Madrid" in model.tokenizer.decode(outputs[3].outputs[0].token_ids)
 
 
 def test_a_gguf_header_is_the_tokenizer(model: Model) -> None:

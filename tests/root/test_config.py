@@ -73,8 +73,8 @@ def test_an_unknown_option_without_a_near_name_refers_to_help() -> None:
 
 
 def test_adapters_of_the_start(checkpoint: Path) -> None:
-    made = Config.make(model=str(checkpoint), enable_lora=True, lora_modules=["a=/x", "b=/y=z"])
-    assert resolve(made).lora.modules() == [("a", "/x"), ("b", "/y=z")]
+    config = Config.make(model=str(checkpoint), enable_lora=True, lora_modules=["a=/x", "b=/y=z"])
+    assert resolve(config).lora.modules() == [("a", "/x"), ("b", "/y=z")]
     for module in ("a", "a=", "=/x"):
         with pytest.raises(StartError, match="lora_modules: expected NAME=DIRECTORY"):
             resolve(Config.make(model=str(checkpoint), enable_lora=True, lora_modules=[module]))

@@ -15,9 +15,9 @@ B = {"properties": {"b": {"type": "string"}}}
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    made: dict[str, Any] = json.loads(json.dumps(schema))
-    jsonschema.close(made)
-    return made
+    copy: dict[str, Any] = json.loads(json.dumps(schema))
+    jsonschema.close(copy)
+    return copy
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.launches: list[Callable[[], object]] = []
-        self.made: list[Tensor] = []
+        self.outputs: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def call() -> Any:
@@ -40,7 +40,7 @@ class Tape(TorchDispatchMode):
         actual = call()
         outputs, inputs = tensors(actual), {place(tensor) for tensor in tensors((args, kwargs))}
         if outputs and inputs.isdisjoint(map(place, outputs)):
-            self.made += outputs
+            self.outputs += outputs
             if not func.__name__.startswith(("empty", "new_empty")):
                 self.launches.append(again)
         elif not func.is_view:
@@ -48,7 +48,7 @@ class Tape(TorchDispatchMode):
         return actual
 
     def repeat(self) -> None:
-        for tensor in self.made:
+        for tensor in self.outputs:
             tensor.untyped_storage().fill_(POISON)
         for launch in self.launches:
             launch()

@@ -163,13 +163,13 @@ def test_a_sleeping_runner_gives_the_devices_memory_back(tmp_path: Path, alone: 
 
 def test_a_step_begins_before_the_tokens_of_the_last_are_known(staged: Loaded) -> None:
     runner, facts, _ = staged
-    made = [
+    requests = [
         Job(prompt(9 + 5 * i, i), SamplingParams(max_tokens=12 + i, temperature=0.8 * (i % 2), **options), i)
         for i, options in enumerate([{"logprobs": 2}, {}, {"repetition_penalty": 1.4}, {"top_k": 7}, {"logprobs": 0}])
     ]
-    expected = [job.outcome() for job in Driver(runner, facts).run([job.fresh() for job in made])]
+    expected = [job.outcome() for job in Driver(runner, facts).run([job.fresh() for job in requests])]
     driver = LateDriver(runner, facts)
-    assert [job.outcome() for job in driver.run(made)] == expected
+    assert [job.outcome() for job in driver.run(requests)] == expected
     assert not driver.waiting
 
 
@@ -179,11 +179,11 @@ def test_steps_of_the_same_rows_copy_nothing_but_blocks_and_wait_for_nothing(
 ) -> None:
     """A copy for the prompts, one for the first step of decode, one for the blocks that come at position 16."""
     runner, facts, fake = staged
-    made = [Job(prompt(length, i), SamplingParams(max_tokens=6, temperature=0.5), i) for i in range(3)]
+    requests = [Job(prompt(length, i), SamplingParams(max_tokens=6, temperature=0.5), i) for i in range(3)]
     driver = LateDriver(runner, facts)
     cuda(runner).record_finished(wait=True)  # of steps before these, if only the start's, no result is outstanding
     steps, copies, waits = driver.steps, fake.copies, fake.waits
-    driver.run(made)
+    driver.run(requests)
     steps = driver.steps - steps
     assert fake.copies - copies == expected and fake.waits - waits == steps == 6
 
@@ -244,11 +244,11 @@ SAMPLED: dict[str, dict[str, Any]] = {
 def test_no_sampling_parameter_makes_a_step_wait(staged: Loaded, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, facts, fake = staged
     variants = [SAMPLED[name]] * 2 if name in SAMPLED else list(SAMPLED.values())
-    made = [
+    requests = [
         Job(prompt(5, i), SamplingParams(**{"max_tokens": 4, "temperature": 0.7} | options), i)
         for i, options in enumerate(variants)
     ]
-    expected = [Driver(runner, facts).run([job.fresh()])[0].outcome() for job in made]
+    expected = [Driver(runner, facts).run([job.fresh()])[0].outcome() for job in requests]
     driver, sample = LateDriver(runner, facts), runner.sample
     cuda(runner).record_finished(wait=True)
 
@@ -260,7 +260,7 @@ def test_no_sampling_parameter_makes_a_step_wait(staged: Loaded, name: str, monk
 
     monkeypatch.setattr(runner, "sample", without_reads)
     steps, waits = driver.steps, fake.waits
-    assert [job.outcome() for job in driver.run(made)] == expected
+    assert [job.outcome() for job in driver.run(requests)] == expected
     assert fake.waits - waits == driver.steps - steps
 
 

@@ -70,8 +70,8 @@ class Served:
         weights = {}
         for name, tensor in self.pushed.tensors.items():
             weights[name] = tensor.clone()
-            some = torch.rand(tensor.shape, generator=seed) < share
-            weights[name][some] += torch.randn(int(some.sum()), generator=seed).to(tensor.dtype)
+            selected = torch.rand(tensor.shape, generator=seed) < share
+            weights[name][selected] += torch.randn(int(selected.sum()), generator=seed).to(tensor.dtype)
         return weights
 
     def delta(self, weights: Weights, version: str) -> tuple[Any, Any, DeltaLabel]:

@@ -42,7 +42,7 @@ def smaller(layers: int = 1, vocab: int = VOCAB) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Loaded]:
     """Runners by method, backend and dtype, each made once; method None: without drafts."""
-    made: dict[tuple[str | None, str, str], Loaded] = {}
+    cache: dict[tuple[str | None, str, str], Loaded] = {}
     root = tmp_path_factory.mktemp("models")
     for name, hf in (("same", tiny_config("qwen3")), ("other", smaller())):
         (root / name).mkdir()
@@ -50,15 +50,15 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Loaded]:
 
     def get(method: str | None, backend: str = "host", dtype: str = "float32") -> Loaded:
         key = (method, backend, dtype)
-        if key not in made:
+        if key not in cache:
             options = dict(METHODS[method]) if method else {}
             if "spec_model" in options:
                 options["spec_model"] = str(root / options["spec_model"])
             with pytest.MonkeyPatch.context() as patch:
                 if backend == "cuda":
                     patch.setattr(device, "use", lambda kind: FakeDevice())
-                made[key] = make_runner(root / "served", tiny_config("qwen3"), dtype=dtype, depth=2, **options)
-        return made[key]
+                cache[key] = make_runner(root / "served", tiny_config("qwen3"), dtype=dtype, depth=2, **options)
+        return cache[key]
 
     return get
 
@@ -199,10 +199,10 @@ def test_the_quantized_copy_follows_the_weights(tmp_path: Path) -> None:
     runner, facts = make_runner(tmp_path / "one", tiny_config("qwen3"), **options)
     other, other_facts = make_runner(tmp_path / "two", tiny_config("qwen3"), seed=5, spec_method="none")
 
-    def made() -> list[Job]:
+    def requests() -> list[Job]:
         return [Job(prompt(9, n), SamplingParams(max_tokens=24), n) for n in range(4)]
 
-    expected = outcomes(Driver(other, other_facts).run(made()))
+    expected = outcomes(Driver(other, other_facts).run(requests()))
     runner.background("begin_update", {"have_weights": True})
     staging = runner._admin._sync._staging
     assert staging is not None
@@ -216,7 +216,7 @@ def test_the_quantized_copy_follows_the_weights(tmp_path: Path) -> None:
     runner.background("forget_weights", {})
     for accepted in (False, True):  # the first run is drafted for by old and new weights
         driver = Driver(runner, facts, drafter=lambda job: [DRAWN] * 3 if job.output else [])
-        assert outcomes(driver.run(made())) == expected
+        assert outcomes(driver.run(requests())) == expected
         if accepted:
             assert driver.accepted > 4 * driver.rejected
     runner.call("release", {"tags": ["weights"]})

@@ -38,16 +38,16 @@ BACKENDS = pytest.mark.parametrize("backend", ["host", "cuda"])
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Loaded]:
     """Runners by backend and dtype, each made once."""
-    made: dict[str, Loaded] = {}
+    requests: dict[str, Loaded] = {}
 
     def get(backend: str, dtype: str = "float32") -> Loaded:
-        if backend + dtype not in made:
+        if backend + dtype not in requests:
             with pytest.MonkeyPatch.context() as patch:
                 if backend == "cuda":
                     patch.setattr(device, "use", lambda kind: FakeDevice())
                 directory = tmp_path_factory.mktemp("model")
-                made[backend + dtype] = make_runner(directory, tiny_config("qwen3"), dtype=dtype, depth=2)
-        return made[backend + dtype]
+                requests[backend + dtype] = make_runner(directory, tiny_config("qwen3"), dtype=dtype, depth=2)
+        return requests[backend + dtype]
 
     return get
 
@@ -143,15 +143,18 @@ def bitmask(masks: list[tuple[int, set[int]]], withheld: list[int]) -> GrammarBi
 def test_a_withheld_row_gets_no_token_and_is_computed_again(loaded: Callable[..., Loaded], backend: str) -> None:
     runner, facts = loaded(backend)
     grammar = {"structured_outputs": StructuredOutputs(regex="x")}
-    made = [
+    requests = [
         Job(prompt(9, 1), SamplingParams(logprobs=1), 1),
         Job(prompt(9, 2), SamplingParams(**grammar), 2),
         Job(prompt(9, 3), SamplingParams(logprobs=2), 3),
     ]
-    expected = [Driver(runner, facts).run([Job(job.prompt, SamplingParams(max_tokens=4), job.seed)])[0] for job in made]
+    expected = [
+        Driver(runner, facts).run([Job(job.prompt, SamplingParams(max_tokens=4), job.seed)])[0] for job in requests
+    ]
     firsts = [expected[slot].output[0] for slot in range(3)]
     rows = [
-        NewRow(slot, "", np.array(job.prompt, np.int32), 9, job.params, job.seed, ()) for slot, job in enumerate(made)
+        NewRow(slot, "", np.array(job.prompt, np.int32), 9, job.params, job.seed, ())
+        for slot, job in enumerate(requests)
     ]
     blocks = [(slot, 0, list(range(8 * slot, 8 * slot + 8))) for slot in range(3)]
     plan = plan_of([(2, 0, 9, 1), (1, 0, 9, 1), (0, 0, 9, 1)], new=rows, blocks=blocks)

@@ -85,8 +85,8 @@ def hidden_states(model: Any, ids: list[int], second: int) -> NDArray[np.float32
         inputs["token_type_ids"] = (torch.arange(len(ids)) >= second).long()[None]
     with torch.inference_mode():
         output = model(**inputs)
-    made: NDArray[np.float32] = (output.logits if hasattr(output, "logits") else output.last_hidden_state)[0].numpy()
-    return made
+    states: NDArray[np.float32] = (output.logits if hasattr(output, "logits") else output.last_hidden_state)[0].numpy()
+    return states
 
 
 @pytest.fixture(autouse=True)

@@ -58,11 +58,11 @@ def test_an_extension_is_made_around_the_runner_or_stops_the_start() -> None:
 
 
 def test_public_methods_are_called_with_plain_values() -> None:
-    made = Extension(None)
-    assert extension.call(made, "add", [1], {"two": 2}) == [1, 2]
+    instance = Extension(None)
+    assert extension.call(instance, "add", [1], {"two": 2}) == [1, 2]
     for name in ("_hidden", "kind", "absent"):
         with pytest.raises(NotFound) as caught:
-            extension.call(made, name, [], {})
+            extension.call(instance, name, [], {})
         assert caught.value.field == "method"
     with pytest.raises(Forbidden, match="--worker-extension-cls"):
         extension.call(None, "add", [], {})

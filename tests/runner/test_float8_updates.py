@@ -86,23 +86,23 @@ def test_an_update_over_a_group_brings_its_scales(tmp_path: Path, way: Way, conf
 def test_part_of_a_layer_may_be_floating(tmp_path: Path, quantization: str | None) -> None:
     """What cannot be kept as it is stored is what it means; by all ways, in any order."""
     directory = write_checkpoint(tmp_path, HF, seed=1)
-    meant = quantize(directory, QWEN, "block", "_scale_inv", torch.float32)
+    dequantized = quantize(directory, QWEN, "block", "_scale_inv", torch.float32)
     tensors = stored(directory)
     for name in ("model.layers.0.self_attn.k_proj.weight", "model.layers.2.mlp.up_proj.weight", DOWN):
         del tensors[name + "_scale_inv"]
-        tensors[name] = meant[name]
+        tensors[name] = dequantized[name]
     runner, facts = start(directory, quantization=quantization)
-    came = []
+    results = []
     for way in (by_stream, by_tensor, by_disk):
         if way is not by_disk:  # whose directory has no config.json to say what float8 means
             update(runner, way, tensors)
         else:
             update(runner, lambda runner, _: receive(runner, directory, tensors), tensors)
         runner.call("commit_update", {})
-        came.append((outcome(runner, facts), runner.background("checksums", {})))
-    assert came[0] == came[1] == came[2]
+        results.append((outcome(runner, facts), runner.background("checksums", {})))
+    assert results[0] == results[1] == results[2]
     other, layout = start(directory, quantization=quantization)
-    assert came[0] == (outcome(other, layout), other.background("checksums", {}))
+    assert results[0] == (outcome(other, layout), other.background("checksums", {}))
 
 
 def receive(runner: Runner, directory: Path, tensors: Tensors) -> None:

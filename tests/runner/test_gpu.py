@@ -69,8 +69,8 @@ def test_graphs_of_long_prompts_change_no_bit(tmp_path: Path) -> None:
             enforce_eager=eager, max_model_len=2200, max_num_batched_tokens=2200,
         )  # fmt: skip
         params = SamplingParams(max_tokens=4, prompt_logprobs=0)
-        made = [Job(prompt(length, length), params) for length in (600, 1024, 1025, 2048)]
-        results.append(outcomes([Driver(runner, facts).run([job])[0] for job in made]))
+        requests = [Job(prompt(length, length), params) for length in (600, 1024, 1025, 2048)]
+        results.append(outcomes([Driver(runner, facts).run([job])[0] for job in requests]))
     assert results[0] == results[1]
 
 
@@ -122,20 +122,22 @@ def test_batching_changes_no_bit_of_a_scaled_float8_cache_and_scales_follow_upda
 
 def test_two_steps_in_flight_change_no_bit(tmp_path: Path) -> None:
     runner, facts = gpu(tmp_path, tiny_config("qwen3"), dtype="bfloat16", depth=2)
-    made = [
+    requests = [
         Job(prompt(9 + 5 * i, i), SamplingParams(max_tokens=40, temperature=0.8 * (i % 2), **options), i)
         for i, options in enumerate([{"logprobs": 2}, {}, {"repetition_penalty": 1.4}, {"top_k": 7}, {"logprobs": 0}])
     ]
-    expected = outcomes(Driver(runner, facts).run([job.fresh() for job in made]))
-    assert outcomes(LateDriver(runner, facts).run(made)) == expected
+    expected = outcomes(Driver(runner, facts).run([job.fresh() for job in requests]))
+    assert outcomes(LateDriver(runner, facts).run(requests)) == expected
 
 
 def test_scoring_gives_the_logprobs_of_decoding(tmp_path: Path) -> None:
     runner, facts = gpu(tmp_path, tiny_config("qwen3") | BIG, dtype="bfloat16")
-    made = Driver(runner, facts).run([Job(prompt(21, 5), SamplingParams(max_tokens=90, logprobs=3), 3)])[0]
+    requests = Driver(runner, facts).run([Job(prompt(21, 5), SamplingParams(max_tokens=90, logprobs=3), 3)])[0]
     scoring = SamplingParams(max_tokens=1, prompt_logprobs=3, prompt_logprobs_start=21)
-    scored = Driver(runner, facts, seed=1).run([Job(made.prompt + made.output, scoring)], chunk=17)[0].prompt_rows
-    assert [scored[21 + i] for i in range(90)] == made.rows
+    scored = (
+        Driver(runner, facts, seed=1).run([Job(requests.prompt + requests.output, scoring)], chunk=17)[0].prompt_rows
+    )
+    assert [scored[21 + i] for i in range(90)] == requests.rows
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])

@@ -68,14 +68,14 @@ def test_a_device_with_memory_of_its_own_serves_them_as_a_cpu_does(
     options: dict[str, Any] = {"load_format": "auto", "quantization_group_size": 32}
     if form in ("int4", "int8"):
         options |= {"quantization": form, "quantize_lm_head": True}
-    made = [Job(prompt(9 + 11 * i, i), SamplingParams(max_tokens=4, temperature=0.5 * i), i) for i in range(3)]
+    requests = [Job(prompt(9 + 11 * i, i), SamplingParams(max_tokens=4, temperature=0.5 * i), i) for i in range(3)]
     runner, facts = make_runner(directory, hf, **options)
-    expected = outcomes(Driver(runner, facts).run([job.fresh() for job in made]))
+    expected = outcomes(Driver(runner, facts).run([job.fresh() for job in requests]))
     monkeypatch.setattr(device, "use", lambda kind: FakeDevice())
     runner, facts = make_runner(directory, hf, **options)
     assert facts.facts["quantization"] == (form if form in ("int4", "int8") else "wna16")
     assert facts.facts["exact"] is True
-    assert outcomes(Driver(runner, facts).run(made, chunk=5)) == expected
+    assert outcomes(Driver(runner, facts).run(requests, chunk=5)) == expected
 
 
 @pytest.mark.slow

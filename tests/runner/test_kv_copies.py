@@ -29,7 +29,7 @@ def copies(tmp_path: Path, **options: Any) -> tuple[Any, KVCopies]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_blocks_come_back_as_they_were(tmp_path: Path, dtype: str) -> None:
-    runner, some = copies(tmp_path, dtype=dtype)
+    runner, kv_copies = copies(tmp_path, dtype=dtype)
     for caches in runner.backend.kv:
         for cache in caches:
             cache.copy_(torch.randn(cache.shape))
@@ -42,18 +42,18 @@ def test_blocks_come_back_as_they_were(tmp_path: Path, dtype: str) -> None:
     for caches, olds in zip(runner.backend.kv, before, strict=True):
         for cache, old in zip(caches, olds, strict=True):
             assert torch.equal(cache[2], old[1]) and torch.equal(cache[7], old[3]) and not cache[3].any()
-    assert some.slot_bytes * runner.backend.layout.num_blocks == runner.backend.layout.bytes()
+    assert kv_copies.slot_bytes * runner.backend.layout.num_blocks == runner.backend.layout.bytes()
 
 
 def test_blocks_come_back_from_files(tmp_path: Path) -> None:
-    runner, some = copies(tmp_path / "m", kv_offloading_dir=str(tmp_path / "kv"))
-    some._slots[3] = np.arange(some.slot_bytes) % 251
+    runner, kv_copies = copies(tmp_path / "m", kv_offloading_dir=str(tmp_path / "kv"))
+    kv_copies._slots[3] = np.arange(kv_copies.slot_bytes) % 251
     key, identity = b"k" * 32, b"i" * 32
     written = runner.copy("write_files", {"identity": identity, "keys": [key], "slots": [3]})
     assert written["written"] == [key] and written["failed"] == 0
     assert runner.copy("use_identity", {"identity": identity, "parts": {}}) == [key]
     result = runner.copy("read_files", {"identity": identity, "keys": [key, b"n" * 32], "slots": [4, 5]})
-    assert (result["count"], result["damaged"]) == (1, 0) and (some._slots[4] == some._slots[3]).all()
+    assert (result["count"], result["damaged"]) == (1, 0) and (kv_copies._slots[4] == kv_copies._slots[3]).all()
     (path,) = (tmp_path / "kv").rglob("*.kv")
     path.write_bytes(path.read_bytes()[:-1])
     for damaged in (1, 0):  # the file is deleted then

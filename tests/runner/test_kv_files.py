@@ -29,9 +29,9 @@ def files(path: Path, count: int = 10) -> BlockFiles:
     return BlockFiles(str(path), count * (SIZE + HEADER_BYTES), SIZE)
 
 
-def read(some: BlockFiles, number: int, identity: bytes = ID) -> bytes | None:
+def read(block_files: BlockFiles, number: int, identity: bytes = ID) -> bytes | None:
     buffer = bytearray(SIZE)
-    return bytes(buffer) if some.read(identity, key(number), memoryview(buffer)) else None
+    return bytes(buffer) if block_files.read(identity, key(number), memoryview(buffer)) else None
 
 
 def path_of(root: Path, number: int) -> Path:
@@ -39,9 +39,13 @@ def path_of(root: Path, number: int) -> Path:
 
 
 def test_what_was_written_is_read_by_this_process_and_the_next(tmp_path: Path) -> None:
-    some = files(tmp_path / "new")
-    assert some.write(ID, key(1), content(1)) == (True, [])
-    assert read(some, 1) == bytes(content(1)) and read(some, 2) is None and read(some, 1, OTHER) is None
+    block_files = files(tmp_path / "new")
+    assert block_files.write(ID, key(1), content(1)) == (True, [])
+    assert (
+        read(block_files, 1) == bytes(content(1))
+        and read(block_files, 2) is None
+        and read(block_files, 1, OTHER) is None
+    )
     assert path_of(tmp_path / "new", 1).stat().st_mode & 0o777 == 0o600
     later = files(tmp_path / "new")
     assert later.use(ID, {"weights": "w"}) == [key(1)] and later.use(OTHER, {}) == []
@@ -72,24 +76,24 @@ def empty(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [cut, flip, extend, replace, empty])
 def test_damage_is_noticed_and_the_file_deleted(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    some = files(tmp_path)
+    block_files = files(tmp_path)
     for number in (1, 2):
-        some.write(ID, key(number), content(number))
+        block_files.write(ID, key(number), content(number))
     path = path_of(tmp_path, 1)
     damage(path)
     with pytest.raises(FileError):
-        read(some, 1)
-    assert not path.exists() and read(some, 1) is None and read(some, 2) == bytes(content(2))
+        read(block_files, 1)
+    assert not path.exists() and read(block_files, 1) is None and read(block_files, 2) == bytes(content(2))
 
 
 def test_the_least_recently_used_files_are_deleted(tmp_path: Path) -> None:
-    some = files(tmp_path, 3)
-    some.write(OTHER, key(9), content(9))
-    some.write(ID, key(1), content(1))
-    some.write(ID, key(2), content(2))
-    assert some.write(ID, key(3), content(3)) == (True, [])  # the other identity's goes first
-    assert read(some, 1) is not None
-    assert some.write(ID, key(4), content(4)) == (True, [key(2)])
+    block_files = files(tmp_path, 3)
+    block_files.write(OTHER, key(9), content(9))
+    block_files.write(ID, key(1), content(1))
+    block_files.write(ID, key(2), content(2))
+    assert block_files.write(ID, key(3), content(3)) == (True, [])  # the other identity's goes first
+    assert read(block_files, 1) is not None
+    assert block_files.write(ID, key(4), content(4)) == (True, [key(2)])
     for age, number in ((30, 4), (20, 1), (10, 3)):
         moment = path_of(tmp_path, number).stat().st_mtime - age
         os.utime(path_of(tmp_path, number), (moment, moment))
@@ -97,9 +101,9 @@ def test_the_least_recently_used_files_are_deleted(tmp_path: Path) -> None:
 
 
 def test_a_block_that_is_written_again_counts_once(tmp_path: Path) -> None:
-    some = files(tmp_path)
-    assert [some.write(ID, key(1), content(number)) for number in (1, 2)] == [(True, [])] * 2
-    assert some.num_bytes == SIZE + HEADER_BYTES and read(some, 1) == bytes(content(2))
+    block_files = files(tmp_path)
+    assert [block_files.write(ID, key(1), content(number)) for number in (1, 2)] == [(True, [])] * 2
+    assert block_files.num_bytes == SIZE + HEADER_BYTES and read(block_files, 1) == bytes(content(2))
 
 
 def test_files_of_other_processes_are_found_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,25 +123,25 @@ def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
     part = foreign.with_name("x.1.1.tmp")
     part.write_text("cut off")
     os.utime(part, (1, 1))
-    some = files(tmp_path, 1)
+    block_files = files(tmp_path, 1)
     for number in (1, 2, 3):
-        some.write(ID, key(number), content(number))
-    some.clear()
+        block_files.write(ID, key(number), content(number))
+    block_files.clear()
     assert foreign.read_text() == "mine" and not part.exists() and not list(tmp_path.glob("*/*/*.kv"))
 
 
 def test_writes_to_a_full_disk_are_tried_again_occasionally(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    some = files(tmp_path)
+    block_files = files(tmp_path)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
     try:
-        assert some.write(ID, key(1), content(1)) == (False, [])
+        assert block_files.write(ID, key(1), content(1)) == (False, [])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not [path for path in tmp_path.glob("*/*/*") if path.is_file()]
-    assert some.write(ID, key(1), content(1)) == (False, []) and read(some, 1) is None
+    assert block_files.write(ID, key(1), content(1)) == (False, []) and read(block_files, 1) is None
     monkeypatch.setattr(kv_files, "RETRY_SECONDS", 0.0)
-    assert some.write(ID, key(1), content(1)) == (True, [])
+    assert block_files.write(ID, key(1), content(1)) == (True, [])
 
 
 def test_a_directory_that_cannot_be_made_is_a_start_error(tmp_path: Path) -> None:

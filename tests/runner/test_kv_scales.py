@@ -61,8 +61,8 @@ def jobs() -> list[Job]:
     ]
 
 
-def come_of(runner: Runner, facts: DeviceFacts, **how: Any) -> list[Any]:
-    return outcomes(Driver(runner, facts, 8, seed=1).run(jobs(), **how))
+def come_of(runner: Runner, facts: DeviceFacts, **options: Any) -> list[Any]:
+    return outcomes(Driver(runner, facts, 8, seed=1).run(jobs(), **options))
 
 
 def pages(runner: Runner, layer: int) -> tuple[Tensor, Tensor]:
@@ -149,13 +149,13 @@ def test_pages_in_flight_are_rescaled_to_the_new_scales(tmp_path: Path, in_place
     job = jobs()[0]
     driver = Driver(runner, facts, 8)
     driver._step([job], 1 << 30)
-    meant = [pages(runner, layer) for layer in range(2)]
+    expected = [pages(runner, layer) for layer in range(2)]
     if in_place:
         runner.call("release", {"tags": ["weights"]})
     update(runner, by_stream, stored(new))
     runner.call("commit_update", {})
     assert runner.model.kv_scales()[0][0] == pytest.approx(0.124)
-    for layer, before in enumerate(meant):
+    for layer, before in enumerate(expected):
         for one, other in zip(pages(runner, layer), before, strict=True):
             assert other.abs().max() > 0.1
             assert torch.allclose(one, other, rtol=2**-4, atol=0.05 * other.abs().max().item())

@@ -89,14 +89,14 @@ def scores(runner: Runner, facts: DeviceFacts, ids: list[int], adapter: int) -> 
 def test_logprobs_are_those_of_transformers_with_merged_weights(family: str, tmp_path: Path) -> None:
     hf = tiny_config(family, **({"attention_bias": True, "mlp_bias": True} if family == "llama" else {}))
     base = write_checkpoint(tmp_path / "base", hf)
-    made = [
+    finished = [
         write_adapter(tmp_path / "a", base, rank=8, seed=1, use_rslora=True),
         write_adapter(tmp_path / "b", base, rank=3, seed=2, targets=["k_proj", "gate_proj", "down_proj"]),
     ]
     runner, facts = make_runner(base, hf, load_format="auto", enable_lora=True)
     ids = prompt(60, 1)
     results = []
-    for slot, adapter in enumerate(made):
+    for slot, adapter in enumerate(finished):
         load(runner, slot, adapter)
         model = AutoModelForCausalLM.from_pretrained(merge(tmp_path / f"merged{slot}", base, adapter))
         with torch.no_grad():
@@ -127,10 +127,10 @@ def test_layers_of_other_kinds_are_adapted_token_by_token(family: str, targets: 
     result, plain = scores(runner, facts, ids, 1), scores(runner, facts, ids, -1)
     assert (result - scores(merged, layout, ids, -1)).abs().max() <= 1e-4 and (result - plain).abs().max() > 0.1
     params = SamplingParams(max_tokens=5, temperature=0.0, logprobs=0)
-    made = Driver(runner, facts, seed=1).run(
+    finished = Driver(runner, facts, seed=1).run(
         [Job(prompt(20 + i, i), params, i, adapter=2 * (i % 2) - 1) for i in range(4)]
     )
-    for job in made:
+    for job in finished:
         scored = SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=len(job.prompt))
         prefilled = Driver(runner, facts).run([Job(job.prompt + job.output, scored, adapter=job.adapter)])[0]
         assert [row[0] for row in job.rows] == [row[0] for row in prefilled.prompt_rows.values()]

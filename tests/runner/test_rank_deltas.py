@@ -87,8 +87,8 @@ def changed(old: dict[str, Tensor], generator: torch.Generator) -> dict[str, Ten
     new = {}
     for number, (name, tensor) in enumerate(sorted(old.items())):
         share = 1.0 if number == 3 else 0.02
-        some = torch.rand(tensor.shape, generator=generator) < share
-        new[name] = torch.where(some, tensor + torch.randn(tensor.shape, generator=generator), tensor)
+        selected = torch.rand(tensor.shape, generator=generator) < share
+        new[name] = torch.where(selected, tensor + torch.randn(tensor.shape, generator=generator), tensor)
     return new
 
 
@@ -113,11 +113,11 @@ def test_each_rank_has_what_it_would_have_loaded(family: str, tensor: int, stage
     start = write_checkpoint(tmp_path / "start", hf, seed=1)
     generator = torch.Generator().manual_seed(1)
     weights = load_file(start / "model.safetensors")
-    then = changed({name: one.float() for name, one in weights.items()}, generator)
+    updated = changed({name: one.float() for name, one in weights.items()}, generator)
     model, one = RankedModel(start, tensor, stages), Coordinates(opened(start, *WHOLE, 0))
     base = model.checksum()
     assert base == one.checksum(one.sums)
-    old, new = rounded(one, weights), rounded(one, then)
+    old, new = rounded(one, weights), rounded(one, updated)
     target = set_checksum({name: tensor_sum(value) for name, value in new.items()}, one.described)
     deltas = {name: actual[0] for name in new if (actual := difference(old[name], new[name])) is not None}
     assert {delta.indices is None for delta in deltas.values()} == {True, False}
@@ -131,7 +131,7 @@ def test_each_rank_has_what_it_would_have_loaded(family: str, tensor: int, stage
 
     model.together(apply)
     assert model.checksum() == target
-    result = written(tmp_path / "result", hf, then)
+    result = written(tmp_path / "result", hf, updated)
     for rank, decoder in enumerate(model.decoders):
         assert checksums(decoder) == checksums(opened(result, tensor, stages, rank))
     if any(parameter.held is not None for parameter in model.decoders[0].parameters_by_name().values()):

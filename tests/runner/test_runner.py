@@ -27,12 +27,12 @@ Loaded = tuple[Runner, DeviceFacts]
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Loaded]:
     """Runners by dtype, each made once.  qwen3 is tied and norms queries; mistral has a window of 24 tokens."""
-    made: dict[str, Loaded] = {}
+    requests: dict[str, Loaded] = {}
 
     def get(dtype: str, family: str = "qwen3") -> Loaded:
-        if dtype + family not in made:
-            made[dtype + family] = make_runner(tmp_path_factory.mktemp("model"), tiny_config(family), dtype=dtype)
-        return made[dtype + family]
+        if dtype + family not in requests:
+            requests[dtype + family] = make_runner(tmp_path_factory.mktemp("model"), tiny_config(family), dtype=dtype)
+        return requests[dtype + family]
 
     return get
 
@@ -77,8 +77,8 @@ def jobs() -> list[Job]:
     ]
 
 
-def outcomes(made: list[Job]) -> list[tuple[Any, ...]]:
-    return [job.outcome() for job in made]
+def outcomes(requests: list[Job]) -> list[tuple[Any, ...]]:
+    return [job.outcome() for job in requests]
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,8 @@ def test_scoring_gives_the_logprobs_of_decoding(loaded: Callable[..., Loaded], d
         {"temperature": 1.2, "allowed_token_ids": [7, 8, 9], "bad_token_sequences": [[7, 8], [8, 9, 8], [9, 9]]},
     ):
         params = SamplingParams(max_tokens=40, logprobs=3, logprobs_mode=mode, **options)  # type: ignore[arg-type]
-        made = Driver(runner, facts).run([Job(prompt(21, 5), params, 3)])[0]
-        sequence = made.prompt + made.output
+        requests = Driver(runner, facts).run([Job(prompt(21, 5), params, 3)])[0]
+        sequence = requests.prompt + requests.output
         scoring = SamplingParams(
             max_tokens=1,
             prompt_logprobs=3,
@@ -121,7 +121,7 @@ def test_scoring_gives_the_logprobs_of_decoding(loaded: Callable[..., Loaded], d
             **options,  # type: ignore[arg-type]
         )
         scored = Driver(runner, facts, seed=1).run([Job(sequence, scoring)], chunk=17)[0].prompt_rows
-        assert [scored[21 + i] for i in range(40)] == made.rows
+        assert [scored[21 + i] for i in range(40)] == requests.rows
         assert len(scored) == 40
 
 
@@ -177,17 +177,17 @@ def test_prompt_logprobs_of_one_request_cost_the_others_nothing(
 ) -> None:
     runner, facts = loaded("float32")
 
-    def made() -> list[Job]:
+    def requests() -> list[Job]:
         scoring = SamplingParams(max_tokens=3, logprobs=1, prompt_logprobs=2, prompt_logprobs_start=30)
         plain = SamplingParams(max_tokens=3, temperature=0.7, logprobs=1)
         return [Job(prompt(40, 1), scoring, 1), Job(prompt(50, 2), plain, 2), Job(prompt(33, 3), plain, 3)]
 
-    alone = outcomes([Driver(runner, facts).run([job])[0] for job in made()])
+    alone = outcomes([Driver(runner, facts).run([job])[0] for job in requests()])
     last_layer.clear()
-    assert outcomes(Driver(runner, facts).run(made())) == alone
+    assert outcomes(Driver(runner, facts).run(requests())) == alone
     assert last_layer == [11 + 1 + 1, 3, 3]  # prompt tokens 30 .. 39 are predicted by positions 29 .. 38
     last_layer.clear()
-    assert outcomes(Driver(runner, facts, seed=3).run(made(), chunk=20)) == alone
+    assert outcomes(Driver(runner, facts, seed=3).run(requests(), chunk=20)) == alone
     assert last_layer == [0, 11 + 1, 3, 3, 1]
 
 
@@ -242,22 +242,22 @@ def test_a_request_with_nan_is_flagged_and_changes_no_other(tmp_path: Path) -> N
     poison = dummy_values(name, (VOCAB, 64), 0, tied=False)
     poison[7] = float("nan")
     runner.model.parameters_by_name()[name].load(poison)
-    made = [job for job in jobs() if 7 not in job.prompt]
-    clean = outcomes(Driver(runner, facts).run([job.fresh() for job in made]))
+    requests = [job for job in jobs() if 7 not in job.prompt]
+    clean = outcomes(Driver(runner, facts).run([job.fresh() for job in requests]))
     sick = [Job([*prompt(20, 3), 7, 9], SamplingParams(max_tokens=5, logprobs=2, prompt_logprobs=1)) for _ in range(3)]
     driver = Driver(runner, facts, seed=4)
-    driver.run(sick + made, chunk=11)
+    driver.run(sick + requests, chunk=11)
     assert all(job.finite == [False] * 5 and set(job.status) == {NOT_FINITE} for job in sick)
-    assert outcomes(made) == clean
-    assert outcomes(driver.run([job.fresh() for job in made])) == clean, "blocks and slots of the broken requests"
+    assert outcomes(requests) == clean
+    assert outcomes(driver.run([job.fresh() for job in requests])) == clean, "blocks and slots of the broken requests"
 
 
 def test_a_row_with_nothing_to_draw_is_flagged_alone(loaded: Callable[..., Loaded]) -> None:
     runner, facts = loaded("float32")
     stuck = Job(prompt(9, 1), SamplingParams(max_tokens=4, allowed_token_ids=[5], bad_token_ids=[5]))
-    made = Driver(runner, facts).run([*jobs()[:5], stuck])
+    requests = Driver(runner, facts).run([*jobs()[:5], stuck])
     assert stuck.status == [NO_LEGAL_TOKEN] * 4
-    assert outcomes(made[:5]) == outcomes(Driver(runner, facts).run(jobs()[:5]))
+    assert outcomes(requests[:5]) == outcomes(Driver(runner, facts).run(jobs()[:5]))
 
 
 def test_a_slot_keeps_no_state_of_its_last_request(loaded: Callable[..., Loaded]) -> None:

@@ -29,14 +29,14 @@ def model_logits(rows: int = 1, seed: int = 5) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 1.5
 
 
-def sampler(requested: list[SamplingParams], mode: Any = "raw") -> tuple[Sampler, Slots]:
+def make_sampler(requested: list[SamplingParams], mode: Any = "raw") -> tuple[Sampler, Slots]:
     slots = Slots(len(requested), 16, 4)
-    made = Sampler(slots, VOCAB, mode, Host())
+    sampler = Sampler(slots, VOCAB, mode, Host())
     for slot, params in enumerate(requested):
         entering = NewRow(slot, "", np.array(PROMPT + OUTPUT, np.int32), len(PROMPT), params, 1000 + slot, STOP)
         slots.assign(entering)
-        made.assign(entering)
-    return made, slots
+        sampler.assign(entering)
+    return sampler, slots
 
 
 def rows_of(slots: list[int] | np.ndarray[Any, Any]) -> LogitRows:
@@ -45,10 +45,10 @@ def rows_of(slots: list[int] | np.ndarray[Any, Any]) -> LogitRows:
     return LogitRows(np.asarray(slots, np.int32), lengths, np.full(count, len(PROMPT), np.int64))
 
 
-def draw(made: Sampler, logits: torch.Tensor, rows: LogitRows) -> SampledTokens:
-    slots = made._slots
+def draw(sampler: Sampler, logits: torch.Tensor, rows: LogitRows) -> SampledTokens:
+    slots = sampler._slots
     table = (slots.seeds[rows.slots], rows.lengths, slots.greedy[rows.slots], slots.temperature[rows.slots])
-    return made.sample(logits, rows, SamplingColumns(*map(torch.from_numpy, table))).result()
+    return sampler.sample(logits, rows, SamplingColumns(*map(torch.from_numpy, table))).result()
 
 
 def exact(params: SamplingParams, logits: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -112,11 +112,11 @@ def test_draws_follow_the_exact_distribution(name: str) -> None:
     params = SamplingParams(**DISTRIBUTIONS[name])
     logits = model_logits()
     expected = exact(params, logits)
-    made, slots = sampler([params] * BATCH)
+    sampler, slots = make_sampler([params] * BATCH)
     counts = np.zeros(VOCAB)
     for batch in range(5):
         slots.seeds[:] = np.arange(BATCH) * 7919 + batch * 10**9
-        drawn = draw(made, logits.repeat(BATCH, 1), rows_of(np.arange(BATCH)))
+        drawn = draw(sampler, logits.repeat(BATCH, 1), rows_of(np.arange(BATCH)))
         assert drawn.status is None and drawn.logprobs is None
         counts += np.bincount(drawn.token_ids, minlength=VOCAB)
     possible = expected > 0
@@ -132,11 +132,11 @@ def test_draws_among_huge_logits_follow_the_reported_logprobs(bias: float, tempe
         logit_bias=dict.fromkeys((4, 9, 20), bias), temperature=temperature, logprobs=-1, logprobs_mode="processed"
     )
     logits = model_logits()
-    logprobs = draw(sampler([params])[0], logits.clone(), rows_of([0])).logprobs
+    logprobs = draw(make_sampler([params])[0], logits.clone(), rows_of([0])).logprobs
     assert logprobs is not None
-    made, slots = sampler([params] * BATCH)
+    sampler, slots = make_sampler([params] * BATCH)
     slots.seeds[:] = np.arange(BATCH) * 7919
-    drawn = draw(made, logits.repeat(BATCH, 1), rows_of(np.arange(BATCH)))
+    drawn = draw(sampler, logits.repeat(BATCH, 1), rows_of(np.arange(BATCH)))
     counts = np.bincount(drawn.token_ids, minlength=VOCAB)
     best = logprobs.top_ids[0, :3]
     assert sorted(best) == [4, 9, 20] and counts[best].sum() == BATCH
@@ -145,11 +145,11 @@ def test_draws_among_huge_logits_follow_the_reported_logprobs(bias: float, tempe
 
 
 def test_same_seed_draws_independently_at_every_position() -> None:
-    made, slots = sampler([SamplingParams()] * BATCH)
+    sampler, slots = make_sampler([SamplingParams()] * BATCH)
     logits, rows = model_logits(), rows_of(np.arange(BATCH))
     slots.seeds[:] = 77
     rows.lengths = np.arange(1, BATCH + 1, dtype=np.int64)
-    ids = draw(made, logits.repeat(BATCH, 1), rows).token_ids
+    ids = draw(sampler, logits.repeat(BATCH, 1), rows).token_ids
     expected = exact(SamplingParams(), logits)
     assert stats.chisquare(np.bincount(ids, minlength=VOCAB), expected * BATCH).pvalue > 1e-3
     pairs = np.histogram2d(ids[::2] % 3, ids[1::2] % 3, bins=(3, 3))[0]
@@ -157,9 +157,9 @@ def test_same_seed_draws_independently_at_every_position() -> None:
 
 
 def test_a_draw_is_keyed_by_the_seed_and_the_index_of_the_new_token() -> None:
-    made, _ = sampler([SamplingParams()] * 50)
+    sampler, _ = make_sampler([SamplingParams()] * 50)
     logits = model_logits().repeat(50, 1)
-    ids = draw(made, logits, rows_of(np.arange(50))).token_ids
+    ids = draw(sampler, logits, rows_of(np.arange(50))).token_ids
     index = torch.full((50,), len(PROMPT + OUTPUT))
     assert (
         ids.tolist() == ops.sample(logits, torch.arange(1000, 1050), index, torch.zeros(50, dtype=torch.bool)).tolist()
@@ -179,8 +179,8 @@ def test_logprobs_are_those_of_their_kind(name: str, mode: Any, named: list[int]
     }
     with np.errstate(divide="ignore"):
         expected = np.log(exact(plain[mode], logits))
-    made, _ = sampler([params])
-    drawn = draw(made, logits.clone(), rows_of([0]))
+    sampler, _ = make_sampler([params])
+    drawn = draw(sampler, logits.clone(), rows_of([0]))
     check_logprobs(drawn, expected, named)
 
 
@@ -202,8 +202,8 @@ def test_greedy_takes_the_best_after_penalties_and_counts_as_temperature_one(mod
     params = SamplingParams(temperature=0.0, **options, logprobs=-1, logprobs_mode=mode)
     logits = model_logits()
     chosen = exact(SamplingParams(**options | {"top_k": 0}), logits)
-    made, _ = sampler([params])
-    drawn = draw(made, logits.clone(), rows_of([0]))
+    sampler, _ = make_sampler([params])
+    drawn = draw(sampler, logits.clone(), rows_of([0]))
     assert drawn.token_ids.tolist() == [chosen.argmax()]
     expected = chosen if mode == "processed" else exact(SamplingParams(), logits)
     check_logprobs(drawn, np.log(expected), named=[])
@@ -214,7 +214,7 @@ def test_the_default_logprobs_mode() -> None:
     results = []
     for default, mode in (("raw", None), ("temperature", None), ("raw", "temperature"), ("processed", "raw")):
         params = SamplingParams(temperature=0.5, logprobs=1, logprobs_mode=mode)  # type: ignore[arg-type]
-        drawn = draw(sampler([params], default)[0], logits.clone(), rows_of([0]))
+        drawn = draw(make_sampler([params], default)[0], logits.clone(), rows_of([0]))
         assert drawn.logprobs is not None
         results.append(float(drawn.logprobs.token_logprobs[0]))
     assert results[0] == results[3] != results[1] == results[2]
@@ -223,7 +223,7 @@ def test_the_default_logprobs_mode() -> None:
 def varied(count: int, seed: int) -> list[SamplingParams]:
     """Requests of all sorts."""
     rng = np.random.default_rng(seed)
-    made = []
+    sampler = []
     for i in range(count):
         options: dict[str, Any] = {"temperature": float(rng.choice([0.0, 1.0, 0.7, 1.6]))}
         if rng.random() < 0.4:
@@ -238,8 +238,8 @@ def varied(count: int, seed: int) -> list[SamplingParams]:
             options |= {"logprobs": int(rng.integers(-1, 4)), "logprobs_mode": str(rng.choice(LOGPROBS_MODES))}
         if i % 4 == 1:
             options |= {"logprob_token_ids": [3, i % VOCAB], "logprobs_mode": "processed"}
-        made.append(SamplingParams(**options))
-    return made
+        sampler.append(SamplingParams(**options))
+    return sampler
 
 
 def own_row(params: SamplingParams, drawn: SampledTokens, n: int) -> Any:
@@ -253,26 +253,26 @@ def own_row(params: SamplingParams, drawn: SampledTokens, n: int) -> Any:
 
 def test_a_row_has_the_same_bits_in_any_batch() -> None:
     requested = varied(60, 1)
-    made, _ = sampler(requested)
+    sampler, _ = make_sampler(requested)
     logits = model_logits(60, seed=9)
-    alone = [own_row(p, draw(made, logits[i : i + 1].clone(), rows_of([i])), 0) for i, p in enumerate(requested)]
+    alone = [own_row(p, draw(sampler, logits[i : i + 1].clone(), rows_of([i])), 0) for i, p in enumerate(requested)]
     rng = np.random.default_rng(2)
     for count in (60, 60, 31, 7, 2, 2, 2):
-        which = rng.permutation(60)[:count]
-        drawn = draw(made, logits[torch.from_numpy(which)].clone(), rows_of(which))
-        assert [own_row(requested[i], drawn, n) for n, i in enumerate(which.tolist())] == [
-            alone[i] for i in which.tolist()
+        order = rng.permutation(60)[:count]
+        drawn = draw(sampler, logits[torch.from_numpy(order)].clone(), rows_of(order))
+        assert [own_row(requested[i], drawn, n) for n, i in enumerate(order.tolist())] == [
+            alone[i] for i in order.tolist()
         ]
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-6, 5e-7, 1e-20])
 def test_a_cold_row_draws_the_same_among_near_ties_in_any_batch(temperature: float) -> None:
-    made, slots = sampler([SamplingParams(temperature=temperature), SamplingParams(top_k=3, logprobs=2)])
+    sampler, slots = make_sampler([SamplingParams(temperature=temperature), SamplingParams(top_k=3, logprobs=2)])
     logits = 9.0 + torch.arange(VOCAB).repeat(2, 1) % 5 * 2.0**-20
     for seed in range(100):
         slots.seeds[0] = seed
-        alone = draw(made, logits[:1].clone(), rows_of([0])).token_ids[0]
-        assert draw(made, logits.clone(), rows_of([0, 1])).token_ids[0] == alone
+        alone = draw(sampler, logits[:1].clone(), rows_of([0])).token_ids[0]
+        assert draw(sampler, logits.clone(), rows_of([0, 1])).token_ids[0] == alone
 
 
 def test_nonfinite_rows_are_flagged_and_change_no_other_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,15 +288,15 @@ def test_nonfinite_rows_are_flagged_and_change_no_other_row(monkeypatch: pytest.
     monkeypatch.setattr(ops, "sample", checked(sample))
     monkeypatch.setattr(ops, "logprobs", checked(logprobs))
     requested = [*varied(40, 3)[:20], SamplingParams(allowed_token_ids=[2], bad_token_ids=[2], logprobs=2)]
-    made, _ = sampler(requested)
+    sampler, _ = make_sampler(requested)
     logits = model_logits(21, seed=4)
-    sound = draw(made, logits.clone(), rows_of(np.arange(21)))
+    sound = draw(sampler, logits.clone(), rows_of(np.arange(21)))
     assert sound.status is not None and sound.status.tolist() == [OK] * 20 + [NO_LEGAL_TOKEN]
     logits[3] = float("nan")
     logits[8, 5] = float("nan")
     logits[11] = float("-inf")
     logits[15, 2] = float("inf")
-    drawn = draw(made, logits.clone(), rows_of(np.arange(21)))
+    drawn = draw(sampler, logits.clone(), rows_of(np.arange(21)))
     assert drawn.status is not None
     assert np.flatnonzero(drawn.status == NOT_FINITE).tolist() == [3, 8, 11, 15]
     assert np.flatnonzero(drawn.status == NO_LEGAL_TOKEN).tolist() == [20]
@@ -306,10 +306,10 @@ def test_nonfinite_rows_are_flagged_and_change_no_other_row(monkeypatch: pytest.
 
 
 def test_nothing_is_returned_for_rows_that_ask_for_no_logprobs() -> None:
-    made, _ = sampler([SamplingParams(), SamplingParams(temperature=0.0, prompt_logprobs=3)])
-    assert draw(made, model_logits(2), rows_of([0, 1])).logprobs is None
+    sampler, _ = make_sampler([SamplingParams(), SamplingParams(temperature=0.0, prompt_logprobs=3)])
+    assert draw(sampler, model_logits(2), rows_of([0, 1])).logprobs is None
     zero, four = np.zeros(2, np.int32), np.full(2, 4, np.int32)
-    assert made.scored_spans(np.array([1, 0], np.int32), zero, four) == [(0, 1, 4)]
+    assert sampler.scored_spans(np.array([1, 0], np.int32), zero, four) == [(0, 1, 4)]
 
 
 @pytest.mark.parametrize(
@@ -317,9 +317,9 @@ def test_nothing_is_returned_for_rows_that_ask_for_no_logprobs() -> None:
     [(0, 0, 4, (1, 4)), (0, 0, 2, (1, 3)), (0, 2, 3, (3, 4)), (3, 0, 2, (3, 3)), (3, 0, 4, (3, 4)), (0, 3, 4, (4, 4))],
 )
 def test_range_of_prompt_tokens_to_score(start: int, begin: int, end: int, expected: tuple[int, int]) -> None:
-    made, _ = sampler([SamplingParams(prompt_logprobs=0, prompt_logprobs_start=start)])
+    sampler, _ = make_sampler([SamplingParams(prompt_logprobs=0, prompt_logprobs_start=start)])
     slot = np.zeros(1, np.int32)
-    spans = made.scored_spans(slot, np.array([begin], np.int32), np.array([end - begin], np.int32))
+    spans = sampler.scored_spans(slot, np.array([begin], np.int32), np.array([end - begin], np.int32))
     assert spans == ([(0, *expected)] if expected[0] < expected[1] else [])
 
 
@@ -327,8 +327,8 @@ def test_scoring_where_everything_is_forbidden_is_minus_infinity() -> None:
     params = SamplingParams(
         allowed_token_ids=[2], bad_token_sequences=[[3, 2]], prompt_logprobs=2, logprobs_mode="processed"
     )
-    made, _ = sampler([params])
-    actual: LogprobRows = made.score(model_logits(2), 0, 1)  # after token 3; after tokens 3, 3
+    sampler, _ = make_sampler([params])
+    actual: LogprobRows = sampler.score(model_logits(2), 0, 1)  # after token 3; after tokens 3, 3
     assert actual.token_logprobs.tolist() == [float("-inf")] * 2
     assert not np.isnan(actual.top_logprobs).any()
 
@@ -336,8 +336,8 @@ def test_scoring_where_everything_is_forbidden_is_minus_infinity() -> None:
 def test_scoring_ignores_min_tokens() -> None:
     params = SamplingParams(prompt_logprobs=2, logprobs_mode="processed", min_tokens=5, temperature=0.5)
     logits = model_logits(3)
-    actual = sampler([params])[0].score(logits.clone(), 0, 1)
-    expected = sampler([SamplingParams(prompt_logprobs=2, logprobs_mode="temperature", temperature=0.5)])[0]
+    actual = make_sampler([params])[0].score(logits.clone(), 0, 1)
+    expected = make_sampler([SamplingParams(prompt_logprobs=2, logprobs_mode="temperature", temperature=0.5)])[0]
     assert np.array_equal(actual.top_logprobs, expected.score(logits.clone(), 0, 1).top_logprobs)
     assert np.array_equal(actual.token_logprobs, expected.score(logits.clone(), 0, 1).token_logprobs)
 

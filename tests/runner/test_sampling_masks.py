@@ -18,9 +18,9 @@ from tests.runner.test_sampler import (
     VOCAB,
     draw,
     exact,
+    make_sampler,
     model_logits,
     rows_of,
-    sampler,
     varied,
 )
 from tokserve.device import Host
@@ -52,7 +52,7 @@ def test_a_mask_is_the_support_of_the_draw(name: str) -> None:
     options = DISTRIBUTIONS.get(name, {"temperature": 0.0, "top_k": 3})
     for seed in range(5, 10):
         logits = model_logits(seed=seed)
-        drawn = draw(sampler([with_mask(**options)])[0], logits.clone(), rows_of([0]))
+        drawn = draw(make_sampler([with_mask(**options)])[0], logits.clone(), rows_of([0]))
         ((count, ids, logprob, kept),) = drawn_masks(drawn)
         token = int(drawn.token_ids[0])
         if name == "greedy":
@@ -71,11 +71,11 @@ def test_a_mask_is_the_support_of_the_draw(name: str) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.0])
 def test_processed_and_kept_make_the_logprob_at_the_temperature(temperature: float) -> None:
     modes: Any = ("temperature", "processed")
-    made = [with_mask(temperature=temperature, top_k=7, logprobs=0, logprobs_mode=mode) for mode in modes]
+    params = [with_mask(temperature=temperature, top_k=7, logprobs=0, logprobs_mode=mode) for mode in modes]
     logits = model_logits().repeat(2, 1)
-    made_sampler, slots = sampler(made)
+    sampler, slots = make_sampler(params)
     slots.seeds[:] = 8
-    drawn = draw(made_sampler, logits, rows_of([0, 1]))
+    drawn = draw(sampler, logits, rows_of([0, 1]))
     (_, ids, logprob, kept), again = drawn_masks(drawn)
     assert again == (len(ids), ids, logprob, kept) and drawn.logprobs is not None
     at_temperature, processed = drawn.logprobs.token_logprobs.tolist()
@@ -98,21 +98,21 @@ def test_among_ties_the_lower_ids_are_kept() -> None:
         ({"min_p": 0.4}, [3, 4, 9, 20]),
         ({"top_k": 3, "top_p": 0.5, "min_p": 0.9}, [3, 4]),
     ):
-        mask = drawn_masks(draw(sampler([with_mask(**options)])[0], logits.clone(), rows_of([0])))[0]
+        mask = drawn_masks(draw(make_sampler([with_mask(**options)])[0], logits.clone(), rows_of([0])))[0]
         assert mask[1] == ids, options
 
 
 def test_more_ids_than_a_mask_may_have() -> None:
     slots = Slots(3, 16, 4)
-    made = Sampler(slots, VOCAB, "raw", Host(), max_mask=5)
+    sampler = Sampler(slots, VOCAB, "raw", Host(), max_mask=5)
     for slot, top_k in enumerate((5, 6, 0)):
         entering = NewRow(
             slot, "", np.array(PROMPT + OUTPUT, np.int32), len(PROMPT), with_mask(top_k=top_k), slot, STOP
         )
         slots.assign(entering)
-        made.assign(entering)
+        sampler.assign(entering)
     logits = model_logits(3)
-    five, six, unrestricted = drawn_masks(draw(made, logits.clone(), rows_of([0, 1, 2])))
+    five, six, unrestricted = drawn_masks(draw(sampler, logits.clone(), rows_of([0, 1, 2])))
     assert five[0] == 5 and len(five[1]) == 5
     assert six[:2] == (MASK_TOO_LONG, [])
     best = logits[1].argsort(descending=True)[:6].tolist()
@@ -124,26 +124,26 @@ def test_more_ids_than_a_mask_may_have() -> None:
 @pytest.mark.usefixtures("kernels")
 def test_a_mask_has_the_same_bits_in_any_batch_and_changes_no_token() -> None:
     requests = varied(60, 1)
-    plain = draw(sampler(requests)[0], model_logits(60, seed=9), rows_of(range(60)))
+    plain = draw(make_sampler(requests)[0], model_logits(60, seed=9), rows_of(range(60)))
     asking = [i % 3 != 1 for i in range(60)]
     changed = [
         with_mask(**{n: getattr(p, n) for n in p.__struct_fields__ if n != "return_sampling_mask"}) if wants else p
         for p, wants in zip(requests, asking, strict=True)
     ]
-    made, _ = sampler(changed)
+    sampler, _ = make_sampler(changed)
     logits = model_logits(60, seed=9)
-    alone = [draw(made, logits[i : i + 1].clone(), rows_of([i])) for i in range(60)]
+    alone = [draw(sampler, logits[i : i + 1].clone(), rows_of([i])) for i in range(60)]
     assert [one.masks is not None for one in alone] == asking
     masks = [drawn_masks(one)[0] if one.masks is not None else None for one in alone]
     rng = np.random.default_rng(2)
     for count in (60, 31, 7, 2, 2, 2):
-        which = rng.permutation(60)[:count]
-        drawn = draw(made, logits[torch.from_numpy(which)].clone(), rows_of(which))
-        assert drawn.token_ids.tolist() == plain.token_ids[which].tolist()
+        order = rng.permutation(60)[:count]
+        drawn = draw(sampler, logits[torch.from_numpy(order)].clone(), rows_of(order))
+        assert drawn.token_ids.tolist() == plain.token_ids[order].tolist()
         if drawn.masks is None:
-            assert not any(asking[i] for i in which)
+            assert not any(asking[i] for i in order)
             continue
-        for i, token, mask in zip(which.tolist(), drawn.token_ids.tolist(), drawn_masks(drawn), strict=True):
+        for i, token, mask in zip(order.tolist(), drawn.token_ids.tolist(), drawn_masks(drawn), strict=True):
             assert mask == (masks[i] if asking[i] else (WHOLE_VOCABULARY, [], 0.0, 0.0))
             assert not mask[1] or token in mask[1]
 

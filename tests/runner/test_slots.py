@@ -15,13 +15,13 @@ SEQS, LENGTH, BLOCK = 6, 50, 4
 @pytest.fixture
 def slots() -> HostSlots:
     """Every slot full of its own tokens and blocks."""
-    made = HostSlots(SEQS, LENGTH, BLOCK)
+    step_plan = HostSlots(SEQS, LENGTH, BLOCK)
     for slot in range(SEQS):
         tokens = np.arange(LENGTH, dtype=np.int32) + 100 * slot
-        made.assign(NewRow(slot, "", tokens, 10 + slot, SamplingParams(), slot, ()))
-        made.extend(slot, 0, [1000 * slot + 7 * i for i in range(5)])
-        made.extend(slot, 5, [1000 * slot + 7 * i for i in range(5, 13)])
-    return made
+        step_plan.assign(NewRow(slot, "", tokens, 10 + slot, SamplingParams(), slot, ()))
+        step_plan.extend(slot, 0, [1000 * slot + 7 * i for i in range(5)])
+        step_plan.extend(slot, 5, [1000 * slot + 7 * i for i in range(5, 13)])
+    return step_plan
 
 
 def plan(rows: list[tuple[int, int, int]]) -> StepPlan:
@@ -56,25 +56,25 @@ def test_batch_is_what_a_loop_would_make(slots: HostSlots, rows: list[tuple[int,
 
 
 def test_logits_rows_are_the_last_tokens_of_the_rows_that_need_them(slots: HostSlots) -> None:
-    made = plan([(1, 3, 6), (0, 8, 1), (5, 0, 17), (3, 31, 2)])
-    batch = slots.build(made, [])
+    step_plan = plan([(1, 3, 6), (0, 8, 1), (5, 0, 17), (3, 31, 2)])
+    batch = slots.build(step_plan, [])
     needed = np.array([1, 0, 4, 0], np.int32)
-    rows = slots.logits_rows(made, batch, needed)
+    rows = slots.logits_rows(step_plan, batch, needed)
     assert rows is not None
     assert (rows.tokens.tolist(), rows.query_start.tolist()) == ([5, 20, 21, 22, 23], [0, 1, 5])
     assert rows.seq_lens.tolist() == [9, 17]
     assert rows.block_tables.tolist() == batch.block_tables[[0, 2]].tolist()
-    assert slots.logits_rows(made, batch, made.num_tokens) is None
+    assert slots.logits_rows(step_plan, batch, step_plan.num_tokens) is None
     slots.assign(NewRow(1, "", np.zeros(1, np.int32), 1, SamplingParams(), 0, (), adapter=2))
-    with_adapters = slots.logits_rows(made, slots.build(made, []), needed)
+    with_adapters = slots.logits_rows(step_plan, slots.build(step_plan, []), needed)
     assert with_adapters is not None and with_adapters.adapters is not None
     assert with_adapters.adapters.tolist() == [2, -1, -1, -1, -1]
 
 
 def test_the_second_text_of_a_pair_ends_with_its_request(slots: HostSlots) -> None:
     def types(*rows: tuple[int, int, int]) -> list[int] | None:
-        made = slots.build(plan(list(rows)), []).token_types
-        return None if made is None else made.tolist()
+        step_plan = slots.build(plan(list(rows)), []).token_types
+        return None if step_plan is None else step_plan.tolist()
 
     tokens = np.zeros(6, np.int32)
     for slot, second in ((1, 4), (2, -1), (3, 2)):
@@ -98,17 +98,17 @@ def test_lengths_are_the_indices_of_the_tokens_to_sample() -> None:
 
 
 def test_drafts_are_after_the_tokens_of_their_rows(slots: HostSlots) -> None:
-    made = plan_of([(1, 10, 3, 3), (4, 7, 1, 1), (0, 0, 6, 2)], drafts=[[7, 8], [], [9]])
-    slots.write_drafts(made)
-    assert slots.build(made, []).input_ids.tolist() == [110, 7, 8, 407, 0, 1, 2, 3, 4, 9]
+    step_plan = plan_of([(1, 10, 3, 3), (4, 7, 1, 1), (0, 0, 6, 2)], drafts=[[7, 8], [], [9]])
+    slots.write_drafts(step_plan)
+    assert slots.build(step_plan, []).input_ids.tolist() == [110, 7, 8, 407, 0, 1, 2, 3, 4, 9]
 
 
 def test_rejected_drafts_are_taken_off_the_next_plan_only(slots: HostSlots) -> None:
     slots.limit_computed(np.array([1, 4, 3], np.int32), np.array([11, 20, 9]))
     slots.assign(NewRow(3, "", np.zeros(5, np.int32), 5, SamplingParams(), 0, ()))
-    made = plan_of([(1, 13, 1, 1), (4, 18, 1, 1), (3, 12, 1, 1), (0, 30, 1, 1)])
-    assert slots.corrected(made).num_computed.tolist() == [11, 18, 12, 30]
-    assert slots.corrected(made) is made
+    step_plan = plan_of([(1, 13, 1, 1), (4, 18, 1, 1), (3, 12, 1, 1), (0, 30, 1, 1)])
+    assert slots.corrected(step_plan).num_computed.tolist() == [11, 18, 12, 30]
+    assert slots.corrected(step_plan) is step_plan
 
 
 def test_a_pooling_request_takes_a_slot(slots: HostSlots) -> None:
@@ -125,19 +125,19 @@ def test_batch_does_not_change_with_the_tables(slots: HostSlots) -> None:
 
 
 def test_only_zero_is_greedy_and_nothing_is_colder_than_a_float_can_divide_by() -> None:
-    made = HostSlots(5, 8, 4)
+    step_plan = HostSlots(5, 8, 4)
     for slot, temperature in enumerate((0.0, 5e-324, 1e-40, 1e-20, 0.7)):
         row = NewRow(slot, "", np.zeros(1, np.int32), 1, SamplingParams(temperature=temperature), 0, ())
-        made.assign(row)
-    assert made.greedy.tolist() == [True, False, False, False, False]
-    assert made.temperature.tolist() == [1.0, MIN_TEMPERATURE, MIN_TEMPERATURE, np.float32(1e-20), np.float32(0.7)]
+        step_plan.assign(row)
+    assert step_plan.greedy.tolist() == [True, False, False, False, False]
+    assert step_plan.temperature.tolist() == [1.0, MIN_TEMPERATURE, MIN_TEMPERATURE, np.float32(1e-20), np.float32(0.7)]
 
 
 @pytest.mark.parametrize("seed", [0, -1, -(1 << 63), (1 << 63) - 1, 1 << 63, (1 << 64) + 5])
 def test_any_seed_fits(seed: int) -> None:
-    made = HostSlots(1, 8, 4)
-    made.assign(NewRow(0, "", np.zeros(1, np.int32), 1, SamplingParams(), seed, ()))
-    assert int(made.seeds[0]) % (1 << 64) == seed % (1 << 64)
+    step_plan = HostSlots(1, 8, 4)
+    step_plan.assign(NewRow(0, "", np.zeros(1, np.int32), 1, SamplingParams(), seed, ()))
+    assert int(step_plan.seeds[0]) % (1 << 64) == seed % (1 << 64)
 
 
 def test_a_decode_batch_is_reused(slots: HostSlots) -> None:
@@ -145,9 +145,9 @@ def test_a_decode_batch_is_reused(slots: HostSlots) -> None:
     slots.assign(NewRow(4, "", tokens, 1, SamplingParams(), 0, (), adapter=1))
     filled = slots.decode_batch(2, [], adapters=True)
     for rows in ([(4, 30, 1), (0, 3, 1)], [(2, 7, 1), (4, 48, 1)]):
-        made = plan(rows)
-        slots.fill(made, filled)
-        built, batch = slots.build(made, []), filled.batch
+        step_plan = plan(rows)
+        slots.fill(step_plan, filled)
+        built, batch = slots.build(step_plan, []), filled.batch
         for name in ("input_ids", "positions", "seq_lens", "slot_mapping", "query_start"):
             assert getattr(batch, name).tolist() == getattr(built, name).tolist()
         width = built.block_tables.shape[1]

@@ -80,9 +80,9 @@ def outcomes(engine: RealEngine) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def serve(engine: RealEngine, some: Sequence[Case], drafts: Sequence[Sequence[int]], rng: random.Random) -> Any:
+def serve(engine: RealEngine, requests: Sequence[Case], drafts: Sequence[Sequence[int]], rng: random.Random) -> Any:
     """Run all, a few at a time; returns what they say."""
-    for index, (case, ids) in enumerate(zip(some, drafts, strict=True)):
+    for index, (case, ids) in enumerate(zip(requests, drafts, strict=True)):
         request = engine.make(
             f"r{index}", case.prompt, seed=case.seed, draft_group=case.group, cache_salt=case.salt,
             stream=rng.random() < 0.5, **case.params,
@@ -100,17 +100,17 @@ def serve(engine: RealEngine, some: Sequence[Case], drafts: Sequence[Sequence[in
 def crossed(directory: Path, seed: int, count: int, model: dict[str, Any] | None = None, **options: Any) -> None:
     """An engine without speculation against one with it.  `model`: options that change results."""
     rng = random.Random(seed)
-    some = cases(rng, count)
+    requests = cases(rng, count)
     none: list[list[int]] = [[]] * count
     eos = {"eos_token_ids": [2, 11], **(model or {})}
-    expected, _ = serve(RealEngine(directory, **eos), some, none, random.Random(1))
+    expected, _ = serve(RealEngine(directory, **eos), requests, none, random.Random(1))
     drafts = [drafts_for(expected[f"r{i}"][0], rng) for i in range(count)]
-    plain, stats = serve(RealEngine(directory, **eos, **options), some, none, random.Random(2))
+    plain, stats = serve(RealEngine(directory, **eos, **options), requests, none, random.Random(2))
     assert plain == expected and stats.draft_steps == 0
     method = rng.choice(["suffix", "suffix", "ngram", "prediction"])
     outputs, stats = serve(
-        RealEngine(directory, spec_method=method, spec_tokens=rng.choice([None, 1, 5]), **eos, **options), some, drafts,
-        random.Random(3),
+        RealEngine(directory, spec_method=method, spec_tokens=rng.choice([None, 1, 5]), **eos, **options),
+        requests, drafts, random.Random(3),
     )  # fmt: skip
     assert outputs == expected
     assert stats.draft_tokens > count // 5 and sum(stats.accepted_by_position) > count // 20

@@ -70,10 +70,10 @@ class Case(msgspec.Struct):
 
 def cases(rng: random.Random, count: int) -> list[Case]:
     """Submissions of all kinds; some have a prompt, a group or seeds of an earlier one."""
-    made: list[Case] = []
+    drawn: list[Case] = []
     for _ in range(count):
-        if made and rng.random() < 0.5:
-            again = rng.choice(made)
+        if drawn and rng.random() < 0.5:
+            again = rng.choice(drawn)
             prompt, seeds = again.prompt, list(again.seeds)
         else:
             prompt = TASK[: rng.choice([36, 36, 20])] + [rng.randrange(64, 90) for _ in range(rng.choice([0, 1, 12]))]
@@ -84,13 +84,13 @@ def cases(rng: random.Random, count: int) -> list[Case]:
         params["min_tokens"] = min(params.get("min_tokens", 0), params["max_tokens"])
         if "structured_outputs" in params:
             params["ignore_eos"] = False
-        made.append(
+        drawn.append(
             Case(
                 prompt, params, seeds, rng.choice(["", "", "", "one", "two"]), rng.choice([None, None, "a"]),
                 rng.choice([None, None, "s"]), rng.choice([None] * 7 + [1, 4]),
             )
         )  # fmt: skip
-    return made
+    return drawn
 
 
 class Server(RealEngine):
@@ -154,10 +154,10 @@ def serve(
 ) -> dict[str, Any]:  # fmt: skip
     """The rounds one after the other, each with other weights; returns what each choice says."""
     outputs: dict[str, Any] = {}
-    for number, some in enumerate(rounds):
+    for number, submissions in enumerate(rounds):
         aborts: dict[int, list[str]] = {}
         rids: list[str] = []
-        for index, case in enumerate(some):
+        for index, case in enumerate(submissions):
             key = f"{number}.{index}"
             choices = [
                 msgspec.structs.replace(
@@ -188,12 +188,12 @@ def serve(
 
 def disturb(server: Server, rng: random.Random, weights: Path) -> None:
     """Something that interrupts requests and changes none."""
-    what = rng.choice(["pause", "sleep", "cache", "weights"])
-    if what == "cache":
+    disturbance = rng.choice(["pause", "sleep", "cache", "weights"])
+    if disturbance == "cache":
         server.command("reset_prefix_cache", reset_external=rng.random() < 0.5)
-    elif what == "weights":
+    elif disturbance == "weights":
         server.command("update_weights_from_dir", weight_dir=str(weights), recompute_kv=rng.random() < 0.5)
-    elif what == "pause":
+    elif disturbance == "pause":
         server.command("pause", mode="keep", clear_cache=False)
         server.command("resume")
     else:
@@ -220,11 +220,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "small" / "config.json").write_text(json.dumps(small))
     from tokserve.models import load
 
-    made = load.build(load.decoder_spec(small), dtype="float32", head_dtype="auto")
+    model = load.build(load.decoder_spec(small), dtype="float32", head_dtype="auto")
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.randn(parameter.shape, generator=generator) * 0.1
-        for name, parameter in made.parameters_by_name().items()
+        for name, parameter in model.parameters_by_name().items()
     }
     save_file(tensors, root / "small" / "model.safetensors", metadata={"format": "pt"})
     (root / "moved").mkdir()

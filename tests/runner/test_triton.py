@@ -91,10 +91,10 @@ def test_what_is_recorded_is_launches_and_not_lines() -> None:
 
     def run() -> torch.Tensor:
         lines.append(1)
-        made = torch.empty(2, 3)
-        made[0].copy_(x + len(lines))
-        made[1] = made[0] * 2
-        return made.sum(0)
+        output = torch.empty(2, 3)
+        output[0].copy_(x + len(lines))
+        output[1] = output[0] * 2
+        return output.sum(0)
 
     with recording() as tape:
         actual = run()
@@ -128,11 +128,11 @@ def test_a_recorded_step_has_the_bits_of_one_that_is_launched(
         runner, facts = make_runner(
             base, hf, load_format="auto", max_num_seqs=3, max_num_batched_tokens=16, enforce_eager=eager, **options
         )
-        made = [*jobs(), Job(prompt(9, 7), SamplingParams(max_tokens=3))]
+        requests = [*jobs(), Job(prompt(9, 7), SamplingParams(max_tokens=3))]
         for slot, directory in enumerate(adapters if "enable_lora" in options else []):
             load(runner, slot, directory)
-            made[slot].adapter = slot
-        results.append(outcomes(Driver(runner, facts, max_num_seqs=3).run(made, chunk=5)))
+            requests[slot].adapter = slot
+        results.append(outcomes(Driver(runner, facts, max_num_seqs=3).run(requests, chunk=5)))
     assert results[0] == results[1]
 
 

@@ -100,9 +100,9 @@ def chat_site(text: str, template: str = HERMES, **options: Any) -> Site:
 
 def command_site(**options: Any) -> Site:
     """A server whose engine replies {} to admin commands; more by `llm.answers`."""
-    made = site(**options)
-    made.llm.answers = {}
-    return made
+    running = site(**options)
+    running.llm.answers = {}
+    return running
 
 
 class Caller:

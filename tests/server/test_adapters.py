@@ -21,10 +21,10 @@ ROUTES: dict[str, dict[str, Any]] = {
 
 
 def with_adapters(**options: Any) -> Site:
-    made = site(enable_lora=True, max_loras=4, **options)
+    running = site(enable_lora=True, max_loras=4, **options)
     for name in ("tone", "sql"):
-        made.llm.load_adapter(name, f"/adapters/{name}")
-    return made
+        running.llm.load_adapter(name, f"/adapters/{name}")
+    return running
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -101,7 +101,7 @@ def test_load_and_unload_answer_and_name_what_is_wrong() -> None:
 
 
 def test_the_description_does_not_fix_the_names_where_adapters_come_and_go() -> None:
-    for made, fixed in ((with_adapters(), False), (site(), True)):
-        schemas = made.get("/openapi.json").json()["components"]["schemas"]
+    for running, fixed in ((with_adapters(), False), (site(), True)):
+        schemas = running.get("/openapi.json").json()["components"]["schemas"]
         for kind in ("GenerateBody", "ChatBody", "CompletionBody"):
             assert ("enum" in schemas[kind]["properties"]["model"]) is fixed

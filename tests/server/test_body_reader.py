@@ -67,9 +67,9 @@ def test_a_slow_body_is_refused() -> None:
         await asyncio.sleep(0.01)
         return {"type": "http.request", "body": b" ", "more_body": True}
 
-    made = Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive)
+    counted_request = Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive)
     with pytest.raises(TimedOut):
-        asyncio.run(bodies(body_timeout=0.02).read(made))
+        asyncio.run(bodies(body_timeout=0.02).read(counted_request))
 
 
 def test_a_client_that_leaves() -> None:
@@ -118,13 +118,13 @@ def test_a_body_whose_client_leaves_while_its_values_are_counted_is_not_held(mon
 
     async def scene() -> None:
         all_bodies = bodies()
-        made = Request({"type": "http", "headers": []}, receive)
-        decoding = asyncio.create_task(all_bodies.decode(made, raw))
+        counted_request = Request({"type": "http", "headers": []}, receive)
+        decoding = asyncio.create_task(all_bodies.decode(counted_request, raw))
         assert await asyncio.to_thread(counts.wait, 30)
         disconnected.set()
         with pytest.raises(ClientDisconnected):
             await decoding
-        all_bodies.release(made)
+        all_bodies.release(counted_request)
         may_end.set()
         async with asyncio.timeout(30):
             while workers.WORK_LOG._running:

@@ -213,11 +213,11 @@ def test_return_token_ids() -> None:
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 def test_weight_versions_are_returned_without_token_ids_on_request(path: str) -> None:
     sent = {"messages": MESSAGES} if path == CHAT else {"prompt": "hi"}
-    made = [{"version": "0", "start": 0, "end": 3}]
+    versions = [{"version": "0", "start": 0, "end": 3}]
     [choice] = site(says("ab")).post(path, sent | {"return_weight_versions": True}).json()["choices"]
-    assert choice["weight_versions"] == made and not choice.get("token_ids")
+    assert choice["weight_versions"] == versions and not choice.get("token_ids")
     events = site(says("ab")).events(path, sent | {"return_weight_versions": True})
-    assert [c["weight_versions"] for event in events for c in event["choices"] if "weight_versions" in c] == [made]
+    assert [c["weight_versions"] for event in events for c in event["choices"] if "weight_versions" in c] == [versions]
     [plain] = site(says("ab")).post(path, sent | {"return_weight_versions": False}).json()["choices"]
     assert "weight_versions" not in plain
 
@@ -225,15 +225,15 @@ def test_weight_versions_are_returned_without_token_ids_on_request(path: str) ->
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 def test_token_ids_are_returned_with_their_weight_versions(path: str) -> None:
     sent = {"messages": MESSAGES} if path == CHAT else {"prompt": "hi"}
-    made = [{"version": "0", "start": 0, "end": 3}]
+    spans = [{"version": "0", "start": 0, "end": 3}]
     reply = site(says("ab")).post(path, sent | {"return_token_ids": True}).json()
     [choice] = reply["choices"]
-    assert len(choice["token_ids"]) == 3 and choice["weight_versions"] == made
+    assert len(choice["token_ids"]) == 3 and choice["weight_versions"] == spans
     assert reply["weight_version"] == "0"
     assert "weight_version" not in site(says("ab")).post(path, sent).json()
     events = site(says("ab")).events(path, sent | {"return_token_ids": True})
     versions = [c["weight_versions"] for event in events for c in event["choices"] if "weight_versions" in c]
-    assert versions == [made]
+    assert versions == [spans]
 
 
 @pytest.mark.parametrize(("body", "width"), [(1, 1), (True, 1), (0, 0)])
@@ -316,8 +316,8 @@ def test_the_fingerprint_changes_with_the_weights_and_options(route: str) -> Non
     pairs.llm.ready.facts["arithmetic"] = "pairs"
     third = pairs.post(route, requested).json()["system_fingerprint"]
     assert len({first, second, other, third}) == 4
-    made = s.post("/inference/v1/generate", {"token_ids": [5]}).json()
-    assert s.post(CHAT + "/derender", {"generate_response": made}).json()["system_fingerprint"] is None
+    versions = s.post("/inference/v1/generate", {"token_ids": [5]}).json()
+    assert s.post(CHAT + "/derender", {"generate_response": versions}).json()["system_fingerprint"] is None
 
 
 # what only some templates read

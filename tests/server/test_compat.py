@@ -95,8 +95,8 @@ def table(*, of_openai: bool) -> str:
 def documented(text: str) -> str:
     """The page with its tables as they should be."""
     for title, of_openai in (("OpenAI's fields", True), ("Other fields", False)):
-        made = f"## {title}\n\n{table(of_openai=of_openai)}\n\n"
-        text = re.sub(rf"## {title}\n\n(\|.*\n)*\n*", lambda _, made=made: made, text)  # type: ignore[misc]
+        section = f"## {title}\n\n{table(of_openai=of_openai)}\n\n"
+        text = re.sub(rf"## {title}\n\n(\|.*\n)*\n*", lambda _, section=section: section, text)  # type: ignore[misc]
     return text.rstrip() + "\n"
 
 

@@ -273,7 +273,7 @@ def test_a_disconnected_sender_ends_the_update() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "meant"),
+    ("path", "nearest"),
     [
         ("/chat/completions", "/v1/chat/completions"), ("/completions", "/v1/completions"),
         ("/v1/v1/models", "/v1/models"), ("/v1/generate", "/inference/v1/generate"), ("/v1", None),
@@ -281,9 +281,9 @@ def test_a_disconnected_sender_ends_the_update() -> None:
         ("/v1/chat/completion", "/v1/chat/completions"),
     ],
 )  # fmt: skip
-def test_an_unknown_route_is_refused_with_the_nearest_one(path: str, meant: str | None) -> None:
+def test_an_unknown_route_is_refused_with_the_nearest_one(path: str, nearest: str | None) -> None:
     message = command_site().post(path, {}).json()["error"]["message"]
-    assert message == f"there is no route {path}" + (f"; did you mean {meant}?" if meant else "")
+    assert message == f"there is no route {path}" + (f"; did you mean {nearest}?" if nearest else "")
 
 
 def test_a_route_of_sglang_is_refused_with_its_option() -> None:
@@ -330,8 +330,8 @@ def test_a_reply_reports_a_pause(state: str) -> None:
 
 def test_without_keys_control_is_for_this_machine() -> None:
     s = command_site()
-    assert [status(s, who) for who in (HERE, MAPPED, SIX, None, ("", 0))] == [200] * 5
-    assert [status(s, who) for who in (AWAY, ("fe80::1%eth0", 1), ("somewhere", 1))] == [403] * 3
+    assert [status(s, address) for address in (HERE, MAPPED, SIX, None, ("", 0))] == [200] * 5
+    assert [status(s, address) for address in (AWAY, ("fe80::1%eth0", 1), ("somewhere", 1))] == [403] * 3
     assert status(s, HERE, Origin="http://evil.example") == 403
     for answer in (asked_by(s, AWAY), asked_by(s, HERE, Origin="http://evil.example")):
         assert answer.json()["error"]["code"] == "remote_control"

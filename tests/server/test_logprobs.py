@@ -13,8 +13,8 @@ def columns(token_logprobs: list[float], ranks: list[int], ids: list[list[int]],
     return Logprobs(pack(token_logprobs, "<f4"), pack(ranks, "<i4"), pack(ids, "<i4"), pack(values, "<f4"), len(ids[0]))
 
 
-def tops(made: logprobs.LogprobObjects) -> list[tuple[int, float, int | None]]:
-    return [(top.token_id, top.logprob, top.rank) for top in made.content[0].top_logprobs]
+def tops(written: logprobs.LogprobObjects) -> list[tuple[int, float, int | None]]:
+    return [(top.token_id, top.logprob, top.rank) for top in written.content[0].top_logprobs]
 
 
 def test_equal_logprobs_share_a_rank() -> None:
@@ -34,8 +34,8 @@ def test_named_ids_follow_without_a_rank_and_without_repetition() -> None:
 
 def test_numbers_are_the_float32_values_exactly() -> None:
     value = float(np.float32(-0.1))
-    made = logprobs.objects(columns([value], [1], [[9]], [[value]]), [9], 1)
-    assert made.content[0].logprob == value != -0.1
+    written = logprobs.objects(columns([value], [1], [[9]], [[value]]), [9], 1)
+    assert written.content[0].logprob == value != -0.1
     assert logprobs.arrays(columns([value], [1], [[9]], [[value]])).top_logprobs == [[value]]
 
 

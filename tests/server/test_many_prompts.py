@@ -52,9 +52,9 @@ VECTORS = [("/encode", {"input_ids": [[5]] * 50}), ("/score", {"queries": "ab", 
 
 
 def embedder(**options: Any) -> Site:
-    made = site(runner="pooling", model=str(DEMO_DIR), sglang_api=True, **options)
-    made.llm.ready.facts["hidden_size"] = 64
-    return made
+    running = site(runner="pooling", model=str(DEMO_DIR), sglang_api=True, **options)
+    running.llm.ready.facts["hidden_size"] = 64
+    return running
 
 
 @pytest.mark.parametrize(("path", "payload"), VECTORS)

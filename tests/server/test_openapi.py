@@ -95,11 +95,11 @@ def test_replies_of_the_token_routes_are_described(server: Site, schemas: dict[s
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
 def test_the_document_is_of_the_routes_that_are_served(options: dict[str, Any]) -> None:
-    made = site(**options)
-    described = made.get("/openapi.json").json()
+    running = site(**options)
+    described = running.get("/openapi.json").json()
     for part in json.dumps(described).split('"#/components/schemas/')[1:]:
         assert part.partition('"')[0] in described["components"]["schemas"]
-    served = {e.path.replace(":path", "") for e in endpoints(made.llm.config) if e.is_served(made.llm.config)}
+    served = {e.path.replace(":path", "") for e in endpoints(running.llm.config) if e.is_served(running.llm.config)}
     assert served == set(described["paths"])
     assert ("/v1/chat/completions" in served) is not ({"tokens_only", "runner"} & options.keys() != set())
     if "tokens_only" in options:
@@ -126,7 +126,7 @@ def test_every_field_of_a_body_is_described_once(schemas: dict[str, Any]) -> Non
     everywhere = [schemas, site(**POOLING).get("/openapi.json").json()["components"]["schemas"]]
     described = {
         name
-        for some in everywhere for schema in some.values() for name in schema.get("properties", {}) if name in FIELDS
+        for group in everywhere for schema in group.values() for name in schema.get("properties", {}) if name in FIELDS
     }  # fmt: skip
     assert described == set(FIELDS), "descriptions of fields that do not exist"
     for kind in [*BODIES.values(), "SamplingParams", "StructuredOutputs", "MessagesBody", "PauseBody", "StartUpdate"]:

@@ -126,19 +126,19 @@ GARBAGE, BROKEN = b"garbage\r\n\r\n", b"POST / HTTP/1.1\r\nHost: a\r\ntransfer-e
 
 
 @pytest.mark.parametrize(
-    ("first", "then", "answer"),
+    ("first", "second", "answer"),
     [
         (GET, BROKEN, b"4\r\npart\r\n"), (GET, GET + BROKEN, b"4\r\npart\r\n"),
         (b"", GARBAGE, b'"code":"invalid_http"}}'), (b"", BROKEN, b'"code":"invalid_http"}}'),
     ],
 )  # fmt: skip
-def test_a_refusal_is_not_written_into_another_reply(first: bytes, then: bytes, answer: bytes) -> None:
+def test_a_refusal_is_not_written_into_another_reply(first: bytes, second: bytes, answer: bytes) -> None:
     async def scene() -> None:
         with connected(endless) as (connection, wire):
             connection.data_received(first)
             for _ in range(10):  # what has come is begun
                 await asyncio.sleep(0)
-            connection.data_received(then)
+            connection.data_received(second)
             assert wire.closed and wire.written.endswith(answer)
             assert wire.written.count(b"HTTP/1.1 ") == bool(answer)
 

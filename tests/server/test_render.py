@@ -26,16 +26,18 @@ def steady(reply: Any) -> Any:
 
 def chat_by_hand(s: Site, body: dict[str, Any], form: str = "objects", **changes: Any) -> Any:
     rendered = good(s.post(CHAT + "/render", body)) | {"logprobs_format": form}
-    made = good(s.post(GENERATE, rendered | changes))
+    generated = good(s.post(GENERATE, rendered | changes))
     length = len(rendered["token_ids"])
-    return good(s.post(CHAT + "/derender", {"generate_response": made, "chat_request": body, "prompt_tokens": length}))
+    return good(
+        s.post(CHAT + "/derender", {"generate_response": generated, "chat_request": body, "prompt_tokens": length})
+    )
 
 
 def completions_by_hand(s: Site, body: dict[str, Any], form: str = "objects") -> Any:
-    made = []
+    generated = []
     for one in good(s.post(COMPLETIONS + "/render", body)):
-        made.append(good(s.post(GENERATE, one | {"logprobs_format": form})))
-    return good(s.post(COMPLETIONS + "/derender", {"generate_responses": made, "completion_request": body}))
+        generated.append(good(s.post(GENERATE, one | {"logprobs_format": form})))
+    return good(s.post(COMPLETIONS + "/derender", {"generate_responses": generated, "completion_request": body}))
 
 
 CHATS: list[dict[str, Any]] = [
@@ -95,9 +97,9 @@ def test_render_generate_and_derender_in_msgpack() -> None:
         assert answer.status_code == 200, answer.content
         return msgspec.msgpack.decode(answer.content)
 
-    made = post(GENERATE, post(CHAT + "/render", request))
-    assert isinstance(made["choices"][0]["token_ids"], bytes)
-    reply = post(CHAT + "/derender", {"generate_response": made, "chat_request": request})
+    generated = post(GENERATE, post(CHAT + "/render", request))
+    assert isinstance(generated["choices"][0]["token_ids"], bytes)
+    reply = post(CHAT + "/derender", {"generate_response": generated, "chat_request": request})
     assert steady(reply) == steady(good(s.post(CHAT, request)))
 
 
@@ -113,9 +115,9 @@ def test_what_a_rendered_chat_looks_like() -> None:
     }  # fmt: skip
     answer = s.post(CHAT + "/render", body)
     assert answer.headers["x-request-id"] == "chatcmpl-7"
-    made = answer.json()
-    sampling = made.pop("sampling_params")
-    assert made == {
+    generated = answer.json()
+    sampling = generated.pop("sampling_params")
+    assert generated == {
         "token_ids": ids("user:hi;assistant:"), "model": "tiny", "request_id": "chatcmpl-7", "cache_salt": "s",
         "deadline_ms": 5, "queue_timeout_ms": 6, "group_id": "g", "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": False},
@@ -129,12 +131,12 @@ def test_what_a_rendered_chat_looks_like() -> None:
 
 def test_rendered_completions_are_a_list_with_ids_of_their_own() -> None:
     s = site(says("a"))
-    made = good(s.post(COMPLETIONS + "/render", {"prompt": ["a", "b"], "request_id": "r"}))
-    assert [one["request_id"] for one in made] == ["r-0", "r-1"] and [one["token_ids"] for one in made] == [
+    generated = good(s.post(COMPLETIONS + "/render", {"prompt": ["a", "b"], "request_id": "r"}))
+    assert [one["request_id"] for one in generated] == ["r-0", "r-1"] and [one["token_ids"] for one in generated] == [
         ids("a"),
         ids("b"),
     ]
-    assert made[0]["sampling_params"]["max_tokens"] == 16
+    assert generated[0]["sampling_params"]["max_tokens"] == 16
     one = good(s.post(COMPLETIONS + "/render", {"prompt": "a"}, headers={"X-Request-Id": "h"}))
     assert [rendered["request_id"] for rendered in one] == ["h"]
 
@@ -170,8 +172,8 @@ def reply(tokens: list[int], **fields: Any) -> dict[str, Any]:
     return {"request_id": "q", "choices": [{"index": 0, "token_ids": tokens} | fields]}
 
 
-def derendered(made: Any, **fields: Any) -> Any:
-    return good(site().post(CHAT + "/derender", {"generate_response": made} | fields))
+def derendered(generated: Any, **fields: Any) -> Any:
+    return good(site().post(CHAT + "/derender", {"generate_response": generated} | fields))
 
 
 def test_a_reply_without_optional_fields_is_derendered() -> None:
@@ -195,8 +197,8 @@ def test_a_reply_without_optional_fields_is_derendered() -> None:
 
 
 def test_echo_takes_the_prompt_from_the_reply() -> None:
-    made = reply(ids("ab"), finish_reason="length") | {"prompt_token_ids": ids("xy")}
-    body = {"generate_responses": [made], "completion_request": {"echo": True}}
+    generated = reply(ids("ab"), finish_reason="length") | {"prompt_token_ids": ids("xy")}
+    body = {"generate_responses": [generated], "completion_request": {"echo": True}}
     assert good(site().post(COMPLETIONS + "/derender", body))["choices"][0]["text"] == "xyab"
 
 
@@ -307,14 +309,17 @@ def test_packed_ids_are_whole_ids() -> None:
 
 
 def test_completions_derender_refusals() -> None:
-    made = reply([5])
+    generated = reply([5])
     for body, param in (
         ({}, "generate_responses"), ({"generate_responses": []}, "generate_responses"),
-        ({"generate_responses": [made], "prompt_tokens": [1, 2]}, "prompt_tokens"),
-        ({"generate_responses": [made, {}]}, "generate_responses[1].choices"),
-        ({"generate_responses": [made], "completion_request": {"prompt": ["a", "b"]}}, "generate_responses"),
-        ({"generate_responses": [made], "completion_request": {"prompt": [5, "x"]}}, "completion_request.prompt[1]"),
-        ({"generate_responses": [made], "completion_request": {"echo": True}}, "prompt_token_ids[0]"),
+        ({"generate_responses": [generated], "prompt_tokens": [1, 2]}, "prompt_tokens"),
+        ({"generate_responses": [generated, {}]}, "generate_responses[1].choices"),
+        ({"generate_responses": [generated], "completion_request": {"prompt": ["a", "b"]}}, "generate_responses"),
+        (
+            {"generate_responses": [generated], "completion_request": {"prompt": [5, "x"]}},
+            "completion_request.prompt[1]",
+        ),
+        ({"generate_responses": [generated], "completion_request": {"echo": True}}, "prompt_token_ids[0]"),
     ):  # fmt: skip
         answer = site().post(COMPLETIONS + "/derender", body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
@@ -355,7 +360,7 @@ def test_a_large_derendered_reply_is_encoded_in_a_thread(monkeypatch: pytest.Mon
         return encode(value)
 
     monkeypatch.setattr(bodies, "encode_json", noted)
-    made = reply(ids("a" * 20000), finish_reason="length")
-    answer = site().post(CHAT + "/derender", {"generate_response": made})
+    generated = reply(ids("a" * 20000), finish_reason="length")
+    answer = site().post(CHAT + "/derender", {"generate_response": generated})
     assert answer.json()["choices"][0]["message"]["content"] == "a" * 20000
     assert len(threads) == 1 and threads[0].startswith("tokserve-")

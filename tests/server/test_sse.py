@@ -337,7 +337,7 @@ def test_a_reader_that_does_not_read_what_a_thread_has_made_is_stalled(monkeypat
         async def send(message: Any) -> None:
             await slow.wait()
 
-        async def made() -> bytes:
+        async def large_event() -> bytes:
             return b"made"
 
         def on_stall(value: bool) -> None:
@@ -346,7 +346,7 @@ def test_a_reader_that_does_not_read_what_a_thread_has_made_is_stalled(monkeypat
 
         wire = StreamWriter(send, 60.0)
         wire.start(freed.set, on_stall)
-        wire.write_later(b"", made())
+        wire.write_later(b"", large_event())
         async with asyncio.timeout(60):
             await stalled.wait()
             slow.set()

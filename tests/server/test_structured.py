@@ -58,7 +58,7 @@ def test_every_form_on_every_route(server: Site, form: dict[str, Any]) -> None:
 
 @ROUTES
 @pytest.mark.parametrize(
-    ("response_format", "meant"),
+    ("response_format", "expected"),
     [
         ({"type": "text"}, None), ({"type": "json_object"}, StructuredOutputs(json_object=True)),
         (
@@ -73,10 +73,10 @@ def test_every_form_on_every_route(server: Site, form: dict[str, Any]) -> None:
     ],
 )  # fmt: skip
 def test_response_format(
-    server: Site, route: str, response_format: dict[str, Any], meant: StructuredOutputs | None
+    server: Site, route: str, response_format: dict[str, Any], expected: StructuredOutputs | None
 ) -> None:
     assert server.post(route, TEXT[route] | {"response_format": response_format}).status_code == 200
-    assert received_form(server) == meant
+    assert received_form(server) == expected
 
 
 def test_a_server_may_close_schemas_by_default() -> None:

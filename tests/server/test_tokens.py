@@ -438,8 +438,8 @@ def test_tokens_only_serves_tokens() -> None:
 
 
 def test_the_last_version_is_that_of_the_last_choice_that_has_tokens() -> None:
-    made = ChoiceOutput(0, [5, 6], weight_versions=[("1", 0, 1), ("2", 1, 2)])
-    assert last_version([made, ChoiceOutput(1, [])]) == "2" and last_version([ChoiceOutput(0, [])]) is None
+    generated = ChoiceOutput(0, [5, 6], weight_versions=[("1", 0, 1), ("2", 1, 2)])
+    assert last_version([generated, ChoiceOutput(1, [])]) == "2" and last_version([ChoiceOutput(0, [])]) is None
 
 
 def test_prompts_are_counted_without_unpacking_them() -> None:

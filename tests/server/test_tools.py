@@ -136,8 +136,8 @@ def test_streamed_whole_and_derendered_are_the_same(fields: dict[str, Any], read
         body = {"messages": MESSAGES, "tools": TOOLS, "request_id": "r"} | fields
         reply = s.post(CHAT, body).json()
         assert joined(s.events(CHAT, body)) == flat(reply), text
-        made = s.post(GENERATE, s.post(CHAT + "/render", body).json()).json()
-        back = s.post(CHAT + "/derender", {"generate_response": made, "chat_request": body})
+        generated = s.post(GENERATE, s.post(CHAT + "/render", body).json()).json()
+        back = s.post(CHAT + "/derender", {"generate_response": generated, "chat_request": body})
         assert back.status_code == 200, back.text
         assert back.json()["choices"] == reply["choices"], text
 
@@ -354,8 +354,8 @@ def test_reasoning_is_left_out_on_request(text: str, content: str | None) -> Non
     body = {"messages": MESSAGES, "return_token_ids": True, "include_reasoning": False, "request_id": "r"}
     (streamed,) = joined(s.events(CHAT, body))
     assert streamed == flat(hidden)[0]
-    made = s.post(GENERATE, s.post(CHAT + "/render", body).json()).json()
-    back = s.post(CHAT + "/derender", {"generate_response": made, "chat_request": body}).json()
+    generated = s.post(GENERATE, s.post(CHAT + "/render", body).json()).json()
+    back = s.post(CHAT + "/derender", {"generate_response": generated, "chat_request": body}).json()
     assert back["choices"][0]["message"] == actual["message"]
 
 
@@ -367,14 +367,14 @@ def test_derender_reads_from_the_messages_whether_reasoning_is_open() -> None:
     s = chat_site("hm</think>Yes", OPENED, reasoning_parser="qwen3")
     body = {"messages": MESSAGES}
     rendered = s.post(CHAT + "/render", body).json()
-    made = s.post(GENERATE, rendered).json()
+    generated = s.post(GENERATE, rendered).json()
     for more in ({"chat_request": body}, {"chat_request": {}, "prompt_token_ids": rendered["token_ids"]}):
-        back = s.post(CHAT + "/derender", {"generate_response": made} | more).json()["choices"][0]["message"]
+        back = s.post(CHAT + "/derender", {"generate_response": generated} | more).json()["choices"][0]["message"]
         assert (back["reasoning"], back["content"]) == ("hm", "Yes")
     for more in ({}, {"chat_request": {}}):
-        back = s.post(CHAT + "/derender", {"generate_response": made} | more).json()["choices"][0]["message"]
+        back = s.post(CHAT + "/derender", {"generate_response": generated} | more).json()["choices"][0]["message"]
         assert back["content"] == "hm</think>Yes"
-    wrong = s.post(CHAT + "/derender", {"generate_response": made, "chat_request": {"messages": []}}).json()
+    wrong = s.post(CHAT + "/derender", {"generate_response": generated, "chat_request": {"messages": []}}).json()
     assert wrong["error"]["param"] == "chat_request.messages"
 
 
@@ -428,10 +428,10 @@ def test_unusable_options_are_refused_at_the_start() -> None:
 )  # fmt: skip
 def test_refusals(fields: dict[str, Any], param: str) -> None:
     assert refusal(chat_site("a"), **fields)[0] == param
-    made = {"choices": [{"token_ids": [5]}]}
+    generated = {"choices": [{"token_ids": [5]}]}
     back = chat_site("a").post(
         CHAT + "/derender",
-        {"generate_response": made, "chat_request": {"messages": MESSAGES, "tools": TOOLS} | fields},
+        {"generate_response": generated, "chat_request": {"messages": MESSAGES, "tools": TOOLS} | fields},
     )
     assert back.json()["error"]["param"] == f"chat_request.{param}"
 

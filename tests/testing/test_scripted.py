@@ -32,25 +32,25 @@ def generate(server: ScriptedServer, reply: ScriptedReply, **fields: Any) -> htt
 
 def choice(response: httpx.Response) -> dict[str, Any]:
     assert response.status_code == 200, response.text
-    made: dict[str, Any] = response.json()["choices"][0]
-    return made
+    actual: dict[str, Any] = response.json()["choices"][0]
+    return actual
 
 
 def test_tokens_and_logprobs(server: ScriptedServer) -> None:
     reply = generate(server, ScriptedReply([5, 6, 7], [-0.5, -0.25, -2.0]), request_id="of the client")
-    made = choice(reply)
-    assert made["token_ids"] == [5, 6, 7, EOS]
-    assert made["finish_reason"] == "stop"
-    assert made["logprobs"]["token_logprobs"] == [-0.5, -0.25, -2.0, -1.0]
+    actual = choice(reply)
+    assert actual["token_ids"] == [5, 6, 7, EOS]
+    assert actual["finish_reason"] == "stop"
+    assert actual["logprobs"]["token_logprobs"] == [-0.5, -0.25, -2.0, -1.0]
     received = server.choices[-1]
     assert (received.request_id, received.prompt_ids, received.index) == ("of the client", [10, 11, 12], 0)
 
 
 def test_parameters_end_an_output(server: ScriptedServer) -> None:
-    made = choice(generate(server, ScriptedReply([5, 6, 7]), params={"max_tokens": 2}))
-    assert (made["token_ids"], made["finish_reason"]) == ([5, 6], "length")
-    made = choice(generate(server, ScriptedReply([5, 6, 7]), params={"stop_token_ids": [6]}))
-    assert (made["token_ids"], made["stop_reason"]) == ([5, 6], 6)
+    actual = choice(generate(server, ScriptedReply([5, 6, 7]), params={"max_tokens": 2}))
+    assert (actual["token_ids"], actual["finish_reason"]) == ([5, 6], "length")
+    actual = choice(generate(server, ScriptedReply([5, 6, 7]), params={"stop_token_ids": [6]}))
+    assert (actual["token_ids"], actual["stop_reason"]) == ([5, 6], 6)
 
 
 def test_alternatives_and_ids_that_the_request_names(server: ScriptedServer) -> None:
@@ -62,8 +62,8 @@ def test_alternatives_and_ids_that_the_request_names(server: ScriptedServer) -> 
 
 def test_logits_that_are_not_finite(server: ScriptedServer) -> None:
     NEXT.append(ScriptedReply([5, 6, 7], fail_at=2))
-    made = choice(generate(server, ScriptedReply([5, 6, 7]), params={"n": 2}))
-    assert (made["token_ids"], made["finish_reason"], made["stop_detail"]["kind"]) == ([5, 6], "error", "nan")
+    actual = choice(generate(server, ScriptedReply([5, 6, 7]), params={"n": 2}))
+    assert (actual["token_ids"], actual["finish_reason"], actual["stop_detail"]["kind"]) == ([5, 6], "error", "nan")
 
 
 @pytest.mark.parametrize("status", [503, 429])
@@ -80,15 +80,15 @@ def test_delay(server: ScriptedServer) -> None:
 
 
 def test_abort(server: ScriptedServer) -> None:
-    made = choice(generate(server, ScriptedReply([5, 6, 7], abort_at=2)))
-    assert (made["token_ids"], made["finish_reason"]) == ([5, 6], "abort")
+    actual = choice(generate(server, ScriptedReply([5, 6, 7], abort_at=2)))
+    assert (actual["token_ids"], actual["finish_reason"]) == ([5, 6], "abort")
 
 
 def test_new_weights(server: ScriptedServer) -> None:
     before = httpx.get(server.url + "/weight_info").json()["weight_version"]
-    made = choice(generate(server, ScriptedReply([5, 6, 7], versions={2: "seven"})))
+    actual = choice(generate(server, ScriptedReply([5, 6, 7], versions={2: "seven"})))
     spans = [{"version": before, "start": 0, "end": 2}, {"version": "seven", "start": 2, "end": 4}]
-    assert made["weight_versions"] == spans
+    assert actual["weight_versions"] == spans
 
 
 def test_disconnect_before_a_whole_reply(server: ScriptedServer) -> None:
@@ -115,8 +115,8 @@ def test_disconnect_within_a_stream(server: ScriptedServer) -> None:
 def test_choices_and_chat(server: ScriptedServer) -> None:
     NEXT.extend([ScriptedReply([33, 34]), ScriptedReply([35])])
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    made = client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "hi"}], n=2)
-    texts = {choice.index: choice.message.content for choice in made.choices}
+    actual = client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "hi"}], n=2)
+    texts = {choice.index: choice.message.content for choice in actual.choices}
     assert len(texts[0] or "") == 2 and len(texts[1] or "") == 1
 
 
@@ -142,8 +142,8 @@ def test_prompt_logprobs(server: ScriptedServer) -> None:
 def test_a_list_is_used_in_order() -> None:
     with scripted_server([ScriptedReply([5]), ScriptedReply([6])], tokens_only=True) as running:
         body = {"token_ids": [10], "sampling_params": {"max_tokens": 1}}
-        made = [httpx.post(running.url + "/inference/v1/generate", json=body).json() for _ in range(2)]
-        assert [reply["choices"][0]["token_ids"] for reply in made] == [[5], [6]]
+        actual = [httpx.post(running.url + "/inference/v1/generate", json=body).json() for _ in range(2)]
+        assert [reply["choices"][0]["token_ids"] for reply in actual] == [[5], [6]]
         assert running.unused == 0
         response = httpx.post(running.url + "/inference/v1/generate", json=body)
         assert response.status_code == 500

@@ -98,17 +98,17 @@ ANSWERS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {  # the form,
 @cache
 def backend(marks: str) -> Backend:
     """A byte-level BPE whose tokens run over the ends of what grammars are made of.  `marks`: are they tokens?"""
-    made = Backend(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
+    grammar = Backend(models.BPE())
+    grammar.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    grammar.decoder = decoders.ByteLevel()
     texts = [text for texts in WRITTEN.values() for text in texts]
     texts = [re.sub("|".join(map(re.escape, MARKERS)), "\n", text) for text in texts]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator([text[i : i + 16] for text in texts for i in range(0, len(text), 5)], trainer)
+    grammar.train_from_iterator([text[i : i + 16] for text in texts for i in range(0, len(text), 5)], trainer)
     if marks != "text":
-        made.add_tokens([AddedToken(mark, special=marks == "special", normalized=False) for mark in MARKERS])
-    return made
+        grammar.add_tokens([AddedToken(mark, special=marks == "special", normalized=False) for mark in MARKERS])
+    return grammar
 
 
 @cache
@@ -118,22 +118,22 @@ def tokenizer(marks: str) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def compilers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiler]:
-    made = {}
+    grammar = {}
     for marks in ("text", "added", "special"):
         directory: Path = tmp_path_factory.mktemp(marks)
         backend(marks).save(str(directory / "tokenizer.json"))
-        made[marks] = Compiler(str(directory), backend(marks).get_vocab_size(), [0])
-    return made
+        grammar[marks] = Compiler(str(directory), backend(marks).get_vocab_size(), [0])
+    return grammar
 
 
 def either(marks: str, form: str, answer: dict[str, Any], **options: Any) -> StructuredOutputs:
     functions = options.pop("functions", FUNCTIONS)
-    made = tool_grammars.answer_or_calls(
+    grammar = tool_grammars.answer_or_calls(
         StructuredOutputs(**answer), named(TOOL_FORMATS, form), functions, tokenizer(marks),
         **({"max_calls": 16} | options),
     )  # fmt: skip
-    made.validate()
-    return made
+    grammar.validate()
+    return grammar
 
 
 def takes(compiler: Compiler, marks: str, form: str, answer: dict[str, Any], text: str, **options: Any) -> bool:
@@ -141,13 +141,13 @@ def takes(compiler: Compiler, marks: str, form: str, answer: dict[str, Any], tex
 
 
 def follows(compiler: Compiler, marks: str, requested: StructuredOutputs, text: str) -> bool:
-    made = Matcher(compiler.compile(requested), ends=True)
+    grammar = Matcher(compiler.compile(requested), ends=True)
     try:
         for token in backend(marks).encode(text, add_special_tokens=False).ids:
-            made.advance(token)
+            grammar.advance(token)
     except RequestError:
         return False
-    return bool(made.bits[0] & 1)  # EOS
+    return bool(grammar.bits[0] & 1)  # EOS
 
 
 def calls(form: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
@@ -200,15 +200,15 @@ def test_answers_of_every_form_are_taken(compilers: dict[str, Compiler], form: s
 def test_texts_of_the_grammar_are_parsed_completely(compilers: dict[str, Compiler], form: str, marks: str) -> None:
     seen = set()
     for seed in range(20):
-        made = Matcher(compilers[marks].compile(either(marks, form, {"json": VERDICT})), ends=True)
+        grammar = Matcher(compilers[marks].compile(either(marks, form, {"json": VERDICT})), ends=True)
         chance, tokens = random.Random(seed), []
         while len(tokens) < 400:
-            allowed = np.flatnonzero(np.unpackbits(made.bits.view(np.uint8), bitorder="little")).tolist()
+            allowed = np.flatnonzero(np.unpackbits(grammar.bits.view(np.uint8), bitorder="little")).tolist()
             token = 0 if 0 in allowed else chance.choice(allowed)
             if token == 0:
                 break
             tokens.append(token)
-            made.advance(token)
+            grammar.advance(token)
         else:
             continue  # calls without end
         content, actual = calls(form, backend(marks).decode(tokens, skip_special_tokens=False))
@@ -250,18 +250,18 @@ def test_the_number_of_calls_after_content_is_limited(compilers: dict[str, Compi
 def test_the_number_of_forced_calls_is_limited(compilers: dict[str, Compiler]) -> None:
     call = '{"name": "cities", "parameters": {}}'
     for limit in (1, 3, 16):
-        made = tool_grammars.list_of_calls({"cities": {"type": "object"}}, max_calls=limit).plain()
+        grammar = tool_grammars.list_of_calls({"cities": {"type": "object"}}, max_calls=limit).plain()
         for count in (1, 3, 4, 16, 17):
             text = f"[{', '.join([call] * count)}]"
-            assert follows(compilers["text"], "text", made, text) == (count <= limit), (limit, count)
+            assert follows(compilers["text"], "text", grammar, text) == (count <= limit), (limit, count)
 
 
 @pytest.mark.parametrize("marks", ["text", "added", "special"])
 @pytest.mark.parametrize("form", [name for name in NAMES if name != "llama3_json"])
 def test_calls_within_any_text(compilers: dict[str, Compiler], form: str, marks: str) -> None:
     def takes_text(text: str, parallel: bool = True) -> bool:
-        made = tool_grammars.text_or_calls(named(TOOL_FORMATS, form), FUNCTIONS, tokenizer(marks), parallel=parallel)
-        return follows(compilers[marks], marks, made, text)
+        grammar = tool_grammars.text_or_calls(named(TOOL_FORMATS, form), FUNCTIONS, tokenizer(marks), parallel=parallel)
+        return follows(compilers[marks], marks, grammar, text)
 
     other = "[ARGS]" if form in ("hermes", "qwen3_coder") else "</tool_call>"
     for call in WRITTEN[form]:

@@ -39,7 +39,7 @@ def prompts() -> list[list[int]]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_full_pushes_and_deltas(dtype: str, trainer: str) -> None:
     with Server("demo", "--dtype", dtype, "--tokens-only") as server:
-        model = made(trainer, dtype, server)
+        model = trainer_of(trainer, dtype, server)
 
         async def scene(client: TokserveClient) -> None:
             modes = set()
@@ -56,7 +56,7 @@ def test_full_pushes_and_deltas(dtype: str, trainer: str) -> None:
         in_client(server, scene)
 
 
-def made(trainer: str, dtype: str, server: Server) -> Any:
+def trainer_of(trainer: str, dtype: str, server: Server) -> Any:
     options: dict[str, Any] = {"dtype": dtype, "cpu_arithmetic": arithmetic(server)}
     if trainer == "policy":
         return PolicyModel.from_pretrained("demo", **options)
@@ -67,7 +67,7 @@ def made(trainer: str, dtype: str, server: Server) -> Any:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_an_adapter(dtype: str, trainer: str, tmp_path: Path) -> None:
     with Server("demo", "--dtype", dtype, "--tokens-only", "--enable-lora") as server:
-        model = made(trainer, dtype, server)
+        model = trainer_of(trainer, dtype, server)
         if trainer == "policy":
             model.add_adapter(TARGETS, rank=6, alpha=24.0)
             save = model.save_adapter

@@ -342,9 +342,9 @@ def test_a_frozen_master_gets_no_gradient() -> None:
         master.requires_grad_("mlp" in name)
     for activation_bytes in (0, 1 << 30):
         policy.activation_bytes = activation_bytes
-        some = gradients(policy, rows, starts)
-        assert set(some) == {name for name in every if "mlp" in name}
-        assert all(torch.equal(every[name], gradient) for name, gradient in some.items())
+        partial = gradients(policy, rows, starts)
+        assert set(partial) == {name for name in every if "mlp" in name}
+        assert all(torch.equal(every[name], gradient) for name, gradient in partial.items())
 
 
 def test_masters_have_the_checkpoints_names_and_values(family: Path) -> None:

@@ -46,10 +46,10 @@ def test_a_trainers_calls_are_answered(path: Path, tmp_path: Path) -> None:
                 timeout=60,
                 json=filled(request["body"], places) if "body" in request else None,
             )  # fmt: skip
-            what = f"{recorded['framework']} {recorded['version']}: {request['path']}"
-            assert answer.status_code == request.get("status", 200), f"{what}: {answer.text}"
+            request_name = f"{recorded['framework']} {recorded['version']}: {request['path']}"
+            assert answer.status_code == request.get("status", 200), f"{request_name}: {answer.text}"
             for field in request.get("reads", ()):
-                assert read(answer.json(), field) is not None, f"{what}: {field}"
+                assert read(answer.json(), field) is not None, f"{request_name}: {field}"
 
 
 def test_every_file_names_its_source() -> None:

@@ -44,8 +44,8 @@ def norm_rope_store(dtype: torch.dtype) -> Samples:
         caches = torch.randn(2, blocks, kv_heads, page, dim, generator=generator).to(dtype)
         table = torch.randn(97, rot, generator=generator)
         positions = torch.randint(0, 97, (tokens,), generator=generator)
-        where = slots_in_runs(tokens, page, blocks, generator)
-        arguments = (qkv, *weights, 1e-6, table, positions, caches[0], caches[1], where)
+        slots = slots_in_runs(tokens, page, blocks, generator)
+        arguments = (qkv, *weights, 1e-6, table, positions, caches[0], caches[1], slots)
         yield (*arguments, 1.0, 1.0, interleaved, norm_last) if interleaved or norm_last else arguments
         if norms != "all":
             gates = torch.randn(tokens, heads, dim, generator=generator).to(dtype)
