@@ -15,9 +15,8 @@ from tests.adapters import merge, write_adapter
 from tests.models import test_mxfp4 as mxfp4
 from tests.models import test_packed as packed
 from tests.models.test_load import stored
-from tests.runner.drive import Driver, Job, make_runner
+from tests.runner.drive import Driver, Job, make_runner, update
 from tests.runner.fake_device import FakeDevice
-from tests.runner.test_float8_updates import update
 from tests.runner.test_lora import load, scores
 from tests.runner.test_runner import outcomes, prompt
 from tests.runner.test_weight_sync import by_gloo, by_shared_memory, by_stream, outcome, start
