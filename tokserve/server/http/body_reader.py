@@ -34,6 +34,9 @@ COUNTED = 1 << 13  # values are counted in bodies of at least so many bytes
 COUNTED_AT_ONCE = 1 << 18  # bytes
 PATIENCE = 10  # a whole body may take so many times `body_timeout`
 RETRY_SECONDS = 2
+FREE_SECONDS = (
+    0.1  # from the end of a request to the freeing of its body: threads may have frames of its errors until then
+)
 
 
 def free_at_end(request: Request, size: int, decoded: Any) -> None:
@@ -176,10 +179,11 @@ class BodyReader:
             request.scope[HELD] = None
 
     def end(self, request: Request) -> None:
-        """Release the body; a thread frees it if it is large."""
+        """Release the body; a thread frees it if it is large, when what the request has done refers to it no more."""
         self.release(request)
         if DECODED in request.scope:
-            in_background(partial(free_in_parts, [request.scope.pop(DECODED)]))
+            free = partial(free_in_parts, [request.scope.pop(DECODED)])
+            asyncio.get_running_loop().call_later(FREE_SECONDS, in_background, free)
 
     def _too_large(self) -> TooLarge:
         return TooLarge(f"the body is larger than {self._max_bytes >> 20} MiB (--max-body-mb)", code="body_too_large")
