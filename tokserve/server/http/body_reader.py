@@ -34,9 +34,7 @@ COUNTED = 1 << 13  # values are counted in bodies of at least so many bytes
 COUNTED_AT_ONCE = 1 << 18  # bytes
 PATIENCE = 10  # a whole body may take so many times `body_timeout`
 RETRY_SECONDS = 2
-FREE_SECONDS = (
-    0.1  # from the end of a request to the freeing of its body: threads may have frames of its errors until then
-)
+FREE_SECONDS = 0.1  # from the end of a request to the freeing of its body; until then frames of its errors may exist
 
 
 def free_at_end(request: Request, size: int, decoded: Any) -> None:
