@@ -51,7 +51,7 @@ def latency(soak: Soak, axes: Axes) -> None:
 def memory(soak: Soak, axes: Axes) -> None:
     """Resident sets."""
     minutes = [(sample.at - soak.began) / 60 for sample in soak.samples]
-    for name, label in (("whole", "all processes"), ("engine", "engine"), ("server", "server")):
+    for name, label in (("total_memory", "all processes"), ("engine", "engine"), ("server", "server")):
         axes.plot(minutes, [getattr(sample, name) / MIB for sample in soak.samples], label=label)
     axes.axhline(soak.memory["before"]["all"] / MIB, color="grey", linestyle=":", label="all, before")
     axes.set(ylabel="RSS, MiB", ylim=(0, None))
