@@ -34,7 +34,7 @@ def check(scene: Scene, case: Case, what: str) -> None:
 
 def check_end(scene: Scene) -> None:
     """The server is idle, its memory is released, and it replies as before."""
-    assert scene.good() == scene.want
+    assert scene.good() == scene.expected
     scene.server.wait_idle()
     scene.wait_for_memory(150 * MIB)
 

@@ -104,7 +104,7 @@ def test_a_client_that_never_reads_is_disconnected_and_its_request_aborted(impat
     async def unread() -> None:
         streams = [await connect(server.url, large(random.Random(i), n=8)) for i in range(2)]
         while aborts() < 16:
-            assert await asyncio.to_thread(impatient.good) == impatient.want
+            assert await asyncio.to_thread(impatient.good) == impatient.expected
         for sock in streams:
             sock.close()
 
