@@ -28,7 +28,7 @@ ARENAS = 2
 VISITS = 10
 UNMAPPED_AT_ONCE = 1 << 22  # bytes
 FREED_AT_ONCE = 1 << 10  # values
-NO_OTHERS = 2  # references to a value: a variable, and the argument of `getrefcount`
+NO_OTHERS = 2  # references to an entry of a list: the list, and the argument of `getrefcount`
 _LIBC = ctypes.CDLL(None)
 
 
@@ -125,9 +125,10 @@ def free_in_parts(values: list[Any]) -> None:
     are."""
     part: list[Any] = []
     while values:
-        value = values.pop()
         part.clear()
-        if sys.getrefcount(value) > NO_OTHERS:
+        is_shared = sys.getrefcount(values[-1]) > NO_OTHERS  # not of a variable: Python 3.14 does not count each
+        value = values.pop()
+        if is_shared:
             continue
         while value:
             if isinstance(value, dict):

@@ -35,8 +35,6 @@ from tokserve.messages import (
     FromEngine,
     Ready,
     Stall,
-    Status,
-    StepStats,
     Submit,
     SubmitReply,
     ToEngine,
@@ -259,6 +257,14 @@ def _of_engine(name: str) -> Any:
     return property(lambda self: getattr(self._engine, name), lambda self, value: setattr(self._engine, name, value))
 
 
+def _replaceable(name: str) -> Any:
+    """A property of the client of the engine, until a test sets another value."""
+    return property(
+        lambda self: self._replaced.get(name, getattr(self._engine, name)),
+        lambda self, value: self._replaced.update({name: value}),
+    )
+
+
 def _of_link(name: str) -> Any:
     """An attribute of the link."""
     return property(lambda self: getattr(self.link, name), lambda self, value: setattr(self.link, name, value))
@@ -276,6 +282,7 @@ class ScriptedLLM(AsyncLLM):
     hung = False
     silence = 0.0
     ready, down = _of_engine("ready"), _of_engine("down")
+    status, stats = _replaceable("status"), _replaceable("stats")
     script, fails, hold, undecided, refuse = (
         _of_link(name) for name in ("script", "fails", "hold", "undecided", "refuse")
     )
@@ -293,25 +300,8 @@ class ScriptedLLM(AsyncLLM):
         self.answers: dict[str, Any] | None = None
         self.num_refreshes = 0
         self.other_engines: list[EngineReport] = []
-        self._status: Status | None = None
-        self._stats: StepStats | None = None
+        self._replaced: dict[str, Any] = {}  # values of the engine that the test has set
         self._prepared: dict[RequestState, SubmittedPrompt] = {}  # and perhaps never sent
-
-    @property
-    def status(self) -> Status:
-        return super().status if self._status is None else self._status
-
-    @status.setter
-    def status(self, value: Status) -> None:
-        self._status = value
-
-    @property
-    def stats(self) -> StepStats:
-        return super().stats if self._stats is None else self._stats
-
-    @stats.setter
-    def stats(self, value: StepStats) -> None:
-        self._stats = value
 
     @property
     def verbs(self) -> list[str]:
