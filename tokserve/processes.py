@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import select
 import signal
 import sys
 from contextlib import suppress
@@ -31,6 +32,13 @@ def end_with_parent(parent: int) -> bool:
     if hasattr(libc, "prctl"):
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     return os.getppid() == parent
+
+
+def wait_for_hangup(descriptor: int) -> None:
+    """Wait until the other end of a socket or pipe is closed, by its process or with it; what arrives is not read."""
+    poll = select.poll()
+    poll.register(descriptor, 0)  # hangups and errors only
+    poll.poll()
 
 
 class _SchedAttr(ctypes.Structure):

@@ -1,15 +1,20 @@
-"""Threads that wake promptly: their scheduling policy in the kernel."""
+"""Threads that wake promptly: their scheduling policy in the kernel.  Ends of other processes, as hangups."""
 
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 import threading
 
 import pytest
 
 from tests.needs import TIME_SLICES, time_slice
 from tokserve import processes
-from tokserve.processes import SHORT_SLICE, wake_promptly
+from tokserve.processes import SHORT_SLICE, wait_for_hangup, wake_promptly
+
+END = "import socket, sys\ns = socket.socket(fileno=int(sys.argv[1]))\ns.sendall(b'x')\nsys.stdin.read()\n"
 
 
 @TIME_SLICES.skips()
@@ -50,3 +55,34 @@ def test_an_unknown_machine_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> No
     before = os.sched_getscheduler(0)
     wake_promptly()
     assert os.sched_getscheduler(0) == before
+
+
+def waiting(channel: socket.socket) -> threading.Thread:
+    thread = threading.Thread(target=wait_for_hangup, args=[channel.fileno()], daemon=True)
+    thread.start()
+    return thread
+
+
+def test_the_end_of_a_process_is_a_hangup_and_what_it_sends_is_not() -> None:
+    """serving-faults F17."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-S", "-c", END, str(theirs.fileno())]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()])
+        theirs.close()
+        thread = waiting(ours)
+        assert ours.recv(1) == b"x" and thread.is_alive()
+        process.kill()
+        process.communicate()
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_a_closed_end_is_a_hangup_even_where_something_was_not_read() -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        theirs.sendall(b"unread")
+        thread = waiting(ours)
+        theirs.close()
+        thread.join(60)
+        assert not thread.is_alive()

@@ -9,7 +9,6 @@ a line of JSON for each choice goes there, and its reply comes back.
 from __future__ import annotations
 
 import asyncio
-import select
 import shutil
 import socket
 import sys
@@ -31,6 +30,7 @@ from tokserve.engine.process import run
 from tokserve.engine.socket import EngineSocket, Received
 from tokserve.errors import StartError
 from tokserve.messages import EngineRequest, Submit, SubmitReply, ToEngine
+from tokserve.processes import wait_for_hangup
 from tokserve.prompt import unpack_ids
 from tokserve.testing.executor import Faults, ScriptedChoice, ScriptedModel
 from tokserve.testing.script import Choice, Scripted
@@ -141,7 +141,7 @@ class ScriptedSocket(EngineSocket):
 def main() -> int:
     """Serve until a signal or the end of the tests; returns the exit code."""
     config, channel = opening()
-    end_with(lambda: select.select([], [], [channel.fileno()]))
+    end_with(lambda: wait_for_hangup(channel.fileno()))
     try:
         return serve_config(config, lambda resolved: ScriptedApiServer(resolved, channel))
     except StartError as error:

@@ -18,6 +18,7 @@ import msgspec
 from tokserve.cli.serve import serve_config
 from tokserve.config import Config
 from tokserve.errors import StartError
+from tokserve.processes import wait_for_hangup
 
 END_SECONDS = 10.0  # after SIGTERM, before the process exits without waiting
 
@@ -48,7 +49,7 @@ def end_with(wait: Callable[[], object]) -> None:
 def main() -> int:
     """Serve until a signal or the end of the tests; returns the exit code."""
     config, channel = opening()
-    end_with(lambda: channel.recv(1))
+    end_with(lambda: wait_for_hangup(channel.fileno()))
     try:
         return serve_config(config)
     except StartError as error:
