@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Mapping
 from typing import NamedTuple, Self
 
 LONGEST_SHOWN = 200  # characters of a client's text that an error repeats at most
@@ -28,6 +29,7 @@ class RequestError(Exception):
     type = "invalid_request_error"
     has_final_path = False
     retry_after: int | None = None  # seconds after which the same request may be served
+    headers: Mapping[str, str] = {}  # of the response
 
     def __init__(self, message: str, *, field: str | None = None, code: str | None = None) -> None:
         self.message = sendable(message)
@@ -119,6 +121,16 @@ class TooLarge(RequestError):
     """413: the body is over the limit."""
 
     status = 413
+
+
+class UnsupportedMedia(RequestError):
+    """415: the body has a type or an encoding that is not read here; `headers` say which are (RFC 9110, 15.5.16)."""
+
+    status = 415
+
+    def __init__(self, message: str, *, code: str, headers: Mapping[str, str]) -> None:
+        super().__init__(message, code=code)
+        self.headers = headers
 
 
 class TimedOut(RequestError):

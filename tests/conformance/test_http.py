@@ -78,7 +78,7 @@ def test_a_body_that_is_no_msgpack_map_is_refused_everywhere(api: Api, post: str
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "x", ""])
 def test_other_content_types_are_refused_everywhere(api: Api, post: str, kind: str) -> None:
     answer = api.post(post, content=json.dumps(BODY).encode(), headers={"Content-Type": kind})
-    assert api.refused(answer, 400, None, "application/msgpack")["code"] == "content_type"
+    assert api.refused(answer, 415, None, "application/msgpack")["code"] == "content_type"
 
 
 @pytest.mark.parametrize("kind", [JSON, "application/json; charset=utf-8", "Application/JSON", None])

@@ -152,8 +152,26 @@ def test_repetition_detection_of_a_text(server: Site, route: str, value: Any, na
 @pytest.mark.parametrize("encoding", ["gzip", "br", "deflate", "x"])
 def test_an_encoded_body_is_refused_as_that(server: Site, route: str, encoding: str) -> None:
     headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
-    error = refused(server.post(route, content=gzip.compress(b"{}"), headers=headers), 400, None, encoding)
+    error = refused(server.post(route, content=gzip.compress(b"{}"), headers=headers), 415, None, encoding)
     assert error["code"] == "content_encoding"
+
+
+def test_an_encoded_or_unknown_body_is_told_what_is_read(server: Site) -> None:
+    """serving-faults F16; RFC 9110, 15.5.16."""
+    answer = server.post(CHAT, content=b"{}", headers={"Content-Encoding": "gzip"})
+    assert (answer.status_code, answer.headers["accept-encoding"]) == (415, "identity")
+    answer = server.post(CHAT, content=b"{}", headers={"Content-Type": "text/plain"})
+    assert (answer.status_code, answer.headers["accept"]) == (415, "application/json, application/msgpack")
+
+
+@pytest.mark.parametrize("size", [0, 1 << 20])
+def test_a_byte_order_mark_before_json_is_skipped(server: Site, size: int) -> None:
+    """serving-faults F16."""
+    content = b"\xef\xbb\xbf" + json.dumps(PROMPT).encode() + b" " * size
+    headers = {"Content-Type": "application/json"}
+    assert server.post(GENERATE, content=content, headers=headers).status_code == 200
+    error = refused(server.post(GENERATE, content=b"\xef\xbb\xbf{", headers=headers), 400, None, "JSON")
+    assert error["code"] == "invalid_body"
 
 
 def test_the_identity_encoding_is_accepted(server: Site) -> None:
@@ -280,12 +298,12 @@ def test_text_routes_of_a_tokens_only_server_are_404_with_the_reason(route: str)
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "x"])
 @pytest.mark.parametrize("route", [GENERATE, CHAT, "/abort_requests"])
 def test_other_content_types(server: Site, route: str, kind: str) -> None:
-    refused(server.post(route, content=b"{}", headers={"Content-Type": kind}), 400, None, "content type")
+    refused(server.post(route, content=b"{}", headers={"Content-Type": kind}), 415, None, "content type")
 
 
 @pytest.mark.parametrize("route", [GENERATE, CHAT, "/abort_requests"])
 def test_a_web_page_needs_a_content_type_that_browsers_ask_about(server: Site, route: str) -> None:
-    refused(server.post(route, content=b"{}", headers={"Origin": "http://evil.example"}), 400, None, "Content-Type")
+    refused(server.post(route, content=b"{}", headers={"Origin": "http://evil.example"}), 415, None, "Content-Type")
     headers = {"Origin": "http://evil.example", "Content-Type": "application/json"}
     assert "Content-Type" not in server.post(route, content=b"{}", headers=headers).text
 

@@ -220,6 +220,7 @@ STATUSES: dict[int, str] = {
     408: "The body did not arrive in time.",
     409: "The id is in use, or the state of the server does not allow it.",
     413: "The body is over the limit.",
+    415: "The body has a type or an encoding that is not read.",
     422: "The host of an image's URL does not give it.",
     429: "The queue, or this client, has reached its limit of requests; Retry-After says when to try again.",
     500: "It failed within the server, whose log says more; other requests are not affected.",

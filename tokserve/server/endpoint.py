@@ -26,7 +26,7 @@ Body = type[msgspec.Struct] | type[BaseModel]
 # statuses of errors: of a route that needs the engine, reads a body, commands the engine, makes text of a prompt,
 # has vectors made, generates
 ENGINE = frozenset({503})
-BODY = ENGINE | {400, 408, 413}
+BODY = ENGINE | {400, 408, 413, 415}
 COMMAND = BODY | {404, 409, 502}
 PROMPT = BODY | {404, 422, 502}
 POOLING = BODY | {404, 409, 429}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from codecs import BOM_UTF8
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.errors import LONGEST_SHOWN, RequestError
+from tokserve.errors import LONGEST_SHOWN, RequestError, UnsupportedMedia
 from tokserve.server.http import errors
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -27,20 +28,24 @@ encode_msgpack = msgspec.msgpack.Encoder().encode
 
 
 def is_msgpack(request: Request) -> bool:
-    """Whether the body is msgpack, not JSON (the default).  Raises `RequestError` for other content types.
+    """Whether the body is msgpack, not JSON (the default).  Raises `UnsupportedMedia` for other content types.
 
     From a web page a content type is required: browsers ask a server before they send one of these to it, but would
     send a body without one on behalf of any page.
     """
     if "origin" in request.headers and "content-type" not in request.headers:
-        raise RequestError("a web page must send a Content-Type", code="content_type")
+        raise _unsupported_type("a web page must send a Content-Type")
     kind = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
     if kind == JSON or (kind.startswith("application/") and kind.endswith("+json")):
         return False
     if kind in _MSGPACK_NAMES:
         return True
     shown = kind[:LONGEST_SHOWN] if kind else "none"
-    raise RequestError(f"the content type must be {JSON} or {MSGPACK}, got {shown!r}", code="content_type")
+    raise _unsupported_type(f"the content type must be {JSON} or {MSGPACK}, got {shown!r}")
+
+
+def _unsupported_type(message: str) -> UnsupportedMedia:
+    return UnsupportedMedia(message, code="content_type", headers={"Accept": f"{JSON}, {MSGPACK}"})
 
 
 def wants_msgpack(request: Request) -> bool:
@@ -63,14 +68,19 @@ def _weight(part: str) -> tuple[str, float]:
 def decode(raw: bytes | bytearray | memoryview, packed: bool, field: str = "") -> Any:
     """The body, or what its `field` holds, as dictionaries and lists."""
     try:
-        return msgspec.msgpack.decode(raw) if packed else msgspec.json.decode(raw)
+        return msgspec.msgpack.decode(raw) if packed else msgspec.json.decode(without_mark(raw))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
         raise malformed(error, raw, packed, field) from None
 
 
+def without_mark(json: bytes | bytearray | memoryview) -> bytes | bytearray | memoryview:
+    """The text without a byte order mark, which some clients write before it (RFC 8259, 8.1)."""
+    return memoryview(json)[len(BOM_UTF8) :] if json[: len(BOM_UTF8)] == BOM_UTF8 else json
+
+
 def malformed(error: Exception, raw: bytes | bytearray | memoryview, packed: bool, field: str = "") -> RequestError:
     """The error of a body, or of what its `field` holds, that is not valid msgpack or JSON."""
-    return errors.malformed(error, "msgpack") if packed else errors.malformed(error, "JSON", raw, field)
+    return errors.malformed(error, "msgpack") if packed else errors.malformed(error, "JSON", without_mark(raw), field)
 
 
 def convert(

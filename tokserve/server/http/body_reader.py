@@ -17,7 +17,7 @@ import numpy as np
 from starlette.requests import Request
 
 from tokserve.config import LimitsConfig
-from tokserve.errors import LONGEST_SHOWN, Overloaded, RequestError, TimedOut, TooLarge
+from tokserve.errors import LONGEST_SHOWN, Overloaded, TimedOut, TooLarge, UnsupportedMedia
 from tokserve.memory import free_in_parts, unmap
 from tokserve.server.http import body
 from tokserve.server.http.disconnect import ClientDisconnected
@@ -60,10 +60,10 @@ class BodyReader:
         if there is no memory left for it, `ClientDisconnected`."""
         encoding = request.headers.get("content-encoding", "").strip().lower()
         if encoding not in ("", "identity"):
-            raise RequestError(
+            raise UnsupportedMedia(
                 f"Content-Encoding {encoding[:LONGEST_SHOWN]!r} is not supported; send the body uncompressed",
-                code="content_encoding",
-            )
+                code="content_encoding", headers={"Accept-Encoding": "identity"},
+            )  # fmt: skip
         length = request.headers.get("content-length", "")
         if length.isdigit() and (len(length) > 18 or int(length) > self._max_bytes):
             raise self._too_large()

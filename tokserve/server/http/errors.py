@@ -71,7 +71,7 @@ OPENAI = ErrorShape(ErrorBody, body)
 
 def response(error: RequestError, headers: Mapping[str, str] | None = None, shape: ErrorShape = OPENAI) -> Response:
     """The error as an HTTP response, with `Retry-After` where trying again makes sense."""
-    extra = dict(headers or {})
+    extra = {**error.headers, **(headers or {})}
     if error.retry_after is not None:
         extra["Retry-After"] = str(error.retry_after)
     if error.status == 408:  # the rest of the body would be read as the next request

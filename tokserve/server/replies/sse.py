@@ -33,6 +33,10 @@ PARTED = 1 << 15  # bytes of the logprobs of a whole reply that is sent while it
 REPEATED = 1 << 20  # bytes of a stream's logprobs that take milliseconds to render if the last events repeat them
 PATIENCE = 0.25  # seconds of a blocked connection after which the request is stalled
 KEEP_ALIVE = b": keep-alive\n\n"
+# no proxy keeps events until the stream ends (nginx, and others that know its header), no cache stores them
+HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+# separators of lines by Unicode, which clients take for ends of lines and SSE does not: as JSON escapes
+SEPARATORS = tuple((c.encode(), b"\\u%04x" % ord(c)) for c in "\x85\u2028\u2029")
 
 Close = Callable[[RequestError | None], bytes]  # makes the last events of a stream; the error is what ended it
 Write = Callable[[bytes], bool]  # sends part of a body without waiting; False: not sent, use `send`
@@ -42,6 +46,14 @@ def check_format(stream: bool | None, packed: bool) -> None:
     """Raise `RequestError` for a stream to a client that accepts msgpack."""
     if stream and packed:
         raise RequestError("a stream is server-sent events with JSON; msgpack needs stream: false", field="stream")
+
+
+def escape_separators(events: bytes) -> bytes:
+    """Events whose lines are the same to every client.  Outside of strings of JSON no separator can stand."""
+    if not events.isascii():
+        for character, escape in SEPARATORS:
+            events = events.replace(character, escape)
+    return events
 
 
 def event(json: bytes) -> bytes:
@@ -154,7 +166,7 @@ class EventStream(Response):
         self._renderer = renderer
         self._opening = opening
         self._close = close
-        self.init_headers({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **headers})
+        self.init_headers({**HEADERS, **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pump = _Pump(
@@ -303,6 +315,7 @@ class StreamWriter:
     def write(self, events: bytes) -> None:
         """Send events.  If the client reads too slowly, `send` waits, and the connection is blocked meanwhile."""
         self._last = self._loop.time()
+        events = escape_separators(events)
         if self._write(events):
             return
         sending = self._send({"type": "http.response.body", "body": events, "more_body": True}).__await__()
@@ -322,7 +335,8 @@ class StreamWriter:
         self._rest = self._loop.create_task(self._finish(sending))
 
     async def _make(self, events: bytes, making: Coroutine[Any, Any, bytes]) -> None:
-        await self._send({"type": "http.response.body", "body": events + await making, "more_body": True})
+        body = escape_separators(events + await making)
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def _finish(self, sending: Awaitable[None]) -> None:
         try:
@@ -347,7 +361,8 @@ class StreamWriter:
             self._timer.cancel()
         if self._rest:
             await self._rest
-        await self._send({"type": "http.response.body", "body": events, "more_body": False})
+        body = escape_separators(events)
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _tick(self) -> None:
         silence = self._loop.time() - self._last

@@ -24,7 +24,7 @@ from tokserve.prompt import TokenPrompt
 from tokserve.server import compat
 from tokserve.server.generation import Generation, Usage
 from tokserve.server.http import declared, errors
-from tokserve.server.http.body import decode, encode_json, is_msgpack, malformed, wants_msgpack
+from tokserve.server.http.body import decode, encode_json, is_msgpack, malformed, wants_msgpack, without_mark
 from tokserve.server.http.body_reader import free_at_end
 from tokserve.server.http.workers import off_loop
 from tokserve.server.replies import logprobs, reply_size, sampling_masks, sse
@@ -171,7 +171,7 @@ _msgpack_params = msgspec.msgpack.Decoder(SamplingParams).decode
 def decode_body(raw: bytes | bytearray | memoryview, packed: bool) -> AnyBody:
     """The body; raises `RequestError` naming the field."""
     try:
-        body: AnyBody = _msgpack_body(raw) if packed else _json_body(raw)
+        body: AnyBody = _msgpack_body(raw) if packed else _json_body(without_mark(raw))
     except msgspec.ValidationError as error:
         raise errors.from_msgspec(error, _KNOWN) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
