@@ -207,6 +207,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "engine",
             "messages",
             "plan",
+            "processes",
             "prompt",
             "params",
             "kv_spec",

@@ -65,13 +65,13 @@ def waiting(channel: socket.socket) -> threading.Thread:
 
 def test_the_end_of_a_process_is_a_hangup_and_what_it_sends_is_not() -> None:
     """serving-faults F17."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        command = [sys.executable, "-S", "-c", END, str(theirs.fileno())]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()])
-        theirs.close()
-        thread = waiting(ours)
-        assert ours.recv(1) == b"x" and thread.is_alive()
+    near, far = socket.socketpair()
+    with near, far:
+        command = [sys.executable, "-S", "-c", END, str(far.fileno())]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[far.fileno()])
+        far.close()
+        thread = waiting(near)
+        assert near.recv(1) == b"x" and thread.is_alive()
         process.kill()
         process.communicate()
         thread.join(60)
@@ -79,10 +79,10 @@ def test_the_end_of_a_process_is_a_hangup_and_what_it_sends_is_not() -> None:
 
 
 def test_a_closed_end_is_a_hangup_even_where_something_was_not_read() -> None:
-    ours, theirs = socket.socketpair()
-    with ours:
-        theirs.sendall(b"unread")
-        thread = waiting(ours)
-        theirs.close()
+    near, far = socket.socketpair()
+    with near:
+        far.sendall(b"unread")
+        thread = waiting(near)
+        far.close()
         thread.join(60)
         assert not thread.is_alive()

@@ -43,9 +43,9 @@ def test_an_event_is_one_line_to_every_client(server: Site, route: str) -> None:
 
 def test_the_text_of_a_stream_is_that_of_the_whole_reply(server: Site) -> None:
     body = {"messages": MESSAGES}
-    whole = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+    full = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
     deltas = [choice["delta"] for event in server.events("/v1/chat/completions", body) for choice in event["choices"]]
-    assert whole == SEPARATED == "".join(delta.get("content", "") for delta in deltas)
+    assert full == SEPARATED == "".join(delta.get("content", "") for delta in deltas)
 
 
 @pytest.mark.parametrize("route", BODIES)
