@@ -42,7 +42,7 @@ def check(config: Config) -> None:
 
 def _check_server(config: Config) -> None:
     """The options of the HTTP server, of the weights that it may take, and of the processes that share its port."""
-    server = config.server
+    server, tls, logs = config.server, config.tls, config.logs
     if not all(server.served_model_name or []):
         raise StartError("option served_model_name: must not be empty")
     if not server.host:
@@ -51,12 +51,12 @@ def _check_server(config: Config) -> None:
         raise StartError("option uds: must not be empty")
     if server.client_header is not None and not HEADER_NAME.fullmatch(server.client_header):
         raise StartError(f"option client_header: {server.client_header!r} is not the name of a header")
-    if server.ssl_ca_certs is not None and server.ssl_certfile is None:
+    if tls.ssl_ca_certs is not None and tls.ssl_certfile is None:
         raise StartError("ssl_ca_certs needs ssl_certfile and ssl_keyfile: without them there is no TLS")
-    if (server.ssl_keyfile is None) != (server.ssl_certfile is None):
+    if (tls.ssl_keyfile is None) != (tls.ssl_certfile is None):
         raise StartError("ssl_keyfile and ssl_certfile must be given together")
     for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
-        path = getattr(server, name)
+        path = getattr(tls, name)
         if path is not None and not os.path.isfile(path):  # False for a name that is too long
             raise StartError(f"option {name}: no file {path!r}")
     weights = config.weights.weight_transfer_config or {}
@@ -65,8 +65,8 @@ def _check_server(config: Config) -> None:
     for directory in config.weights.allowed_weight_dirs or []:
         if not os.path.isdir(directory):
             raise StartError(f"option allowed_weight_dirs: no directory {directory!r}")
-    if server.otlp_traces_endpoint and not server.otlp_traces_endpoint.startswith(("http://", "https://")):
-        raise StartError(f"option otlp_traces_endpoint: expected an http URL, got {server.otlp_traces_endpoint!r}")
+    if logs.otlp_traces_endpoint and not logs.otlp_traces_endpoint.startswith(("http://", "https://")):
+        raise StartError(f"option otlp_traces_endpoint: expected an http URL, got {logs.otlp_traces_endpoint!r}")
     if config.parallel.data_parallel_size > 1 and server.api_server_count > 1:
         raise StartError("data_parallel_size above 1 goes with api_server_count 1")
     if config.parallel.data_parallel_backend == "ray" and server.api_server_count > 1:

@@ -218,7 +218,7 @@ def test_options_of_vllm(caplog: pytest.LogCaptureFixture) -> None:
         swap_space=4, revision=None, convert="none",
     )  # fmt: skip
     assert (config.model.dtype, config.model.generation_config) == ("float16", "none")
-    assert (config.server.log_requests, config.server.tokens_only) == (True, True)
+    assert (config.logs.log_requests, config.server.tokens_only) == (True, True)
     assert config.scheduler.max_queued_requests == 5
     options = [record.args[0] for record in caplog.records if record.args]
     assert options == ["response_role", "trust_remote_code", "swap_space", "convert"]

@@ -61,8 +61,8 @@ def main() -> None:
     if not line:
         sys.exit("API processes are started by `tokserve serve --api-server-count N`, which talks to their stdin")
     setup = msgspec.json.decode(line, type=ApiProcessSetup)
-    server = setup.config.server
-    log.setup(f"api-{setup.api_process.index}", server.log_level, server.log_format)
+    logs = setup.config.logs
+    log.setup(f"api-{setup.api_process.index}", logs.log_level, logs.log_format)
     with socket.socket(fileno=setup.listening) as sock:
         sys.exit(uvloop.run(_run(setup, sock)))
 

@@ -57,14 +57,14 @@ def hold(config: Config) -> int:
 
 
 def _openings(config: Config) -> list[RankOpening]:
-    parallel, server = config.parallel, config.server
+    parallel, logs = config.parallel, config.logs
     first = parallel.node_rank * parallel.ranks_here
     openings = []
     for rank in range(first, first + parallel.ranks_here):
         runtime = rank_config(config, rank).runtime
         openings.append(RankOpening(
-            rank, f"{parallel.master_addr}:{parallel.master_port}", os.getpid(), "engine", server.log_level,
-            server.log_format, cluster_key(config).hex(), rank - first, config.runtime.start_timeout,
+            rank, f"{parallel.master_addr}:{parallel.master_port}", os.getpid(), "engine", logs.log_level,
+            logs.log_format, cluster_key(config).hex(), rank - first, config.runtime.start_timeout,
             config.model.model, config.model.tokenizer, runtime.cpu_threads, runtime.cpu_bind,
         ))  # fmt: skip
     return openings

@@ -98,8 +98,8 @@ def http_server(llm: AsyncLLM, config: Config, api_process: ApiProcess | None) -
     from tokserve.server.http.loop_monitor import LoopMonitor
     from tokserve.server.http.protocol import Protocol
 
-    s = config.server
-    tracing = _tracing(config) if s.otlp_traces_endpoint else None
+    s, tls = config.server, config.tls
+    tracing = _tracing(config) if config.logs.otlp_traces_endpoint else None
     app = build_app(llm, config, api_process=api_process, trace=tracing and tracing.observe)
 
     class Server(uvicorn.Server):
@@ -110,8 +110,8 @@ def http_server(llm: AsyncLLM, config: Config, api_process: ApiProcess | None) -
 
     settings = uvicorn.Config(
         app, log_config=None, access_log=False, timeout_keep_alive=s.keep_alive, root_path=s.root_path,
-        ssl_keyfile=s.ssl_keyfile, ssl_certfile=s.ssl_certfile, ssl_ca_certs=s.ssl_ca_certs,
-        ssl_cert_reqs=2 if s.ssl_ca_certs else 0, timeout_graceful_shutdown=5, backlog=BACKLOG, server_header=False,
+        ssl_keyfile=tls.ssl_keyfile, ssl_certfile=tls.ssl_certfile, ssl_ca_certs=tls.ssl_ca_certs,
+        ssl_cert_reqs=2 if tls.ssl_ca_certs else 0, timeout_graceful_shutdown=5, backlog=BACKLOG, server_header=False,
         http=partial(Protocol, stall_timeout=s.stream_stall_timeout), ws="none",  # type: ignore[arg-type]  # a factory
     )  # fmt: skip
     try:
@@ -128,7 +128,7 @@ def _tracing(config: Config) -> Any:
     except ImportError:
         raise StartError("otlp_traces_endpoint needs OpenTelemetry: pip install 'tokserve[otel]'") from None
     names = config.server.served_model_name or [config.model.model]
-    return Tracing(names[0], config.server.otlp_traces_endpoint or "")
+    return Tracing(names[0], config.logs.otlp_traces_endpoint or "")
 
 
 def _stopper(server: Any, app: Any, llm: AsyncLLM, timeout: float) -> Callable[[], None]:
@@ -191,7 +191,7 @@ def banner(llm: AsyncLLM, url: str, seconds: float) -> None:
 
 async def report(llm: AsyncLLM, config: Config) -> None:
     """Log a line of statistics for every interval in which the engine ran steps."""
-    interval = config.server.log_stats_interval
+    interval = config.logs.log_stats_interval
     last = llm.reports
     while True:
         await asyncio.sleep(interval)

@@ -83,7 +83,7 @@ def url(config: Config, sock: socket.socket) -> str:
     if config.server.uds:
         return f"unix:{config.server.uds}"
     host, port = sock.getsockname()[:2]
-    scheme = "https" if config.server.ssl_certfile else "http"
+    scheme = "https" if config.tls.ssl_certfile else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 

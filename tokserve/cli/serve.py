@@ -40,7 +40,7 @@ def serve_config(
     """`serve` with a configuration.  `make_server`: makes the only API process's server.  `without`: options that were
     given and have no effect."""
     started = time.monotonic()
-    log.setup("server", options.server.log_level, options.server.log_format)
+    log.setup("server", options.logs.log_level, options.logs.log_format)
     for name in without:
         logger.warning(WITHOUT_EFFECT, name)
     try:
@@ -52,7 +52,7 @@ def serve_config(
             logger.info("tokserve %s: %s", tokserve.__version__, chosen(config))
             return uvloop.run(_run(config, sock, started, make_server))
     except StartError as error:
-        if options.server.log_format == "text":
+        if options.logs.log_format == "text":
             raise
         logger.error("%s", error)  # a reader of JSON expects only JSON
         return 1

@@ -91,7 +91,7 @@ class RayEngine:
         return await asyncio.shield(self._placing)
 
     async def _place(self, assignment: Assignment) -> str:
-        await _joined_cluster(show_logs=assignment.config.server.log_format == "text")
+        await _joined_cluster(show_logs=assignment.config.logs.log_format == "text")
         resources = reserved_devices(assignment.config.runtime)
         actor_class = ray.remote(EngineActor)
         # engines go to different nodes where there are enough

@@ -18,6 +18,7 @@ import msgspec
 
 from tokserve.config.kv import KVConfig, KVEventsPlan
 from tokserve.config.kv_connector import KVStorePlan, KVTransferPlan
+from tokserve.config.logs import LogConfig
 from tokserve.config.media import MediaConfig
 from tokserve.config.model import (
     BACKENDS,
@@ -32,7 +33,7 @@ from tokserve.config.model import (
 from tokserve.config.parallel import ParallelConfig
 from tokserve.config.profiler import ProfilerConfig, ProfilerPlan
 from tokserve.config.runtime import RuntimeConfig, SchedulerConfig
-from tokserve.config.server import LimitsConfig, ServerConfig
+from tokserve.config.server import LimitsConfig, ServerConfig, TlsConfig
 from tokserve.config.speculation import SpeculationPlan, SpeculativeConfig
 from tokserve.config.vllm import own_options
 from tokserve.errors import StartError
@@ -50,6 +51,7 @@ __all__ = [
     "KVStorePlan",
     "KVTransferPlan",
     "LimitsConfig",
+    "LogConfig",
     "LoraConfig",
     "MediaConfig",
     "ModelConfig",
@@ -61,6 +63,7 @@ __all__ = [
     "ServerConfig",
     "SpeculationPlan",
     "SpeculativeConfig",
+    "TlsConfig",
     "WeightsConfig",
     "fields",
 ]
@@ -85,6 +88,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     weights: WeightsConfig = WeightsConfig()
     lora: LoraConfig = LoraConfig()
     server: ServerConfig = ServerConfig()
+    tls: TlsConfig = TlsConfig()
+    logs: LogConfig = LogConfig()
     limits: LimitsConfig = LimitsConfig()
     media: MediaConfig = MediaConfig()
     profiler: ProfilerConfig = ProfilerConfig()

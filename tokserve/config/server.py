@@ -1,4 +1,4 @@
-"""Options of the HTTP server and its limits."""
+"""Options of the HTTP server, its TLS and its limits."""
 
 from __future__ import annotations
 
@@ -112,26 +112,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
               "the schema does not name, unless it allows them (additionalProperties), as with strict: true."),
     ] = False  # fmt: skip
     root_path: Annotated[str, about("Path prefix that a proxy strips.")] = ""
+    ui: Annotated[bool | None, about("Serve the status page at /; default: if only this machine can connect.")] = None
+
+
+class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """TLS of the HTTP server."""
+
     ssl_keyfile: Annotated[str | None, about("TLS key file.")] = None
     ssl_certfile: Annotated[str | None, about("TLS certificate file.")] = None
     ssl_ca_certs: Annotated[str | None, about("CA file that client certificates must be signed by.")] = None
-    ui: Annotated[bool | None, about("Serve the status page at /; default: if only this machine can connect.")] = None
-    vllm_metric_names: Annotated[
-        bool, about("Also export the metrics that vLLM has under its names (vllm:...), for its dashboards and routers.")
-    ] = False
-    log_format: Annotated[Literal["text", "json"], about("Log lines for people, or a JSON object per line.")] = "text"
-    log_requests: Annotated[
-        bool, about("Log each request when it is accepted or refused and when it ends: counts and times, no prompts.")
-    ] = False
-    otlp_traces_endpoint: Annotated[
-        str | None,
-        about("URL to send OpenTelemetry traces of requests to, as OTLP over HTTP (http://HOST:4318/v1/traces); needs "
-              "the extra `otel`. Default: none are sent."),
-    ] = None  # fmt: skip
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], about("Lowest level of log lines.")] = "info"
-    log_stats_interval: Annotated[
-        float, about("Seconds between the one-line statistics while requests run.", gt=0, le=FOR_EVER)
-    ] = 10.0
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

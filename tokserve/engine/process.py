@@ -144,9 +144,9 @@ def main(make_executor: Callable[[Config], Executor] = make) -> NoReturn:
         sys.exit("the engine is started by `tokserve serve`, AsyncLLM or LLM, with its configuration on stdin")
     sys.path.append(os.getcwd())  # last: a worker extension may be a module there
     opening = msgspec.json.decode(line, type=Opening)
-    server = opening.config.server
-    log.setup(opening.name, server.log_level, server.log_format)
-    _watch(opening.address, server.uds)
+    config = opening.config
+    log.setup(opening.name, config.logs.log_level, config.logs.log_format)
+    _watch(opening.address, config.server.uds)
     sys.setswitchinterval(SWITCH)
     wake_promptly()
     share_heaps()

@@ -128,7 +128,7 @@ class RaySpawn:
     def listen(self) -> Listener:
         """Spawn protocol; joins the cluster."""
         before = signal.getsignal(signal.SIGTERM)
-        connect(show_logs=self._config.server.log_format == "text")
+        connect(show_logs=self._config.logs.log_format == "text")
         signal.signal(signal.SIGTERM, before)  # Ray has one of its own
         return TunnelListener(ray.util.get_node_ip_address())
 

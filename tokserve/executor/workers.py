@@ -89,11 +89,11 @@ class WorkersExecutor:
         return channel.remote_address if self._config.parallel.nnodes > 1 else "127.0.0.1"
 
     def _started(self, listener: Listener, ranks: Sequence[int]) -> list[RankProcess]:
-        server, openings = self._config.server, list[RankOpening]()
+        logs, openings = self._config.logs, list[RankOpening]()
         for rank in ranks:
             address, key, keys = listener.invite(rank)
             openings.append(RankOpening(
-                rank, address, os.getpid(), "engine", server.log_level, server.log_format, key, keys=keys
+                rank, address, os.getpid(), "engine", logs.log_level, logs.log_format, key, keys=keys
             ))  # fmt: skip
         try:
             return self._spawn.start(openings)

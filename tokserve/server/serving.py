@@ -411,7 +411,7 @@ class Serving:
 
     def _observers(self, request: Request) -> list[Observer]:
         observers: list[Observer] = [self.metrics]
-        if self.config.server.log_requests:
+        if self.config.logs.log_requests:
             observers.append(RequestLog())
         if self._trace is not None:
             observers.append(self._trace(request.headers))
@@ -419,7 +419,7 @@ class Serving:
 
     def log_refusal(self, request: Request, error: RequestError) -> None:
         """Log a request that was refused before `start`, such as one whose body cannot be read."""
-        if self.config.server.log_requests and OBSERVED not in request.scope:
+        if self.config.logs.log_requests and OBSERVED not in request.scope:
             RequestLog().refused(error)
 
     async def check(

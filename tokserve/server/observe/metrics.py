@@ -94,7 +94,7 @@ class Metrics(Collector):
         self._llm = llm
         self._config = config
         self._model = model
-        self._vllm = config.server.vllm_metric_names
+        self._vllm = config.logs.vllm_metric_names
         self._inflight = counters.allocate(1)
         self._inflight.clear()
         self._finished = LabelledCounter(counters, REASONS)
