@@ -7,21 +7,59 @@ PORT ?= 8000
 ARGS ?=
 # Containers often set it; without compiled files each test process compiles all modules and rewrites all assertions.
 export PYTHONDONTWRITEBYTECODE :=
+# OFF: no C++ extension; the references in torch serve instead, a hundred times slower.
+export TOKSERVE_NATIVE ?= ON
 
-.PHONY: install serve docs test test-all coverage test-random test-clients test-trainers test-real test-asan test-tsan test-wheel test-bounds check format audit clean
+.PHONY: help install serve docs test test-all coverage test-random test-loaded test-clients test-trainers test-real test-asan test-tsan test-wheel test-bounds check format audit clean ALWAYS
+
+help:
+	@echo 'make serve          install what serving needs into .venv, and serve the demo model'
+	@echo '                    (MODEL=DIR PORT=8001 ARGS="--tokens-only")'
+	@echo 'make install        install what development needs, too'
+	@echo 'make test           lint, types and the fast tests'
+	@echo 'make test-all       the slow tests, too, and what they cover'
+	@echo 'make test-loaded    make test N=5 times beside a compiler on all processors'
+	@echo 'make docs           the documentation as a site, in build/site'
+	@echo 'make format         format the code'
+	@echo 'make clean          remove .venv and what was built'
+	@echo 'PYTHON=python3.12 names an interpreter; TOKSERVE_NATIVE=OFF installs without a C++ compiler, for slow servers.'
+	@echo 'CONTRIBUTING.md describes the other targets.'
+
+# Two stamps: .serve for what serving needs, .installed for what tests need, too.  Without the extension neither counts.
+SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*)
+EXTENSION = $(wildcard $(VENV)/lib/python*/site-packages/tokserve/_C.*)
+NEEDS_BUILD = $(if $(EXTENSION)$(filter OFF,$(TOKSERVE_NATIVE)),,ALWAYS)
+PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check
+# The versions that were tested, where no torch is installed; one that is there stays.
+CONSTRAINT = $(if $(wildcard $(VENV)/lib/python*/site-packages/torch/version.py),,--constraint constraints.txt)
+
+GOALS = $(MAKECMDGOALS)
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+$(VENV)/.serve: $(SOURCES) $(NEEDS_BUILD)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "tokserve needs Python 3.11 or newer; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	  { echo "tokserve needs Python 3.11 or newer; name one with: make PYTHON=python3.12 $(GOALS)"; exit 1; }
+	@test $(TOKSERVE_NATIVE) = OFF || command -v $${CXX:-c++} > /dev/null || command -v g++ > /dev/null || \
+	  command -v clang++ > /dev/null || \
+	  { echo "no C++ compiler: apt-get install g++; or make TOKSERVE_NATIVE=OFF $(GOALS) for slow references in torch"; \
+	    exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' || \
-	  { echo "WARNING: the C++ extension did not build; installing with the torch reference ops only"; \
-	    $(BIN)/pip install --quiet --disable-pip-version-check -Ccmake.define.TOKSERVE_NATIVE=OFF -e '.[dev]'; }
+	@echo "1/3 compiling $(words $(wildcard csrc/*)) files of C++: about four minutes of processor time"
+	$(PIP_INSTALL) --no-deps -e .
+	@echo "2/3 installing packages that serving needs, PyTorch among them: docs/getting-started.md has sizes and a smaller build"
+	$(PIP_INSTALL) $(CONSTRAINT) 'tokserve[bench]'
 	touch $@
 
-serve: install
+$(VENV)/.installed: $(SOURCES) $(NEEDS_BUILD)
+	@$(MAKE) --no-print-directory $(VENV)/.serve GOALS="$(MAKECMDGOALS)"
+	@echo "3/3 installing packages that tests need"
+	$(PIP_INSTALL) $(CONSTRAINT) 'tokserve[dev]'
+	touch $@
+
+# An environment for tests serves, too.
+serve: $(or $(wildcard $(VENV)/.installed),$(VENV)/.serve)
+	@echo "3/3 starting the server"
 	$(BIN)/tokserve serve $(MODEL) --port $(PORT) $(ARGS)
 
 test: install check
@@ -96,7 +134,7 @@ test-wheel: install
 	rm -rf build/wheel && mkdir -p build/wheel
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
 	$(PYTHON) -m venv build/wheel/venv
-	build/wheel/venv/bin/pip install --quiet --disable-pip-version-check build/wheel/*.whl
+	build/wheel/venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt build/wheel/*.whl
 	cd build/wheel && venv/bin/python -P $(CURDIR)/tests/wheel.py
 
 # The lowest dependencies that pyproject.toml admits; gigabytes once, some minutes.

@@ -157,7 +157,18 @@ SYSTEMD = Need(
     lambda: shutil.which("systemd-analyze") is not None,
     "apt-get install systemd",
 )
-MAKE = Need("make", ("root/test_audit.py",), lambda: shutil.which("make") is not None, "apt-get install make")
+MAKE = Need(
+    "make",
+    ("root/test_audit.py", "root/test_install.py"),
+    lambda: shutil.which("make") is not None,
+    "apt-get install make",
+)
+CMAKE = Need(
+    "CMake and Ninja",
+    ("root/test_install.py",),
+    lambda: None not in (shutil.which("cmake"), shutil.which("ninja")),
+    "apt-get install cmake ninja-build",
+)
 MKL = Need(
     "a C compiler, and MKL in torch",
     ("ops/test_mkl.py",),
@@ -204,6 +215,7 @@ NEEDS = (
     FILES,
     SYSTEMD,
     MAKE,
+    CMAKE,
     MKL,
     HUGE,
     SMAPS,
