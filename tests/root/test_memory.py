@@ -20,10 +20,12 @@ from tokserve.memory import LATEST, LOOK, SOON, FullCollections
 
 class Node: pass
 now = 0.0
+thresholds = gc.get_threshold()
 garbage = FullCollections(lambda: now)
 full = []
 gc.callbacks.append(lambda phase, info: phase == "start" and info["generation"] == 2 and full.append(now))
-bodies = [msgspec.json.decode(b"[" + b"{}," * 300_000 + b"{}]") for _ in range(3)]
+# in calls of a few objects each: from Python 3.12 on, a collection begins between two instructions, not within a call
+bodies = [[msgspec.json.decode(b"[{},{}]") for _ in range(100_000)] for _ in range(3)]
 assert not full, "decoding began a full collection"
 node = Node()
 node.me, gone = node, weakref.ref(node)
@@ -43,8 +45,7 @@ now += LOOK
 garbage.run_if_due()
 assert full == [LATEST, now], "there are few objects"
 garbage.stop()
-bodies = [msgspec.json.decode(b"[" + b"{}," * 300_000 + b"{}]") for _ in range(3)]
-assert len(full) > 2, "they are Python's again"
+assert gc.get_threshold() == thresholds, "they are Python's again"
 """
 CACHES = """
 import gc, sys
@@ -116,7 +117,9 @@ def test_full_collections_wait_until_there_are_few_objects() -> None:
 
 def test_full_collections_drop_what_caches_hold_of_requests() -> None:
     cached, left = map(int, run(CACHES).split())
-    assert cached > 600 and left < 100
+    assert (
+        cached > 300 and left < 100
+    )  # msgspec keeps about 400 keys; how many names Python keeps depends on its version
 
 
 @needs.GLIBC.skips()  # other allocators have no such threshold
