@@ -159,6 +159,20 @@ def test_all_of_it_can_be_reached_by_keyboard(browser: Browser, server: Server) 
     browser.wait(lambda: "ended" in browser.text("#play-status"), "an end")
 
 
+@pytest.mark.parametrize("width", [360, 1280])
+def test_no_tile_is_wider_than_its_border(browser: Browser, server: Server, width: int) -> None:
+    """newcomer-3 D12."""
+    browser.resize(width, 800)
+    try:
+        visit(browser, server)
+        text = "343.8k in total, 11.4 per step with drafts"
+        browser.run("document.querySelector('#output-total').textContent = arguments[0]", text)
+        wide = "[...document.querySelectorAll('.tiles > div')].filter(tile => tile.scrollWidth > tile.clientWidth)"
+        assert browser.run(f"return {wide}.length") == 0
+    finally:
+        browser.devtools("Emulation.clearDeviceMetricsOverride")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_telephone_and_can_be_read(browser: Browser, server: Server, scheme: str) -> None:
     browser.scheme(scheme)

@@ -85,6 +85,14 @@ def test_every_element_the_script_names_is_in_the_page() -> None:
     assert len(re.findall(r'\bid="', PAGE)) == len(ids)
 
 
+def test_the_text_of_a_tile_stays_within_its_tile() -> None:
+    """newcomer-3 D12: the note of the first tile grows with drafts."""
+    rules = re.findall(r"^  (\.tiles[^{]*|\.value[^{]*)\{([^}]*)\}", PAGE, re.MULTILINE)
+    assert rules
+    for selector, style in rules:
+        assert "nowrap" not in style or "overflow: hidden" in style, f"{selector}would run over the next tile"
+
+
 def test_the_page_needs_no_key_and_its_routes_do() -> None:
     s = shown(api_key=["sesame"])
     assert s.get("/").status_code == 200
