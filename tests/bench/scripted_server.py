@@ -25,6 +25,7 @@ class Scripted:
         self.headers: list[dict[str, str]] = []
         self.running = self.most = 0
         self.url = ""
+        self.facts: dict[str, Any] | None = None  # of /server_info, where there is one
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -41,6 +42,11 @@ class Scripted:
         self.running -= 1
         return reply
 
+    async def about(self, _: web.Request) -> web.Response:
+        if self.facts is None:
+            raise web.HTTPNotFound
+        return web.json_response({"facts": self.facts, "config": {}})
+
     async def models(self, _: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "scripted"}]})
 
@@ -50,6 +56,7 @@ def scripted(answer: Answer) -> Iterator[Scripted]:
     server, loop, ready = Scripted(answer), asyncio.new_event_loop(), threading.Event()
     app = web.Application()
     app.router.add_get("/v1/models", server.models)
+    app.router.add_get("/server_info", server.about)
     app.router.add_post("/{rest:.*}", server.handle)
     runner = web.AppRunner(app)
 

@@ -15,6 +15,7 @@ import pytest
 from tests.bench.scripted_server import Answer, event, scripted
 from tokserve.bench.clients import RequestShape
 from tokserve.bench.datasets import DatasetSpec
+from tokserve.bench.report import table
 from tokserve.bench.serve import Load, arrivals, serve
 from tokserve.cli.main import main
 from tokserve.errors import StartError
@@ -42,6 +43,17 @@ def load(url: str, **changes: Any) -> Load:
     dataset = DatasetSpec(**{"count": 5, "input_len": 6, "output_len": 4, **changes.pop("dataset", {})})
     base: dict[str, Any] = {"goodput": {}, "percentiles": [50.0, 99.0], "warmup": 0, "progress": False}
     return Load(base_url=url, shape=shape, dataset=dataset, **base | changes)
+
+
+@pytest.mark.parametrize(
+    ("facts", "kernels"), [({"kernels": "none"}, "none"), ({"kernels": "avx2"}, "avx2"), ({}, None), (None, None)]
+)
+def test_the_result_names_the_servers_kernels(facts: dict[str, Any] | None, kernels: str | None) -> None:
+    with scripted(tokens) as server:
+        server.facts = facts
+        row, _ = serve(load(server.url))
+    assert row["kernels"] == kernels
+    assert ("kernels    none" in table(row, [50.0, 99.0])) is (kernels == "none")
 
 
 def test_counts_and_keys() -> None:

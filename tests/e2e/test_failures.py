@@ -163,6 +163,7 @@ def test_without_the_compiled_extension_it_serves_on_torch_and_warns_once(tmp_pa
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['tokserve._C'] = None\n")
     with Server("demo", env={"PYTHONPATH": str(tmp_path)}) as server:
         assert sum("torch references" in line for line in server.log) == 1, server.log
+        assert server.get("/server_info").json()["facts"]["kernels"] == "none"
         prompt, params = list(range(5, 40)), {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
         replies = [server.generate(prompt, **params) for _ in range(2)]  # the second from the prefix cache
         assert len(replies[0]["choices"][0]["token_ids"]) == 8

@@ -158,6 +158,19 @@ def test_the_extension_registers_its_implementations_when_it_loads(monkeypatch: 
     assert reason and "not_there" in reason
 
 
+def test_without_kernels_a_warning_says_what_it_costs_and_how_to_get_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(registry.EXTENSIONS, "cpu", ("not_there", "not_there"))
+    assert set(registry.choose("cpu", {}).values()) <= {"torch", "cpp"}
+    (record,) = caplog.records
+    for words in ("a hundred times slower", "apt-get install g++", "make install"):
+        assert words in record.getMessage()
+    caplog.clear()
+    registry.choose("cpu", {"*": "torch"})
+    assert not caplog.records, "they were not asked for"
+
+
 def test_a_name_is_registered_once() -> None:
     OPS["silu_mul"].implement("cpp", device="cpu")(shout)
     with pytest.raises(ValueError, match="cpp"):

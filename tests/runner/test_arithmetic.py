@@ -79,7 +79,7 @@ def test_the_arithmetic_is_a_fact_of_the_start(tmp_path: Path) -> None:
     _, facts = make_runner(tmp_path / "model", config, dtype="bfloat16", cpu_arithmetic="fma")
     assert facts.facts["arithmetic"] == "fma" and facts.facts["kernels"] == FMA[0] == _C.instruction_set()
     _, facts = make_runner(tmp_path / "model", config, ops={"*": "torch"})
-    assert facts.facts["arithmetic"] is None and facts.facts["kernels"] is None
+    assert facts.facts["arithmetic"] is None and facts.facts["kernels"] == "none"
     with pytest.raises(StartError, match="cpu_arithmetic and cpu_kernels need the compiled kernels"):
         make_runner(tmp_path / "model", config, ops={"*": "torch"}, cpu_arithmetic="fma")
     with pytest.raises(StartError, match="option cpu_kernels: this machine does not run 'z80'"):

@@ -50,7 +50,7 @@ def offline(run: Offline) -> dict[str, Any]:
     conversations = datasets.make(run.dataset)
     began = time.perf_counter()
     with LLM(run.model, **run.options) as llm:
-        started = time.perf_counter() - began
+        started, kernels = time.perf_counter() - began, llm.ready.facts.get("kernels")
         try:
             if run.warmup:
                 _generate(llm, run, datasets.make(replace(run.dataset, count=run.warmup), stream=1), progress=False)
@@ -58,7 +58,8 @@ def offline(run: Offline) -> dict[str, Any]:
             latencies = _latencies(llm, run)
         except RequestError as error:
             raise StartError(str(error)) from None
-    row = _facts(run, started) | totals([_outcome(output, duration) for output in outputs], duration)
+    facts = _facts(run, started) | {"kernels": kernels}
+    row = facts | totals([_outcome(output, duration) for output in outputs], duration)
     row |= spread("latency", latencies, run.percentiles)
     return row
 

@@ -159,7 +159,8 @@ def table(row: dict[str, Any], percentiles: Sequence[float]) -> str:
     """The table that is printed after a run."""
     shared = row.get("template_cached_tokens")
     template = f", {shared} of them the chat template's" if shared else ""
-    lines = [
+    kernels = ["kernels    none: the server is about a hundred times slower than with its compiled extension"]
+    lines = (kernels if row.get("kernels") == "none" else []) + [
         f"requests   {row['completed']} served, {row['failed']} failed in {row['duration']:.2f} s",
         f"tokens     {row['total_input_tokens']} in ({row['total_cached_tokens']} cached{template}), "
         f"{row['total_output_tokens']} out",

@@ -76,6 +76,18 @@ class Load:
             raise StartError("--goodput ttft and tpot need --stream: without it only e2el is measured")
 
 
+class _Facts(msgspec.Struct):
+    """What is read of a server's facts."""
+
+    kernels: str | None = None
+
+
+class _About(msgspec.Struct):
+    """What is read of GET /server_info, where there is one."""
+
+    facts: _Facts = msgspec.field(default_factory=_Facts)
+
+
 def arrivals(count: int, rate: float, seed: int) -> list[float]:
     """Start times in seconds from the first: a Poisson process, or all 0 with an infinite rate."""
     if math.isinf(rate):
@@ -203,9 +215,8 @@ async def _serve(load: Load) -> tuple[dict[str, Any], list[Outcome]]:
         with tqdm(total=total, disable=not load.progress, desc="requests", unit="req") as bar:
             duration = await run.run(conversations, start_times, load.max_concurrency, bar)
         shared = await _shared_by_template(load, session, run.outcomes)
-    row = (
-        _facts(load) | result(run.outcomes, duration, load.percentiles, load.goodput) | cache_hits(run.outcomes, shared)
-    )
+        facts = _facts(load) | {"kernels": await _kernels(load, session)}
+    row = facts | result(run.outcomes, duration, load.percentiles, load.goodput) | cache_hits(run.outcomes, shared)
     return row | (details(run.outcomes) if load.save_detailed else {}), run.outcomes
 
 
@@ -239,6 +250,15 @@ async def _first_model(load: Load, session: aiohttp.ClientSession) -> str:
         return str(msgspec.json.decode(raw)["data"][0]["id"])
     except (*UNREADABLE, KeyError, IndexError, TypeError):
         raise StartError(f"{url} lists no model; name one with --model") from None
+
+
+async def _kernels(load: Load, session: aiohttp.ClientSession) -> str | None:
+    """The kernels of a tokserve server, "none" if it has none; None if it does not say."""
+    try:
+        async with session.get(load.root + "/server_info") as response:
+            return msgspec.json.decode(await response.read(), type=_About).facts.kernels
+    except (aiohttp.ClientError, TimeoutError, OSError, *UNREADABLE):
+        return None
 
 
 async def _warm_up(load: Load, session: aiohttp.ClientSession) -> None:

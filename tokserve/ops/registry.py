@@ -29,6 +29,11 @@ EXTENSIONS = {  # by device kind: the required module, and the module that regis
     "cuda": ("triton", "tokserve.ops.triton"),
 }
 
+WITHOUT_KERNELS = (
+    "no kernels: ops run as torch references, about a hundred times slower.  Install them with a C++ compiler: "
+    "apt-get install g++ && make install, or pip install --force-reinstall --no-deps with the source's directory"
+)
+
 logger = logging.getLogger(__name__)
 
 
@@ -130,7 +135,7 @@ def choose(device: str, overrides: Mapping[str, str]) -> dict[str, str]:
     if missing and device not in REFERENCES_RUN:
         raise StartError(f"option device: {device} needs kernels that are not here: {missing}")
     if missing:
-        logger.warning("%s: ops run as slow torch references", missing)
+        logger.warning("%s; %s", missing, WITHOUT_KERNELS)
     for name in overrides:
         if name != "*" and name not in OPS:
             raise StartError(f"option ops: unknown op {name!r}; there are: {_listed(OPS)}")

@@ -95,7 +95,7 @@ def _load(config: Config, ranks: Ranks) -> tuple[Runner, DeviceFacts]:
     facts = {
         "ops": bound,
         "threads": threads,
-        "kernels": kernels.name if kernels else None,
+        "kernels": kernels.name if kernels else "none" if bound["linear"] == "torch" else None,
         "arithmetic": kernels.arithmetic if kernels else None,
         "dtype": config.model.dtype,
         "hidden_size": model.spec.hidden,
