@@ -322,7 +322,10 @@ class LLM(PoolingMethods):
         if self.tokenizer is None:
             raise RequestError("chat needs a tokenizer, and this LLM was made with tokens_only")
         server = self._llm.config.server
-        return ChatTemplate(self.tokenizer, server.chat_template, server.default_chat_template_kwargs)
+        return ChatTemplate(
+            self.tokenizer, server.chat_template, server.default_chat_template_kwargs,
+            special_tokens=server.special_tokens_in_content,
+        )  # fmt: skip
 
     def _rendered(self, conversation: Sequence[Message], options: Mapping[str, Any]) -> ParsedPrompt:
         template, reader = self._template, self._llm.images

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tokserve.client.pooling import LabelRules
 from tokserve.errors import RequestError
 from tokserve.text.chat import ChatTemplate
+from tokserve.text.special_text import Treatment
 from tokserve.text.tokenizer import Tokenizer
 
 Side = str | Sequence[int]  # a text, or token ids
@@ -45,12 +46,13 @@ class PairPrompts:
     """Makes one prompt of a query and a document.
 
     `override`: the operator's template, which is given messages of the roles query and document, and of system with the
-    instruction; without it the tokenizer's own form of a pair is used.
+    instruction; without it the tokenizer's own form of a pair is used.  `special_tokens`: as of `ChatTemplate`.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, override: str | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, override: str | None, special_tokens: Treatment = "allow") -> None:
         self._tokenizer = tokenizer
         self._override = override
+        self._treatment = special_tokens
 
     @property
     def has_template(self) -> bool:
@@ -61,7 +63,7 @@ class PairPrompts:
     def _template(self) -> ChatTemplate | None:
         if self._override is None or self._tokenizer is None:
             return None
-        return ChatTemplate(self._tokenizer, self._override)
+        return ChatTemplate(self._tokenizer, self._override, special_tokens=self._treatment)
 
     def pair(self, query: Side, document: Side, instruction: str | None = None) -> tuple[list[int], int]:
         """The pair's token ids, and from which on they are the document's, as in `TokenPrompt`; ids are joined as they

@@ -113,7 +113,10 @@ class PoolingMethods(ABC):
         use_tqdm: bool = True, lora_request: Any = None,
     ) -> list[ScoringRequestOutput]:  # fmt: skip
         """The similarity of each pair, or a cross-encoder's score."""
-        rules, prompts = self._pooler, PairPrompts(self.tokenizer, self.config.server.chat_template)
+        rules, prompts = (
+            self._pooler,
+            PairPrompts(self.tokenizer, self.config.server.chat_template, self.config.server.special_tokens_in_content),
+        )
         assert rules is not None
         first, second = as_list(queries), as_list(documents)
         pairs = counterparts(len(first), len(second))

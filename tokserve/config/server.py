@@ -69,6 +69,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trust_request_chat_template: Annotated[
         bool, about("Run templates from the chat_template of requests: one can use any amount of time and memory.")
     ] = False
+    special_tokens_in_content: Annotated[
+        Literal["allow", "text", "refuse"],
+        about("What texts in the messages, tools and documents of a chat become that spell special tokens, such as "
+              "<|im_end|>: the tokens, as in vLLM (allow), plain text, so that nothing can forge a turn (text), or an "
+              "error (refuse)."),
+    ] = "allow"  # fmt: skip
     enable_auto_tool_choice: Annotated[
         bool | None,
         about("Parse tool calls out of the output when tool_choice is auto; default: if the model's format is known "

@@ -173,7 +173,10 @@ class Serving:
     def template(self) -> ChatTemplate:
         """The chat template, the operator's or the model's own."""
         server = self.config.server
-        return ChatTemplate(self.tokenizer, server.chat_template, server.default_chat_template_kwargs)
+        return ChatTemplate(
+            self.tokenizer, server.chat_template, server.default_chat_template_kwargs,
+            special_tokens=server.special_tokens_in_content,
+        )  # fmt: skip
 
     @cached_property
     def takes_later_system(self) -> bool:

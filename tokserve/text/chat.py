@@ -17,7 +17,15 @@ from typing import Any
 from tokserve.errors import RequestError, StartError, invalid
 from tokserve.image_parts import CHAT_KINDS, ImageSlots, UnreadImage, chat_part
 from tokserve.text.jinja import FAULTS, compiled, render, variables_of
-from tokserve.text.template_probes import THOUGHT, takes_objects, takes_parts, takes_thoughts, without_content
+from tokserve.text.special_text import HiddenTexts, SpecialTexts, Treatment
+from tokserve.text.template_probes import (
+    THOUGHT,
+    samples_of,
+    takes_objects,
+    takes_parts,
+    takes_thoughts,
+    without_content,
+)
 from tokserve.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -34,6 +42,8 @@ NO_TOOLS = (
     "tools: this model's chat template does not show tools to the model: start the server with --chat-template FILE, a "
     'template that does; a call that tool_choice forces ("required" or a named function) needs no such template'
 )
+THOUGHT_MARKERS = ("<think>", "</think>", "[THINK]", "[/THINK]")  # that templates look for in an assistant's content
+TEMPLATES_KEPT = 4  # templates of requests whose special tokens are known
 IMAGE = {"type": "image"}  # a part, as templates expect it
 IMAGE_ROLES = ("user", "assistant", "tool")
 DEVELOPER = re.compile(r"""["']developer["']""")  # in templates that have this role
@@ -42,14 +52,22 @@ DEVELOPER = re.compile(r"""["']developer["']""")  # in templates that have this 
 class ChatTemplate:
     """Renders conversations with the tokenizer's template, or with `override`: a template file or a template.
 
-    `defaults`: variables of the template where a conversation's `kwargs` do not set them.
+    `defaults`: variables of the template where a conversation's `kwargs` do not set them.  `special_tokens`: what texts
+    of a conversation become that spell special tokens (`special_text`): those tokens, text, or an error.
     Raises StartError for an override that cannot be read and for templates that do not compile.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, override: str | None = None, defaults: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Tokenizer,
+        override: str | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        *,
+        special_tokens: Treatment = "allow",
     ) -> None:
         self.tokenizer = tokenizer
+        self._treatment = special_tokens
+        self._special_texts: dict[str | None, SpecialTexts] = {}  # by template of a request
         try:
             self._defaults = _checked_kwargs(defaults)
         except RequestError as error:
@@ -61,6 +79,8 @@ class ChatTemplate:
                 compiled(source)
             except FAULTS as error:
                 raise StartError(f"the chat template ({name}) is not a valid Jinja template: {error}") from error
+        if special_tokens == "text":
+            _ = self._special(None).encoder  # now and not in a request
 
     @property
     def sources(self) -> str | dict[str, str] | None:
@@ -81,16 +101,36 @@ class ChatTemplate:
         `add_special_tokens`: add the tokenizer's to those of the template.  `context`: refuse a text of over
         `min_bytes` that cannot fit into so many tokens, before it is tokenized.
         """
-        rendered = self.text(messages, **options)
+        marked, hidden = self._render(messages, **options)
+        rendered = marked if hidden is None else hidden.restored(marked)
         if context is not None:
             self.tokenizer.check_fits(rendered, context, "messages", min_bytes)
         try:
-            return self.tokenizer.encode(rendered, add_special_tokens=add_special_tokens)
+            ids = None if hidden is None else hidden.encode(marked, add_special_tokens=add_special_tokens)
+            if ids is None:
+                ids = self.tokenizer.encode(rendered, add_special_tokens=add_special_tokens)
+            return ids
         except RequestError as error:
             error.field = "messages"
             raise
 
-    def text(
+    def text(self, messages: Sequence[Message], **options: Any) -> str:
+        """The conversation as text.  Raises RequestError naming `messages...`, `tools`, `chat_template` ...
+
+        Options: `add_generation_prompt` None: unless `continue_final_message`.  `template` replaces the checkpoint's,
+        or names one of several.  `kwargs` are further variables of the template, and `tools` and `documents` what it
+        may show.  `must_show_tools` False: accept a template that does not show `tools`.  `images`: takes the images of
+        the messages; None: they are refused.
+
+        For a template without the role `developer`, its messages become system messages; for one that does not iterate
+        over parts of a content, they are joined by newlines, and one that cannot render the arguments of calls as
+        objects gets them as text.  A message without content gets an empty one, unless the template treats an
+        assistant's missing content differently.
+        """
+        rendered, hidden = self._render(messages, **options)
+        return rendered if hidden is None else hidden.restored(rendered)
+
+    def _render(
         self,
         messages: Sequence[Message],
         *,
@@ -102,48 +142,58 @@ class ChatTemplate:
         kwargs: Mapping[str, Any] | None = None,
         must_show_tools: bool = True,
         images: ImageSlots | None = None,
-    ) -> str:
-        """The conversation as text.  Raises RequestError naming `messages...`, `tools`, `chat_template` ...
-
-        `add_generation_prompt` None: unless the final message is continued.  `template` replaces the
-        checkpoint's, or names one of several.  `kwargs` are further variables of the template.  `must_show_tools`
-        False: accept a template that does not show `tools`.  For a template without the role `developer`, its messages
-        become system messages; for one that does not iterate over parts of a content, they are joined by newlines, and
-        one that cannot render the arguments of calls as objects gets them as text.  A message without content gets an
-        empty one, unless the template treats an assistant's missing content differently.  `images`: takes the images of
-        the messages; None: they are refused.
-        """
+    ) -> tuple[str, HiddenTexts | None]:
+        """The conversation as text, and what is hidden in it."""
         if add_generation_prompt and continue_final_message:
             raise invalid("continue_final_message", "and add_generation_prompt exclude each other")
         chat = [_plain_message(i, message, images) for i, message in enumerate(messages)]
         if not chat:
             raise invalid("messages", "must not be empty")
-        variables = self.tokenizer.special_tokens | self._defaults | _checked_kwargs(kwargs)
-        variables["tools"] = _objects("tools", tools)
-        variables["documents"] = _objects("documents", documents)
+        if continue_final_message and chat[-1].get("content") is None:
+            field = f"messages[{len(chat) - 1}].content"
+            raise RequestError("continue_final_message needs a final message with content", field=field)
+        given = {"tools": _objects("tools", tools), "documents": _objects("documents", documents)}
+        more = _checked_kwargs(kwargs)
+        source = self._source(template, given["tools"] is not None)
+        hidden = self._hidden(source, template)
+        if hidden is not None:
+            chat, more = hidden.hide_messages(chat), hidden.hide("chat_template_kwargs", more)
+            given = {name: hidden.hide(name, value) for name, value in given.items()}
+        variables = self.tokenizer.special_tokens | self._defaults | more | given
         variables["add_generation_prompt"] = (
             not continue_final_message if add_generation_prompt is None else add_generation_prompt
         )
-        source = self._source(template, variables["tools"] is not None)
-        mark = ""
-        if continue_final_message:
-            mark = f"END{secrets.token_hex(16)} "
-            if chat[-1].get("content") is None:
-                field = f"messages[{len(chat) - 1}].content"
-                raise RequestError("continue_final_message needs a final message with content", field=field)
         if not DEVELOPER.search(source):
             chat = _developer_as_system(chat)
         self._fit_messages(chat, source)
+        mark = f"END{secrets.token_hex(16)} " if continue_final_message else ""
         if mark:
             marked = _marked_content(chat, mark)
         rendered = render(source, variables | {"messages": chat}, "messages" if template is None else "chat_template")
         if images is not None:
             images.check(rendered)
-        if must_show_tools and variables["tools"] is not None and "tools" not in variables_of(source):
+        if must_show_tools and given["tools"] is not None and "tools" not in variables_of(source):
             raise RequestError(NO_TOOLS, field="tools")
         if mark:
             rendered = _cut_at(rendered, mark, marked)
-        return rendered if images is None else images.expanded(rendered)
+        return rendered if images is None else images.expanded(rendered), hidden
+
+    def _hidden(self, source: str, template: str | None) -> HiddenTexts | None:
+        """What will be hidden of a conversation for this template; None: nothing.  `template`: as in `text`."""
+        if self._treatment == "allow":
+            return None
+        key = None if template is None or self.knows(template) else source
+        return HiddenTexts(self._special(key), self._treatment)
+
+    def _special(self, template: str | None) -> SpecialTexts:
+        """The special tokens of conversations for a request's template, or (None) for the server's."""
+        if template not in self._special_texts:
+            if len(self._special_texts) > TEMPLATES_KEPT:
+                self._special_texts.clear()
+            sources = self._templates.values() if template is None else (template,)
+            samples = samples_of(sources, tuple(self.tokenizer.special_tokens.items()))
+            self._special_texts[template] = SpecialTexts(self.tokenizer, [*sources, *samples], THOUGHT_MARKERS)
+        return self._special_texts[template]
 
     def _fit_messages(self, chat: list[dict[str, Any]], source: str) -> None:
         """Contents that are absent or lists, reasoning and the arguments of calls, as the template takes them."""
@@ -230,7 +280,9 @@ def _plain_message(index: int, message: Message, images: ImageSlots | None = Non
     if images is not None:
         images.check_text(field, plain)
     reasoning = next((plain[name] for name in REASONING_NAMES if name in plain), None)
-    return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    if reasoning is None:
+        return plain
+    return plain | {"thinking": plain.get("thinking", reasoning), "reasoning_content": reasoning}
 
 
 def _without_thoughts(field: str, plain: dict[str, Any]) -> None:

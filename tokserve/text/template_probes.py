@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +21,17 @@ CONTENTS: tuple[dict[str, str | None], ...] = ({"content": ""}, {"content": None
 NULLS = ("None", "null")  # as a template may print one
 
 SpecialTokens = tuple[tuple[str, str], ...]
+
+
+def samples_of(sources: Iterable[str], special_tokens: SpecialTokens) -> Iterator[str]:
+    """Short conversations as these templates write them, with the markers that they compose."""
+    roles = ("user",), ("system", "user", "assistant", "user"), ("user", "assistant", "tool")
+    variables: dict[str, Any] = dict(special_tokens) | {"tools": None, "documents": None, "add_generation_prompt": True}
+    for source in sources:
+        for chat in roles:
+            with suppress(RequestError):
+                messages = [{"role": role, "content": "?"} for role in chat]
+                yield render(source, variables | {"messages": messages}, "messages")
 
 
 @lru_cache(maxsize=64)

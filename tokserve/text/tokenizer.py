@@ -155,6 +155,10 @@ class Tokenizer:
         """The id of the token spelled `token` in the vocabulary."""
         return self._backend.token_to_id(token)
 
+    def described(self) -> str:
+        """The tokenizer.json, with the tokens that other files add."""
+        return str(self._backend.to_str())
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`.  Raises RequestError for invalid Unicode."""
         return self.encode_each([text], add_special_tokens)[0]

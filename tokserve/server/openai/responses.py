@@ -231,7 +231,8 @@ def _responses_field(field: str, input_fields: Sequence[str]) -> str:
     """The field of the Responses body for a field of chat."""
     match = MESSAGE.match(field)
     if match:
-        return input_fields[int(match[1])] + field[match.end() :]
+        message = input_fields[int(match[1])]
+        return message if message in ("instructions", "input") else message + field[match.end() :]
     field = FUNCTION.sub(r"\1", field)
     for chat_name, name in NAMES.items():
         if field == chat_name or field.startswith((chat_name + ".", chat_name + "[")):

@@ -119,7 +119,9 @@ class _Prompts:
         self._serving, self._body, self._sides = serving, body, sides
         self._context = serving.llm.ready.max_model_len
         tokenizer = serving.tokenizer if serving.text else None
-        self._prompts = PairPrompts(tokenizer, serving.config.server.chat_template)
+        self._prompts = PairPrompts(
+            tokenizer, serving.config.server.chat_template, serving.config.server.special_tokens_in_content
+        )
         limits = body.max_tokens_per_query, body.max_tokens_per_doc
         for name, limit in zip(("max_tokens_per_query", "max_tokens_per_doc"), limits, strict=True):
             if limit is not None and limit < 0:
