@@ -24,6 +24,7 @@ class Output:
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     pooled: bytes = b""
     kv_transfer: dict[str, Any] | None = None
+    prompt_spans: list[tuple[str, int, int]] = field(default_factory=list)
 
 
 def pack(outputs: Sequence[Output], stats: StepStats) -> StepOutput:
@@ -45,5 +46,5 @@ def unpack(step: StepOutput) -> list[Output]:
     for rid, ids, logprobs, fields, _ in step.rows():
         e = fields or RareFields(0)
         rare = (e.prompt_logprobs, e.cached_tokens, e.finish, e.weight_versions, e.pooled, e.kv_transfer)
-        outputs.append(Output(rid, ids, logprobs, *rare))
+        outputs.append(Output(rid, ids, logprobs, *rare, e.prompt_weight_versions))
     return outputs

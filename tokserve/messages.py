@@ -252,10 +252,12 @@ class RareFields(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What few rows of a step have.
 
     With a request's first output: `prompt_logprobs` (rows for prompt tokens start, start + 1, ...; the very first token
-    of a prompt has none) and `cached_tokens`, its prompt tokens found in the cache.  With its last: `finish`, and
-    `weight_versions`, (weight version, start, end) of output positions, the version with the adapter's label.
-    `pooled`: float32, the vector of a pooling request.  `routed_experts`: if the server returns them.  `kv_transfer`:
-    what another server needs to go on with the request, in vLLM's words.
+    of a prompt has none) and `cached_tokens`, its prompt tokens found in the cache.  With its last: `finish`,
+    `weight_versions`, (weight version, start, end) of output positions, the version with the adapter's label (an empty
+    span is of weights that computed KV on which later tokens depend, and no token), and `prompt_weight_versions`,
+    likewise of prompt positions, by what computed their KV.  `pooled`: float32, the vector of a pooling request.
+    `routed_experts`: if the server returns them.  `kv_transfer`: what another server needs to go on with the request,
+    in vLLM's words.
     """
 
     row: int
@@ -266,6 +268,7 @@ class RareFields(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pooled: bytes = b""
     routed_experts: RoutedExperts | None = None
     kv_transfer: dict[str, Any] | None = None
+    prompt_weight_versions: list[tuple[str, int, int]] = []
 
 
 # request id, new tokens, and the rest

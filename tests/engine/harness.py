@@ -208,9 +208,11 @@ class Engine:
         eos = self.config.model.eos_token_ids or ()
         spans = self.received[rid].outputs[-1].spans if rid in self.received else []
         made_by = {index: self.weights_behind(label) for label, start, end in spans for index in range(start, end)}
+        prompt_spans = self.received[rid].outputs[-1].prompt_spans if rid in self.received else []
+        prompt_weights = self.weights_behind(prompt_spans[0][0]) if prompt_spans else ""
         return solo(
             unpack_ids(request.prompt.ids), request.task, request.seed, self.core.limits.context, eos,
-            lambda i: made_by.get(i, self.weights_of["v1"]), request.prompt.features,
+            lambda i: made_by.get(i, self.weights_of["v1"]), request.prompt.features, prompt_weights,
         )  # fmt: skip
 
     def weights_behind(self, label: str) -> str:
@@ -244,15 +246,40 @@ class Engine:
             assert len(received.outputs) == 1
 
     def check_spans(self, rid: str) -> None:
-        """Spans cover all output tokens without gaps, or name the version of a vector; `solo` checks the versions."""
-        spans, place = self.received[rid].outputs[-1].spans, 0
-        assert len(spans) == 1 or not self.received[rid].pooled
-        for _, start, end in spans:
-            assert start == place and (place < end or self.received[rid].pooled)
+        """Spans cover all output tokens without gaps, or name the version of a vector; `solo` checks the versions.
+        They have all weights whose KV a token has read, and no others."""
+        received, place = self.received[rid], 0
+        seen: dict[str, int] = {}  # weights, and the first token after they came in
+        spans = received.outputs[-1].spans
+        assert len(spans) == 1 or not received.pooled
+        for label, start, end in spans:
+            assert start == place and place <= end
+            seen.setdefault(self.weights_behind(label), start)
             place = end
-        assert place == len(self.tokens(rid))
+        assert place == len(received.tokens)
         if set(self.weights_of) == {"v1"} and not self.loads:
             assert len(spans) <= 1
+        kv = [self.executor.kv_read[rid, index] for index in range(place)]
+        for index, weights in enumerate(kv):
+            assert all(seen[one] <= index for one in weights), "KV of weights that are not reported"
+        for label, start, _ in spans if kv else ():
+            assert self.weights_behind(label) in kv[start], "weights are reported that computed nothing"
+        self._check_prompt_spans(rid)
+
+    def _check_prompt_spans(self, rid: str) -> None:
+        """Spans of the prompt say what made the KV of each of its positions, as the first token read it."""
+        named = [
+            weights
+            for label, start, end in self.received[rid].outputs[-1].prompt_spans
+            for weights in [self.weights_behind(label)] * (end - start)
+        ]
+        prompt_len = len(self.requests[rid].prompt.ids) // 4
+        if self.received[rid].tokens:
+            assert named == self.executor.kv_read[rid, 0][:prompt_len]
+        elif self.received[rid].pooled:
+            assert len(set(named)) == 1 and len(named) == prompt_len
+        else:
+            assert len(named) <= prompt_len
 
     def check_empty(self) -> None:
         """All slots, blocks and limits are released."""

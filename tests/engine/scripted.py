@@ -130,6 +130,7 @@ class ScriptedExecutor:
         self.weights: str | None = ""  # None: given back
         self.has_kv = True
         self.kv_weights: dict[tuple[int, int], str] = {}
+        self.kv_read: dict[tuple[str, int], list[str]] = {}  # (request, output index) -> what made the KV, by position
         self.only_own_kv = False  # no row may read KV that other weights made
         self.staged: str | None = None
         self.adapters: dict[int, str] = {}  # slot -> what was put there
@@ -376,6 +377,10 @@ class ScriptedExecutor:
         demand(adapter < 0 or adapter in self.adapters, f"{slot.row.request_id}: its adapter's slot is empty")
         return str(self.weights) + ("" if adapter < 0 else f"+{self.adapters[adapter]}")
 
+    def _kv_of(self, slot: Slot, end: int) -> list[str]:
+        """What made the KV of each of the first `end` positions."""
+        return [self.kv_weights[self._place(slot, position)] for position in range(end)]
+
     def _place(self, slot: Slot, position: int) -> tuple[int, int]:
         return slot.blocks[position // self.size], position % self.size
 
@@ -425,7 +430,9 @@ class ScriptedExecutor:
                 width = VOCAB if task.prompt_logprobs < 0 else task.prompt_logprobs
                 last = min(start + count + 1, slot.row.prompt_len)
                 scored = [
-                    logprob_row(slot.prefixes[j], slot.tokens[j], width)
+                    logprob_row(
+                        slot.prefixes[j], slot.tokens[j], width, weights="|".join(sorted(set(self._kv_of(slot, j))))
+                    )
                     for j in range(max(start + 1, task.prompt_logprobs_start), last)
                 ]
                 if scored:
@@ -491,6 +498,7 @@ class ScriptedExecutor:
             banned = set(row.stop_ids if end - row.prompt_len < task.min_tokens else ())
             banned |= {token for token in range(VOCAB) if not mask >> token & 1}
             token = draw(slot.prefixes[-1], row.seed, end, banned, weights=self._weights(slot))
+            self.kv_read[row.request_id, end - row.prompt_len] = self._kv_of(slot, end)
             rows.append(logprob_row(slot.prefixes[-1], token, logprob_width(task), task.logprob_token_ids or ()))
             slot.learn(token)
             tokens.append(token)

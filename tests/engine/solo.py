@@ -69,9 +69,11 @@ def draw(
     return token
 
 
-def logprob_row(prefix: bytes, token: int, width: int, named: Sequence[int] = ()) -> tuple[float, int, Any, Any]:
-    """Logprob, rank, top ids and top logprobs of `token` after `prefix`: any function of the two will do."""
-    digest = hashlib.blake2b(prefix + b"lp", digest_size=8).digest()
+def logprob_row(
+    prefix: bytes, token: int, width: int, named: Sequence[int] = (), weights: str = ""
+) -> tuple[float, int, Any, Any]:
+    """Logprob, rank, top ids and top logprobs of `token` after `prefix`: any function of these will do."""
+    digest = hashlib.blake2b(prefix + b"lp" + weights.encode(), digest_size=8).digest()
     number = int.from_bytes(digest[:4], "little") / 2**32
     ids = [(digest[4] + i) % VOCAB for i in range(width - len(named))] + list(named)
     return -number - token, 1 + digest[5], ids, [-number - i for i in range(width)]
@@ -119,8 +121,10 @@ def solo(
     eos: Sequence[int] = EOS,
     weights: Callable[[int], str] = lambda index: "",
     features: Sequence[Feature] = (),
+    prompt_weights: str = "",
 ) -> Solo:
-    """An engine in fifteen lines.  `weights`: those that make the output token of that index."""
+    """An engine in fifteen lines.  `weights`: those that make the output token of that index; `prompt_weights`: those
+    that make the prompt's logprobs."""
     prefixes = prefixes_of(prompt, features)
     if isinstance(params, PoolingParams):
         return Solo([], "pooled", None, None, vector(prefixes[-1]).tobytes())
@@ -150,6 +154,6 @@ def solo(
     if params.prompt_logprobs is not None:
         width = VOCAB if params.prompt_logprobs < 0 else params.prompt_logprobs
         start = max(1, params.prompt_logprobs_start)
-        scored = [logprob_row(prefixes[j], prompt[j], width) for j in range(start, len(prompt))]
+        scored = [logprob_row(prefixes[j], prompt[j], width, weights=prompt_weights) for j in range(start, len(prompt))]
         prompt_logprobs = packed(scored, width)
     return Solo(tokens, detail, packed(rows, logprob_width(params)) if requested else None, prompt_logprobs)

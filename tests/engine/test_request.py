@@ -37,7 +37,8 @@ def emitted(request: Request) -> Output:
 def feed(request: Request, *tokens: int) -> Finish | None:
     for token in tokens:
         assert request.finish is None
-        request.append([token], None, 0, "v", 101.0)
+        request.on_computed("v")
+        request.append([token], None, 0, 101.0)
     return request.finish
 
 
@@ -131,7 +132,7 @@ def test_repetition_ends_at_the_first_token_that_completes_the_pattern() -> None
         circles = RepetitionDetection(max_pattern_size=last, min_pattern_size=first, min_count=times)
         request = make(repetition_detection=circles)
         while request.finish is None and request.num_output < 24:
-            request.append([output[request.num_output]], None, 0, "v", 101.0)
+            request.append([output[request.num_output]], None, 0, 101.0)
         actual = None if request.finish is None else (request.num_output, len(request.finish.stop))  # type: ignore[arg-type]
         assert actual == expected
 
@@ -194,15 +195,16 @@ def test_held_output_comes_at_the_end() -> None:
 def test_spans_follow_the_weight_version() -> None:
     request = make(max_tokens=5, ignore_eos=True)
     for version in ["v1", "v1", "v2", "v3", "v3"]:
-        request.append([20], None, 0, version, 101.0)
+        request.on_computed(version)
+        request.append([20], None, 0, 101.0)
     assert emitted(request).spans == [("v1", 0, 2), ("v2", 2, 3), ("v3", 3, 5)]
 
 
 def test_times_are_seconds_since_receipt() -> None:
     request = make(max_tokens=2, ignore_eos=True)
     request.admitted = 100.5
-    request.append([20], None, 0, "v", 102.0)
-    request.append([20], None, 0, "v", 104.0)
+    request.append([20], None, 0, 102.0)
+    request.append([20], None, 0, 104.0)
     assert request.finish is not None
     assert (request.finish.queued, request.finish.first_token, request.finish.total) == (0.5, 2.0, 4.0)
     never = make()
@@ -225,7 +227,7 @@ def test_times_are_seconds_since_receipt() -> None:
 def test_width_of_logprobs(params: dict[str, Any], width: int | None) -> None:
     request = make(max_tokens=1, **params)
     wide = rows_of([(0.0, 1, [0] * 60, [0.0] * 60)] * 2, 60)
-    request.append([20], PackedRows(wide), 1, "v", 101.0)
+    request.append([20], PackedRows(wide), 1, 101.0)
     logprobs = emitted(request).logprobs
     if width is None:
         assert logprobs is None
@@ -238,7 +240,7 @@ def test_width_of_logprobs(params: dict[str, Any], width: int | None) -> None:
 def test_mode_of_logprobs_is_the_requests_or_the_models(requested: Any, mode: str) -> None:
     request = make(max_tokens=1, logprobs=0, prompt_logprobs=1, logprobs_mode=requested)
     request.output.add_prompt_rows(0, rows_of([(0.0, 1, [0], [0.0])] * (request.prompt_len - 1), 1))
-    request.append([20], PackedRows(rows_of([(0.0, 1, [], [])], 0)), 0, "v", 101.0)
+    request.append([20], PackedRows(rows_of([(0.0, 1, [], [])], 0)), 0, 101.0)
     output = emitted(request)
     assert output.logprobs is not None and output.prompt_logprobs is not None
     assert output.logprobs.mode == output.prompt_logprobs.mode == mode
@@ -298,15 +300,15 @@ def test_new_row_has_all_tokens() -> None:
     row = request.new_row()
     assert row.tokens.tolist() == [10, 11, 20, 21] and row.tokens.dtype == np.int32
     assert (row.slot, row.request_id, row.prompt_len, row.seed, row.stop_ids, row.adapter) == (5, "r", 2, 7, (1, 2), -1)
-    request.append([22], None, 0, "v", 1.0)
+    request.append([22], None, 0, 1.0)
     assert len(row.tokens) == 4
 
 
 def test_a_run_of_tokens_is_cut_at_its_stop() -> None:
     request = make(max_tokens=9, stop_token_ids=[30], logprobs=0)
     rows = PackedRows(rows_of([(-float(i), i, [], []) for i in range(6)], 0))
-    assert request.append([20, 21], rows, 1, "v", 101.0) == 2 and request.finish is None
-    assert request.append([22, 30, 23], rows, 3, "v", 102.0) == 2
+    assert request.append([20, 21], rows, 1, 101.0) == 2 and request.finish is None
+    assert request.append([22, 30, 23], rows, 3, 102.0) == 2
     output = emitted(request)
     assert output.token_ids == [20, 21, 22, 30] and output.finish is not None and output.finish.stop == 30
     assert output.logprobs is not None and np.frombuffer(output.logprobs.ranks, "<i4").tolist() == [1, 2, 3, 4]
@@ -314,7 +316,7 @@ def test_a_run_of_tokens_is_cut_at_its_stop() -> None:
 
 def test_a_run_of_tokens_is_cut_at_max_tokens() -> None:
     request = make(max_tokens=2, ignore_eos=True)
-    assert request.append([20, 21, 22], None, 0, "v", 101.0) == 2
+    assert request.append([20, 21, 22], None, 0, 101.0) == 2
     assert request.finish is not None and request.finish.detail == "max_tokens" and request.num_output == 2
 
 
@@ -323,7 +325,7 @@ def test_a_pooling_request_may_fill_the_context() -> None:
     assert request.pooling and request.limit == request.prompt_len == 32 and request.stop_ids == ()
     with pytest.raises(RequestError, match="prompt of 33 tokens does not fit"):
         make([10] * 33, task=PoolingParams())
-    request.set_pooled(np.array([0.5, -1.0], np.float32), "v", 101.0)
+    request.set_pooled(np.array([0.5, -1.0], np.float32), 101.0)
     output = emitted(request)
     assert np.frombuffer(output.pooled, "<f4").tolist() == [0.5, -1.0] and not output.token_ids
     assert output.finish is not None and (output.finish.reason, output.finish.detail) == ("stop", "pooled")

@@ -34,13 +34,15 @@ class ChoiceOutput(msgspec.Struct):
 
     `text` is None where none was asked for.  `prompt_logprobs` and `cached_tokens` come once, with the first
     delta.  `stop_reason`: the token id, sequence or string that matched.  `stop_detail`: see `messages.Finish`, or
-    `stop_string`.  `weight_versions`: (version, start, end) of output positions, with the last delta, as are `times`:
-    seconds from arrival to a slot, to the first token and to the end (0.0 for what was not reached).  `pooled`: the
-    vector of a pooling request, float32, with the last delta, as are the counts of `drafts`.  `routed_experts`: uint8
-    or uint16 [n, layers, chosen] of all positions but the last, with the last delta, if the server returns them.
-    `sampling_masks`: None where none were requested or there are no tokens; `sampling_mask_truncated`, with the last
-    delta: how many of the choice's tokens had more ids than a mask may have.  `kv_transfer`: with the last delta, for
-    the server that goes on with the request.
+    `stop_string`.  `weight_versions`: (version, start, end) of output positions, with the last delta; an empty span is
+    of weights that computed KV which later tokens depend on, and no token.  `prompt_weight_versions`: likewise of
+    prompt positions, by what computed their KV.  `times`, with the last delta: seconds from arrival to a slot, to the
+    first token and to the end (0.0 for what was not reached).  `pooled`: the vector of a pooling request, float32, with
+    the last delta, as are the counts of `drafts`.  `routed_experts`: uint8 or uint16 [n, layers, chosen] of all
+    positions but the last, with the last delta, if the server returns them.  `sampling_masks`: None where none were
+    requested or there are no tokens; `sampling_mask_truncated`, with the last delta: how many of the choice's tokens
+    had more ids than a mask may have.  `kv_transfer`: with the last delta, for the server that goes on with the
+    request.
     """
 
     index: int
@@ -61,6 +63,7 @@ class ChoiceOutput(msgspec.Struct):
     sampling_masks: SamplingMasks | None = None
     sampling_mask_truncated: int = 0
     kv_transfer: dict[str, Any] | None = None
+    prompt_weight_versions: list[tuple[str, int, int]] = []
 
 
 def join_masks(parts: Sequence[SamplingMasks]) -> SamplingMasks | None:
@@ -113,6 +116,7 @@ def _merge_one(parts: list[ChoiceOutput]) -> ChoiceOutput:
         sampling_masks=join_masks([part.sampling_masks for part in parts if part.sampling_masks is not None]),
         sampling_mask_truncated=last.sampling_mask_truncated,
         kv_transfer=last.kv_transfer,
+        prompt_weight_versions=last.prompt_weight_versions,
     )
 
 

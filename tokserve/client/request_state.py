@@ -41,8 +41,8 @@ class ChoiceState:
 
     __slots__ = (
         "_cached_tokens", "_detokenizer", "_finish", "_kv_transfer", "_logprobs", "_masks", "_masks_too_long",
-        "_num_tokens", "_pooled",
-        "_prompt_logprobs", "_routed_experts", "_rules", "_stop_hit", "_texts", "_token_ids", "_weight_versions",
+        "_num_tokens", "_pooled", "_prompt_logprobs", "_prompt_weight_versions", "_routed_experts", "_rules",
+        "_stop_hit", "_texts", "_token_ids", "_weight_versions",
         "awaits_scores", "finished", "index", "queued", "request_id", "request_reference", "scored",
     )  # fmt: skip
 
@@ -63,6 +63,7 @@ class ChoiceState:
         self._finish: Finish | None = None
         self._kv_transfer: dict[str, Any] | None = None
         self._weight_versions: list[tuple[str, int, int]] = []
+        self._prompt_weight_versions: list[tuple[str, int, int]] = []
         self._pooled = b""
         self._routed_experts: RoutedExperts | None = None
         self._num_tokens = 0
@@ -140,6 +141,7 @@ class ChoiceState:
         if rare.finish is not None:
             self._finish = rare.finish
             self._weight_versions = rare.weight_versions
+            self._prompt_weight_versions = rare.prompt_weight_versions
             self.finished = self.scored = True
 
     @property
@@ -188,10 +190,9 @@ class ChoiceState:
         delta.sampling_mask_truncated = self._masks_too_long
         count = self._num_tokens
         delta.weight_versions = [
-            (version, start, min(end, count))
-            for version, start, end in self._weight_versions
-            if start < count or self._pooled
+            (version, start, min(end, count)) for version, start, end in self._weight_versions if start < max(count, 1)
         ]
+        delta.prompt_weight_versions = self._prompt_weight_versions
         if self._stop_hit is not None:
             delta.finish_reason, delta.stop_detail, delta.stop_reason = "stop", "stop_string", self._stop_hit.text
             delta.message = None

@@ -141,6 +141,7 @@ class CompletionOutput:
     sampling_logprobs: NDArray[np.float32] | None = None
     kept_logprob: NDArray[np.float32] | None = None
     sampling_mask_truncated: int = 0
+    prompt_weight_versions: list[tuple[str, int, int]] = field(default_factory=list)
 
     def set_masks(self, masks: SamplingMasks) -> None:
         """Fill in what its tokens were drawn from."""
@@ -246,6 +247,7 @@ def request_output(
             index=c.index, text=c.text or "", token_ids=c.token_ids, logprobs=logprobs, cumulative_logprob=total,
             finish_reason=c.finish_reason, stop_reason=c.stop_reason, stop_detail=c.stop_detail,
             message=c.message, weight_versions=c.weight_versions, routed_experts=c.routed_experts,
+            prompt_weight_versions=c.prompt_weight_versions,
             sampling_mask_truncated=c.sampling_mask_truncated,
         )  # fmt: skip
         if c.sampling_masks is not None:

@@ -212,8 +212,14 @@ class Request:
             second=self.second,
         )
 
+    def on_computed(self, version: str, count: int = 1, rejected: int = 0) -> None:
+        """A step with these weights computed `count` positions, the last of which, `rejected`, do not stay."""
+        if count > rejected and (version != self.output.version or self.adapter is not None):
+            self.output.set_version(version, self.adapter, self.num_output, self.num_settled)
+        self.num_settled += count
+
     def append(
-        self, tokens: Sequence[int], rows: PackedRows | None, first_row: int, version: str, now: float,
+        self, tokens: Sequence[int], rows: PackedRows | None, first_row: int, now: float,
         masks: PackedMasks | None = None,
     ) -> int:  # fmt: skip
         """New tokens, whose logprobs and sampling masks are rows `first_row` ... of `rows` and `masks`; returns how
@@ -222,8 +228,6 @@ class Request:
         if self.first_token is None:
             self.first_token = now
         known, stopping, output = self.tokens, self.stopping, self.output
-        if version != output.version or self.adapter is not None:
-            output.set_version(version, self.adapter, len(known) - self.prompt_len)
         kept = 0
         for token in tokens:
             known.append(token)
@@ -263,10 +267,9 @@ class Request:
         self.prediction = prediction
         self._follower = DraftState(self.tokens, self.prompt_len, [corpus], (corpus, 0), searches=False)
 
-    def set_pooled(self, vector: Float32, version: str, now: float) -> None:
+    def set_pooled(self, vector: Float32, now: float) -> None:
         """The prompt of a pooling request is computed, and this is its vector."""
         self.output.set_pooled(vector)
-        self.output.set_version(version, self.adapter, 0)
         self.end("stop", "pooled", now)
 
     def on_status(self, status: int, now: float) -> None:
@@ -313,9 +316,15 @@ class Request:
         drafts = self.drafts._replace(predicted=0 if self._follower is None else self._follower.num_hits)
         if self._draft_log is not None:
             drafts = self._draft_log.added_to(drafts)
+        self.output.num_computed = self.prompt_len if self.num_output else min(self.num_settled, self.prompt_len)
         self.finish = Finish(
             reason, detail, stop, message, since(self.admitted), since(self.first_token), since(now), drafts
         )
+
+    def restart_prompt(self) -> bool:
+        """Other weights serve: drop what is known of its prompt's logprobs, unless it has output already; whether its
+        prompt is computed for those, or for a vector."""
+        return not self.num_output and (self.output.restart_prompt_rows() or self.pooling)
 
     def emit(self, columns: StepColumns) -> None:
         """Add what is new since the last call to a step's columns."""

@@ -369,11 +369,11 @@ class Scheduler:
         for request in list(self._running):
             self._preempt(request)
 
-    def restart_pooling(self, adapter: Adapter | None = None) -> None:
-        """Compute what is begun of a vector again, as all weights, or the adapter's, are other ones from this step
-        boundary on: a vector that both have made is of neither."""
-        for request in list(self._running):
-            if request.pooling and adapter in (None, request.adapter):
+    def restart_prompts(self, adapter: Adapter | None = None) -> None:
+        """All weights, or the adapter's, are other ones from this step boundary on: compute again what is begun of a
+        vector, or of a prompt's logprobs, as those that both have made are of neither."""
+        for request in [*self._running, *self._waiting, *self._parked]:
+            if adapter in (None, request.adapter) and request.restart_prompt() and request.state is State.RUNNING:
                 self._preempt(request)
 
     def _stop_running(self, request: Request) -> None:
@@ -468,10 +468,10 @@ class Scheduler:
                 if prompt_logprobs and index in prompt_logprobs:
                     request.output.add_prompt_rows(request.num_settled, prompt_logprobs[index])
                 request.num_in_flight -= row.num_logits
-                request.num_settled += row.num_tokens
+                rejected = row.num_logits - count  # drafts, or the position whose token was withheld
+                request.on_computed(version, row.num_tokens, rejected)
                 if index in result.routed_experts:
                     request.output.add_routed_experts(request.num_settled, result.routed_experts[index])
-                rejected = row.num_logits - count  # drafts, or the position whose token was withheld
                 if row.drafts and index not in behind:
                     self._count_drafts(row, max(0, count - 1))
                 if rejected:
@@ -480,9 +480,9 @@ class Scheduler:
                     self.counters.nan_requests += status == NOT_FINITE
                     request.on_status(status, now)
                 elif count:
-                    num_output += request.append(token_ids[first:last], logprobs, first, version, now, masks)
+                    num_output += request.append(token_ids[first:last], logprobs, first, now, masks)
                 elif request.pooling and request.num_settled == request.prompt_len:
-                    request.set_pooled(result.pooled[index], version, now)
+                    request.set_pooled(result.pooled[index], now)
                 if request.num_settled >= (request.table.num_full + 1) * block_size:
                     settled = min(request.num_settled, len(request.tokens))  # a stop may have dropped accepted drafts
                     self._cache.cache_full_blocks(request.table, request.tokens, settled)
@@ -518,6 +518,7 @@ class Scheduler:
         request.num_computed = request.num_settled = request.num_state = request.blocks_sent = 0
         request.is_decoding = False
         if request.state is State.LEAVING:
+            request.output.forget_kv(request.num_output)
             request.state = State.WAITING
             if request.stalled:
                 self._parked.add(request)

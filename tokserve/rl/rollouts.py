@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -53,7 +53,9 @@ class Rollout:
     """One choice of one prompt, with the columns of `TokenColumns`.
 
     `finish_reason`: stop, length, abort, deadline, repetition or error.  `weight_versions`: (version, start, end):
-    which version of the weights made which of `token_ids`.
+    which version of the weights made which of `token_ids`; an empty span is of a version that computed KV which later
+    tokens depend on, and none of them, so with one span everything is of one version.  `prompt_weight_versions`:
+    likewise of `prompt_ids`, by what computed their KV.
     """
 
     prompt_index: int
@@ -67,6 +69,7 @@ class Rollout:
     mask_truncated: NDArray[np.bool_] | None = None
     sampling_logprobs: Floats | None = None
     kept_logprob: Floats | None = None
+    prompt_weight_versions: list[tuple[str, int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -96,6 +99,7 @@ def read_rollout(number: int, prompt: Ids, choice: Mapping[str, Any]) -> Rollout
     return Rollout(
         number, choice["index"], prompt, columns.token_ids, columns.logprobs, choice["finish_reason"], _spans(choice),
         columns.sampling_mask, columns.mask_truncated, columns.sampling_logprobs, columns.kept_logprob,
+        _spans(choice, "prompt_weight_versions"),
     )  # fmt: skip
 
 
@@ -133,5 +137,5 @@ def _array(values: bytes | str | Sequence[Any], dtype: str) -> NDArray[Any]:
     return np.frombuffer(values, dtype) if isinstance(values, bytes) else np.asarray(values, dtype)
 
 
-def _spans(choice: Mapping[str, Any]) -> list[tuple[str, int, int]]:
-    return [(span["version"], span["start"], span["end"]) for span in choice.get("weight_versions") or ()]
+def _spans(choice: Mapping[str, Any], name: str = "weight_versions") -> list[tuple[str, int, int]]:
+    return [(span["version"], span["start"], span["end"]) for span in choice.get(name) or ()]

@@ -86,8 +86,8 @@ class Adapters:
     def load(self, lora_name: str, lora_path: str, load_inplace: bool | None = None) -> Command:
         """Load a PEFT directory under a name, in place of what has that name (`load_inplace` False: if none has).
 
-        Requests in flight go on with the new weights, and keep the KV that the old ones made; those that pool begin
-        again.
+        Requests in flight go on with the new weights, and keep the KV that the old ones made; those that pool, or score
+        their prompt, begin again.
         """
         self._check(lora_name)
         if not lora_path:
@@ -136,7 +136,7 @@ class Adapters:
         else:
             adapter.path, adapter.generation = path, self.num_loads
             self._cache.on_adapter_replaced(adapter)
-            self._scheduler.restart_pooling(adapter)
+            self._scheduler.restart_prompts(adapter)
         adapter.digest = digest
         self._uses += 1
         adapter.last_use = self._uses

@@ -81,7 +81,7 @@ class CurrentWeights:
         self._note_change()
         self._cache.set_epoch(self.epoch)
         self._scheduler.weights.use(self.version, self.epoch)
-        self._scheduler.restart_pooling()
+        self._scheduler.restart_prompts()
 
     def _set_checksum(self, checksum: str | None) -> None:
         """What the weights that serve have; None: it is not known."""

@@ -338,7 +338,7 @@ class Weights(CurrentWeights):
         """Take the KV from all requests at a step boundary; nothing of it is found again in this epoch."""
         self._scheduler.preempt_all()
         for request in self._requests.live:
-            request.output.restart_prompt_rows()
+            request.restart_prompt()
 
     def _log_commit(self, update: Update) -> None:
         logger.info(

@@ -214,13 +214,15 @@ class StepColumns:
         self, finish: Finish | None, prompt_logprobs: LogprobColumns | None = None, cached_tokens: int = 0,
         weight_versions: list[tuple[str, int, int]] | None = None, pooled: bytes = b"",
         routed_experts: RoutedExperts | None = None, kv_transfer: dict[str, Any] | None = None,
+        prompt_weight_versions: list[tuple[str, int, int]] | None = None,
     ) -> None:  # fmt: skip
         """What few rows have, of the row just added."""
         packed = None if prompt_logprobs is None else prompt_logprobs.packed()
         row = len(self._request_ids) - 1
         self._rare.append(
             RareFields(
-                row, finish, packed, cached_tokens, weight_versions or [], pooled, routed_experts, kv_transfer
+                row, finish, packed, cached_tokens, weight_versions or [], pooled, routed_experts, kv_transfer,
+                prompt_weight_versions or [],
             )
         )  # fmt: skip
 

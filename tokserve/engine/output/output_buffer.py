@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
@@ -40,21 +40,33 @@ class Limits:
     whole_prompts: bool = False
 
 
+class _Era(NamedTuple):
+    """The same weights compute from output token `token` on, which for those before it is position `position`."""
+
+    version: str
+    generation: int  # of the adapter; 0: none
+    label: str  # of the adapter
+    token: int
+    position: int
+
+
 class OutputBuffer:
     """The unsent output of one request; positions are counted from the start of the prompt."""
 
     __slots__ = (
-        "_first_prompt_row", "_generation", "_logprobs", "_masks", "_next_to_send", "_pooled", "_prompt_len",
-        "_prompt_logprobs", "_routed", "_routed_start", "_sent", "_versions", "next_prompt_row", "version",
+        "_eras", "_first_prompt_row", "_generation", "_logprobs", "_masks", "_next_to_send", "_pooled", "_prompt_len",
+        "_prompt_logprobs", "_routed", "_routed_start", "_sent", "next_prompt_row", "num_computed",
+        "version",
     )  # fmt: skip
 
     def __init__(self, task: SamplingParams | PoolingParams, prompt_len: int, limits: Limits) -> None:
         self._prompt_len = prompt_len
         self._next_to_send = prompt_len
         self._sent = False  # anything has been sent
-        self._versions: list[tuple[str, str, int]] = []  # (version, adapter's label, first output token)
-        self.version: str | None = None  # of the weights that made the newest token
+        self._eras: list[_Era] = []
+        self.version: str | None = None  # of the weights that computed the newest position
         self._generation = 0  # of its adapter
+        self.num_computed = 0  # prompt tokens whose KV was there at the end
         self._pooled = b""
         self._routed: RoutedColumns | None = None
         self._routed_start = 0
@@ -75,14 +87,19 @@ class OutputBuffer:
             self._prompt_logprobs = LogprobColumns(_width(task.prompt_logprobs, limits), mode)
             self._first_prompt_row = self.next_prompt_row = max(task.prompt_logprobs_start, 1)
 
-    def set_version(self, version: str, adapter: Adapter | None, index: int) -> None:
-        """The output tokens from `index` on are made by these weights."""
-        if version != self.version or (adapter is not None and adapter.generation != self._generation):
-            self.version = version
-            label = ""
-            if adapter is not None:
-                self._generation, label = adapter.generation, adapter.label
-            self._versions.append((version, label, index))
+    def set_version(self, version: str, adapter: Adapter | None, token: int, position: int) -> None:
+        """The positions from `position` on, and the output tokens from `token` on, are computed by these weights."""
+        generation = 0 if adapter is None else adapter.generation
+        if version != self.version or generation != self._generation:
+            self.version, self._generation = version, generation
+            self._eras.append(_Era(version, generation, "" if adapter is None else adapter.label, token, position))
+
+    def forget_kv(self, num_output: int) -> None:
+        """The KV is given back: weights that made nothing but that have no part in what comes."""
+        eras = self._eras
+        while eras and eras[-1].token == num_output:
+            eras.pop()
+        self.version, self._generation = (eras[-1].version, eras[-1].generation) if eras else (None, 0)
 
     def add_logprobs(self, rows: PackedRows, first: int, count: int) -> None:
         """Keep the logprobs of new tokens, rows `first` ... of a step, if they were requested."""
@@ -111,19 +128,30 @@ class OutputBuffer:
             self._routed = RoutedColumns()
         self._routed.add(end, ids)
 
-    def restart_prompt_rows(self) -> None:
-        """The prompt is computed again with other weights: if its logprobs are not complete, all of them come again."""
-        if self._prompt_logprobs is not None and self.next_prompt_row < self._prompt_len:
-            self._prompt_logprobs = LogprobColumns(self._prompt_logprobs.width, self._prompt_logprobs.mode)
-            self.next_prompt_row = self._first_prompt_row
+    def restart_prompt_rows(self) -> bool:
+        """The prompt's logprobs come again, from the first one on; whether there are any."""
+        if self._prompt_logprobs is None:
+            return False
+        self._prompt_logprobs = LogprobColumns(self._prompt_logprobs.width, self._prompt_logprobs.mode)
+        self.next_prompt_row = self._first_prompt_row
+        return True
 
     def set_pooled(self, vector: Float32) -> None:
         self._pooled = vector.astype("<f4").tobytes()
 
     def spans(self, num_output: int) -> list[tuple[str, str, int, int]]:
-        """(weight version, adapter's label or "", start, end) of the first `num_output` output positions."""
-        bounds = pairwise([start for *_, start in self._versions] + [num_output])
-        return [(version, label, *bound) for (version, label, _), bound in zip(self._versions, bounds, strict=True)]
+        """(weight version, adapter's label or "", start, end) of the first `num_output` output positions.  An empty
+        span is of weights that computed KV on which the tokens after it depend, and none of the tokens."""
+        bounds = pairwise([era.token for era in self._eras] + [num_output])
+        return [(era.version, era.label, start, end) for era, (start, end) in zip(self._eras, bounds, strict=True)]
+
+    def prompt_spans(self, end: int) -> list[tuple[str, int, int]]:
+        """(weight version with the adapter's label, start, end) of the KV of the first `end` prompt tokens, as the
+        first output token found it."""
+        eras = [era for era in self._eras if not era.token]
+        starts = [0, *(era.position for era in eras[1:]), end]
+        bounds = zip(eras, pairwise(starts), strict=False)
+        return [(_name(era.version, era.label), start, end) for era, (start, end) in bounds]
 
     def emit(
         self, columns: StepColumns, request_id: str, tokens: array[int], finish: Finish | None, cached: int,
@@ -138,18 +166,23 @@ class OutputBuffer:
         if self.next_prompt_row < self._prompt_len:  # it ended within its prompt: all of them or none
             prompt_logprobs = None
         versions: list[tuple[str, int, int]] = []
+        prompt_versions: list[tuple[str, int, int]] = []
         if finish is not None:
-            versions = [
-                (f"{version}+{label}" if label else version, start, end)
-                for version, label, start, end in self.spans(len(tokens) - self._prompt_len)
-            ]
+            spans = self.spans(len(tokens) - self._prompt_len)
+            versions = [(_name(version, label), start, end) for version, label, start, end in spans]
+            prompt_versions = self.prompt_spans(self.num_computed)
         routed = None
         if finish is not None and self._routed is not None:
             routed = self._routed.packed(self._routed_start, len(tokens) - 1)
         columns.set_rare(
-            finish, prompt_logprobs, 0 if self._sent else cached, versions, self._pooled, routed, kv_transfer
-        )
+            finish, prompt_logprobs, 0 if self._sent else cached, versions, self._pooled, routed, kv_transfer,
+            prompt_versions,
+        )  # fmt: skip
         self._sent = True
+
+
+def _name(version: str, label: str) -> str:
+    return f"{version}+{label}" if label else version
 
 
 def _width(k: int, limits: Limits) -> int:

@@ -81,7 +81,7 @@ class ParsedStopDetail(msgspec.Struct):
 
 
 class ParsedWeightVersion(msgspec.Struct):
-    """Output tokens `start` to `end` - 1 were made by one version of the weights."""
+    """Output tokens `start` to `end` - 1, if there are any, were made by one version of the weights."""
 
     version: str
     start: Count
@@ -243,7 +243,7 @@ class ReplyReader:
             end.logprobs = logprobs.cut(hit.index + 1) if logprobs else None
             end.finish_reason, end.stop_reason, end.stop_detail, end.message = "stop", hit.text, "stop_string", None
         spans = ((span.version, span.start, min(span.end, len(end.token_ids))) for span in choice.weight_versions or ())
-        end.weight_versions = [span for span in spans if span[1] < span[2]]
+        end.weight_versions = [span for span in spans if span[1] < max(1, len(end.token_ids))]
         return end
 
     def _detokenizer(self, stops: Sequence[str], min_tokens: int) -> Detokenizer:

@@ -16,7 +16,8 @@ from tokserve.client.outputs import ChoiceOutput
 
 
 class WeightVersion(msgspec.Struct):
-    """Output tokens start..end-1 were made by this version of the weights."""
+    """Tokens start..end-1 were made by this version of the weights; if there are none of the output, it computed KV on
+    which those after them depend."""
 
     version: str
     start: int
@@ -26,6 +27,11 @@ class WeightVersion(msgspec.Struct):
 def versions(c: ChoiceOutput) -> list[WeightVersion]:
     """Which version of the weights made which of a choice's tokens."""
     return [WeightVersion(*span) for span in c.weight_versions]
+
+
+def prompt_versions(c: ChoiceOutput) -> list[WeightVersion]:
+    """Which version of the weights computed the KV of which of the prompt's tokens."""
+    return [WeightVersion(*span) for span in c.prompt_weight_versions]
 
 
 def last_version(ends: Sequence[ChoiceOutput]) -> str | None:

@@ -18,7 +18,7 @@ from tokserve.errors import RequestError
 from tokserve.server.generation import Generation
 from tokserve.server.http.body import encode_json
 from tokserve.server.replies import draft_metrics, logprobs, sampling_masks, sse
-from tokserve.server.replies.reply_fields import versions
+from tokserve.server.replies.reply_fields import prompt_versions, versions
 
 ROWS = 1024  # of a list that are encoded at a time: other threads run in between
 ENDS_OF_ERRORS = 500
@@ -172,6 +172,7 @@ class ChoiceDetails:
         if end is not None:
             spans = versions(end)
             fields["weight_versions"] = spans
+            fields["prefill_weight_versions"] = prompt_versions(end)
             if spans:
                 fields["weight_version"] = spans[-1].version
             if self.form.has_drafts:

@@ -29,7 +29,14 @@ from tokserve.server.http.body_reader import free_at_end
 from tokserve.server.http.workers import off_loop
 from tokserve.server.replies import logprobs, reply_size, sampling_masks, sse
 from tokserve.server.replies.draft_metrics import ReplyMetrics
-from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, npy, routed_experts, versions
+from tokserve.server.replies.reply_fields import (
+    StopDetail,
+    WeightVersion,
+    npy,
+    prompt_versions,
+    routed_experts,
+    versions,
+)
 from tokserve.server.replies.reply_parts import DeferredParts, single_part
 from tokserve.server.replies.sampling_masks import MaskFields
 from tokserve.server.serving import FieldPaths, Serving
@@ -110,6 +117,7 @@ class GenerateChoice(MaskFields):
     stop_reason: int | str | list[int] | None
     logprobs: Any
     weight_versions: list[WeightVersion] | UnsetType = UNSET
+    prompt_weight_versions: list[WeightVersion] | UnsetType = UNSET
     stop_detail: StopDetail | UnsetType = UNSET
     text: str | Raw | UnsetType | None = UNSET
     routed_experts: Any = UNSET  # an npy file: base64, in msgpack bytes
@@ -328,6 +336,7 @@ class _Render:
             c.index, self._ids(c.token_ids), c.finish_reason, c.stop_reason,
             self._logprobs(c.logprobs or self._no_rows, c.token_ids, parts) if self._has_logprobs else None,
             UNSET if c.finish_reason is None else versions(c),
+            prompt_versions(c) if len(c.prompt_weight_versions) > 1 else UNSET,
             UNSET if c.finish_reason is None else StopDetail(c.stop_detail, c.message),
             c.text or "" if self._text else UNSET, routed_experts(c),
         )  # fmt: skip
