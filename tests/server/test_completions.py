@@ -152,12 +152,42 @@ def test_a_character_of_several_tokens_is_that_of_the_last() -> None:
     assert [next(iter(tops)) for tops in actual["top_logprobs"][1:]] == actual["tokens"][1:]
 
 
-def test_incomplete_utf8_is_not_joined_to_the_next_token() -> None:
+def test_incomplete_utf8_is_shown_where_the_text_shows_it() -> None:
+    """serving-faults F15."""
     broken = [*ids("a"), ids("é")[0], *ids("b"), ids("é")[1], *ids("c"), 0]
     choice = ask(site(lambda p, i: broken), logprobs=0)["choices"][0]
     assert choice["text"] == "a\ufffdb\ufffdc"
-    assert choice["logprobs"]["tokens"] == ["a", "", "b", "\ufffd", "c", "<eos>"]
-    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4, 5]
+    assert choice["logprobs"]["tokens"] == ["a", "", "\ufffdb", "\ufffd", "c", "<eos>"]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 3, 4, 5]
+
+
+@pytest.mark.parametrize("end", [[], [0]], ids=["length", "eos"])
+@pytest.mark.parametrize(
+    "prompt", ["x", ids("é")[:1], [*ids("x"), *ids("é")[:1]]], ids=["whole", "part", "ends-in-part"]
+)
+def test_tokens_joined_are_the_text_that_ends_within_a_character(prompt: Any, end: list[int]) -> None:
+    """serving-faults F15."""
+    script = [*ids("é"), *ids("é")[:1], *end]
+    fields: dict[str, Any] = {"max_tokens": 3 if not end else 9, "echo": True}
+    choice = ask(site(lambda p, i: script), prompt, logprobs=1, **fields)["choices"][0]
+    assert choice["text"].endswith("é\ufffd")
+    assert "".join(choice["logprobs"]["tokens"]).removesuffix("<eos>") == choice["text"]
+    logprobs_of(site(lambda p, i: script), prompt, **fields)
+
+
+def test_alternatives_that_are_parts_of_characters_have_names_of_their_own() -> None:
+    """serving-faults F15: OpenAI names them by their bytes."""
+    first, second = ids("é")
+    token = 2 * (first // 2 + 5)  # an even one, whose alternatives follow it in steps of one from 11 above
+    choice = ask(site(lambda p, i: [token, first, second, 0]), logprobs=20, max_tokens=3)["choices"][0]
+    for tops, name in zip(choice["logprobs"]["top_logprobs"], choice["logprobs"]["tokens"], strict=True):
+        assert len(tops) in (20, 21) and next(iter(tops)) == name, tops
+        assert any(other.startswith("bytes:\\x") for other in tops)
+
+
+def test_an_alternative_that_is_also_named_by_the_request_comes_once() -> None:
+    choice = ask(site(says("b")), logprobs=3, logprob_token_ids=[*ids("b"), *ids("m")], max_tokens=1)["choices"][0]
+    assert len(choice["logprobs"]["top_logprobs"][0]) == 4 and "bytes:" not in str(choice["logprobs"])
 
 
 @pytest.mark.parametrize(

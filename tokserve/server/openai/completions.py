@@ -281,11 +281,13 @@ class CompletionRenderer:
             exact = self._tokenizer.decode(ids, False) == text
             spaced = self._tokenizer.continuation(ids, not exact).startswith(" ") and not text.startswith(" ")
             place = logprobs.TextOffset(self._tokenizer.pieces(not exact), -spaced)
-            shown.add(None, ids[:1], self._spelling, place, 0)
+            shown.add(None, ids[:1], self._spelling, place, 0, is_last=len(ids) == 1)
             top = c.prompt_logprobs.width if c.prompt_logprobs and self._top == -1 else max(0, self._top or 0)
-            shown.add(c.prompt_logprobs, ids[1:], self._spelling, place, top)
+            shown.add(c.prompt_logprobs, ids[1:], self._spelling, place, top, is_last=True)
         if c.logprobs is not None:
-            shown.add(c.logprobs, c.token_ids, self._spelling, self._places[c.index], c.logprobs.width)
+            is_last = c.finish_reason is not None and not isinstance(c.stop_reason, str)  # a stop string cuts the text
+            place = self._places[c.index]
+            shown.add(c.logprobs, c.token_ids, self._spelling, place, c.logprobs.width, is_last=is_last)
         return shown
 
     def _prompt_text(self, index: int) -> str:

@@ -18,6 +18,7 @@ from tokserve.client.outputs import Logprobs
 from tokserve.server.replies.reply_parts import PartEncoder, encode_list
 from tokserve.text.tokenizer import Pieces, Tokenizer
 
+REPLACEMENT = "\ufffd"
 FLOOR = -9999.0  # the logprob of probability zero in JSON
 T = TypeVar("T")
 Named = Callable[[int], str]
@@ -54,6 +55,19 @@ class IdNames(dict[int, str]):
         return f"token_id:{token_id}"
 
 
+class Labels(dict[int, str]):
+    """Names of tokens, different for different bytes: their texts, or their bytes if these end within a character."""
+
+    def __init__(self, spelling: Spelling) -> None:
+        super().__init__()
+        self._spelling = spelling
+
+    def __missing__(self, token_id: int) -> str:
+        text = self._spelling.names[token_id]
+        self[token_id] = text = self._spelling.label(token_id) if text.endswith(REPLACEMENT) else text
+        return text
+
+
 class Spelling:
     """The names of tokens in a text route: their text, or `token_id:<id>` on request."""
 
@@ -62,12 +76,42 @@ class Spelling:
         self._as_ids = as_ids
         self.names: Mapping[int, str] = IdNames() if as_ids else tokenizer.texts(final=True)
         self._completed: Mapping[int, str] = self.names if as_ids else tokenizer.texts(final=False)
+        self._labels: Mapping[int, str] = self.names if as_ids else Labels(self)
 
     def names_at(self, offset: TextOffset) -> Named:
-        """Names tokens at an offset by the characters that they complete there."""
+        """Names tokens at an offset by what they add to the text there."""
         if self._as_ids or not offset.incomplete:
             return self._completed.__getitem__
-        return lambda token_id: offset.text(self._pieces[token_id])
+
+        def name(token_id: int) -> str:
+            return offset.text(self._pieces[token_id]) if offset.shows(token_id) else self._completed[token_id]
+
+        return name
+
+    def labels_at(self, offset: TextOffset) -> Named:
+        """The same, with different names for different bytes: a token that ends within a character by its bytes."""
+        if self._as_ids or not offset.incomplete:
+            return self._labels.__getitem__
+
+        def label(token_id: int) -> str:
+            piece = self._pieces[token_id]
+            if not offset.shows(token_id):
+                return self._labels[token_id]
+            return offset.text(piece) if offset.is_complete_after(piece) else self.label(token_id)
+
+        return label
+
+    def label(self, token_id: int) -> str:
+        """The token's bytes, as OpenAI writes those that are no text: `bytes:\\xf0\\x9f`."""
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._pieces[token_id])
+
+    def last_name(self, name: str, token_id: int, offset: TextOffset) -> str:
+        """The name of the last token of a text, which may end within a character: then it has a U+FFFD there."""
+        if self._as_ids:
+            return name
+        if not offset.shows(token_id):
+            return REPLACEMENT + name if offset.incomplete else name
+        return name if offset.is_complete_after(self._pieces[token_id]) else name + REPLACEMENT
 
     def bytes(self, token_id: int) -> list[int]:
         return list(self._pieces[token_id])
@@ -90,19 +134,27 @@ class TextOffset:
         """Whether a character has begun."""
         return bool(self._rest)
 
+    def shows(self, token_id: int) -> bool:
+        """Whether the token adds to the text: special tokens may not."""
+        return bool(self._pieces[token_id])
+
     def text(self, piece: bytes) -> str:
-        """The characters that `piece` completes, without the U+FFFD of an incomplete one that it does not continue."""
-        text, _ = codecs.utf_8_decode(self._rest + piece, "replace", False)
-        return text[1:] if self._rest and text[1:] and text[0] == "\ufffd" else text
+        """What `piece` adds to the text: the characters that it completes, and U+FFFD for one that it does not
+        continue."""
+        return codecs.utf_8_decode(self._rest + piece, "replace", False)[0]
+
+    def is_complete_after(self, piece: bytes) -> bool:
+        """Whether no character is incomplete after `piece`."""
+        return codecs.utf_8_decode(self._rest + piece, "replace", False)[1] == len(self._rest) + len(piece)
 
     def add(self, token_id: int) -> int:
         """Advance past a token; returns the offset at which its text begins."""
-        piece = self._pieces[token_id]
-        text, used = codecs.utf_8_decode(self._rest + piece, "replace", False)
-        length = len(self.text(piece)) if self._rest else len(text)
+        begin = max(0, self.offset)
+        piece = self._rest + self._pieces[token_id]
+        text, used = codecs.utf_8_decode(piece, "replace", False)
         self.offset += len(text)
-        self._rest = (self._rest + piece)[used:]
-        return max(0, self.offset - length)
+        self._rest = piece[used:]
+        return begin
 
 
 class TokenAlternative(msgspec.Struct, gc=False):
@@ -325,14 +377,18 @@ class TextLogprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] = []
 
     def add(
-        self, columns: Logprobs | None, token_ids: Sequence[int], spelling: Spelling, offset: TextOffset, top: int
+        self, columns: Logprobs | None, token_ids: Sequence[int], spelling: Spelling, offset: TextOffset, top: int,
+        *, is_last: bool = False,
     ) -> None:  # fmt: skip
         """Append tokens with their first `top` alternatives; without columns, tokens that have no logprobs.  `offset`:
-        where in the choice's text they begin; it is advanced to their end."""
+        where in the choice's text they begin; it is advanced to their end.  `is_last`: the text ends with them.
+
+        The names of tokens are what they add to the text; alternatives have different names."""
         table = [None] * len(token_ids) if columns is None else rows(columns)
-        for token_id, row in zip(token_ids, table, strict=True):
-            name_of = spelling.names_at(offset)
-            name = name_of(token_id)
+        for number, (token_id, row) in enumerate(zip(token_ids, table, strict=True), 1):
+            name = spelling.names_at(offset)(token_id)
+            if is_last and number == len(token_ids):
+                name = spelling.last_name(name, token_id, offset)
             self.tokens.append(name)
             if row is None:
                 self.token_logprobs.append(None)
@@ -340,18 +396,13 @@ class TextLogprobs(msgspec.Struct):
             else:
                 logprob, _, ids, values = row
                 self.token_logprobs.append(logprob)
-                self.top_logprobs.append(_by_name(name, logprob, list(map(name_of, ids[:top])), values[:top]))
+                named = {name: logprob}
+                label = spelling.labels_at(offset)
+                for place, (other, value) in enumerate(zip(ids[:top], values[:top], strict=True)):
+                    if other != token_id:
+                        own = label(other)
+                        if own in named and ids.index(other) == place:  # another token's name, not its own from before
+                            own = spelling.label(other)
+                        named.setdefault(own, value)
+                self.top_logprobs.append(named)
             self.text_offset.append(offset.add(token_id))
-
-
-def _by_name(name: str, logprob: float, others: list[str], values: Sequence[float]) -> dict[str, float]:
-    """The logprobs of a token and of alternatives by name.  Of an equal name the token's value wins, then the first."""
-    named = {name: logprob}
-    named.update(zip(others, values, strict=True))
-    if len(named) == len(others) + (name not in others):
-        named[name] = logprob
-        return named
-    named = {name: logprob}
-    for other, value in zip(others, values, strict=True):
-        named.setdefault(other, value)
-    return named
