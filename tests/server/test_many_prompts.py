@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
@@ -75,6 +76,40 @@ def test_where_vectors_are_worked_on(monkeypatch: pytest.MonkeyPatch, path: str,
     answer = embedder().post(path, payload)
     assert answer.status_code == 200, answer.text
     assert names and all(name.startswith("tokserve-") for name in names)
+
+
+DIMENSIONS = {"/v1/embeddings": {"input": "ab"}, "/pooling": {"input": "ab"}, "/encode": {"text": "ab"}}
+
+
+@pytest.mark.parametrize("path", DIMENSIONS)
+def test_the_models_own_number_of_dimensions_has_no_effect(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """serving-faults F16."""
+
+    async def pool(*_: Any) -> PooledPrompts:
+        return PooledPrompts("key", [np.ones(64, "<f4").tobytes()], PoolingUsage(1, 1), {"X-Request-Id": "id"}, "0")
+
+    monkeypatch.setattr(inputs, "pool", pool)
+    s = embedder()
+    replies = [s.post(path, DIMENSIONS[path] | fields) for fields in ({}, {"dimensions": 64})]
+    assert [reply.status_code for reply in replies] == [200, 200]
+    vectors = [json.dumps(reply.json()).partition("embedding")[2] for reply in replies]
+    assert vectors[0][:200] == vectors[1][:200]
+    refused = s.post(path, DIMENSIONS[path] | {"dimensions": 32})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "dimensions"
+
+
+CUT = {
+    "/v1/embeddings": {"input": "ab"}, "/pooling": {"input": "ab"}, "/score": {"queries": "a", "documents": "b"},
+    "/rerank": {"query": "a", "documents": ["b"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", CUT)
+def test_a_prompt_cannot_be_cut_to_more_than_the_context(path: str) -> None:
+    """peer-suites-3 A25: vLLM refuses it too."""
+    refused = embedder().post(path, CUT[path] | {"truncate_prompt_tokens": 513})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
+    assert "512" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("path", "field"), [("/encode", "input_ids"), ("/classify", "text"), ("/classify", "input")])

@@ -11,6 +11,7 @@ from tests.replies import good
 from tests.server.byte_tokenizer import EOS, VOCAB, ids
 from tests.server.scripted_llm import NOWHERE, TOKEN_SECONDS, endless, says
 from tests.server.site import Caller, Site, parse_events, site
+from tokserve.checkpoint import DEMO_DIR
 from tokserve.params import SamplingParams, StructuredOutputs
 from tokserve.server.compat import SGLANG
 from tokserve.server.sglang.generate import SglangGenerateBody
@@ -264,10 +265,19 @@ def test_an_abort_is_a_200_with_what_there_is() -> None:
 
 def test_unknown_fields_are_ignored_and_named() -> None:
     s = sglang()
-    body = PROMPT | {"new_field": 1, "image_data": [None, []], "session_id": "x", "bootstrap_room": None, "text": "a"}
+    body = PROMPT | {"new_field": 1, "image_data": [None, []], "session_id": "x", "bootstrap_room": None}
     answer = s.post("/generate", body | {"sampling_params": {"max_new_tokens": 1}})
     assert answer.status_code == 200, answer.text
-    assert answer.headers["x-ignored-fields"] == "new_field, text" and s.llm.calls[-1].prompt == [70, 71, 72]
+    assert answer.headers["x-ignored-fields"] == "new_field" and s.llm.calls[-1].prompt == [70, 71, 72]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/encode"])
+def test_a_prompt_is_text_or_ids_and_not_both(path: str) -> None:
+    """serving-faults F16: one of them would have no effect."""
+    s = sglang() if path == "/generate" else sglang(runner="pooling", model=str(DEMO_DIR))
+    s.llm.ready.facts["hidden_size"] = 64
+    refused = s.post(path, {"text": "a", "input_ids": [5]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "text")
 
 
 @pytest.mark.parametrize("stream", [False, True])

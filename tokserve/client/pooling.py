@@ -54,7 +54,7 @@ class VectorRules(NamedTuple):
 
     def check_dimensions(self, dimensions: int | None, hidden: int) -> None:
         """Raise RequestError for a length that vectors of this model cannot have."""
-        if dimensions is None:
+        if dimensions in (None, hidden):  # many clients always send the model's own
             return
         if self.dimensions is None:
             raise invalid(

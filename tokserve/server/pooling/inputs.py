@@ -96,7 +96,7 @@ def any_rules(serving: Serving) -> PoolingRules:
 
 def prompts_of(serving: Serving, body: InputBody) -> list[list[int]]:
     """The ids of each input.  Raises RequestError."""
-    check_truncation(body)
+    check_truncation(serving, body)
     if (body.input is None) == (body.messages is None):
         raise RequestError("give input or messages", field="input")
     if body.messages is not None:
@@ -155,11 +155,13 @@ def _conversations(serving: Serving, body: InputBody, messages: list[Any]) -> li
     return prompts
 
 
-def check_truncation(body: PoolingBody) -> None:
-    """Raise RequestError for a length that nothing can be cut to."""
-    limit = body.truncate_prompt_tokens
+def check_truncation(serving: Serving, body: PoolingBody) -> None:
+    """Raise RequestError for a length that nothing can be cut to, or that the context does not have."""
+    limit, context = body.truncate_prompt_tokens, serving.llm.ready.max_model_len
     if limit is not None and (limit < -1 or limit == 0):
         raise invalid("truncate_prompt_tokens", f"must be -1 or at least 1, got {limit}")
+    if limit is not None and limit > context:
+        raise invalid("truncate_prompt_tokens", f"must be at most the context, {context} tokens, got {limit}")
 
 
 def truncated(
@@ -170,7 +172,7 @@ def truncated(
     limit = body.truncate_prompt_tokens
     if limit is None:
         return ids, second
-    limit = context if limit == -1 else min(limit, context)
+    limit = context if limit == -1 else limit
     return cut(ids, limit, body.truncation_side or side, frame, second)
 
 

@@ -89,7 +89,7 @@ async def score(
     rules = inputs.any_rules(serving)
     if not isinstance(rules, VectorRules):
         check_scores_pairs(rules)
-    inputs.check_truncation(body)
+    inputs.check_truncation(serving, body)
     try:
         pairs = counterparts(len(sides.first), len(sides.second))
     except RequestError as error:

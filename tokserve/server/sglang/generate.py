@@ -132,8 +132,6 @@ def read(serving: Serving, value: Any) -> GenerateCall:
     """Check a decoded body and tokenize its texts.  Raises `RequestError` naming the field."""
     sent, ignored = _body(value)
     prompts, field, batched = prompts_of(serving, sent)
-    if sent.text is not None and sent.input_ids is not None:
-        ignored.append("text")
     params = [
         sampling.read(one, f"sampling_params[{index}]" if isinstance(sent.sampling_params, list) else "sampling_params")
         for index, one in enumerate(_each(sent.sampling_params, len(prompts), "sampling_params"))
@@ -190,6 +188,8 @@ def _is_blank(value: Any) -> bool:
 
 def prompts_of(serving: Serving, sent: PromptFields) -> tuple[list[list[int]], str, bool]:
     """The prompts as ids, the name of their field, and whether they came as a batch."""
+    if sent.text is not None and sent.input_ids is not None:
+        raise RequestError("give text or input_ids, not both", field="text")
     value: list[Any] | str | None = sent.text if sent.input_ids is None else sent.input_ids
     field = "text" if sent.input_ids is None else "input_ids"
     if value is None:
