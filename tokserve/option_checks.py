@@ -6,10 +6,12 @@ import ipaddress
 import os
 import re
 
-from tokserve.config import BACKENDS, PACKING, Config
+from tokserve.config import BACKENDS, PACKING, Config, CorsConfig
+from tokserve.config.cors import ANY
 from tokserve.errors import StartError
 
 HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # RFC 9110, 5.6.2
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")  # RFC 6454, 6.2
 
 
 def check(config: Config) -> None:
@@ -59,6 +61,7 @@ def _check_server(config: Config) -> None:
         path = getattr(tls, name)
         if path is not None and not os.path.isfile(path):  # False for a name that is too long
             raise StartError(f"option {name}: no file {path!r}")
+    _check_cors(config.cors)
     weights = config.weights.weight_transfer_config or {}
     if weights.keys() - {"backend", *PACKING} or weights.get("backend", "disk") not in BACKENDS:
         raise StartError(f'option weight_transfer_config: expected {{"backend": one of {", ".join(BACKENDS)}}}')
@@ -75,6 +78,17 @@ def _check_server(config: Config) -> None:
     for name, value in (*text, ("enable_auto_tool_choice", server.enable_auto_tool_choice)):
         if server.tokens_only and value:
             raise StartError(f"{name} has no use with tokens_only")
+
+
+def _check_cors(cors: CorsConfig) -> None:
+    """Origins are as browsers send them: a path or a slash at the end would match none."""
+    if cors.allowed_origins is None:
+        for name in ("allowed_methods", "allowed_headers", "allow_credentials"):
+            if getattr(cors, name):
+                raise StartError(f"option {name} needs allowed_origins")
+    for origin in cors.allowed_origins or []:
+        if origin not in (ANY, "null") and not ORIGIN.fullmatch(origin):
+            raise StartError(f"option allowed_origins: {origin!r} is no origin (http://HOST:PORT, without a path) or *")
 
 
 def _check_ranks(config: Config) -> None:

@@ -43,3 +43,9 @@ def test_invalid_sizes_are_refused(text: str, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         parsed("--kv-cache-memory-bytes", text)
     assert "not a size" in capsys.readouterr().err
+
+
+def test_lists_of_cors_may_be_json_as_vllm_has_them() -> None:
+    assert parsed("--allowed-origins", '["http://a", "http://b"]').allowed_origins == ["http://a", "http://b"]
+    several = parsed("--allowed-origins", "http://a", "http://b", "--allowed-origins", '["*"]')
+    assert several.allowed_origins == ["http://a", "http://b", "*"]

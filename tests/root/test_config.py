@@ -229,7 +229,6 @@ def test_options_of_vllm(caplog: pytest.LogCaptureFixture) -> None:
     [
         ({"revision": "main"}, "option revision is not supported: download the model first and name its directory"),
         ({"response_role": "user"}, "option response_role is not supported: answers are the assistant's"),
-        ({"allowed_origins": ["*"]}, "option allowed_origins is not supported: no CORS headers are sent"),
         ({"enable_log_requests": True, "log_requests": False}, "options enable_log_requests and log_requests are the"),
     ],
 )

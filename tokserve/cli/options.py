@@ -34,6 +34,7 @@ SHORT = {  # vLLM's short names of options
 COUNTS_OF_TOKENS = (
     "max_model_len", "max_num_batched_tokens", "max_queued_tokens", "max_chunk", "state_snapshot_interval",
 )  # fmt: skip
+JSON_LISTS = ("allowed_origins", "allowed_methods", "allowed_headers")  # vLLM's form of these
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9}
 _SUFFIX = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -76,6 +77,8 @@ def _add(group: Any, name: str, hint: Any) -> None:
         choices = get_args(base)
         of_vllm = partial(vllm.own_value, name)
         group.add_argument(*flags, type=int if type(choices[0]) is int else of_vllm, choices=choices, **common)
+    elif name in JSON_LISTS:
+        group.add_argument(*flags, action=_Texts, nargs="+", metavar="TEXT", **common)
     elif base == list[str] and several:
         group.add_argument(*flags, action="extend", nargs="+", metavar="TEXT", **common)
     elif base == list[str]:
@@ -87,6 +90,19 @@ def _add(group: Any, name: str, hint: Any) -> None:
         group.add_argument(*flags, type=kind, metavar="N", **common)
     else:
         group.add_argument(*flags, type=base, metavar=base.__name__.upper(), **common)
+
+
+class _Texts(argparse.Action):
+    """Collects texts; a JSON list is all of its texts."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        texts = list(vars(namespace)[self.dest] or [])
+        for value in values:
+            try:
+                texts += msgspec.json.decode(value, type=list[str])
+            except msgspec.DecodeError:
+                texts.append(value)
+        setattr(namespace, self.dest, texts)
 
 
 def _unwrap(hint: Any) -> tuple[Any, str, bool]:

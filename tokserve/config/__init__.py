@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from tokserve.config.cors import CorsConfig
 from tokserve.config.kv import KVConfig, KVEventsPlan
 from tokserve.config.kv_connector import KVStorePlan, KVTransferPlan
 from tokserve.config.logs import LogConfig
@@ -46,6 +47,7 @@ __all__ = [
     "SECRET",
     "CacheConfig",
     "Config",
+    "CorsConfig",
     "KVConfig",
     "KVEventsPlan",
     "KVStorePlan",
@@ -88,6 +90,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     weights: WeightsConfig = WeightsConfig()
     lora: LoraConfig = LoraConfig()
     server: ServerConfig = ServerConfig()
+    cors: CorsConfig = CorsConfig()
     tls: TlsConfig = TlsConfig()
     logs: LogConfig = LogConfig()
     limits: LimitsConfig = LimitsConfig()

@@ -65,7 +65,6 @@ VALUES = [
     "uvicorn_log_level",
 ]  # fmt: skip
 LISTS = ["cpu_offload_params", "ignore_patterns", "numa_bind_cpus", "numa_bind_nodes", "offload_params"]
-CORS = "no CORS headers are sent; a proxy in front can"
 HUB = "download the model first and name its directory"
 TEMPLATE = "how contents are shown follows from the chat template"
 RANKS = "-dp N starts all engines, on the nodes of a Ray cluster with -dpb ray"
@@ -73,10 +72,6 @@ OVERRIDES = "use --hf-overrides"
 DRAFTS = "use --speculative-config"
 CODE = "no code is loaded"
 REFUSED = {
-    "allow_credentials": ForeignOption("flag", instead=CORS, harmless=(False,)),
-    "allowed_headers": ForeignOption(instead=CORS),
-    "allowed_methods": ForeignOption(instead=CORS),
-    "allowed_origins": ForeignOption(instead=CORS),
     "calculate_kv_scales": ForeignOption("flag", instead="scales are the checkpoint's", harmless=(False,)),
     "chat_template_content_format": ForeignOption(instead=TEMPLATE, harmless=("auto",)),
     "code_revision": ForeignOption(instead=CODE),

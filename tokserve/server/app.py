@@ -48,6 +48,7 @@ from tokserve.server.endpoint import (
 )
 from tokserve.server.http import body, errors
 from tokserve.server.http.auth import Keys, route_path
+from tokserve.server.http.cors import add_cors
 from tokserve.server.http.disconnect import ClientDisconnected
 from tokserve.server.observe import api_pages, introspection, live_requests, status_page
 from tokserve.server.observe.counters import ApiProcess
@@ -219,6 +220,7 @@ def build_app(
         guarded=frozenset(endpoint.path for endpoint in table if endpoint.guarded),
     )  # fmt: skip
     app.add_middleware(Guard, keys=keys, endpoints=table)
+    add_cors(app, config.cors)
     app.add_exception_handler(HTTPException, _http_error)
     prepare_structs()
     return app

@@ -400,9 +400,9 @@ class TextLogprobs(msgspec.Struct):
                 label = spelling.labels_at(offset)
                 for place, (other, value) in enumerate(zip(ids[:top], values[:top], strict=True)):
                     if other != token_id:
-                        own = label(other)
-                        if own in named and ids.index(other) == place:  # another token's name, not its own from before
-                            own = spelling.label(other)
-                        named.setdefault(own, value)
+                        text = label(other)
+                        if text in named and ids.index(other) == place:  # another token's name, not its own from before
+                            text = spelling.label(other)
+                        named.setdefault(text, value)
                 self.top_logprobs.append(named)
             self.text_offset.append(offset.add(token_id))
