@@ -28,7 +28,8 @@ def connected(answer: Callable[[httpx.Request], Awaitable[httpx.Response]], **op
 
 def connect(client: rl.AsyncClient, answer: Callable[[httpx.Request], Awaitable[httpx.Response]]) -> None:
     """Replaces the client's connections, of which none has been used."""
-    client._connection.http = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://nowhere")
+    pool = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://nowhere")
+    client._connection.rollouts = client._connection.control = pool
 
 
 def run(script: dict[str, list[Answer]], use: Callable[[rl.AsyncClient], Any]) -> tuple[list[str], Any]:

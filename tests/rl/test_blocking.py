@@ -85,7 +85,7 @@ def test_a_closed_client_raises_client_closed() -> None:
 def test_closing_raises_in_a_waiting_thread() -> None:
     async def answer(request: httpx.Request) -> httpx.Response:
         requested.set()
-        return refusal(503, **{"retry-after": "3600"})  # it is to be sent again
+        return refusal(503, **{"retry-after": "500"})  # it is to be sent again
 
     def wait() -> None:
         with pytest.raises(rl.ClientClosed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import httpx
@@ -14,6 +15,8 @@ from tests.rl.distribution import rl
 from tests.rl.scripted_http import OK, Answer, connected, refusal, run
 
 REPLY = {"choices": [{"index": 0, "token_ids": b"", "logprobs": None, "finish_reason": "stop", "weight_versions": []}]}
+
+SCORED = {"token_logprobs": np.array([-0.5], "<f4").tobytes()}
 
 
 def generated() -> httpx.Response:
@@ -33,10 +36,18 @@ def test_sampling_masks_of_a_rollout() -> None:
 
 def test_a_rollout_is_sent_again_only_if_it_cannot_have_run() -> None:
     path = "/inference/v1/generate"
-    for first in (httpx.ConnectError("refused"), refusal(503, **{"retry-after": "0"})):
+    again: tuple[Answer, ...] = (
+        httpx.ConnectError("refused"), httpx.ConnectTimeout("dropped"), refusal(503, **{"retry-after": "0"}),
+        refusal(429, **{"retry-after": "0"}),
+    )  # fmt: skip
+    for first in again:
         sent, rollouts = run({path: [first, generated()]}, lambda client: client.generate([[1]]))
         assert sent == [path] * 2 and rollouts[0].finish_reason == "stop"
-    for first in (httpx.ReadError("cut"), httpx.RemoteProtocolError("cut"), refusal(503), refusal(500), refusal(409)):
+    final: tuple[Answer, ...] = (
+        httpx.ReadError("cut"), httpx.RemoteProtocolError("cut"), refusal(503), refusal(429), refusal(500),
+        refusal(409), refusal(500, **{"retry-after": "0"}), refusal(503, **{"retry-after": "nan"}),
+    )  # fmt: skip
+    for first in final:
         sent, error = run({path: [first, generated()]}, lambda client: client.generate([[1]]))
         assert sent == [path] and isinstance(error, rl.ServerError | httpx.TransportError)
     restarted: list[Answer] = [httpx.ConnectError("refused"), refusal(503, **{"retry-after": "0"}), generated()]
@@ -44,6 +55,53 @@ def test_a_rollout_is_sent_again_only_if_it_cannot_have_run() -> None:
     assert sent == [path] * 3 and rollouts[0].finish_reason == "stop"
     sent, error = run({path: [httpx.ConnectError("refused")]}, lambda client: client.generate([[1]]))
     assert sent == [path] * 2 and isinstance(error, httpx.ConnectError)
+
+
+def test_a_server_that_stays_busy_is_asked_for_so_long_and_no_longer(caplog: pytest.LogCaptureFixture) -> None:
+    """rl-faults E4: retries are bounded, and never silent."""
+
+    async def scene(status: int, after: str) -> list[str]:
+        sent: list[str] = []
+
+        async def answer(request: httpx.Request) -> httpx.Response:
+            sent.append(request.url.path)
+            return refusal(status, **{"retry-after": after})
+
+        async with connected(answer, patience=0.01) as client:
+            for call in (client.generate([[1]]), client.resume(), anext(client.stream([1]))):
+                with pytest.raises(rl.ServerError) as caught:
+                    await call
+                assert caught.value.status == status
+        return sent
+
+    for status in (429, 503):
+        assert len(asyncio.run(scene(status, "60"))) == 3, "what comes too late is not waited for"
+        caplog.clear()
+        assert len(asyncio.run(scene(status, "0.001"))) > 3
+        assert len(caplog.records) == 1 and "sent again" in caplog.text and str(status) in caplog.text
+
+
+def test_the_id_of_a_stream_that_was_left_may_be_used_again_at_once() -> None:
+    """rl-faults E5: the server has not noticed yet that the first has gone."""
+    taken = httpx.Response(409, json={"error": {"message": "m", "type": "t", "param": None, "code": "duplicate_id"}})
+    event = json.dumps({"choices": [REPLY["choices"][0] | {"token_ids": "", "finish_reason": None}]})
+    answers = [httpx.Response(200, text=f"data: {event}\n\n"), taken, taken,
+               httpx.Response(200, text=f"data: {event}\n\ndata: [DONE]\n\n"), taken]  # fmt: skip
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        return answers.pop(0)
+
+    async def scene() -> None:
+        async with connected(answer) as client:
+            first = client.stream([1], request_id="r")
+            await anext(first)
+            await first.aclose()
+            assert len([delta async for delta in client.stream([1], request_id="r")]) == 1
+            with pytest.raises(rl.ServerError, match="409"):
+                await anext(client.stream([1], request_id="another"))
+
+    asyncio.run(scene())
+    assert not answers
 
 
 def test_seeds_are_one_for_each_prompt() -> None:
@@ -67,16 +125,20 @@ def test_ids_that_no_message_can_hold_are_refused_here(prompt: Any) -> None:
         run({}, lambda client: client.generate([[1], prompt]))
 
 
-def test_a_failed_rollout_cancels_the_others() -> None:
+def first_id(request: httpx.Request) -> int:
+    return int(np.frombuffer(msgspec.msgpack.decode(request.content)["token_ids"], "<i4")[0])
+
+
+def test_a_lost_connection_cancels_the_other_prompts() -> None:
     left: list[bool] = []
 
     async def scene() -> None:
         others = asyncio.Event()
 
         async def answer(request: httpx.Request) -> httpx.Response:
-            if msgspec.msgpack.decode(await request.aread())["token_ids"][0] == 1:
+            if first_id(request) == 1:
                 await others.wait()
-                return refusal(400)
+                raise httpx.ReadError("cut")
             try:
                 others.set()
                 return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
@@ -85,10 +147,36 @@ def test_a_failed_rollout_cancels_the_others() -> None:
                 raise
 
         async with connected(answer) as client:
-            with pytest.raises(rl.ServerError):
+            with pytest.raises(httpx.ReadError):
                 await client.generate([[1], [2]])
             await asyncio.sleep(0)
             assert left == [True]
+
+    asyncio.run(scene())
+
+
+def test_a_refused_prompt_leaves_the_others_their_results() -> None:
+    """rl-faults E4: one prompt that is too long does not take the others' rollouts with it."""
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        if first_id(request) in (7, 8):
+            return refusal(400)
+        reply = REPLY if "prompt_logprobs" not in str(request.content) else REPLY | {"prompt_logprobs": SCORED}
+        return httpx.Response(200, content=msgspec.msgpack.encode(reply))
+
+    async def scene() -> None:
+        async with connected(answer) as client:
+            with pytest.raises(rl.PromptsFailed, match=r"2 of 4 prompts failed; prompts\[1\]: no") as caught:
+                await client.generate([[1], [7], [2], [8]])
+            assert [rollout.prompt_index for rollout in caught.value.results] == [0, 2]
+            assert {index: error.status for index, error in caught.value.failures.items()} == {1: 400, 3: 400}
+            assert isinstance(caught.value, rl.ServerError) and caught.value.status == 400
+            with pytest.raises(rl.PromptsFailed) as caught:
+                await client.score([[7, 7], [1, 1]])
+            assert caught.value.results[0] is None and caught.value.results[1].tolist() == [-0.5]
+            with pytest.raises(rl.ServerError) as all_failed:
+                await client.generate([[7], [8]])
+            assert type(all_failed.value) is rl.ServerError
 
     asyncio.run(scene())
 

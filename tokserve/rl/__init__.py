@@ -17,7 +17,15 @@ if TYPE_CHECKING:
     from .client import AsyncClient, TokserveClient
     from .delta_directory import WeightDirectory
     from .digests import checksum, checksums
-    from .errors import ClientClosed, ServerError, TorchMissing, TransferError, WeightsConflict, WeightsError
+    from .errors import (
+        ClientClosed,
+        PromptsFailed,
+        ServerError,
+        TorchMissing,
+        TransferError,
+        WeightsConflict,
+        WeightsError,
+    )
     from .push import PushResult
     from .rollouts import Rollout, RolloutDelta, TokenColumns, sticky_seeds
 
@@ -26,15 +34,23 @@ _HOMES = {
     "client": ("AsyncClient", "TokserveClient"),
     "delta_directory": ("WeightDirectory",),
     "digests": ("checksum", "checksums"),
-    "errors": ("ClientClosed", "ServerError", "TorchMissing", "TransferError", "WeightsConflict", "WeightsError"),
+    "errors": (
+        "ClientClosed",
+        "PromptsFailed",
+        "ServerError",
+        "TorchMissing",
+        "TransferError",
+        "WeightsConflict",
+        "WeightsError",
+    ),
     "push": ("PushResult",),
     "rollouts": ("Rollout", "RolloutDelta", "TokenColumns", "sticky_seeds"),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
-    "AsyncClient", "Client", "ClientClosed", "PushResult", "Rollout", "RolloutDelta", "ServerError", "TokenColumns",
-    "TokserveClient", "TorchMissing", "TransferError", "WeightDirectory", "WeightsConflict", "WeightsError",
-    "__version__", "checksum", "checksums", "sticky_seeds",
+    "AsyncClient", "Client", "ClientClosed", "PromptsFailed", "PushResult", "Rollout", "RolloutDelta", "ServerError",
+    "TokenColumns", "TokserveClient", "TorchMissing", "TransferError", "WeightDirectory", "WeightsConflict",
+    "WeightsError", "__version__", "checksum", "checksums", "sticky_seeds",
 ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from .client import PAUSE_LEASE, AsyncClient
+from .client import PATIENCE, PAUSE_LEASE, AsyncClient
 from .errors import ClientClosed
 from .rollouts import RolloutDelta
 
@@ -39,17 +39,26 @@ def _blocking(
 class Client:
     """A client of one server; use as a context manager, or `close()`.  Its methods may be called from several threads.
 
-    `api_key`: an admin key where the server has one.  `connections`: limit of requests in flight.  `take_over`: the
-    first update and the first pause take the place of what a trainer that has gone left open; false: they are refused
-    (409) until its lease expires.  A forked process makes its own.
+    The arguments are those of `AsyncClient`.  A forked process makes its own client.
 
-    Methods raise ServerError for an error response, httpx.TransportError where a connection fails, and ClientClosed.
+    Methods raise what those of `AsyncClient` do, and ClientClosed.
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None, connections: int = 256, take_over: bool = True) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        connections: int = 256,
+        take_over: bool = True,
+        patience: float = PATIENCE,
+        trust_env: bool = True,
+    ) -> None:
         self._owner = os.getpid()
+        self._client = AsyncClient(
+            url, api_key=api_key, connections=connections, take_over=take_over, patience=patience, trust_env=trust_env
+        )
         self._loop = asyncio.new_event_loop()
-        self._client = AsyncClient(url, api_key=api_key, connections=connections, take_over=take_over)
         thread = threading.Thread(target=_run_loop, args=(self._loop,), name="tokserve-client", daemon=True)
         thread.start()
         self._close = weakref.finalize(self, _close, self._owner, self._client, self._loop, thread)

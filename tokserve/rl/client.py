@@ -9,17 +9,20 @@ from __future__ import annotations
 import asyncio
 import importlib
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import httpx
 import msgspec
 
 from .connection import Connection
-from .errors import ServerError, TorchMissing
+from .errors import PromptsFailed, ServerError, TorchMissing
+from .plain import integers, plain
+from .pools import NOT_SENT
 from .rollouts import Floats, Ids, Rollout, RolloutDelta, floats, prompt_ids, read_delta, read_rollout, sticky_seeds
 from .weight_routes import WeightRoutes
 
@@ -32,26 +35,43 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncClient", "Rollout", "RolloutDelta", "TokserveClient", "sticky_seeds"]
 
+T = TypeVar("T")
 GENERATE = "/inference/v1/generate"
 MSGPACK = "application/msgpack"
 CONFLICT = 409
 PAUSE_LEASE = 600.0  # seconds
+PATIENCE = 600.0  # seconds
+LEFT_IDS = 4096  # of streams that are remembered
 EXTENSIONS = 4  # of a pause, for each of its lease
 
 
 class AsyncClient:
     """A client of one server, for one event loop; use as an async context manager, or `await close()`.
 
-    `api_key`: an admin key where the server has one.  `connections`: limit of requests in flight.  `take_over`: the
-    first update and the first pause take the place of what a trainer that has gone left open; false: they are refused
-    (409) until its lease expires.
+    `api_key`: an admin key where the server has one.  `connections`: limit of prompts in flight; other calls have
+    connections of their own.  `take_over`: the first update and the first pause take the place of what a trainer that
+    has gone left open; false: they are refused (409) until its lease expires.  `patience`: seconds for which a request
+    is sent again that the server refuses with Retry-After (429, 503).  `trust_env`: use the environment's proxies,
+    except for this machine.
 
-    Methods raise ServerError for an error response, and httpx.TransportError where a connection fails.  `Client` has
-    the same ones, blocking.
+    Methods raise ServerError for an error response, httpx.TransportError where a connection fails, and TypeError with
+    the name of a field whose value cannot be sent.  `Client` has the same ones, blocking.
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None, connections: int = 256, take_over: bool = True) -> None:
-        self._connection = Connection(url, api_key, connections, take_over=take_over)
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        connections: int = 256,
+        take_over: bool = True,
+        patience: float = PATIENCE,
+        trust_env: bool = True,
+    ) -> None:
+        self._connection = Connection(
+            url, api_key, connections, take_over=take_over, patience=patience, trust_env=trust_env
+        )
+        self._left: deque[str] = deque(maxlen=LEFT_IDS)  # ids of streams that were left
         self._routes = WeightRoutes(self._connection)
         self._resuming: set[asyncio.Task[None]] = set()
 
@@ -96,19 +116,25 @@ class AsyncClient:
         `model`: the name of an adapter; default: the model itself.  Logprobs are always returned.  Without `seeds` (one
         per prompt; choice i adds i) the server draws them.  `group_id`: for `abort`.  `draft_group`: earlier rollouts
         of this group are drafts, as those of the same prompt are without it.  `deadline_ms`: of each prompt's rollouts,
-        after which they end with what they have.  `speculate`: whether drafts may be made, which changes no token.  If
-        one prompt fails, the others are aborted.
+        after which they end with what they have.  `speculate`: whether drafts may be made, which changes no token.
+
+        If the server refuses some prompts, the others are computed, and PromptsFailed has both; if all, the first one's
+        ServerError is raised.
         """
-        if seeds is not None and len(seeds) != len(prompts):
-            raise ValueError(f"there are {len(prompts)} prompts and {len(seeds)} seeds")
+        numbers = None if seeds is None else integers(seeds, "seeds")
+        if numbers is not None and len(numbers) != len(prompts):
+            raise ValueError(f"there are {len(prompts)} prompts and {len(numbers)} seeds")
         checked = [prompt_ids(number, prompt) for number, prompt in enumerate(prompts)]
         options = {"cache_salt": cache_salt, "group_id": group_id, "draft_group": draft_group, "model": model,
                    "priority": priority, "deadline_ms": deadline_ms, "speculate": speculate}  # fmt: skip
         calls = []
         for number, ids in enumerate(checked):
-            params = {"logprobs": 0, **sampling, "n": n} | ({} if seeds is None else {"seed": seeds[number]})
+            params = {"logprobs": 0, **sampling, "n": n} | ({} if numbers is None else {"seed": numbers[number]})
             calls.append(self._rollouts(number, ids, params, options))
-        return [rollout for rollouts in await _together(calls) for rollout in rollouts]
+        computed, failures = await _together(calls)
+        rollouts = [rollout for of_prompt in computed if of_prompt is not None for rollout in of_prompt]
+        _check_all(rollouts, failures, len(prompts))
+        return rollouts
 
     async def _rollouts(self, number: int, ids: Ids, params: dict[str, Any], options: dict[str, Any]) -> list[Rollout]:
         reply = await self._generated(ids, params, options)
@@ -118,8 +144,8 @@ class AsyncClient:
         body = {"token_ids": ids.tobytes(), "sampling_params": params, "logprobs_format": "arrays",
                 "request_id": secrets.token_hex(12)} | options  # fmt: skip
         headers = {"Content-Type": MSGPACK, "Accept": MSGPACK}
-        content = msgspec.msgpack.encode(body)
-        response = await self._connection.send("POST", GENERATE, again=True, content=content, headers=headers)
+        content = msgspec.msgpack.encode(plain(body))
+        response = await self._connection.rollout(GENERATE, content=content, headers=headers)
         return msgspec.msgpack.decode(response.content)
 
     async def stream(
@@ -136,7 +162,8 @@ class AsyncClient:
         """The tokens of one prompt's rollouts as they are generated; the joined deltas are what `generate` returns.
 
         Leaving the iteration aborts the rest: close the iterator (`contextlib.aclosing`), or let it be collected.
-        `request_id`: for `abort`; default: a random one.  The other arguments are those of `generate`.
+        `request_id`: for `abort`; default: a random one.  That of a stream that was left may be used again at once.
+        The other arguments are those of `generate`.
         """
         ids = prompt_ids(0, prompt)
         body = {
@@ -144,10 +171,16 @@ class AsyncClient:
             "logprobs_format": "base64", "request_id": request_id or secrets.token_hex(12), "cache_salt": cache_salt,
             "group_id": group_id, "model": model,
         }  # fmt: skip
-        async with aclosing(self._connection.events(GENERATE, body)) as events:
-            async for event in events:
-                for choice in event["choices"]:
-                    yield read_delta(choice)
+        was_left, complete = request_id in self._left, False
+        async with aclosing(self._connection.events(GENERATE, body, id_was_left=was_left)) as events:
+            try:
+                async for event in events:
+                    for choice in event["choices"]:
+                        yield read_delta(choice)
+                complete = True
+            finally:
+                if request_id is not None and not complete:
+                    self._left.append(request_id)
 
     async def score(
         self,
@@ -162,18 +195,21 @@ class AsyncClient:
         """Logprobs of the tokens of each sequence from position `starts[i]` on (default and least: 1), float32.
 
         `sampling`: what they depend on, as `logprobs_mode` and `temperature`.  A generated token's is the same number
-        as in its rollout, to the bit.  A sequence must be shorter than the context.
+        as in its rollout, to the bit.  A sequence must be shorter than the context.  Raises PromptsFailed as `generate`
+        does.
         """
-        if starts is not None and len(starts) != len(sequences):
-            raise ValueError(f"there are {len(sequences)} sequences and {len(starts)} starts")
-        firsts = [1] * len(sequences) if starts is None else list(starts)
+        firsts = [1] * len(sequences) if starts is None else integers(starts, "starts")
+        if len(firsts) != len(sequences):
+            raise ValueError(f"there are {len(sequences)} sequences and {len(firsts)} starts")
         for number, (first, sequence) in enumerate(zip(firsts, sequences, strict=True)):
             if not 1 <= first <= len(sequence):
                 raise ValueError(f"starts[{number}] must be from 1 to {len(sequence)}, got {first}")
         checked = [prompt_ids(number, sequence, "sequences") for number, sequence in enumerate(sequences)]
         options = {"model": model, "cache_salt": cache_salt}
         calls = [self._scores(ids, first, sampling, options) for ids, first in zip(checked, firsts, strict=True)]
-        return await _together(calls)
+        scores, failures = await _together(calls)
+        _check_all(scores, failures, len(sequences))
+        return [row for row in scores if row is not None]
 
     async def _scores(self, ids: Ids, first: int, sampling: dict[str, Any], options: dict[str, Any]) -> Floats:
         if first == len(ids):
@@ -234,7 +270,7 @@ class AsyncClient:
         try:
             try:
                 await self.pause(mode, lease=lease)
-            except (ServerError, httpx.ConnectError):
+            except (ServerError, *NOT_SENT):
                 refused = True
                 raise
             if lease:
@@ -254,11 +290,12 @@ class AsyncClient:
         while True:
             await asyncio.sleep(lease / EXTENSIONS)
             try:
-                await self.extend_pause()
+                async with asyncio.timeout(lease / EXTENSIONS):
+                    await self.extend_pause()
             except ServerError as error:
                 if error.status == CONFLICT:
                     return
-            except httpx.TransportError:
+            except (httpx.TransportError, TimeoutError):
                 pass  # the next attempt is soon enough
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
@@ -419,11 +456,30 @@ def _torch_module(name: str) -> Any:
         raise TorchMissing("weights are torch tensors, and torch is not installed", name="torch") from None
 
 
-async def _together(calls: list[Any]) -> list[Any]:
-    """The results of several calls at once; if one fails, the others are cancelled, which aborts their requests."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
+async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> tuple[list[T | None], dict[int, ServerError]]:
+    """Several calls at once: the results by call, and the error responses by call.  If one raises anything else, the
+    others are cancelled, which aborts their requests."""
+    failures: dict[int, ServerError] = {}
+
+    async def result(index: int, call: Coroutine[Any, Any, T]) -> T | None:
+        try:
+            return await call
+        except ServerError as error:
+            failures[index] = error
+            return None
+
+    tasks = [asyncio.ensure_future(result(index, call)) for index, call in enumerate(calls)]
     try:
-        return await asyncio.gather(*tasks)
+        results = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
+    return results, dict(sorted(failures.items()))
+
+
+def _check_all(results: Sequence[Any], failures: dict[int, ServerError], num_calls: int) -> None:
+    """Raises the first error if all calls failed, PromptsFailed if some did."""
+    if failures and len(failures) == num_calls:
+        raise failures[0]
+    if failures:
+        raise PromptsFailed(results, failures, num_calls)

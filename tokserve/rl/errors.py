@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 
 class ServerError(Exception):
     """An error response.  `status` is HTTP's; `kind`, `field` and `code` are the error's type, param and code."""
@@ -11,6 +14,21 @@ class ServerError(Exception):
     ) -> None:
         super().__init__(f"{status}: {message}")
         self.status, self.message, self.kind, self.field, self.code = status, message, kind, field, code
+
+
+class PromptsFailed(ServerError):
+    """The server refused or failed some prompts of a call, and has computed all the others.
+
+    `results`: of `generate` the rollouts of the other prompts, each with its `prompt_index`; of `score` a list by
+    sequence, None where it failed.  `failures`: the error of each prompt that failed, by its index; `status`, `field`
+    and so on are those of the first one.
+    """
+
+    def __init__(self, results: Sequence[Any], failures: Mapping[int, ServerError], num_prompts: int) -> None:
+        index, first = next(iter(failures.items()))
+        message = f"{len(failures)} of {num_prompts} prompts failed; prompts[{index}]: {first.message}"
+        super().__init__(first.status, message, first.kind, first.field, first.code)
+        self.results, self.failures = list(results), dict(failures)
 
 
 class ClientClosed(RuntimeError):

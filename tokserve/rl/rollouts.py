@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .plain import array
+
 INT32 = np.iinfo(np.int32)
 TRUNCATED = -2  # the count of a sampling mask that would have had too many ids
 Ids = NDArray[np.int32]
@@ -85,7 +87,7 @@ class RolloutDelta:
 
 def prompt_ids(number: int, prompt: Sequence[int], name: str = "prompts") -> Ids:
     """The ids of a prompt.  Raises ValueError for text, floats, ids beyond 32 bits, and a single id."""
-    ids = np.asarray(prompt)
+    ids = array(prompt)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(f"{name}[{number}] must be a list of token ids, got {prompt!r}; one prompt is [ids]")
     if ids.size and (ids.min() < INT32.min or ids.max() > INT32.max):

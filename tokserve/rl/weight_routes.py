@@ -9,6 +9,7 @@ import httpx
 
 from .connection import Connection
 from .errors import ServerError
+from .pools import NOT_SENT
 
 START, PUT, FINISH, ABORT = "/start_weight_update", "/update_weights", "/finish_weight_update", "/abort_weight_update"
 INIT, SHUTDOWN, INFO = "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/weight_info"
@@ -18,7 +19,7 @@ TENSORS = {"Content-Type": "application/octet-stream"}
 class WeightRoutes:
     """The routes of one server.  `handle` of its methods: {"update_id"} of the update that is meant, or nothing."""
 
-    not_opened = (ServerError, httpx.ConnectError)  # errors of `start` after which no update of ours is open
+    not_opened = (ServerError, *NOT_SENT)  # errors of `start` after which no update of ours is open
     failures = (ServerError, httpx.TransportError)
 
     def __init__(self, connection: Connection) -> None:
