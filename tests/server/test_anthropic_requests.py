@@ -105,6 +105,31 @@ def test_a_conversation_is_that_of_chat(template: str, system: Any, messages: An
     assert prompt(s, system=system, messages=messages) == as_chat(s, chat)
 
 
+PLAIN = {"type": "text", "media_type": "text/plain", "data": "the text"}
+DOCUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"type": "document", "source": PLAIN}, "the text"),
+    ({"type": "document", "source": PLAIN, "title": None, "citations": {"enabled": False}, "cache_control": None},
+     "the text"),
+    ({"type": "document", "source": PLAIN, "context": "c", "title": "t"}, "t\n\nc\n\nthe text"),
+    ({"type": "document", "source": {"type": "content", "content": "the text"}, "title": "t"}, "t\n\nthe text"),
+    ({"type": "document", "source": {"type": "content", "content": [TEXT, TEXT]}}, "a\n\na"),
+    ({"type": "search_result", "source": "http://u", "title": "t", "content": [TEXT]}, "t\n\nhttp://u\n\na"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("block", "text"), DOCUMENTS)
+def test_documents_and_search_results_become_text(server: Site, block: dict[str, Any], text: str) -> None:
+    """serving-faults, refusals."""
+    assert prompt(server, messages=[{"role": "user", "content": [block]}]) == as_chat(
+        server, [{"role": "user", "content": text}]
+    )
+    parts = [{"type": "text", "text": text}, {"type": "text", "text": "and?"}]
+    followed = prompt(server, messages=[{"role": "user", "content": [block, parts[1]]}])
+    assert followed == as_chat(server, [{"role": "user", "content": parts}])
+    turns = [*HI, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [RESULT | {"content": [block]}]}]
+    assert text in prompt(server, messages=turns)
+
+
 def test_a_final_turn_of_the_assistant_is_continued(server: Site) -> None:
     begun = {"role": "assistant", "content": "The answer is"}
     for content in ("The answer is", [{"type": "text", "text": "The answer is"}]):
@@ -268,6 +293,7 @@ def system(*blocks: Any) -> dict[str, Any]:
     return {"messages": [*HI, {"role": "system", "content": list(blocks)}]}
 
 
+DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "d"}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
 CONVERSATIONS_REFUSED: list[tuple[dict[str, Any], str]] = [  # of both routes
     ({"model": None}, "model is required"), ({"model": ""}, "model is required"), ({"model": 5}, "model"),
@@ -281,7 +307,18 @@ CONVERSATIONS_REFUSED: list[tuple[dict[str, Any], str]] = [  # of both routes
     (user({"type": "text"}), "messages[0].content[0].text is required"),
     (user(TEXT, {"type": "text", "text": 5}), "messages[0].content[1].text must be a string"),
     (user(IMAGE), "messages[0].content[0].type is 'image': this model takes no images"),
-    (user({"type": "document"}), "messages[0].content[0].type must be text, image, tool_result"),
+    (user({"type": "document"}), "messages[0].content[0].source is required"),
+    (user({"type": "server_tool_use"}), "messages[0].content[0].type must be text, image, document"),
+    (user({"type": "document", "source": {}}), "messages[0].content[0].source.type must be text or content"),
+    (user(DOCUMENT | {"source": {"type": "base64", "media_type": "application/pdf", "data": "x"}}),
+     "messages[0].content[0].source.type must be text or content, got 'base64': no PDF, URL or file is read here"),
+    (user(DOCUMENT | {"source": {"type": "text", "data": 5}}), "messages[0].content[0].source.data must be a string"),
+    (user(DOCUMENT | {"source": {"type": "content", "content": [5]}}), "messages[0].content[0].source.content[0] must"),
+    (user(DOCUMENT | {"source": {"type": "content", "content": [IMAGE]}}),
+     "messages[0].content[0].source.content[0].type is 'image': this model takes no images"),
+    (user(DOCUMENT | {"title": 5}), "messages[0].content[0].title must be a string"),
+    (user(DOCUMENT | {"citations": {"enabled": True}}), "messages[0].content[0].citations are not supported"),
+    (user({"type": "search_result", "title": "t", "content": []}), "messages[0].content[0].source is required"),
     (user(USE), "messages[0].content[0].type"), (user(THOUGHT), "messages[0].content[0].type"),
     (user({"type": "tool_addition", "tool": {}}), "messages[0].content[0].type"),
     (user({"type": "tool_result", "content": "x"}), "messages[0].content[0].tool_use_id is required"),
@@ -330,6 +367,7 @@ CONVERSATIONS_REFUSED: list[tuple[dict[str, Any], str]] = [  # of both routes
 ]  # fmt: skip
 GENERATION_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"), ({"max_tokens": 0}, "max_tokens must be at least 1"),
+    ({"max_tokens": -1}, "max_tokens must be at least 1, got -1"),
     ({"max_tokens": "9"}, "max_tokens"), ({"temperature": 3}, "temperature must be from 0 to 2"),
     ({"top_p": 0}, "top_p"),
     ({"top_k": -2}, "top_k"), ({"stop_sequences": "x"}, "stop_sequences"), ({"stop_sequences": [""]}, "stop_sequences"),

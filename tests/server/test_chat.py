@@ -149,6 +149,8 @@ def test_special_tokens_are_added_on_request_only(requested: bool | None, monkey
 def test_max_completion_tokens_is_max_tokens() -> None:
     assert params(max_completion_tokens=3).max_tokens == 3
     assert params().max_tokens is None
+    assert params(max_tokens=-1).max_tokens is None and params(max_completion_tokens=-1).max_tokens is None
+    assert refusal(max_tokens=-2)[:2] == (400, "max_tokens")
     assert refusal(max_completion_tokens=0)[:2] == (400, "max_completion_tokens")
     assert refusal(max_tokens=0)[:2] == (400, "max_tokens")
     assert refusal(max_tokens=1, max_completion_tokens=2)[:2] == (400, "max_tokens")

@@ -70,6 +70,8 @@ def test_sixteen_tokens_are_the_default() -> None:
     s = site()
     assert ask(s)["usage"]["completion_tokens"] == 16
     assert ask(s, max_tokens=None)["usage"]["completion_tokens"] == 510
+    for name in ("max_tokens", "max_completion_tokens"):  # what Open WebUI and LM Studio send
+        assert ask(s, **{name: -1})["usage"]["completion_tokens"] == 510
 
 
 @pytest.mark.parametrize(("body", "width"), [(0, 0), (2, 2), (True, 1)])
@@ -249,7 +251,7 @@ def test_max_completion_tokens_is_max_tokens() -> None:
     scored = ask(site(), "abc", max_completion_tokens=0, echo=True, logprobs=1)
     assert scored["usage"]["completion_tokens"] == 0 and scored["choices"][0]["text"] == "abc"
     assert refusal(max_completion_tokens=0) == (400, "max_completion_tokens")
-    assert refusal(max_completion_tokens=-1) == (400, "max_completion_tokens")
+    assert refusal(max_completion_tokens=-2) == (400, "max_completion_tokens")
     assert refusal(max_tokens=1, max_completion_tokens=2) == (400, "max_tokens")
 
 
@@ -317,7 +319,7 @@ def test_a_refused_prompt_refuses_all_prompts_of_the_request() -> None:
         ({"suffix": "x"}, "suffix"), ({"best_of": 2}, "best_of"), ({"logprobs": 21}, "logprobs"),
         ({"logprobs": -2}, "logprobs"), ({"logprobs": 1.5}, "logprobs"), ({"prompt_embeds": "x"}, "prompt_embeds"),
         ({"echo": True, "logprobs": 1, "prompt_logprobs_start": 1}, "prompt_logprobs_start"),
-        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"), ({"max_completion_tokens": -2}, "max_completion_tokens"),
         ({"response_format": {"type": "xml"}}, "response_format.type"), ({"echo": "yes"}, "echo"),
     ],
 )  # fmt: skip

@@ -11,15 +11,16 @@ from typing import Any
 
 from tokserve.errors import LONGEST_SHOWN, invalid
 from tokserve.image_parts import UnreadImage, anthropic_block
+from tokserve.server.anthropic import documents
 from tokserve.server.anthropic.tool_list import ToolList
 
 ROLES = ("user", "assistant", "system")
 BLOCKS = {  # that a turn of each role may have
-    "user": ("text", "image", "tool_result"),
+    "user": ("text", "image", "document", "search_result", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text", "tool_addition", "tool_removal"),
 }
-RESULT_BLOCKS = ("text", "image", "tool_reference")
+RESULT_BLOCKS = ("text", "image", "document", "search_result", "tool_reference")
 # The first block of Claude Code's system prompt, or its first line.  It differs in every request, so that no prefix
 # would be found in the cache.
 BILLING_HEADER = "x-anthropic-billing-header"
@@ -110,10 +111,10 @@ class TurnMessages:
     def _user(self, field: str, blocks: list[tuple[str, dict[str, Any]]]) -> None:
         parts: list[Part | UnreadImage] = []
         for path, block in blocks:
-            if block["type"] in ("text", "image"):
-                parts.append(_part(path, block))
-            else:
+            if block["type"] == "tool_result":
                 self._append(path, self._result(path, block))
+            else:
+                parts += _parts(path, block)
         if parts or not blocks:
             self._turn("user", field)["content"] += parts
 
@@ -132,11 +133,11 @@ class TurnMessages:
         for i, inner in enumerate(content):
             at = f"{path}.content[{i}]"
             _check_kind(at, inner, RESULT_BLOCKS, "in results of tools")
-            if inner["type"] in ("text", "image"):
-                parts.append(_part(at, inner))
-            else:
+            if inner["type"] == "tool_reference":
                 self._tools.show(f"{at}.tool_name", inner.get("tool_name"))
                 parts.append({"type": "text", "text": f"The tool {inner['tool_name']} is loaded."})
+            else:
+                parts += _parts(at, inner)
         return message | {"content": parts}
 
     def _assistant(self, field: str, blocks: list[tuple[str, dict[str, Any]]]) -> None:
@@ -209,8 +210,15 @@ def _text(path: str, block: dict[str, Any]) -> Part:
     return {"type": "text", "text": _string(path, block, "text")}
 
 
-def _part(path: str, block: dict[str, Any]) -> Part | UnreadImage:
-    return _text(path, block) if block["type"] == "text" else UnreadImage(path, block, anthropic_block)
+def _parts(path: str, block: dict[str, Any]) -> list[Part | UnreadImage]:
+    """What a block adds to the content of its turn."""
+    match block["type"]:
+        case "text":
+            return [_text(path, block)]
+        case "image":
+            return [UnreadImage(path, block, anthropic_block)]
+        case _:
+            return documents.parts_of(path, block)
 
 
 def _without_billing(parts: list[Part]) -> list[Part]:

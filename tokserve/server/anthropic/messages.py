@@ -124,6 +124,8 @@ def _as_chat(serving: Serving, request_body: CountTokensBody) -> ChatRequest:
         "continue_final_message": conversation.is_to_be_continued or None,
     }  # fmt: skip
     if isinstance(request_body, MessagesBody):
+        if request_body.max_tokens < 1:  # chat has a number for no limit
+            raise invalid("max_tokens", f"must be at least 1, got {request_body.max_tokens}")
         fields |= {"stop": request_body.stop_sequences}
         fields |= {"return_sampling_mask": False} if serving.config.model.return_sampling_mask else {}
     tools.check(fields["tools"], fields["tool_choice"])

@@ -45,6 +45,7 @@ WITHIN = re.compile(r"^(chat|completion)_request\.")
 Body = TypeVar("Body", bound="RequestBody")
 MAX_NAMES = {"logit_bias": 1 << 18}  # entries of an object at the top of a body
 OTHER_MAX_NAMES = 1 << 12
+NO_LIMIT = -1  # of tokens, as some clients say it
 MAX_PARTS = 4096  # of a prediction: pydantic makes all of them in one call, which holds the interpreter's lock
 
 
@@ -355,10 +356,10 @@ def output_limit(body: TextBody, default: int | None = None) -> tuple[int | None
     """The most output tokens, and the name of the field that says so.  `default`: if neither field is there."""
     limit, name = body.max_completion_tokens, "max_completion_tokens"
     if limit is None:
-        return (body.max_tokens if "max_tokens" in body.model_fields_set else default), "max_tokens"
-    if body.max_tokens not in (None, limit):
+        limit, name = (body.max_tokens if "max_tokens" in body.model_fields_set else default), "max_tokens"
+    elif body.max_tokens not in (None, limit):
         raise RequestError(f"max_tokens and {name} differ; send one of them", field="max_tokens")
-    return limit, name
+    return (None if limit == NO_LIMIT else limit), name
 
 
 def count(value: bool | int | None) -> int | None:
