@@ -82,7 +82,7 @@ NOT_A_SUBJECT = re.compile(r"(?:Of|As|By|In|From|And|Or|To|With|Without|For|At|O
 # packages that still speak the old dialect
 PENDING: tuple[str, ...] = ()
 # class names that several of these files use
-DUPLICATES: set[str] = set()
+DUPLICATES = {"PoolingParams", "SamplingParams"}  # what is sent, and the same as vLLM's callers write it
 
 
 def _name(path: Path) -> str:

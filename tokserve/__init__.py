@@ -8,31 +8,50 @@ from tokserve.rl.version import __version__
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
     "BeamSearchParams",
+    "CompletionOutput",
     "Config",
+    "EngineArgs",
     "LoRARequest",
+    "PoolingParams",
+    "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputs",
+    "StructuredOutputsParams",
     "__version__",
 ]
 
 if TYPE_CHECKING:
+    from tokserve.client.adapters import LoRARequest
     from tokserve.client.async_llm import AsyncLLM
     from tokserve.client.beam_search import BeamSearchParams
-    from tokserve.client.inputs import LoRARequest
+    from tokserve.client.engine_args import AsyncEngineArgs, EngineArgs
     from tokserve.client.llm import LLM
+    from tokserve.client.pooling_params import PoolingParams
+    from tokserve.client.results import CompletionOutput, RequestOutput
+    from tokserve.client.sampling_params import RequestOutputKind, SamplingParams
     from tokserve.config import Config
-    from tokserve.params import SamplingParams, StructuredOutputs
+    from tokserve.params import StructuredOutputs
+    from tokserve.params import StructuredOutputs as StructuredOutputsParams
 
 _HOMES = {
     "LLM": "tokserve.client.llm",
+    "AsyncEngineArgs": "tokserve.client.engine_args",
     "AsyncLLM": "tokserve.client.async_llm",
     "BeamSearchParams": "tokserve.client.beam_search",
-    "LoRARequest": "tokserve.client.inputs",
-    "SamplingParams": "tokserve.params",
-    "StructuredOutputs": "tokserve.params",
+    "CompletionOutput": "tokserve.client.results",
     "Config": "tokserve.config",
+    "EngineArgs": "tokserve.client.engine_args",
+    "LoRARequest": "tokserve.client.adapters",
+    "PoolingParams": "tokserve.client.pooling_params",
+    "RequestOutput": "tokserve.client.results",
+    "RequestOutputKind": "tokserve.client.sampling_params",
+    "SamplingParams": "tokserve.client.sampling_params",
+    "StructuredOutputs": "tokserve.params",
+    "StructuredOutputsParams": "tokserve.params:StructuredOutputs",  # vLLM's name
 }
 
 
@@ -41,4 +60,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'tokserve' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    module, _, attribute = _HOMES[name].partition(":")
+    return getattr(import_module(module), attribute or name)

@@ -21,9 +21,10 @@ def sendable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-class RequestError(Exception):
+class RequestError(ValueError):
     """A request cannot be served.  `field` is the JSON path of the offending value, if there is one.  `has_final_path`:
-    the path is one of the body that the client sent, even where a route makes another body of it."""
+    the path is one of the body that the client sent, even where a route makes another body of it.  A ValueError, as
+    vLLM's errors of this kind are."""
 
     status = 400
     type = "invalid_request_error"

@@ -60,7 +60,9 @@ def config(model: str | Path = "none", **options: Any) -> Config:
         cache=CacheConfig(block_size=4),
         scheduler=SchedulerConfig(scheduling_policy=options.pop("policy", "priority")),
         runtime=RuntimeConfig(start_timeout=options.pop("start_timeout", 20.0), **options.pop("runtime", {})),
-        server=ServerConfig(tokens_only=options.pop("tokens_only", False)),
+        server=ServerConfig(
+            tokens_only=options.pop("tokens_only", False), chat_template=options.pop("chat_template", None)
+        ),
         parallel=ParallelConfig(data_parallel_size=options.pop("engines", 1)),
     )
 

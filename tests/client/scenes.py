@@ -1,15 +1,20 @@
-"""An `AsyncLLM` that has joined a fake engine."""
+"""Clients of a fake engine: an `AsyncLLM` that has joined one, and an `LLM` that has started one."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.client.fake_engine import FakeEngine, Script, config
+from tokserve.client import launch
 from tokserve.client.async_llm import AsyncLLM
+from tokserve.client.llm import LLM
 
 
 @asynccontextmanager
@@ -32,3 +37,11 @@ async def waited(engine: FakeEngine, kind: type[Any], count: int = 1) -> list[An
 async def settled(llm: AsyncLLM) -> None:
     """Everything the engine has said so far is taken."""
     await llm.call("ping")
+
+
+def make(model: Path, mode: str = "serve", **options: Any) -> LLM:
+    """An LLM whose engine is the fake one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "COMMAND", (sys.executable, "-m", "tests.client.fake_process", mode))
+        patch.setattr("tokserve.client.async_llm.resolve", lambda _: config(model, **options))
+        return LLM(str(model))

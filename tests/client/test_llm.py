@@ -22,10 +22,11 @@ import torch
 from safetensors.torch import load
 
 from tests.client.fake_engine import config, logprobs_for
+from tests.client.scenes import make
 from tests.text.checkpoints import write_chatml
 from tokserve.admin import COMMANDS
 from tokserve.client import launch
-from tokserve.client.inputs import LoRARequest
+from tokserve.client.adapters import LoRARequest
 from tokserve.client.llm import LLM
 from tokserve.client.results import Logprob, PromptLogprobs, TokenLogprobs
 from tokserve.errors import Conflict, EngineDead, RequestError, StartError
@@ -41,14 +42,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "config.json").write_text("{}")
     (directory / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 7}')
     return directory
-
-
-def make(model: Path, mode: str = "serve", **options: Any) -> LLM:
-    """An LLM whose engine is the fake one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "COMMAND", (sys.executable, "-m", "tests.client.fake_process", mode))
-        patch.setattr("tokserve.client.async_llm.resolve", lambda _: config(model, **options))
-        return LLM(str(model))
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +106,6 @@ def test_conversations_are_enqueued_as_they_are_chatted(fake: LLM) -> None:
     outputs = fake.wait_for_completion(use_tqdm=False)
     assert [output.request_id for output in outputs] == ids
     assert [output.outputs for output in outputs] == [output.outputs for output in expected]
-    assert fake.get_tokenizer() is fake.tokenizer
     assert fake.get_default_sampling_params().temperature == 0.5  # of the generation_config.json
 
 
@@ -376,10 +368,12 @@ def test_adapters_with_a_path_are_loaded_unless_they_are_there(fake: LLM, monkey
     monkeypatch.setattr(fake._llm, "call", call)
     monkeypatch.setattr(fake._llm._engine, "status", Status(adapters=[LoadedAdapter("a", "/a", 1)]))
     requested = [LoRARequest("a", 1, "/a"), LoRARequest("b", 2, "/b"), "c", None, LoRARequest("b", 2, "/b")]
-    assert fake._adapters(requested, 5) == ["a", "b", "c", "", "b"]
+    assert fake._adapters(requested, 5) == requested
     assert loaded == ["b", "/b", None]
-    assert fake._adapters(LoRARequest("a", 1, "/other"), 2) == ["a", "a"] and loaded[3:] == ["a", "/other", None]
-    assert fake._adapters(LoRARequest("a", 1, "/a", load_inplace=True), 1) == ["a"] and len(loaded) == 9
+    fake._adapters(LoRARequest("a", 1, "/other"), 2)
+    assert loaded[3:] == ["a", "/other", None]
+    fake._adapters(LoRARequest("a", 1, "/a", load_inplace=True), 1)
+    assert len(loaded) == 9
     with pytest.raises(RequestError, match="2 prompts and 1 lora requests") as caught:
         fake.generate([[4], [5]], lora_request=["a"])
     assert caught.value.field == "lora_request"

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from tests.e2e.server import Served, Server
 from tests.threads import ServerThread
 from tests.tiny_models import tiny_config, write_checkpoint
-from tokserve import LLM
+from tokserve import LLM, PoolingParams
 from tokserve.errors import RequestError
 
 pytestmark = pytest.mark.usefixtures("engine_threads")
@@ -78,6 +78,15 @@ def check_dimensions(llm: LLM) -> None:
     for wrong, message in ((17, "one of 16, 32"), (0, "from 1 to")):
         with pytest.raises(RequestError, match=message):
             llm.embed(PROMPTS[:1], dimensions=wrong)
+    one_each = [PoolingParams(dimensions=16), PoolingParams(use_activation=False, task="embed")]
+    assert vectors(llm, PROMPTS[:1] * 2, pooling_params=one_each) == [cut, vector.tolist()]
+    pooled = llm.encode(PROMPTS[:1], PoolingParams(dimensions=16), pooling_task="embed")
+    assert pooled[0].outputs.data.tolist() == cut
+    tail = vectors(llm, [PROMPTS[0][-20:]])
+    assert vectors(llm, PROMPTS[:1], tokenization_kwargs={"truncate_prompt_tokens": 20}) == tail
+    assert vectors(llm, PROMPTS[:1], pooling_params=PoolingParams(truncate_prompt_tokens=20)) == tail
+    with pytest.raises(RequestError, match=r"pooling_params\.task must be embed, got 'classify'"):
+        llm.embed(PROMPTS[:1], pooling_params=PoolingParams(task="classify"))
 
 
 def test_the_openai_client_and_all_encodings(server: Served) -> None:

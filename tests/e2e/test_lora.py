@@ -104,3 +104,33 @@ def test_what_is_not_there_is_refused_and_nothing_is_served(llm: LLM, paths: dic
         llm.unload_lora_adapter("c")
     assert sorted(llm.list_loras()) == ["a", "b"]
     llm.call("check")
+
+
+def test_an_adapter_saved_again_in_its_directory_is_never_a_stale_one(
+    llm: LLM, base: Path, paths: dict[str, str], tmp_path: Path
+) -> None:
+    """rl-faults F4: a trainer saves to one directory, and counts the number up or does not."""
+    for name in set(llm.list_loras()):
+        llm.unload_lora_adapter(name)
+
+    def served(number: int, lora_path: Path | str, prompts: int = 1) -> list[list[int]]:
+        request = LoRARequest("p", number, lora_path)
+        outputs = llm.generate(PROMPTS[:prompts], PARAMS, use_tqdm=False, lora_request=request)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    first, second = served(1, paths["a"]), served(2, paths["b"])
+    assert first != second
+    directory = tmp_path / "p"
+    write_adapter(directory, base, rank=3, seed=0)  # as paths["a"]
+    assert served(3, directory) == first
+    write_adapter(directory, base, rank=7, seed=1)  # as paths["b"]
+    assert served(4, directory) == second
+    write_adapter(directory, base, rank=3, seed=0)
+    assert served(4, directory) == first
+    write_adapter(directory, base, rank=7, seed=1)
+    asked_once = llm.list_loras()
+    assert served(4, directory) == second and llm.list_loras() == asked_once == {"p": str(directory)}
+    both = [LoRARequest("p", 1, paths["a"]), LoRARequest("p", 2, paths["b"])]
+    with pytest.raises(RequestError, match="two adapters have the name 'p'"):
+        llm.generate(PROMPTS[:2], PARAMS, use_tqdm=False, lora_request=both)
+    assert served(1, paths["a"], 2)[:1] == first

@@ -1,7 +1,7 @@
 """The admin commands as methods: pausing, weights, adapters, sleep, worker calls.
 
-`admin` declares the commands, and the engine implements them (docs/rl.md): nothing here keeps state between two calls.
-Names are those of vLLM's AsyncLLM.
+`admin` declares the commands, and the engine implements them (docs/rl.md).  Nothing here keeps state between two calls
+but `AdapterLoads`.  Names are those of vLLM's AsyncLLM.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import cached_property
 from typing import Any
 
 from tokserve.admin import UpdateFromDirectory
-from tokserve.client.inputs import LoRARequest
+from tokserve.client.adapters import AdapterLoads, LoRARequest
 from tokserve.errors import Conflict, EngineDead, RequestError
 from tokserve.messages import Status
 from tokserve.prompt import pack_ids
@@ -256,13 +257,14 @@ class AdminMethods(ABC):
         """Unload an adapter; returns when its last request has ended.  Raises NotFound."""
         await self.call("unload_lora_adapter", lora_name=lora_name)
 
+    @cached_property
+    def adapter_loads(self) -> AdapterLoads:
+        """What `add_lora` has loaded."""
+        return AdapterLoads(self.load_lora_adapter, self.fresh_status)
+
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter unless it is loaded from that path already; returns whether it was loaded now."""
-        loaded = await self.list_loras()
-        if loaded.get(lora_request.lora_name) == str(lora_request.lora_path) and not lora_request.load_inplace:
-            return False
-        await self.load_lora_adapter(lora_request.lora_name, lora_request.lora_path)
-        return True
+        """Load an adapter unless it is loaded, with this number, from these files; returns whether it was loaded."""
+        return await self.adapter_loads.ensure(lora_request)
 
     async def list_loras(self) -> dict[str, str]:
         """The loaded adapters: name to path."""

@@ -11,22 +11,26 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 from tokserve import checkpoint
+from tokserve.client.adapters import AdapterChoice, LoRARequest, adapter_name
 from tokserve.client.admin import AdminMethods
 from tokserve.client.announcement import RequestAnnouncement
+from tokserve.client.engine_args import options_of
 from tokserve.client.engine_client import EngineClient
-from tokserve.client.inputs import GenerateRequest, Inputs, LoRARequest, adapter_name, bare_id, token_prompt, typed
+from tokserve.client.inputs import GenerateRequest, Inputs, bare_id, generation_defaults, token_prompt, typed
+from tokserve.client.model_view import ModelView, transformers_tokenizer
 from tokserve.client.outputs import ChoiceOutput, EngineReport, Ready, Status, StepStats
-from tokserve.client.prompts import Prompt, read
+from tokserve.client.prompts import Prompt, Tokenization, read, tokenization
 from tokserve.client.replicas import Replicas
 from tokserve.client.request_state import RequestState
 from tokserve.client.results import RequestOutput, follow
+from tokserve.client.sampling_params import RequestOutputKind, output_rules, sampling_of
 from tokserve.client.stream import Stream, collect
 from tokserve.client.weight_pushes import WeightPushes
 from tokserve.config import Config
@@ -37,12 +41,15 @@ from tokserve.params import PoolingParams, RequestOptions, SamplingParams
 from tokserve.prompt import TokenPrompt, unpack_ids
 from tokserve.resolve import resolve
 from tokserve.structs import prepare_structs
+from tokserve.text.chat import ChatTemplate
 from tokserve.text.tokenizer import Tokenizer
 from tokserve.vision import image_format
 
 __all__ = ["AsyncLLM", "ChoiceOutput", "GenerateRequest", "StepStats", "Stream", "collect"]
 
 logger = logging.getLogger(__name__)
+# arguments of vLLM's `generate` that change no output
+WITHOUT_EFFECT = ("kv_hints", "reasoning_ended", "reasoning_parser_kwargs", "session_id", "trace_headers")
 
 
 class AsyncLLM(AdminMethods):
@@ -56,6 +63,11 @@ class AsyncLLM(AdminMethods):
     def __init__(self, model: str = "demo", **options: Any) -> None:
         """Options are those of `Config.make`.  Raises StartError."""
         self._set_up(resolve(Config.make(model=model, **options)))
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any, **_: Any) -> Self:
+        """An engine with the options of an `EngineArgs`, or of a mapping; further arguments (vLLM's) have no effect."""
+        return cls(**options_of(engine_args))
 
     @classmethod
     def from_config(cls, config: Config, *, text: bool = True) -> Self:
@@ -74,6 +86,7 @@ class AsyncLLM(AdminMethods):
         self._pushes = WeightPushes(self)
         self._inputs: Inputs | None = None
         self._tokenizer: Tokenizer | None = None
+        self._transformers_tokenizer: Any = None
         self._tokenizer_lock = threading.Lock()
         self._images: ImageReader | None = None
         self._stopping: asyncio.Task[None] | None = None
@@ -166,6 +179,21 @@ class AsyncLLM(AdminMethods):
                     self._tokenizer = Tokenizer.load(checkpoint.locate(name, weights=False))
         return self._tokenizer
 
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer as a tokenizer of transformers; None with tokens_only.  Raises StartError."""
+        if self.tokenizer is None:
+            return None
+        if self._transformers_tokenizer is None:
+            override = self.config.server.chat_template
+            template = None if override is None else ChatTemplate(self.tokenizer, override)
+            self._transformers_tokenizer = transformers_tokenizer(self.config, template)
+        return self._transformers_tokenizer
+
+    @cached_property
+    def model_config(self) -> ModelView:
+        """The model under vLLM's names."""
+        return ModelView(self.config, self.ready, generation_defaults(self.config.model))
+
     @property
     def num_engines(self) -> int:
         return self.config.parallel.data_parallel_size
@@ -216,28 +244,39 @@ class AsyncLLM(AdminMethods):
     # --- requests ---
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None, *,
-        lora_request: LoRARequest | str | None = None, **options: Any,
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *,
+        prompt_text: str | None = None, lora_request: AdapterChoice = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None, **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
-        """A request's outputs as they grow, like vLLM's `generate`: each has all tokens so far, the last is `finished`.
+        """A request's outputs as they grow, like vLLM's `generate`: each has what `sampling_params.output_kind` says,
+        by default all tokens so far, and the last is `finished`.
 
         The request is sent when iteration begins, and aborted when it is left early.  Prompts are as in
-        `LLM.generate`, everything else as in `stream`.
+        `LLM.generate`, everything else as in `stream`, but a `LoRARequest` with a path is loaded if necessary.
         """
-        parsed, params = read(prompt, self.tokenizer), typed(SamplingParams, sampling_params)
+        how = tokenization(tokenization_kwargs)
+        given = generation_defaults(self.config.model) if sampling_params is None else sampling_params
+        rules, params, context = output_rules(given), sampling_of(given), self.ready.max_model_len - 1
+        parsed = how.shorten(read(prompt, self.tokenizer, how), context)
+        parsed = Tokenization(keep=rules.keep).shorten(parsed, context)
+        if isinstance(lora_request, LoRARequest) and lora_request.path:
+            await self.add_lora(lora_request)
+        options = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT}
         options["cache_salt"] = options.get("cache_salt") or parsed.cache_salt
         options.setdefault("draft_token_ids", parsed.draft_token_ids)
+        options.setdefault("stream", rules.kind is not RequestOutputKind.FINAL_ONLY)
         stream = self.stream(
             await self.with_images(parsed.ids, parsed.images), params, request_id=request_id,
-            text=self.tokenizer is not None, lora_request=lora_request, **options,
+            text=self.tokenizer is not None, lora_request=adapter_name(lora_request), **options,
         )  # fmt: skip
+        text = parsed.text if prompt_text is None else prompt_text
         async with stream:
-            async for output in follow(stream, parsed.text, params, self.tokenizer):
+            async for output in follow(stream, text, params, self.tokenizer, rules, lora_request):
                 yield output
 
     def stream(
         self, prompt_ids: Sequence[int] | bytes | TokenPrompt, params: SamplingParams | PoolingParams, *,
-        request_id: str | None = None, text: bool = False, lora_request: LoRARequest | str | None = None,
+        request_id: str | None = None, text: bool = False, lora_request: AdapterChoice = None,
         **options: Any,
     ) -> Stream:  # fmt: skip
         """Send a request.  Raises RequestError for what is wrong with it, Conflict for an id in use, EngineDead.
@@ -249,10 +288,13 @@ class AsyncLLM(AdminMethods):
         """
         values: dict[str, Any] = {"stream": True, "adapter": adapter_name(lora_request)}
         values |= {name: value for name, value in options.items() if value not in ("", None)}
+        if unknown := values.keys() - set(RequestOptions.__struct_fields__):
+            raise TypeError(f"a request has no option {min(unknown)!r}")
         request = GenerateRequest(
             request_id=secrets.token_hex(16) if request_id is None else request_id,
-            prompt=token_prompt(prompt_ids, self.ready.vocab_size), task=params, options=RequestOptions(**values),
-            text=text,
+            prompt=token_prompt(prompt_ids, self.ready.vocab_size),
+            task=sampling_of(params) if isinstance(params, SamplingParams) else params,
+            options=typed(RequestOptions, values), text=text,
         )  # fmt: skip
         return self.submit([self.prepare(request)])[0]
 

@@ -33,9 +33,10 @@ Spans = list[tuple[str, int, int]]
 RETRY_SECONDS = 0.1
 
 
-class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What to search for.  `logprobs`: alternatives of each token in the output; None: none and no logprobs.
-    `temperature` is taken and has no effect: scores are of the model's own distribution."""
+class BeamSearchParams(msgspec.Struct):
+    """What to search for; positional arguments have vLLM's order.  `logprobs`: alternatives of each token in the
+    output; None: none and no logprobs.  `temperature` and `watermarking` are taken and have no effect: scores are of
+    the model's own distribution.  Raises RequestError."""
 
     beam_width: int
     max_tokens: int = 16
@@ -43,18 +44,24 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
+    structured_outputs: None = None
     skip_special_tokens: bool = True
+    watermarking: bool | None = None
     allowed_token_ids: list[int] | None = None
     logprobs: int | None = None
 
-    def validate(self, ready: Ready, max_logprobs: int) -> None:
-        """Raises RequestError naming a field."""
+    def __post_init__(self) -> None:
         for name, least in (("beam_width", 1), ("max_tokens", 1)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise invalid(name, f"must be an integer of at least {least}, got {value!r}")
-        if not abs(self.length_penalty) <= 1e3:
+        if not isinstance(self.length_penalty, int | float) or not abs(self.length_penalty) <= 1e3:
             raise invalid("length_penalty", f"must be from -1000 to 1000, got {self.length_penalty!r}")
+        if self.structured_outputs is not None:
+            raise invalid("structured_outputs", "is not supported by beam search", code="unsupported")
+
+    def validate(self, ready: Ready, max_logprobs: int) -> None:
+        """Check what depends on the model.  Raises RequestError naming a field."""
         choices = ready.vocab_size if self.allowed_token_ids is None else len(set(self.allowed_token_ids))
         most = ready.vocab_size if max_logprobs == -1 else min(max_logprobs, ready.vocab_size)
         needed = self.alternatives(ready)

@@ -10,7 +10,6 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -37,22 +36,6 @@ RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 S = TypeVar("S", bound=msgspec.Struct)
 POOLS = "the model makes vectors here (--runner pooling), not tokens"
 NO_TOKENIZER = "this server has no tokenizer (--tokens-only)"
-
-
-@dataclass(frozen=True, slots=True)
-class LoRARequest:
-    """Which adapter a request is for, as in vLLM.  `lora_int_id` is ignored: adapters are identified by name.
-    `load_inplace`: load it again even if it is loaded."""
-
-    lora_name: str
-    lora_int_id: int = 0
-    lora_path: str = ""
-    load_inplace: bool = False
-
-
-def adapter_name(lora_request: LoRARequest | str | None) -> str:
-    """The name, "" for none."""
-    return lora_request.lora_name if isinstance(lora_request, LoRARequest) else lora_request or ""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -389,7 +372,7 @@ def _overrides(model: ModelConfig) -> dict[str, Any]:
 
 def typed(kind: type[S], value: Any) -> S:
     """`value`, a struct of this kind or its fields, with every field checked for its type and range."""
-    values = msgspec.structs.asdict(value) if isinstance(value, kind) else value
+    values = {name: getattr(value, name) for name in kind.__struct_fields__} if isinstance(value, kind) else value
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:

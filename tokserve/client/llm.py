@@ -10,55 +10,55 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent import futures
-from contextlib import AsyncExitStack, contextmanager
-from functools import cached_property, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from contextlib import AsyncExitStack
+from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from tokserve.client.admin import AdminMethods
+from tokserve.client import sampling_params as python_params
+from tokserve.client.adapters import AdapterChoice, LoRARequest, adapter_name, each_adapter
 from tokserve.client.async_llm import AsyncLLM, Stream
 from tokserve.client.beam_methods import BeamSearchOutput, search
 from tokserve.client.beam_search import BeamSearchParams
-from tokserve.client.images import with_urls
-from tokserve.client.inputs import LoRARequest, adapter_name, generation_defaults, typed
+from tokserve.client.blocking import BlockingControl
+from tokserve.client.conversations import Conversations, Messages, check_settings
+from tokserve.client.engine_args import options_of
+from tokserve.client.inputs import generation_defaults, typed
+from tokserve.client.model_view import ModelView
 from tokserve.client.outputs import ChoiceOutput, merge
 from tokserve.client.pooling import pooler_of
 from tokserve.client.pooling_methods import PoolingMethods
-from tokserve.client.prompts import ParsedPrompt, Prompt
+from tokserve.client.prompts import ParsedPrompt, Prompt, Tokenization, tokenization
 from tokserve.client.results import RequestOutput, ScoringRequestOutput, request_output
-from tokserve.errors import EngineDead, RequestError
-from tokserve.media.images import image_slots
+from tokserve.client.sampling_params import output_rules, sampling_of
+from tokserve.errors import EngineDead, RequestError, invalid
 from tokserve.messages import Ready, StepStats
 from tokserve.params import PoolingParams, SamplingParams
-from tokserve.text.chat import ChatTemplate
 from tokserve.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
-P = ParamSpec("P")
-Message = Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
-Adapters = LoRARequest | str | None | Sequence[LoRARequest | str | None]
-Started = tuple[Stream, str | None, SamplingParams]  # with the prompt, if it was text
+Adapters = AdapterChoice | Sequence[AdapterChoice]
+Priorities = int | Sequence[int] | None
+Progress = bool | Callable[..., Any]  # shown or not, or what makes the bar
 SIGNAL_SECONDS = 1.0  # a signal that does not end the main thread's wait is seen after so long
 
 
-def _blocking(command: Callable[Concatenate[AsyncLLM, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[LLM, P], T]:
-    """An admin command as a method of `LLM`."""
+class Started(NamedTuple):
+    """A request in flight: the prompt, if it was text, and what it was sent with."""
 
-    @wraps(command)
-    def call(self: LLM, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._wait(command(self._llm, *args, **kwargs))
+    stream: Stream
+    prompt: str | None
+    params: SamplingParams
+    adapter: AdapterChoice = None
 
-    return call
 
-
-class LLM(PoolingMethods):
+class LLM(PoolingMethods, BlockingControl):
     """An engine for scripts: `LLM("demo").generate("Hello")`.  Options are those of `Config.make`.
 
     Raises StartError if it cannot start, RequestError for a request that cannot be served, EngineDead.
@@ -69,6 +69,7 @@ class LLM(PoolingMethods):
         self._llm = AsyncLLM(model, **options)
         self._defaults = generation_defaults(self._llm.config.model)
         self._pooler = pooler_of(self._llm.config.model)
+        self._conversations = Conversations(self._llm)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="tokserve-llm", daemon=True)
         self._thread.start()
@@ -83,9 +84,15 @@ class LLM(PoolingMethods):
             if not started:
                 self.close()
 
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> Self:
+        """An engine with the options of an `EngineArgs`, or of a mapping."""
+        return cls(**options_of(engine_args))
+
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = True,
-        lora_request: Adapters = None,
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: Progress = True,
+        lora_request: Adapters = None, priority: Priorities = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None, mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:  # fmt: skip
         """Outputs in the order of the prompts: texts, lists of token ids, or mappings {"prompt": text} and
         {"prompt_token_ids": ids}, optionally with "cache_salt", "draft_token_ids" and "multi_modal_data":
@@ -94,30 +101,37 @@ class LLM(PoolingMethods):
         model recommends.  If a request is refused, none is served.
 
         `lora_request`: the adapter for all prompts, or one (or None) each; a `LoRARequest` with a path is loaded if
-        necessary, a name must be that of a loaded adapter.
+        necessary, a name must be that of a loaded adapter.  `priority`: for all, or one each.  `tokenization_kwargs`:
+        see `prompts.tokenization`.  `mm_processor_kwargs` is refused: it is an option of the engine.
         """
-        return self._generate(self._read(prompts), sampling_params, use_tqdm, lora_request)
+        parsed = self._read_for(prompts, tokenization_kwargs, mm_processor_kwargs)
+        return self._generate(parsed, sampling_params, use_tqdm, lora_request, priority)
 
     def enqueue(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, lora_request: Adapters = None
-    ) -> list[str]:
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, lora_request: Adapters = None,
+        priority: Priorities = None, use_tqdm: Progress = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None, mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:  # fmt: skip
         """Start requests and return their ids at once; `wait_for_completion` returns their outputs."""
-        return self._enqueue(self._read(prompts), sampling_params, lora_request)
+        parsed = self._read_for(prompts, tokenization_kwargs, mm_processor_kwargs)
+        return self._enqueue(parsed, sampling_params, lora_request, priority)
 
     def enqueue_chat(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None,
-        lora_request: Adapters = None, **options: Any,
+        self, messages: Messages, sampling_params: Params = None, lora_request: Adapters = None,
+        priority: Priorities = None, use_tqdm: Progress = True, **options: Any,
     ) -> list[str]:  # fmt: skip
         """Like `enqueue`, for what `chat` takes; `options`: those of `chat` that are about the template."""
-        return self._enqueue(self._conversations(messages, **options), sampling_params, lora_request)
+        return self._enqueue(self._rendered(messages, **options), sampling_params, lora_request, priority)
 
-    def _enqueue(self, parsed: Sequence[ParsedPrompt], sampling_params: Params, lora_request: Adapters) -> list[str]:
-        started = self._start(parsed, sampling_params, lora_request)
+    def _enqueue(
+        self, parsed: Sequence[ParsedPrompt], sampling_params: Params, lora_request: Adapters, priority: Priorities
+    ) -> list[str]:
+        started = self._start(parsed, sampling_params, lora_request, priority)
         self._queued += started
-        return [stream.request_id for stream, _, _ in started]
+        return [request.stream.request_id for request in started]
 
-    def wait_for_completion(self, use_tqdm: bool = True) -> list[RequestOutput]:
-        """The outputs of everything enqueued since the last call, in order."""
+    def wait_for_completion(self, output_type: Any = None, *, use_tqdm: Progress = True) -> list[RequestOutput]:
+        """The outputs of everything enqueued since the last call, in order; `output_type` (vLLM's) has no effect."""
         queued, self._queued = self._queued, []
         with _progress(len(queued), use_tqdm) as bar:
             return self._wait(_gather(queued, bar, self.tokenizer))
@@ -127,7 +141,7 @@ class LLM(PoolingMethods):
     ) -> list[ScoringRequestOutput] | list[NDArray[np.float32]]:
         """Score with whatever the model makes: a model that pools gives vLLM's `score`, of pairs 1:1, 1:N or N:N, the
         cosine of their embeddings, or what a classifier with one label makes of both; `options`: use_activation,
-        instruction.
+        instruction, pooling_params, tokenization_kwargs, chat_template.
 
         Of a model that generates, `score_tokens(data_1, data_2)`.  Raises RequestError.
         """
@@ -164,64 +178,65 @@ class LLM(PoolingMethods):
         return [np.empty(0, np.float32) if rows is None else rows.token_logprobs for rows in scores]
 
     def chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: Params = None,
-        use_tqdm: bool = True,
-        *,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        tools: Sequence[dict[str, Any]] | None = None,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        lora_request: Adapters = None,
-    ) -> list[RequestOutput]:
-        """Like `generate`, for a conversation or a list of conversations, rendered by the chat template.  Parts of a
-        content may be images: {"type": "image", "image": one as in `generate`}, or the forms of HTTP."""
-        parsed = self._conversations(
-            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-            tools=tools, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs,
-        )  # fmt: skip
-        return self._generate(parsed, sampling_params, use_tqdm, lora_request)
-
-    def _conversations(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], *, add_generation_prompt: bool | None = None,
+        self, messages: Messages, sampling_params: Params = None, use_tqdm: Progress = True,
+        lora_request: Adapters = None, priority: Priorities = None, chat_template: str | None = None,
+        chat_template_content_format: str = "auto", add_generation_prompt: bool | None = None,
         continue_final_message: bool = False, tools: Sequence[dict[str, Any]] | None = None,
-        chat_template: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None, mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:  # fmt: skip
+        """Like `generate`, for a conversation or a list of conversations, rendered by the chat template.  Parts of a
+        content may be images: {"type": "image", "image": one as in `generate`}, or the forms of HTTP.
+        `chat_template_content_format` has no effect: how contents are shown follows from the template."""
+        parsed = self._rendered(
+            messages, chat_template=chat_template, chat_template_content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, tools=tools,
+            chat_template_kwargs=chat_template_kwargs, tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )  # fmt: skip
+        return self._generate(parsed, sampling_params, use_tqdm, lora_request, priority)
+
+    def _rendered(
+        self, messages: Messages, *, chat_template: str | None = None, chat_template_content_format: str = "auto",
+        add_generation_prompt: bool | None = None, continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None, mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ParsedPrompt]:  # fmt: skip
-        several = isinstance(messages, Sequence) and messages and not isinstance(messages[0], Mapping)
-        conversations: list[Any] = list(messages) if several else [messages]
-        if not all(isinstance(one, Sequence) and not isinstance(one, str) for one in conversations):
-            raise RequestError("messages must be a list of messages, or a list of such lists", field="messages")
-        options = {
-            "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
-            "tools": tools, "template": chat_template, "kwargs": chat_template_kwargs,
-        }  # fmt: skip
-        return [self._rendered(conversation, options) for conversation in conversations]
+        how = tokenization(tokenization_kwargs)
+        parsed = self._conversations.prompts(
+            messages, how, content_format=chat_template_content_format, settings=mm_processor_kwargs,
+            add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+            tools=tools, template=chat_template, kwargs=chat_template_kwargs,
+        )  # fmt: skip
+        return self._shortened(parsed, how)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams,
-        lora_request: LoRARequest | str | None = None, use_tqdm: bool = False, concurrency_limit: int | None = None,
-        priority: int = 0,
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, lora_request: Adapters = None,
+        use_tqdm: Progress = False, concurrency_limit: int | None = None, priority: Priorities = None,
     ) -> list[BeamSearchOutput]:  # fmt: skip
         """The `params.beam_width` most probable outputs of each prompt that beam search finds, best first.
-        `concurrency_limit`: prompts searched at a time; default: all.  Raises RequestError."""
+        `concurrency_limit`: prompts searched at a time; default: all.  One adapter and one priority for all prompts.
+        Raises RequestError."""
         parsed = self._read(prompts)
         params = typed(BeamSearchParams, params)
         params.validate(self.ready, self.config.model.max_logprobs)
         if any(prompt.images for prompt in parsed):
             raise RequestError("beam search takes no images", field="prompts", code="unsupported")
-        adapters = self._adapters(lora_request, len(parsed))
+        adapters = [adapter_name(one) for one in self._adapters(lora_request, len(parsed))]
+        priorities = set(_priorities(priority, len(parsed)))
+        if len(priorities) > 1:
+            raise invalid("priority", "must be one for all prompts of a beam search", code="unsupported")
         limit = len(parsed) or 1 if concurrency_limit is None else concurrency_limit
         if type(limit) is not int or limit < 1:
             raise RequestError("concurrency_limit must be an integer of at least 1", field="concurrency_limit")
+        first = next(iter(priorities), 0)
         with _progress(len(parsed), use_tqdm) as bar:
-            return self._wait(search(self._llm, parsed, params, adapters, self.tokenizer, limit, bar.update, priority))
+            return self._wait(search(self._llm, parsed, params, adapters, self.tokenizer, limit, bar.update, first))
 
     def _pool(
-        self, parsed: Sequence[ParsedPrompt], task: PoolingParams, lora_request: Adapters, use_tqdm: bool
+        self, parsed: Sequence[ParsedPrompt], task: PoolingParams, lora_request: Adapters, use_tqdm: Progress
     ) -> list[tuple[ParsedPrompt, Stream, ChoiceOutput]]:
-        adapters = self._adapters(lora_request, len(parsed))
+        adapters = [adapter_name(one) for one in self._adapters(lora_request, len(parsed))]
         with _progress(len(parsed), use_tqdm) as bar:
             return self._wait(self._pooled(parsed, task, adapters, bar))
 
@@ -230,7 +245,7 @@ class LLM(PoolingMethods):
     ) -> list[tuple[ParsedPrompt, Stream, ChoiceOutput]]:
         """Each prompt with its stream and its only delta; all of them, or RequestError."""
         ended = []
-        streams = await self._open(parsed, [task] * len(parsed), adapters, text=False)
+        streams = await self._open(parsed, [task] * len(parsed), adapters, [0] * len(parsed), text=False)
         for prompt, stream in zip(parsed, streams, strict=True):
             delta = await anext(stream)
             if not delta.pooled:
@@ -239,13 +254,30 @@ class LLM(PoolingMethods):
             bar.update(1)
         return ended
 
+    # --- what it serves ---
+
     @property
     def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that prompts and outputs go through; None with tokens_only."""
         return self._llm.tokenizer
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer as a tokenizer of transformers; None with tokens_only."""
+        return self._llm.get_tokenizer()
 
     @property
     def config(self) -> Any:
         return self._llm.config
+
+    @property
+    def model_config(self) -> ModelView:
+        """The model under vLLM's names."""
+        return self._llm.model_config
+
+    @property
+    def llm_engine(self) -> Self:
+        """This object: what scripts call of vLLM's engine has the same name here."""
+        return self
 
     @property
     def ready(self) -> Ready:
@@ -257,59 +289,10 @@ class LLM(PoolingMethods):
         """The engine's latest gauges and counters."""
         return self._llm.stats
 
-    def call(self, method: str, **args: Any) -> Any:
-        """An admin command of the engine by name; `check` raises if the KV accounting is broken."""
-        return self._wait(self._llm.call(method, **args))
-
-    # --- control: AsyncLLM's methods of these names, blocking ---
-
-    pause_generation = _blocking(AdminMethods.pause_generation)
-    extend_pause = _blocking(AdminMethods.extend_pause)
-    resume_generation = _blocking(AdminMethods.resume_generation)
-    is_paused = _blocking(AdminMethods.is_paused)
-    sleep = _blocking(AdminMethods.sleep)
-    wake_up = _blocking(AdminMethods.wake_up)
-    is_sleeping = _blocking(AdminMethods.is_sleeping)
-    release_kv_cache_memory = _blocking(AdminMethods.release_kv_cache_memory)
-    reset_prefix_cache = _blocking(AdminMethods.reset_prefix_cache)
-    add_draft_corpus = _blocking(AdminMethods.add_draft_corpus)
-    remove_draft_corpus = _blocking(AdminMethods.remove_draft_corpus)
-    init_weight_transfer_engine = _blocking(AdminMethods.init_weight_transfer_engine)
-    shutdown_weight_transfer_engine = _blocking(AdminMethods.shutdown_weight_transfer_engine)
-    start_weight_update = _blocking(AdminMethods.start_weight_update)
-    update_weights = _blocking(AdminMethods.update_weights)
-    finish_weight_update = _blocking(AdminMethods.finish_weight_update)
-    abort_weight_update = _blocking(AdminMethods.abort_weight_update)
-    update_weight_version = _blocking(AdminMethods.update_weight_version)
-    get_weight_version = _blocking(AdminMethods.get_weight_version)
-    load_lora_adapter = _blocking(AdminMethods.load_lora_adapter)
-    unload_lora_adapter = _blocking(AdminMethods.unload_lora_adapter)
-    list_loras = _blocking(AdminMethods.list_loras)
-    start_profile = _blocking(AdminMethods.start_profile)
-    stop_profile = _blocking(AdminMethods.stop_profile)
-    collective_rpc = _blocking(AdminMethods.collective_rpc)
-    apply_model = _blocking(AdminMethods.apply_model)
-    load_weights = _blocking(AdminMethods.load_weights)
-    served_weights = _blocking(AdminMethods.served_weights)
-    push = _blocking(AsyncLLM.push)
-
-    @contextmanager
-    def paused(self, mode: str = "keep") -> Iterator[None]:
-        """Pause for the length of the block; resumes even if it raises."""
-        pause = self._llm.paused(mode)
-        self._wait(pause.__aenter__())
-        try:
-            yield
-        finally:
-            self._wait(pause.__aexit__(None, None, None))
-
-    def get_tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None with tokens_only."""
-        return self.tokenizer
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What is used where none are given: what the model recommends."""
-        return self._defaults
+    def get_default_sampling_params(self) -> python_params.SamplingParams:
+        """What is used where none are given: what the model recommends; a copy, which may be changed."""
+        defaults: python_params.SamplingParams = python_params.SamplingParams(**msgspec.structs.asdict(self._defaults))
+        return defaults
 
     def get_metrics(self) -> dict[str, int | list[int]]:
         """The engine's gauges and counters by name."""
@@ -317,54 +300,49 @@ class LLM(PoolingMethods):
 
     # --- inside ---
 
-    @cached_property
-    def _template(self) -> ChatTemplate:
-        if self.tokenizer is None:
-            raise RequestError("chat needs a tokenizer, and this LLM was made with tokens_only")
-        server = self._llm.config.server
-        return ChatTemplate(
-            self.tokenizer, server.chat_template, server.default_chat_template_kwargs,
-            special_tokens=server.special_tokens_in_content,
-        )  # fmt: skip
+    def _read_for(
+        self, prompts: Prompt | Sequence[Prompt], kwargs: Mapping[str, Any] | None, settings: Mapping[str, Any] | None
+    ) -> list[ParsedPrompt]:
+        check_settings(settings)
+        how = tokenization(kwargs)
+        return self._shortened(self._read(prompts, how), how)
 
-    def _rendered(self, conversation: Sequence[Message], options: Mapping[str, Any]) -> ParsedPrompt:
-        template, reader = self._template, self._llm.images
-        slots = None
-        if reader is not None:
-            slots = image_slots(reader.kind, lambda token: template.tokenizer.decode([token], False))
-            conversation = with_urls(conversation)
-        ids = template.render(conversation, images=slots, **options)
-        images = () if slots is None else tuple(slots.images)
-        return ParsedPrompt(ids, template.tokenizer.decode(ids, False), images=images)
+    def _shortened(self, parsed: list[ParsedPrompt], how: Tokenization) -> list[ParsedPrompt]:
+        return [how.shorten(prompt, self.ready.max_model_len - 1) for prompt in parsed]
 
     def _generate(
-        self, parsed: Sequence[ParsedPrompt], params: Params, use_tqdm: bool, lora_request: Adapters
-    ) -> list[RequestOutput]:
-        started = self._start(parsed, params, lora_request)
+        self, parsed: Sequence[ParsedPrompt], params: Params, use_tqdm: Progress, lora_request: Adapters,
+        priority: Priorities,
+    ) -> list[RequestOutput]:  # fmt: skip
+        started = self._start(parsed, params, lora_request, priority)
         with _progress(len(parsed), use_tqdm) as bar:
             return self._wait(_gather(started, bar, self.tokenizer))
 
-    def _start(self, parsed: Sequence[ParsedPrompt], params: Params, lora_request: Adapters) -> list[Started]:
-        chosen, adapters = self._params(params, len(parsed)), self._adapters(lora_request, len(parsed))
-        streams = self._wait(self._open(parsed, chosen, adapters))
-        return list(zip(streams, [prompt.text for prompt in parsed], chosen, strict=True))
+    def _start(
+        self, parsed: Sequence[ParsedPrompt], params: Params, lora_request: Adapters, priority: Priorities
+    ) -> list[Started]:
+        given = self._params(params, len(parsed))
+        sent = [sampling_of(value) for value in given]
+        keeps = [Tokenization(keep=output_rules(value).keep) for value in given]
+        context = self.ready.max_model_len - 1
+        prompts = [how.shorten(prompt, context) for how, prompt in zip(keeps, parsed, strict=True)]
+        priorities = _priorities(priority, len(parsed))
+        adapters = self._adapters(lora_request, len(parsed))
+        names = [adapter_name(one) for one in adapters]
+        streams = self._wait(self._open(prompts, sent, names, priorities))
+        return [Started(*one) for one in zip(streams, [p.text for p in parsed], sent, adapters, strict=True)]
 
-    def _adapters(self, lora_request: Adapters, count: int) -> list[str]:
-        """The adapters' names, "" for none; loads those with a path."""
-        one = lora_request is None or isinstance(lora_request, LoRARequest | str)
-        if not one and not isinstance(lora_request, Sequence):
-            raise RequestError("lora_request must be a LoRARequest, a name, or a list of these", field="lora_request")
-        requests: list[LoRARequest | str | None] = [lora_request] * count if one else list(lora_request)  # type: ignore
-        if len(requests) != count:
-            raise RequestError(f"there are {count} prompts and {len(requests)} lora requests", field="lora_request")
+    def _adapters(self, lora_request: Adapters, count: int) -> list[AdapterChoice]:
+        """One for each prompt; loads those with a path."""
+        requests = each_adapter(lora_request, count)
         for request in dict.fromkeys(requests):
-            if isinstance(request, LoRARequest) and request.lora_path:
+            if isinstance(request, LoRARequest) and request.path:
                 self._wait(self._llm.add_lora(request))
-        return [adapter_name(request) for request in requests]
+        return requests
 
-    def _params(self, params: Params, count: int) -> list[SamplingParams]:
+    def _params(self, params: Params, count: int) -> list[Any]:
         if params is None or isinstance(params, SamplingParams):
-            return [typed(SamplingParams, params or self._defaults)] * count
+            return [self._defaults if params is None else params] * count
         if not isinstance(params, Sequence):
             raise RequestError(
                 f"sampling_params must be SamplingParams, or a list with one for each prompt, got {params!r}",
@@ -372,23 +350,24 @@ class LLM(PoolingMethods):
             )
         if len(params) != count:
             raise RequestError(f"there are {count} prompts and {len(params)} sampling_params", field="sampling_params")
-        return [typed(SamplingParams, value) for value in params]
+        return list(params)
 
     async def _open(
         self, parsed: Sequence[ParsedPrompt], params: Sequence[SamplingParams | PoolingParams],
-        adapters: Sequence[str], text: bool = True,
+        adapters: Sequence[str], priorities: Sequence[int], text: bool = True,
     ) -> list[Stream]:  # fmt: skip
         """Start them all, or none."""
         text = text and self.tokenizer is not None
         async with AsyncExitStack() as stack:
             streams = []
-            for prompt, sampling, adapter in zip(parsed, params, adapters, strict=True):
+            for prompt, sampling, adapter, priority in zip(parsed, params, adapters, priorities, strict=True):
                 token_prompt = await self._llm.with_images(prompt.ids, prompt.images)
                 if prompt.second >= 0:
                     token_prompt = msgspec.structs.replace(token_prompt, second=prompt.second)
                 stream = self._llm.stream(
                     token_prompt, sampling, stream=False, text=text,
                     cache_salt=prompt.cache_salt, lora_request=adapter, draft_token_ids=prompt.draft_token_ids,
+                    priority=priority,
                 )  # fmt: skip
                 streams.append(await stack.enter_async_context(stream))
             stack.pop_all()
@@ -425,7 +404,22 @@ class LLM(PoolingMethods):
         self.close()
 
 
-def _progress(count: int, shown: bool) -> Any:
+def _priorities(priority: Priorities, count: int) -> list[int]:
+    """One for all, or one each.  Raises RequestError."""
+    if priority is None or not isinstance(priority, Sequence):
+        listed: list[Any] = [0 if priority is None else priority] * count
+    else:
+        listed = list(priority)
+    if len(listed) != count:
+        raise invalid("priority", f"must have one for each of {count} prompts, got {len(listed)}")
+    if not all(type(one) is int for one in listed):
+        raise invalid("priority", f"must be an integer, or a list of them, got {priority!r}")
+    return listed
+
+
+def _progress(count: int, shown: Progress) -> Any:
+    if callable(shown):
+        return shown(total=count, desc="requests", unit="req")
     return tqdm(total=count, disable=not shown, desc="requests", unit="req")
 
 
@@ -451,12 +445,15 @@ async def _gather(started: Sequence[Started], bar: Any, tokenizer: Tokenizer | N
     """All outputs; if one fails, the others are aborted."""
     async with AsyncExitStack() as stack:
         tasks = []
-        for stream, _, _ in started:
+        for stream, *_ in started:
             await stack.enter_async_context(stream)
             tasks.append(asyncio.ensure_future(_finish(stream, bar)))
             stack.callback(tasks[-1].cancel)
         results = await asyncio.gather(*tasks)
-    return [request_output(*request, done, tokenizer) for request, done in zip(started, results, strict=True)]
+    return [
+        request_output(request.stream, request.prompt, request.params, done, tokenizer, request.adapter)
+        for request, done in zip(started, results, strict=True)
+    ]
 
 
 async def _finish(stream: Stream, bar: Any) -> list[ChoiceOutput]:

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from tokserve import checkpoint, classifier, encoders
 from tokserve.classifier import Activation
+from tokserve.client.prompts import Side
 from tokserve.config import ModelConfig
 from tokserve.errors import RequestError, StartError, invalid
 from tokserve.params import PoolingParams
 
 Kind = Literal["last", "first", "mean"]
-Side = Literal["left", "right"]
 POOLING_TYPES: Mapping[str, Kind] = {"LAST": "last", "CLS": "first", "MEAN": "mean"}
 SENTENCE_TYPES: Mapping[str, Kind] = {
     "pooling_mode_lasttoken": "last", "pooling_mode_cls_token": "first", "pooling_mode_mean_tokens": "mean",

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.client.pairs import PairPrompts, Side, check_scores_pairs, counterparts, similarity
 from tokserve.client.pooling import TASKS, LabelRules, PoolingRules, VectorRules, rules_for
-from tokserve.client.prompts import ParsedPrompt, Prompt, as_list, read
+from tokserve.client.pooling_params import PoolingParams, each_pooling
+from tokserve.client.prompts import AS_USUAL, ParsedPrompt, Prompt, Tokenization, as_list, read, tokenization
 from tokserve.client.results import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -24,7 +25,7 @@ from tokserve.client.results import (
 from tokserve.client.stream import Stream
 from tokserve.errors import RequestError, invalid
 from tokserve.messages import Ready
-from tokserve.params import PoolingParams
+from tokserve.params import PoolingParams as PoolingTask
 from tokserve.text.tokenizer import Tokenizer
 
 R = TypeVar("R", bound=PooledRequestOutput[Any])
@@ -52,46 +53,50 @@ class PoolingMethods(ABC):
         """What the engine reported when it was ready."""
 
     @abstractmethod
-    def _pool(
-        self, parsed: Sequence[ParsedPrompt], task: PoolingParams, lora_request: Any, use_tqdm: bool
-    ) -> list[Ended]:
+    def _pool(self, parsed: Sequence[ParsedPrompt], task: PoolingTask, lora_request: Any, use_tqdm: Any) -> list[Ended]:
         """Each prompt with its stream and its only delta."""
 
     def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        dimensions: int | None = None,
-        normalize: bool | None = None,
-        use_tqdm: bool = True,
-        lora_request: Any = None,
-    ) -> list[EmbeddingRequestOutput]:
+        self, prompts: Prompt | Sequence[Prompt], *, pooling_params: Any = None, dimensions: int | None = None,
+        normalize: bool | None = None, use_tqdm: Any = True, lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[EmbeddingRequestOutput]:  # fmt: skip
         """A vector for each prompt, of a model with `runner="pooling"`, in the order of the prompts.
 
         `dimensions`: cut it to so many values, if the model is made for that.  `normalize`: to length 1; default: as
-        the model says.  Raises RequestError.
+        the model says.  `pooling_params`: a `PoolingParams` with these for all, or one each.  Raises RequestError.
         """
         rules = self._rules(VectorRules)
-        rules.check_dimensions(dimensions, self.ready.facts["hidden_size"])
-        ended = self._pool(self._read(prompts), rules.params, lora_request, use_tqdm)
-        vectors = [EmbeddingOutput(rules.finish(one[2].pooled, dimensions, normalize).tolist()) for one in ended]
+        per_prompt, ended = self._pooled_each(
+            prompts, rules, pooling_params, tokenization_kwargs, lora_request, use_tqdm,
+            dimensions=dimensions, normalize=normalize,
+        )  # fmt: skip
+        vectors = [
+            EmbeddingOutput(rules.finish(one[2].pooled, params.dimensions, params.activates).tolist())
+            for params, one in zip(per_prompt, ended, strict=True)
+        ]
         return _outputs(EmbeddingRequestOutput, ended, vectors)
 
     def classify(
-        self, prompts: Prompt | Sequence[Prompt], *, use_activation: bool | None = None, use_tqdm: bool = True,
-        lora_request: Any = None,
+        self, prompts: Prompt | Sequence[Prompt], *, pooling_params: Any = None, use_activation: bool | None = None,
+        use_tqdm: Any = True, lora_request: Any = None, tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:  # fmt: skip
         """Probabilities of a classifier's labels for each prompt; `use_activation` False: the logits.  Raises
         RequestError."""
         rules: Any = rules_for(self._rules(LabelRules), "classify", "model")
-        ended = self._pool(self._read(prompts), rules.params, lora_request, use_tqdm)
-        classes = [ClassificationOutput(rules.finish(one[2].pooled, use_activation).tolist()) for one in ended]
+        per_prompt, ended = self._pooled_each(
+            prompts, rules, pooling_params, tokenization_kwargs, lora_request, use_tqdm, use_activation=use_activation
+        )
+        classes = [
+            ClassificationOutput(rules.finish(one[2].pooled, params.activates).tolist())
+            for params, one in zip(per_prompt, ended, strict=True)
+        ]
         return _outputs(ClassificationRequestOutput, ended, classes)
 
     def encode(
-        self, prompts: Prompt | Sequence[Prompt], *, pooling_task: str | None = None,
-        use_activation: bool | None = None, use_tqdm: bool = True,
-        lora_request: Any = None,
+        self, prompts: Prompt | Sequence[Prompt], pooling_params: Any = None, *, pooling_task: str | None = None,
+        use_activation: bool | None = None, use_tqdm: Any = True, lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:  # fmt: skip
         """`pooling_task` "embed" or "classify": what `embed` or `classify` return, as arrays; "token_embed" or
         "token_classify": the same for each token, [tokens, values].  Raises RequestError."""
@@ -99,29 +104,73 @@ class PoolingMethods(ABC):
             raise invalid("pooling_task", f"must be one of {', '.join(TASKS)}, got {pooling_task!r}")
         kind = VectorRules if pooling_task.endswith("embed") else LabelRules
         rules = rules_for(self._rules(kind), pooling_task, "pooling_task")
-        ended = self._pool(self._read(prompts), rules.params, lora_request, use_tqdm)
+        per_prompt, ended = self._pooled_each(
+            prompts, rules, pooling_params, tokenization_kwargs, lora_request, use_tqdm, use_activation=use_activation
+        )
         if isinstance(rules, VectorRules):
             hidden = self.ready.facts["hidden_size"]
-            rows = [rules.finish(one[2].pooled, normalize=use_activation, hidden=hidden) for one in ended]
+            rows = [
+                rules.finish(one[2].pooled, params.dimensions, params.activates, hidden)
+                for params, one in zip(per_prompt, ended, strict=True)
+            ]
         else:
-            rows = [rules.finish(one[2].pooled, use_activation) for one in ended]
+            rows = [
+                rules.finish(one[2].pooled, params.activates) for params, one in zip(per_prompt, ended, strict=True)
+            ]
         return _outputs(PoolingRequestOutput, ended, map(PoolingOutput, rows))
+
+    def reward(self, prompts: Prompt | Sequence[Prompt], pooling_params: Any = None, **options: Any) -> list[
+        PoolingRequestOutput
+    ]:  # fmt: skip
+        """What a reward model says of each token: `encode` with the task "token_classify".  Raises RequestError."""
+        return self.encode(prompts, pooling_params, pooling_task="token_classify", **options)
+
+    def _pooled_each(
+        self, prompts: Prompt | Sequence[Prompt], rules: Any, pooling_params: Any,
+        kwargs: Mapping[str, Any] | None, lora_request: Any, use_tqdm: Any, **given: Any,
+    ) -> tuple[list[PoolingParams], list[Ended]]:  # fmt: skip
+        """What is to be made of each prompt's vector, and the vectors."""
+        how = tokenization(kwargs)
+        parsed = self._read(prompts, how)
+        per_prompt = each_pooling(pooling_params, len(parsed), **given)
+        for params in per_prompt:
+            if params.task not in (None, rules.task):
+                raise invalid("pooling_params.task", f"must be {rules.task}, got {params.task!r}")
+            if params.dimensions is not None and not isinstance(rules, VectorRules):
+                raise invalid("dimensions", "is for embeddings, and the model is a classifier", code="unsupported")
+            if isinstance(rules, VectorRules):
+                rules.check_dimensions(params.dimensions, self.ready.facts["hidden_size"])
+        short = [
+            Tokenization(keep=params.truncate_prompt_tokens).shorten(self._short(prompt, how, rules), self._context)
+            for params, prompt in zip(per_prompt, parsed, strict=True)
+        ]
+        return per_prompt, self._pool(short, rules.params, lora_request, use_tqdm)
+
+    @property
+    def _context(self) -> int:
+        return self.ready.max_model_len
+
+    def _short(self, prompt: ParsedPrompt, how: Tokenization, rules: Any) -> ParsedPrompt:
+        return how.shorten(prompt, self._context, rules.side)
 
     def _score_pairs(
         self, queries: Prompt | Sequence[Prompt], documents: Prompt | Sequence[Prompt], *,
-        use_activation: bool | None = None, instruction: str | None = None,
-        use_tqdm: bool = True, lora_request: Any = None,
+        use_activation: bool | None = None, instruction: str | None = None, pooling_params: Any = None,
+        use_tqdm: Any = True, lora_request: Any = None, chat_template: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ScoringRequestOutput]:  # fmt: skip
         """The similarity of each pair, or a cross-encoder's score."""
-        rules, prompts = (
-            self._pooler,
-            PairPrompts(self.tokenizer, self.config.server.chat_template, self.config.server.special_tokens_in_content),
-        )
+        rules = self._pooler
         assert rules is not None
+        server = self.config.server
+        template = chat_template or server.chat_template
+        prompts = PairPrompts(self.tokenizer, template, server.special_tokens_in_content)
+        how = tokenization(tokenization_kwargs)
+        use_activation = each_pooling(pooling_params, 1, use_activation=use_activation)[0].activates
         first, second = as_list(queries), as_list(documents)
         pairs = counterparts(len(first), len(second))
         if isinstance(rules, VectorRules):
-            parsed = [read(one, self.tokenizer) for one in (*first, *second)]
+            parsed = [self._short(read(one, self.tokenizer, how), how, rules) for one in (*first, *second)]
             ended = self._pool(parsed, rules.params, lora_request, use_tqdm)
             vectors = [rules.finish(delta.pooled) for _, _, delta in ended]
             return [
@@ -130,12 +179,12 @@ class PoolingMethods(ABC):
             ]
         check_scores_pairs(rules)
         joined_ids = [prompts.pair(_side(first[a]), _side(second[b]), instruction) for a, b in pairs]
-        joined = [ParsedPrompt(ids, second=start) for ids, start in joined_ids]
+        joined = [self._short(ParsedPrompt(ids, second=start), how, rules) for ids, start in joined_ids]
         ended = self._pool(joined, rules.params, lora_request, use_tqdm)
         return [_score(float(rules.finish(one[2].pooled, use_activation)[0]), one) for one in ended]
 
-    def _read(self, prompts: Prompt | Sequence[Prompt]) -> list[ParsedPrompt]:
-        return [read(prompt, self.tokenizer) for prompt in as_list(prompts)]
+    def _read(self, prompts: Prompt | Sequence[Prompt], how: Tokenization = AS_USUAL) -> list[ParsedPrompt]:
+        return [read(prompt, self.tokenizer, how) for prompt in as_list(prompts)]
 
     def _rules(self, kind: Any) -> Any:
         if self._pooler is None:

@@ -219,6 +219,7 @@ class RequestState:
         self.seed = seed
         self.choices = choices
         self.engine_requests = engine_requests
+        self.arrival = engine_requests[0].arrival if engine_requests else 0.0
         self.num_open = len(choices)
         self.admission: asyncio.Future[RequestError | None]
         self._awaiting_scores = [choice for choice in choices if choice.awaits_scores]

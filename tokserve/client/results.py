@@ -5,6 +5,7 @@ Logprobs stay columns, and become dictionaries only when indexed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar, overload
@@ -12,7 +13,9 @@ from typing import Any, Generic, NamedTuple, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from tokserve.client.adapters import LoRARequest
 from tokserve.client.outputs import ChoiceOutput, Logprobs, SamplingMasks, merge
+from tokserve.client.sampling_params import OutputRules, RequestOutputKind
 from tokserve.client.stream import Stream
 from tokserve.image_parts import Placeholder
 from tokserve.params import SamplingParams
@@ -156,10 +159,27 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class RequestMetrics:
+    """When a finished request was where, under vLLM's names: `arrival_time` of the system's clock, the others of the
+    monotonic clock, `first_token_latency` in seconds; 0.0 for what was not reached.  The first of several choices
+    counts, and of `last_token_ts` the last."""
+
+    arrival_time: float
+    queued_ts: float
+    scheduled_ts: float
+    first_token_ts: float
+    last_token_ts: float
+    first_token_latency: float
+    num_generation_tokens: int
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """A prompt and its choices.
 
-    `multi_modal_placeholders`: {"image": where the embeddings of each lie in `prompt_token_ids`}, or empty.
+    `multi_modal_placeholders`: {"image": where the embeddings of each lie in `prompt_token_ids`}, or empty.  `metrics`:
+    of a request that is finished.  `lora_request`: as it was given.  `encoder_prompt` and the like of vLLM's are None:
+    there are no such models here.
     """
 
     request_id: str
@@ -170,6 +190,8 @@ class RequestOutput:
     num_cached_tokens: int
     seed: int
     finished: bool = True
+    metrics: RequestMetrics | None = None
+    lora_request: LoRARequest | str | None = None
     multi_modal_placeholders: dict[str, list[Placeholder]] = field(default_factory=dict)
 
 
@@ -230,43 +252,71 @@ class ScoringRequestOutput(PooledRequestOutput[ScoringOutput]):
 
 
 def request_output(
-    stream: Stream, prompt: str | None, params: SamplingParams, done: list[ChoiceOutput], tokenizer: Tokenizer | None
-) -> RequestOutput:
+    stream: Stream, prompt: str | None, params: SamplingParams, done: list[ChoiceOutput], tokenizer: Tokenizer | None,
+    lora_request: LoRARequest | str | None = None,
+) -> RequestOutput:  # fmt: skip
     """The choices so far, or whole, in vLLM's shape."""
     texts = tokenizer.texts(final=True) if tokenizer and params.detokenize else None
-    named = len(params.logprob_token_ids or ())
     prompt_rows = next((c.prompt_logprobs for c in done if c.prompt_logprobs is not None), None)
     prompt_logprobs = None
     if prompt_rows is not None:
         prompt_logprobs = PromptLogprobs(stream.prompt_ids, prompt_rows, texts)
-    outputs = []
-    for c in done:
-        logprobs = None if c.logprobs is None else TokenLogprobs(c.token_ids, c.logprobs, named, texts)
-        total = None if logprobs is None else float(logprobs.token_logprobs.sum(dtype=np.float64))
-        output = CompletionOutput(
-            index=c.index, text=c.text or "", token_ids=c.token_ids, logprobs=logprobs, cumulative_logprob=total,
-            finish_reason=c.finish_reason, stop_reason=c.stop_reason, stop_detail=c.stop_detail,
-            message=c.message, weight_versions=c.weight_versions, routed_experts=c.routed_experts,
-            prompt_weight_versions=c.prompt_weight_versions,
-            sampling_mask_truncated=c.sampling_mask_truncated,
-        )  # fmt: skip
-        if c.sampling_masks is not None:
-            output.set_masks(c.sampling_masks)
-        outputs.append(output)
     cached = min((c.cached_tokens for c in done), default=0)  # all choices share one prompt
     finished = len(done) == stream.num_choices and all(c.finish_reason is not None for c in done)
     images = [Placeholder(*place) for place in stream.placeholders]
     return RequestOutput(
-        stream.request_id, prompt, stream.prompt_ids, outputs, prompt_logprobs, cached, stream.seed, finished,
+        stream.request_id, prompt, stream.prompt_ids, [_choice(c, params, texts) for c in done], prompt_logprobs,
+        cached, stream.seed, finished, _metrics(stream, done) if finished else None, lora_request,
         {"image": images} if images else {},
     )  # fmt: skip
 
 
+def _choice(c: ChoiceOutput, params: SamplingParams, texts: Mapping[int, str] | None) -> CompletionOutput:
+    named = len(params.logprob_token_ids or ())
+    logprobs = None if c.logprobs is None else TokenLogprobs(c.token_ids, c.logprobs, named, texts)
+    total = None if logprobs is None else float(logprobs.token_logprobs.sum(dtype=np.float64))
+    output = CompletionOutput(
+        index=c.index, text=c.text or "", token_ids=c.token_ids, logprobs=logprobs, cumulative_logprob=total,
+        finish_reason=c.finish_reason, stop_reason=c.stop_reason, stop_detail=c.stop_detail,
+        message=c.message, weight_versions=c.weight_versions, routed_experts=c.routed_experts,
+        prompt_weight_versions=c.prompt_weight_versions, sampling_mask_truncated=c.sampling_mask_truncated,
+    )  # fmt: skip
+    if c.sampling_masks is not None:
+        output.set_masks(c.sampling_masks)
+    return output
+
+
+def _metrics(stream: Stream, done: list[ChoiceOutput]) -> RequestMetrics:
+    at = stream.arrival
+    slots, firsts, ends = zip(*(c.times for c in done), strict=True)
+    slot, first = (min((value for value in values if value), default=0.0) for values in (slots, firsts))
+    return RequestMetrics(
+        arrival_time=time.time() - (time.monotonic() - at), queued_ts=at, scheduled_ts=at + slot if slot else 0.0,
+        first_token_ts=at + first if first else 0.0, last_token_ts=at + max(ends), first_token_latency=first,
+        num_generation_tokens=sum(len(c.token_ids) for c in done),
+    )  # fmt: skip
+
+
 async def follow(
-    stream: Stream, prompt: str | None, params: SamplingParams, tokenizer: Tokenizer | None
-) -> AsyncIterator[RequestOutput]:
-    """The whole request so far, for every new delta."""
-    parts: list[ChoiceOutput] = []
+    stream: Stream, prompt: str | None, params: SamplingParams, tokenizer: Tokenizer | None,
+    rules: OutputRules, lora_request: LoRARequest | str | None = None,
+) -> AsyncIterator[RequestOutput]:  # fmt: skip
+    """The request's outputs as `rules` says: all tokens so far or the new ones, at the end or every so many tokens, the
+    first and the last in any case."""
+    whole: list[ChoiceOutput] = []
+    new: list[ChoiceOutput] = []
+    is_first = True
     async for delta in stream:
-        parts = merge([*parts, delta])
-        yield request_output(stream, prompt, params, parts, tokenizer)
+        whole, new = merge([*whole, delta]), merge([*new, delta])
+        sent = request_output(stream, prompt, params, whole, tokenizer, lora_request)
+        if not sent.finished:
+            if rules.kind is RequestOutputKind.FINAL_ONLY:
+                continue
+            if not is_first and max(len(c.token_ids) for c in new) < rules.interval:
+                continue
+        if rules.kind is RequestOutputKind.DELTA:
+            part = request_output(stream, prompt, params, new, tokenizer, lora_request)
+            part.finished, part.metrics, part.num_cached_tokens = sent.finished, sent.metrics, sent.num_cached_tokens
+            sent = part
+        yield sent
+        new, is_first = [], False

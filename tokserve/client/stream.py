@@ -43,6 +43,7 @@ class Stream:
         self.seed = state.seed
         self.num_choices = len(state.choices)
         self.prompt_len = state.prompt_len
+        self.arrival = state.arrival  # seconds of the monotonic clock
         self.take = state.take  # bound here: a call less per delta
         self.listen = state.listen
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.client.pooling import Side
+from tokserve.client.prompts import Side, cut
 from tokserve.errors import RequestError, invalid
 from tokserve.server.http import body as bodies
 from tokserve.server.http.workers import off_loop
@@ -144,7 +144,7 @@ def _prompts(serving: Serving, body: CohereBody, texts: list[str]) -> list[list[
                 code="context_length_exceeded",
             )  # fmt: skip
         side: Side = "left" if body.truncate == "START" else "right"
-        prompts.append(inputs.cut(ids, limit, side, serving.tokenizer.frame)[0])
+        prompts.append(cut(ids, limit, side, serving.tokenizer.frame)[0])
     return prompts
 
 

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from starlette.requests import Request
 
-from tokserve.client.pooling import LabelRules, PoolingRules, Side, VectorRules
+from tokserve.client.pooling import LabelRules, PoolingRules, VectorRules
+from tokserve.client.prompts import Side, cut
 from tokserve.errors import Overloaded, RequestError, invalid
 from tokserve.params import PoolingParams
 from tokserve.server import compat
@@ -174,21 +175,6 @@ def truncated(
         return ids, second
     limit = context if limit == -1 else limit
     return cut(ids, limit, body.truncation_side or side, frame, second)
-
-
-def cut(
-    ids: list[int], limit: int, side: Side, frame: tuple[int, int] = (0, 0), second: int = -1
-) -> tuple[list[int], int]:
-    """Cut the ids to `limit`, at this side of the text; `frame`: special tokens before and after it, which stay; and
-    `second`, as in `TokenPrompt`, of what is left."""
-    excess = len(ids) - limit
-    if excess <= 0:
-        return ids, second
-    before, after = frame if sum(frame) < limit else (0, 0)
-    if side == "right":
-        last = len(ids) - after
-        return ids[: last - excess] + ids[last:], min(second, last - excess)
-    return ids[:before] + ids[before + excess :], second if second < 0 else max(before, second - excess)
 
 
 def check_reply(serving: Serving, size: int, field: str, advice: str) -> None:

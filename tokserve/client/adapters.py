@@ -1,0 +1,130 @@
+"""The adapter of a request in the Python API: `LoRARequest`, and which of them must be loaded before a request is sent.
+
+The engine knows adapters by name only.  A `LoRARequest` also has an id and a directory: with another id, another
+directory or new files it means other weights, and what was loaded under the name is loaded again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokserve.errors import RequestError
+from tokserve.messages import Status
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+FIELD = "lora_request"
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """Which adapter a request is for, as in vLLM: adapters are identified by name; another `lora_int_id` or `lora_path`
+    than before, or changed files, have it loaded again, and `load_inplace` in any case.  The other fields have no
+    effect: they follow from the files."""
+
+    lora_name: str
+    lora_int_id: int = 0
+    lora_path: str | os.PathLike[str] = ""
+    base_model_name: str | None = None
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.lora_name
+
+    @property
+    def adapter_id(self) -> int:
+        return self.lora_int_id
+
+    @property
+    def path(self) -> str:
+        return os.fspath(self.lora_path)
+
+
+AdapterChoice = LoRARequest | str | None
+
+
+def adapter_name(lora_request: AdapterChoice) -> str:
+    """The name, "" for none."""
+    return lora_request.lora_name if isinstance(lora_request, LoRARequest) else lora_request or ""
+
+
+def each_adapter(lora_request: AdapterChoice | Sequence[AdapterChoice], count: int) -> list[AdapterChoice]:
+    """One for all of `count` prompts, or one each.  Raises RequestError, also for two adapters under one name: only one
+    of them can be loaded."""
+    one = lora_request is None or isinstance(lora_request, LoRARequest | str)
+    listed: Any = [lora_request] * count if one else lora_request
+    if not isinstance(listed, Sequence) or not all(isinstance(entry, LoRARequest | str | None) for entry in listed):
+        raise RequestError("lora_request must be a LoRARequest, a name, or a list of these", field=FIELD)
+    if len(listed) != count:
+        raise RequestError(f"there are {count} prompts and {len(listed)} lora requests", field=FIELD)
+    with_path: dict[str, LoRARequest] = {}
+    for entry in listed:
+        if isinstance(entry, LoRARequest) and entry.path:
+            first = with_path.setdefault(entry.lora_name, entry)
+            if (first.path, first.lora_int_id) != (entry.path, entry.lora_int_id):
+                raise RequestError(
+                    f"lora_request: two adapters have the name {entry.lora_name!r}: number {first.lora_int_id} in "
+                    f"{first.path} and number {entry.lora_int_id} in {entry.path}; one name has one adapter at a time",
+                    field=FIELD,
+                )
+    return list(listed)
+
+
+class _Load(NamedTuple):
+    """What was loaded under a name: `stamp` is the state of its files then, None if they cannot be seen from here."""
+
+    path: str
+    number: int
+    stamp: Any
+    generation: int
+
+
+class AdapterLoads:
+    """What this client has loaded, by name.  `load` loads a directory under a name; `status` is the engine's state as
+    of now."""
+
+    def __init__(self, load: Callable[[str, str], Awaitable[Any]], status: Callable[[], Awaitable[Status]]) -> None:
+        self._load = load
+        self._status = status
+        self._loads: dict[str, _Load] = {}
+        self._lock = asyncio.Lock()
+
+    async def ensure(self, request: LoRARequest) -> bool:
+        """Load the adapter unless it is loaded as it is now; returns whether it was loaded.  Raises RequestError."""
+        async with self._lock:  # two requests for a new adapter load it once
+            stamp = _stamp(request.path)
+            if not request.load_inplace and self._is_loaded(request, stamp, await self._status()):
+                return False
+            await self._load(request.lora_name, request.path)
+            generations = _generations(await self._status())
+            generation = generations.get(request.lora_name, ("", 0))[1]
+            self._loads[request.lora_name] = _Load(request.path, request.lora_int_id, stamp, generation)
+            return True
+
+    def _is_loaded(self, request: LoRARequest, stamp: Any, status: Status) -> bool:
+        path, generation = _generations(status).get(request.lora_name, ("", 0))
+        if path != request.path:
+            return False
+        known = self._loads.get(request.lora_name)
+        if known is None or known.generation != generation:  # another client's load, of files that may have changed
+            return stamp is None
+        return (known.number, known.stamp) == (request.lora_int_id, stamp)
+
+
+def _generations(status: Status) -> dict[str, tuple[str, int]]:
+    return {adapter.name: (adapter.path, adapter.generation) for adapter in status.adapters}
+
+
+def _stamp(path: str) -> Any:
+    """The state of an adapter's files; None if there are none."""
+    try:
+        stats = [(Path(path) / name).stat() for name in FILES]
+    except (OSError, ValueError):
+        return None
+    return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
