@@ -46,9 +46,11 @@ def beyond(part: dict[str, Any]) -> list[Any]:
 def numbers(component: dict[str, Any]) -> list[tuple[str, Any]]:
     """(field, number that is refused) of a component."""
     parts = [(name, part) for name, field in component["properties"].items() for part in field.get("anyOf", [field])]
-    return [
+    inside = {(name, part["const"]) for name, part in parts if "const" in part}
+    cases = [
         (name, value) for name, part in parts if part.get("type") in ("integer", "number") for value in beyond(part)
     ]
+    return [case for case in cases if case not in inside]
 
 
 @pytest.mark.parametrize("route", PROMPTS)
@@ -66,6 +68,15 @@ def test_what_is_outside_a_limit_of_the_parameters_is_refused(server: Site, sche
     for name, value in cases:
         answer = server.post(GENERATE, PROMPTS[GENERATE] | {"sampling_params": {name: value}})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == f"sampling_params.{name}", answer.text
+
+
+def test_no_limit_of_the_output_is_inside(server: Site, schemas: dict[str, Any]) -> None:
+    fields = {"ChatBody": "max_tokens", "CompletionBody": "max_completion_tokens", "ResponsesBody": "max_output_tokens"}
+    for name, field in fields.items():
+        assert {"const": -1} in schemas[name]["properties"][field]["anyOf"]
+        route = next(path for path, body in BODIES.items() if body == name)
+        assert server.post(route, PROMPTS[route] | {field: -1}).status_code == 200
+    assert {"const": -1} not in schemas["MessagesBody"]["properties"]["max_tokens"].get("anyOf", [])
 
 
 def test_the_limits_themselves_are_inside() -> None:

@@ -67,9 +67,54 @@ def test_chat_with_meta_info() -> None:
     assert s.post("/v1/chat/completions", request | {"lora_path": "b"}).json()["model"] == "b"
 
 
-def test_detokenize_answers_with_sglangs_name_too() -> None:
-    body = {"tokens": [70, 71]}
-    assert sglang().post("/detokenize", body).json() == site().post("/detokenize", body).json() | {"text": "de"}
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+def test_texts_and_ids_one_or_a_list(prefix: str) -> None:
+    """peer-suites-3 A20."""
+    s = sglang()
+    one = good(s.post(f"{prefix}/tokenize", {"prompt": "ab"}))
+    assert one["tokens"] == ids("ab") and one["count"] == 2 and one["max_model_len"] == 512
+    several = good(s.post(f"{prefix}/tokenize", {"prompt": ["ab", "", "é"]}))
+    assert several["tokens"] == [ids("ab"), [], ids("é")] and several["count"] == [2, 0, 2]
+    assert good(s.post(f"{prefix}/tokenize", {"prompt": []}))["tokens"] == []
+    text = f"{prefix}/detokenize"
+    assert good(s.post(text, {"tokens": ids("ab")}))["text"] == "ab"
+    assert good(s.post(text, {"tokens": [[*ids("ab"), EOS], [], ids("é")]}))["text"] == ["ab", "", "é"]
+    assert good(s.post(text, {"tokens": []}))["text"] == ""
+    shown = good(s.post(text, {"tokens": [*ids("ab"), EOS], "skip_special_tokens": False}))
+    assert shown["text"] == shown["prompt"] == "ab<eos>"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "field"),
+    [
+        ("/tokenize", {"prompt": ["a", 5]}, "prompt[1]"), ("/tokenize", {"prompt": ["a"] * 4097}, "prompt"),
+        ("/tokenize", {"prompt": ["a"], "messages": []}, "messages"), ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": ["a"], "return_token_strs": True}, "return_token_strs"),
+        ("/detokenize", {"tokens": [[5], [VOCAB]]}, "tokens[1][0]"), ("/detokenize", {"tokens": [VOCAB]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [[5], 5]}, "tokens[1]"), ("/detokenize", {"tokens": [[]] * 4097}, "tokens"),
+    ],
+)  # fmt: skip
+def test_lists_that_cannot_be_read_name_the_entry(path: str, fields: dict[str, Any], field: str) -> None:
+    refused = sglang().post(path, fields)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, field), refused.text
+
+
+STOPS: list[tuple[dict[str, Any], Any]] = [
+    ({}, EOS), ({"stop": ["b"]}, "b"), ({"stop_token_ids": ids("b")}, ids("b")[0]), ({"max_tokens": 2}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize(("fields", "matched"), STOPS)
+def test_choices_say_what_they_ended_with(path: str, fields: dict[str, Any], matched: Any) -> None:
+    """peer-suites-3 A19."""
+    s = sglang(says("abc"))
+    body = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", "n": 2, **fields}
+    del body["prompt" if "chat" in path else "messages"]
+    assert [choice["matched_stop"] for choice in good(s.post(path, body))["choices"]] == [matched] * 2
+    ends = [c for event in s.events(path, body) for c in event["choices"] if c.get("finish_reason")]
+    assert [choice["matched_stop"] for choice in ends] == [matched] * 2
+    assert "matched_stop" not in site(says("abc")).post(path, body).text
 
 
 def test_a_reply_and_its_meta_info() -> None:

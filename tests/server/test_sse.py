@@ -1,6 +1,7 @@
 """Streams: deltas joined equal the whole, what the chunks carry, silence, errors on the way, clients that leave."""
 
 import asyncio
+import itertools
 import json
 import threading
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.server.byte_tokenizer import ids
-from tests.server.scripted_llm import columns, says
+from tests.server.scripted_llm import Script, columns, endless, says
 from tests.server.site import Caller, Site, parse_events, site
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.params import SamplingParams
@@ -73,6 +74,37 @@ def test_usage_of_streams() -> None:
     assert [e["usage"] for e in events[:-1]] == [None] * (len(events) - 1) and events[-1]["usage"]["total_tokens"] == 9
     events = s.events(GENERATE, BODY | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}})
     assert [e["usage"]["completion_tokens"] for e in events] == [1, 2, 3, 4, 5, 6, 6]
+
+
+STREAMED: list[tuple[str, Script, dict[str, Any]]] = [
+    (CHAT, endless, CHAT_BODY), (CHAT, says("abc"), CHAT_BODY), (CHAT, says("abc"), CHAT_BODY | {"logprobs": True}),
+    (CHAT, says("abc"), CHAT_BODY | {"return_token_ids": True}), (CHAT, says("abc"), CHAT_BODY | {"stop": "c"}),
+    (COMPLETIONS, endless, {"prompt": [5, 6, 8], "max_tokens": 6}),
+    (COMPLETIONS, says("abc"), {"prompt": "x", "max_tokens": 6}), (GENERATE, endless, BODY),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("route", "script", "body"), STREAMED)
+def test_continuous_usage_grows_with_every_choice_of_a_stream(route: str, script: Script, body: dict[str, Any]) -> None:
+    """peer-suites-3 A17: vLLM's tests read them so."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = site(script).events(route, body | {"stream_options": options})
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts[0] == (0 if route == CHAT else 1)
+    assert all(before < after for before, after in itertools.pairwise(counts[:-1])), counts
+    assert counts[-1] == counts[-2] and events[-1]["choices"] == []
+    full = site(script).post(route, body).json()
+    assert events[-1]["usage"] == full["usage"] and events[-2]["choices"][0]["finish_reason"]
+    if route == CHAT:
+        text = "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"])
+        assert text == full["choices"][0]["message"]["content"]
+
+
+def test_the_role_of_another_choice_counts_what_others_have() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = site().events(CHAT, CHAT_BODY | {"n": 2, "stream_options": options})
+    roles = [event["usage"]["completion_tokens"] for event in events if "role" in str(event["choices"])]
+    assert roles == [0, 1]
 
 
 def test_stream_headers() -> None:

@@ -76,8 +76,8 @@ class ReplyContext(Protocol):
     fingerprint: str | None  # of the server that generates; None: elsewhere
     kv_transfer_params: dict[str, Any] | None  # for a server that goes on with it
 
-    def usage(self) -> Usage:
-        """Tokens read and written."""
+    def usage(self, later_tokens: int = 0) -> Usage:
+        """Tokens read and written, without some of the last that were written."""
 
     def metrics(self) -> ReplyMetrics | UnsetType:
         """What the reply says about its drafts, if that was requested."""
@@ -185,14 +185,15 @@ class Generation:
         for observer in self._observers:
             observer.refused(error)
 
-    def usage(self) -> Usage:
-        """Tokens so far.  Of the choices of one prompt, the one with the fewest cached tokens counts."""
+    def usage(self, later_tokens: int = 0) -> Usage:
+        """Tokens so far, without the last `later_tokens` that were written.  Of the choices of one prompt, the one
+        with the fewest cached tokens counts."""
         prompt = sum(stream.prompt_len for stream in self.streams)
         cached = 0
         for first in range(0, self.num_choices, self.n):
             seen = [i for i in range(first, first + self.n) if i in self._lengths]
             cached += min((self._cached.get(i, 0) for i in seen), default=0)
-        output = self.completion_tokens
+        output = self.completion_tokens - later_tokens
         usage = Usage(prompt, output, prompt + output, PromptTokensDetails(cached))
         if self.prediction_len is not None:
             accepted = sum(min(one.predicted, self.prediction_len) for one in self._drafts)

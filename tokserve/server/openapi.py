@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from tokserve.server import descriptions
 from tokserve.server.endpoint import Content, Endpoint
 from tokserve.server.http import declared
 from tokserve.server.http.body import JSON, MAX_ID, MSGPACK
+from tokserve.server.openai.schemas import NO_LIMIT
 from tokserve.server.openai.tools import MAX_CALLS
 
 _REF = "#/components/schemas/{name}"
@@ -52,6 +54,8 @@ TURNS: JsonSchema = {"type": "array", "minItems": 1, "items": {
         "role": {"enum": ["user", "assistant", "system"]}, "content": {"anyOf": [{"type": "string"}, {
             "type": "array", "items": {"type": "object", "required": ["type"], "properties": {
                 "type": {"type": "string"}}}}]}}}}  # fmt: skip
+UNLIMITED = ("ChatBody", "SglangChatBody", "CompletionBody", "ResponsesBody")  # bodies that can ask for no limit
+OUTPUT_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 TAGS = [{"name": name, "description": text} for name, text in descriptions.TAGS]
 OBJECTS = ("kv_transfer_params",)
 EVENT: JsonSchema = {"type": "object", "description": "Each event: its data is JSON, or [DONE] at the end.",
@@ -170,6 +174,9 @@ def _components(endpoints: list[Endpoint], models: Sequence[str] | None) -> dict
         fields["prompt"] = PROMPT
         for name in ("max_tokens", "max_completion_tokens"):
             _branch(fields[name], "integer")["minimum"] = 0
+    for name, field in product(UNLIMITED, OUTPUT_LIMITS):
+        if field in components.get(name, {}).get("properties", {}):
+            components[name]["properties"][field]["anyOf"].append({"const": NO_LIMIT})
     return components
 
 

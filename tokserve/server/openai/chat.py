@@ -54,7 +54,7 @@ class Message(msgspec.Struct):
 
 class ChatChoice(MaskFields):
     """A choice of a whole answer.  Here and in the answer, ids and scores that were not requested are null.
-    `meta_info`, `prompt_token_ids`: in SGLang's dialect."""
+    `meta_info`, `prompt_token_ids`, `matched_stop`: in SGLang's dialect."""
 
     index: int
     message: Message
@@ -67,6 +67,7 @@ class ChatChoice(MaskFields):
     routed_experts: str | UnsetType = UNSET
     meta_info: dict[str, Any] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    matched_stop: int | str | list[int] | UnsetType | None = UNSET
 
 
 class ChatReply(msgspec.Struct):
@@ -107,6 +108,7 @@ class ChunkChoice(MaskFields):
     token_ids: list[int] | UnsetType = UNSET
     weight_versions: list[WeightVersion] | UnsetType = UNSET
     routed_experts: str | UnsetType = UNSET
+    matched_stop: int | str | list[int] | UnsetType | None = UNSET
 
 
 class ChatChunk(msgspec.Struct):
@@ -389,6 +391,7 @@ class ChatRenderer:
             reasoning = read.reasoning if self._shows_reasoning else None
             added = Delta(UNSET, read.content or UNSET, reasoning or UNSET, read.calls or UNSET)
         by_token = self._ids or self._has_masks or delta.logprobs
+        choice = None
         if added.content or added.reasoning or added.tool_calls or (delta.token_ids and by_token):
             choice = ChunkChoice(delta.index, added, self._logprobs(delta))
             if self._ids:
@@ -396,25 +399,36 @@ class ChatRenderer:
             if self._has_masks:
                 sampling_masks.add(choice, delta, "lists")
                 choice.sampling_mask_truncated = UNSET  # comes with the end
-            events += sse.event(encode_json(self._chunk(choice)))
+            if delta.finish_reason is None or not self._continuous:
+                events += sse.event(encode_json(self._chunk(choice)))
         if delta.finish_reason is not None:
-            detail = StopDetail(delta.stop_detail, delta.message)
-            reason = self._finish_reason(delta)
-            choice = ChunkChoice(delta.index, Delta(), None, reason, delta.stop_reason, detail)
-            if self._versions:
-                choice.weight_versions = versions(delta)
-            choice.routed_experts = routed_experts(delta)
-            if self._has_masks:
-                choice.sampling_mask_truncated = delta.sampling_mask_truncated
-            chunk = self._chunk(choice)
-            chunk.system_fingerprint = self.generation.fingerprint
-            if delta.kv_transfer is not None:
-                chunk.kv_transfer_params = delta.kv_transfer
-            events += sse.event(encode_json(chunk))
+            # with usage in each chunk, one has both the last tokens and the end: no two chunks count the same tokens
+            choice = choice if choice is not None and self._continuous else ChunkChoice(delta.index, Delta())
+            events += sse.event(encode_json(self._last_chunk(choice, delta)))
         return events
 
+    def _last_chunk(self, choice: ChunkChoice, delta: ChoiceOutput) -> ChatChunk:
+        """The chunk with a choice's end."""
+        self.end(choice, delta)
+        choice.stop_detail = StopDetail(delta.stop_detail, delta.message)
+        if self._versions:
+            choice.weight_versions = versions(delta)
+        choice.routed_experts = routed_experts(delta)
+        if self._has_masks:
+            choice.sampling_mask_truncated = delta.sampling_mask_truncated
+        chunk = self._chunk(choice)
+        chunk.system_fingerprint = self.generation.fingerprint
+        if delta.kv_transfer is not None:
+            chunk.kv_transfer_params = delta.kv_transfer
+        return chunk
+
+    def end(self, choice: ChunkChoice, delta: ChoiceOutput) -> None:
+        """Say in the chunk's choice why it ended, with its last `delta`."""
+        choice.finish_reason, choice.stop_reason = self._finish_reason(delta), delta.stop_reason
+
     def _role(self, delta: ChoiceOutput) -> bytes:
-        chunk = self._chunk(ChunkChoice(delta.index, Delta("assistant", "")))
+        """The first chunk of a choice: the delta's tokens come after it."""
+        chunk = self._chunk(ChunkChoice(delta.index, Delta("assistant", "")), later_tokens=len(delta.token_ids))
         if self._ids and not self._begun:
             chunk.prompt_token_ids = self.generation.prompt_ids()
         if self._scores_due and delta.prompt_logprobs:
@@ -423,10 +437,11 @@ class ChatRenderer:
         self._begun.add(delta.index)
         return sse.event(encode_json(chunk))
 
-    def _chunk(self, choice: ChunkChoice) -> ChatChunk:
+    def _chunk(self, choice: ChunkChoice, later_tokens: int = 0) -> ChatChunk:
+        """`later_tokens`: those of the output so far that come in later chunks."""
         chunk = ChatChunk(self._id, self._created, self._model, [choice])
         if self._usage:
-            chunk.usage = self.generation.usage() if self._continuous else None
+            chunk.usage = self.generation.usage(later_tokens) if self._continuous else None
         return chunk
 
     def tail(self) -> bytes:

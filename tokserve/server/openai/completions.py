@@ -46,7 +46,8 @@ MAX_CHOICES = 1 << 14  # of all prompts together: each is a request in the engin
 
 
 class CompletionChoice(MaskFields):
-    """A choice, or a delta of one.  In a whole reply, ids and scores that were not requested are null."""
+    """A choice, or a delta of one.  In a whole reply, ids and scores that were not requested are null.
+    `matched_stop`: in SGLang's dialect."""
 
     index: int
     text: str
@@ -59,6 +60,7 @@ class CompletionChoice(MaskFields):
     weight_versions: list[WeightVersion] | UnsetType = UNSET
     prompt_logprobs: Any = UNSET
     routed_experts: str | UnsetType = UNSET
+    matched_stop: int | str | list[int] | UnsetType | None = UNSET
 
 
 class CompletionReply(msgspec.Struct):
@@ -91,10 +93,15 @@ class CompletionCall(NamedTuple):
 
 async def completions(serving: Serving, request: Request) -> Response:
     """POST /v1/completions: text or ids in, text out"""
+    return await respond(serving, request)
+
+
+async def respond(serving: Serving, request: Request, renderer: type[CompletionRenderer] | None = None) -> Response:
+    """Read the body, generate, and answer with what `renderer` makes of it; None: this module's."""
     call = await read(serving, request)
     body = call.body
     generation = await serving.start(request, call.generate, call.ids, call.fields, beams=call.beams)
-    render = CompletionRenderer(serving, generation, body, call.params, call.prompts)
+    render = (renderer or CompletionRenderer)(serving, generation, body, call.params, call.prompts)
     if schemas.output_limit(body)[0] == 0:
         generation.adjust = drop_output
     return await sse.respond(generation, request, render, schemas.ignored_header(call.ignored))

@@ -121,8 +121,8 @@ class ExternalReply:
         self.prompts: list[list[int]] = []
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
 
-    def usage(self) -> Usage:
-        prompt_tokens, completion_tokens = self.prompt_tokens, self.completion_tokens
+    def usage(self, later_tokens: int = 0) -> Usage:
+        prompt_tokens, completion_tokens = self.prompt_tokens, self.completion_tokens - later_tokens
         return Usage(
             prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, PromptTokensDetails(self.cached_tokens)
         )

@@ -27,16 +27,21 @@ class TokenizeReply(msgspec.Struct):
     token_strs: list[str] | None = None
 
 
-class DetokenizeReply(msgspec.Struct, omit_defaults=True):
-    """The reply of /detokenize.  `text`: the same under SGLang's name, with --sglang-api."""
+class DetokenizeReply(msgspec.Struct):
+    """The reply of /detokenize."""
 
     prompt: str
-    text: str | None = None
 
 
 async def tokenize(serving: Serving, request: Request) -> Response:
     """POST /tokenize: the ids of a text or of a chat"""
-    request_body, ignored, size = await schemas.read(serving, request, TokenizeBody)
+    return await respond(serving, request, *await schemas.read(serving, request, TokenizeBody))
+
+
+async def respond(
+    serving: Serving, request: Request, request_body: TokenizeBody, ignored: list[str], size: int
+) -> Response:
+    """The ids that the body, which has `size` bytes, asks for."""
     given = None
     if request_body.messages is not None:
         if request_body.prompt is not None:
@@ -68,8 +73,7 @@ async def detokenize(serving: Serving, request: Request) -> Response:
 
     def work() -> Response:
         serving.check_ids(request_body.tokens, "tokens")
-        text = serving.tokenizer.decode(request_body.tokens, skip)
-        reply = DetokenizeReply(text, text if serving.config.server.sglang_api else None)
+        reply = DetokenizeReply(serving.tokenizer.decode(request_body.tokens, skip))
         return body.reply(request, reply, schemas.ignored_header(ignored))
 
     return await off_loop(request, size, work)

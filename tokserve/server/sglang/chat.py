@@ -12,7 +12,7 @@ from tokserve.server.openai import chat, schemas
 from tokserve.server.replies.reply_fields import last_version
 from tokserve.server.replies.reply_parts import DeferredParts
 from tokserve.server.serving import Serving
-from tokserve.server.sglang.reply import ChoiceDetails, ReplyForm
+from tokserve.server.sglang.reply import ChoiceDetails, ReplyForm, matched_stop
 
 
 class SglangChatBody(schemas.ChatBody):
@@ -49,6 +49,7 @@ class SglangChatRenderer(chat.ChatRenderer):
         reply = super().reply(completions, parts)
         for choice, completion in zip(reply.choices, completions, strict=True):
             choice.message.content = choice.message.content or ""
+            choice.matched_stop = matched_stop(completion)
             if body.return_prompt_token_ids:
                 choice.prompt_token_ids = generation.prompt_ids()
             if body.return_meta_info:
@@ -58,3 +59,7 @@ class SglangChatRenderer(chat.ChatRenderer):
                 version = last_version([completion]) or ""
                 choice.meta_info = details.details(generation.key, completion.times[2], version)
         return reply
+
+    def end(self, choice: chat.ChunkChoice, delta: ChoiceOutput) -> None:
+        super().end(choice, delta)
+        choice.matched_stop = matched_stop(delta)

@@ -189,7 +189,7 @@ class ChoiceDetails:
 
     def _finish_reason(self, end: ChoiceOutput, count: int) -> dict[str, Any]:
         if end.finish_reason == "stop":
-            return {"type": "stop", "matched": self._last_id if end.stop_detail == "eos" else end.stop_reason}
+            return {"type": "stop", "matched": matched_stop(end, self._last_id)}
         if end.finish_reason == "length":
             return {"type": "length", "length": count}
         failed = end.finish_reason == "error"
@@ -199,6 +199,14 @@ class ChoiceDetails:
             "status_code": ENDS_OF_ERRORS if failed else None,
             "err_type": "InternalServerError" if failed else None,
         }
+
+
+def matched_stop(end: ChoiceOutput, last_id: int | None = None) -> Any:
+    """What the output ended with: an id, a stop string, or None.  `last_id`: that of its last token, if `end` may not
+    have it."""
+    if end.stop_detail == "eos":
+        return end.token_ids[-1] if end.token_ids else last_id
+    return end.stop_reason
 
 
 class GenerateRenderer:

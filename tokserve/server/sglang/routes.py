@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from types import NoneType
 
-from tokserve.server.endpoint import BODY, COMMAND, EMPTY, ENGINE, OCTETS, POOLING, TEXT, Endpoint
+from tokserve.server.endpoint import BODY, COMMAND, EMPTY, ENGINE, OCTETS, POOLING, PROMPT, TEXT, Endpoint
 from tokserve.server.openai.chat import ChatReply
+from tokserve.server.openai.completions import CompletionReply
+from tokserve.server.openai.schemas import CompletionBody
+from tokserve.server.openai.tokenize import TokenizeReply
 from tokserve.server.pooling.classify import ClassifyReply
 from tokserve.server.pooling.embeddings import EmbeddingBody, EmbeddingReply
 from tokserve.server.reply_types import JsonObject
-from tokserve.server.sglang import chat, control, generate, introspection, pooling, reply, weights
+from tokserve.server.sglang import (
+    chat,
+    completions,
+    control,
+    generate,
+    introspection,
+    pooling,
+    reply,
+    tokenize,
+    weights,
+)
 from tokserve.server.sglang.replies import GENERATE, SGLANG
 
 POSTED = ("POST", "PUT")
@@ -22,6 +35,12 @@ ENDPOINTS = (
              reply=(reply.SglangReply, list[reply.SglangReply]), runner="generate", errors=GENERATE),
     Endpoint(("POST",), "/v1/chat/completions", chat.chat_completions, chat.SglangChatBody, text=True, reply=ChatReply,
              runner="generate"),
+    Endpoint(("POST",), "/v1/completions", completions.text_completions, CompletionBody, text=True,
+             reply=CompletionReply, runner="generate"),
+    *(Endpoint(("POST",), path, tokenize.tokenize_texts, tokenize.SglangTokenizeBody, text=True, raises=PROMPT,
+               reply=(TokenizeReply, tokenize.TokenizedTexts)) for path in ("/tokenize", "/v1/tokenize")),
+    *(Endpoint(("POST",), path, tokenize.detokenize, tokenize.SglangDetokenizeBody, text=True,
+               reply=tokenize.SglangText, raises=PROMPT) for path in ("/detokenize", "/v1/detokenize")),
     Endpoint(POSTED, "/classify", pooling.classify_route, pooling.SglangPoolingBody,
              reply=(ClassifyReply, *VECTORS), runner="pooling", raises=POOLING),
     Endpoint(POSTED, "/encode", pooling.encode, pooling.SglangPoolingBody, reply=VECTORS, runner="pooling",
