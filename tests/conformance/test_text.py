@@ -32,7 +32,7 @@ REFUSED = [
     ("model", 5), ("stream", "yes"), ("stream", 1), ("stream_options", 5), ("n", 0), ("n", True), ("n", 1.0),
     ("n", 10**9), ("temperature", "1"), ("temperature", True), ("temperature", 2.1), ("temperature", -1),
     ("top_p", 0), ("top_p", 2), ("top_k", 1.5), ("top_k", -2), ("min_p", 2), ("seed", 2**63), ("seed", 1.5),
-    ("presence_penalty", 3), ("frequency_penalty", -3), ("repetition_penalty", 0), ("max_tokens", -1),
+    ("presence_penalty", 3), ("frequency_penalty", -3), ("repetition_penalty", 0), ("max_tokens", -2),
     ("max_tokens", 10**12), ("max_tokens", 1.5), ("min_tokens", -1), ("min_tokens", 9), ("stop", 5), ("stop", ""),
     ("stop_token_ids", 5), ("ignore_eos", 1), ("logit_bias", []), ("logit_bias", {"x": 1}), ("logit_bias", {"-1": 1}),
     ("prompt_logprobs", 1.5), ("prompt_logprobs", -2), ("allowed_token_ids", []), ("bad_words", "x"),
