@@ -14,7 +14,6 @@ from tests.server.test_openapi import numbers
 from tests.text.tool_templates import HERMES, MISTRAL, OPENED, THINKER
 from tokserve.server.anthropic.bodies import CountTokensBody, MessagesBody
 from tokserve.text.chat import ChatTemplate
-from tokserve.text.system_turns import takes_later_system
 
 MESSAGES, COUNT, RENDER, CHAT = (
     "/v1/messages",
@@ -157,7 +156,7 @@ def test_system_messages_move_only_where_the_template_demands_it() -> None:
     ],
 )  # fmt: skip
 def test_where_a_template_takes_system_messages(template: str, stay: bool) -> None:
-    assert takes_later_system(ChatTemplate(TOKENIZER, template)) is stay
+    assert ChatTemplate(TOKENIZER, template).takes_later_system is stay
 
 
 def sent(s: Site, **fields: Any) -> dict[str, Any]:

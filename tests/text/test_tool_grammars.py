@@ -19,7 +19,8 @@ from tokserve.engine.structured_output.grammar import Compiler
 from tokserve.errors import RequestError
 from tokserve.params import StructuredOutputs
 from tokserve.text import tool_grammars
-from tokserve.text.parsing import OutputFormat, Parser
+from tokserve.text.output_format import OutputFormat
+from tokserve.text.parsing import Parser
 from tokserve.text.tokenizer import Tokenizer
 from tokserve.text.tool_formats import TOOL_FORMATS, named
 

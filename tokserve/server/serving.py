@@ -50,8 +50,7 @@ from tokserve.server.replies import reply_size
 from tokserve.server.sglang.state import SglangState
 from tokserve.text import tool_formats
 from tokserve.text.chat import ChatTemplate
-from tokserve.text.parsing import Thinking, ToolFormat
-from tokserve.text.system_turns import takes_later_system
+from tokserve.text.output_format import Thinking, ToolFormat
 from tokserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -181,7 +180,7 @@ class Serving:
     @cached_property
     def takes_later_system(self) -> bool:
         """Whether the chat template takes system messages between other turns."""
-        return takes_later_system(self.template)
+        return self.template.takes_later_system
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:

@@ -6,21 +6,23 @@ with a request).  Messages are plain dictionaries.  Every error names a field of
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tokserve.errors import RequestError, StartError, invalid
 from tokserve.image_parts import CHAT_KINDS, ImageSlots, UnreadImage, chat_part
+from tokserve.text import histories
+from tokserve.text.histories import REASONING_NAMES, Message, joined
 from tokserve.text.jinja import FAULTS, compiled, render, variables_of
 from tokserve.text.special_text import HiddenTexts, SpecialTexts, Treatment
 from tokserve.text.template_probes import (
     THOUGHT,
+    before_answer,
     samples_of,
+    takes_later_system,
     takes_objects,
     takes_parts,
     takes_thoughts,
@@ -28,14 +30,12 @@ from tokserve.text.template_probes import (
 )
 from tokserve.text.tokenizer import Tokenizer
 
-Message = Mapping[str, Any]
 TEXT_PARTS = {
     "text": "text",
     "input_text": "text",
     "output_text": "text",
     "refusal": "refusal",
 }  # kind of a part, and the name of its text
-REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 STRINGS = ("name", "tool_call_id", "refusal", *REASONING_NAMES)  # fields of a message; others are the template's affair
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 NO_TOOLS = (
@@ -122,9 +122,10 @@ class ChatTemplate:
         may show.  `must_show_tools` False: accept a template that does not show `tools`.  `images`: takes the images of
         the messages; None: they are refused.
 
-        For a template without the role `developer`, its messages become system messages; for one that does not iterate
-        over parts of a content, they are joined by newlines, and one that cannot render the arguments of calls as
-        objects gets them as text.  A message without content gets an empty one, unless the template treats an
+        For a template without the role `developer`, its messages and those of the system become one at the start, and
+        so do system messages in places where the template takes none; for one that does not iterate over parts of a
+        content, they are joined by newlines, and one that cannot render the arguments of calls as objects gets them as
+        text.  A message without content gets an empty one, unless the template treats an
         assistant's missing content differently.
         """
         rendered, hidden = self._render(messages, **options)
@@ -144,9 +145,10 @@ class ChatTemplate:
         images: ImageSlots | None = None,
     ) -> tuple[str, HiddenTexts | None]:
         """The conversation as text, and what is hidden in it."""
+        continue_final_message = histories.is_continued(messages) or continue_final_message
         if add_generation_prompt and continue_final_message:
             raise invalid("continue_final_message", "and add_generation_prompt exclude each other")
-        chat = [_plain_message(i, message, images) for i, message in enumerate(messages)]
+        chat = [_plain_message(i, one, images) for i, one in enumerate(histories.with_tool_calls(messages))]
         if not chat:
             raise invalid("messages", "must not be empty")
         if continue_final_message and chat[-1].get("content") is None:
@@ -163,8 +165,7 @@ class ChatTemplate:
         variables["add_generation_prompt"] = (
             not continue_final_message if add_generation_prompt is None else add_generation_prompt
         )
-        if not DEVELOPER.search(source):
-            chat = _developer_as_system(chat)
+        chat = self._with_system_in_place(chat, source)
         self._fit_messages(chat, source)
         mark = f"END{secrets.token_hex(16)} " if continue_final_message else ""
         if mark:
@@ -191,17 +192,44 @@ class ChatTemplate:
             if len(self._special_texts) > TEMPLATES_KEPT:
                 self._special_texts.clear()
             sources = self._templates.values() if template is None else (template,)
-            samples = samples_of(sources, tuple(self.tokenizer.special_tokens.items()))
+            samples = samples_of(sources, self._special_tokens)
             self._special_texts[template] = SpecialTexts(self.tokenizer, [*sources, *samples], THOUGHT_MARKERS)
         return self._special_texts[template]
 
+    def _with_system_in_place(self, chat: list[dict[str, Any]], source: str) -> list[dict[str, Any]]:
+        """Developer and system messages where the template takes them, or as one system message at the start."""
+        roles = ("system", "developer")
+        if not DEVELOPER.search(source) and any(message["role"] == "developer" for message in chat):
+            return histories.merged_at_start(chat, roles)
+        if histories.has_later(chat, "system") and not takes_later_system(source, self._special_tokens):
+            return histories.merged_at_start(chat, roles[:1])
+        return chat
+
+    @property
+    def takes_later_system(self) -> bool:
+        """Whether the template takes system messages between other turns; a server without a template takes none."""
+        return bool(self._templates) and takes_later_system(self._source(None, False), self._special_tokens)
+
+    def before_answer(self, template: str | None = None, with_tools: bool = False) -> str | None:
+        """What the template writes between a question and its answer; None: unknown.  `template` as in `text`."""
+        if template is None and not self._templates:
+            return None
+        try:
+            return before_answer(self._source(template, with_tools), self._special_tokens)
+        except RequestError:
+            return None
+
+    @property
+    def _special_tokens(self) -> tuple[tuple[str, str], ...]:
+        return tuple(self.tokenizer.special_tokens.items())
+
     def _fit_messages(self, chat: list[dict[str, Any]], source: str) -> None:
         """Contents that are absent or lists, reasoning and the arguments of calls, as the template takes them."""
-        special = tuple(self.tokenizer.special_tokens.items())
+        special = self._special_tokens
         for message in chat:
             calls = message.get("tool_calls")
             if calls and not takes_objects(source, special):
-                message["tool_calls"] = [_with_text(call) for call in calls]
+                message["tool_calls"] = [histories.with_text(call) for call in calls]
             if "content" not in message:
                 assistant = message["role"] == "assistant"
                 message |= without_content(source, bool(calls), special) if assistant else {"content": ""}
@@ -210,7 +238,7 @@ class ChatTemplate:
                 message["content"] = [{"type": THOUGHT, THOUGHT: thought}, *_in_parts(content)]
             elif isinstance(content, list) and IMAGE not in content:
                 in_parts = takes_parts(source, message["role"], special)
-                message["content"] = content if in_parts else _joined(content)
+                message["content"] = content if in_parts else joined(content)
 
     def knows(self, template: str) -> bool:
         return template in self._templates
@@ -251,10 +279,6 @@ def _in_parts(content: str | list[dict[str, str]] | None) -> list[dict[str, str]
     return content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
 
 
-def _joined(content: str | list[dict[str, str]]) -> str:
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
-
-
 def _plain_message(index: int, message: Message, images: ImageSlots | None = None) -> dict[str, Any]:
     """A copy as templates expect it: text or parts of text, images without URLs, no nulls (a null content is absent),
     tool arguments as objects, reasoning under the names that templates read."""
@@ -263,7 +287,7 @@ def _plain_message(index: int, message: Message, images: ImageSlots | None = Non
         raise invalid(field, "must be an object")
     if not isinstance(message.get("role"), str):
         raise invalid(f"{field}.role", "must be a string")
-    plain = {name: value for name, value in message.items() if value is not None}
+    plain = histories.without_empty(message)
     content = plain.get("content", "")
     if isinstance(content, list):
         _without_thoughts(f"{field}.content", plain)
@@ -271,12 +295,12 @@ def _plain_message(index: int, message: Message, images: ImageSlots | None = Non
         plain["content"] = parts or ""
     elif not isinstance(content, str):
         raise invalid(f"{field}.content", "must be a string or a list of parts")
-    _check_strings(field, plain, STRINGS)
+    histories.check_strings(field, plain, STRINGS)
     if "tool_calls" in plain:
         path, calls = f"{field}.tool_calls", plain["tool_calls"]
         if not isinstance(calls, list):
             raise invalid(path, "must be a list")
-        plain["tool_calls"] = [_tool_call(f"{path}[{index}]", call) for index, call in enumerate(calls)]
+        plain["tool_calls"] = [histories.tool_call(f"{path}[{index}]", call) for index, call in enumerate(calls)]
     if images is not None:
         images.check_text(field, plain)
     reasoning = next((plain[name] for name in REASONING_NAMES if name in plain), None)
@@ -308,12 +332,6 @@ def _thought(field: str, thought: Any) -> str:
     return thought
 
 
-def _check_strings(field: str, value: Mapping[str, Any], names: Iterable[str]) -> None:
-    for name in names:
-        if not isinstance(value.get(name), str | None):
-            raise invalid(f"{field}.{name}", "must be a string")
-
-
 def _plain_part(field: str, part: Any, role: str, images: ImageSlots | None) -> dict[str, str]:
     """A part of a content: its text, or an image, which `images` takes."""
     if isinstance(part, Mapping) and part.get("type") in CHAT_KINDS:
@@ -331,16 +349,6 @@ def _plain_part(field: str, part: Any, role: str, images: ImageSlots | None) -> 
     return dict(IMAGE)
 
 
-def _developer_as_system(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge developer and system messages into one system message at the start: most templates take no others."""
-    if all(message["role"] != "developer" for message in chat):
-        return chat
-    instructions = [message for message in chat if message["role"] in ("system", "developer")]
-    content = "\n\n".join(_joined(message["content"]) for message in instructions if message.get("content"))
-    rest = [message for message in chat if message["role"] not in ("system", "developer")]
-    return [{"role": "system", "content": content}, *rest]
-
-
 def part_text(field: str, part: Any, kinds: Iterable[str] = TEXT_PARTS) -> str:
     """The text of a part of a content.  Raises RequestError naming `field` or a path in it.  `kinds`: the types of
     parts that may be there, for the error of another one."""
@@ -356,38 +364,6 @@ def part_text(field: str, part: Any, kinds: Iterable[str] = TEXT_PARTS) -> str:
     if not isinstance(text, str):
         raise invalid(f"{field}.{TEXT_PARTS[kind]}", "must be a string")
     return text
-
-
-def _tool_call(field: str, call: Any) -> dict[str, Any]:
-    """A tool call; absent arguments are none, and text that is no JSON object stays as it is."""
-    if not isinstance(call, Mapping):
-        raise invalid(field, "must be an object")
-    _check_strings(field, call, ("id",))
-    if call.get("type") not in (None, "function"):
-        raise invalid(f"{field}.type", "must be 'function'")
-    function = call.get("function")
-    if not isinstance(function, Mapping):
-        raise invalid(f"{field}.function", "must be an object")
-    if not isinstance(function.get("name"), str):
-        raise invalid(f"{field}.function.name", "must be a string")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with suppress(ValueError):
-            parsed = json.loads(arguments or "{}")
-            arguments = parsed if isinstance(parsed, dict) else arguments
-    elif arguments is None:
-        arguments = {}
-    elif not isinstance(arguments, Mapping):
-        raise invalid(f"{field}.function.arguments", "must be JSON text or an object")
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _with_text(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call with its arguments as JSON text."""
-    function = call["function"]
-    arguments = function["arguments"]
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}
 
 
 def _checked_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

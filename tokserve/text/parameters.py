@@ -5,18 +5,31 @@ The parameter's schema says which types the text may have.
 
 from __future__ import annotations
 
+import ast
+import json
+import re
 from typing import Any
 
 import msgspec
 
+from tokserve.text.json_scanner import object_of
+
 AS_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write such values
 MAX_ALTERNATIVES = 256  # schemas of a parameter that are looked at
+MAX_LITERAL = 1 << 16  # characters of a list or object in Python's notation
+TYPE_OF_KEYWORDS = {  # a schema without a type that has one of these is written for values of this type
+    "properties": "object", "additionalProperties": "object", "patternProperties": "object", "required": "object",
+    "items": "array", "prefixItems": "array", "minItems": "array", "maxItems": "array", "uniqueItems": "array",
+    "minimum": "number", "maximum": "number", "exclusiveMinimum": "number", "exclusiveMaximum": "number",
+    "multipleOf": "number",
+}  # fmt: skip
+_WRONG_ESCAPE = re.compile(r"\\[^\\'\"abfnrtvx0-7NuU]")  # Python warns of it
 _NOT_ONLY_A_TYPE = {"anyOf", "oneOf", "allOf", "$ref", "enum", "const"}
 
 
 def is_text(schema: dict[str, Any]) -> bool:
     """Whether a parameter is a string, whatever its text is."""
-    return schema.get("type", "string") == "string" and not _NOT_ONLY_A_TYPE & schema.keys()
+    return (schema.get("type") or _implied_type(schema)) == "string" and not _NOT_ONLY_A_TYPE & schema.keys()
 
 
 def json_of(text: str, schema: dict[str, Any]) -> str:
@@ -27,15 +40,42 @@ def json_of(text: str, schema: dict[str, Any]) -> str:
     plain = text.strip()
     plain = plain.lower() if schema.get("type") == "boolean" else AS_PYTHON.get(plain, plain)
     try:
+        plain = _escaped(plain)
         value = msgspec.json.decode(plain)
     except (msgspec.DecodeError, RecursionError, UnicodeError):
-        return encoded(text)
+        value, plain = _python_literal(plain)
+        if value is None:
+            return encoded(text)
     types = _types(schema)
     return plain if types is None or not types.isdisjoint(_types_of(value)) else encoded(text)
 
 
 def encoded(text: str) -> str:
     return msgspec.json.encode(text).decode()
+
+
+def _escaped(text: str) -> str:
+    """The JSON of a text that is JSON but for raw control characters in its strings; another text as it is."""
+    begin = '{"":'
+    whole = object_of(f"{begin}{text}}}") if text[:1] in ("[", "{") else None
+    return text if whole is None else whole[len(begin) : -1]
+
+
+def _python_literal(text: str) -> tuple[list[Any] | dict[str, Any] | None, str]:
+    """A list or an object in Python's notation, and its JSON; None: the text is neither."""
+    if text[:1] not in ("[", "{") or len(text) > MAX_LITERAL or _WRONG_ESCAPE.search(text):
+        return None, text
+    try:
+        value = ast.literal_eval(text)
+        as_json = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        same = json.loads(as_json) == value and isinstance(value, list | dict)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None, text
+    return (value, as_json) if same else (None, text)
+
+
+def _implied_type(schema: dict[str, Any]) -> str:
+    return next((kind for keyword, kind in TYPE_OF_KEYWORDS.items() if keyword in schema), "string")
 
 
 def _types(schema: dict[str, Any]) -> set[str] | None:
@@ -56,6 +96,8 @@ def _types(schema: dict[str, Any]) -> set[str] | None:
             pending += alternatives
         elif isinstance(values, list) and ("enum" in one or "const" in one):
             types.update(name for value in values for name in _types_of(value))
+        elif not _NOT_ONLY_A_TYPE & one.keys() and (implied := _implied_type(one)) != "string":
+            types.add(implied)
         else:
             return None
     return types

@@ -1,6 +1,7 @@
 """How a chat template takes what templates differ in, found out by rendering samples.
 
-Contents in parts or as text, the absent content of an assistant's message, its reasoning, the arguments of calls.
+Contents in parts or as text, the absent content of an assistant's message, its reasoning, the arguments of calls,
+system messages between other turns; and what it writes before an answer.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ from tokserve.text.jinja import render
 THOUGHT = "thinking"  # the type of a part of a content, and the name of its text
 OBJECT = {"key": "value"}  # the arguments of a sample of a call
 CONTENTS: tuple[dict[str, str | None], ...] = ({"content": ""}, {"content": None}, {})
+SYSTEM_TURNS = ("system", "user", "system", "assistant", "user", "system")
+PROBE_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
 NULLS = ("None", "null")  # as a template may print one
 
 SpecialTokens = tuple[tuple[str, str], ...]
@@ -90,6 +96,39 @@ def without_content(source: str, calls: bool, special_tokens: SpecialTokens) -> 
         if text not in (None, usual) and all(text.count(null) <= usual.count(null) for null in NULLS):
             return content
     return CONTENTS[0]
+
+
+@lru_cache(maxsize=64)
+def before_answer(source: str, special_tokens: SpecialTokens) -> str | None:
+    """What a template writes between a question and its answer: the generation prompt, or, without one, what follows
+    the question; None if it cannot be told."""
+    question = "1st question"
+    nothing = {"tools": None, "documents": None}
+    variables = dict(special_tokens) | nothing | {"messages": [{"role": "user", "content": question}]}
+    try:
+        without, prompt = (render(source, variables | {"add_generation_prompt": g}, "messages") for g in (False, True))
+    except RequestError:
+        return None
+    added = prompt.removeprefix(without) if prompt.startswith(without) else ""
+    return added if added.strip() else prompt.rpartition(question)[2]
+
+
+@lru_cache(maxsize=64)
+def takes_later_system(source: str, special_tokens: SpecialTokens) -> bool:
+    """Whether system messages stay between other turns, with tools and without: many templates have a place for one at
+    the start, and refuse others, move them, or leave them out."""
+    return all(_in_order(source, special_tokens, tools) for tools in (None, [PROBE_TOOL]))
+
+
+def _in_order(source: str, special_tokens: SpecialTokens, tools: list[dict[str, Any]] | None) -> bool:
+    messages = [{"role": role, "content": f"turn<{index}>"} for index, role in enumerate(SYSTEM_TURNS)]
+    variables = dict(special_tokens) | {"messages": messages, "tools": tools, "documents": None}
+    try:
+        text = render(source, variables | {"add_generation_prompt": True}, "messages")
+    except RequestError:
+        return False
+    places = [text.find(message["content"]) for message in messages]
+    return -1 not in places and places == sorted(places)
 
 
 def _answer(source: str, special_tokens: SpecialTokens, content: Mapping[str, Any], arguments: Any) -> str | None:

@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from tokserve.errors import RequestError
-from tokserve.text.chat import ChatTemplate, Message
-from tokserve.text.parsing import OutputFormat, Parser, Thinking, ToolFormat
+from tokserve.text.chat import ChatTemplate
+from tokserve.text.histories import Message
+from tokserve.text.output_format import OutputFormat, Thinking, ToolFormat
+from tokserve.text.parsing import Parser
 
 F = TypeVar("F", ToolFormat, Thinking)
 
@@ -22,7 +24,7 @@ TOOL_FORMATS = (
     # <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>: Hermes, Qwen 2.5, Qwen 3
     ToolFormat("hermes", opens=("<tool_call>",), closes="</tool_call>"),
     # <tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>: Qwen 3 Coder
-    ToolFormat("qwen3_coder", opens=("<tool_call>",), closes="</tool_call>", body="xml"),
+    ToolFormat("qwen3_coder", opens=("<tool_call>",), closes="</tool_call>", body="xml", begins="<function="),
     # [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}], later [TOOL_CALLS]f[ARGS]{"a": 1}, of some versions
     # [TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}
     ToolFormat("mistral", opens=("[TOOL_CALLS]",), body="named", separator="[ARGS]", call_id="[CALL_ID]"),

@@ -17,7 +17,7 @@ from msgspec import UNSET
 
 from tokserve import jsonschema
 from tokserve.params import GRAMMAR_BYTES, WHITE, StructuredOutputs
-from tokserve.text.parsing import ToolFormat
+from tokserve.text.output_format import ToolFormat
 from tokserve.text.tokenizer import Tokenizer
 
 Functions = Mapping[str, dict[str, Any]]  # the JSON schemas of the arguments, by name

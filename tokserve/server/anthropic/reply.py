@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 from pydantic_core import from_json
 
 from tokserve.client.outputs import ChoiceOutput
@@ -26,7 +26,8 @@ from tokserve.server.replies.draft_metrics import ReplyMetrics
 from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, versions
 from tokserve.server.replies.reply_parts import DeferredParts
 from tokserve.server.serving import Serving
-from tokserve.text.parsing import OutputFormat, Parser
+from tokserve.text.output_format import OutputFormat
+from tokserve.text.parsing import Parser
 
 ID_PREFIX = "msg_"
 EXACT = ("eos", "stop_string", "max_tokens")  # stop details that a stop reason says completely
@@ -51,7 +52,7 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use", kw_only=Tru
 
     id: str
     name: str
-    input: dict[str, Any] = {}
+    input: dict[str, Any] | Raw = {}
 
 
 Block = TextBlock | ThinkingBlock | ToolUseBlock
@@ -105,8 +106,8 @@ class _OpenBlock:
                 case ToolUseBlock():
                     self._delta("input_json_delta", "partial_json", text)
 
-    def close(self) -> None:
-        """Complete the block."""
+    def close(self, *, complete: bool = True) -> None:
+        """Complete the block.  `complete`: so is the call that it has."""
         block, text = self._block, "".join(self._texts)
         match block:
             case TextBlock():
@@ -115,7 +116,7 @@ class _OpenBlock:
                 block.thinking, block.signature = text, hashlib.sha256(text.encode()).hexdigest()
                 self._delta("signature_delta", "signature", block.signature)
             case ToolUseBlock():
-                block.input = _arguments(text)
+                block.input = Raw(text.encode()) if complete else _arguments(text)
         self._emit("content_block_stop", {"index": self._index})
 
     def _delta(self, kind: str, name: str, text: str) -> None:
@@ -123,8 +124,7 @@ class _OpenBlock:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call.  Those of a call that was cut off are the complete ones, as in the stream helper of
-    Anthropic's SDK; none if the model has not written JSON."""
+    """The complete arguments of a call that was cut off, as in the stream helper of Anthropic's SDK."""
     try:
         value = from_json(text or "{}", allow_partial=True, allow_inf_nan=False)
     except ValueError:
@@ -133,18 +133,23 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 class OutputBlocks:
-    """The blocks of one answer.  The ids of calls are made from `key`, the id of the request."""
+    """The blocks of one answer, from a parser of whole calls.  The ids of calls are made from `call_key`.
 
-    def __init__(self, key: str, parser: Parser, emit: EmitEvent) -> None:
+    A block of a call can not be taken back, and clients run what it has: it comes when its input is complete.  Only
+    `max_tokens` makes an incomplete one, and the stop reason says so.
+    """
+
+    def __init__(self, call_key: str, parser: Parser, emit: EmitEvent) -> None:
         self.blocks: list[Block] = []
-        self._key = key
+        self._call_key = call_key
+        self._num_calls = 0
         self._parser = parser
         self._emit = emit
         self._open: _OpenBlock | None = None
 
-    def push(self, text: str, *, final: bool) -> None:
-        """Add a delta of the answer.  An empty answer is an empty text."""
-        for kind, segment in self._parser.push(text, final):
+    def push(self, text: str, *, final: bool, cut: bool = False) -> None:
+        """Add a delta of the answer.  An empty answer is an empty text.  `cut`: it ends here because it is too long."""
+        for kind, segment in self._parser.push(text, final, cut=cut):
             if kind == "call":
                 self._begin(kind, name=segment)
                 continue
@@ -153,15 +158,18 @@ class OutputBlocks:
                 open_block = self._begin(kind)
             open_block.add(segment)
         if final:
-            (self._open or self._begin("content")).close()
+            self._close(self._open or self._begin("content"))
+
+    def _close(self, open_block: _OpenBlock) -> None:
+        open_block.close(complete=open_block.kind != "call" or self._parser.is_whole[self._num_calls - 1])
 
     def _begin(self, kind: str, *, name: str = "") -> _OpenBlock:
         if self._open is not None:
-            self._open.close()
+            self._close(self._open)
         block: Block
         if kind == "call":
-            count = sum(isinstance(block, ToolUseBlock) for block in self.blocks)
-            block = ToolUseBlock(id=tools.call_id(self._key, 0, count), name=name)
+            block = ToolUseBlock(id=tools.call_id(self._call_key, 0, self._num_calls), name=name)
+            self._num_calls += 1
         elif kind == "reasoning":
             block = ThinkingBlock()
         else:
@@ -185,11 +193,9 @@ class MessagesRenderer:
         self._generation = generation
         self._model = serving.answers_as(call.body.model)
         self._with_ids = bool(call.body.return_token_ids)
-        plan, is_stream = call.plan, call.generate.options.stream
-        self._parser = Parser(
-            plan.output_format or OutputFormat(), inside=plan.starts_in_reasoning(serving.tokenizer, call.ids)
-        )
-        self._output = OutputBlocks(generation.key, self._parser, self._emit if is_stream else _ignore_event)
+        self._parser = Parser(call.plan.output_format or OutputFormat(), call.start, whole_calls=True)
+        emit = self._emit if call.generate.options.stream else _ignore_event
+        self._output = OutputBlocks(tools.call_key(generation), self._parser, emit)
         self._token_ids: list[int] = []
         self._last: ChoiceOutput | None = None
         self._events: list[bytes] = []
@@ -241,7 +247,7 @@ class MessagesRenderer:
         if self._with_ids:
             self._token_ids += c.token_ids
         is_last = c.finish_reason is not None
-        self._output.push(c.text or "", final=is_last)
+        self._output.push(c.text or "", final=is_last, cut=c.finish_reason == "length")
         if is_last:
             self._last = c
 
@@ -263,7 +269,7 @@ class MessagesRenderer:
             return "max_tokens", None
         if c.finish_reason != "stop":
             return None, None
-        if self._parser.complete:  # there are calls, and the last of them is complete
+        if self._parser.complete:
             return "tool_use", None
         return ("stop_sequence", c.stop_reason) if isinstance(c.stop_reason, str) else ("end_turn", None)
 

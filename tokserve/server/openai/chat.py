@@ -37,6 +37,7 @@ from tokserve.server.replies.reply_parts import DeferredParts
 from tokserve.server.replies.sampling_masks import MaskFields
 from tokserve.server.serving import FieldPaths, Serving
 from tokserve.server.tokens import images, structured
+from tokserve.text.output_format import AnswerStart
 
 ID_PREFIX = "chatcmpl-"
 THINKING = ("enable_thinking", "reasoning_effort")  # what templates of models that think read; a body's effort is both
@@ -147,6 +148,7 @@ class ChatCall(NamedTuple):
     prompt: TokenPrompt
     fields: FieldPaths
     plan: ToolPlan
+    start: AnswerStart
     beams: BeamSearchParams | None
 
     @property
@@ -161,7 +163,7 @@ async def respond(
     """Generate, and answer with what `renderer` makes of it; None: chat's own."""
     generation = await serving.start(request, call.generate, [call.prompt], call.fields, beams=call.beams)
     render = (renderer or ChatRenderer)(
-        serving, generation, call.body, call.params, reader_of(serving, call.plan, generation.key, call.ids)
+        serving, generation, call.body, call.params, reader_of(call.plan, generation, call.start)
     )
     return await sse.respond(generation, request, render, schemas.ignored_header(call.ignored))
 
@@ -205,10 +207,13 @@ async def call_of(
             if serving.config.server.strict:
                 raise RequestError(f"{field}: nothing of this prompt depends on it", field=field)
             ignored.append(field)
+    start = AnswerStart()
+    if plan.output_format is not None and plan.output_format.thinking is not None:
+        start = await off_loop(request, size, lambda: answer_start(serving, body, plan, unpack_ids(prompt.ids)))
     others = {"logprobs": "top_logprobs", "extra_args": "vllm_xargs"}
     others["max_tokens"], others["beam_width"] = schemas.output_limit(body)[1], "n"
     fields = _fields(plan.source, source, **others)
-    return ChatCall(body, ignored, params, generate, prompt, fields, plan, beam_params(body, params))
+    return ChatCall(body, ignored, params, generate, prompt, fields, plan, start, beam_params(body, params))
 
 
 def _template_fields(body: ChatBody) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -245,8 +250,7 @@ def rendered(
     if body.messages is None:
         raise RequestError("messages is required", field="messages")
     serving.check_messages(body.messages, "messages")
-    is_trusted = body.chat_template is None or serving.template.knows(body.chat_template)
-    if not is_trusted and not serving.config.server.trust_request_chat_template:
+    if body.chat_template is not None and not _may_render(serving, body.chat_template):
         raise RequestError(
             "chat_template: templates from requests are refused (see --trust-request-chat-template)",
             field="chat_template", code="untrusted_template",
@@ -262,6 +266,11 @@ def rendered(
         )  # fmt: skip
     except RecursionError:  # JSON text inside a message: the arguments of a tool call
         raise RequestError("messages are nested too deeply", field="messages") from None
+
+
+def _may_render(serving: Serving, template: str) -> bool:
+    """Whether a template of a body may be used: it names one of the model's, or the server trusts its clients'."""
+    return serving.template.knows(template) or serving.config.server.trust_request_chat_template
 
 
 def tool_plan(serving: Serving, body: ChatBody) -> ToolPlan:
@@ -286,11 +295,19 @@ def _shape(serving: Serving, body: ChatBody) -> ResponseFormat | None:
     return shape
 
 
-def reader_of(serving: Serving, plan: ToolPlan, key: str, prompt: Sequence[int]) -> OutputParser | None:
-    """Who reads the answers, if they are more than content."""
+def answer_start(serving: Serving, body: ChatBody, plan: ToolPlan, prompt: Sequence[int]) -> AnswerStart:
+    """Where the answers to a prompt begin."""
+    template = body.chat_template
+    if template is not None and not _may_render(serving, template):
+        template = None
+    return plan.answer_start(serving.tokenizer, prompt, serving.template.before_answer(template, bool(body.tools)))
+
+
+def reader_of(plan: ToolPlan, reply: ReplyContext, start: AnswerStart) -> OutputParser | None:
+    """Who reads the answers, if they are more than content.  `start`: where they begin."""
     if plan.output_format is None:
         return None
-    return OutputParser(plan.output_format, key, inside=plan.starts_in_reasoning(serving.tokenizer, prompt))
+    return OutputParser(plan.output_format, tools.call_key(reply), start)
 
 
 def sampling_params(serving: Serving, body: ChatBody, plan: ToolPlan) -> SamplingParams:

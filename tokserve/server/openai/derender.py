@@ -287,8 +287,10 @@ async def derender_chat(serving: Serving, request: Request) -> Response:
         reader.add(request_body.generate_response, "generate_response", ids, count, "")
         external = reader.external
         external.completion_tokens = sum(len(end.token_ids) for end in reader.ends)
-        answers = chat.reader_of(serving, plan, external.key, _prompt_of(serving, plan, external.prompts[0], text_body))
-        renderer = chat.ChatRenderer(serving, external, text_body or ChatBody(), reader.params, answers)
+        sent = text_body or ChatBody()
+        start = chat.answer_start(serving, sent, plan, _prompt_of(serving, plan, external.prompts[0], text_body))
+        answers = chat.reader_of(plan, external, start)
+        renderer = chat.ChatRenderer(serving, external, sent, reader.params, answers)
         return body.reply(request, renderer.reply(reader.ends), schemas.ignored_header(ignored))
 
     return await off_loop(request, size, work)

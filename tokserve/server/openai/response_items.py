@@ -52,7 +52,7 @@ class InputMessages:
         elif kind == "reasoning":
             self._reasoning(field, item)
         elif kind == "function_call":
-            function = {"name": _string(field, item, "name"), "arguments": _string(field, item, "arguments")}
+            function = {"name": _string(field, item, "name"), "arguments": _arguments(field, item)}
             call = {"id": _string(field, item, "call_id"), "type": "function", "function": function}
             self._assistant(field, calls=True).setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
@@ -94,6 +94,12 @@ class InputMessages:
             self.append(field, turn)
             self._turn = turn
         return turn
+
+
+def _arguments(field: str, item: dict[str, Any]) -> str | dict[str, Any]:
+    """JSON text, or the object that some clients send."""
+    arguments = item.get("arguments")
+    return arguments if isinstance(arguments, dict) else _string(field, item, "arguments")
 
 
 def _string(field: str, item: Any, name: str) -> str:
@@ -257,7 +263,8 @@ class _OpenItem:
 
 
 class OutputItems:
-    """The items of one answer.  Their ids are made from `key`, the id of the request.
+    """The items of one answer.  Their ids are made from `key`, the id of the request, and those of calls from
+    `call_key`.
 
     `offset`: to assign tokens to items; None: tokens are not assigned.
 
@@ -265,10 +272,10 @@ class OutputItems:
     the name and the arguments of a call to the call.
     """
 
-    def __init__(self, key: str, parser: Parser, offset: TextOffset | None, emit: EmitEvent) -> None:
+    def __init__(self, key: str, call_key: str, parser: Parser, offset: TextOffset | None, emit: EmitEvent) -> None:
         self.items: list[Item] = []
         self.reasoning_tokens = 0
-        self._key = key
+        self._key, self._call_key = key, call_key
         self._parser = parser
         self._splitter = None if offset is None else _TokenSplitter(offset)
         self._emit = emit
@@ -290,9 +297,11 @@ class OutputItems:
         self._read("", True)
         open_item = self._open or self._begin("content")
         self._extend(open_item, "", self._held)
-        if open_item.kind == "call":
-            complete = complete and self._parser.complete
-        open_item.close("completed" if complete else "incomplete")
+        open_item.close("completed" if complete and self._is_whole(open_item) else "incomplete")
+
+    def _is_whole(self, open_item: _OpenItem) -> bool:
+        """Whether an item with text after it, or the end, is complete: a call may lack its end, or not be JSON."""
+        return open_item.kind != "call" or self._parser.is_whole[self._num_calls - 1]
 
     def _read(self, text: str, final: bool) -> None:
         for kind, segment in self._parser.push(text, final):
@@ -318,11 +327,11 @@ class OutputItems:
 
     def _begin(self, kind: str, *, name: str = "") -> _OpenItem:
         if self._open is not None:
-            self._open.close("completed")
+            self._open.close("completed" if self._is_whole(self._open) else "incomplete")
         index = len(self.items)
         item: Item
         if kind == "call":
-            call_id = tools.call_id(self._key, 0, self._num_calls)
+            call_id = tools.call_id(self._call_key, 0, self._num_calls)
             self._num_calls += 1
             item = FunctionCallItem(id=f"fc_{self._key}-{index}", call_id=call_id, name=name)
         elif kind == "reasoning":

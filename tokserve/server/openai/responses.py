@@ -30,7 +30,8 @@ from tokserve.server.replies.draft_metrics import ReplyMetrics
 from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, versions
 from tokserve.server.replies.reply_parts import DeferredParts
 from tokserve.server.serving import FieldPaths, Serving
-from tokserve.text.parsing import OutputFormat, Parser
+from tokserve.text.output_format import OutputFormat
+from tokserve.text.parsing import Parser
 
 ID_PREFIX = "resp_"
 LOGPROBS = "message.output_text.logprobs"
@@ -257,10 +258,11 @@ class ResponsesRenderer:
         params, plan = call.params, call.plan
         self._with_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         output_format = plan.output_format or OutputFormat()
-        parser = Parser(output_format, inside=plan.starts_in_reasoning(serving.tokenizer, call.ids))
+        parser = Parser(output_format, call.start)
         pieces = serving.tokenizer.pieces(params.skip_special_tokens)
         offset = logprobs.TextOffset(pieces) if self._with_logprobs or output_format.thinking else None
-        self._output = OutputItems(generation.key, parser, offset, self._emit if request_body.stream else _ignore_event)
+        emit = self._emit if request_body.stream else _ignore_event
+        self._output = OutputItems(generation.key, tools.call_key(generation), parser, offset, emit)
         self._token_ids: list[int] = []
         self._last: ChoiceOutput | None = None
         self._events: list[bytes] = []

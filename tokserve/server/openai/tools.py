@@ -19,9 +19,11 @@ from tokserve import jsonschema
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.errors import LONGEST_SHOWN, RequestError, invalid
 from tokserve.params import StructuredOutputs
+from tokserve.server.generation import ReplyContext
 from tokserve.server.http import errors
-from tokserve.text import tool_grammars
-from tokserve.text.parsing import OutputFormat, Parser, Thinking, ToolFormat
+from tokserve.text import open_turn, tool_grammars
+from tokserve.text.output_format import AnswerStart, OutputFormat, Thinking, ToolFormat
+from tokserve.text.parsing import Parser
 from tokserve.text.tokenizer import Tokenizer
 from tokserve.text.tool_formats import FORCED, TOOL_FORMATS
 from tokserve.text.tool_grammars import Functions
@@ -30,7 +32,6 @@ ANY: dict[str, Any] = {"additionalProperties": True}  # the arguments of a funct
 MODES = ("none", "auto", "required")
 DEFAULT_CALLS = 16  # limit where a grammar demands a list of calls: a weak model would not end the list
 MAX_CALLS = 128
-TAIL = 16  # tokens at the end of a prompt that may hold a marker
 ID_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 NO_FORMAT = (
     "this server does not know how this model writes tool calls: start it with --chat-template FILE, a template that "
@@ -90,10 +91,12 @@ class ToolPlan:
         visible = {} if tokenizer.special_ids.isdisjoint(ids) else {"skip_special_tokens": False}
         return {"structured_outputs": self.structured_outputs} | visible
 
-    def starts_in_reasoning(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
-        """Whether the output begins inside the reasoning."""
+    def answer_start(self, tokenizer: Tokenizer, prompt: Sequence[int], before_answer: str | None) -> AnswerStart:
+        """Where the output begins.  `before_answer`: what the template writes between a question and its answer."""
         thinking = self.output_format.thinking if self.output_format else None
-        return thinking is not None and thinking.begun(tokenizer.decode(prompt[-TAIL:], False))
+        if thinking is None:
+            return AnswerStart()
+        return open_turn.answer_start(thinking, tokenizer, prompt, before_answer)
 
 
 PLAIN_TEXT = ToolPlan()
@@ -180,18 +183,19 @@ def make_plan(
         if name is not None:
             schema = _closed({name: functions[name]}, strict)
             return ToolPlan(
-                OutputFormat(named=name, functions=functions), tool_grammars.arguments(schema[name]), "tools"
+                OutputFormat(named=name, functions=functions, exact=True),
+                tool_grammars.arguments(schema[name]),
+                "tools",
             )
         if mode == "required":
             calls = tool_grammars.list_of_calls(_closed(functions, strict), max_calls=max_calls or DEFAULT_CALLS)
-            return ToolPlan(OutputFormat(FORCED, functions=functions, max_calls=max_calls), calls, "tools")
+            return ToolPlan(OutputFormat(FORCED, functions=functions, max_calls=max_calls, exact=True), calls, "tools")
         if form is None:
             field = "tools" if choice is None else "tool_choice"
             raise RequestError(f"{field}: {no_form}", field=field, code="unsupported")
-        output_format = OutputFormat(
-            form, thinking if response_format is None else None, functions, max_calls=max_calls
-        )
         structured = _constraint(response_format, form, functions, strict, tokenizer, max_calls)
+        thinking = thinking if response_format is None else None
+        output_format = OutputFormat(form, thinking, functions, max_calls=max_calls, exact=structured is not None)
         return ToolPlan(output_format, structured, "tools" if response_format is None else response_format.field)
     except RecursionError:
         raise invalid("tools", "are nested too deeply") from None
@@ -237,26 +241,32 @@ class ParsedDelta(msgspec.Struct):
     calls: list[ToolCall]
 
 
+def call_key(reply: ReplyContext) -> str:
+    """What the ids of a reply's calls are made from: the request's id, and the prompt's length, which differs between
+    the turns of a conversation whose requests have one id."""
+    return f"{reply.key}-{reply.usage().prompt_tokens}"
+
+
 def call_id(key: str, index: int, call_index: int) -> str:
-    """The id of a call: nine letters, as Mistral's templates demand, from the request and the position only."""
+    """The id of a call: nine letters, as Mistral's templates demand, from the `call_key` and the position only."""
     digest = hashlib.sha256(f"{key}-{index}-{call_index}".encode()).digest()
     return "".join(ID_LETTERS[byte % len(ID_LETTERS)] for byte in digest[:9])
 
 
 class OutputParser:
-    """Parses the choices of one reply.  Ids of calls are made from `key`, the id of the request."""
+    """Parses the choices of one reply.  `key`: that of the ids of calls."""
 
-    def __init__(self, output_format: OutputFormat, key: str, *, inside: bool) -> None:
+    def __init__(self, output_format: OutputFormat, key: str, start: AnswerStart) -> None:
         self._format = output_format
         self._key = key
-        self._inside = inside
+        self._start = start
         self._parsers: dict[int, Parser] = {}
 
     def read(self, completion: ChoiceOutput) -> ParsedDelta:
         index = completion.index
         parser = self._parsers.get(index)
         if parser is None:
-            parser = self._parsers[index] = Parser(self._format, inside=self._inside)
+            parser = self._parsers[index] = Parser(self._format, self._start)
         call_index = parser.num_calls - 1
         texts: dict[str, list[str]] = {"content": [], "reasoning": []}
         calls: list[tuple[ToolCall, list[str]]] = []
@@ -277,8 +287,8 @@ class OutputParser:
         return ParsedDelta("".join(texts["content"]), "".join(texts["reasoning"]), [call for call, _ in calls])
 
     def finish_reason(self, completion: ChoiceOutput) -> str | None:
-        """The finish reason: "tool_calls" if the choice stopped by itself, its last call is complete, and tool_choice
-        did not name the function."""
+        """The finish reason: "tool_calls" if the choice stopped by itself, its calls are complete, and tool_choice did
+        not name the function."""
         parser = self._parsers[completion.index]
         calls = completion.finish_reason == "stop" and parser.complete and self._format.named is None
         return "tool_calls" if calls else completion.finish_reason
