@@ -58,6 +58,8 @@ def refused(answer: Any, status: int, param: str | None, message: str = "") -> d
         ({"token_ids_b64": ""}, "token_ids_b64", "empty"),
         (PROMPT | {"token_ids_b64": "BQAAAA=="}, "token_ids_b64", "not both"),
         (PROMPT | {"token_idz": 1}, "token_idz", "did you mean 'token_ids'"),
+        ({"prompt": "hello"}, "prompt", "this route takes token_ids; text goes to /v1/completions"),
+        ({"messages": []}, "messages", "this route takes token_ids; text goes to /v1/chat/completions"),
         (PROMPT | {"temperature": 1}, "temperature", "did you mean 'sampling_params.temperature'"),
         (PROMPT | {"include_usage": True}, "include_usage", "did you mean 'stream_options.include_usage'"),
         (PROMPT | {"request_id": "a\nb"}, "request_id", "printable"),

@@ -441,6 +441,18 @@ def test_a_template_gets_the_arguments_of_calls_as_it_can_render_them(
     assert chatml.template.text([TALK[1], message], template=source) == shown
 
 
+def test_a_role_is_known_or_the_templates(chatml: Pair) -> None:
+    """newcomer-3 D20: a template that shows any role would show a model one that it has never seen."""
+    named = "{% if m.role == 'ipython' or m.role == \"critic\" %}!{% endif %}"
+    source = f"{{% for m in messages %}}{{{{ m.role }}}}{named};{{% endfor %}}"
+    for role in ("system", "user", "assistant", "tool", "function", "ipython", "critic"):
+        assert chatml.template.text([{"role": role, "content": "a"}], template=source).startswith(role)
+    for role in ("x", "", "User", "ipytho", "' or m.role == '"):
+        with pytest.raises(RequestError, match="must be one of system, developer, user") as refusal:
+            chatml.template.text([TALK[1], {"role": role, "content": "a"}], template=source)
+        assert refusal.value.field == "messages[1].role"
+
+
 def test_a_message_without_content_or_calls_has_an_empty_one(chatml: Pair) -> None:
     source = NO_CONTENT[0][0]
     for role in ("assistant", "user", "tool"):

@@ -46,6 +46,7 @@ THOUGHT_MARKERS = ("<think>", "</think>", "[THINK]", "[/THINK]")  # that templat
 TEMPLATES_KEPT = 4  # templates of requests whose special tokens are known
 IMAGE = {"type": "image"}  # a part, as templates expect it
 IMAGE_ROLES = ("user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 DEVELOPER = re.compile(r"""["']developer["']""")  # in templates that have this role
 
 
@@ -165,6 +166,7 @@ class ChatTemplate:
         variables["add_generation_prompt"] = (
             not continue_final_message if add_generation_prompt is None else add_generation_prompt
         )
+        _check_roles(chat, source)
         chat = self._with_system_in_place(chat, source)
         self._fit_messages(chat, source)
         mark = f"END{secrets.token_hex(16)} " if continue_final_message else ""
@@ -347,6 +349,15 @@ def _plain_part(field: str, part: Any, role: str, images: ImageSlots | None) -> 
         )
     images.images.append(part.image())
     return dict(IMAGE)
+
+
+def _check_roles(chat: list[dict[str, Any]], source: str) -> None:
+    """Refuse a role that is neither OpenAI's nor one that the template names: a template would show it as it is, and no
+    model was trained with it."""
+    for index, role in enumerate(message["role"] for message in chat):
+        if role not in ROLES and not (role and re.search(rf"""["']{re.escape(role)}["']""", source)):
+            known = ", ".join(ROLES)
+            raise invalid(f"messages[{index}].role", f"must be one of {known}, or of the chat template's")
 
 
 def part_text(field: str, part: Any, kinds: Iterable[str] = TEXT_PARTS) -> str:

@@ -45,6 +45,7 @@ from tokserve.server.tokens import images, structured
 ID_PREFIX = "generate-tokens-"
 SAMPLING = "sampling_params."
 HOLE = Raw(b"\0")  # stands for a value that comes later: a byte that no JSON contains
+TEXT_ROUTES = {"prompt": "/v1/completions", "messages": "/v1/chat/completions", "input": "/v1/responses"}  # by field
 Format = Literal["objects", "arrays", "base64"]
 
 # null stands for the default of every parameter
@@ -176,12 +177,21 @@ _json_params = msgspec.json.Decoder(SamplingParams).decode
 _msgpack_params = msgspec.msgpack.Decoder(SamplingParams).decode
 
 
+def _with_route(error: RequestError) -> RequestError:
+    """The error of an unknown field; that of a text names the route that takes it."""
+    route = TEXT_ROUTES.get(error.field or "")
+    if error.code != "unknown_field" or route is None:
+        return error
+    what = f"unknown field {error.field!r}: this route takes token_ids; text goes to {route}"
+    return RequestError(what, field=error.field, code=error.code)
+
+
 def decode_body(raw: bytes | bytearray | memoryview, packed: bool) -> AnyBody:
     """The body; raises `RequestError` naming the field."""
     try:
         body: AnyBody = _msgpack_body(raw) if packed else _json_body(without_mark(raw))
     except msgspec.ValidationError as error:
-        raise errors.from_msgspec(error, _KNOWN) from None
+        raise _with_route(errors.from_msgspec(error, _KNOWN)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise malformed(error, raw, packed) from None
     errors.refuse_unsupported("ec_transfer_params", body.ec_transfer_params)
