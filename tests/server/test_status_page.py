@@ -29,6 +29,15 @@ def test_the_page_is_served_only_if_ui_is_set() -> None:
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_route"
 
 
+@pytest.mark.parametrize("path", ["/", "/docs", "/redoc"])
+def test_without_pages_a_browser_gets_a_page_that_says_so(path: str) -> None:
+    """newcomer-3 D15."""
+    answer = site(ui=False).get(path, headers={"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+    assert answer.status_code == 404 and answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert "--ui" in answer.text and 'href="openapi.json"' in answer.text
+    assert site(ui=False).get(path, headers={"Accept": "*/*"}).json()["error"]["code"] == "unknown_route"
+
+
 @pytest.mark.parametrize(
     ("options", "has_page"),
     [

@@ -6,24 +6,24 @@ from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.errors import NotFound
+from tokserve.server.observe.status_page import without_pages
 from tokserve.server.serving import Serving
 
 SCHEMA = "openapi.json"  # beside the page, whatever path a proxy serves it at
 
 
-def _check(serving: Serving) -> None:
-    if not serving.config.server.ui:
-        raise NotFound("there are no pages on this server (--ui); GET /openapi.json", code="unknown_route")
+NO_PAGES = "there are no pages on this server (--ui); GET /openapi.json"
 
 
 async def swagger(serving: Serving, request: Request) -> Response:
     """GET /docs: the API as a page, to try it"""
-    _check(serving)
+    if not serving.config.server.ui:
+        return without_pages(request, NO_PAGES)
     return get_swagger_ui_html(openapi_url=SCHEMA, title="tokserve")
 
 
 async def redoc(serving: Serving, request: Request) -> Response:
     """GET /redoc: the API as a page, to read"""
-    _check(serving)
+    if not serving.config.server.ui:
+        return without_pages(request, NO_PAGES)
     return get_redoc_html(openapi_url=SCHEMA, title="tokserve", with_google_fonts=False)

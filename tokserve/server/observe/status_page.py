@@ -10,14 +10,27 @@ import base64
 import hashlib
 import re
 from functools import cache
+from html import escape
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
 from tokserve.errors import NotFound
 from tokserve.server.serving import Serving
 
+NO_PAGE = """\
+<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>tokserve</title>
+<h1>tokserve</h1>
+<p>This server answers: {why}.</p>
+<p>Links: <a href="openapi.json">the description of the API</a>, <a href="health">its health</a>,
+<a href="version">its version</a>. With the option <code>--ui</code> there are a status page here and pages of the API
+at <code>/docs</code> and <code>/redoc</code>.</p>
+</html>
+"""
 FILE = Path(__file__).with_name("status_page.html")
 
 
@@ -43,9 +56,17 @@ def _digest(text: str, tag: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"
 
 
+def without_pages(request: Request, why: str) -> Response:
+    """404: as a page for browsers, for others as the error that other unknown routes have."""
+    if "text/html" not in request.headers.get("accept", ""):
+        raise NotFound(why, code="unknown_route")
+    headers = {"Content-Security-Policy": "default-src 'none'", "X-Content-Type-Options": "nosniff"}
+    return HTMLResponse(NO_PAGE.format(why=escape(why)), 404, headers)
+
+
 async def page(serving: Serving, request: Request) -> Response:
     """GET /: the status page"""
     if not serving.config.server.ui:
-        raise NotFound("there is no status page (--ui)", code="unknown_route")
+        return without_pages(request, "there is no status page (--ui); GET /openapi.json describes the API")
     text, headers = _load()
     return Response(text, headers=headers, media_type="text/html; charset=utf-8")
