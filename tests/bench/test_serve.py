@@ -45,6 +45,11 @@ def load(url: str, **changes: Any) -> Load:
     return Load(base_url=url, shape=shape, dataset=dataset, **base | changes)
 
 
+def test_https_to_a_server_that_speaks_http_is_named() -> None:
+    with scripted(tokens) as server, pytest.raises(StartError, match="does the server speak http\\?"):
+        serve(load(server.url.replace("http:", "https:")))
+
+
 @pytest.mark.parametrize(
     ("facts", "kernels"), [({"kernels": "none"}, "none"), ({"kernels": "avx2"}, "avx2"), ({}, None), (None, None)]
 )

@@ -15,6 +15,10 @@ from tokserve.cli.main import main
         ("serve demo --max_model_lne=5", "unknown option --max-model-lne; did you mean --max-model-len?"),
         ("serve demo --no-tokens-onli", "did you mean --no-tokens-only?"),
         ("serve --modle demo", "unknown option --modle; did you mean --model?"),
+        ("serve demo --foo", "unknown option --foo; see tokserve serve --help"),
+        ("serve", "no model is named: a checkpoint directory, a hub name, or `demo`, which needs no download"),
+        ("serve --port 8001", "tokserve serve: error: no model is named"),
+        ("bench offline --num-prompts 1", "tokserve bench offline: error: no model is named"),
         ("serve one --model two", "two models are named: 'one' and 'two'"),
         ("serve --served-model-name a demo", "'demo' is a value of --served-model-name here, and no model is named"),
         ("serve --api-key a tests", "'tests' is a value of --api-key here, and no model is named"),
@@ -40,6 +44,35 @@ def test_a_wrong_command_line_has_an_error_of_two_lines(
     assert message in output.err and output.err.count("\n") == 2 and not output.out
 
 
+def test_an_empty_name_is_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """newcomer-3 D14: `tokserve serve "$MODEL"` with an unset variable."""
+    for words in (["serve", ""], ["serve", "--model", ""], ["bench", "offline", ""]):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 2 and "no model is named" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "shown"),
+    [
+        ("help", 0, "Begin with `tokserve serve demo`"),
+        ("help serve", 0, "usage: tokserve serve MODEL"),
+        ("help bench offline", 0, "usage: tokserve bench offline MODEL"),
+        ("version", 0, "tokserve 0."),
+        ("-V", 0, "tokserve 0."),
+        ("bench", 2, "load on a running server"),
+        ("", 2, "Begin with `tokserve serve demo`"),
+    ],
+)
+def test_what_other_programs_call_help_and_version(
+    words: str, code: int, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    output = capsys.readouterr()
+    assert ended.value.code == code and shown in output.out and not output.err
+
+
 def values(words: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What `tokserve serve` would serve with, without what is not given."""
     configs: list[dict[str, Any]] = []
@@ -53,12 +86,12 @@ def values(words: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("", {"model": "demo"}),
+        ("demo", {"model": "demo"}),
         ("--model X", {"model": "X"}),
         ("X --model X", {"model": "X"}),
         ("X --served-model-name a b --served_model_name c", {"model": "X", "served_model_name": ["a", "b", "c"]}),
         ("X --api-key a b", {"model": "X", "api_key": ["a", "b"]}),
-        ("--api-key " + "a" * 4000, {"model": "demo", "api_key": ["a" * 4000]}),
+        ("--model demo --api-key " + "a" * 4000, {"model": "demo", "api_key": ["a" * 4000]}),
         ("X --max_model_len 4k", {"model": "X", "max_model_len": 4000}),
         ("X --max-model-len=4K", {"model": "X", "max_model_len": 4096}),
         ("X --max-model-len auto --max-num-batched-tokens 1.5k", {"model": "X", "max_num_batched_tokens": 1500}),

@@ -243,6 +243,8 @@ async def _first_model(load: Load, session: aiohttp.ClientSession) -> str:
             raw = await response.read()
             if response.status != 200:
                 raise StartError(f"{url} answered HTTP {response.status}: {raw[:300].decode(errors='replace')}")
+    except aiohttp.ClientConnectorSSLError as error:
+        raise StartError(f"cannot reach {url}: {error.strerror or error}; does the server speak http?") from None
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or str(error) or "no answer in time"
         raise StartError(f"cannot reach {url}: {why}; is a server running there? --base-url names another") from None

@@ -20,9 +20,13 @@ DATASETS = ("random", "shared-prefix", "jsonl")
 
 def add_bench(commands: Any) -> None:
     bench = commands.add_parser(
-        "bench", help="measure a server or the engine", description="Measure throughput and latency."
+        "bench",
+        help="measure a server or the engine",
+        description="Measure throughput and latency.",
+        epilog="Begin with `tokserve bench serve`, beside a running server; KIND --help lists its options.",
     )
-    kinds = bench.add_subparsers(dest="kind", metavar="KIND", required=True)
+    bench.set_defaults(parser=bench)
+    kinds = bench.add_subparsers(dest="kind", metavar="KIND")
     served = kinds.add_parser(
         "serve",
         help="load on a running server",
@@ -46,11 +50,11 @@ def add_bench(commands: Any) -> None:
     offline = kinds.add_parser(
         "offline",
         help="the engine without HTTP",
-        usage="tokserve bench offline [MODEL] [OPTION ...]",
+        usage="tokserve bench offline MODEL [OPTION ...]",
         description="Start an engine, without HTTP, and measure throughput (all prompts at once) and latency (one "
         "batch at a time).",
     )
-    offline.add_argument("model", nargs="?", default="demo", help="as for `tokserve serve`; default: demo")
+    offline.add_argument("model", nargs="?", default=None, help="as for `tokserve serve`")
     bench_flags = offline.add_argument_group("benchmark")
     _add_prompts(bench_flags, seed="--prompt-seed")
     _add_sampling(bench_flags)

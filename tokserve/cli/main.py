@@ -16,6 +16,7 @@ from tokserve.cli.options import add_flags, add_foreign_flags
 from tokserve.cli.words import dashed, read_options
 from tokserve.errors import StartError
 
+SIMILAR = 0.7  # of names without their dashes: below that a suggestion is a guess
 SEVERAL = ("served_model_name", "api_key")  # options that take all values that follow
 
 
@@ -25,17 +26,17 @@ def parser() -> argparse.ArgumentParser:
         description="LLM inference server: tokens in, tokens out, exactly.",
         epilog="Begin with `tokserve serve demo`, which needs no download; COMMAND --help lists its options.",
     )
-    root.add_argument("--version", action="version", version=f"tokserve {tokserve.__version__}")
+    root.add_argument("-V", "--version", action="version", version=f"tokserve {tokserve.__version__}")
     commands = root.add_subparsers(dest="command", metavar="COMMAND")
     serve = commands.add_parser(
         "serve",
         help="serve a model over HTTP",
-        usage="tokserve serve [MODEL] [OPTION ...]",
+        usage="tokserve serve MODEL [OPTION ...]",
         description="Serve a model over HTTP.  `tokserve serve demo` needs no download.",
         allow_abbrev=False,
     )
     serve.add_argument(
-        "model", nargs="?", default=None, help="checkpoint directory, hub name `owner/name`, or `demo` (default)"
+        "model", nargs="?", default=None, help="checkpoint directory, GGUF file, hub name `owner/name`, or `demo`"
     )
     serve.add_argument("--model", dest="same_model", metavar="MODEL", help="The same as MODEL.")
     serve.add_argument(
@@ -54,9 +55,9 @@ def _refuse(command: argparse.ArgumentParser, argument: str) -> NoReturn:
         command.error(f"unexpected argument {argument!r}")
     name = argument.partition("=")[0]
     shown = [action for action in command._actions if action.help != argparse.SUPPRESS]
-    flags = [flag for action in shown for flag in action.option_strings if flag.startswith("--")]
-    close = difflib.get_close_matches(name.replace("_", "-"), flags, 1)
-    hint = f"; did you mean {close[0]}?" if close else f"; see {command.prog} --help"
+    flags = [flag[2:] for action in shown for flag in action.option_strings if flag.startswith("--")]
+    close = difflib.get_close_matches(name.replace("_", "-").lstrip("-"), flags, 1, SIMILAR)
+    hint = f"; did you mean --{close[0]}?" if close else f"; see {command.prog} --help"
     command.error(f"unknown option {name}{hint}")
 
 
@@ -72,7 +73,8 @@ def _parsed(root: argparse.ArgumentParser, words: Sequence[str]) -> dict[str, An
 
 
 def _model(command: argparse.ArgumentParser, values: dict[str, Any]) -> str:
-    """The model to serve; exits with 2 if two are named, or if it seems to have been taken for another option's."""
+    """The model to serve; exits with 2 if none or two are named, or if it seems to have been taken for another
+    option's."""
     named, flagged = values["model"], values.pop("same_model")
     if named and flagged and named != flagged:
         command.error(f"two models are named: {named!r} and {flagged!r}")
@@ -81,13 +83,22 @@ def _model(command: argparse.ArgumentParser, values: dict[str, Any]) -> str:
         if last == "demo" or os.path.isdir(last):
             flag = "--" + option.replace("_", "-")
             command.error(f"{last!r} is a value of {flag} here, and no model is named; name the model before {flag}")
-    return named or flagged or "demo"
+    return named or flagged or _no_model(command)
+
+
+def _no_model(command: argparse.ArgumentParser) -> NoReturn:
+    """Exit with 2: an unset variable in a script must not be a server of another model."""
+    command.error("no model is named: a checkpoint directory, a hub name, or `demo`, which needs no download")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; exits with 2 on a bad command line, 1 when the server cannot start or its engine died."""
     root = parser()
     words = dashed(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
+    elif words == ["version"]:
+        words = ["--version"]
     values = _parsed(root, words)
     if values.get("config") is not None:
         try:
@@ -98,13 +109,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         values["model"] = values["model"] or values["same_model"] or model
     chosen = values.pop("parser", root)
     command = values.pop("command")
-    if command is None:
-        root.print_help()
+    if command is None or (command == "bench" and values["kind"] is None):
+        chosen.print_help()
         sys.exit(2)
     try:
         if command == "bench":
             if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
                 signal.signal(signal.SIGINT, signal.default_int_handler)  # clean up on Ctrl-C
+            if values["kind"] == "offline" and not values["model"]:
+                _no_model(chosen)
             code = bench(values)
         else:
             from tokserve.cli.serve import serve
