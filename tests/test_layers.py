@@ -16,6 +16,7 @@ ROOT_ORDER = [
     "errors",
     "structs",
     "memory",
+    "cgroups",
     "log",
     "trace",
     "sockets",
@@ -51,7 +52,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "root": (set(), TORCH),
     "config": ({"errors", "params"}, TORCH),
     "gguf": ({"errors"}, TORCH),
-    "device": ({"errors", "cpu_list", "memory"}, {"transformers"}),
+    "device": ({"errors", "cgroups", "cpu_list", "memory"}, {"transformers"}),
     "ops": ({"errors", "_C"}, {"transformers"}),
     "text": ({"errors", "image_parts", "jsonschema", "params", "checkpoint"}, TORCH),
     "media": ({"errors", "structs", "image_parts", "config", "log", "prompt", "turns", "vision"}, TORCH),
@@ -66,6 +67,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "runner": (
         {
             "memory",
+            "cgroups",
             "hf",
             "models",
             "layers",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import psutil
@@ -18,18 +18,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tokserve import cgroups
 from tokserve.cpu_list import cpu_list, cpus_by_node
 from tokserve.errors import StartError
 from tokserve.memory import give_back
 
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUP = Path("/proc/self/cgroup")
 CPUS = Path("/proc/cpuinfo")
 NUM_BUFFERS = 64  # copies to a GPU that may be under way at once: two steps, with as many processors as there are
 MIN_CAPABILITY = (8, 0)  # of a GPU: bfloat16 in the matrix unit
 FLOAT8_CAPABILITY = (8, 9)
 ALIGN = 16  # bytes
-NO_LIMIT = 1 << 60  # cgroups version 1 writes about 2^63 for no limit
 
 
 def name() -> str:
@@ -40,8 +38,8 @@ def name() -> str:
 
 
 def set_threads(count: int | None) -> int:
-    """Let torch compute with `count` threads, by default one per core this process may use; returns the number."""
-    threads = count or len(os.sched_getaffinity(0))
+    """Let torch compute with `count` threads, by default as many as can run at once; returns the number."""
+    threads = count or cgroups.usable_cpus()
     torch.set_num_threads(threads)
     return threads
 
@@ -64,44 +62,28 @@ def bound_cpus(option: str, threads: int) -> list[int]:
 
 def free_memory() -> int:
     """Bytes this process can still take: what the machine has available, within the container's limit."""
-    return max(0, min([psutil.virtual_memory().available, *_room_in_cgroups()]))
+    return max(0, min([psutil.virtual_memory().available, *(limit.free for limit in cgroups.memory_limits())]))
 
 
-def _room_in_cgroups() -> list[int]:
-    """Limit minus use, in bytes, of each control group around this process that has a limit."""
-    if not OWN_CGROUP.is_file():
-        return []
-    rooms = []
-    for line in OWN_CGROUP.read_text(encoding="utf-8").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, limit, use = CGROUPS, "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            root, limit, use = CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        group = root / path.lstrip("/")
-        for directory in (group, *group.parents):
-            if directory.is_relative_to(root):
-                rooms += _room(directory, limit, use)
-    return rooms
+class MemoryBound(NamedTuple):
+    """Bytes that the host's processes can still take, swapping included, of how many, whose bound that is, and what to
+    do about it."""
+
+    free: int
+    limit: int
+    owner: str
+    remedy: str
 
 
-def _room(directory: Path, limit: str, use: str) -> list[int]:
-    if not ((directory / limit).is_file() and (directory / use).is_file()):
-        return []
-    maximum = (directory / limit).read_text(encoding="utf-8").strip()
-    if maximum == "max" or int(maximum) >= NO_LIMIT:
-        return []
-    return [int(maximum) - int((directory / use).read_text(encoding="utf-8")) + _reclaimable(directory / "memory.stat")]
-
-
-def _reclaimable(statistics: Path) -> int:
-    """Bytes of file cache that count as used but are given up on demand."""
-    if not statistics.is_file():
-        return 0
-    pairs = dict(line.split(" ", 1) for line in statistics.read_text(encoding="utf-8").splitlines() if " " in line)
-    return int(pairs.get("total_inactive_file", pairs.get("inactive_file", "0")))
+def memory_bound() -> MemoryBound:
+    """The tightest one for this process."""
+    memory, swap = psutil.virtual_memory(), psutil.swap_memory()
+    machine = MemoryBound(
+        memory.available + swap.free, memory.total + swap.total, "this machine's memory", "more memory"
+    )
+    owner, remedy = "the container's limit (cgroup)", "a larger limit"
+    groups = [MemoryBound(max(0, free), limit, owner, remedy) for limit, free in cgroups.memory_limits()]
+    return min([machine, *groups])
 
 
 class Fetched(Protocol):

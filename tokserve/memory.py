@@ -32,6 +32,11 @@ NO_OTHERS = 2  # references to an entry of a list: the list, and the argument of
 _LIBC = ctypes.CDLL(None)
 
 
+def gib(count: int) -> str:
+    """A number of bytes for people."""
+    return f"{count / (1 << 30):.1f} GiB" if count >= 100 << 20 else f"{count / (1 << 20):.1f} MiB"
+
+
 @contextmanager
 def no_collections() -> Iterator[None]:
     """Do not look for garbage: an import makes hundreds of thousands of objects, and nearly all of them stay.  That of

@@ -143,6 +143,12 @@ def check_encoder(config: Config) -> None:
         )
 
 
+def is_open(config: Config) -> bool:
+    """Whether clients on other machines need neither a key nor a certificate."""
+    server = config.server
+    return not (server.uds or is_local(server.host) or server.api_key or config.tls.ssl_ca_certs)
+
+
 def is_local(host: str) -> bool:
     """Whether a host is one that only its own machine can reach."""
     try:

@@ -10,6 +10,10 @@ import signal
 import sys
 from contextlib import suppress
 
+from tokserve import cgroups
+from tokserve.memory import gib
+
+_KILLS_BEFORE = cgroups.out_of_memory_kills()
 PR_SET_PDEATHSIG = 1
 SCHED_SETATTR = {"x86_64": (314, 315), "aarch64": (274, 275)}  # system calls: sched_setattr, sched_getattr
 RESET_ON_FORK = 1  # a flag of theirs
@@ -17,12 +21,29 @@ SHORT_SLICE = 100_000  # nanoseconds, the least that Linux takes
 
 
 def describe_exit(code: int) -> str:
-    """What to say of a process with this exit code, which is negative for a signal: "was killed by SIGKILL"."""
+    """What to say of a process with this exit code, which is negative for a signal: "was killed by SIGKILL", and
+    whether that was probably for lack of memory."""
     if code >= 0:
         return f"ended with exit code {code}"
+    if code == -signal.SIGKILL:
+        return f"was killed by SIGKILL{_cause_of_kill()}"
     with suppress(ValueError):
         return f"was killed by {signal.Signals(-code).name}"
     return f"was killed by signal {-code}"
+
+
+def see_log(reason: str) -> str:
+    """The reason of an end, and where there is more: a process that was killed has logged nothing of it."""
+    return reason if "SIGKILL" in reason else f"{reason}; its log says more"
+
+
+def _cause_of_kill() -> str:
+    """Kills of a group for lack of memory are counted; where there is no count, a limit makes one probable."""
+    kills, limit = cgroups.out_of_memory_kills(), min(cgroups.memory_limits(), default=None)
+    if kills == _KILLS_BEFORE and kills is not None:
+        return ""
+    within = "" if limit is None else f" (limit {gib(limit.limit)}, cgroup)"
+    return f", {'perhaps' if kills is None and limit is None else 'probably'} out of memory{within}"
 
 
 def end_with_parent(parent: int) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tokserve import checkpoint, encoders
+from tokserve import cgroups, checkpoint, encoders
 from tokserve.classifier import is_base, is_classifier
 from tokserve.config import (
     DEFAULT_BLOCK_SIZE,
@@ -28,7 +28,7 @@ from tokserve.config import (
 from tokserve.cpu_list import cpu_list
 from tokserve.engine_config import GPU_FILE
 from tokserve.errors import StartError
-from tokserve.option_checks import check, check_encoder, is_local
+from tokserve.option_checks import check, check_encoder, is_local, is_open
 from tokserve.params import VLLM_LOGPROBS_MODES
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ ASSUMED_CONTEXT = 2048  # tokens, of a config.json that does not say
 POSITIONS = ("max_position_embeddings", "n_positions")  # the latter in config.json of GPT-2, GPT-J and their kin
 QUANTIZATIONS_AT_LOAD = ("int8", "int4", "fp8", "none")
 KEY_VARIABLES = ("TOKSERVE_API_KEY", "VLLM_API_KEY")
+OPEN = "host %s: other machines can send requests without a key; --api-key KEY (or TOKSERVE_API_KEY) asks for one"
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -83,6 +84,7 @@ def resolve(config: Config) -> Config:
             config.cache,
             block_size=config.cache.block_size or (GPU_BLOCK_SIZE if device == "cuda" else DEFAULT_BLOCK_SIZE),
             enable_prefix_caching=config.cache.enable_prefix_caching and not both_ways,
+            shorten_context=_or(config.cache.shorten_context, model.max_model_len is None),
         ),
         kv=replace(config.kv, kv_events_config=_kv_events(config)),
         runtime=replace(
@@ -100,7 +102,18 @@ def resolve(config: Config) -> Config:
     check(resolved)
     if both_ways:
         check_encoder(resolved)
+    _warn(resolved)
     return resolved
+
+
+def _warn(resolved: Config) -> None:
+    """Say what serves and may not be meant."""
+    if is_open(resolved):
+        logger.warning(OPEN, resolved.server.host)
+
+
+def _or(given: bool | None, default: bool) -> bool:
+    return default if given is None else given
 
 
 def _with_images(model: ModelConfig, media: MediaConfig, device: str) -> ModelConfig:
@@ -148,8 +161,9 @@ def _tokenizer(config: Config) -> str | None:
 
 def _cpu_threads(runtime: RuntimeConfig, parallel: ParallelConfig, device: str) -> int:
     """The number of an engine's threads: as given, or one for each CPU that they are bound to or that this process may
-    use; CPUs are divided equally among the engines.  On the nodes of a Ray cluster they must be given."""
+    use within its quota; CPUs are divided equally among the engines.  On a Ray cluster they must be given."""
     num_engines, allowed = parallel.data_parallel_size, os.sched_getaffinity(0)
+    usable = cgroups.usable_cpus()
     if (option := parallel.on_ray) is not None:
         if runtime.cpu_bind not in ("auto", "none"):
             raise StartError(f"option cpu_bind: CPUs of another node cannot be named ({option} ray)")
@@ -157,7 +171,9 @@ def _cpu_threads(runtime: RuntimeConfig, parallel: ParallelConfig, device: str) 
             raise StartError(f"{option} ray needs cpu_threads: the CPUs that each engine gets of the cluster")
         return runtime.cpu_threads or 1
     if runtime.cpu_bind in ("auto", "none"):
-        return runtime.cpu_threads or max(1, len(allowed) // num_engines)
+        if runtime.cpu_threads is None and usable < len(allowed):
+            logger.info("a quota of processor time (cgroup) leaves %d of %d CPUs for threads", usable, len(allowed))
+        return runtime.cpu_threads or max(1, usable // num_engines)
     cpus = cpu_list(runtime.cpu_bind)
     if len(set(cpus)) < len(cpus) or not allowed.issuperset(cpus):
         raise StartError(

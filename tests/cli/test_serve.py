@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from tokserve.cli import listen
-from tokserve.cli.http import Signals
-from tokserve.cli.serve import chosen, serve
+from tokserve.cli.http import ApiServer, Signals
+from tokserve.cli.serve import chosen, serve, serve_config
 from tokserve.config import Config
 from tokserve.errors import StartError
+from tokserve.option_checks import is_open
+from tokserve.resolve import resolve
 
 
 def test_a_small_write_is_not_held_back_by_the_kernel() -> None:
@@ -40,6 +42,33 @@ def test_the_log_names_the_options_that_were_chosen_and_no_keys() -> None:
         chosen(Config.make(port=1, tokens_only=True, api_key=["secret"])) == "port=1 tokens_only=True api_key=(1 set)"
     )
     assert chosen(Config()) == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ({"host": "0.0.0.0"}, True), ({"host": "::"}, True), ({"host": "10.0.0.1"}, True),
+        ({"host": "0.0.0.0", "api_key": ["k"]}, False), ({"host": "127.0.0.1"}, False), ({}, False),
+        ({"host": "0.0.0.0", "uds": "/tmp/x"}, False), ({"host": "0.0.0.0", "admin_api_key": ["k"]}, True),
+        ({"host": "0.0.0.0", "ssl_certfile": __file__, "ssl_keyfile": __file__}, True),
+        ({"host": "0.0.0.0", "ssl_certfile": __file__, "ssl_keyfile": __file__, "ssl_ca_certs": __file__}, False),
+    ],
+)  # fmt: skip
+def test_a_server_that_is_open_to_others_without_a_key_is_known(options: dict[str, object], warned: bool) -> None:
+    """newcomer-3 D15."""
+    assert is_open(resolve(Config.make(**options))) is warned
+
+
+@pytest.mark.usefixtures("loggers")
+def test_a_start_that_is_open_to_others_warns_once(capsys: pytest.CaptureFixture[str]) -> None:
+    class Stopped(ApiServer):
+        async def start(self, joining: object = None) -> None:
+            raise StartError("far enough")
+
+    with pytest.raises(StartError, match="far enough"):
+        serve_config(Config.make(model="demo", host="0.0.0.0", port=0), Stopped)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "WARNING" in line]
+    assert "--api-key" in line and "0.0.0.0" in line
 
 
 @pytest.mark.usefixtures("loggers")

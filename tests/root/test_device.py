@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
-from tokserve import cpu_list, device
+from tokserve import cgroups, cpu_list, device
 
 
 def test_threads_are_set_and_default_to_the_cores_of_this_process() -> None:
     before = torch.get_num_threads()
     try:
         assert device.set_threads(3) == 3 and torch.get_num_threads() == 3
-        cores = len(os.sched_getaffinity(0))
+        cores = cgroups.usable_cpus()
         assert device.set_threads(None) == cores and torch.get_num_threads() == cores
     finally:
         torch.set_num_threads(before)
@@ -30,51 +31,25 @@ def test_the_processor_has_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert device.name()
 
 
-def group(directory: Path, files: dict[str, str]) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (directory / name).write_text(text + "\n")
-
-
-@pytest.fixture
-def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine with 1000000 bytes available and no limits."""
-    memory = type("Memory", (), {"available": 1_000_000})
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    monkeypatch.setattr(device, "CGROUPS", tmp_path / "fs")
-    monkeypatch.setattr(device, "OWN_CGROUP", tmp_path / "own")
-    return tmp_path
-
-
-def test_free_memory_without_limits_is_what_the_machine_has(root: Path) -> None:
-    assert device.free_memory() == 1_000_000
-    (root / "own").write_text("0::/\n")
-    group(root / "fs", {"memory.max": "max", "memory.current": "5"})
-    assert device.free_memory() == 1_000_000
-
-
-def test_free_memory_is_bounded_by_the_tightest_group_above(root: Path) -> None:
-    (root / "own").write_text("0::/pod/box\n")
-    group(root / "fs/pod/box", {"memory.max": "500000", "memory.current": "100000"})
-    group(root / "fs/pod", {"memory.max": "400000", "memory.current": "150000", "memory.stat": "inactive_file 20000"})
-    group(root, {"memory.max": "1", "memory.current": "0"})  # above the mount: not a group
-    assert device.free_memory() == 270_000
-    group(root / "fs/pod", {"memory.current": "900000"})
-    assert device.free_memory() == 0
-
-
-def test_free_memory_reads_control_groups_of_version_1(root: Path) -> None:
-    (root / "own").write_text("5:cpu,cpuacct:/x\n4:memory:/box\n0::/\n")
-    group(
-        root / "fs/memory/box",
-        {
-            "memory.limit_in_bytes": "300000",
-            "memory.usage_in_bytes": "100000",
-            "memory.stat": "inactive_file 1\ntotal_inactive_file 7",
-        },
-    )
-    group(root / "fs/memory", {"memory.limit_in_bytes": str(2**63 - 4096), "memory.usage_in_bytes": "9"})
-    assert device.free_memory() == 200_007
+@pytest.mark.parametrize(
+    ("available", "swap", "group", "expected"),
+    [
+        (5, 0, None, (5, 100, "this machine's memory")),
+        (5, 20, None, (25, 120, "this machine's memory")),
+        (50, 20, (40, 30), (30, 40, "the container's limit (cgroup)")),
+        (50, 0, (40, -3), (0, 40, "the container's limit (cgroup)")),
+        (50, 0, (400, 300), (50, 100, "this machine's memory")),
+    ],
+)
+def test_the_tightest_bound_of_memory_is_named(
+    available: int, swap: int, group: tuple[int, int] | None, expected: tuple[int, int, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available, total=100))
+    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=swap, total=swap))
+    limits = [] if group is None else [cgroups.MemoryLimit(*group)]
+    monkeypatch.setattr(cgroups, "memory_limits", lambda: limits)
+    assert device.memory_bound()[:3] == expected
 
 
 def nodes(root: Path, *lists: str) -> Path:

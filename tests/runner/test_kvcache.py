@@ -61,6 +61,24 @@ def test_too_little_for_one_request_names_bytes_and_flags(options: dict[str, int
     assert "--kv-cache-memory-bytes" in message and "--max-model-len" in message
 
 
+def test_a_context_that_need_not_be_full_is_what_fits() -> None:
+    """newcomer-3 D9: `--max-model-len auto`."""
+    for options in ({"kv_cache_memory_bytes": 40 * BLOCK_BYTES}, {"free": 45 * BLOCK_BYTES}):
+        with pytest.raises(StartError, match=r"\(auto: what fits\)"):
+            blocks(length=10_000, **options)  # type: ignore[arg-type]
+        assert blocks(length=10_000, shorten_context=True, **options) == 40  # type: ignore[arg-type]
+    least = kvcache.LEAST_CONTEXT // 16
+    assert blocks(length=10_000, shorten_context=True, kv_cache_memory_bytes=least * BLOCK_BYTES) == least
+    with pytest.raises(StartError, match="may be used"):
+        blocks(length=10_000, shorten_context=True, kv_cache_memory_bytes=least * BLOCK_BYTES - 1)
+
+
+def test_sizes_are_in_units_for_people() -> None:
+    with pytest.raises(StartError) as caught:
+        blocks(length=3 * GIB // BLOCK_BYTES * 16, free=2 * GIB)
+    assert "needs 3.0 GiB, but only 1.8 GiB (the share" in str(caught.value)
+
+
 def test_advice_on_max_model_len_works() -> None:
     limit = 5 * BLOCK_BYTES + 3
     with pytest.raises(StartError, match=r"--max-model-len to at most 80"):

@@ -37,6 +37,7 @@ from tokserve.messages import (
     SubmitReply,
     ToEngine,
 )  # fmt: skip
+from tokserve.processes import see_log
 
 logger = logging.getLogger(__name__)
 
@@ -173,14 +174,14 @@ class EngineClient:
             raise StartError(f"the engine was not ready after {timeout:g} s (start_timeout)") from None
         if socket is not self._socket:
             reason = self.down.private if self.down else "it ended at once"
-            raise EngineGone(f"the engine failed to start: {reason}; its log says more")
+            raise EngineGone(see_log(f"the engine failed to start: {reason}"))
         self._start_seconds = self._loop.time() - began
         return ready
 
     def serve(self, ready: Ready) -> None:
         """Requests can be sent from here on.  Raises StartError if the engine has died since it was ready."""
         if self.dead is not None:
-            raise StartError(f"the engine failed to start: {self.dead.private}; its log says more")
+            raise StartError(see_log(f"the engine failed to start: {self.dead.private}"))
         self._serve(ready)
 
     def _serve(self, ready: Ready) -> None:
@@ -391,7 +392,7 @@ class EngineClient:
             return
         if self._starting is not None and not self._starting.done():
             self._starting.set_exception(
-                EngineGone(reason if expected else f"the engine failed to start: {reason}; its log says more")
+                EngineGone(reason if expected else see_log(f"the engine failed to start: {reason}"))
             )
         self.stats = StepStats()
         serving = self.ready is not None

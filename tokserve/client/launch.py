@@ -24,7 +24,7 @@ import msgspec
 from tokserve.config import Config
 from tokserve.curve import ClientKeys, EngineKeys
 from tokserve.errors import StartError
-from tokserve.processes import describe_exit
+from tokserve.processes import describe_exit, see_log
 
 COMMAND = (sys.executable, "-P", "-m", "tokserve.engine.process")  # -P: not a folder `tokserve` of where we are
 SOCKET = "engine.sock"
@@ -140,7 +140,7 @@ class EngineProcess(ChildProcess):
                 self.address = await asyncio.to_thread(reported.read)
             if not self.address:
                 await asyncio.wait([self.exited])
-                raise StartError(f"{self.describe_end()}; its log says more")
+                raise StartError(see_log(self.describe_end()))
         return self.address
 
     def describe_end(self) -> str:

@@ -58,8 +58,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
               "less accurate."),
     ] = False  # fmt: skip
     max_model_len: Annotated[
-        Positive | None, about("Longest prompt plus output in tokens; default: the checkpoint's limit.")
-    ] = None
+        Positive | None,
+        about("Longest prompt plus output in tokens; default (auto): the checkpoint's limit, or with a warning what "
+              "the KV cache holds."),
+    ] = None  # fmt: skip
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"],
         about(
@@ -137,6 +139,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         about("Size of the KV cache in bytes (suffixes K, M, G are understood); default: what "
              "max_num_seqs full contexts need, at most gpu_memory_utilization of the free memory and, on a CPU, "
              "4 GiB (or one full context, if that is more)."),
+    ] = None  # fmt: skip
+    shorten_context: Annotated[
+        bool | None,
+        about("Serve shorter contexts, with a warning, where the KV cache cannot hold one of max_model_len, instead of "
+              "refusing to start. Default: if max_model_len is not given."),
     ] = None  # fmt: skip
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8", "fp8_e4m3"],

@@ -100,7 +100,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = False
     cpu_threads: Annotated[
         Annotated[int, Meta(ge=1, le=MAX_THREADS)] | None,
-        about("Threads of the CPU kernels; default: the cores this process may use."),
+        about("Threads of the CPU kernels; default: the cores this process may use, or fewer by a container's quota."),
     ] = None
     cpu_bind: Annotated[
         str,

@@ -507,7 +507,7 @@ def _limits(config: Config, facts: DeviceFacts) -> Limits:
     if context < (model.max_model_len or 0):
         logger.warning(
             "the KV cache holds %d tokens, less than max_model_len %d: prompt and output together are limited "
-            "to that; raise kv_cache_memory_bytes or lower max_model_len",
+            "to that; raise kv_cache_memory_bytes, or lower max_model_len to be rid of this warning",
             context, model.max_model_len,
         )  # fmt: skip
     return Limits(

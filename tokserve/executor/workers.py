@@ -28,6 +28,7 @@ from tokserve.executor.listeners import Listener
 from tokserve.executor.spawn import RankProcess, Spawn
 from tokserve.executor.worker import RankOpening
 from tokserve.plan import DeviceFacts, GrammarBitmask, Int32, StepPlan, StepResult
+from tokserve.processes import see_log
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ class WorkersExecutor:
                 continue
             for rank, process in self._processes.items():
                 if rank not in channels and not (how := process.describe_end(0.0)).startswith("has"):
-                    raise StartError(f"rank {rank} {how} before it joined; its log says more")
+                    raise StartError(see_log(f"rank {rank} {how} before it joined"))
             if time.monotonic() > end:
                 missing = ", ".join(str(rank) for rank in range(parallel.num_ranks) if rank not in channels)
                 raise StartError(f"ranks {missing} did not join within {patience:g} s")

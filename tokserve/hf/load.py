@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ def load(
     quantize_lm_head: bool = False,
     quantization_activations: str | None = None,
     float8_cache: bool = False,
+    admit: Callable[[int], object] = weights.admit_any,
 ) -> TransformersModel:
     """Load a checkpoint as `models.load.load` does.  Raises StartError, for what such a model cannot do as well."""
     refuse_recurrent(hf)
@@ -48,6 +49,7 @@ def load(
     )
     parameters = model.parameters_by_name()
     if load_format == "dummy":
+        admit(weights.least_bytes(parameters))
         weights.load_into(parameters, dummy.tensors(parameters, seed))
         model.provenance.set_generator(lambda: dummy.tensors(parameters, seed))
     else:
@@ -61,6 +63,7 @@ def load(
             if name in entries:
                 buffer.copy_(weights.read(entries.pop(name)))
         weights.check(entries, parameters, str(directory))
+        admit(weights.least_bytes({name: parameters[name] for name in entries}))
         weights.load_into(parameters, weights.stream(entries, mapped=True))
         model.provenance.add_files({entry.key: entry for entry in entries.values()}, stamp)
     model.probe()

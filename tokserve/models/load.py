@@ -6,7 +6,7 @@ Call it after `ops.bind`: weights are packed for the implementations that are bo
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ def load(
     needs_head: bool = True,
     group: Group = ALONE,
     stage: Stage = WHOLE,
+    admit: Callable[[int], object] = weights.admit_any,
 ) -> Decoder:
     """Build the model of `hf` (config.json, overrides applied) and load its weights.  Raises StartError.
 
@@ -57,11 +58,10 @@ def load(
     `max_model_len`: positions to serve, by default the config's own limit.  `quantization`: the method that quantizes
     the projections as they are loaded, with `quantize_lm_head` the head too ("int4": with a scale per `group_size`
     inputs).  With None, projections that are stored in 4 or 8 bits, or as float8 where the device `has_float8`
-    products, stay so, with their own scales; "none": they become `dtype` there too.
-    `quantization_activations` "int8": rows that are multiplied by integers are rounded, by group.
-    `float8_cache`: keys and values will be kept as float8, by the scales that come with the weights.  `needs_head`:
-    tokens are drawn; else the checkpoint may leave out the head.  `group`: the ranks that divide each layer among them,
-    of which this is one; `stage`: which of the layers it has.
+    products, stay so, with their own scales; "none": they become `dtype` there too.  `quantization_activations` "int8":
+    rows that are multiplied by integers are rounded, by group.  `float8_cache`: keys and values will be kept as float8,
+    by the scales of the weights.  `needs_head`: tokens are drawn; else the checkpoint may leave out the head.  `group`:
+    the ranks that divide each layer; `stage`: its layers.  `admit` gets the least bytes of the weights before reading.
     """
     spec = decoder_spec(hf)
     options: dict[str, Any] = {
@@ -70,7 +70,7 @@ def load(
         "rounded": quantization_activations is not None, "group": group, "stage": stage,
     }  # fmt: skip
     if load_format == "dummy":
-        return _with_dummy_weights(build(spec, **options), seed)
+        return _with_dummy_weights(build(spec, **options), seed, admit)
     catalogue = weights.catalogue(directory)
     stamp = weights.stamp(catalogue)
     entries = weights.with_model_names(catalogue, spec.renames)
@@ -78,8 +78,8 @@ def load(
     entries = weights.by_weight(entries, spec.format)
     spec = _as_stored(spec, entries)
     stored = spec.format.native_method(entries)
-    has_products = stored != "fp8" or has_float8
-    keeps = stored is not None and (quantization == stored or (quantization is None and has_products))
+    may_stay = quantization is None and (stored != "fp8" or has_float8)
+    keeps = stored is not None and (quantization == stored or may_stay)
     if keeps:
         options["quantization"] = stored
     if options["rounded"] and options["quantization"] not in ("int4", "int8", WNA16.name):
@@ -88,7 +88,7 @@ def load(
         _log_conversion(spec.format.name, quantization, stored, dtype, keeps=keeps)
     spec, entries = _with_head(spec, entries, needed=needs_head)
     decoder = build(spec, **options)
-    _fill(decoder, entries, directory)
+    _fill(decoder, entries, directory, admit)
     decoder.provenance.add_files(catalogue, stamp)
     _scale_cache(decoder, scales, quantization_of(hf))
     return decoder
@@ -121,13 +121,15 @@ def _as_stored(spec: DecoderSpec, entries: Mapping[str, weights.Entry]) -> Decod
     return replace(spec, blocks=tuple(blocks))
 
 
-def _fill(decoder: Decoder, entries: dict[str, weights.Entry], directory: Path) -> None:
+def _fill(decoder: Decoder, entries: dict[str, weights.Entry], directory: Path, admit: Callable[[int], object]) -> None:
     """Load a catalogue that must fit the decoder; of what other ranks keep nothing is read."""
     by_name = decoder.parameters_by_name()
     entries = weights.without_zero_biases(entries, by_name)
     parameters = weights.layout(entries, by_name, decoder.stacked_parameters())
     weights.check(entries, parameters, str(directory))
     kept = {name: entry for name, entry in entries.items() if parameters[name].share}
+    stored = {name for name, entry in kept.items() if entry.is_stored}
+    admit(weights.least_bytes({name: parameters[name] for name in kept}, stored))
     weights.load_into(parameters, weights.stream(kept, mapped=True))
 
 
@@ -139,8 +141,9 @@ def _log_conversion(form: str | None, quantization: str | None, stored: str | No
     logger.info("the checkpoint's %s weights %s as they are loaded", form, result)
 
 
-def _with_dummy_weights(decoder: Decoder, seed: int) -> Decoder:
+def _with_dummy_weights(decoder: Decoder, seed: int, admit: Callable[[int], object]) -> Decoder:
     parameters = decoder.parameters_by_name()
+    admit(weights.least_bytes(parameters))
     weights.load_into(parameters, dummy.tensors(parameters, seed))
     decoder.provenance.set_generator(lambda: dummy.tensors(parameters, seed))
     return decoder

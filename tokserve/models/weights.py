@@ -332,6 +332,21 @@ def not_finite(names: Sequence[str], dtype: torch.dtype) -> RequestError:
     )
 
 
+def admit_any(size: int) -> None:
+    """Admit weights of any size, where it is not known how much room there is."""
+
+
+def least_bytes(parameters: Mapping[str, Parameter], stored: Collection[str] = ()) -> int:
+    """Bytes that the parameters take at least on this rank.  `stored`: names of weights that may stay as they are
+    stored.  Bytes of quantized weights stand for two of four bits, and scales are left out."""
+    total = 0.0
+    for name, parameter in parameters.items():
+        may_stay = name in stored and parameter.load_stored is not None
+        bits = 4 if may_stay or parameter.dtype == torch.uint8 else 8 * parameter.dtype.itemsize
+        total += math.prod(parameter.shape) * parameter.share * bits / 8
+    return int(total)
+
+
 def load_into(parameters: Mapping[str, Parameter], weights: Iterable[tuple[str, Tensor | StoredWeight]]) -> None:
     for name, weight in weights:
         parameters[name].take(weight)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from functools import partial
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokserve import ops
+from tokserve import cgroups, ops
 from tokserve.config import DEFAULT_BLOCK_SIZE, Config
 from tokserve.device import Accelerator
 from tokserve.errors import StartError
@@ -98,7 +97,7 @@ class CudaBackend:
 
     def _compile_ahead(self, model: Decoder, specs: tuple[LayerSpec, ...], block_size: int) -> None:
         """Compile most kernels in parallel, before anything runs."""
-        compiling = ops.compile_ahead(min(MAX_COMPILERS, len(os.sched_getaffinity(0))))
+        compiling = ops.compile_ahead(min(MAX_COMPILERS, cgroups.usable_cpus()))
         if compiling is None:
             return
         began = time.perf_counter()

@@ -20,7 +20,10 @@ from tokserve.config import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, CacheConfi
 from tokserve.errors import StartError
 from tokserve.kv_spec import KVLayout, KVSpec, LayerSpec, StateLayout, one_state
 from tokserve.layers.batch import Pages
+from tokserve.memory import gib
 
+MIB = 1 << 20
+LEAST_CONTEXT = 512  # tokens: shorter ones are not worth serving
 FLOAT8 = "float8_e4m3fn"
 MAX_SNAPSHOTS = 1 << 16
 MAX_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
@@ -58,7 +61,7 @@ def layout(
     `kv_cache_memory_bytes` if given; else what `max_num_seqs` contexts of `max_model_len` need, at most the
     configured share of the free memory and, if `bounded`, 4 GiB (or one such context, where that is more).
     Recurrent states come first, one for each of `max_num_seqs` and as many snapshots as the configuration has room for.
-    Raises StartError if one request of `max_model_len` would not fit.
+    Raises StartError if one request of `max_model_len` would not fit and may not be shortened, or not even a short one.
     """
     block_size = cache.block_size or DEFAULT_BLOCK_SIZE
     states = _states(specs, cache, max_num_seqs, most_drafts, free_bytes, agree)
@@ -75,17 +78,24 @@ def layout(
         why = "the share of the free memory that may be taken"
     if limit < context_bytes:
         fits = limit // block_bytes * block_size
-        raise StartError(
-            f"the KV cache of one request of max_model_len {max_model_len} needs {context_bytes} bytes, but only "
-            f"{limit} ({why}) may be used; raise --kv-cache-memory-bytes to at least {context_bytes}"
-            + (f" or lower --max-model-len to at most {fits}" if fits > 1 else "")
-        )
+        if not (cache.shorten_context and fits >= min(max_model_len, LEAST_CONTEXT)):
+            auto = "" if cache.shorten_context else " (auto: what fits)"
+            raise StartError(
+                f"the KV cache of one request of max_model_len {max_model_len} needs {gib(context_bytes)}, but only "
+                f"{gib(limit)} ({why}) may be used; raise --kv-cache-memory-bytes to at least {_option(context_bytes)}"
+                + (f", or lower --max-model-len to at most {fits}{auto}" if fits > 1 else "")
+            )
     if not block_bytes:  # no layer attends: blocks count the prefixes that are cached
         return KVLayout(specs, agree(max_num_seqs * context_blocks), block_size, states)
     blocks = limit // block_bytes
     if cache.kv_cache_memory_bytes is None:
         blocks = min(blocks, max_num_seqs * context_blocks)
     return KVLayout(specs, agree(blocks), block_size, states)
+
+
+def _option(size: int) -> str:
+    """A value of --kv-cache-memory-bytes that is at least `size`."""
+    return str(size) if size < MIB else f"{-(-size // MIB)}M"
 
 
 def _states(
@@ -103,8 +113,8 @@ def _states(
     room = int(cache.gpu_memory_utilization * free_bytes)
     if slots * size > room:
         raise StartError(
-            f"the recurrent states of max_num_seqs {slots} requests need {slots * size} bytes, but only {room} (the "
-            f"share of the free memory that may be taken) may be used"
+            f"the recurrent states of max_num_seqs {slots} requests need {gib(slots * size)}, but only {gib(room)} "
+            f"(the share of the free memory that may be taken) may be used"
             + (f"; lower --max-num-seqs to at most {room // size}" if room >= size else "")
         )
     block_size = cache.block_size or DEFAULT_BLOCK_SIZE
@@ -114,8 +124,8 @@ def _states(
     snapshots = agree(snapshots)
     if enabled and not snapshots and cache.state_snapshot_memory_bytes:
         logger.warning(
-            "a recurrent state takes %d bytes, and there is room for no snapshot: prefixes are not reused; raise "
-            "--state-snapshot-memory-bytes", size,
+            "a recurrent state takes %s, and there is room for no snapshot: prefixes are not reused; raise "
+            "--state-snapshot-memory-bytes", gib(size),
         )  # fmt: skip
     return StateLayout(slots, min(snapshots, MAX_SNAPSHOTS), interval, spare)
 
@@ -150,7 +160,7 @@ def allocate_on(device: torch.device, layout: KVLayout, *, spare: int = 0) -> Pa
         ]
     except torch.OutOfMemoryError as error:
         raise StartError(
-            f"cannot allocate {layout.bytes() + layout.state_bytes()} bytes for the KV cache and recurrent states; "
+            f"cannot allocate {gib(layout.bytes() + layout.state_bytes())} for the KV cache and recurrent states; "
             "lower --gpu-memory-utilization or give --kv-cache-memory-bytes"
         ) from error
 
@@ -174,7 +184,7 @@ def _reserve(layout: KVLayout, rows: int, shape: tuple[int, ...], dtype: torch.d
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
         raise StartError(
-            f"cannot reserve {layout.bytes() + layout.state_bytes()} bytes for the KV cache and recurrent states "
+            f"cannot reserve {gib(layout.bytes() + layout.state_bytes())} for the KV cache and recurrent states "
             f"({error}); lower --kv-cache-memory-bytes or --max-num-seqs"
         ) from error
     return torch.frombuffer(memory, dtype=dtype).view(rows, *shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,12 @@ import torch
 
 from tokserve import checkpoint, device, ops
 from tokserve.classifier import is_classifier, with_token_ids
-from tokserve.config import Config, KVStorePlan, RuntimeConfig
+from tokserve.config import Config, KVStorePlan, ModelConfig, RuntimeConfig
 from tokserve.device import Accelerator, Device
 from tokserve.errors import NotBuiltIn, StartError
 from tokserve.layers.quant import WNA16
 from tokserve.layers.recurrent import GatedDeltaSpec, ShortConvSpec
-from tokserve.memory import give_back
+from tokserve.memory import gib, give_back
 from tokserve.models import load as models
 from tokserve.models.decoder import Decoder
 from tokserve.models.encoder import Encoder
@@ -161,6 +162,7 @@ def _model(config: Config, target: Device | Accelerator, ranks: Ranks) -> Decode
         "seed": options.seed, "quantization": options.quantization, "quantize_lm_head": options.quantize_lm_head,
         "group_size": options.quantization_group_size, "quantization_activations": options.quantization_activations,
         "float8_cache": config.cache.kv_cache_dtype != "auto", "max_model_len": options.max_model_len,
+        "admit": partial(_admit, target, options),
     }  # fmt: skip
     if is_classifier(hf) and (options.model_impl == "transformers" or not is_known(hf)):
         decoder_spec(hf)  # raises StartError
@@ -182,6 +184,22 @@ def _model(config: Config, target: Device | Accelerator, ranks: Ranks) -> Decode
         has_float8=target.has_float8, needs_head=options.runner != "pooling", group=ranks.group, stage=ranks.stage,
         **common,
     )  # fmt: skip
+
+
+def _admit(target: Device | Accelerator, options: ModelConfig, size: int) -> None:
+    """Raise StartError if weights of `size` bytes cannot fit: the system would kill the process while it reads them,
+    without a reason in its log.  A device with memory of its own says so itself."""
+    if isinstance(target, Accelerator):
+        return
+    free, limit, owner, remedy = device.memory_bound()
+    if size <= free:
+        return
+    remedies = ["--dtype bfloat16"] if options.dtype == "float32" else []
+    remedies += ["--quantization int8 or int4"] if options.quantization is None else []
+    raise StartError(
+        f"weights of {gib(size)} do not fit into {gib(limit)}, {owner}, of which {gib(limit - free)} are taken: use "
+        f"{', '.join([*remedies, remedy])}"
+    )
 
 
 def _through_transformers(
