@@ -44,7 +44,7 @@ def post(request: Any, api: Api) -> str:
 BROKEN = [
     b"", b" ", b"{", b"null", b"5", b'"x"', b"[]", b"{]", b"{'a':1}", b'{"features":}', b'{"features":1}}',
     b'{"features":01}', b'{"features":+1}', b'{"features":' + b"[" * 100_000,
-    b'{"model":"\xff"}', b'\xef\xbb\xbf{}', '{"token_ids":[5]}'.encode("utf-16"), gzip.compress(b"{}", mtime=0),
+    b'{"model":"\xff"}', b'\xef\xbb{}', '{"token_ids":[5]}'.encode("utf-16"), gzip.compress(b"{}", mtime=0),
 ]  # fmt: skip
 
 

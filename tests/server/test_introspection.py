@@ -249,6 +249,8 @@ def test_no_root_path_opens_control_routes(root: str, options: dict[str, Any], r
     for slash in ("", "/"):
         status = asyncio.run(answer_behind(root, f"{root}/pause{slash}", site(**options), "POST"))
         assert status == refusal
+    for path in (f"{root}{root}/pause", f"{root}/{root}/pause", f"{root}{root}{root}/pause"):
+        assert asyncio.run(answer_behind(root, path, site(**options), "POST")) in (refusal, 401, 404)
 
 
 # the rest

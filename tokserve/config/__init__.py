@@ -33,6 +33,7 @@ from tokserve.config.model import (
 )
 from tokserve.config.parallel import ParallelConfig
 from tokserve.config.profiler import ProfilerConfig, ProfilerPlan
+from tokserve.config.replies import ReplyConfig
 from tokserve.config.runtime import RuntimeConfig, SchedulerConfig
 from tokserve.config.server import LimitsConfig, ServerConfig, TlsConfig
 from tokserve.config.speculation import SpeculationPlan, SpeculativeConfig
@@ -60,6 +61,7 @@ __all__ = [
     "ParallelConfig",
     "ProfilerConfig",
     "ProfilerPlan",
+    "ReplyConfig",
     "RuntimeConfig",
     "SchedulerConfig",
     "ServerConfig",
@@ -90,6 +92,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     weights: WeightsConfig = WeightsConfig()
     lora: LoraConfig = LoraConfig()
     server: ServerConfig = ServerConfig()
+    replies: ReplyConfig = ReplyConfig()
     cors: CorsConfig = CorsConfig()
     tls: TlsConfig = TlsConfig()
     logs: LogConfig = LogConfig()

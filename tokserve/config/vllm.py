@@ -41,7 +41,7 @@ FLAGS = [
     "enable_batch_sharded_sampling", "enable_chunked_prefill", "enable_cumem_allocator", "enable_dbo", "enable_eplb",
     "enable_expert_parallel", "enable_flash_late_interaction", "enable_layerwise_nvtx_tracing", "enable_log_deltas",
     "enable_log_outputs", "enable_logging_iteration_details", "enable_mfu_metrics", "enable_nccl_comm_suspend",
-    "enable_offline_docs", "enable_prompt_tokens_details", "enable_reasoning", "enable_request_id_headers",
+    "enable_offline_docs", "enable_prompt_tokens_details", "enable_reasoning", 
     "enable_scale_out", "enable_server_load_tracking", "enable_sleep_mode", "enable_tokenizer_info_endpoint",
     "engine_use_ray", "fail_on_environ_validation", "fully_sharded_loras", "jit_monitor_verbose", "kv_cache_metrics",
     "log_error_stack", "multi_step_stream_outputs", "numa_bind", "ray_workers_use_nsight",
@@ -88,13 +88,7 @@ REFUSED = {
     "disable_fastapi_docs": ForeignOption("flag", instead="a proxy in front can hide /docs", harmless=(False,)),
     "disable_sliding_window": ForeignOption("flag", instead="use --max-model-len", harmless=(False,)),
     "download_dir": ForeignOption(instead="set HF_HOME"),
-    "enable_force_include_usage": ForeignOption(
-        "flag", instead='send "stream_options": {"include_usage": true}', harmless=(False,)
-    ),
     "enable_mm_embeds": ForeignOption("flag", instead="send images", harmless=(False,)),
-    "enable_per_request_metrics": ForeignOption(
-        "flag", instead="see --per-request-spec-decode-metrics, --log-requests", harmless=(False,)
-    ),
     "enable_prompt_embeds": ForeignOption("flag", instead="prompts are text or token ids", harmless=(False,)),
     "enable_ssl_refresh": ForeignOption("flag", instead="restart the server", harmless=(False,)),
     "exclude_tools_when_tool_choice_none": ForeignOption("flag", instead="leave tools out", harmless=(False,)),
@@ -116,9 +110,6 @@ REFUSED = {
     "quantization_config": ForeignOption(instead="use --quantization"),
     "reasoning_parser_plugin": ForeignOption(instead=CODE),
     "response_role": ForeignOption(instead="answers are the assistant's", harmless=("assistant",)),
-    "return_tokens_as_token_ids": ForeignOption(
-        "flag", instead='send "return_tokens_as_token_ids": true', harmless=(False,)
-    ),
     "revision": ForeignOption(instead=HUB),
     "rope_scaling": ForeignOption(instead=OVERRIDES),
     "rope_theta": ForeignOption(instead=OVERRIDES),

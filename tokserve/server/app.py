@@ -50,8 +50,10 @@ from tokserve.server.http import body, errors
 from tokserve.server.http.auth import Keys, route_path
 from tokserve.server.http.cors import add_cors
 from tokserve.server.http.disconnect import ClientDisconnected
+from tokserve.server.http.request_ids import RequestIds
 from tokserve.server.observe import api_pages, introspection, live_requests, status_page
 from tokserve.server.observe.counters import ApiProcess
+from tokserve.server.observe.load_header import REPORTED, load_header
 from tokserve.server.openai import chat, completions, derender, render, responses, schemas, tokenize
 from tokserve.server.pooling import classify, cohere, embeddings, rerank, score
 from tokserve.server.serving import GIVEN_ID, PREPARATION, SERVING, Serving, Trace
@@ -220,6 +222,7 @@ def build_app(
         guarded=frozenset(endpoint.path for endpoint in table if endpoint.guarded),
     )  # fmt: skip
     app.add_middleware(Guard, keys=keys, endpoints=table)
+    app.add_middleware(RequestIds, makes_ids=config.replies.enable_request_id_headers)
     add_cors(app, config.cors)
     app.add_exception_handler(HTTPException, _http_error)
     prepare_structs()
@@ -255,6 +258,8 @@ def _with_error_responses(handler: Handler, endpoint: Endpoint) -> Callable[[Req
             response = await handler(serving, request)
             if endpoint.runner and state not in SERVING:  # it has waited, or its stream will
                 response.headers[WAITED] = state
+            if endpoint.runner and (load := load_header(request, serving.llm)):
+                response.headers[REPORTED] = load
             return response
         except RequestError as error:
             if endpoint.runner:
@@ -330,6 +335,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            scope = _with_one_prefix(scope)
             try:
                 self._keys.check(scope)
             except RequestError as error:
@@ -340,3 +346,11 @@ class Guard:
             if scope["path"].endswith("/") and route_path(scope):  # some trainers write routes with a slash at the end
                 scope = {**scope, "path": scope["path"].rstrip("/")}
         await self._app(scope, receive, send)
+
+
+def _with_one_prefix(scope: Scope) -> Scope:
+    """The scope of a request with the root path in its path once: the server adds it for a proxy that strips it, and
+    another proxy has left it there."""
+    root = scope.get("root_path", "").rstrip("/")
+    rest: str = scope["path"].removeprefix(root)
+    return {**scope, "path": rest} if root and rest.startswith(root + "/") else scope

@@ -21,6 +21,7 @@ from tokserve.errors import RequestError
 from tokserve.params import DraftReport, SamplingParams
 from tokserve.server.replies import draft_metrics
 from tokserve.server.replies.draft_metrics import ReplyMetrics
+from tokserve.server.replies.timing import set_times
 
 T = TypeVar("T")
 Render = Callable[[ChoiceOutput], bytes]  # writes a delta
@@ -80,7 +81,7 @@ class ReplyContext(Protocol):
         """Tokens read and written, without some of the last that were written."""
 
     def metrics(self) -> ReplyMetrics | UnsetType:
-        """What the reply says about its drafts, if that was requested."""
+        """What the reply says about its drafts and times, if that was requested."""
 
     def prompt_ids(self, index: int = 0) -> list[int]:
         """The prompt of a choice."""
@@ -107,11 +108,13 @@ class Generation:
         self.prediction_len: int | None = None  # tokens; None: there is no prediction
         self.draft_report: DraftReport = "none"
         self.most_drafts = 0  # of a step
+        self.reports_times = False
         self._observers = observers
         self._lengths: dict[int, int] = {}  # choice -> tokens so far
         self._cached: dict[int, int] = {}
         self._ended = 0
         self._drafts: list[DraftCounts] = []  # of the choices that have ended
+        self._times = (0.0, 0.0, 0.0)  # of the choice that ended last
         self._closed = False
         self._ready: deque[int] = deque()  # indexes of streams that have something to take
 
@@ -170,6 +173,7 @@ class Generation:
         if delta.finish_reason is not None:
             self._ended += 1
             self._drafts.append(delta.drafts)
+            self._times = delta.times
             self.kv_transfer_params = self.kv_transfer_params or delta.kv_transfer
             for observer in self._observers:
                 observer.finished(delta, self.streams[index // self.n].prompt_len, length)
@@ -202,14 +206,20 @@ class Generation:
         return usage
 
     def metrics(self, *, sources: bool = False) -> ReplyMetrics | UnsetType:
-        """What the reply says about the drafts of the choices that have ended, if that was requested; `sources`: also
-        by where they came from."""
-        if self.draft_report == "none":
+        """What the reply says about the drafts of the choices that have ended and about the times of the only one, if
+        that was requested; `sources`: also by where drafts came from."""
+        reports_times = self.reports_times and self.num_choices == 1
+        if self.draft_report == "none" and not reports_times:
             return UNSET
-        report = draft_metrics.speculative_decoding(self._drafts, self.draft_report, self.most_drafts)
-        if sources:
-            report.sources = draft_metrics.by_source(self._drafts)
-        return ReplyMetrics(report)
+        metrics = ReplyMetrics()
+        if reports_times:
+            set_times(metrics, self._times, self.completion_tokens)
+        if self.draft_report != "none":
+            report = draft_metrics.speculative_decoding(self._drafts, self.draft_report, self.most_drafts)
+            if sources:
+                report.sources = draft_metrics.by_source(self._drafts)
+            metrics.speculative_decoding = report
+        return metrics
 
     def stall(self, stalled: bool) -> None:
         """The client does not read (`stalled`), or reads again: meanwhile no tokens are made."""

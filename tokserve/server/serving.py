@@ -330,6 +330,7 @@ class Serving:
         generation.rename = fields.rename
         generation.draft_report = generate.options.spec_decode_metrics or "none"
         generation.most_drafts = self.most_drafts
+        generation.reports_times = self.config.replies.enable_per_request_metrics
         if generate.options.draft_token_ids is not None:
             generation.prediction_len = len(generate.options.draft_token_ids)
         if generate.text:

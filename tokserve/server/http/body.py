@@ -130,6 +130,11 @@ def given_request_id(request: Request, request_id: str | None) -> str | None:
     if header and request_id and header != request_id:
         raise RequestError("request_id differs from the X-Request-Id header; send one of them", field="request_id")
     chosen = header or request_id
-    if chosen is not None and not (0 < len(chosen) <= MAX_ID and chosen.isascii() and chosen.isprintable()):
+    if chosen is not None and not is_id(chosen):
         raise RequestError(f"request_id must be 1 to {MAX_ID} printable ASCII characters", field="request_id")
     return chosen
+
+
+def is_id(text: str) -> bool:
+    """Whether a request may have this id."""
+    return 0 < len(text) <= MAX_ID and text.isascii() and text.isprintable()

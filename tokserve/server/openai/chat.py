@@ -334,12 +334,12 @@ class ChatRenderer:
         self.generation, self.body = generation, body
         self._reader = reader
         self._shows_reasoning = body.include_reasoning is not False
-        self._spelling = logprobs.Spelling(serving.tokenizer, bool(body.return_tokens_as_token_ids))
+        self._spelling = logprobs.Spelling(serving.tokenizer, schemas.shows_ids(serving, body))
         self._names = serving.tokenizer.token
         self._ids = bool(body.return_token_ids)
         self._versions = self._ids or bool(body.return_weight_versions)
         self._params = params
-        self._usage, self._continuous = schemas.usage_options(body)
+        self._usage, self._continuous = schemas.usage_options(serving, body)
         self._begun: set[int] = set()
         self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         self._has_masks = serving.has_masks(params)

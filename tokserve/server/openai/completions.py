@@ -230,7 +230,7 @@ class CompletionRenderer:
         self._prompts = prompts
         self._tokenizer = serving.tokenizer
         self._skip_special = params.skip_special_tokens
-        self._spelling = logprobs.Spelling(serving.tokenizer, bool(body.return_tokens_as_token_ids))
+        self._spelling = logprobs.Spelling(serving.tokenizer, schemas.shows_ids(serving, body))
         self._ids = bool(body.return_token_ids)
         self._versions = self._ids or bool(body.return_weight_versions)
         self._echo = bool(body.echo)
@@ -239,7 +239,7 @@ class CompletionRenderer:
         self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         self._has_masks = serving.has_masks(params)
         self._num_prompt_logprobs = schemas.count(body.prompt_logprobs)
-        self._usage, self._continuous = schemas.usage_options(body)
+        self._usage, self._continuous = schemas.usage_options(serving, body)
         self._places: dict[int, logprobs.TextOffset] = {}  # by choice that has begun: how far its text has come
 
     def reply(self, ends: list[ChoiceOutput], parts: DeferredParts | None = None) -> CompletionReply:

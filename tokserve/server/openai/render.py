@@ -112,7 +112,7 @@ def _rendered(
     """`echo`: the reply must repeat the prompt, which `derender` needs."""
     options = None
     if body.stream_options is not None:
-        options = StreamOptions(*schemas.usage_options(body))
+        options = StreamOptions(*schemas.usage_options(serving, body))
     return Rendered(
         token_ids=ids, sampling_params=params, model=body.model or serving.name, request_id=request_id,
         stream_options=options, return_token_ids=echo,

@@ -254,7 +254,7 @@ class ResponsesRenderer:
         self._body = request_body
         self._call = call
         self._created = int(time.time())
-        self._spelling = logprobs.Spelling(serving.tokenizer, bool(request_body.return_tokens_as_token_ids))
+        self._spelling = logprobs.Spelling(serving.tokenizer, schemas.shows_ids(serving, request_body))
         params, plan = call.params, call.plan
         self._with_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         output_format = plan.output_format or OutputFormat()

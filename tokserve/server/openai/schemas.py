@@ -382,7 +382,16 @@ def check_stream(body: GeneratingBody, packed: bool) -> None:
     sse.check_format(body.stream, packed)
 
 
-def usage_options(body: TextBody) -> tuple[bool, bool]:
+def usage_options(serving: Serving, body: TextBody) -> tuple[bool, bool]:
     """Whether a stream reports usage at its end, and whether in every chunk."""
+    if serving.config.replies.enable_force_include_usage:
+        return True, True
     options = body.stream_options or TextStreamOptions()
     return bool(options.include_usage), bool(options.include_usage and options.continuous_usage_stats)
+
+
+def shows_ids(serving: Serving, body: GeneratingBody) -> bool:
+    """Whether logprobs name tokens by their ids."""
+    if body.return_tokens_as_token_ids is None:
+        return serving.config.replies.return_tokens_as_token_ids
+    return bool(body.return_tokens_as_token_ids)

@@ -14,6 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from tokserve.client.outputs import DraftCounts
 from tokserve.params import DraftReport
+from tokserve.server.replies.timing import TimingFields
 
 
 class SourceCounts(msgspec.Struct):
@@ -39,10 +40,10 @@ class SpeculativeDecoding(msgspec.Struct, kw_only=True):
     sources: dict[str, SourceCounts] | UnsetType = UNSET
 
 
-class ReplyMetrics(msgspec.Struct):
+class ReplyMetrics(TimingFields):
     """`metrics` of a reply."""
 
-    speculative_decoding: SpeculativeDecoding
+    speculative_decoding: SpeculativeDecoding | UnsetType = UNSET
 
 
 def speculative_decoding(choices: Sequence[DraftCounts], level: DraftReport, most: int) -> SpeculativeDecoding:

@@ -328,8 +328,9 @@ class _Render:
             self._places = {"image": [PlaceholderRange(*place) for place in generation.placeholders()]}
         self._format = body.logprobs_format or "objects"
         options = body.stream_options or StreamOptions()
-        self._usage = bool(options.include_usage)
-        self._continuous = self._usage and bool(options.continuous_usage_stats)
+        forced = serving.config.replies.enable_force_include_usage
+        self._usage = forced or bool(options.include_usage)
+        self._continuous = forced or (self._usage and bool(options.continuous_usage_stats))
         self._first = True
         self._frames: dict[int, list[bytes]] = {}  # by choice
         self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
