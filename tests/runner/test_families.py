@@ -21,6 +21,7 @@ from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.models.load import load as load_model
 from tokserve.models.provenance import HEAD
 from tokserve.models.staging import Staging
+from tokserve.rl.weight_pairs import named_tensors
 
 NEW = sorted(FAMILIES.keys() - {"llama", "mistral", "qwen2", "qwen3", "gemma3_text"})
 FAST = ("gemma2", "cohere2")
@@ -74,6 +75,29 @@ def test_adapters_target_the_tensors_of_the_checkpoint(family: str, tmp_path: Pa
         exact = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1].double(), -1)
     assert (scores(runner, facts, ids, 0) - exact).abs().max() <= (2e-4 if family == "qwen3_5_text" else 1e-4)
     assert (scores(runner, facts, ids, -1) - exact).abs().max() > 0.1
+
+
+ROUTED_BY_BUFFERS = {
+    "glm4_moe": "mlp.gate.e_score_correction_bias", "deepseek_v3": "mlp.gate.e_score_correction_bias",
+    "glm4_moe_lite": "mlp.gate.e_score_correction_bias", "dots1": "mlp.gate.e_score_correction_bias",
+    "minimax_m2": "mlp.e_score_correction_bias", "lfm2_moe": "feed_forward.expert_bias",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family", [name if name == "glm4_moe" else pytest.param(name, marks=pytest.mark.slow) for name in ROUTED_BY_BUFFERS]
+)
+def test_a_module_of_transformers_is_a_whole_update(family: str, tmp_path: Path) -> None:
+    """Its buffers too, which bias the choice of experts (rl-faults F5)."""
+    hf = tiny_config(family)
+    directory = write_checkpoint(tmp_path / "model", hf, seed=1)
+    options: dict[str, Any] = {"dtype": "float32", "head_dtype": "auto", "load_format": "auto", "seed": 0}
+    staging = Staging(load_model(directory, hf, **options).blank())
+    tensors = named_tensors(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
+    assert any(name.endswith(ROUTED_BY_BUFFERS[family]) for name in tensors)
+    for name, tensor in tensors.items():
+        staging.push(name, tensor)
+    staging.finish()
 
 
 LATER = {  # families whose tensors are named as those of others

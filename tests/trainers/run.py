@@ -46,6 +46,7 @@ class Recipe:
 
 RECIPES = {
     "trl": Recipe("trl", "trl", ("--steps", "25")),
+    "trl_lora": Recipe("trl", "trl", ("--steps", "25", "--lora")),
     "trl_rollout_function": Recipe("trl", "trl", ("--steps", "30", "--rollout-function"), mismatch=None),
     "trl_exact": Recipe(
         "trl", None, ("--steps", "40", "--exact"), ("--dtype", "bfloat16"), mismatch=0.0, packages="trl"
@@ -62,7 +63,7 @@ RECIPES = {
     "own_loop": Recipe("own_loop", None, ("--steps", "25"), (), mismatch=0.0),
     "own_loop_transformers": Recipe("own_loop", "trl", ("--steps", "25", "--transformers")),
 }
-PIECES = "trl_pieces"
+PIECES, SHARDED = "trl_pieces", "trl_fsdp"
 
 
 def figures(log: Path) -> list[dict[str, Any]]:
@@ -136,19 +137,34 @@ def run_pieces() -> bool:
     return not done.returncode
 
 
+def run_sharded() -> bool:
+    """TRL's server mode with FSDP1 in two processes; whether it passed."""
+    python = environment(HERE / "trl.txt", BUILD / "trl")
+    env = {**os.environ, **OFFLINE, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    command = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with Server("demo", "--dtype", "float32") as server:
+        script = [str(HERE / "trl_fsdp.py"), server.url, str(DEMO_DIR)]
+        done = subprocess.run([*command, *script], env=env, capture_output=True, text=True, timeout=SECONDS)
+    print(f"{SHARDED}: {'passed' if not done.returncode else 'FAILED' + chr(10) + done.stderr[-4000:]}", flush=True)
+    return not done.returncode
+
+
+OTHERS = {PIECES: run_pieces, SHARDED: run_sharded}
+
+
 def main() -> int:
     """All recipes, or those that are named."""
     parser = argparse.ArgumentParser(description="Run the recipes of examples/trainers.")
     parser.add_argument(
         "names",
         nargs="*",
-        choices=[*RECIPES, PIECES, []],
+        choices=[*RECIPES, *OTHERS, []],
         metavar="RECIPE",
-        help=f"Of {', '.join([*RECIPES, PIECES])}. Default: all.",
+        help=f"Of {', '.join([*RECIPES, *OTHERS])}. Default: all.",
     )
-    names = parser.parse_args().names or [*RECIPES, PIECES]
+    names = parser.parse_args().names or [*RECIPES, *OTHERS]
     BUILD.mkdir(parents=True, exist_ok=True)
-    failed = [name for name in names if not (run_pieces() if name == PIECES else run(name))]
+    failed = [name for name in names if not (OTHERS[name]() if name in OTHERS else run(name))]
     print(f"{len(names) - len(failed)} of {len(names)} recipes passed")
     return 1 if failed else 0
 

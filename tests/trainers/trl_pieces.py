@@ -9,14 +9,17 @@ import asyncio
 import logging
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
-from tokserve.rl import TokserveClient
+from tokserve.rl import Client, TokserveClient, weight_pairs
 from tokserve.rl import trl as pieces
 
 URL, MODEL_DIR, KEY = sys.argv[1:]
@@ -119,7 +122,7 @@ def check_transfer() -> None:
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     pieces.log.addHandler(handler)
-    pieces.PART_BYTES = 100_000
+    weight_pairs.PART_BYTES = 100_000
     transfer = pieces.HTTPWeightTransfer(URL, api_key=KEY, recompute_kv=True)
     transfer.init_weight_transfer()
     assert len(messages) == 1 and "--rl" in messages[0]
@@ -131,19 +134,83 @@ def check_transfer() -> None:
     assert differing(policy.named_parameters()) == []
 
 
+def adapted() -> Any:
+    """A peft model whose adapter changes what it computes."""
+    torch.manual_seed(0)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    return get_peft_model(model(), LoraConfig(r=8, target_modules=targets, init_lora_weights=False)).eval()
+
+
+def logprobs(policy: Any, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        rows = policy(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def largest_difference(policy: Any) -> float:
+    """The largest difference of a logprob: the server's and the policy's."""
+    ids = list(range(40, 80))
+    with Client(URL, api_key=KEY) as client:
+        served = torch.tensor(client.score([ids], [1])[0])
+    return float((served - logprobs(policy, ids)).abs().max())
+
+
 def check_adapter() -> None:
-    """The weights of a peft model are merged, under the names of the checkpoint, and then as they were."""
-    base = model()
-    names = [name for name, _ in base.named_parameters()]
-    adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    before = {name: tensor.detach().clone() for name, tensor in adapted.named_parameters()}
-    with pieces.whole_weights(adapted) as pairs:
-        merged = {name: tensor.detach().clone() for name, tensor in pairs}
-    assert list(merged) == names
-    assert not torch.equal(merged["model.layers.0.self_attn.q_proj.weight"],
-                           before["base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"])  # fmt: skip
-    for name, tensor in adapted.named_parameters():
-        assert torch.allclose(tensor, before[name], atol=1e-6)
+    """Send an adapted model in every way: the server gets its weights, not the base's (rl-faults F1)."""
+    pieces.use_tokserve(api_key=KEY)
+    policy = adapted()
+    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    walker = vllm_generation.VLLMGeneration(
+        model=policy, accelerator=Accelerator(cpu=True), processing_class=None, mode="server", server_base_url=URL
+    )
+    transfer = pieces.HTTPWeightTransfer(URL, api_key=KEY)
+    ways = {
+        "server mode": walker.sync_weights,
+        "the client's module": lambda: walker.vllm_client.update_model_params(policy),
+        "a transfer": lambda: transfer.send_weights(walker._iter_named_params()),
+        "a rollout function": lambda: rollouts(policy),
+        "the client's push": lambda: Client(URL, api_key=KEY).push(policy, delta=True),
+        "a generator": lambda: Client(URL, api_key=KEY).push(walker._iter_named_params()),
+    }
+    for part_bytes in (100_000, 1 << 28):
+        weight_pairs.PART_BYTES = part_bytes
+        for way, send in ways.items():
+            with policy.disable_adapter():
+                Client(URL, api_key=KEY).push(policy)
+                assert largest_difference(policy) < 1e-4
+            assert largest_difference(policy) > 0.1, "the adapter changes nothing"
+            send()
+            assert largest_difference(policy) < 1e-4, way
+    for name, tensor in policy.state_dict().items():
+        assert torch.allclose(tensor, before[name], atol=1e-5), name
+
+
+def rollouts(policy: Any) -> None:
+    """Push as a rollout function does."""
+    function = pieces.RolloutFunction(URL, api_key=KEY)
+    state = SimpleNamespace(global_step=1)
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+    args = SimpleNamespace(seed=0, generation_kwargs=None)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    trainer = SimpleNamespace(
+        accelerator=Accelerator(cpu=True), model=policy, state=state, args=args, max_completion_length=2,
+        eos_token_ids=[0], processing_class=tokenizer, **sampling,
+    )  # fmt: skip
+    function(["Reverse"], trainer)
+
+
+def check_buffers() -> None:
+    """What a router adds is a buffer of the model, and belongs to what the server needs (rl-faults F5)."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 32}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    mixture = AutoModelForCausalLM.from_config(AutoConfig.for_model("glm4_moe", **sizes, **heads, **experts))
+    walker = vllm_generation.VLLMGeneration(
+        model=mixture, accelerator=Accelerator(cpu=True), processing_class=None, mode="server", server_base_url=URL
+    )
+    names = [name for name, _ in walker._iter_named_params()]
+    assert sorted(names) == sorted(set(names)) and set(names) == set(mixture.state_dict())
+    assert "model.layers.1.mlp.gate.e_score_correction_bias" in names
 
 
 def check_the_key() -> None:
@@ -158,4 +225,5 @@ if __name__ == "__main__":
     check_the_client()
     check_transfer()
     check_adapter()
+    check_buffers()
     check_the_key()

@@ -10,8 +10,8 @@ import asyncio
 import importlib
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, closing, suppress
 from functools import cached_property
 from typing import Any
 
@@ -184,7 +184,13 @@ class AdminMethods(ABC):
 
     async def _update_by_tensors(self, weights: Any) -> None:
         """Push tensors of this process, in the update that is open, else as a complete one."""
-        pieces = importlib.import_module("tokserve.rl.push").weight_file(weights)  # loads torch, as its caller has
+        files = importlib.import_module("tokserve.rl.weight_pairs").weight_files(
+            weights
+        )  # loads torch, as its caller has
+        with closing(files):
+            await self._update_by_files(next(files), files)
+
+    async def _update_by_files(self, first: Iterable[bytes], others: Iterable[Iterable[bytes]]) -> None:
         stream = secrets.token_hex(8)
         update_id = None
         try:
@@ -195,9 +201,11 @@ class AdminMethods(ABC):
         try:
             if update_id is not None:
                 await self.begin_weight_stream(stream, update_id)
-            for piece in pieces:
-                await self.feed_weights(stream, piece)
-            await self.feed_weights(stream, b"", last=True)
+            await self._feed_file(stream, first)
+            for pieces in others:
+                stream = secrets.token_hex(8)
+                await self.begin_weight_stream(stream, update_id)
+                await self._feed_file(stream, pieces)
             if update_id is not None:
                 await self.finish_weight_update(update_id=update_id)
             done = True
@@ -205,6 +213,11 @@ class AdminMethods(ABC):
             if not done:
                 with suppress(RequestError, EngineDead):  # it was rolled back already
                     await self.abort_weight_update(update_id)
+
+    async def _feed_file(self, stream: str, pieces: Iterable[bytes]) -> None:
+        for piece in pieces:
+            await self.feed_weights(stream, piece)
+        await self.feed_weights(stream, b"", last=True)
 
     async def begin_weight_stream(self, stream: str, update_id: str | None = None) -> None:
         """Announce a safetensors file, for `feed_weights`, in the update that is open now.  Raises Conflict."""

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .group_channel import GroupChannel
-    from .push import PushResult, Weights
+    from .push import PushResult
     from .pusher import Pusher
+    from .weight_pairs import Weights
 
 __all__ = ["AsyncClient", "Rollout", "RolloutDelta", "TokserveClient", "sticky_seeds"]
 
@@ -437,8 +438,7 @@ class AsyncClient:
     async def compare_weights(self, tensors: Weights | Iterable[tuple[str, Tensor]]) -> list[str]:
         """The names of tensors that differ from the server's, or that only one side has; empty if all are equal.  The
         dtype counts: pass the tensors in the dtype in which they were pushed."""
-        named_tensors, checksums = _torch_module("push").named_tensors, _torch_module("digests").checksums
-        baseline = await asyncio.to_thread(lambda: checksums(named_tensors(tensors)))
+        baseline = await _torch_module("reader").read_whole(tensors, _torch_module("digests").checksums)
         request = {"action": "compare", "names": "checkpoint", "baseline": baseline}
         return (await self._connection.post("/weight_checker", request))["mismatches"]
 

@@ -175,6 +175,16 @@ def applied(delta: TensorDelta | None, tensor: Tensor) -> Tensor:
     return tensor
 
 
+def are_equal(one: TensorDelta | None, other: TensorDelta | None) -> bool:
+    """Whether they change a tensor alike, bit by bit; None: they do not change it."""
+    if one is None or other is None:
+        return one is other
+    same_places = (one.indices is None) == (other.indices is None)
+    if same_places and one.indices is not None and other.indices is not None:
+        same_places = np.array_equal(one.indices, other.indices)
+    return same_places and np.array_equal(bits_of(one.values), bits_of(other.values))
+
+
 @dataclass(slots=True)
 class DeltaReader:
     """Puts the parts of a file together again, tensor by tensor.  `described`: dtype and shape of the tensors that may
@@ -260,7 +270,7 @@ def file_pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | Non
     yield len(packed).to_bytes(8, "little") + packed
     pieces, size = [], 0  # of small tensors, or the ends of others, that go together
     for name in tensors:
-        flat = tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        flat = np.from_dlpack(tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8))
         for first in range(0, len(flat), PIECE):
             pieces.append(flat[first : first + PIECE].tobytes())
             size += len(pieces[-1])

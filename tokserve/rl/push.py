@@ -6,19 +6,19 @@ server.  It is compared with the next set bit by bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .deltas import DeltaLabel, Deltas, applied, difference, dtype_name, file_pieces, index_dtype, tensors_of
+from .deltas import DeltaLabel, Deltas, applied, are_equal, difference, dtype_name, file_pieces, index_dtype, tensors_of
 from .sums import Sums, completed, in_threads, set_checksum, tensor_sum
+from .weight_pairs import Pairs, own_copy
 
-Weights = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 PART_BYTES = 1 << 20  # of changed elements that are sent, at least, while other tensors are compared
 MAX_CHANGED = 0.25  # share of a set's bytes above which a full push is sent instead
@@ -39,32 +39,6 @@ class PushResult:
     num_changed: int
     num_elements: int
     reason: str | None = None
-
-
-def named_tensors(weights: Weights) -> dict[str, Tensor]:
-    """Tensors by name.  Raises TypeError for what is none of `Weights`, ValueError for a name that comes twice."""
-    if isinstance(weights, nn.Module):
-        return {name: tensor.detach() for name, tensor in weights.named_parameters()}
-    if not isinstance(weights, Iterable) or isinstance(weights, str | bytes | Tensor):
-        raise TypeError(f"weights are a module, a mapping or pairs of (name, tensor), not {type(weights).__name__}")
-    pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
-    for pair in pairs:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
-            raise TypeError(f"weights are a module, a mapping or pairs of (name, tensor), not of {type(pair).__name__}")
-        if not isinstance(pair[1], Tensor):
-            raise TypeError(f"{pair[0]} is no tensor, but of type {type(pair[1]).__name__}")
-    named = {name: tensor.detach() for name, tensor in pairs}
-    if len(named) < len(pairs):
-        raise ValueError("a name comes twice")
-    return named
-
-
-def weight_file(weights: Weights) -> Iterator[bytes]:
-    """The safetensors file of all of them, in pieces.  Raises as `named_tensors`, and for none at all."""
-    named = named_tensors(weights)
-    if not named:
-        raise TypeError("weights are a module, a mapping or pairs of (name, tensor), and here there are none")
-    return iter(file_pieces(named))
 
 
 def is_rounded(tensor: Tensor) -> bool:
@@ -91,15 +65,20 @@ class ServerTensors:
         renamed = next((new + name.removeprefix(old) for old, new in self.renames if name.startswith(old)), name)
         return self.tied.get(renamed, renamed)
 
+    def target(self, name: str, tensor: Tensor) -> str | None:
+        """The server's name for a tensor that it rounds; None: it has none like this."""
+        target = self.model_name(name)
+        fits = target in self.described and tuple(tensor.shape) == self.described[target][1]
+        return target if fits and is_rounded(tensor) else None
+
     def collected(self, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(tensors under the server's names, others).  A tied tensor that comes under two names is one of the first,
-        and of the others if the two differ: the server refuses them then."""
+        """(tensors under the server's names, others), of weights that stay.  A tied tensor that comes under two names
+        is one of the first, and of the others if the two differ: the server refuses them then."""
         known: dict[str, Tensor] = {}
         others: dict[str, Tensor] = {}
         for name, tensor in weights.items():
-            target = self.model_name(name)
-            fits = target in self.described and tuple(tensor.shape) == self.described[target][1]
-            if not fits or not is_rounded(tensor):
+            target = self.target(name, tensor)
+            if target is None:
                 others[name] = tensor
             elif target not in known:
                 known[target] = tensor
@@ -107,9 +86,58 @@ class ServerTensors:
                 others[name] = tensor
         return known, others
 
-    def rounded(self, name: str, tensor: Tensor) -> Tensor:
-        """A contiguous copy in host memory, rounded as the server rounds it."""
-        return tensor.to("cpu", self.described[name][0], copy=True).contiguous()
+    def copied(self, weights: Pairs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Likewise of weights that do not stay: copies in host memory, those of the first rounded."""
+        known: dict[str, Tensor] = {}
+        others: dict[str, Tensor] = {}
+        for name, tensor, is_known in self.copies(weights):
+            (known if is_known else others)[name] = tensor
+        return known, others
+
+    def copies(self, weights: Pairs, device: str | None = "cpu") -> Iterator[tuple[str, Tensor, bool]]:
+        """(name, tensor, whether it is under the server's name), one by one: rounded copies, a tied one once if both
+        are the same; `device` None: where the tensors are."""
+        came: set[str] = set()
+        tied = {target: torch.empty(0) for target in self.tied.values()}
+        for name, tensor in weights:
+            target = self.target(name, tensor)
+            copy = own_copy(tensor, None if target is None else self.described[target][0], device)
+            if target is None or (target in came and target not in tied):
+                yield name, copy, False
+            elif target not in came:
+                came.add(target)
+                if target in tied:
+                    tied[target] = copy
+                yield target, copy, True
+            elif not torch.equal(copy, tied[target]):
+                yield name, copy, False
+
+
+@dataclass(slots=True)
+class Offered:
+    """What is to be pushed: tensors under the server's names, and others.  `copied`: they are rounded copies.
+    `changes`: from what was pushed last, with the sums of all, where they are known already."""
+
+    known: Mapping[str, Tensor]
+    others: Mapping[str, Tensor]
+    copied: bool = False
+    changes: tuple[Deltas, Sums] | None = None
+
+
+class ChangedTensors(Mapping[str, Tensor]):
+    """Tensors with their changes, each made when it is asked for."""
+
+    def __init__(self, before: Mapping[str, Tensor], deltas: Deltas) -> None:
+        self._before, self._deltas = before, deltas
+
+    def __getitem__(self, name: str) -> Tensor:
+        return applied(self._deltas.get(name), self._before[name].clone())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._before)
+
+    def __len__(self) -> int:
+        return len(self._before)
 
 
 @dataclass(slots=True)
@@ -126,9 +154,13 @@ class PushedWeights:
         self.checksum = set_checksum(self.sums, self.described)
 
     @classmethod
-    def of(cls, server: ServerTensors, known: Mapping[str, Tensor]) -> PushedWeights:
-        """Copy and sum a whole set."""
-        tensors = {name: server.rounded(name, tensor) for name, tensor in known.items()}
+    def of(cls, server: ServerTensors, known: Mapping[str, Tensor], *, copied: bool = False) -> PushedWeights:
+        """Copy and sum a whole set; `copied`: these are copies already."""
+        tensors = (
+            dict(known)
+            if copied
+            else {name: own_copy(tensor, server.described[name][0]) for name, tensor in known.items()}
+        )
         sums = in_threads((name, partial(tensor_sum, tensor)) for name, tensor in tensors.items())
         return cls(tensors, sums, server.described)
 
@@ -139,6 +171,26 @@ class PushedWeights:
     @property
     def num_elements(self) -> int:
         return sum(tensor.numel() for tensor in self.tensors.values())
+
+    def found(self, server: ServerTensors, pairs: Pairs) -> Offered:
+        """How weights differ from the ones that were pushed, tensor by tensor, as they do not stay."""
+        deltas, sums, came, others = Deltas(), dict(self.sums), set(), {}
+        for name, tensor in pairs:
+            target = server.target(name, tensor)
+            if target is None:
+                others[name] = own_copy(tensor)
+                continue
+            delta, added = difference(self.tensors[target], tensor) or (None, 0)
+            if target in came:
+                if not are_equal(delta, deltas.get(target)):
+                    others[name] = own_copy(tensor)
+                continue
+            came.add(target)
+            if delta is not None:
+                deltas[target] = delta
+                sums[target] = (sums[target] + added) % (1 << 64)
+        known = ChangedTensors({name: self.tensors[name] for name in self.tensors if name in came}, deltas)
+        return Offered(known, others, copied=True, changes=(deltas, sums))
 
     def changes(self, known: Mapping[str, Tensor]) -> tuple[Deltas, Sums]:
         """How these tensors differ from the ones that were pushed, and the sums of all of them."""

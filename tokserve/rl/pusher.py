@@ -9,27 +9,30 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from .delta_directory import WeightDirectory
 from .deltas import DeltaLabel, Deltas, dtype_name, file_pieces, tensors_of
 from .push import (
+    Offered,
     PushedWeights,
     PushResult,
     ServerTensors,
-    Weights,
     file_of,
     is_large,
     is_rounded,
-    named_tensors,
     num_changed,
     sparse_broadcast,
 )
+from .reader import read, read_whole
 from .sums import Sums
+from .weight_pairs import Pairs, Weights, copied_parts, in_parts, named_tensors, stay
 
+T = TypeVar("T")
 CURED_BY_FULL = ("base_mismatch", "delta_unsupported", "checksum_mismatch", "not_a_delta")  # codes of errors
 
 
@@ -123,49 +126,65 @@ class Pusher:
         self._commit = {"recompute_kv": True} if recompute_kv else {}
         if self._keeping is not None:
             await asyncio.shield(self._keeping)  # a caller that gives up does not end it
-        named = await asyncio.to_thread(named_tensors, weights)
-        server = self._server or await self._ask()
-        if directory is not None:
-            if version is None:
-                raise ValueError("what is written to a directory needs a version")
+        if directory is not None and version is None:
+            raise ValueError("what is written to a directory needs a version")
+        named = await self._named(weights)
+        server = self._server if named is not None else None  # what is read once is for the server that is there
+        server = server or await self._ask()
+        if directory is not None and version is not None:
             target = Path(directory).resolve()
-            return await self._push_by_directory(target, named, version, delta=delta, anchor_every=anchor_every)
-        reason = None
-        if delta:
-            known, others = server.collected(named)
-            reason = _obstacle(server, self._pushed, known, others)
-            if self._pushed is not None and reason is None:
-                result = await self._push_delta(self._pushed, known, version)
-                if isinstance(result, PushResult):
-                    return result
-                reason = result
-        return await self._push_full(named, version, keep=delta, reason=reason)
+            return await self._push_by_directory(
+                target, named or weights, version, delta=delta, anchor_every=anchor_every
+            )
+        if not delta:
+            return await self._push_parts(named or weights, version)
+        if named is None and self._pushed is not None and self._pushed.described != server.described:
+            self._pushed = None
+        offered = await self._offered(server, named or weights, self._pushed)
+        reason = _obstacle(server, self._pushed, offered)
+        if self._pushed is not None and reason is None:
+            result = await self._push_delta(self._pushed, offered, version)
+            if isinstance(result, PushResult):
+                return result
+            reason = result
+        if named is not None:
+            server = await self._ask()  # another server may have taken the place of the last one
+            offered = Offered(*server.collected(named))
+        return await self._push_kept(server, offered, version, reason)
+
+    async def _named(self, weights: Weights) -> dict[str, Tensor] | None:
+        """All tensors, if they stay."""
+        return await asyncio.to_thread(named_tensors, weights) if stay(weights) else None
+
+    async def _offered(self, server: ServerTensors, weights: Weights, pushed: PushedWeights | None) -> Offered:
+        """What is to be pushed; of weights that do not stay, copies, or the changes from what was pushed."""
+        if isinstance(weights, dict):
+            return Offered(*server.collected(weights))
+        if pushed is not None:
+            return await read_whole(weights, partial(pushed.found, server))
+        return Offered(*await read_whole(weights, server.copied), copied=True)
 
     async def update(self, weights: Weights, version: str | None, *, recompute_kv: bool) -> dict[str, Any]:
         """Replace all weights by these, as they are: {"weight_version", "epoch"}."""
-        named, channel = named_tensors(weights), self._channel
-        async with transaction(channel) as handle:
-            if channel.has_group:
-                await channel.broadcast(announcement(named), list(named.values()), packed=True, handle=handle)
-            else:
-                await channel.put_file(body_of(file_pieces(named)), handle)
-            finish = {"weight_version": version} | ({"recompute_kv": True} if recompute_kv else {})
-            return await channel.finish(finish | handle)
+        self._commit = {"recompute_kv": True} if recompute_kv else {}
+        named = await self._named(weights)
+        device = None if self._channel.has_group else "cpu"
+        async with read(named or weights, partial(copied_parts, device=device)) as parts:
+            return (await self._send(parts, version))[0]
 
     async def _ask(self) -> ServerTensors:
         self._server = ServerTensors.read(await self._channel.served_weights(tensors=True))
         return self._server
 
-    async def _push_delta(
-        self, pushed: PushedWeights, known: Mapping[str, Tensor], version: str | None
-    ) -> PushResult | str:
+    async def _push_delta(self, pushed: PushedWeights, offered: Offered, version: str | None) -> PushResult | str:
         """The result, or why all weights have to be pushed."""
         part_label = pushed.label_of_part(str(self._epoch + 1) if version is None else version)
         base = {"base_version": part_label.base_version, "base_checksum": part_label.base_checksum}
-        deltas, sums, size = Deltas(), dict(pushed.sums), 0
+        deltas, size = Deltas(), 0
+        known_changes, sums = offered.changes or (None, dict(pushed.sums))
         try:
             async with transaction(self._channel, base) as handle:
-                parts = pushed.parts(known, sums)
+                parts = pushed.parts(offered.known, sums) if known_changes is None else iter([known_changes])
                 while (part := await asyncio.to_thread(next, parts, None)) is not None:
                     deltas |= part
                     if is_large(deltas, pushed):
@@ -193,46 +212,64 @@ class Pusher:
     ) -> int:
         if not self._channel.has_group:
             size, pieces = await asyncio.to_thread(file_of, deltas, label)
-            await self._channel.put_file(body_of(pieces), handle)
+            await self._channel.put_file(_each(pieces), handle)
             return size
         announced, tensors = sparse_broadcast(deltas, {name: pushed.described[name][1] for name in deltas})
         if announced["names"]:
             await self._channel.broadcast(announced, tensors, packed=False, handle=handle)
         return sum(tensor.nbytes for tensor in tensors)
 
-    async def _push_full(
-        self, named: Mapping[str, Tensor], version: str | None, *, keep: bool, reason: str | None
+    async def _push_kept(
+        self, server: ServerTensors, offered: Offered, version: str | None, reason: str | None
     ) -> PushResult:
-        self._pushed = None
-        server = await self._ask()  # another server may have taken the place of the last one
-        known, others = server.collected(named)
-        pushed = None
-        if keep and known.keys() == server.described.keys():
-            pushed = await asyncio.to_thread(PushedWeights.of, server, known)
-        sent: dict[str, Tensor] = dict(others) | (known if pushed is None else pushed.tensors)
-        async with transaction(self._channel) as handle:
-            size = await self._send_full(server, sent, handle)
-            done = await self._channel.finish({"weight_version": version} | self._commit | handle)
+        """Push everything, and keep a copy."""
+        self._pushed, pushed = None, None
+        if offered.known.keys() == server.described.keys():
+            pushed = await asyncio.to_thread(PushedWeights.of, server, offered.known, copied=offered.copied)
+        sent = dict(offered.others) | dict(offered.known if pushed is None else pushed.tensors)
+        done, size, elements = await self._send(_each(in_parts(RoundedTensors(server, sent).items())), version)
         self._epoch = done["epoch"]
         if pushed is not None:
             pushed.version = done["weight_version"]
             self._pushed = pushed
-        elements = sum(tensor.numel() for tensor in sent.values())
         return PushResult(done["weight_version"], done["epoch"], "full", size, elements, elements, reason)
 
-    async def _send_full(self, server: ServerTensors, sent: Mapping[str, Tensor], handle: dict[str, Any]) -> int:
-        rounded = RoundedTensors(server, sent)
+    async def _push_parts(self, weights: Weights, version: str | None) -> PushResult:
+        """Push everything, a part at a time, and keep nothing."""
+        self._pushed = None
+        server = await self._ask()  # another server may have taken the place of the last one
+        device = None if self._channel.has_group else "cpu"
+
+        def parts(pairs: Pairs) -> Iterator[dict[str, Tensor]]:
+            return in_parts((name, tensor) for name, tensor, _ in server.copies(pairs, device))
+
+        async with read(weights, parts) as reader:
+            done, size, elements = await self._send(reader, version)
+        self._epoch = done["epoch"]
+        return PushResult(done["weight_version"], done["epoch"], "full", size, elements, elements)
+
+    async def _send(
+        self, parts: AsyncIterator[dict[str, Tensor]], version: str | None
+    ) -> tuple[dict[str, Any], int, int]:
+        """An update of these: the reply to its commit, and the bytes and elements that were sent."""
+        size = elements = 0
+        part = await anext(parts, None)  # before the update is opened, so that what is wrong with it is told first
+        async with transaction(self._channel) as handle:
+            while part is not None:
+                size += await self._send_part(part, handle)
+                elements += sum(tensor.numel() for tensor in part.values())
+                part = await anext(parts, None)
+            return await self._channel.finish({"weight_version": version} | self._commit | handle), size, elements
+
+    async def _send_part(self, part: Mapping[str, Tensor], handle: dict[str, Any]) -> int:
         if self._channel.has_group:
-            tensors = list(rounded.values())
-            await self._channel.broadcast(
-                announcement(dict(zip(rounded, tensors, strict=True))), tensors, packed=True, handle=handle
-            )
-            return sum(tensor.nbytes for tensor in tensors)
+            await self._channel.broadcast(announcement(part), list(part.values()), packed=True, handle=handle)
+            return sum(tensor.nbytes for tensor in part.values())
         size = 0
 
         async def body() -> AsyncIterator[bytes]:
             nonlocal size
-            for piece in file_pieces(rounded):
+            for piece in file_pieces(part):
                 size += len(piece)
                 yield piece
 
@@ -240,24 +277,30 @@ class Pusher:
         return size
 
     async def _push_by_directory(
-        self, target: Path, named: Mapping[str, Tensor], version: str, *, delta: bool, anchor_every: int
+        self, target: Path, weights: Weights, version: str, *, delta: bool, anchor_every: int
     ) -> PushResult:
         server = self._server or await self._ask()
-        known, others = server.collected(named)
+        directory, pushed = self._directories.get(target) or (WeightDirectory(target, anchor_every), None)
+        if pushed is not None and (not delta or pushed.described != server.described):
+            pushed = None
+        offered = await self._offered(server, weights, pushed)
+        known, others = offered.known, offered.others
         if others or known.keys() != server.described.keys():
             lost = sorted([*others, *(server.described.keys() - known.keys())])
             raise ValueError(f"the server's tensors are other ones: {', '.join(lost[:5])}")
-        directory, pushed = self._directories.get(target) or (WeightDirectory(target, anchor_every), None)
         directory.anchor_every = anchor_every
         self._directories[target] = directory, None  # until it is written
-        if pushed is None or not delta:
+        if pushed is None:
             reason = "nothing was written before" if delta else None
-            fresh = await asyncio.to_thread(PushedWeights.of, server, known)
+            fresh = await asyncio.to_thread(PushedWeights.of, server, known, copied=offered.copied)
             fresh.version = version
             size = await asyncio.to_thread(directory.write, (version, fresh.checksum), fresh.tensors, None)
             mode, count, pushed = "full", fresh.num_elements, fresh
         else:
-            deltas, sums = await asyncio.to_thread(pushed.changes, known)
+            changes = offered.changes
+            if changes is None:
+                changes = await asyncio.to_thread(pushed.changes, known)
+            deltas, sums = changes
             label, reason = pushed.label(sums, version), None
             size = await asyncio.to_thread(_write, directory, pushed, (deltas, sums, label))
             mode, count = "delta", num_changed(deltas)
@@ -296,17 +339,15 @@ def _write(directory: WeightDirectory, pushed: PushedWeights, delta: tuple[Delta
     return directory.write((label.version, label.checksum), full, (label, written))
 
 
-def _obstacle(
-    server: ServerTensors, pushed: PushedWeights | None, known: Mapping[str, Tensor], others: Mapping[str, Tensor]
-) -> str | None:
+def _obstacle(server: ServerTensors, pushed: PushedWeights | None, offered: Offered) -> str | None:
     """Why no delta can be sent."""
     if server.refusal is not None:
         return server.refusal
-    if others:
-        return f"{min(others)} is none of the tensors that a delta can change"
+    if offered.others:
+        return f"{min(offered.others)} is none of the tensors that a delta can change"
     if pushed is None:
         return "nothing was pushed before with delta=True"
-    if known.keys() != pushed.tensors.keys():
+    if offered.known.keys() != pushed.tensors.keys():
         return "other tensors were pushed before"
     return None
 
@@ -315,7 +356,6 @@ class _DeltaTooLarge(Exception):
     """Raised when so much changed that all weights are pushed instead."""
 
 
-async def body_of(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
-    """Pieces of a body as the HTTP client takes them."""
-    for piece in pieces:
-        yield piece
+async def _each(items: Iterable[T]) -> AsyncIterator[T]:
+    for item in items:
+        yield item

@@ -36,9 +36,10 @@ Indices = NDArray[Any]  # unsigned or int64
 
 
 def bits_of(tensor: Tensor) -> Bits:
-    """The elements of a contiguous CPU tensor as unsigned integers, flat; a view."""
+    """The elements of a contiguous CPU tensor as unsigned integers, flat; a view.  Not by `numpy()`, after which FSDP
+    could not free the tensor's memory."""
     size = tensor.element_size()
-    array = tensor.detach().view(-1).view(UNSIGNED[size]).numpy()
+    array = np.from_dlpack(tensor.detach().view(-1).view(UNSIGNED[size]))
     return array.view(f"u{size}")
 
 

@@ -27,8 +27,9 @@ from trl.generation import vllm_client, vllm_generation
 
 from . import Rollout, TokserveClient
 from .deltas import file_pieces
+from .trl_walks import add_buffers
+from .weight_pairs import Weights, copied_parts, reading
 
-PART_BYTES = 1 << 30  # tensors that are sent in one body, so that no second copy of a sharded model is gathered
 LOGPROBS_MODE = "temperature"  # TRL's losses are over the whole vocabulary at the temperature
 MODES_OF_TRL = ("temperature", "processed", "processed_logprobs")
 CHECK_FOR_VLLM = (  # modules of TRL that ask whether vLLM is installed before they use its server
@@ -73,21 +74,15 @@ class WeightUpdates:
         except httpx.TransportError as error:
             log.warning("the weight update could not be aborted (its lease will end it): %s", error)
 
-    def send(self, pairs: Iterable[tuple[str, Tensor]], update_id: str) -> None:
-        part: dict[str, Tensor] = {}
-        size = 0
-        for name, tensor in pairs:
-            if part and size + tensor.nbytes > PART_BYTES:
-                self._send_part(part, update_id)
-                part, size = {}, 0
-            part[name] = tensor
-            size += tensor.nbytes
-        if part:
-            self._send_part(part, update_id)
-
-    def _send_part(self, part: dict[str, Tensor], update_id: str) -> None:
+    def send(self, weights: Weights, update_id: str) -> None:
+        """Send tensors, or those of a module; each is copied before the next one is asked for, as TRL then takes
+        adapters out again, or frees what it has gathered."""
         headers = {"Content-Type": "application/octet-stream"}
-        self._post("/update_weights", params={"update_id": update_id}, content=file_pieces(part), headers=headers)
+        with reading(weights) as pairs:
+            for part in copied_parts(pairs):
+                self._post(
+                    "/update_weights", params={"update_id": update_id}, content=file_pieces(part), headers=headers
+                )
 
     def _post(self, path: str, **kwargs: Any) -> Any:
         reply = self._http.post(path, **kwargs)
@@ -116,6 +111,7 @@ def use_tokserve(*, api_key: str | None = None) -> None:
             vars(sys.modules[name])["is_vllm_available"] = lambda *_, **__: True
     keyed = type("TokserveVLLMClient", (TokserveVLLMClient,), {"_api_key": api_key})
     vars(vllm_generation)["VLLMClient"] = keyed
+    add_buffers()
 
 
 class TokserveVLLMClient(vllm_client.VLLMClient):  # type: ignore[misc]
@@ -165,15 +161,17 @@ class TokserveVLLMClient(vllm_client.VLLMClient):  # type: ignore[misc]
             finally:
                 self._update_id = None
 
-    def update_named_params(
-        self, metadata: list[tuple[str, str, list[int]]], named_params: Iterable[tuple[str, Tensor]]
-    ) -> None:
+    def update_named_params(self, metadata: list[tuple[str, str, list[int]]], named_params: Weights) -> None:
         """Send tensors: as an update, or as a part of the one that is open."""
         if self._update_id is not None:
             self._connected().send(named_params, self._update_id)
             return
         with self._connected().update() as update_id:
             self._connected().send(named_params, update_id)
+
+    def update_model_params(self, model: torch.nn.Module) -> None:
+        """Send all tensors of a model; an adapter of peft is merged."""
+        self.update_named_params([], model)
 
     def _connected(self) -> WeightUpdates:
         if self._updates is None:
@@ -241,11 +239,8 @@ class RolloutFunction:
         accelerator = trainer.accelerator
         if self._pushed_step != trainer.state.global_step:
             if accelerator.is_main_process:
-                with (
-                    self._updates.update() as update_id,
-                    whole_weights(accelerator.unwrap_model(trainer.model)) as pairs,
-                ):
-                    self._updates.send(pairs, update_id)
+                with self._updates.update() as update_id:
+                    self._updates.send(accelerator.unwrap_model(trainer.model), update_id)
             accelerator.wait_for_everyone()
             self._pushed_step = trainer.state.global_step
         ids = prompt_ids(prompts, trainer)
@@ -290,24 +285,3 @@ def prompt_ids(prompts: list[Any], trainer: Any) -> list[list[int]]:
         conversation=prompts, tools=trainer.tools or None, chat_template=trainer.chat_template,
         add_generation_prompt=True, tokenize=True, return_dict=True, **trainer.chat_template_kwargs,
     )["input_ids"]  # fmt: skip
-
-
-@contextmanager
-def whole_weights(model: torch.nn.Module) -> Iterator[Iterable[tuple[str, Tensor]]]:
-    """Pairs of (name, tensor) of a checkpoint; those of a peft model are merged within the block."""
-    adapted: Any = model
-    if not hasattr(adapted, "merge_adapter"):
-        yield model.named_parameters()
-        return
-    adapted.merge_adapter()
-    try:
-        yield _merged(adapted)
-    finally:
-        adapted.unmerge_adapter()
-
-
-def _merged(model: Any) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in model.named_parameters():
-        if model.prefix not in name and "original_module" not in name:
-            whole = name.removeprefix("base_model.model.").replace(".base_layer", "")
-            yield whole.replace("modules_to_save.default.", ""), tensor

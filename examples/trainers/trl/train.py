@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -81,6 +82,7 @@ def main(options: argparse.Namespace) -> None:
         reward_funcs=share_in_place,
         train_dataset=questions(4000, seed=1),
         rollout_func=RolloutFunction(options.url) if options.rollout_function else None,
+        peft_config=LoraConfig(r=32, lora_alpha=64, target_modules="all-linear") if options.lora else None,
         callbacks=[StepLog(options.log)],
     )
     trainer.train()
@@ -93,5 +95,6 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--log", type=Path, default=Path("trl.jsonl"))
     parser.add_argument("--rollout-function", action="store_true", help="TRL's rollout_func, not its server mode")
+    parser.add_argument("--lora", action="store_true", help="train an adapter, whose sum with the weights is pushed")
     parser.add_argument("--exact", action="store_true", help="ExactGRPOTrainer; needs tokserve itself")
     main(parser.parse_args())
