@@ -140,12 +140,41 @@ def test_a_version_is_one_set_of_weights(server: Served, weights: Weights) -> No
         await client.push(later, "c1", delta=True)
         assert (await client.push(later, "c1", delta=True)).num_changed == 0
         await client.push(stepped(later), "c2", delta=True)
-        for version in ("c1", "c2"):
-            with pytest.raises(ServerError, match=f"version {version}") as caught:
-                await client.push(stepped(later), version, delta=True)
+        for delta in (True, False):
+            with pytest.raises(ServerError, match="version c2") as caught:
+                await client.push(stepped(later), "c2", delta=delta)
             assert (caught.value.status, caught.value.code) == (409, "version_in_use")
         assert (await client.served_weights())["weight_version"] == "c2"
-        assert (await client.push(later, "c3", delta=True)).mode == "delta"
+        await client.push(later, "c3", delta=True)
+
+    in_client(server, scene)
+
+
+@pytest.mark.parametrize("way", ["full", "delta", "directory"])
+def test_a_trainer_that_went_back_may_use_a_version_again(
+    way: str, server: Served, weights: Weights, tmp_path: Path
+) -> None:
+    """The reply says so, whatever the way (rl-faults F12)."""
+    names = [f"{way}-{number}" for number in (5, 6, 7, 6, 7)]
+    steps = [weights]
+    for _ in names:
+        steps.append(stepped(steps[-1]))
+    options: dict[str, Any] = {"delta": way != "full"} | ({"directory": tmp_path} if way == "directory" else {})
+
+    async def scene(client: TokserveClient) -> None:
+        await client.push(weights, f"{way}-start", **options)
+        for number, name in enumerate(names):
+            done = await client.push(steps[number + 1], name, **options)
+            assert (done.weight_version, done.version_reused) == (name, number > 2)
+            assert done.mode == ("full" if way == "full" else "delta")
+            assert done.epoch == (await client.state())["epoch"]
+        in_use = await memory(client)
+        await client.push(steps[-1], f"{way}-again")
+        assert await memory(client) == in_use
+        if way == "directory":
+            with pytest.raises(ServerError, match="different weights of version 'directory-6'"):
+                await client.load_weights(tmp_path, "directory-6")
+            assert (await client.load_weights(tmp_path))["weight_version"] == "directory-7"
 
     in_client(server, scene)
 

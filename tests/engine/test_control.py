@@ -67,6 +67,19 @@ def update(engine: Engine, weights: str, version: str | None = None, **changes: 
     return done
 
 
+def test_a_version_of_earlier_weights_may_come_again_and_the_reply_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """A trainer that went back to a checkpoint counts its steps up again (rl-faults F12)."""
+    engine = Engine()
+    for weights, version, is_reused in (("w5", "5", False), ("w6", "6", False), ("x5", "5", True), ("x6", "6", True)):
+        caplog.clear()
+        done = update(engine, weights, version)
+        assert done.result.get("version_reused", False) is is_reused
+        assert (f"version {version} is the name of earlier weights" in caplog.text) is is_reused
+        engine.add(f"r-{weights}", [*PROMPT, 0], max_tokens=3, ignore_eos=True)
+        engine.run()
+        engine.check_complete(f"r-{weights}")
+
+
 # --- pause ---
 
 

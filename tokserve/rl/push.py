@@ -29,7 +29,8 @@ class PushResult:
     """What a push did.  `mode`: "full" or "delta"; `reason`: why a delta that was asked for was not sent.
 
     `num_bytes`: of the tensors that were sent or written, with their header.  `num_changed`: elements that differ from
-    the last push (of a full push: all) of `num_elements`.
+    the last push (of a full push: all) of `num_elements`.  `version_reused`: earlier weights had the version too, and
+    may have been others; only the epoch tells them apart.
     """
 
     weight_version: str
@@ -39,6 +40,7 @@ class PushResult:
     num_changed: int
     num_elements: int
     reason: str | None = None
+    version_reused: bool = False
 
 
 def is_rounded(tensor: Tensor) -> bool:

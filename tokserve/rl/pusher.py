@@ -117,6 +117,7 @@ class Pusher:
         self._epoch = 0
         self._commit: dict[str, Any] = {}  # options of the commit
         self._directories: dict[Path, tuple[WeightDirectory, PushedWeights | None]] = {}
+        self._written: dict[tuple[Path, str], str] = {}  # checksums by directory and version
 
     async def push(
         self, weights: Weights, version: str | None, *, delta: bool, directory: str | Path | None, anchor_every: int,
@@ -203,9 +204,7 @@ class Pusher:
         # at once: the caller may go on without the event loop
         self._keeping = asyncio.get_running_loop().run_in_executor(None, pushed.commit, deltas, sums, label)
         self._epoch = done["epoch"]
-        return PushResult(
-            done["weight_version"], done["epoch"], "delta", size, num_changed(deltas), pushed.num_elements
-        )
+        return _result(done, "delta", (size, num_changed(deltas), pushed.num_elements), None)
 
     async def _send_delta(
         self, pushed: PushedWeights, deltas: Deltas, label: DeltaLabel, handle: dict[str, Any]
@@ -232,7 +231,7 @@ class Pusher:
         if pushed is not None:
             pushed.version = done["weight_version"]
             self._pushed = pushed
-        return PushResult(done["weight_version"], done["epoch"], "full", size, elements, elements, reason)
+        return _result(done, "full", (size, elements, elements), reason)
 
     async def _push_parts(self, weights: Weights, version: str | None) -> PushResult:
         """Push everything, a part at a time, and keep nothing."""
@@ -246,7 +245,7 @@ class Pusher:
         async with read(weights, parts) as reader:
             done, size, elements = await self._send(reader, version)
         self._epoch = done["epoch"]
-        return PushResult(done["weight_version"], done["epoch"], "full", size, elements, elements)
+        return _result(done, "full", (size, elements, elements), None)
 
     async def _send(
         self, parts: AsyncIterator[dict[str, Tensor]], version: str | None
@@ -305,10 +304,19 @@ class Pusher:
             size = await asyncio.to_thread(_write, directory, pushed, (deltas, sums, label))
             mode, count = "delta", num_changed(deltas)
         self._directories[target] = directory, pushed
-        body = {"weight_dir": str(target), "weight_version": version} | self._commit
-        done = await self._channel.load_dir(body)
+        # not by its version, which earlier files may have too
+        done = await self._channel.load_dir({"weight_dir": str(target), "weight_version": None} | self._commit)
         self._epoch = done["epoch"]
-        return PushResult(done["weight_version"], done["epoch"], mode, size, count, pushed.num_elements, reason)
+        is_reused = self._written.setdefault((target, version), pushed.checksum) != pushed.checksum
+        self._written[target, version] = pushed.checksum
+        elements = pushed.num_elements
+        return PushResult(done["weight_version"], done["epoch"], mode, size, count, elements, reason, is_reused)
+
+
+def _result(done: Mapping[str, Any], mode: str, counts: tuple[int, int, int], reason: str | None) -> PushResult:
+    """The result of an update whose commit was replied to with `done`; `counts`: bytes, changed elements, elements."""
+    is_reused: bool = done.get("version_reused", False)
+    return PushResult(done["weight_version"], done["epoch"], mode, *counts, reason, is_reused)
 
 
 class RoundedTensors(Mapping[str, Tensor]):

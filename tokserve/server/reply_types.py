@@ -91,12 +91,14 @@ class Success(TypedDict):
 
 
 class Done(TypedDict):
-    """It is done.  Of a weight update: the version that serves, its id and its checksum; of a transfer its backend."""
+    """It is done.  Of a weight update: the version that serves and whether earlier weights had it too, its id and its
+    checksum; of a transfer its backend."""
 
     message: str
     weight_version: NotRequired[str]
     epoch: NotRequired[int]
     checksum: NotRequired[str]
+    version_reused: NotRequired[bool]
     update_id: NotRequired[str]
     backend: NotRequired[str]
 

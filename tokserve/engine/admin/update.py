@@ -9,7 +9,7 @@ from tokserve.engine.admin.lease import Lease
 from tokserve.errors import RequestError
 
 MAX_VERSION = 256
-MAX_REMEMBERED = 4096  # versions whose checksums are kept
+MAX_REMEMBERED = 4096  # versions
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,20 +49,19 @@ class Update:
 
 
 class VersionHistory:
-    """The checksums of the last versions, where they are known: a version is one set of weights."""
+    """The names of the last versions, with the checksums of their weights where those are known."""
 
     def __init__(self) -> None:
-        self._checksums: dict[str, str] = {}
+        self._checksums: dict[str, str | None] = {}
 
-    def fits(self, version: str, checksum: str) -> bool:
-        """Whether weights may have the version: no others had it."""
-        return self._checksums.get(version, checksum) == checksum
+    def is_reused(self, version: str, checksum: str | None) -> bool:
+        """Whether earlier weights had the version and are not known to be these; None: a checksum is not known."""
+        return version in self._checksums and (checksum is None or self._checksums[version] != checksum)
 
     def add(self, version: str, checksum: str | None) -> None:
-        """The version serves now; checksum None: its checksum is not known."""
+        """The version serves now."""
         self._checksums.pop(version, None)
-        if checksum is not None:
-            self._checksums[version] = checksum
+        self._checksums[version] = checksum
         if len(self._checksums) > MAX_REMEMBERED:
             del self._checksums[next(iter(self._checksums))]
 

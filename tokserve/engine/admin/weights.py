@@ -289,6 +289,7 @@ class Weights(CurrentWeights):
         weight_version, result = yield from self._finished(update, weight_version, checksum)
         if weight_version is not None and epoch is None:
             yield from self._check_new(update, weight_version)
+        is_reused = self._is_reused(weight_version, result)
         decision = yield from self._prepared(update)
         update.decided, epoch = bool(decision), decision.get("epoch", epoch)
         yield STEP_BOUNDARY
@@ -314,10 +315,12 @@ class Weights(CurrentWeights):
         self._set_checksum(result)
         if update.recompute_kv:
             self.recompute_kv()
-        self._log_commit(update)
+        self._log_commit(update, is_reused=is_reused)
         done = {"message": "Weight update finished", "weight_version": self.version, "epoch": self.epoch}
         if result is not None:
             done["checksum"] = result
+        if is_reused:
+            done["version_reused"] = True
         yield from self._background("forget_weights")
         return done
 
@@ -340,7 +343,14 @@ class Weights(CurrentWeights):
         for request in self._requests.live:
             request.restart_prompt()
 
-    def _log_commit(self, update: Update) -> None:
+    def _is_reused(self, weight_version: str | None, checksum: str | None) -> bool:
+        """Whether other weights than those that serve have had the version, and may differ from these."""
+        earlier = weight_version is not None and weight_version != self.version
+        return earlier and self._history.is_reused(weight_version or "", checksum)
+
+    def _log_commit(self, update: Update, *, is_reused: bool) -> None:
+        if is_reused:
+            logger.warning("version %s is the name of earlier weights, too: only the epochs differ", self.version)
         logger.info(
             "weights of version %s committed as epoch %d, %.1f s after the update was opened: a %s of %.1f MB by %s%s",
             self.version, self.epoch, update.lease.age, "delta" if update.is_delta else "full set",
@@ -363,8 +373,6 @@ class Weights(CurrentWeights):
         reason = ""
         if version is not None and weight_version != version:
             reason = f"the delta makes version {version}, not {weight_version}"
-        elif weight_version is not None and not self._history.fits(weight_version, result):
-            reason = f"other weights had the version {weight_version}"
         if reason:
             self._fail(update, reason)
             yield from self._background("abort_update")
