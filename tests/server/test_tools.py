@@ -175,6 +175,25 @@ def test_one_call_at_most_without_parallel_calls() -> None:
     assert functions(message(CALL + CALL, parallel_tool_calls=False)) == [("weather", '{"city": "Rome"}')]
 
 
+def test_turns_with_one_request_id_have_ids_of_their_own() -> None:
+    """serving-faults F16: proxies send the id of a session, and all calls of a conversation had the same names."""
+    s = chat_site(CALL)
+    tools = {"tools": [{"name": "weather", "input_schema": PARAMETERS}], "model": "tiny", "max_tokens": 200}
+    flat_tools = {"tools": [{"type": "function"} | TOOLS[0]["function"]]}
+    turns = [MESSAGES, [*MESSAGES, {"role": "assistant", "content": "so"}, *MESSAGES]]
+    headers = {"X-Request-Id": "session"}
+    chats = [s.post(CHAT, {"messages": turn, "tools": TOOLS}, headers=headers).json() for turn in turns]
+    answers = [s.post("/v1/messages", {"messages": turn} | tools, headers=headers).json() for turn in turns]
+    items = [s.post("/v1/responses", {"input": turn} | flat_tools, headers=headers).json() for turn in turns]
+    for call_ids in (
+        [reply["choices"][0]["message"]["tool_calls"][0]["id"] for reply in chats],
+        [reply["content"][0]["id"] for reply in answers], [reply["output"][0]["call_id"] for reply in items],
+    ):  # fmt: skip
+        assert call_ids[0] != call_ids[1] and all(len(one) == 9 and one.isalnum() for one in call_ids)
+    again = s.post(CHAT, {"messages": turns[0], "tools": TOOLS}, headers=headers).json()
+    assert again["choices"] == chats[0]["choices"]
+
+
 # the form that is forced
 
 

@@ -196,7 +196,7 @@ SGLANG: FieldTable = {
     "input_embeds": _refused(), "image_data": _refused(), "video_data": _refused(), "audio_data": _refused(),
     "session_params": _refused(), "custom_logit_processor": _refused(), "return_hidden_states": _refused(False),
     "return_routed_experts": _refused(False), "return_indexer_topk": _refused(False),
-    "require_reasoning": _refused(False), "return_entropy": _refused(False), "bootstrap_host": _refused(),
+    "return_entropy": _refused(False), "bootstrap_host": _refused(),
     "bootstrap_port": _refused(), "bootstrap_room": _refused(), "routed_experts_start_len": _refused(0),
 }  # fmt: skip
 # of its /classify and /encode

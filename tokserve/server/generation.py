@@ -34,10 +34,12 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """Output tokens that a prediction foresaw, in all choices, and its tokens that did not come."""
+    """Output tokens that a prediction foresaw, in all choices, and its tokens that did not come; output tokens of
+    reasoning, if that is returned separately."""
 
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
+    reasoning_tokens: int | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct):
@@ -48,6 +50,7 @@ class Usage(msgspec.Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    reasoning_tokens: int | UnsetType = UNSET  # where SGLang's clients read it
 
 
 class Observer(Protocol):

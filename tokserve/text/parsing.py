@@ -31,6 +31,7 @@ class Parser:
         self.num_begun = 0  # calls
         self.num_calls = 0  # without those that became content
         self.is_whole: list[bool] = []  # of each of them: all of its arguments have been reported, and they are JSON
+        self.num_thoughts = 0  # that have ended
         self._format = output_format
         self._inside, self._continued = start
         self._whole_calls = whole_calls
@@ -43,6 +44,11 @@ class Parser:
         self._has_content = False
         self._calls = CallReader(self._text, output_format, output_format.tools or ONLY_ARGUMENTS, self)
         self._steps = self._answer()
+
+    @property
+    def opens(self) -> str:
+        """The marker before a thought; "" if none is looked for."""
+        return self._format.thinking.opens if self._format.thinking else ""
 
     @property
     def complete(self) -> bool:
@@ -163,6 +169,7 @@ class Parser:
             self._trim = opened or not self._continued
             self._inside = False
             yield from self._thought(thinking)
+            self.num_thoughts += 1
             self._trim = True
 
     def _thought(self, thinking: Thinking) -> Steps[None]:

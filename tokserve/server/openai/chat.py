@@ -22,14 +22,14 @@ from tokserve.image_parts import ImageSlots
 from tokserve.media.images import image_slots
 from tokserve.params import SamplingParams
 from tokserve.prompt import TokenPrompt, pack_ids, unpack_ids
-from tokserve.server.generation import ReplyContext, Usage
+from tokserve.server.generation import CompletionTokensDetails, ReplyContext, Usage
 from tokserve.server.http.body import encode_json, wants_msgpack
 from tokserve.server.http.workers import off_loop
 from tokserve.server.openai import schemas, tools
 from tokserve.server.openai.beams import beam_params
 from tokserve.server.openai.prediction import with_prediction
 from tokserve.server.openai.schemas import ChatBody, TokenizeBody
-from tokserve.server.openai.tools import OutputParser, ResponseFormat, ToolCall, ToolPlan
+from tokserve.server.openai.tools import OutputParser, ParsedDelta, ResponseFormat, ToolCall, ToolPlan
 from tokserve.server.replies import logprobs, sampling_masks, sse
 from tokserve.server.replies.draft_metrics import ReplyMetrics
 from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, last_version, routed_experts, versions
@@ -44,12 +44,14 @@ THINKING = ("enable_thinking", "reasoning_effort")  # what templates of models t
 
 
 class Message(msgspec.Struct):
-    """The assistant's turn.  `content` is null if there is none beside reasoning or calls."""
+    """The assistant's turn.  `content` is null if there is none beside reasoning or calls.  Reasoning comes under both
+    names that clients read."""
 
     role: str
     content: str | None
     refusal: None = None
     reasoning: str | None = None
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -94,6 +96,7 @@ class Delta(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -163,7 +166,7 @@ async def respond(
     """Generate, and answer with what `renderer` makes of it; None: chat's own."""
     generation = await serving.start(request, call.generate, [call.prompt], call.fields, beams=call.beams)
     render = (renderer or ChatRenderer)(
-        serving, generation, call.body, call.params, reader_of(call.plan, generation, call.start)
+        serving, generation, call.body, call.params, reader_of(serving, call.plan, generation, call.params, call.start)
     )
     return await sse.respond(generation, request, render, schemas.ignored_header(call.ignored))
 
@@ -279,7 +282,7 @@ def tool_plan(serving: Serving, body: ChatBody) -> ToolPlan:
         body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False,
         max_calls=body.max_tool_calls, response_format=_shape(serving, body),
         form=serving.tool_format, no_form=tools.SWITCHED_OFF if off else tools.NO_FORMAT,
-        thinking=serving.thinking, tokenizer=serving.tokenizer,
+        thinking=serving.thinking if body.separates_reasoning else None, tokenizer=serving.tokenizer,
     )  # fmt: skip
 
 
@@ -303,11 +306,14 @@ def answer_start(serving: Serving, body: ChatBody, plan: ToolPlan, prompt: Seque
     return plan.answer_start(serving.tokenizer, prompt, serving.template.before_answer(template, bool(body.tools)))
 
 
-def reader_of(plan: ToolPlan, reply: ReplyContext, start: AnswerStart) -> OutputParser | None:
+def reader_of(
+    serving: Serving, plan: ToolPlan, reply: ReplyContext, params: SamplingParams, start: AnswerStart
+) -> OutputParser | None:
     """Who reads the answers, if they are more than content.  `start`: where they begin."""
     if plan.output_format is None:
         return None
-    return OutputParser(plan.output_format, tools.call_key(reply), start)
+    pieces = serving.tokenizer.pieces(params.skip_special_tokens)
+    return OutputParser(plan.output_format, tools.call_key(reply), start, pieces)
 
 
 def sampling_params(serving: Serving, body: ChatBody, plan: ToolPlan) -> SamplingParams:
@@ -332,7 +338,7 @@ class ChatRenderer:
         self._created = int(time.time())
         self._model = serving.answers_as(body.model)
         self.generation, self.body = generation, body
-        self._reader = reader
+        self.reader = reader
         self._shows_reasoning = body.include_reasoning is not False
         self._spelling = logprobs.Spelling(serving.tokenizer, schemas.shows_ids(serving, body))
         self._names = serving.tokenizer.token
@@ -362,7 +368,7 @@ class ChatRenderer:
             for choice, completion in zip(choices, completions, strict=True):
                 sampling_masks.add(choice, completion, "lists", parts)
         generation = self.generation
-        reply = ChatReply(self._id, self._created, self._model, choices, generation.usage(), prompt_logprobs=scores)
+        reply = ChatReply(self._id, self._created, self._model, choices, self.usage(), prompt_logprobs=scores)
         reply.system_fingerprint, reply.metrics = generation.fingerprint, generation.metrics()
         if generation.kv_transfer_params is not None:
             reply.kv_transfer_params = generation.kv_transfer_params
@@ -370,19 +376,33 @@ class ChatRenderer:
             reply.prompt_token_ids, reply.weight_version = generation.prompt_ids(), last_version(completions)
         return reply
 
+    def usage(self, later_tokens: int = 0) -> Usage:
+        """Tokens so far, with those of reasoning if that is returned separately; without `later_tokens`, which come in
+        later chunks."""
+        usage = self.generation.usage(later_tokens)
+        count = UNSET if self.reader is None else self.reader.reasoning_tokens()
+        if count is not UNSET:
+            usage.completion_tokens_details = usage.completion_tokens_details or CompletionTokensDetails()
+            usage.completion_tokens_details.reasoning_tokens = count
+        return usage
+
+    def reasoning(self, read: ParsedDelta, index: int, *, is_last: bool) -> str | UnsetType:
+        """The reasoning of a parsed delta of a choice that is shown with it; UNSET: none."""
+        return read.reasoning or UNSET if self._shows_reasoning else UNSET
+
     def _message(self, c: ChoiceOutput) -> Message:
-        if self._reader is None:
+        if self.reader is None:
             return Message("assistant", c.text or "")
-        read = self._reader.read(c)
+        read = self.reader.read(c)
         for call in read.calls:
             call.index = UNSET
         alone = not (read.reasoning or read.calls)
         content = read.content if alone else read.content or None
-        reasoning = read.reasoning if self._shows_reasoning else None
-        return Message("assistant", content, None, reasoning or None, read.calls or UNSET)
+        reasoning = read.reasoning if self._shows_reasoning else ""
+        return Message("assistant", content, None, reasoning or None, reasoning or UNSET, read.calls or UNSET)
 
     def _finish_reason(self, c: ChoiceOutput) -> str | None:
-        return c.finish_reason if self._reader is None else self._reader.finish_reason(c)
+        return c.finish_reason if self.reader is None else self.reader.finish_reason(c)
 
     def _logprobs(self, c: ChoiceOutput, parts: DeferredParts | None = None) -> logprobs.ChatLogprobs | Raw | None:
         if not self._has_logprobs:
@@ -401,12 +421,12 @@ class ChatRenderer:
         events = b""
         if delta.index not in self._begun:
             events += self._role(delta)
-        if self._reader is None:
+        if self.reader is None:
             added = Delta(content=delta.text or "")
         else:
-            read = self._reader.read(delta)
-            reasoning = read.reasoning if self._shows_reasoning else None
-            added = Delta(UNSET, read.content or UNSET, reasoning or UNSET, read.calls or UNSET)
+            read = self.reader.read(delta)
+            thought = self.reasoning(read, delta.index, is_last=delta.finish_reason is not None)
+            added = Delta(UNSET, read.content or UNSET, thought, thought, read.calls or UNSET)
         by_token = self._ids or self._has_masks or delta.logprobs
         choice = None
         if added.content or added.reasoning or added.tool_calls or (delta.token_ids and by_token):
@@ -458,12 +478,12 @@ class ChatRenderer:
         """`later_tokens`: those of the output so far that come in later chunks."""
         chunk = ChatChunk(self._id, self._created, self._model, [choice])
         if self._usage:
-            chunk.usage = self.generation.usage(later_tokens) if self._continuous else None
+            chunk.usage = self.usage(later_tokens) if self._continuous else None
         return chunk
 
     def tail(self) -> bytes:
         if not self._usage:
             return b""
         chunk = ChatChunk(self._id, self._created, self._model, [])
-        chunk.usage, chunk.metrics = self.generation.usage(), self.generation.metrics()
+        chunk.usage, chunk.metrics = self.usage(), self.generation.metrics()
         return sse.event(encode_json(chunk))

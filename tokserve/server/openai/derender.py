@@ -289,7 +289,7 @@ async def derender_chat(serving: Serving, request: Request) -> Response:
         external.completion_tokens = sum(len(end.token_ids) for end in reader.ends)
         sent = text_body or ChatBody()
         start = chat.answer_start(serving, sent, plan, _prompt_of(serving, plan, external.prompts[0], text_body))
-        answers = chat.reader_of(plan, external, start)
+        answers = chat.reader_of(serving, plan, external, reader.params, start)
         renderer = chat.ChatRenderer(serving, external, sent, reader.params, answers)
         return body.reply(request, renderer.reply(reader.ends), schemas.ignored_header(ignored))
 

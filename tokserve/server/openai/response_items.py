@@ -6,9 +6,8 @@ which a whole reply ignores.  Items are in the order of the answer's text.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -16,6 +15,7 @@ from tokserve.errors import invalid
 from tokserve.image_parts import CHAT_KINDS, UnreadImage, chat_part
 from tokserve.server.http import errors
 from tokserve.server.openai import tools
+from tokserve.server.openai.token_segments import OutputToken, SegmentReader, TokenSegment
 from tokserve.server.replies.logprobs import ChatLogprob, TextOffset
 from tokserve.text.chat import part_text
 from tokserve.text.parsing import Parser
@@ -174,46 +174,6 @@ class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call", kw
 Item = OutputMessage | ReasoningItem | FunctionCallItem
 
 
-class OutputToken(NamedTuple):
-    """A token of an answer: the number of characters that it completes, and its logprobs if requested."""
-
-    length: int
-    entry: ChatLogprob | None
-
-
-class _TokenSplitter:
-    """Splits an answer's text where tokens end, so that each token is assigned to the item that has its text."""
-
-    def __init__(self, offset: TextOffset) -> None:
-        self._position = offset
-        # tokens whose text has not arrived, and the offsets of their ends
-        self._waiting: deque[tuple[int, OutputToken]] = deque()
-        self._text = ""  # of the next token, incomplete
-        self._at = 0  # offset of `_text`
-
-    def push(
-        self, text: str, token_ids: Sequence[int], entries: Sequence[ChatLogprob] | None, final: bool
-    ) -> Iterator[tuple[str, list[OutputToken]]]:
-        """The complete pieces of text with their tokens; with `final`, the rest."""
-        text, at = self._text + text, self._at
-        for i, token_id in enumerate(token_ids):
-            before = self._position.offset
-            self._position.add(token_id)
-            self._waiting.append(
-                (self._position.offset, OutputToken(self._position.offset - before, entries[i] if entries else None))
-            )
-        begin = 0
-        while self._waiting and self._waiting[0][0] - at <= len(text):
-            end, token = self._waiting.popleft()
-            yield text[begin : end - at], [token]
-            begin = end - at
-        if final or not self._waiting:
-            yield text[begin:], [token for _, token in self._waiting]
-            begin = len(text)
-            self._waiting.clear()
-        self._text, self._at = text[begin:], at + begin
-
-
 class _OpenItem:
     """The item that is being written; emits its events."""
 
@@ -267,63 +227,48 @@ class OutputItems:
     `call_key`.
 
     `offset`: to assign tokens to items; None: tokens are not assigned.
-
-    A token belongs to the item that has its text.  A marker that ends an item belongs to that item, and the text around
-    the name and the arguments of a call to the call.
     """
 
     def __init__(self, key: str, call_key: str, parser: Parser, offset: TextOffset | None, emit: EmitEvent) -> None:
         self.items: list[Item] = []
-        self.reasoning_tokens = 0
         self._key, self._call_key = key, call_key
         self._parser = parser
-        self._splitter = None if offset is None else _TokenSplitter(offset)
+        self._reader = SegmentReader(parser, offset)
         self._emit = emit
-        self._held: list[OutputToken] = []  # tokens whose text the parser holds
         self._open: _OpenItem | None = None
         self._num_calls = 0
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """The tokens of reasoning so far."""
+        return self._reader.reasoning_tokens
+
     def push(self, text: str, token_ids: Sequence[int], entries: Sequence[ChatLogprob] | None, *, final: bool) -> None:
         """Add a delta of the answer.  `entries`: the tokens' logprobs, if they are shown."""
-        if self._splitter is None:
-            self._read(text, False)
-            return
-        for piece, tokens in self._splitter.push(text, token_ids, entries, final):
-            self._held += tokens
-            self._read(piece, False)
+        self._write(self._reader.read(text, token_ids, entries, final=final))
 
     def end(self, *, complete: bool) -> None:
         """End the answer.  `complete`: it stopped by itself.  An empty answer is an empty message."""
-        self._read("", True)
+        self._write(self._reader.finish())
         open_item = self._open or self._begin("content")
-        self._extend(open_item, "", self._held)
+        open_item.add("", self._reader.rest)
         open_item.close("completed" if complete and self._is_whole(open_item) else "incomplete")
+
+    def _write(self, segments: Iterable[TokenSegment]) -> None:
+        for kind, segment, tokens, before in segments:
+            open_item = self._open
+            if open_item is not None:
+                open_item.add("", before)
+            if kind == "call":
+                self._begin(kind, name=segment).add("", tokens)
+                continue
+            if open_item is None or kind not in (open_item.kind, "arguments"):
+                open_item = self._begin(kind)
+            open_item.add(segment, tokens)
 
     def _is_whole(self, open_item: _OpenItem) -> bool:
         """Whether an item with text after it, or the end, is complete: a call may lack its end, or not be JSON."""
         return open_item.kind != "call" or self._parser.is_whole[self._num_calls - 1]
-
-    def _read(self, text: str, final: bool) -> None:
-        for kind, segment in self._parser.push(text, final):
-            tokens, open_item = self._tokens_of(kind, segment), self._open
-            if kind == "call":
-                self._extend(self._begin(kind, name=segment), "", tokens)
-                continue
-            if open_item is None or kind not in (open_item.kind, "arguments"):
-                open_item = self._begin(kind)
-            self._extend(open_item, segment, tokens)
-
-    def _tokens_of(self, kind: str, text: str) -> list[OutputToken]:
-        """The held tokens of a segment.  Tokens before the text of a new item are added to the open item."""
-        held, self._held = self._held, []
-        if self._open is None or kind in (self._open.kind, "call", "arguments"):
-            return held
-        first, missing = len(held), len(text)
-        while first and (missing > 0 or not held[first - 1].length):
-            first -= 1
-            missing -= held[first].length
-        self._extend(self._open, "", held[:first])
-        return held[first:]
 
     def _begin(self, kind: str, *, name: str = "") -> _OpenItem:
         if self._open is not None:
@@ -341,8 +286,3 @@ class OutputItems:
         self.items.append(item)
         self._open = _OpenItem(kind, item, index, self._emit)
         return self._open
-
-    def _extend(self, open_item: _OpenItem, text: str, tokens: Sequence[OutputToken]) -> None:
-        open_item.add(text, tokens)
-        if open_item.kind == "reasoning":
-            self.reasoning_tokens += len(tokens)

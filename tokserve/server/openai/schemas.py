@@ -164,6 +164,11 @@ class ChatBody(TextBody, TemplateFields):
     mm_payload: Literal["tensors", "none"] | None = None
     return_mm_kwargs: bool | None = None
 
+    @property
+    def separates_reasoning(self) -> bool:
+        """Whether reasoning is returned separately, on a server that can tell it from content."""
+        return True
+
 
 class CompletionBody(TextBody):
     """The body of /v1/completions.  The route checks `prompt`, whose four forms need better errors than a union's."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,10 +21,12 @@ from tokserve.errors import LONGEST_SHOWN, RequestError, invalid
 from tokserve.params import StructuredOutputs
 from tokserve.server.generation import ReplyContext
 from tokserve.server.http import errors
+from tokserve.server.openai.token_segments import SegmentReader, TokenSegment
+from tokserve.server.replies.logprobs import TextOffset
 from tokserve.text import open_turn, tool_grammars
 from tokserve.text.output_format import AnswerStart, OutputFormat, Thinking, ToolFormat
 from tokserve.text.parsing import Parser
-from tokserve.text.tokenizer import Tokenizer
+from tokserve.text.tokenizer import Pieces, Tokenizer
 from tokserve.text.tool_formats import FORCED, TOOL_FORMATS
 from tokserve.text.tool_grammars import Functions
 
@@ -254,12 +256,14 @@ def call_id(key: str, index: int, call_index: int) -> str:
 
 
 class OutputParser:
-    """Parses the choices of one reply.  `key`: that of the ids of calls."""
+    """Parses the choices of one reply.  `key`: that of the ids of calls.  `pieces`: what tokens add to the text."""
 
-    def __init__(self, output_format: OutputFormat, key: str, start: AnswerStart) -> None:
+    def __init__(self, output_format: OutputFormat, key: str, start: AnswerStart, pieces: Pieces) -> None:
         self._format = output_format
         self._key = key
         self._start = start
+        self._pieces = pieces
+        self._readers: dict[int, SegmentReader] = {}
         self._parsers: dict[int, Parser] = {}
 
     def read(self, completion: ChoiceOutput) -> ParsedDelta:
@@ -267,10 +271,12 @@ class OutputParser:
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = Parser(self._format, self._start)
+            offset = None if self._format.thinking is None else TextOffset(self._pieces)
+            self._readers[index] = SegmentReader(parser, offset)
         call_index = parser.num_calls - 1
         texts: dict[str, list[str]] = {"content": [], "reasoning": []}
         calls: list[tuple[ToolCall, list[str]]] = []
-        for kind, text in parser.push(completion.text or "", completion.finish_reason is not None):
+        for kind, text, *_ in self._segments(completion):
             if kind == "call":
                 call_index += 1
                 name = Function(text)
@@ -285,6 +291,19 @@ class OutputParser:
         for call, arguments in calls:
             call.function.arguments = "".join(arguments)
         return ParsedDelta("".join(texts["content"]), "".join(texts["reasoning"]), [call for call, _ in calls])
+
+    def _segments(self, completion: ChoiceOutput) -> Iterator[TokenSegment]:
+        reader, is_last = self._readers[completion.index], completion.finish_reason is not None
+        yield from reader.read(completion.text or "", completion.token_ids, None, final=is_last)
+        if is_last:
+            yield from reader.finish()
+
+    def reasoning_tokens(self, index: int | None = None) -> int | UnsetType:
+        """The tokens of reasoning so far, of a choice or (None) of all; UNSET if reasoning is not told apart."""
+        if self._format.thinking is None:
+            return UNSET
+        readers = self._readers if index is None else {index} & self._readers.keys()
+        return sum(self._readers[number].reasoning_tokens for number in readers)
 
     def finish_reason(self, completion: ChoiceOutput) -> str | None:
         """The finish reason: "tool_calls" if the choice stopped by itself, its calls are complete, and tool_choice did

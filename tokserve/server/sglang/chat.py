@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.errors import invalid
+from tokserve.server.generation import Usage
 from tokserve.server.http.body import wants_msgpack
 from tokserve.server.openai import chat, schemas
+from tokserve.server.openai.tools import ParsedDelta
 from tokserve.server.replies.reply_fields import last_version
 from tokserve.server.replies.reply_parts import DeferredParts
 from tokserve.server.serving import Serving
@@ -22,6 +25,13 @@ class SglangChatBody(schemas.ChatBody):
     lora_path: str | None = None
     return_meta_info: bool | None = None
     return_prompt_token_ids: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+
+    @property
+    def separates_reasoning(self) -> bool:
+        """False: reasoning is content, as the model wrote it."""
+        return self.separate_reasoning is not False
 
 
 async def chat_completions(serving: Serving, request: Request) -> Response:
@@ -43,6 +53,28 @@ async def chat_completions(serving: Serving, request: Request) -> Response:
 class SglangChatRenderer(chat.ChatRenderer):
     """Chat's answer with what /generate says of each choice.  Content is never null: miles reads it beside calls."""
 
+    _held: dict[int, str] | None = None  # reasoning of choices that is sent when it is complete
+
+    def usage(self, later_tokens: int = 0) -> Usage:
+        """Tokens so far, with those of reasoning where SGLang has them."""
+        usage = super().usage(later_tokens)
+        usage.reasoning_tokens = (self.reader.reasoning_tokens() if self.reader else UNSET) or 0
+        return usage
+
+    def reasoning(self, read: ParsedDelta, index: int, *, is_last: bool) -> str | UnsetType:
+        """The reasoning that is sent with a delta: all of it at its end, if it is not to be streamed."""
+        body = self.body
+        assert isinstance(body, SglangChatBody)
+        shown = super().reasoning(read, index, is_last=is_last)
+        if body.stream_reasoning is not False:
+            return shown
+        self._held = self._held or {}
+        thought = self._held.pop(index, "") + (shown or "")
+        if is_last or read.content or read.calls:
+            return thought or UNSET
+        self._held[index] = thought
+        return UNSET
+
     def reply(self, completions: list[ChoiceOutput], parts: DeferredParts | None = None) -> chat.ChatReply:
         body, generation = self.body, self.generation
         assert isinstance(body, SglangChatBody)
@@ -56,6 +88,8 @@ class SglangChatRenderer(chat.ChatRenderer):
                 form = ReplyForm(bool(body.logprobs), None, body.top_logprobs or 0, False, False, False)
                 details = ChoiceDetails(form, lambda token_id: None, len(generation.prompt_ids()))
                 details.add(completion)
+                if self.reader is not None:
+                    details.reasoning_tokens = self.reader.reasoning_tokens(completion.index) or 0
                 version = last_version([completion]) or ""
                 choice.meta_info = details.details(generation.key, completion.times[2], version)
         return reply

@@ -7,7 +7,7 @@ SGLang, not the server's default.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
@@ -24,11 +24,16 @@ from tokserve.server.http import body, declared, errors
 from tokserve.server.http.workers import ITEM, off_loop
 from tokserve.server.openai import schemas
 from tokserve.server.openai.completions import MAX_CHOICES, MAX_PROMPTS, drop_output
+from tokserve.server.openai.token_segments import SegmentReader
 from tokserve.server.replies import sse
+from tokserve.server.replies.logprobs import TextOffset
 from tokserve.server.serving import FieldPaths, Serving
 from tokserve.server.sglang import sampling
 from tokserve.server.sglang.reply import GenerateRenderer, ReplyForm, last_events
 from tokserve.server.tokens import structured
+from tokserve.text.open_turn import answer_start
+from tokserve.text.output_format import OutputFormat
+from tokserve.text.parsing import Parser
 
 
 class SglangGenerateBody(msgspec.Struct, omit_defaults=True):
@@ -45,6 +50,7 @@ class SglangGenerateBody(msgspec.Struct, omit_defaults=True):
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
     return_sampling_mask: bool | None = None
+    require_reasoning: bool | None = None
     stream: bool | None = None
     lora_path: str | list[str | None] | None = None
     priority: int | None = None
@@ -104,7 +110,7 @@ async def generate(serving: Serving, request: Request) -> Response:
     render = GenerateRenderer(
         generation, call.forms, _names(serving, sent), request_ids=[bare.request_id] * len(call.prompts),
         listed=call.listed, text=serving.text, echo=bool(sent.return_prompt_token_ids),
-        version=lambda: serving.llm.status.weight_version,
+        version=lambda: serving.llm.status.weight_version, reader_after=_reasoning_reader(serving, call.tasks[0]),
     )  # fmt: skip
     headers = {"X-Request-Id": bare.request_id, **schemas.ignored_header(call.ignored)}
     if sent.stream:
@@ -113,6 +119,28 @@ async def generate(serving: Serving, request: Request) -> Response:
     columns = sum(map(sse.columns_size, choices))
     raw = await off_loop(request, columns + ITEM * len(choices), lambda: render.reply(choices))
     return Response(raw, headers=headers, media_type=body.JSON)
+
+
+def _check_reasoning(serving: Serving, tasks: Sequence[SamplingParams]) -> None:
+    """Refuse `require_reasoning` where reasoning is not told apart, or none can come before the output's form."""
+    if serving.thinking is None or not serving.text:
+        errors.refuse_unsupported("require_reasoning", True, reason="it needs --reasoning-parser")
+    if any(task.structured_outputs is not None for task in tasks):
+        errors.refuse_unsupported("require_reasoning", True, reason="a form is that of the whole output")
+
+
+def _reasoning_reader(serving: Serving, params: SamplingParams) -> Callable[[Sequence[int]], SegmentReader] | None:
+    """What reads the outputs to prompts, to count the tokens of reasoning; None: the server does not tell it apart."""
+    if not serving.text or serving.thinking is None:
+        return None
+    thinking, before_answer = serving.thinking, serving.template.before_answer()
+    pieces = serving.tokenizer.pieces(params.skip_special_tokens)
+
+    def reader_after(prompt: Sequence[int]) -> SegmentReader:
+        start = answer_start(thinking, serving.tokenizer, prompt, before_answer)
+        return SegmentReader(Parser(OutputFormat(thinking=thinking), start), TextOffset(pieces))
+
+    return reader_after
 
 
 def _num_prompts(value: Any) -> int:
@@ -145,6 +173,8 @@ def read(serving: Serving, value: Any) -> GenerateCall:
     forms = _forms(serving, sent, prompts)
     named = _token_ids(sent, len(prompts))
     tasks = [_task(serving, *of_prompt) for of_prompt in zip(params, forms, named, prompts, strict=True)]
+    if sent.require_reasoning:
+        _check_reasoning(serving, tasks)
     if sent.return_text_in_logprobs and not serving.text:
         raise invalid("return_text_in_logprobs", "needs a tokenizer, and this server has none (--tokens-only)")
     others = sampling.OTHER_NAMES

@@ -6,6 +6,7 @@ Lists stay encoded while they grow, so that an event costs a copy of what was se
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from tokserve.client.outputs import ChoiceOutput, DraftCounts, Logprobs
 from tokserve.errors import RequestError
 from tokserve.server.generation import Generation
 from tokserve.server.http.body import encode_json
+from tokserve.server.openai.token_segments import SegmentReader
 from tokserve.server.replies import draft_metrics, logprobs, sampling_masks, sse
 from tokserve.server.replies.reply_fields import prompt_versions, versions
 
@@ -127,6 +129,7 @@ class ChoiceDetails:
         self._input = _TokenLists(form, name)
         self._masks, self._mask_logprobs = _EncodedList(), _EncodedList()
         self._end: ChoiceOutput | None = None
+        self.reasoning_tokens = 0
 
     def begin(self, prompt_ids: Sequence[int], scores: Logprobs | None) -> None:
         """Take the prompt's logprobs, which come with the first delta."""
@@ -165,7 +168,7 @@ class ChoiceDetails:
             "weight_version": version,
             "completion_tokens": count,
             "cached_tokens": self._cached,
-            "reasoning_tokens": 0,  # counted with require_reasoning only, which is refused
+            "reasoning_tokens": self.reasoning_tokens,
             "dp_rank": None,
             "e2e_latency": elapsed,
         }
@@ -211,11 +214,13 @@ def matched_stop(end: ChoiceOutput, last_id: int | None = None) -> Any:
 
 class GenerateRenderer:
     """The choices of a generation in this dialect.  `forms`: one per prompt.  `listed`: the reply is a list.
-    `version`: that of the weights that serve now."""
+    `version`: that of the weights that serve now.  `reader_after`: reads the output to a prompt, to count its
+    reasoning; None: it is not told apart."""
 
     def __init__(
         self, generation: Generation, forms: Sequence[ReplyForm], name: Name, *, request_ids: Sequence[str],
         listed: bool, text: bool, echo: bool, version: Callable[[], str],
+        reader_after: Callable[[Sequence[int]], SegmentReader] | None,
     ) -> None:  # fmt: skip
         self._generation = generation
         self._request_ids = request_ids
@@ -227,6 +232,19 @@ class GenerateRenderer:
         self._forms = forms
         self._name = name
         self._choices: dict[int, ChoiceDetails] = {}  # those that have begun
+        self._reader_after = reader_after
+        self._readers: dict[int, SegmentReader] = {}
+
+    def _count_reasoning(self, choice: ChoiceDetails, c: ChoiceOutput) -> None:
+        if self._reader_after is None:
+            return
+        if c.index not in self._readers:
+            self._readers[c.index] = self._reader_after(self._generation.prompt_ids(c.index))
+        reader, is_last = self._readers[c.index], c.finish_reason is not None
+        deque(reader.read(c.text or "", c.token_ids, None, final=is_last), maxlen=0)
+        if is_last:
+            deque(reader.finish(), maxlen=0)
+        choice.reasoning_tokens = reader.reasoning_tokens
 
     def _add(self, c: ChoiceOutput) -> SglangReply:
         choice = self._choices.get(c.index)
@@ -236,6 +254,7 @@ class GenerateRenderer:
             choice = self._choices[c.index] = ChoiceDetails(self._forms[index], self._name, prompt_len)
             choice.begin(self._generation.prompt_ids(c.index), c.prompt_logprobs)
         choice.add(c)
+        self._count_reasoning(choice, c)
         elapsed = (c.times[2] if c.finish_reason is not None else 0.0) or time.monotonic() - self._start
         request_id = self._request_ids[c.index // self._generation.n]
         reply = SglangReply(choice.ids(), choice.details(request_id, elapsed, self._version()))
