@@ -19,7 +19,8 @@ TESTING = ("pytest>=8.3", "pytest-timeout>=2.3", "pytest-rerunfailures>=15", "sc
 TESTS = (
     "tests/rl", "tests/server/test_tokens.py", "tests/server/test_chat.py", "tests/server/test_openapi.py",
     "tests/models/test_parity.py", "tests/runner/test_weight_sync.py", "tests/e2e/test_tokens.py",
-    "tests/e2e/test_structured.py", "tests/e2e/test_rl_client.py", "tests/testing",
+    "tests/e2e/test_structured.py", "tests/e2e/test_rl_client.py", "tests/testing", "tests/hf",
+    "tests/client/test_sampling_params.py",
 )  # fmt: skip
 # transformers 5.6.2, which is the oracle here, computes these differently from later versions
 OTHERS = "not gemma2 and not granite4-no-rope"

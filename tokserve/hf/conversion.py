@@ -17,9 +17,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
-    apply_converters,
-    apply_renamings,
     dot_natural_key,
+    rename_source_key,
 )
 
 from tokserve.errors import StartError
@@ -37,7 +36,7 @@ class Conversions:
 
     def target(self, name: str) -> tuple[str, str | None]:
         """The module's name for a checkpoint's tensor, and the pattern of the converter that takes it, if one does."""
-        target, pattern = apply_converters(apply_renamings(name, self._renamings), self._converters)
+        target, pattern = rename_source_key(name, self._renamings, self._converters)
         return target, pattern
 
     def groups(self, shapes: Mapping[str, tuple[int, ...]], targets: Mapping[str, Parameter]) -> list[TensorGroup]:
