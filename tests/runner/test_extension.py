@@ -32,6 +32,24 @@ class Extension:
         raise AssertionError("this is private")
 
 
+class Mixed:
+    """A worker extension as it is written for vLLM: no constructor, and the worker's attributes on `self`."""
+
+    def echo(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {"args": args, "kwargs": kwargs}
+
+    def width(self) -> int:
+        return int(self.model_runner.model.spec.hidden)  # type: ignore[attr-defined]
+
+    def place(self) -> tuple[str, int, int]:
+        return str(self.device), self.rank, self.local_rank  # type: ignore[attr-defined]
+
+
+class Bare(Mixed):
+    def __init__(self) -> None:
+        raise AssertionError("vLLM makes the worker, and does not call this")
+
+
 def width(model: Any) -> int:
     width: int = model.spec.hidden
     return width
@@ -55,6 +73,19 @@ def test_an_extension_is_made_around_the_runner_or_stops_the_start() -> None:
     for name in (f"{HERE}:Nothing", "math:pi"):
         with pytest.raises(StartError, match="option worker_extension_cls"):
             extension.make(name, 5)
+
+
+@pytest.mark.parametrize("name", ["Mixed", "Bare"])
+def test_a_class_without_an_argument_is_mixed_into_a_worker(name: str, tmp_path: Path) -> None:
+    """peer suites A9: worker extensions written for vLLM."""
+    hf = tiny_config("llama")
+    runner, _ = make_runner(tmp_path, hf, worker_extension_cls=f"{HERE}:{name}")
+
+    def answer(method: str, *args: Any, **kwargs: Any) -> Any:
+        return runner.call("collective_rpc", {"method": method, "args": list(args), "kwargs": kwargs})
+
+    assert answer("echo", 1, two=2) == {"args": [1], "kwargs": {"two": 2}}
+    assert answer("width") == hf["hidden_size"] and answer("place") == ["cpu", 0, 0]
 
 
 def test_public_methods_are_called_with_plain_values() -> None:

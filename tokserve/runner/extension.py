@@ -6,6 +6,7 @@ Both are named as `module:name` and imported there; only names and plain values 
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 import msgspec
@@ -26,13 +27,37 @@ def named(reference: str) -> Any:
 
 
 def make(reference: str | None, runner: Any) -> Any:
-    """The worker extension, or None.  Raises StartError."""
+    """The worker extension, or None: the class with the runner as its argument, or mixed into a `Worker`, as vLLM does,
+    if its constructor takes no argument.  Raises StartError."""
     if reference is None:
         return None
     try:
-        return named(reference)(runner)
+        extension = named(reference)
+        if isinstance(extension, type) and not _takes_an_argument(extension):
+            return type(extension.__name__, (Worker, extension), {})(runner)
+        return extension(runner)
     except (RequestError, TypeError) as error:
         raise StartError(f"option worker_extension_cls: {error}") from None
+
+
+class Worker:
+    """What methods of a class that is mixed in find on `self`, under vLLM's names; the class's own constructor is not
+    called."""
+
+    def __init__(self, runner: Any) -> None:
+        self.model_runner = runner  # and its `model`
+        self.device = runner.backend.device.torch_device
+        self.rank = self.local_rank = runner.ranks.rank
+
+
+def _takes_an_argument(kind: type) -> bool:
+    try:
+        inspect.signature(kind).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # of a class without a signature, written in C
+        return True
+    return True
 
 
 def call(extension: Any, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
