@@ -105,6 +105,9 @@ def values(words: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("X --hf-overrides.rope_theta 5 --hf_overrides.rope_parameters.rope_type=yarn",
          {"model": "X", "hf_overrides": {"rope_theta": 5, "rope_parameters": {"rope_type": "yarn"}}}),
         ("X --chat-template a_b.jinja", {"model": "X", "chat_template": "a_b.jinja"}),
+        ("X --structured-outputs-config.backend xgrammar --moe-backend triton --cudagraph-capture-sizes 1 2",
+         {"model": "X", "structured_outputs_config": '{"backend": "xgrammar"}', "moe_backend": "triton",
+          "cudagraph_capture_sizes": ["1", "2"]}),
     ],
 )  # fmt: skip
 def test_spellings_of_vllm(words: str, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,12 @@ from tokenizers import Tokenizer as Backend
 from tests.client.fake_engine import READY, VOCAB, FakeEngine, config
 from tests.text.checkpoints import byte_level_json, write_chatml
 from tokserve.client.async_llm import AsyncLLM
-from tokserve.client.inputs import GenerateRequest, Inputs, bare_id, generation_defaults, token_prompt, typed
+from tokserve.client.generation_config import capped, generation_defaults, log_what_is_not_followed, output_cap
+from tokserve.client.inputs import GenerateRequest, Inputs, bare_id, token_prompt, typed
+from tokserve.config import ServerConfig
 from tokserve.errors import RequestError, StartError
 from tokserve.messages import EngineRequest
-from tokserve.params import PoolingParams, RequestOptions, SamplingParams
+from tokserve.params import PoolingParams, RequestOptions, SamplingParams, StructuredOutputs
 from tokserve.prompt import Feature, TokenPrompt, pack_ids, unpack_ids
 from tokserve.text.tokenizer import Tokenizer
 
@@ -317,6 +319,40 @@ def test_generation_defaults(tmp_path: Path) -> None:
         defaults(generation_config="auto")
 
 
+def test_the_longest_output_is_a_default_and_the_operators_cap(tmp_path: Path) -> None:
+    """peer suites A16: max_new_tokens of the checkpoint is a default, of the operator a cap as well, as in vLLM."""
+
+    def both(**model: Any) -> tuple[int | None, int | None]:
+        options = config(tmp_path, model_options=model).model
+        return generation_defaults(options).max_tokens, output_cap(options)
+
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 9, "presence_penalty": 0.5}')
+    assert both(generation_config="auto") == (9, None) and both(generation_config="none") == (None, None)
+    assert both(generation_config=str(tmp_path)) == (9, 9)
+    over = {"max_new_tokens": 5}
+    assert both(generation_config="auto", override_generation_config=over) == (5, 5)
+    assert both(generation_config="none", override_generation_config=over) == (5, 5)
+    model = config(tmp_path, model_options={"generation_config": "auto"}).model
+    assert generation_defaults(model).presence_penalty == 0.5
+    assert [capped(SamplingParams(max_tokens=n), 5).max_tokens for n in (None, 4, 6)] == [5, 4, 5]
+    assert capped(SamplingParams(max_tokens=6), None).max_tokens == 6
+    with pytest.raises(StartError, match="max_new_tokens"):
+        both(override_generation_config={"max_tokens": 5})
+    with pytest.raises(StartError, match="bad value"):
+        both(override_generation_config={"max_new_tokens": "5"})
+
+
+def test_entries_that_are_not_followed_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    values = {"do_sample": False, "no_repeat_ngram_size": 3, "num_beams": 1, "typical_p": 1.0, "suppress_tokens": []}
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+    log_what_is_not_followed(config(tmp_path, model_options={"generation_config": "none"}).model)
+    assert not caplog.records
+    log_what_is_not_followed(config(tmp_path, model_options={"generation_config": "auto"}).model)
+    assert caplog.messages == [
+        "generation_config.json has do_sample, no_repeat_ngram_size, which requests do not follow"
+    ]
+
+
 def test_untyped_params_are_refused_by_field() -> None:
     assert typed(SamplingParams, SamplingParams(top_k=3)) == SamplingParams(top_k=3)
     for params, field in (({"top_k": "x"}, "top_k"), ({"stop_token_ids": [1, "a"]}, "stop_token_ids[1]")):
@@ -382,3 +418,14 @@ def test_ranges_have_one_declaration() -> None:
         (ask([1], deadline_ms=1 << 31), "deadline_ms must fit in 32 bits"),
     ):
         assert refusal(request).message == words
+
+
+def test_defaults_of_structured_outputs_are_for_python_too() -> None:
+    """peer suites A8: LLM(structured_outputs_config={"disable_any_whitespace": True})."""
+    of_server = ServerConfig(structured_outputs_compact=True, structured_outputs_closed=True)
+    checks = Inputs(msgspec.structs.replace(config(), server=of_server), READY, lambda: TOKENIZER)
+    schema = {"type": "object", "properties": {"a": {}}}
+    task = checks.validate(ask([5], SamplingParams(structured_outputs=StructuredOutputs(json=schema))))
+    assert isinstance(task, SamplingParams) and task.structured_outputs is not None
+    assert task.structured_outputs.disable_any_whitespace is True
+    assert '"additionalProperties": false' in str(task.structured_outputs.json)

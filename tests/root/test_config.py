@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,15 @@ def test_the_kind_of_a_quantized_checkpoint_may_be_named(tmp_path: Path) -> None
         resolve(Config.make(model=str(tmp_path), quantization="gptq"))
 
 
+@dataclass
+class StructuredOutputsConfig:
+    """The options as an object, as vLLM has them."""
+
+    backend: str
+    disable_any_whitespace: bool
+    reasoning_parser: str
+
+
 def test_options_of_vllm(caplog: pytest.LogCaptureFixture) -> None:
     config = Config.make(
         model="demo", dtype="half", generation_config="vllm", enable_log_requests=True, log_requests=True,
@@ -235,6 +245,49 @@ def test_options_of_vllm(caplog: pytest.LogCaptureFixture) -> None:
 def test_options_of_vllm_that_would_change_something(options: dict[str, Any], message: str) -> None:
     with pytest.raises(StartError, match=message):
         Config.make(**options)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"backend": "guidance", "disable_any_whitespace": True, "reasoning_parser": "qwen3"},
+        '{"backend": "guidance", "disable_any_whitespace": true, "reasoning_parser": "qwen3"}',
+        StructuredOutputsConfig("guidance", True, "qwen3"),
+    ],
+)
+def test_structured_outputs_config_of_vllm(value: Any) -> None:
+    """peer suites A8: a backend name changes no result, and the rest are options of their own."""
+    config = Config.make(structured_outputs_config=value)
+    assert (config.server.structured_outputs_compact, config.server.reasoning_parser) == (True, "qwen3")
+    for backend in ("auto", "xgrammar", "outlines", "lm-format-enforcer"):
+        config = Config.make(structured_outputs_config={"backend": backend, "reasoning_parser": ""})
+        assert config.server == Config.make().server
+    closing = {"disable_additional_properties": True, "enable_in_reasoning": False, "reasoning_parser_plugin": None}
+    assert Config.make(structured_outputs_config=closing).server.structured_outputs_closed
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"backend": "fast"}, r"option structured_outputs_config\.backend is not supported: one library compiles"),
+        ({"bakend": "auto"}, "option structured_outputs_config: unknown key 'bakend'; keys are backend, "),
+        ("{", "option structured_outputs_config: not JSON"),
+        (5, "option structured_outputs_config: must be an object, got 5"),
+        (
+            {"reasoning_parser_plugin": "x.py"},
+            r"structured_outputs_config\.reasoning_parser_plugin is not supported",
+        ),
+    ],
+)
+def test_a_wrong_structured_outputs_config(value: Any, message: str) -> None:
+    with pytest.raises(StartError, match=message):
+        Config.make(structured_outputs_config=value)
+
+
+def test_vllms_model_of_the_method_ngram() -> None:
+    for value in ({"method": "ngram", "model": "[ngram]"}, {"model": "[ngram]"}, {"method": "[ngram]"}):
+        plan = Config.make(speculative_config=value | {"num_speculative_tokens": 4}).speculation.resolved()
+        assert (plan.method, plan.model, plan.num_drafts) == ("ngram", None, 4)
 
 
 def test_options_of_vllm_and_tokserve_are_disjoint() -> None:

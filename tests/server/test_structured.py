@@ -102,6 +102,29 @@ def test_a_server_may_close_schemas_by_default() -> None:
     assert received_form(server) == StructuredOutputs(regex="a")
 
 
+def test_a_server_may_have_compact_json_by_default() -> None:
+    """peer suites A8: vLLM's structured_outputs_config has disable_any_whitespace."""
+    server = site(says("ok"), structured_outputs_compact=True)
+    compact = StructuredOutputs(json=SCHEMA, disable_any_whitespace=True)
+    flexible = StructuredOutputs(json=SCHEMA, disable_any_whitespace=False)
+    spaced = StructuredOutputs(json=SCHEMA, whitespace_pattern=" ?")
+    for fields, expected in (
+        ({"json": SCHEMA}, compact),
+        ({"json": SCHEMA, "disable_any_whitespace": False}, flexible),
+        ({"json": SCHEMA, "whitespace_pattern": " ?"}, spaced),
+        ({"json_object": True}, StructuredOutputs(json_object=True, disable_any_whitespace=True)),
+        ({"regex": "a"}, StructuredOutputs(regex="a")),
+    ):
+        bodies = [(GENERATE, generate(fields)), *((r, b | {"structured_outputs": fields}) for r, b in TEXT.items())]
+        for path, body in bodies:
+            assert server.post(path, body).status_code == 200
+            assert received_form(server) == expected
+    for route, body in TEXT.items():
+        form: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+        assert server.post(route, body | {"response_format": form}).status_code == 200
+        assert received_form(server) == compact
+
+
 WRONG: list[tuple[Any, str, str]] = [
     ({}, "", "exactly one of"), ({"regex": "a", "choice": ["a"]}, "", "got regex and choice"),
     ({"choice": []}, ".choice", "empty"), ({"json": "{"}, ".json", "JSON"), ({"json": "[]"}, ".json", "object"),

@@ -23,7 +23,8 @@ from tokserve.client.admin import AdminMethods
 from tokserve.client.announcement import RequestAnnouncement
 from tokserve.client.engine_args import options_of
 from tokserve.client.engine_client import EngineClient
-from tokserve.client.inputs import GenerateRequest, Inputs, bare_id, generation_defaults, token_prompt, typed
+from tokserve.client.generation_config import generation_defaults
+from tokserve.client.inputs import GenerateRequest, Inputs, bare_id, token_prompt, typed
 from tokserve.client.model_view import ModelView, transformers_tokenizer
 from tokserve.client.outputs import ChoiceOutput, EngineReport, Ready, Status, StepStats
 from tokserve.client.prompts import Prompt, Tokenization, read, tokenization

@@ -10,17 +10,16 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import numpy as np
 
-from tokserve import checkpoint
+from tokserve.client.form_defaults import FormDefaults
 from tokserve.client.request_state import ChoiceState, DeliveryRules, RequestState
 from tokserve.client.transfer_check import check_transfer
-from tokserve.config import Config, LimitsConfig, ModelConfig
-from tokserve.errors import RequestError, StartError, mistyped
+from tokserve.config import Config, LimitsConfig
+from tokserve.errors import RequestError, mistyped
 from tokserve.messages import EngineRequest, Ready
 from tokserve.params import PoolingParams, RequestOptions, SamplingParams, check_ranges, wrap_seed
 from tokserve.prompt import TokenPrompt, pack_ids, without_content
@@ -32,7 +31,6 @@ PREFIXES = ("generate-tokens-", "chatcmpl-", "cmpl-", "resp_", "msg_")  # of the
 REPETITIONS = 4096  # entries that a list of token ids may have even if the vocabulary is smaller
 MAX_ID = 1024
 MAX_EXTRA = 1 << 16  # bytes of extra_args: each choice carries them
-RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 S = TypeVar("S", bound=msgspec.Struct)
 POOLS = "the model makes vectors here (--runner pooling), not tokens"
 NO_TOKENIZER = "this server has no tokenizer (--tokens-only)"
@@ -68,6 +66,7 @@ class Inputs:
         self._num_engines = config.parallel.data_parallel_size
         self._transfer = config.kv.transfer()
         self._limits = config.limits
+        self._forms = FormDefaults.of(config.server)
 
     def prepare(self, request: GenerateRequest) -> RequestState:
         """Check a request; build what is sent, and the state that receives the output.  Raises RequestError."""
@@ -120,6 +119,8 @@ class Inputs:
             return params
         if self._pools:
             raise RequestError(POOLS, field="model", code="unsupported")
+        if params.structured_outputs is not None:
+            params = msgspec.structs.replace(params, structured_outputs=self._forms.apply(params.structured_outputs))
         _check_extra(params)
         check_lists(params, self._limits, self.ready.vocab_size)
         length = self._check_prompt(request.prompt.ids, outputs=1)
@@ -336,38 +337,6 @@ def bare_id(request_id: str) -> str:
         if request_id.startswith(prefix) and len(request_id) > len(prefix):
             return request_id[len(prefix) :]
     return request_id
-
-
-def generation_defaults(model: ModelConfig) -> SamplingParams:
-    """The sampling parameters that the checkpoint's generation_config.json recommends, or the options.  Raises
-    StartError."""
-    values = _recommended(model) | _overrides(model)
-    try:
-        params = msgspec.convert(values, SamplingParams)
-        params.validate()
-    except (msgspec.ValidationError, RequestError) as error:
-        place = "override_generation_config or " if model.override_generation_config else ""
-        raise StartError(f"{place}generation_config.json of the model has a bad value: {error}") from None
-    return params
-
-
-def _recommended(model: ModelConfig) -> dict[str, Any]:
-    if model.generation_config == "none":
-        return {}
-    directory = Path(model.model if model.generation_config == "auto" else model.generation_config)
-    if not directory.is_dir():
-        raise StartError(f"option generation_config: {str(directory)!r} is not a directory")
-    config = checkpoint.read_json(directory, "generation_config.json") or {}
-    return {name: config[name] for name in RECOMMENDED if config.get(name) is not None}
-
-
-def _overrides(model: ModelConfig) -> dict[str, Any]:
-    values = model.override_generation_config or {}
-    if unknown := values.keys() - set(RECOMMENDED):
-        raise StartError(
-            f"option override_generation_config: {sorted(unknown)[0]} is not one of {', '.join(RECOMMENDED)}"
-        )
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def typed(kind: type[S], value: Any) -> S:

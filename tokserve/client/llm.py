@@ -28,7 +28,8 @@ from tokserve.client.beam_search import BeamSearchParams
 from tokserve.client.blocking import BlockingControl
 from tokserve.client.conversations import Conversations, Messages, check_settings
 from tokserve.client.engine_args import options_of
-from tokserve.client.inputs import generation_defaults, typed
+from tokserve.client.generation_config import generation_defaults, log_what_is_not_followed
+from tokserve.client.inputs import typed
 from tokserve.client.model_view import ModelView
 from tokserve.client.outputs import ChoiceOutput, merge
 from tokserve.client.pooling import pooler_of
@@ -68,6 +69,7 @@ class LLM(PoolingMethods, BlockingControl):
     def __init__(self, model: str = "demo", **options: Any) -> None:
         self._llm = AsyncLLM(model, **options)
         self._defaults = generation_defaults(self._llm.config.model)
+        log_what_is_not_followed(self._llm.config.model)
         self._pooler = pooler_of(self._llm.config.model)
         self._conversations = Conversations(self._llm)
         self._loop = asyncio.new_event_loop()

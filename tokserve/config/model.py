@@ -79,12 +79,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = "auto"
     hf_overrides: Annotated[dict[str, Any] | None, about("JSON object that replaces entries of config.json.")] = None
     generation_config: Annotated[
-        str, about("Where the text routes take sampling defaults from: auto (the model), none, or a directory.")
+        str,
+        about(
+            "Where the text routes take sampling defaults from: auto (the model), none, or a directory, whose "
+            "max_new_tokens is also the most output tokens of any request."
+        ),
     ] = "auto"
     override_generation_config: Annotated[
         dict[str, Any] | None,
         about('JSON object of sampling defaults of the text routes, such as {"temperature": 0.7}, which win over those '
-              "of --generation-config."),
+              "of --generation-config; max_new_tokens is also the most output tokens of any request."),
     ] = None  # fmt: skip
     seed: Annotated[int, about("Seed of dummy weights.")] = 0
     max_logprobs: Annotated[
@@ -210,7 +214,10 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         about("Directory, with all below it, that weights may be read from while serving (repeatable); default: any."),
     ] = None
     worker_extension_cls: Annotated[
-        str | None, about("module:Class whose methods /collective_rpc may call; it is constructed with the runner.")
+        str | None,
+        about(
+            "module:Class whose methods /collective_rpc may call; constructed with the runner, or mixed into a worker."
+        ),
     ] = None
 
 

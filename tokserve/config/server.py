@@ -117,6 +117,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         about("Close the objects in JSON schemas of requests that do not say strict: outputs have no properties that "
               "the schema does not name, unless it allows them (additionalProperties), as with strict: true."),
     ] = False  # fmt: skip
+    structured_outputs_compact: Annotated[
+        bool,
+        about("No white space between the parts of JSON in structured outputs of requests that do not say it "
+              "(disable_any_whitespace, whitespace_pattern)."),
+    ] = False  # fmt: skip
     root_path: Annotated[str, about("Path prefix of a proxy; routes are served with and without it.")] = ""
     ui: Annotated[bool | None, about("Serve the status page at /; default: if only this machine can connect.")] = None
 

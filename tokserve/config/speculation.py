@@ -28,7 +28,8 @@ _AS_HERE: dict[str, Any] = {
     "rejection_sample_method": "standard", "draft_tensor_parallel_size": 1, "parallel_drafting": False,
     "use_heterogeneous_vocab": False,
 }  # fmt: skip
-_OF_VLLM = {"ngram_gpu": "ngram"}  # its names of methods
+_OF_VLLM = {"ngram_gpu": "ngram", "[ngram]": "ngram"}  # its names of methods
+_NO_MODEL = ("ngram", "[ngram]")  # its model of the method ngram, which has none
 DEFAULT_DRAFTS, MAX_DRAFTS = 32, 128  # of a request in a step
 
 
@@ -87,6 +88,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         options = self._options()
         model, quantization = options.pop("model", None), options.pop("quantization", None)
         method = options.pop("method", None)
+        if model in _NO_MODEL and method in (None, "ngram", *_OF_VLLM):
+            model, method = None, "ngram"
         method = _OF_VLLM.get(method, method) if isinstance(method, str) else method
         method = method or (SPECULATION_METHODS[0] if model is None else "draft_model")
         if method not in SPECULATION_METHODS:

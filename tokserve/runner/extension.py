@@ -27,20 +27,20 @@ def named(reference: str) -> Any:
 
 
 def make(reference: str | None, runner: Any) -> Any:
-    """The worker extension, or None: the class with the runner as its argument, or mixed into a `Worker`, as vLLM does,
+    """The worker extension, or None: the class with the runner as its argument, or mixed into a `WorkerBase`, as vLLM does,
     if its constructor takes no argument.  Raises StartError."""
     if reference is None:
         return None
     try:
         extension = named(reference)
         if isinstance(extension, type) and not _takes_an_argument(extension):
-            return type(extension.__name__, (Worker, extension), {})(runner)
+            return type(extension.__name__, (WorkerBase, extension), {})(runner)
         return extension(runner)
     except (RequestError, TypeError) as error:
         raise StartError(f"option worker_extension_cls: {error}") from None
 
 
-class Worker:
+class WorkerBase:
     """What methods of a class that is mixed in find on `self`, under vLLM's names; the class's own constructor is not
     called."""
 

@@ -24,7 +24,15 @@ from tokserve import __version__, log
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.beam_search import BeamSearchParams
 from tokserve.client.beam_stream import BeamStream, BeamTask
-from tokserve.client.inputs import POOLS, RECOMMENDED, GenerateRequest, bare_id, generation_defaults, token_prompt
+from tokserve.client.form_defaults import FormDefaults
+from tokserve.client.generation_config import (
+    RECOMMENDED,
+    capped,
+    generation_defaults,
+    log_what_is_not_followed,
+    output_cap,
+)
+from tokserve.client.inputs import POOLS, GenerateRequest, bare_id, token_prompt
 from tokserve.client.pooling import pooler_of
 from tokserve.client.request_state import RequestState
 from tokserve.client.stream import Stream
@@ -114,14 +122,17 @@ class Serving:
         self._aliases = {config.model.model, *(name.rstrip("/").rpartition("/")[2] for name in self.names)}
         self.bodies = BodyReader(config.limits, config.server.max_body_mb << 20)
         self.text = not config.server.tokens_only
-        self.closed_schemas = config.server.structured_outputs_closed
+        self.form_defaults = FormDefaults.of(config.server)
         self.draft_report = config.speculation.per_request_spec_decode_metrics
         plan = config.speculation.resolved()
         self.most_drafts = 0 if plan.method == "none" else plan.num_drafts
+        self._output_cap = output_cap(config.model)
         self.defaults: dict[str, Any] = {}
         if self.text:
             recommended = generation_defaults(config.model)
             self.defaults = {name: getattr(recommended, name) for name in RECOMMENDED}
+            if api_process is None or api_process.index == 0:
+                log_what_is_not_followed(config.model)
         self.api_process = api_process or ApiProcess(0, int(time.time()), None)
         self.images = llm.images
         self._image_memory = ByteCount(config.media.max_media_memory)
@@ -320,9 +331,13 @@ class Serving:
         Everything that can be refused is refused here, before a response begins.  Raises `ClientDisconnected` if the
         client leaves.
         """
-        params = generate.task if isinstance(generate.task, SamplingParams) else None
+        params = capped(generate.task, self._output_cap) if isinstance(generate.task, SamplingParams) else None
         if params is not None:
             self.check_generates()
+            generate = msgspec.structs.replace(generate, task=params)
+            tasks = [capped(task, self._output_cap) for task in tasks]
+        if beams is not None and self._output_cap is not None:
+            beams.max_tokens = min(beams.max_tokens, self._output_cap)
         request.scope[OBSERVED] = True
         generation = Generation(generate.request_id, 1 if params is None else params.n, self._observers(request))
         generation.is_stream, generation.keep_alive = generate.options.stream, self.keep_alive

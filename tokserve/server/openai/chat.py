@@ -287,7 +287,7 @@ def tool_plan(serving: Serving, body: ChatBody) -> ToolPlan:
 
 
 def _shape(serving: Serving, body: ChatBody) -> ResponseFormat | None:
-    form = structured.requested_format(body.structured_outputs, body.response_format, closed=serving.closed_schemas)
+    form = structured.requested_format(body.structured_outputs, body.response_format, serving.form_defaults)
     if form is None:
         return None
     shape = ResponseFormat(form, "response_format" if body.structured_outputs is None else "structured_outputs")

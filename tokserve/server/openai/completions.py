@@ -160,7 +160,7 @@ def sampling_params(serving: Serving, body: CompletionBody) -> SamplingParams:
             raise RequestError("prompt_logprobs_start must be 0 with echo", field="prompt_logprobs_start")
         both = (num_logprobs, num_prompt_logprobs or 0)
         num_prompt_logprobs = -1 if -1 in both else max(both)
-    form = structured.requested_format(body.structured_outputs, body.response_format, closed=serving.closed_schemas)
+    form = structured.requested_format(body.structured_outputs, body.response_format, serving.form_defaults)
     return schemas.sampling(
         body, serving.defaults, max_tokens=limit, logprobs=num_logprobs, prompt_logprobs=num_prompt_logprobs,
         structured_outputs=form,

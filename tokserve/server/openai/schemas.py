@@ -354,6 +354,8 @@ def sampling(body: TextBody, defaults: Mapping[str, Any], **computed: Any) -> Sa
         values["repetition_detection"] = convert(fields, RepetitionDetection, "repetition_detection")
     values["prompt_logprobs"] = count(body.prompt_logprobs)
     values["extra_args"] = body.vllm_xargs
+    if computed.get("max_tokens") is None and defaults.get("max_tokens") is not None:
+        computed["max_tokens"] = defaults["max_tokens"]
     return SamplingParams(**(values | computed))
 
 

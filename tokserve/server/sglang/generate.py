@@ -354,7 +354,7 @@ def _task(
         computed |= {"prompt_logprobs": form.top, "prompt_logprobs_start": form.start + 1}
     computed["return_sampling_mask"] = form.has_masks
     params = sampling.translate(sent, **computed)
-    return structured.with_default(params, serving.closed_schemas)
+    return structured.with_default(params, serving.form_defaults)
 
 
 def _names(serving: Serving, sent: SglangGenerateBody) -> Any:

@@ -283,7 +283,7 @@ async def generate_tokens(serving: Serving, request: Request) -> Response:
         params = with_mask(decode_params(body.sampling_params, packed), body.return_sampling_mask)
         if body.routed_experts_prompt_start:
             params = msgspec.structs.replace(params, routed_experts_prompt_start=body.routed_experts_prompt_start)
-        return body, structured.with_default(params, serving.closed_schemas)
+        return body, structured.with_default(params, serving.form_defaults)
 
     body, params = await off_loop(request, len(raw), decode)
     free_at_end(request, len(raw), body.token_ids)

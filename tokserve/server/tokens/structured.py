@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from tokserve.client.form_defaults import FormDefaults
 from tokserve.errors import LONGEST_SHOWN, RequestError, invalid
 from tokserve.params import SamplingParams, StructuredOutputs
 from tokserve.server.compat import IGNORED_OPTIONS, OTHER_NAMES
@@ -46,39 +47,31 @@ def drop_ignored_fields(value: dict[Any, Any], path: str) -> dict[Any, Any]:
     return {name: field for name, field in value.items() if field is not None and name not in IGNORED_OPTIONS}
 
 
-def by_default(form: StructuredOutputs, closed: bool) -> StructuredOutputs:
-    """The form with the objects of its schema closed, if `closed` and the form does not say whether they are."""
-    if not closed or form.json is None or form.disable_additional_properties is not None:
-        return form
-    return msgspec.structs.replace(form, disable_additional_properties=True)
-
-
-def with_default(params: SamplingParams, closed: bool) -> SamplingParams:
-    if not closed or params.structured_outputs is None:
+def with_default(params: SamplingParams, defaults: FormDefaults) -> SamplingParams:
+    """The parameters with what their structured outputs do not say."""
+    if params.structured_outputs is None:
         return params
-    return msgspec.structs.replace(params, structured_outputs=by_default(params.structured_outputs, closed))
+    return msgspec.structs.replace(params, structured_outputs=defaults.apply(params.structured_outputs))
 
 
 def requested_format(
-    outputs: dict[str, Any] | None, response_format: dict[str, Any] | None, *, closed: bool
+    outputs: dict[str, Any] | None, response_format: dict[str, Any] | None, defaults: FormDefaults
 ) -> StructuredOutputs | None:
-    """The structured outputs of a text route's body.  `closed`: as in `by_default`, for schemas without `strict`.
-    Raises RequestError naming the field."""
+    """The structured outputs of a text route's body.  Raises RequestError naming the field."""
     if outputs is not None:
         if response_format not in (None, {"type": "text"}):
             raise RequestError("give structured_outputs or response_format, not both", field="response_format")
         options = drop_ignored_fields(outputs, "structured_outputs")
-        return by_default(body.convert(options, StructuredOutputs, "structured_outputs"), closed)
+        return defaults.apply(body.convert(options, StructuredOutputs, "structured_outputs"))
     if response_format is None:
         return None
     response = body.convert(response_format, _ResponseFormatField, "response_format")
     if response.type == "json_schema":
         if response.json_schema is None:
             raise invalid("response_format.json_schema", "is required")
-        strict = response.json_schema.strict
-        close_objects = strict if strict is not None else (True if closed else None)
-        return StructuredOutputs(json=response.json_schema.schema, disable_additional_properties=close_objects)
+        schema = response.json_schema
+        return defaults.apply(StructuredOutputs(json=schema.schema, disable_additional_properties=schema.strict))
     if response.type not in ("text", "json_object"):
         kind = response.type[:LONGEST_SHOWN]
         raise invalid("response_format.type", f"must be text, json_object or json_schema, got {kind!r}")
-    return StructuredOutputs(json_object=True) if response.type == "json_object" else None
+    return defaults.apply(StructuredOutputs(json_object=True)) if response.type == "json_object" else None
