@@ -82,6 +82,11 @@ test-random: install
 	@seed=$${SEED:-$$(date +%s)}; echo "order of: make test-random SEED=$$seed"; \
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --random-order --random-order-seed=$$seed $(TESTS)
 
+# `make test`, N times in a row beside a compiler on every processor: a test that needs a quick machine fails here.
+N ?= 5
+test-loaded: install
+	scripts/under_load.sh $(N) $(MAKE) test
+
 # The documentation as a site, in build/site; only the first call needs an index of packages.
 docs: build/docs/bin/mkdocs
 	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --quiet --strict
