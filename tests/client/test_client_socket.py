@@ -33,7 +33,7 @@ def test_every_message_comes_once_and_in_order(tmp_path: Path) -> None:
                     link.send(Call(1000 + i, "silence"))
                 if i % 50 == 0:
                     await asyncio.sleep(0.001)
-            end = asyncio.get_running_loop().time() + 10
+            end = asyncio.get_running_loop().time() + 60
             while len(received) < count + 1 and asyncio.get_running_loop().time() < end:
                 await asyncio.sleep(0.005)
             assert isinstance(received[0], Ready)
@@ -80,7 +80,10 @@ def test_closing_while_messages_are_delivered(tmp_path: Path) -> None:
         with FakeEngine(address) as engine:
             await asyncio.to_thread(engine.wait, Call)
             engine.send(Dead("x"), *[Reply(i) for i in range(10)])
-            await asyncio.sleep(0.1)
+            async with asyncio.timeout(60):
+                while not any(isinstance(message, Dead) for message in received):
+                    await asyncio.sleep(0.005)
+            await asyncio.sleep(0.05)  # nothing is delivered after it
         assert isinstance(received[-1], Dead)
 
     asyncio.run(scene())

@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.server import Served
 from tests.replies import good
+from tests.waiting import until
 from tokserve import LLM, BeamSearchParams
 
 pytestmark = pytest.mark.usefixtures("engine_threads")
@@ -93,9 +94,5 @@ def test_an_abort_and_a_client_that_leaves(server: Served) -> None:
     assert {choice["finish_reason"] for choice in choices} == {"abort"} and len(choices) == 8
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(server.url + COMPLETIONS, json=long, timeout=0.5)
-    for _ in range(200):
-        if 'tokserve:num_requests_running{engine="0",model_name="demo"} 0.0' in server.get("/metrics").text:
-            break
-    else:
-        raise AssertionError("requests are left")
+    until(lambda: not server.metric("tokserve:num_requests_running"), "requests are left")
     assert beams(server, prompt="a")["choices"]

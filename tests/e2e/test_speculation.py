@@ -38,7 +38,13 @@ class Pair:
 
     def count(self, name: str) -> float:
         """A counter of the server that speculates, over all labels."""
-        time.sleep(0.1)  # the engine sends its last counters when it is idle, after the reply
+        before, now = -1.0, self._read(name)
+        while now != before:  # the engine sends its last counters when it is idle, after the reply
+            time.sleep(0.1)
+            before, now = now, self._read(name)
+        return now
+
+    def _read(self, name: str) -> float:
         text = httpx.get(self.drafting.url + "/metrics", timeout=60).text
         return sum(float(value) for value in re.findall(rf"^vllm:spec_decode_{name}_total\S* (\S+)$", text, re.M))
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.server import Served, Server
 from tests.threads import ServerThread
+from tests.waiting import until
 
 PROMPT = [5, 20, 31, 44, 7]
 
@@ -189,8 +190,9 @@ def test_abort_is_acknowledged_and_the_caller_gets_what_there_is(demo: Server) -
                 "request_id": "long",
                 "sampling_params": {"max_tokens": 1800, "ignore_eos": True, "n": 64},
             }
+            before = demo.metric("tokserve:generation_tokens_total")
             waiting = asyncio.create_task(client.post("/inference/v1/generate", json=body))
-            await asyncio.sleep(0.3)
+            await asyncio.to_thread(until, lambda: demo.metric("tokserve:generation_tokens_total") > before + 64)
             aborted = await client.post("/abort_requests", json={"request_ids": ["generate-tokens-long", "nobody"]})
             return aborted.json(), (await waiting).json()
 

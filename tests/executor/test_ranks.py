@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.waiting import PATIENCE
 from tokserve.config import Config
 from tokserve.engine_config import rank_config
 from tokserve.errors import Conflict, RequestFailed, StartError
@@ -158,7 +159,8 @@ def test_a_rank_that_cannot_start_reports_the_reason(ranks: tuple[Hub, list[Chan
 
 @pytest.mark.parametrize("keys", [("ab" * 16, "ab" * 16), ("ab" * 16, "cd" * 16), ("ab" * 16, "")])
 def test_only_ranks_that_know_the_key_join(keys: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auth, "SECONDS", 0.5)
+    if keys[0] != keys[1]:
+        monkeypatch.setattr(auth, "SECONDS", 0.5)
     listener = SocketListener(("127.0.0.1", 0), bytes.fromhex(keys[0]))
 
     channels: list[Channel] = []
@@ -189,15 +191,15 @@ def test_a_slow_handshake_delays_no_rank(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def dribble(connection: socket.socket) -> None:
         with suppress(OSError):
-            for _ in range(100):
+            while True:
                 connection.send(b"x")  # each byte in time
                 time.sleep(0.05)
 
     with socket.create_connection((host, int(port))) as connection, ThreadPoolExecutor() as pool:
         pool.submit(dribble, connection)
         began = time.monotonic()
-        assert listener.accept(WAIT) is None
-        assert time.monotonic() < began + 2
+        assert listener.accept(PATIENCE) is None
+        assert time.monotonic() < began + PATIENCE
     listener.close()
 
 

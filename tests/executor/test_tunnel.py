@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 
 import msgspec
@@ -74,7 +73,8 @@ def test_an_end_whose_process_is_killed_ends_the_one_that_connected() -> None:
     script = (
         "import sys, time; from tokserve.curve import make_keys; from tokserve.executor.tunnel import Tunnel; "
         "import msgspec; engine, client = make_keys(); tunnel = Tunnel('127.0.0.1', engine); "
-        "print(tunnel.address, msgspec.json.encode(client).decode(), flush=True); time.sleep(60)"
+        "print(tunnel.address, msgspec.json.encode(client).decode(), flush=True); "
+        "tunnel.stream.recv(1); print('connected', flush=True); time.sleep(1000)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
@@ -82,7 +82,7 @@ def test_an_end_whose_process_is_killed_ends_the_one_that_connected() -> None:
         tunnel = Tunnel(address, msgspec.json.decode(keys, type=ClientKeys))
         tunnel.stream.settimeout(WAIT)
         tunnel.stream.sendall(b"x")
-        time.sleep(0.3)
+        assert process.stdout.readline() == "connected\n"
         process.kill()
         assert tunnel.stream.recv(1) == b""
         tunnel.stream.close()

@@ -22,7 +22,7 @@ def main() -> None:
             job = msgspec.msgpack.decode(frames.receive(at), type=Job)
         except frames.BrokenFrame:
             return
-        what, rest, *_ = (bytes(job.content[:64]) + b"::").split(b":")
+        what, rest, *_ = (bytes(job.content[:256]) + b"::").split(b":")
         match what:
             case b"crash":
                 os.kill(os.getpid(), 11)
@@ -30,6 +30,9 @@ def main() -> None:
                 os._exit(0)
             case b"sleep":
                 time.sleep(float(rest))
+            case b"until":
+                while not os.path.exists(rest):
+                    time.sleep(0.01)
             case b"nonsense":
                 os.write(to, b"\xff" * 1000)
                 continue

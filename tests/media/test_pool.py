@@ -85,6 +85,7 @@ def test_an_image_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatc
     async def run() -> None:
         error = await refusal(workers, b"sleep:1000")
         assert error.status == 400 and error.field == FIELD and "--mm-processor-timeout" in error.message
+        monkeypatch.setattr(workers, "_seconds", 60.0)
         assert (await process(workers, b"x")).arrays
 
     asyncio.run(run())
@@ -135,10 +136,12 @@ def test_a_worker_that_does_not_start_is_a_server_error(monkeypatch: pytest.Monk
         workers.close()
 
 
-def test_a_request_that_leaves_takes_its_image_out_of_the_queue(workers: WorkerPool) -> None:
+def test_a_request_that_leaves_takes_its_image_out_of_the_queue(workers: WorkerPool, tmp_path: Path) -> None:
+    go_on = tmp_path / "go on"
+
     async def run() -> None:
         await process(workers, b"x")
-        running = asyncio.create_task(process(workers, b"sleep:0.5"))
+        running = asyncio.create_task(process(workers, b"until:%s" % bytes(go_on)))
         await asyncio.sleep(0)
         while workers._turns:
             await asyncio.sleep(0.01)
@@ -150,12 +153,15 @@ def test_a_request_that_leaves_takes_its_image_out_of_the_queue(workers: WorkerP
         running.cancel()
         await asyncio.gather(running, *queued[:2], return_exceptions=True)
         assert workers.num_waiting == 2  # the one that runs, and the one that another request waits for
+        go_on.touch()
         assert (await queued[2]).arrays["pixels"].shape == (1,)
 
     asyncio.run(run())
 
 
-def test_clients_take_turns(workers: WorkerPool) -> None:
+def test_clients_take_turns(workers: WorkerPool, tmp_path: Path) -> None:
+    go_on = tmp_path / "go on"
+
     async def run() -> None:
         await process(workers, b"x")
         order: list[str] = []
@@ -164,24 +170,30 @@ def test_clients_take_turns(workers: WorkerPool) -> None:
             await process(workers, content, client)
             order.append(client)
 
-        first = asyncio.create_task(one(b"sleep:0.3", "greedy"))
+        first = asyncio.create_task(one(b"until:%s" % bytes(go_on), "greedy"))
         await asyncio.sleep(0)
         tasks = [asyncio.create_task(one(b"greedy %d" % i, "greedy")) for i in range(5)]
         tasks += [asyncio.create_task(one(b"modest %d" % i, "modest")) for i in range(2)]
+        while workers.num_waiting < 8:
+            await asyncio.sleep(0.001)
+        go_on.touch()
         await asyncio.gather(first, *tasks)
         assert order.index("modest") <= 2 and order[5:] == ["greedy"] * 3
 
     asyncio.run(run())
 
 
-def test_the_queue_is_bounded(workers: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queue_is_bounded(workers: WorkerPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(pool, "MAX_WAITING", 2)
+    go_on = tmp_path / "go on"
 
     async def run() -> None:
-        tasks = [asyncio.create_task(process(workers, content)) for content in (b"sleep:0.2", b"b")]
+        contents = (b"until:%s" % bytes(go_on), b"b")
+        tasks = [asyncio.create_task(process(workers, content)) for content in contents]
         await asyncio.sleep(0)
         error = await refusal(workers, b"c")
         assert error.status == 503 and error.code == "media_overload"
+        go_on.touch()
         await asyncio.gather(*tasks)
 
     asyncio.run(run())

@@ -8,7 +8,6 @@ import inspect
 import os
 import signal
 import threading
-import time
 from collections.abc import Awaitable, Callable
 
 import httpx
@@ -17,6 +16,7 @@ import pytest
 
 from tests.rl.distribution import rl
 from tests.rl.scripted_http import OK, connect, refusal
+from tests.waiting import until
 
 CHOICE = {"index": 0, "token_ids": b"", "logprobs": None, "finish_reason": "stop", "weight_versions": []}
 Reply = Callable[[httpx.Request], Awaitable[httpx.Response]]
@@ -60,7 +60,7 @@ def test_a_pause_is_extended_while_the_caller_computes_and_ended_when_it_raises(
 
     with blocking(answer) as client:
         with pytest.raises(KeyboardInterrupt), client.paused(lease=0.02):
-            time.sleep(0.2)  # the trainer's step, which runs no event loop
+            until(lambda: sent.count("/extend_pause") > 1)  # the trainer's step, which runs no event loop
             raise KeyboardInterrupt
         assert sent[0] == "/pause" and sent[-1] == "/resume" and sent.count("/extend_pause") > 1
 

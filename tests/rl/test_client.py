@@ -67,7 +67,7 @@ def test_a_server_that_stays_busy_is_asked_for_so_long_and_no_longer(caplog: pyt
             sent.append(request.url.path)
             return refusal(status, **{"retry-after": after})
 
-        async with connected(answer, patience=0.01) as client:
+        async with connected(answer, patience=0.2) as client:
             for call in (client.generate([[1]]), client.resume(), anext(client.stream([1]))):
                 with pytest.raises(rl.ServerError) as caught:
                     await call

@@ -16,6 +16,7 @@ from tests import documented
 from tests.server.byte_tokenizer import TOKENIZER
 from tests.server.scripted_llm import Script, ScriptedLLM, endless, says
 from tests.text.tool_templates import HERMES
+from tests.waiting import PATIENCE
 from tokserve.config import Config
 from tokserve.server.app import build_app
 from tokserve.server.observe.counters import ApiProcess
@@ -133,7 +134,7 @@ class Caller:
         self._left.set()
 
     async def wait_for(self, condition: Callable[[Caller], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             while not condition(self):
                 await asyncio.sleep(0.001)
 

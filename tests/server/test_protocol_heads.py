@@ -273,7 +273,9 @@ def test_a_client_that_does_not_read_its_reply_is_disconnected(reads: bool) -> N
             connection.pause_writing()
             if reads:
                 connection.resume_writing()
-            await asyncio.sleep(0.1)
+                await asyncio.sleep(0.1)
+            while not (reads or wire.aborted):
+                await asyncio.sleep(0.001)
             assert connection.cycle is not None
             return wire.aborted, STALLED in connection.cycle.scope
 

@@ -11,6 +11,7 @@ from tests.replies import good
 from tests.server.byte_tokenizer import EOS, VOCAB, ids
 from tests.server.scripted_llm import NOWHERE, TOKEN_SECONDS, endless, says
 from tests.server.site import Caller, Site, parse_events, site
+from tests.waiting import PATIENCE
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.params import SamplingParams, StructuredOutputs
 from tokserve.server.compat import SGLANG
@@ -294,11 +295,11 @@ def test_an_abort_is_a_200_with_what_there_is() -> None:
         s = sglang()
         s.llm.hold = True
         caller = Caller(s, "/generate", PROMPT | {"rid": "mine"})
-        await asyncio.sleep(0.01)
+        await caller.wait_for(lambda _: s.llm.num_inflight == 1)
         async with s.client() as client:
             aborted = await client.post(path, json=body)
         assert aborted.status_code == 200 and aborted.content == b""
-        await asyncio.wait_for(caller.task, 5)
+        await asyncio.wait_for(caller.task, PATIENCE)
         return caller.status, msgspec.json.decode(b"".join(caller.writes))
 
     for body in ({"rid": "mine"}, {"abort_all": True}, {"rid": "", "abort_all": True}):

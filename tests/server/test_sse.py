@@ -12,6 +12,7 @@ import pytest
 from tests.server.byte_tokenizer import ids
 from tests.server.scripted_llm import Script, columns, endless, says
 from tests.server.site import Caller, Site, parse_events, site
+from tests.waiting import PATIENCE
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.params import SamplingParams
 from tokserve.server.replies import logprobs, reply_parts, sse
@@ -465,7 +466,7 @@ def test_a_client_that_leaves_aborts(route: str, body: dict[str, Any], stream: b
         caller = Caller(s, route, body | {"stream": stream, "request_id": "mine"})
         await caller.wait_for(lambda _: s.llm.num_inflight == 1)
         caller.hang_up()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             await caller.task
         assert caller.status == (200 if stream else 499)
         return s
@@ -522,7 +523,7 @@ def test_a_client_that_leaves_before_the_engine_has_accepted(stream: bool) -> No
         caller = Caller(s, GENERATE, BODY | {"stream": stream, "request_id": "mine"})
         await caller.wait_for(lambda _: s.llm.num_inflight == 1)
         caller.hang_up()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             await caller.task
         assert caller.status == 499 and caller.writes == [b""]
         return s

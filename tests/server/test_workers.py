@@ -12,12 +12,16 @@ from tokserve.server.http import workers
 def test_free_memory_goes_back_once_after_large_work(size: int, returns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     returned: list[str] = []
     monkeypatch.setattr(workers, "_trims", set())  # not one that the loop of another test has left
-    monkeypatch.setattr(workers, "TRIM_SECONDS", 0.02)
+    monkeypatch.setattr(workers, "TRIM_SECONDS", 600.0)  # none ends before it is made to
     monkeypatch.setattr(workers, "give_back", lambda: returned.append(threading.current_thread().name))
 
     async def scene() -> None:
         assert await asyncio.gather(*(workers.run(size, lambda i=i: i * i) for i in range(3))) == [0, 1, 4]
-        await asyncio.sleep(0.2)
+        timers = list(workers._trims)
+        assert len(timers) == returns
+        for timer in timers:
+            timer.cancel()
+            workers._trim()
         while len(returned) < returns:
             await asyncio.sleep(0.01)
 
