@@ -6,6 +6,7 @@ Runs with this project's interpreter, which has the compiled ops; TRL comes from
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from typing import Any
@@ -62,8 +63,49 @@ def trained(report: Report, name: str, **options: Any) -> None:
     ))  # fmt: skip
 
 
+def completions(report: Report, **options: Any) -> list[str]:
+    """The completions of a step with four calls for rollouts of one prompt."""
+    seen: list[str] = []
+
+    def reward(completions: list[Any], **_: Any) -> list[float]:
+        texts = [completion[0]["content"] for completion in completions]
+        seen.extend(texts)
+        return [len(text) % 7 / 7 for text in texts]
+
+    with tempfile.TemporaryDirectory() as directory:
+        config = GRPOConfig(**{
+            "output_dir": directory, "use_cpu": True, "bf16": False, "max_steps": 1, "save_strategy": "no",
+            "report_to": [], "disable_tqdm": True, "per_device_train_batch_size": 8, "num_generations": 8, "seed": 1,
+            "gradient_accumulation_steps": 4, "steps_per_generation": 1, "max_completion_length": 24,
+            "temperature": 2.0, **options,
+        })  # fmt: skip
+        prompts = [{"prompt": [{"role": "user", "content": QUESTIONS[0]}]}] * 32
+        trainer = ExactGRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(report.model_dir, dtype=torch.float32), args=config,
+            reward_funcs=reward, train_dataset=Dataset.from_list(prompts), server_url=report.url,
+        )  # fmt: skip
+        trainer.train()
+    return seen
+
+
+def settings(report: Report) -> None:
+    """Seeds of the calls within a step, and the settings of generation."""
+    first = completions(report, generation_kwargs={"min_tokens": 24})
+    report.check(f"{len({*first})} of {len(first)} rollouts of a step are unique", len({*first}) == len(first) == 32)
+    report.check("the next run is the same", completions(report, generation_kwargs={"min_tokens": 24}) == first)
+    texts = completions(report, vllm_structured_outputs_regex="[a-z]{4}")
+    report.check(f"a regular expression: {texts[:2]}", all(re.fullmatch("[a-z]{4}", text) for text in texts))
+    try:
+        completions(report, cache_implementation="static")
+    except ValueError as error:
+        report.check(f"refused by name: {error}", "cache_implementation" in str(error))
+    else:
+        report.check("a setting without effect is refused", False)
+
+
 def main() -> None:
     report = Report()
+    settings(report)
     trained(report, "all weights", temperature=1.5)
     trained(report, "with top-k, a reference and an entropy bonus", top_k=20, beta=0.02, entropy_coef=0.01)
     trained(report, "gradient accumulation and checkpointing", gradient_accumulation_steps=2,

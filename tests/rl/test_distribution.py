@@ -25,7 +25,8 @@ from tests.rl.script import reply
 HERE = Path(__file__).parent
 SOURCE = Path(tokserve.__file__).parent / "rl"
 WITHOUT_SERVER = ["distribution.py", "scripted_http.py", "script.py", "test_client.py", "test_blocking.py",
-                  "test_scripted.py", "test_pools.py", "test_plain.py"]  # fmt: skip
+                  "test_scripted.py", "test_pools.py", "test_plain.py", "test_step_seeds.py",
+                  "test_trl_settings.py"]  # fmt: skip
 
 
 def declared() -> list[str]:

@@ -11,13 +11,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.e2e.server import Server
 from tests.environments import OFFLINE, environment
@@ -31,6 +38,10 @@ SECONDS = 900.0
 WINDOW = 5  # steps at the beginning and at the end that are compared
 
 
+INSTALLED_AS_TOLD = ("trl", "trl_async", "verifiers")  # recipes whose environment has what the README's line installs
+NOT_TOLD = ("peft", "aiohttp")  # and what these need: for the pieces' tests, and for another recipe
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How a recipe is run, and what has to come of it."""
@@ -42,14 +53,15 @@ class Recipe:
     gain: float = 0.06  # of the mean reward
     mismatch: float | None = 1e-3  # largest difference of a logprob at any step; None: not measured
     packages: str | None = None  # an environment whose packages this project's interpreter finds after its own
+    repeats: bool = False  # whether the next run is the same one: all that is logged of its steps but their seconds
 
 
 RECIPES = {
-    "trl": Recipe("trl", "trl", ("--steps", "25")),
-    "trl_lora": Recipe("trl", "trl", ("--steps", "25", "--lora")),
-    "trl_rollout_function": Recipe("trl", "trl", ("--steps", "30", "--rollout-function"), mismatch=None),
+    "trl": Recipe("trl", "trl", ("--steps", "25"), repeats=True),
+    "trl_lora": Recipe("trl", "trl", ("--steps", "25", "--lora"), repeats=True),
+    "trl_rollout_function": Recipe("trl", "trl", ("--steps", "30", "--rollout-function"), mismatch=None, repeats=True),
     "trl_exact": Recipe(
-        "trl", None, ("--steps", "40", "--exact"), ("--dtype", "bfloat16"), mismatch=0.0, packages="trl"
+        "trl", None, ("--steps", "40", "--exact"), ("--dtype", "bfloat16"), mismatch=0.0, packages="trl", repeats=True
     ),
     "trl_async": Recipe(
         "trl_async",
@@ -60,10 +72,41 @@ RECIPES = {
         mismatch=None,
     ),
     "verifiers": Recipe("verifiers", "verifiers", ("--steps", "25"), ("--rl", "--dtype", "float32")),
-    "own_loop": Recipe("own_loop", None, ("--steps", "25"), (), mismatch=0.0),
-    "own_loop_transformers": Recipe("own_loop", "trl", ("--steps", "25", "--transformers")),
+    "own_loop": Recipe("own_loop", None, ("--steps", "25"), (), mismatch=0.0, repeats=True),
+    "own_loop_transformers": Recipe("own_loop", "trl", ("--steps", "25", "--transformers"), repeats=True),
 }
-PIECES, SHARDED = "trl_pieces", "trl_fsdp"
+PIECES, SHARDED = (
+    ("trl_pieces", "trl_runs"),
+    "trl_fsdp",
+)  # programs that check the pieces for TRL, beyond what the recipes use
+NOWHERE = {"HTTP_PROXY": "http://127.0.0.1:9", "ALL_PROXY": "socks5://127.0.0.1:9"}  # not for this machine
+
+
+def install_line(readme: Path) -> list[Requirement]:
+    """What the recipe's README tells a reader to install."""
+    line = re.search(r"`pip install ([^`]+)`", readme.read_text())
+    assert line is not None, f"{readme} has no line to install what it needs"
+    return [Requirement(word) for word in shlex.split(line[1])]
+
+
+def pins(requirements: Path) -> dict[str, str]:
+    """The versions that an environment is made of, by canonical name."""
+    pinned = [line.split("==") for line in requirements.read_text().splitlines() if "==" in line]
+    return {canonicalize_name(name): version for name, version in pinned}
+
+
+def install_faults(name: str) -> list[str]:
+    """What the recipe's environment has that its README's line would not install."""
+    recipe = RECIPES[name]
+    python = BUILD / str(recipe.environment) / "bin" / "python"
+    listed = [requirement.name for requirement in install_line(EXAMPLES / recipe.folder / "README.md")]
+    command = [str(python), str(HERE / "closure.py")]
+    installed, others = (
+        set(subprocess.run([*command, *names], capture_output=True, text=True, check=True).stdout.split())
+        for names in (listed, [name for name in NOT_TOLD if name not in listed])
+    )
+    missing = pins(HERE / f"{recipe.environment}.txt").keys() - installed - others
+    return [f"the README does not install {' '.join(sorted(missing))}"] if missing else []
 
 
 def figures(log: Path) -> list[dict[str, Any]]:
@@ -98,42 +141,62 @@ def interpreter(recipe: Recipe) -> list[str]:
     return [sys.executable, str(HERE / "with_packages.py"), str(packages)]
 
 
-def run(name: str) -> bool:
-    """Run a recipe; whether it passed."""
-    recipe, log = RECIPES[name], BUILD / f"{name}.jsonl"
+def rerun_difference(first: list[dict[str, Any]], again: list[dict[str, Any]]) -> list[str]:
+    """What differs between the steps of two runs of the same code: nothing may but the seconds."""
+    for before, after in zip(first, again, strict=False):
+        if before | {"seconds": 0.0} != after | {"seconds": 0.0}:
+            return [f"the next run differs in step {before['step']}: {before} and {after}"]
+    return [] if len(again) >= WINDOW else [f"the next run has {len(again)} steps"]
+
+
+def attempt(name: str, log: Path, arguments: tuple[str, ...] = ()) -> str | None:
+    """Run a recipe once, for the figures in `log`; what went wrong.  `arguments` replace earlier ones."""
+    recipe = RECIPES[name]
     command = interpreter(recipe)
     log.unlink(missing_ok=True)
-    began = time.monotonic()
     with Server("demo", *recipe.server) as server:
         command += [str(EXAMPLES / recipe.folder / "train.py"), "--url", server.url, "--log", str(log)]
-        env = {**os.environ, **OFFLINE, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # the model is small
+        env = {**os.environ, **OFFLINE, **NOWHERE, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # a small model
         try:
             done = subprocess.run(
-                [*command, "--model", str(DEMO_DIR), *recipe.arguments],
+                [*command, "--model", str(DEMO_DIR), *recipe.arguments, *arguments],
                 env=env, cwd=BUILD, capture_output=True, text=True, timeout=SECONDS,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            print(f"{name}: FAILED, no end after {SECONDS:.0f} s")
-            return False
+            return f"no end after {SECONDS:.0f} s"
         well = server.get("/health?deep=1").status_code == 200
     if done.returncode or not well:
-        print(f"{name}: FAILED\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}" + ("" if well else "\nthe server failed"))
+        return f"\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}" + ("" if well else "\nthe server failed")
+    return None
+
+
+def run(name: str) -> bool:
+    """Run a recipe, and where it `repeats` its beginning once more; whether it passed."""
+    recipe, log, began = RECIPES[name], BUILD / f"{name}.jsonl", time.monotonic()
+    failure = attempt(name, log)
+    if failure is not None:
+        print(f"{name}: FAILED, {failure}")
         return False
     wrong, line = verdict(recipe, figures(log))
+    wrong += install_faults(name) if name in INSTALLED_AS_TOLD else []
+    if recipe.repeats and not wrong:
+        again = BUILD / f"{name}_again.jsonl"
+        failure = attempt(name, again, ("--steps", str(WINDOW)))
+        wrong = [failure] if failure is not None else rerun_difference(figures(log), figures(again))
     print(
         f"{name}: {'FAILED: ' + '; '.join(wrong) if wrong else 'passed'} ({line}) in {time.monotonic() - began:.0f} s"
     )
     return not wrong
 
 
-def run_pieces() -> bool:
-    """The pieces for TRL, beyond what its recipes use; whether they passed."""
+def run_pieces(name: str) -> bool:
+    """Run one of `PIECES`; whether it passed."""
     python = environment(HERE / "trl.txt", BUILD / "trl")
     with Server("demo", "--dtype", "float32", "--admin-api-key", "k") as server:
-        command = [str(python), str(HERE / "trl_pieces.py"), server.url, str(DEMO_DIR), "k"]
-        env = {**os.environ, **OFFLINE, "PYTHONPATH": str(ROOT)}
+        command = [str(python), str(HERE / f"{name}.py"), server.url, str(DEMO_DIR), "k"]
+        env = {**os.environ, **OFFLINE, **NOWHERE, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS)
-    print(f"{PIECES}: {'passed' if not done.returncode else 'FAILED' + chr(10) + done.stderr[-4000:]}", flush=True)
+    print(f"{name}: {'passed' if not done.returncode else 'FAILED' + chr(10) + done.stderr[-4000:]}", flush=True)
     return not done.returncode
 
 
@@ -149,7 +212,7 @@ def run_sharded() -> bool:
     return not done.returncode
 
 
-OTHERS = {PIECES: run_pieces, SHARDED: run_sharded}
+PROGRAMS: dict[str, Callable[[], bool]] = {name: partial(run_pieces, name) for name in PIECES} | {SHARDED: run_sharded}
 
 
 def main() -> int:
@@ -158,13 +221,13 @@ def main() -> int:
     parser.add_argument(
         "names",
         nargs="*",
-        choices=[*RECIPES, *OTHERS, []],
+        choices=[*RECIPES, *PROGRAMS, []],
         metavar="RECIPE",
-        help=f"Of {', '.join([*RECIPES, *OTHERS])}. Default: all.",
+        help=f"Of {', '.join([*RECIPES, *PROGRAMS])}. Default: all.",
     )
-    names = parser.parse_args().names or [*RECIPES, *OTHERS]
+    names = parser.parse_args().names or [*RECIPES, *PROGRAMS]
     BUILD.mkdir(parents=True, exist_ok=True)
-    failed = [name for name in names if not (OTHERS[name]() if name in OTHERS else run(name))]
+    failed = [name for name in names if not (PROGRAMS[name]() if name in PROGRAMS else run(name))]
     print(f"{len(names) - len(failed)} of {len(names)} recipes passed")
     return 1 if failed else 0
 

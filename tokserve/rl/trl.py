@@ -14,23 +14,26 @@ import asyncio
 import itertools
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
-import numpy as np
 import torch
 from torch import Tensor
 from trl.generation import vllm_client, vllm_generation
 
 from . import Rollout, TokserveClient
 from .deltas import file_pieces
+from .pools import authorization, is_this_machine, sync_pool
+from .step_seeds import StepSeeds
+from .trl_run import TrainerRun, follow_trainers
+from .trl_settings import LOGPROBS_MODE, check_settings, sampling_of
 from .trl_walks import add_buffers
 from .weight_pairs import Weights, copied_parts, reading
 
-LOGPROBS_MODE = "temperature"  # TRL's losses are over the whole vocabulary at the temperature
 MODES_OF_TRL = ("temperature", "processed", "processed_logprobs")
 CHECK_FOR_VLLM = (  # modules of TRL that ask whether vLLM is installed before they use its server
     "trl.generation.vllm_client",
@@ -40,7 +43,7 @@ CHECK_FOR_VLLM = (  # modules of TRL that ask whether vLLM is installed before t
     "trl.experimental.gold.gold_trainer",
     "trl.experimental.iw_opd.iw_opd_trainer",
 )
-CONNECT_SECONDS = 30.0
+CONCURRENT = 256  # prompts that are in flight at once
 log = logging.getLogger(__name__)
 
 
@@ -49,8 +52,7 @@ class WeightUpdates:
     the server's message, and httpx.TransportError."""
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(None, connect=CONNECT_SECONDS))
+        self._http = sync_pool(url, authorization(api_key))
         self._take_over = True  # of what a trainer that has gone left open
 
     @contextmanager
@@ -109,6 +111,7 @@ def use_tokserve(*, api_key: str | None = None) -> None:
     for name in CHECK_FOR_VLLM:
         if name in sys.modules:
             vars(sys.modules[name])["is_vllm_available"] = lambda *_, **__: True
+    follow_trainers()
     keyed = type("TokserveVLLMClient", (TokserveVLLMClient,), {"_api_key": api_key})
     vars(vllm_generation)["VLLMClient"] = keyed
     add_buffers()
@@ -116,20 +119,36 @@ def use_tokserve(*, api_key: str | None = None) -> None:
 
 class TokserveVLLMClient(vllm_client.VLLMClient):  # type: ignore[misc]
     """TRL's client of a vLLM server, for a tokserve server: weights go over HTTP, and no process group is formed.  An
-    update is a transaction: if it fails, the server keeps its old weights, and the error is raised."""
+    update is a transaction: if it fails, the server keeps its old weights, and the error is raised.
+
+    Each prompt is a request with a seed of its own, so rollouts are the same in the next run with the trainer's `seed`.
+    One in `generation_kwargs` is every prompt's.
+    """
 
     _api_key: str | None = None
     _updates: WeightUpdates | None = None
     _update_id: str | None = None  # of the update that is open
 
-    def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._run = TrainerRun.latest  # None: no trainer makes it
+        super().__init__(*args, **kwargs)
 
-    def _get(self, url: str, **kwargs: Any) -> Any:
-        return super()._get(url, headers=self._headers(), **kwargs)
-
-    def _post(self, url: str, **kwargs: Any) -> Any:
-        return super()._post(url, headers=self._headers(), **kwargs)
+    # TRL's constructor calls it first of all, when there is a session
+    def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
+        """Wait until the server serves, as TRL's client does; no proxy is used for this machine.  Raises requests'
+        ConnectionError after `total_timeout` seconds."""
+        self.session.headers.update(authorization(self._api_key))
+        self.session.trust_env = not is_this_machine(self.host)
+        retries = self.session.get_adapter(self.base_url).max_retries
+        self.session.mount(self.base_url, vllm_client.HTTPAdapter(max_retries=retries, pool_maxsize=CONCURRENT))
+        end = time.monotonic() + total_timeout
+        with sync_pool(self.base_url, {}) as http:
+            while (failure := _health(http)) is not None:
+                if time.monotonic() >= end:
+                    raise vllm_client.ConnectionError(
+                        f"the server at {self.base_url} is not ready after {total_timeout:g} s: {failure}"
+                    )
+                time.sleep(retry_interval)
 
     def vllm_config(self) -> Any:
         """vLLM's configuration as the server reports it, with the kind of logprobs that `generate` asks for."""
@@ -138,15 +157,38 @@ class TokserveVLLMClient(vllm_client.VLLMClient):  # type: ignore[misc]
 
     get_server_info = vllm_config  # TRL's name
 
-    def generate(self, *args: Any, generation_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    def generate(
+        self, prompts: Any, features: Any = None, *args: Any, generation_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
         """Generate as TRL's client does, with logprobs of the distribution at the temperature."""
-        requested = {"logprobs_mode": LOGPROBS_MODE} | (generation_kwargs or {})
-        return super().generate(*args, generation_kwargs=requested, **kwargs)
+        generate = super().generate
 
-    def chat(self, *args: Any, generation_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        def one(index: int, extra: dict[str, Any]) -> dict[str, Any]:
+            feature = None if features is None else [features[index]]
+            return generate([prompts[index]], feature, *args, generation_kwargs=extra, **kwargs)
+
+        return self._each(one, len(prompts), generation_kwargs or {})
+
+    def chat(self, messages: Any, *args: Any, generation_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         """Chat as TRL's client does, with logprobs of the distribution at the temperature."""
-        requested = {"logprobs_mode": LOGPROBS_MODE} | (generation_kwargs or {})
-        return super().chat(*args, generation_kwargs=requested, **kwargs)
+        chat = super().chat
+
+        def one(index: int, extra: dict[str, Any]) -> dict[str, Any]:
+            return chat([messages[index]], *args, generation_kwargs=extra, **kwargs)
+
+        return self._each(one, len(messages), generation_kwargs or {})
+
+    def _each(
+        self, one: Callable[[int, dict[str, Any]], dict[str, Any]], count: int, requested: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The joined replies of `one(index, generation_kwargs)` for each prompt, of which many are in flight."""
+        extra = {"logprobs_mode": LOGPROBS_MODE} | requested
+        seeds = None if self._run is None or "seed" in extra else self._run.seeds(count)
+        options = [extra] * count if seeds is None else [extra | {"seed": seed} for seed in seeds]
+        with ThreadPoolExecutor(max(min(count, CONCURRENT), 1)) as threads:
+            replies = list(threads.map(one, range(count), options))
+        return {name: _joined([reply[name] for reply in replies]) for name in replies[0]}
 
     def init_communicator(self, device: Any = 0) -> None:
         """Get ready for weight updates; `device` may be a CPU."""
@@ -188,6 +230,20 @@ class TokserveVLLMClient(vllm_client.VLLMClient):  # type: ignore[misc]
             self._updates = None
 
 
+def _joined(lists: list[list[Any] | None]) -> list[Any] | None:
+    """The rows of all prompts; None if there are none, as of logprobs that were not requested."""
+    return None if lists[0] is None else [row for rows in lists for row in rows or ()]
+
+
+def _health(http: httpx.Client) -> str | None:
+    """What is wrong with the server, None if it serves."""
+    try:
+        status = http.get("/health").status_code
+    except httpx.TransportError as error:
+        return str(error) or type(error).__name__
+    return None if status == httpx.codes.OK else f"it answered {status}"
+
+
 class HTTPWeightTransfer:
     """Sends each policy as one update over HTTP, for `AsyncGRPOTrainer(weight_transfer=HTTPWeightTransfer(url))`.
 
@@ -224,7 +280,9 @@ class HTTPWeightTransfer:
 class RolloutFunction:
     """Pushes the weights of each step and generates with them, for `GRPOTrainer(rollout_func=RolloutFunction(url))`.
 
-    Sampling parameters are the trainer's; `sampling` adds to them or replaces them.  Each process of a distributed run
+    Sampling parameters are the trainer's; `sampling` adds to them or replaces them.  Seeds come from the trainer's
+    `seed`, its step and the number of the call, so runs are repeatable.  A setting of TRL about generation that the
+    server's rollouts cannot have is a ValueError, which names it.  Each process of a distributed run
     generates for its own prompts.  The model has to be whole on the main process: DDP and peft work, and for sharded
     models there is `use_tokserve`.  TRL reports the difference of logprobs in its server mode only.
     """
@@ -233,10 +291,12 @@ class RolloutFunction:
         self._url, self._api_key, self._sampling = url, api_key, sampling
         self._updates = WeightUpdates(url, api_key=api_key)
         self._pushed_step: int | None = None
+        self._seeds = StepSeeds()
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """{"prompt_ids", "completion_ids", "logprobs"}, a row for each of `prompts`, which repeat."""
         accelerator = trainer.accelerator
+        check_settings(trainer.args, vllm=trainer.use_vllm)
         if self._pushed_step != trainer.state.global_step:
             if accelerator.is_main_process:
                 with self._updates.update() as update_id:
@@ -254,26 +314,18 @@ class RolloutFunction:
 
     async def _generate(self, ids: list[list[int]], trainer: Any) -> list[Rollout]:
         """A rollout for each row; equal rows that follow one another are choices of one request."""
-        rng = np.random.default_rng(
-            [int(trainer.args.seed), int(trainer.state.global_step), int(trainer.accelerator.process_index)]
-        )
         sampling = sampling_of(trainer) | self._sampling
+        groups = [(row, len(list(same))) for row, same in itertools.groupby(ids)]
+        seeds = self._seeds.draw(
+            len(groups), run_seed=int(trainer.args.seed), step=int(trainer.state.global_step),
+            training=trainer.model.training, process=trainer.accelerator.process_index,
+        )  # fmt: skip
         async with TokserveClient(self._url, api_key=self._api_key) as client:
             calls = [
-                client.generate([row], n=len(list(same)), seeds=[int(rng.integers(1 << 62))], **sampling)
-                for row, same in itertools.groupby(ids)
+                client.generate([row], n=n, seeds=None if "seed" in sampling else [seed], **sampling)
+                for (row, n), seed in zip(groups, seeds, strict=True)
             ]
             return list(itertools.chain.from_iterable(await asyncio.gather(*calls)))
-
-
-def sampling_of(trainer: Any) -> dict[str, Any]:
-    """The sampling parameters of a trainer of TRL, as the server calls them."""
-    return {
-        "temperature": trainer.temperature, "top_p": trainer.top_p, "top_k": max(trainer.top_k, 0),
-        "min_p": trainer.min_p or 0.0, "repetition_penalty": trainer.repetition_penalty,
-        "max_tokens": trainer.max_completion_length, "logprobs_mode": LOGPROBS_MODE,
-        "stop_token_ids": sorted(trainer.eos_token_ids),
-    } | (trainer.args.generation_kwargs or {})  # fmt: skip
 
 
 def prompt_ids(prompts: list[Any], trainer: Any) -> list[list[int]]:

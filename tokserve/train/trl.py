@@ -21,8 +21,6 @@ import types
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-import httpx
-import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
@@ -30,7 +28,10 @@ from trl import GRPOTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
 from tokserve.rl import Rollout, TokserveClient
-from tokserve.rl.trl import HTTPWeightTransfer, RolloutFunction, TokserveVLLMClient, sampling_of, use_tokserve
+from tokserve.rl.pools import authorization, sync_pool
+from tokserve.rl.step_seeds import StepSeeds
+from tokserve.rl.trl import HTTPWeightTransfer, RolloutFunction, TokserveVLLMClient, use_tokserve
+from tokserve.rl.trl_settings import check_settings, sampling_of
 from tokserve.train import backward, projections, selective_logprobs
 from tokserve.train.exact_model import exact
 
@@ -98,6 +99,7 @@ class TokserveGeneration:
         self._client: TokserveClient | None = None
         self._directory = tempfile.TemporaryDirectory(prefix="tokserve-trl-")  # of the adapter
         self._base_is_there = False  # what an adapter adds to was pushed
+        self._seeds = StepSeeds()
 
     def _run(self, call: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(call, self._loop).result()
@@ -146,17 +148,20 @@ class TokserveGeneration:
     async def _rollouts(self, prompts: list[list[int]], n: int) -> list[tuple[list[int], list[float]]]:
         client, trainer = await self._connected(), self._trainer
         sampling = sampling_of(trainer)
-        rng = np.random.default_rng([int(trainer.args.seed), int(trainer.state.global_step)])
-        seeds = rng.integers(0, 1 << 62, len(prompts)).tolist()
+        seeds = self._seeds.draw(
+            len(prompts), run_seed=int(trainer.args.seed), step=int(trainer.state.global_step),
+            training=trainer.model.training,
+        )  # fmt: skip
         model = ADAPTER if self._base_is_there else None
-        rollouts: list[Rollout] = await client.generate(prompts, n=n, seeds=seeds, model=model, **sampling)
+        rollouts: list[Rollout] = await client.generate(
+            prompts, n=n, seeds=None if "seed" in sampling else seeds, model=model, **sampling
+        )
         return [(rollout.token_ids.tolist(), rollout.logprobs.tolist()) for rollout in rollouts]
 
 
 def server_options(url: str, api_key: str | None = None) -> dict[str, Any]:
     """The options of `exact` that a running server has.  Raises ValueError for a server that no model here equals."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    with httpx.Client(base_url=url, headers=headers) as client:
+    with sync_pool(url, authorization(api_key)) as client:
         config = client.get("/server_info", params={"config_format": "json"}).raise_for_status().json()["config"]
         arithmetic = client.get("/inference/v1/state").raise_for_status().json()["arithmetic"]
     model = config["model"]
@@ -187,6 +192,7 @@ class ExactGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         trainer: Any = self  # TRL has no types
         if trainer.use_vllm or trainer.rollout_func is not None:
             raise ValueError("use_vllm and rollout_func must be left out: rollouts come from server_url")
+        check_settings(trainer.args)
         options = server_options(server_url, server_api_key) | (exact_options or {})
         for model in (self.model, self.ref_model):
             if model is not None:

@@ -16,7 +16,6 @@ import string
 import time
 from pathlib import Path
 
-import httpx
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -54,7 +53,7 @@ async def train(options: argparse.Namespace) -> None:
         else:
             from tokserve.train import PolicyModel
 
-            dtype = httpx.get(f"{options.url}/server_info").json()["config"]["model"]["dtype"]
+            dtype = (await client.config())["model"]["dtype"]
             arithmetic = (await client.state())["arithmetic"]
             model = PolicyModel.from_pretrained(directory, dtype=dtype, cpu_arithmetic=arithmetic or "auto")
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

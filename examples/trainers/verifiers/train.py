@@ -15,7 +15,6 @@ import string
 import time
 from pathlib import Path
 
-import httpx
 import torch
 import verifiers.v1 as vf
 from transformers import AutoModelForCausalLM
@@ -78,7 +77,7 @@ async def train(options: argparse.Namespace) -> None:
     rng = random.Random(options.seed)
     async with TokserveClient(options.url) as server:
         await server.wait_ready()
-        name = httpx.get(f"{options.url}/v1/models").json()["data"][0]["id"]
+        name = (await server.models())[0]
         directory = str(options.model)
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

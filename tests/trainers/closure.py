@@ -1,0 +1,45 @@
+"""What distributions need, as those that are installed here declare it: `closure.py NAME...` prints their names.
+
+Runs in a recipe's environment.  tokserve-client is not installed there, so its declaration is read from the tree.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+CLIENT = Path(__file__).parents[2] / "tokserve" / "rl" / "pyproject.toml"
+
+
+def declared(name: str) -> list[str]:
+    """The requirements of a distribution; none of one that is not installed, as the requirement is not of here."""
+    if name == "tokserve-client":
+        return list(tomllib.loads(CLIENT.read_text())["project"]["dependencies"])
+    try:
+        return requires(name) or []
+    except PackageNotFoundError:
+        return []
+
+
+def closure(names: list[str]) -> set[str]:
+    """These distributions and all that they need here."""
+    todo: list[tuple[str, frozenset[str]]] = [(canonicalize_name(name), frozenset()) for name in names]
+    seen: set[tuple[str, frozenset[str]]] = set()
+    while todo:
+        name, extras = todo.pop()
+        if (name, extras) not in seen:
+            seen.add((name, extras))
+            for requirement in map(Requirement, declared(name)):
+                marker = requirement.marker
+                if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras | {""}):
+                    todo.append((canonicalize_name(requirement.name), frozenset(requirement.extras)))
+    return {name for name, _ in seen}
+
+
+if __name__ == "__main__":
+    print("\n".join(sorted(closure(sys.argv[1:]))))
