@@ -249,3 +249,9 @@ def test_a_large_body_is_freed_in_a_thread_when_nothing_else_refers_to_it(
     monkeypatch.setattr(body_reader, "free_in_parts", free)
     assert asyncio.run(scene()) == status
     assert references == [memory.NO_OTHERS] and names[0].startswith("tokserve-work")
+
+
+def test_a_batch_of_rollouts_prompts_is_within_the_default_limit() -> None:
+    """A trainer may send all prompts of a step in one body: 512 of 4,096 ids (rl-faults E3)."""
+    raw = b'{"model":"demo","prompt":[' + b",".join([b"[" + b",".join([b"150000"] * 4096) + b"]"] * 512) + b"]}"
+    bodies().check_values(request([raw]), raw, False)
