@@ -1,13 +1,15 @@
-"""What distributions need, as those that are installed here declare it: `closure.py NAME...` prints their names.
+"""What distributions need, as those that are installed here declare it, and what a program imports besides.
 
-Runs in a recipe's environment.  tokserve-client is not installed there, so its declaration is read from the tree.
+`closure.py PROGRAM NAME...` prints the names of the first, and `import NAME` for the second.  Runs in a recipe's
+environment.  tokserve-client is not installed there, so its declaration is read from the tree.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
 import tomllib
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -41,5 +43,20 @@ def closure(names: list[str]) -> set[str]:
     return {name for name, _ in seen}
 
 
+def imported(program: Path) -> set[str]:
+    """The distributions that a program imports from at its top."""
+    modules: set[str] = set()
+    for node in ast.parse(program.read_text()).body:
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules.add(str(node.module))
+    providers = packages_distributions()
+    return {canonicalize_name(name) for module in modules for name in providers.get(module.split(".")[0], [])}
+
+
 if __name__ == "__main__":
-    print("\n".join(sorted(closure(sys.argv[1:]))))
+    installed = closure(sys.argv[2:])
+    print("\n".join(sorted(installed)))
+    for name in sorted(imported(Path(sys.argv[1])) - installed):
+        print(f"import {name}")

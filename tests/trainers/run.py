@@ -100,12 +100,13 @@ def install_faults(name: str) -> list[str]:
     recipe = RECIPES[name]
     python = BUILD / str(recipe.environment) / "bin" / "python"
     listed = [requirement.name for requirement in install_line(EXAMPLES / recipe.folder / "README.md")]
-    command = [str(python), str(HERE / "closure.py")]
+    command = [str(python), str(HERE / "closure.py"), str(EXAMPLES / recipe.folder / "train.py")]
     installed, others = (
-        set(subprocess.run([*command, *names], capture_output=True, text=True, check=True).stdout.split())
+        set(subprocess.run([*command, *names], capture_output=True, text=True, check=True).stdout.splitlines())
         for names in (listed, [name for name in NOT_TOLD if name not in listed])
     )
     missing = pins(HERE / f"{recipe.environment}.txt").keys() - installed - others
+    missing |= {line.removeprefix("import ") for line in installed if line.startswith("import ")}
     return [f"the README does not install {' '.join(sorted(missing))}"] if missing else []
 
 

@@ -77,16 +77,16 @@ def check_resumed(rollouts: str) -> None:
 
 def check_settings() -> None:
     """Each setting about generation is known here, and is passed on or refused by name."""
-    own = {field.name for field in dataclasses.fields(GRPOConfig)}
-    own -= {field.name for field in dataclasses.fields(TrainingArguments)}
+    names = {field.name for field in dataclasses.fields(GRPOConfig)}
+    names -= {field.name for field in dataclasses.fields(TrainingArguments)}
     pattern = (
         r"vllm_|transformers|cache|generation|temperature$|top_[pk]|min_p|repetition|completion_length|chat_template"
     )
-    about = {name for name in own if re.match(pattern, name) or "generations" in name}
+    about = {name for name in names if re.match(pattern, name) or "generations" in name}
     others = {"generation_batch_size", "steps_per_generation"}  # how TRL forms its batches
     known = {*trl_settings.PASSED, *trl_settings.OF_TRANSFORMERS, *others}
     unknown = {name for name in about - known if not name.startswith("vllm_")}
-    assert not unknown and {*trl_settings.PASSED, *trl_settings.OF_TRANSFORMERS} <= own, unknown
+    assert not unknown and {*trl_settings.PASSED, *trl_settings.OF_TRANSFORMERS} <= names, unknown
     with tempfile.TemporaryDirectory() as directory:
         texts = trained("RolloutFunction", directory, vllm_structured_outputs_regex="[a-z]{4}")
         assert all(re.fullmatch("[a-z]{4}", text) for text in texts), texts
