@@ -14,6 +14,7 @@ import msgspec
 
 MODES = ("abort", "wait", "keep", "retract")
 TAGS = ("weights", "kv_cache", "scheduling")
+MEMORY = TAGS[:2]
 LEVELS = (("scheduling",), TAGS, TAGS)  # what each level of sleep puts to sleep
 Mode = Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(MODES)})]
 When = Literal["at once", "step boundary", "in the background", "commit at a step boundary"]
@@ -43,6 +44,13 @@ class Sleep(msgspec.Struct, forbid_unknown_fields=True):
     """`level`: 0 stops scheduling, 1 releases the KV cache's memory, 2 the weights' as well.  `mode`: as for pause."""
 
     level: Annotated[int, msgspec.Meta(ge=0, le=2)] = 1
+    mode: Mode = "abort"
+
+
+class ReleaseMemory(msgspec.Struct, forbid_unknown_fields=True):
+    """`tags`: weights, kv_cache.  `mode`: as for pause."""
+
+    tags: list[str]
     mode: Mode = "abort"
 
 
@@ -217,6 +225,7 @@ COMMANDS: dict[str, AdminCommand] = {
         _routed("extend_pause", NoParameters, "at once", "extend the lease of the pause"),
         _routed("resume", NoParameters, "at once", "resume generation; ends a sleep of level 0 too"),
         _routed("sleep", Sleep, "step boundary", "pause, and release memory"),
+        AdminCommand("release_memory", ReleaseMemory, "step boundary", "pause, and release the named memory"),
         _routed("wake_up", WakeUp, "step boundary", "undo a sleep, or parts of it"),
         _routed(
             "release_kv_cache_memory",

@@ -20,6 +20,7 @@ DISK = {"weight_dir": "/w", "weight_version": None}
 TENSORS = {"names": ["a"], "dtypes": ["torch.bfloat16"], "shapes": [[1]]}
 STAGED = {"update": {"names": ["a"], "dtype_names": ["torch.bfloat16"], "shapes": [[1]]}}
 ABORTED = {"clear_cache": True, "mode": "abort"}
+BOTH = {"tags": ["kv_cache", "weights"], "mode": "abort"}
 ROUTES: list[tuple[str, dict[str, Any] | None, list[tuple[str, dict[str, Any]]]]] = [
     ("/pause_generation", None, [("pause", ABORTED)]),
     ("/pause_generation", {}, [("pause", ABORTED)]),
@@ -27,11 +28,12 @@ ROUTES: list[tuple[str, dict[str, Any] | None, list[tuple[str, dict[str, Any]]]]
     ("/pause_generation", {"mode": "in_place"}, [("pause", {"mode": "keep", "clear_cache": False})]),
     ("/pause_generation", {"mode": "retract"}, [("pause", {"mode": "retract", "clear_cache": False})]),
     ("/continue_generation", {}, [("finish_weight_update", {"weight_version": None}), ("resume", {})]),
-    ("/release_memory_occupation", None, [("sleep", {"level": 2, "mode": "abort"})]),
-    ("/release_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}, [("sleep", {"level": 1, "mode": "abort"})]),
+    ("/release_memory_occupation", None, [("release_memory", BOTH)]),
+    ("/release_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]},
+     [("release_memory", {"tags": ["kv_cache"], "mode": "abort"})]),
     ("/release_memory_occupation", {"tags": ["cuda_graph"]}, []),
     ("/release_memory_occupation", {"tags": ["weights"]},
-     [("sleep", {"level": 2, "mode": "abort"}), ("wake_up", {"tags": ["kv_cache"]})]),
+     [("release_memory", {"tags": ["weights"], "mode": "abort"})]),
     ("/resume_memory_occupation", {}, [("wake_up", {"tags": ["kv_cache", "weights", "scheduling"]})]),
     ("/resume_memory_occupation", {"tags": ["weights"]}, [("wake_up", {"tags": ["weights"]})]),
     ("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}, [("wake_up", {"tags": ["kv_cache"]})]),
@@ -115,7 +117,10 @@ def test_refusals_have_the_dialects_form(path: str, sent: dict[str, Any], word: 
 
 def test_the_engines_refusals_are_400s() -> None:
     s = sglang()
-    s.llm.answers = {"update_weights_from_dir": RequestError("no such directory"), "sleep": Conflict("not now")}
+    s.llm.answers = {
+        "update_weights_from_dir": RequestError("no such directory"),
+        "release_memory": Conflict("not now"),
+    }
     assert s.post("/update_weights_from_disk", {"model_path": "/w"}).status_code == 400
     answer = s.post("/release_memory_occupation")
     assert answer.status_code == 400 and answer.json()["message"] == "not now"

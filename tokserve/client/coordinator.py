@@ -33,7 +33,7 @@ PHASES = {
 }
 # the commands that change what an engine takes over from another
 STATE_COMMANDS = frozenset({
-    "pause", "resume", "sleep", "wake_up", "release_kv_cache_memory", "update_weights_from_dir",
+    "pause", "resume", "sleep", "release_memory", "wake_up", "release_kv_cache_memory", "update_weights_from_dir",
     "finish_weight_update", "update_weight_version", "load_lora_adapter", "unload_lora_adapter",
 })  # fmt: skip
 WORKER_CALLS = ("collective_rpc", "apply_model")  # they may change weights

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tokserve.admin import LEVELS, MODES, TAGS
+from tokserve.admin import LEVELS, MEMORY, MODES, TAGS
 from tokserve.engine.admin.command import PREPARED, STEP_BOUNDARY, Command, RunningRequests, command
 from tokserve.engine.admin.lease import Lease, check_lease
 from tokserve.engine.admin.states import GENERATION, Region
@@ -252,20 +252,34 @@ class Control:
         """0: only scheduling stops; 1: the KV cache's memory is given back; 2: the weights' as well."""
         if level not in range(len(LEVELS)):
             raise RequestError(f"level must be 0, 1 or 2, got {level}", field="level")
+        yield from self._fall_asleep(LEVELS[level], ([], ["kv_cache"], ["kv_cache", "weights"])[level], mode)
+        return {"status": "sleeping", "level": level}
+
+    @command("release_memory")
+    def release_memory(self, tags: list[str], mode: str = "abort") -> Command:
+        """Give back only the memory that `tags` name, until `wake_up` has the same tags."""
+        unknown = set(tags) - set(MEMORY)
+        if unknown or not tags:
+            raise RequestError(f"tags must be among {', '.join(MEMORY)}, got {sorted(unknown)}", field="tags")
+        yield from self._fall_asleep([*tags, "scheduling"], sorted(tags), mode)
+        return {"status": "sleeping"}
+
+    def _fall_asleep(self, asleep: Iterable[str], released: list[str], mode: str) -> Command:
+        """Stop scheduling, and give back the memory `released`; `asleep`: what has to wake up again."""
         if mode not in MODES:
             raise RequestError(f"mode must be one of {', '.join(MODES)}, got {mode!r}", field="mode")
-        if level == 2 and self.weights.update is not None:
-            raise Conflict("a weight update is open: finish or abort it before sleeping at level 2")
-        self._dropping += level == 2
+        drops = "weights" in released
+        if drops and self.weights.update is not None:
+            raise Conflict("a weight update is open: finish or abort it before the weights are released")
+        self._dropping += drops
         try:
             yield from self._quiesce(mode, "abort_pause")
-            logger.info("asleep at level %d (mode %s)", level, mode)
-            self._asleep.update(LEVELS[level])
-            if level:
-                self._release(["kv_cache", "weights"] if level == 2 else ["kv_cache"])
+            self._asleep.update(asleep)
+            logger.info("asleep: %s (mode %s)", ", ".join(sorted(self._asleep)), mode)
+            if released:
+                self._release(released)
         finally:
-            self._dropping -= level == 2
-        return {"status": "sleeping", "level": level}
+            self._dropping -= drops
 
     @command("release_kv_cache_memory")
     def release_kv_cache_memory(self) -> Command:

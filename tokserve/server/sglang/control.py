@@ -138,13 +138,8 @@ async def release_memory_occupation(serving: Serving, request: Request) -> Respo
     """POST /release_memory_occupation: release memory"""
     params, headers = await read(serving, request, MemoryBody)
     memory = _memory(params)
-    asleep = (await serving.llm.fresh_status()).asleep
-    if "weights" in memory:
-        await serving.llm.sleep(2)
-        if "kv_cache" not in memory and "kv_cache" not in asleep:
-            await serving.llm.wake_up(["kv_cache"])
-    elif memory:
-        await serving.llm.sleep(1)
+    if memory:
+        await serving.llm.call("release_memory", tags=memory, mode="abort")
     return json(None, headers)
 
 
