@@ -164,12 +164,14 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """How to draw tokens and when to stop; vLLM's names and meanings.
 
-    `temperature` 0 is greedy.  `top_k` 0 or -1 is off.  `max_tokens` None is the rest of the context.
+    `temperature` 0 is greedy.  `top_k` 0 or -1 is off.  `max_tokens` None is the rest of the context; 0, with
+    `prompt_logprobs`, scores the prompt, which may then fill the context.
     `logprobs` k returns the sampled token's logprob and the k most probable (-1: the whole
     vocabulary); `prompt_logprobs` the same for prompt tokens from `prompt_logprobs_start` on;
     `logprob_token_ids` the logprobs of given ids at every generated position.  `routed_experts_prompt_start`: so
     many of the first tokens of the prompt are left out of the routed experts.  `return_sampling_mask` returns the
-    ids that each token was drawn from; None is the server's default.
+    ids that each token was drawn from; None is the server's default.  `prompt_logprobs_mode`: of the prompt's
+    logprobs; None: `logprobs_mode`.
     """
 
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
@@ -180,7 +182,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Meta(ge=MIN_REPETITION_PENALTY)] = 1.0
-    max_tokens: PositiveCount | None = None
+    max_tokens: Count | None = None
     min_tokens: Count = 0
     stop_token_ids: list[int] = []
     stop_token_sequences: list[list[int]] = []
@@ -197,6 +199,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     routed_experts_prompt_start: Count = 0
     logprob_token_ids: Annotated[list[int], Meta(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)] | None = None
     logprobs_mode: LogprobsMode | None = None
+    prompt_logprobs_mode: LogprobsMode | None = None
     return_sampling_mask: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     extra_args: dict[str, Any] | None = None
@@ -222,8 +225,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """A copy without the front end's fields, with `changes` applied."""
         if self.structured_outputs is not None:
             changes["structured_outputs"] = self.structured_outputs.plain()
-        if self.logprobs_mode is not None:
-            changes["logprobs_mode"] = self.computed_mode(self.logprobs_mode)
+        for name in ("logprobs_mode", "prompt_logprobs_mode"):
+            if (mode := getattr(self, name)) is not None:
+                changes[name] = VLLM_LOGPROBS_MODES.get(mode, mode)
         return msgspec.structs.replace(
             self, n=1, stop=[], bad_words=[], include_stop_str_in_output=False, detokenize=True,
             skip_special_tokens=True, spaces_between_special_tokens=True, **changes,
@@ -232,6 +236,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def validate(self) -> None:
         """Raise `RequestError` with the field's name for a value out of its range."""
         check_ranges(type(self), msgspec.structs.asdict(self))
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            _refuse("max_tokens", "must be at least 1 (0 scores a prompt, with prompt_logprobs)")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse("min_tokens", f"must not be above max_tokens ({self.max_tokens}), got {self.min_tokens}")
         if self.repetition_detection is not None:

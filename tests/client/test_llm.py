@@ -183,7 +183,7 @@ def test_params_one_for_all_or_one_each(fake: LLM) -> None:
 def test_a_bad_request_refuses_the_batch_and_frees_the_rest(fake: LLM) -> None:
     with pytest.raises(RequestError) as caught:
         fake.generate([[4], [5], [-1]], use_tqdm=False)
-    assert caught.value.field == "token_ids"
+    assert caught.value.field == "prompts[2]"
     with pytest.raises(RequestError) as caught:
         fake.generate([4], SamplingParams(top_p="high"), use_tqdm=False)  # type: ignore[arg-type]
     assert caught.value.field == "top_p"

@@ -351,12 +351,12 @@ class ScriptedExecutor:
             demand(not cut, f"{name}: ends in an image, at {start + count}")
         known = slot.computed + count - num_drafts
         demand(known <= len(slot.tokens), f"{name}: computes tokens that were not sampled")
-        samples = known == len(slot.tokens) and isinstance(task, SamplingParams)
+        samples = known == len(slot.tokens) and isinstance(task, SamplingParams) and task.max_tokens != 0
         demand(num_logits == (num_drafts + 1 if samples else 0), f"{name}: num_logits")
         if num_drafts:
             demand(samples, f"{name}: drafts in the middle of a prompt")
         if samples:
-            limit = slot.row.prompt_len + (task.max_tokens or self.context)
+            limit = slot.row.prompt_len + (self.context if task.max_tokens is None else task.max_tokens)
             demand(start + count < min(limit, self.context), f"{name}: scheduled beyond its length")
 
     def _check_cached(self, plan: StepPlan, slot: Slot, start: int) -> None:

@@ -131,7 +131,7 @@ def solo(
     forbidden = {*params.stop_token_ids, *eos}  # EOS below min_tokens, though it be ignored
     tokens: list[int] = []
     rows = []
-    detail = ""
+    detail = "max_tokens" if params.max_tokens == 0 else ""
     while not detail:
         banned = forbidden if len(tokens) < params.min_tokens else ()
         token = draw(prefixes[-1], seed, len(prompt) + len(tokens), banned, weights=weights(len(tokens)))

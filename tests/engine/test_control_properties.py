@@ -116,6 +116,8 @@ class Life:
             fields |= {"adapter": rng.choice(["", "one", "two", "three"]), "priority": rng.randrange(3)}
             if rng.random() < 0.2:
                 fields |= {"prompt_logprobs": 1, "prompt_logprobs_start": rng.choice([0, 3, len(prompt) - 1])}
+                if rng.random() < 0.5:
+                    fields["max_tokens"] = 0
             if rng.random() < 0.2:
                 fields |= {"deadline_ms": rng.choice([1, 500, 5000]), "queue_timeout_ms": rng.choice([None, 1, 300])}
             if structured is None and rng.random() < 0.1:

@@ -51,6 +51,8 @@ def arrivals(draw: st.DrawFn) -> Arrival:
     if draw(st.integers(0, 3)) == 0:
         fields["prompt_logprobs"] = draw(st.sampled_from([0, 2]))
         fields["prompt_logprobs_start"] = draw(st.sampled_from([0, 1, 5, 9, 16, 40]))
+        fields["max_tokens"] = draw(st.sampled_from([0, 0, fields["max_tokens"]]))  # 0: only the prompt is scored
+        fields["min_tokens"] = 0 if fields["max_tokens"] == 0 else fields.get("min_tokens", 0)
     if draw(st.integers(0, 3)) == 0:
         fields["logprob_token_ids"] = [3, 5]
     if draw(st.integers(0, 5)) == 0:

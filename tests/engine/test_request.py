@@ -322,10 +322,10 @@ def test_a_run_of_tokens_is_cut_at_max_tokens() -> None:
 
 def test_a_pooling_request_may_fill_the_context() -> None:
     request = make([10] * 32, task=PoolingParams())
-    assert request.pooling and request.limit == request.prompt_len == 32 and request.stop_ids == ()
+    assert request.prompt_only and request.limit == request.prompt_len == 32 and request.stop_ids == ()
     with pytest.raises(RequestError, match="prompt of 33 tokens does not fit"):
         make([10] * 33, task=PoolingParams())
-    request.set_pooled(np.array([0.5, -1.0], np.float32), 101.0)
+    request.on_prompt_computed(np.array([0.5, -1.0], np.float32), 101.0)
     output = emitted(request)
     assert np.frombuffer(output.pooled, "<f4").tolist() == [0.5, -1.0] and not output.token_ids
     assert output.finish is not None and (output.finish.reason, output.finish.detail) == ("stop", "pooled")

@@ -211,7 +211,19 @@ def test_no_new_tokens_scores_the_prompt() -> None:
     assert reply["output_ids"] == [] and reply["text"] == "" and info["completion_tokens"] == 0
     assert info["finish_reason"] == {"type": "length", "length": 0} and info["output_token_logprobs"] == []
     assert [entry[1] for entry in info["input_token_logprobs"]] == [70, 71, 72]
-    assert s.llm.calls[-1].params.logprobs_mode == "raw"  # the prompt's logits are not divided by the temperature
+    assert s.llm.calls[-1].params.prompt_logprobs_mode == "raw"  # they are not divided by the temperature
+
+
+def test_a_prompt_is_scored_while_the_output_is_sampled_at_a_temperature() -> None:
+    """peer-suites-3 (c): the output's logits are divided by the temperature, and the prompt's are not."""
+    s = sglang()
+    reply = generate(s, PROMPT | {"return_logprob": True, "logprob_start_len": 0}, max_new_tokens=4, temperature=0.7)
+    assert len(reply["meta_info"]["input_token_logprobs"]) == 3 and len(reply["output_ids"]) == 4
+    params = s.llm.calls[-1].params
+    assert (params.logprobs_mode, params.prompt_logprobs_mode) == ("temperature", "raw")
+    body = PROMPT | {"return_logprob": True, "logprob_start_len": 0}
+    generate(s, body, max_new_tokens=4, temperature=0.7, logprobs_mode="processed")
+    assert s.llm.calls[-1].params.prompt_logprobs_mode is None  # both, as they were named
 
 
 def test_a_temperature_that_counts_as_zero_divides_no_logprobs() -> None:
@@ -359,8 +371,6 @@ def test_a_prompt_is_text_or_ids_and_not_both(path: str) -> None:
         ({"text": ["a", "b"], "return_logprob": [True]}, "return_logprob"),
         ({"text": ["a", "b"], "lora_path": ["a", None]}, "lora_path"),
         (PROMPT | {"lora_path": "x"}, "lora_path"),
-        (PROMPT | {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"temperature": 0.5}},
-         "logprob_start_len"),
     ],
 )  # fmt: skip
 def test_bodies_are_refused_by_field(server: Site, body: dict[str, Any], param: str, stream: bool) -> None:

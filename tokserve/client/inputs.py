@@ -123,7 +123,7 @@ class Inputs:
             params = msgspec.structs.replace(params, structured_outputs=self._forms.apply(params.structured_outputs))
         _check_extra(params)
         check_lists(params, self._limits, self.ready.vocab_size)
-        length = self._check_prompt(request.prompt.ids, outputs=1)
+        length = self._check_prompt(request.prompt.ids, outputs=int(params.max_tokens != 0))
         params.validate()
         self._check_vocabulary(params)
         self._check_logprobs(params, length)

@@ -10,9 +10,9 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent import futures
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
@@ -164,20 +164,24 @@ class LLM(PoolingMethods, BlockingControl):
         """Logprobs of the ids of each sequence from position `starts[i]` on (default and least: 1), float32.
 
         `sampling`: what they depend on, as `logprobs_mode` and `temperature`.  A generated token's is the same number
-        as when it was generated, to the bit.  A sequence must be shorter than the context.
+        as when it was generated, to the bit.  A sequence may fill the context.
         """
         firsts = [1] * len(sequences) if starts is None else list(starts)
         if len(firsts) != len(sequences) or any(
-            not 1 <= first < len(ids) for first, ids in zip(firsts, sequences, strict=True)
+            not 1 <= first <= len(ids) for first, ids in zip(firsts, sequences, strict=True)
         ):
-            raise RequestError("starts needs a position of each sequence, from 1 to its last", field="starts")
+            raise RequestError("starts needs a position of each sequence, from 1 to its length", field="starts")
         params = [
-            SamplingParams(**sampling, max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=first) for first in firsts
+            SamplingParams(**sampling, max_tokens=0, prompt_logprobs=0, prompt_logprobs_start=min(first, len(ids) - 1))
+            for first, ids in zip(firsts, sequences, strict=True)
         ]
         prompts: list[Prompt] = [list(ids) for ids in sequences]
         outputs = self.generate(prompts, params, use_tqdm=False, lora_request=lora_request)
-        scores = [output.prompt_logprobs for output in outputs]
-        return [np.empty(0, np.float32) if rows is None else rows.token_logprobs for rows in scores]
+        scores = [
+            np.empty(0, np.float32) if output.prompt_logprobs is None else output.prompt_logprobs.token_logprobs
+            for output in outputs
+        ]
+        return [rows[: len(ids) - first] for rows, ids, first in zip(scores, sequences, firsts, strict=True)]
 
     def chat(
         self, messages: Messages, sampling_params: Params = None, use_tqdm: Progress = True,
@@ -361,16 +365,17 @@ class LLM(PoolingMethods, BlockingControl):
         """Start them all, or none."""
         text = text and self.tokenizer is not None
         async with AsyncExitStack() as stack:
-            streams = []
+            streams: list[Stream] = []
             for prompt, sampling, adapter, priority in zip(parsed, params, adapters, priorities, strict=True):
                 token_prompt = await self._llm.with_images(prompt.ids, prompt.images)
                 if prompt.second >= 0:
                     token_prompt = msgspec.structs.replace(token_prompt, second=prompt.second)
-                stream = self._llm.stream(
-                    token_prompt, sampling, stream=False, text=text,
-                    cache_salt=prompt.cache_salt, lora_request=adapter, draft_token_ids=prompt.draft_token_ids,
-                    priority=priority,
-                )  # fmt: skip
+                with _names_prompt(len(streams), len(parsed)):
+                    stream = self._llm.stream(
+                        token_prompt, sampling, stream=False, text=text,
+                        cache_salt=prompt.cache_salt, lora_request=adapter, draft_token_ids=prompt.draft_token_ids,
+                        priority=priority,
+                    )  # fmt: skip
                 streams.append(await stack.enter_async_context(stream))
             stack.pop_all()
         return streams
@@ -423,6 +428,19 @@ def _progress(count: int, shown: Progress) -> Any:
     if callable(shown):
         return shown(total=count, desc="requests", unit="req")
     return tqdm(total=count, disable=not shown, desc="requests", unit="req")
+
+
+@contextmanager
+def _names_prompt(number: int, count: int) -> Iterator[None]:
+    """Let an error about one of several prompts say which."""
+    try:
+        yield
+    except RequestError as error:
+        if count > 1 and error.field == "token_ids":
+            error.field = f"prompts[{number}]"
+            error.message = f"{error.field}: {error.message}"
+            error.args = (error.message,)
+        raise
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

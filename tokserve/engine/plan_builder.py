@@ -126,7 +126,7 @@ class PlanBuilder:
 
     def add(self, request: Request, num_tokens: int) -> None:
         is_last = request.num_computed + num_tokens == request.num_tokens
-        self.rows.append(ScheduledRow(request, num_tokens, 1 if is_last and not request.pooling else 0))
+        self.rows.append(ScheduledRow(request, num_tokens, 1 if is_last and not request.prompt_only else 0))
         self._spend(request, num_tokens)
 
     def add_decode(self, request: Request) -> None:
@@ -141,7 +141,7 @@ class PlanBuilder:
         request = row.request
         row.num_tokens += num_tokens
         is_last = request.num_computed + row.num_tokens == request.num_tokens
-        row.num_logits = 1 if is_last and not request.pooling else 0
+        row.num_logits = 1 if is_last and not request.prompt_only else 0
         self._spend(request, num_tokens)
 
     def _spend(self, request: Request, num_tokens: int) -> None:

@@ -65,8 +65,8 @@ class Request:
         "_draft_log", "_eos_allowed", "_follower", "adapter", "admitted", "arrival", "blocks_sent", "cached_tokens",
         "client", "draft_state", "drafts", "draw_state", "features", "finish", "first_token", "grammar",
         "is_decoding", "joint", "kv_transfer_reply", "last_step", "limit", "num_computed", "num_in_flight",
-        "num_settled", "num_state", "number", "options", "output", "owner", "pending_grammar", "pooling",
-        "prediction", "prompt_len", "received", "request_id", "second", "seed", "share", "slot", "snapshot",
+        "num_settled", "num_state", "number", "options", "output", "owner", "pending_grammar", "prediction",
+        "prompt_len", "prompt_only", "received", "request_id", "second", "seed", "share", "slot", "snapshot",
         "stalled", "state", "steps_in_flight", "stop_ids", "stopping", "table", "task", "tokens", "withheld",
     )  # fmt: skip  # many may wait
 
@@ -81,23 +81,23 @@ class Request:
         self.seed = spec.seed
         self.arrival = spec.arrival  # the front end's clock; for order only
         self.owner = owner
-        self.client = client
-        self.share = client if share is None else share
+        self.client, self.share = client, client if share is None else share
         self.number, self.received = number, received
         self.adapter = adapter
         self.features, self.second = spec.prompt.features, spec.prompt.second
-        self.tokens = _prompt(spec.prompt.ids, limits, new_tokens=int(isinstance(task, SamplingParams)))
+        self.prompt_only = (
+            isinstance(task, PoolingParams) or task.max_tokens == 0
+        )  # it ends when its prompt is computed
+        self.tokens = _prompt(spec.prompt.ids, limits, new_tokens=int(not self.prompt_only))
         self.prompt_len = len(self.tokens)
         self.joint = _joint(spec.prompt.features, limits, self.prompt_len)
         check_features(spec.prompt.features, self.prompt_len, limits.feature_bytes)
         self.table = BlockTable(spec.options.cache_salt or "", adapter, spec.prompt.features)
         self.output = OutputBuffer(task, self.prompt_len, limits)
-        self.pooling = isinstance(task, PoolingParams)  # it ends when its prompt is computed
         self.stopping: StopChecker | None = None  # of a request that generates
         self.stop_ids: tuple[int, ...] = ()
-        self.limit = self.prompt_len
+        self.limit = _longest(task, self.prompt_len, limits.context)
         if isinstance(task, SamplingParams):
-            self.limit = min(limits.context, self.prompt_len + (task.max_tokens or limits.context))
             self.stop_ids = tuple(sorted({*task.stop_token_ids, *limits.eos}))
             self.stopping = StopChecker(task, limits.eos, self.prompt_len, self.limit)
         # set by the scheduler
@@ -267,10 +267,16 @@ class Request:
         self.prediction = prediction
         self._follower = DraftState(self.tokens, self.prompt_len, [corpus], (corpus, 0), searches=False)
 
-    def set_pooled(self, vector: Float32, now: float) -> None:
-        """The prompt of a pooling request is computed, and this is its vector."""
-        self.output.set_pooled(vector)
-        self.end("stop", "pooled", now)
+    def on_prompt_computed(self, vector: Float32 | None, now: float) -> None:
+        """The prompt of a request that has no output is computed; `vector`: of one that pools."""
+        if vector is not None:
+            self.output.set_pooled(vector)
+            self.end("stop", "pooled", now)
+        elif not self.output.scores_are_finite:
+            self.on_status(NOT_FINITE, now)
+        else:
+            self.first_token = now  # the time that the prompt took
+            self.end("length", "max_tokens", now)
 
     def on_status(self, status: int, now: float) -> None:
         """No token was sampled: by the request's own doing, by the model's, or because its mask was late."""
@@ -324,7 +330,7 @@ class Request:
     def restart_prompt(self) -> bool:
         """Other weights serve: drop what is known of its prompt's logprobs, unless it has output already; whether its
         prompt is computed for those, or for a vector."""
-        return not self.num_output and (self.output.restart_prompt_rows() or self.pooling)
+        return not self.num_output and (self.output.restart_prompt_rows() or isinstance(self.task, PoolingParams))
 
     def emit(self, columns: StepColumns) -> None:
         """Add what is new since the last call to a step's columns."""
@@ -340,6 +346,13 @@ def _joint(features: Sequence[Feature], limits: Limits, prompt_len: int) -> tupl
     if limits.images is None or not limits.images.bidirectional:
         return ()
     return tuple((one.start, one.start + one.length) for one in features if one.kind == KIND)
+
+
+def _longest(task: SamplingParams | PoolingParams, prompt_len: int, context: int) -> int:
+    """Tokens that prompt and output may have together."""
+    if not isinstance(task, SamplingParams):
+        return prompt_len
+    return context if task.max_tokens is None else min(context, prompt_len + task.max_tokens)
 
 
 def _prompt(packed: bytes, limits: Limits, new_tokens: int) -> array[int]:

@@ -234,7 +234,7 @@ class Scheduler:
             if request.state is not State.RUNNING or not request.is_ready_to_sample:  # RUNNING: not preempted just now
                 continue
             num_tokens, num_computed = request.num_tokens, request.num_computed
-            if num_tokens - num_computed > 1 or request.pooling:
+            if num_tokens - num_computed > 1 or request.prompt_only:
                 prompts.append(request)
             elif num_tokens < request.limit and not (request.stalled and self._is_idle(request)):
                 budget = builder.allowed(request) if contended else builder.budget
@@ -260,7 +260,7 @@ class Scheduler:
             missing = request.num_tokens - request.num_computed
             if request.state is not State.RUNNING or not request.is_ready_to_sample:
                 continue
-            if missing > max(count, not request.pooling):
+            if missing > max(count, not request.prompt_only):
                 room = count + builder.budget
                 more = 0 if builder.held else self._chunk(request, room, room) - count
                 if more <= 0:
@@ -269,7 +269,7 @@ class Scheduler:
                     builder.add(request, more)
                 else:
                     builder.extend(row, more)
-            elif row is None and missing == 1 and not request.pooling and not builder.short:
+            elif row is None and missing == 1 and not request.prompt_only and not builder.short:
                 idle = self._is_idle(request) or request.num_tokens >= request.limit
                 if not idle and self._make_room(request, builder):
                     builder.add(request, 1)
@@ -481,8 +481,8 @@ class Scheduler:
                     request.on_status(status, now)
                 elif count:
                     num_output += request.append(token_ids[first:last], logprobs, first, now, masks)
-                elif request.pooling and request.num_settled == request.prompt_len:
-                    request.set_pooled(result.pooled[index], now)
+                elif request.prompt_only and request.num_settled == request.prompt_len:
+                    request.on_prompt_computed(result.pooled.get(index), now)
                 if request.num_settled >= (request.table.num_full + 1) * block_size:
                     settled = min(request.num_settled, len(request.tokens))  # a stop may have dropped accepted drafts
                     self._cache.cache_full_blocks(request.table, request.tokens, settled)

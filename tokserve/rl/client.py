@@ -196,7 +196,7 @@ class AsyncClient:
         """Logprobs of the tokens of each sequence from position `starts[i]` on (default and least: 1), float32.
 
         `sampling`: what they depend on, as `logprobs_mode` and `temperature`.  A generated token's is the same number
-        as in its rollout, to the bit.  A sequence must be shorter than the context.  Raises PromptsFailed as `generate`
+        as in its rollout, to the bit.  A sequence may fill the context.  Raises PromptsFailed as `generate`
         does.
         """
         firsts = [1] * len(sequences) if starts is None else integers(starts, "starts")
@@ -215,7 +215,7 @@ class AsyncClient:
     async def _scores(self, ids: Ids, first: int, sampling: dict[str, Any], options: dict[str, Any]) -> Floats:
         if first == len(ids):
             return floats(b"")
-        params = {**sampling, "max_tokens": 1, "prompt_logprobs": 0, "prompt_logprobs_start": first}
+        params = {**sampling, "max_tokens": 0, "prompt_logprobs": 0, "prompt_logprobs_start": first}
         reply = await self._generated(ids, params, options)
         return floats(reply["prompt_logprobs"]["token_logprobs"])
 

@@ -106,6 +106,7 @@ class Sampler:
         self._named: dict[int, Int64] = {}
         self._prompt_k: Int64 = np.full(max_num_seqs, _NONE, np.int64)
         self._prompt_start: Int64 = np.zeros(max_num_seqs, np.int64)
+        self._prompt_kind: Int64 = np.zeros(max_num_seqs, np.int64)  # as `_kind`
         self._with_prompt_k: set[int] = set()  # slots
         self._max_mask = min(max_mask, vocab_size)
         self._has_mask: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
@@ -128,6 +129,8 @@ class Sampler:
         if params.prompt_logprobs is not None:
             self._prompt_k[slot] = self._top(params.prompt_logprobs)
             self._prompt_start[slot] = params.prompt_logprobs_start
+            mode = params.prompt_logprobs_mode or params.logprobs_mode or self._mode
+            self._prompt_kind[slot] = LOGPROBS_MODES.index(mode)
             self._with_prompt_k.add(slot)
         if params.return_sampling_mask:
             self._has_mask[slot] = True
@@ -297,7 +300,7 @@ class Sampler:
         lengths = np.arange(first, first + count, dtype=np.int64)
         rows = LogitRows(np.full(count, slot, np.int32), lengths, lengths, sampling=False)
         token_ids = self._tensor(self._slots.tokens[slot, first : first + count].astype(np.int64))
-        kind, k = int(self._kind[slot]), int(self._prompt_k[slot])
+        kind, k = int(self._prompt_kind[slot]), int(self._prompt_k[slot])
         processed, legal = logits, None
         if LOGPROBS_MODES[kind] == "processed":
             processed, legal = self._pipeline.run(logits, rows)

@@ -28,6 +28,7 @@ JsonSchema = dict[str, Any]
 IDS: JsonSchema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 # limits by field, for the branch of its schema that has the type
 NUMBERS: dict[str, JsonSchema] = declared.limits(int, float)
+NUMBERS["max_tokens"] |= {"minimum": 1}  # 0 where a prompt can be scored
 NUMBERS |= {
     "max_completion_tokens": NUMBERS["max_tokens"], "max_output_tokens": NUMBERS["max_tokens"],
     "top_logprobs": NUMBERS["logprobs"], "max_tool_calls": {"minimum": 1, "maximum": MAX_CALLS},
@@ -170,9 +171,10 @@ def _components(endpoints: list[Endpoint], models: Sequence[str] | None) -> dict
         }
         components["GenerateBody"]["properties"]["sampling_params"] = sampling_params
     if "CompletionBody" in components:
-        fields = components["CompletionBody"]["properties"]
-        fields["prompt"] = PROMPT
-        for name in ("max_tokens", "max_completion_tokens"):
+        components["CompletionBody"]["properties"]["prompt"] = PROMPT
+    for kind in ("CompletionBody", "SamplingParams"):
+        fields = components[kind]["properties"] if kind in components else {}
+        for name in {"max_tokens", "max_completion_tokens"} & fields.keys():
             _branch(fields[name], "integer")["minimum"] = 0
     for name, field in product(UNLIMITED, OUTPUT_LIMITS):
         if field in components.get(name, {}).get("properties", {}):

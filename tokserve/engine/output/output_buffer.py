@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 from tokserve.engine.adapter import Adapter
@@ -56,7 +57,7 @@ class OutputBuffer:
     __slots__ = (
         "_eras", "_first_prompt_row", "_generation", "_logprobs", "_masks", "_next_to_send", "_pooled", "_prompt_len",
         "_prompt_logprobs", "_routed", "_routed_start", "_sent", "next_prompt_row", "num_computed",
-        "version",
+        "scores_are_finite", "version",
     )  # fmt: skip
 
     def __init__(self, task: SamplingParams | PoolingParams, prompt_len: int, limits: Limits) -> None:
@@ -66,6 +67,7 @@ class OutputBuffer:
         self._eras: list[_Era] = []
         self.version: str | None = None  # of the weights that computed the newest position
         self._generation = 0  # of its adapter
+        self.scores_are_finite = True  # no logprob of the prompt is NaN
         self.num_computed = 0  # prompt tokens whose KV was there at the end
         self._pooled = b""
         self._routed: RoutedColumns | None = None
@@ -84,7 +86,9 @@ class OutputBuffer:
         if task.return_sampling_mask:
             self._masks = MaskColumns()
         if task.prompt_logprobs is not None:
-            self._prompt_logprobs = LogprobColumns(_width(task.prompt_logprobs, limits), mode)
+            self._prompt_logprobs = LogprobColumns(
+                _width(task.prompt_logprobs, limits), task.prompt_logprobs_mode or mode
+            )
             self._first_prompt_row = self.next_prompt_row = max(task.prompt_logprobs_start, 1)
 
     def set_version(self, version: str, adapter: Adapter | None, token: int, position: int) -> None:
@@ -119,6 +123,7 @@ class OutputBuffer:
         count = len(rows.token_logprobs)
         assert known >= 0, "a chunk left out prompt logprobs"
         if count > known:
+            self.scores_are_finite = self.scores_are_finite and not np.isnan(rows.token_logprobs[known:]).any()
             self._prompt_logprobs.add(rows, known, count)
             self.next_prompt_row += count - known
 
@@ -134,6 +139,7 @@ class OutputBuffer:
             return False
         self._prompt_logprobs = LogprobColumns(self._prompt_logprobs.width, self._prompt_logprobs.mode)
         self.next_prompt_row = self._first_prompt_row
+        self.scores_are_finite = True
         return True
 
     def set_pooled(self, vector: Float32) -> None:

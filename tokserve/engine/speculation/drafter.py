@@ -112,7 +112,7 @@ class TextDrafter:
     def on_end(self, request: Request) -> None:
         """Keep the output for later requests of the group."""
         request.draft_state = request.draw_state = None
-        if request.num_output and request.options.speculate and not request.pooling:
+        if request.num_output and request.options.speculate:
             self.history.add(group_of(request), request.seed, request.tokens[request.prompt_len :])
 
     @command("add_draft_corpus")

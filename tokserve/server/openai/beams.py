@@ -34,7 +34,8 @@ def beam_params(body: TextBody, params: SamplingParams) -> BeamSearchParams | No
         if value and value != {"type": "text"}:
             raise invalid(name, "is not supported with use_beam_search", code="unsupported")
     return BeamSearchParams(
-        beam_width=params.n, max_tokens=params.max_tokens or 1 << 30, ignore_eos=params.ignore_eos,
+        beam_width=params.n, max_tokens=1 << 30 if params.max_tokens is None else params.max_tokens,
+        ignore_eos=params.ignore_eos,
         length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
         include_stop_str_in_output=params.include_stop_str_in_output, skip_special_tokens=params.skip_special_tokens,
         allowed_token_ids=params.allowed_token_ids, logprobs=params.logprobs,

@@ -102,8 +102,6 @@ async def respond(serving: Serving, request: Request, renderer: type[CompletionR
     body = call.body
     generation = await serving.start(request, call.generate, call.ids, call.fields, beams=call.beams)
     render = (renderer or CompletionRenderer)(serving, generation, body, call.params, call.prompts)
-    if schemas.output_limit(body)[0] == 0:
-        generation.adjust = drop_output
     return await sse.respond(generation, request, render, schemas.ignored_header(call.ignored))
 
 
@@ -134,27 +132,17 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
     return CompletionCall(body, ignored, params, generate, prompts, ids, fields, beams)
 
 
-def drop_output(c: ChoiceOutput) -> ChoiceOutput:
-    """A completion without its output, for a request that only scores its prompt."""
-    ended = c.finish_reason in ("stop", "length")
-    return msgspec.structs.replace(
-        c, token_ids=[], text="", logprobs=None, finish_reason="length" if ended else c.finish_reason,
-        stop_reason=None, stop_detail="max_tokens" if ended else c.stop_detail, weight_versions=[],
-        sampling_masks=None, sampling_mask_truncated=0,
-    )  # fmt: skip
-
-
 def sampling_params(serving: Serving, body: CompletionBody) -> SamplingParams:
     """The body's sampling parameters, with the model's recommended defaults."""
     num_logprobs = schemas.count(body.logprobs)
     if num_logprobs is not None and num_logprobs < -1:
         raise RequestError("logprobs must be at least -1", field="logprobs")
     limit, name = schemas.output_limit(body, DEFAULT_MAX_TOKENS)
-    if limit == 0:
-        if not body.echo and schemas.count(body.prompt_logprobs) is None:
-            raise RequestError(f"{name} must be at least 1 (0 scores a prompt, with echo)", field=name)
-        limit = 1
     num_prompt_logprobs = schemas.count(body.prompt_logprobs)
+    if limit == 0 and num_prompt_logprobs is None:
+        if not body.echo:
+            raise RequestError(f"{name} must be at least 1 (0 scores a prompt, with echo)", field=name)
+        num_prompt_logprobs = 0
     if body.echo and num_logprobs is not None:
         if body.prompt_logprobs_start:
             raise RequestError("prompt_logprobs_start must be 0 with echo", field="prompt_logprobs_start")

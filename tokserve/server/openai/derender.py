@@ -321,8 +321,6 @@ async def derender_completions(serving: Serving, request: Request) -> Response:
             count = None if request_body.prompt_tokens is None else request_body.prompt_tokens[i]
             reader.add(reply, f"generate_responses[{i}]", ids, count, f"[{i}]")
         ends, external = reader.ends, reader.external
-        if text_body is not None and schemas.output_limit(text_body)[0] == 0:
-            ends = [completions.drop_output(end) for end in ends]
         external.completion_tokens = sum(len(end.token_ids) for end in ends)
         texts = prompts or list(external.prompts)
         renderer = completions.CompletionRenderer(

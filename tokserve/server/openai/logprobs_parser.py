@@ -203,5 +203,5 @@ def _table(value: Any, field: str) -> Logprobs:
 
 
 def _check_width(columns: Logprobs, top: int | None, named: int, field: str) -> None:
-    if top not in (None, -1) and columns.width != top + named:
+    if columns.ranks and top not in (None, -1) and columns.width != top + named:
         raise invalid(field, f"must have {top + named} alternatives per token, got {columns.width}")

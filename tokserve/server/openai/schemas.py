@@ -34,7 +34,8 @@ OTHER_FORM = (
     "prompt_logprobs",
 )  # fmt: skip
 NOT_OF_RESPONSES = (
-    "n", "max_tokens", "prompt_logprobs_start", "routed_experts_prompt_start", "return_sampling_mask",
+    "n", "max_tokens", "prompt_logprobs_start", "prompt_logprobs_mode", "routed_experts_prompt_start",
+    "return_sampling_mask",
 )  # fmt: skip
 SAMPLING = tuple(field for field in declared(SamplingParams) if field.name not in OTHER_FORM)
 

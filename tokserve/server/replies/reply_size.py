@@ -25,15 +25,16 @@ def reply_bytes(
     if max_mask:
         per_token += 2 * COLUMN_BYTES + _mask_ids(params, min(max_mask, vocab_size)) * MASK_ID_BYTES
     total = 0
+    longest = context if params.max_tokens is None else params.max_tokens
     for length in lengths:
         if params.prompt_logprobs is not None:
             rows = max(0, length - max(1, params.prompt_logprobs_start))
             total += repeats * rows * (1 + _width(params.prompt_logprobs, vocab_size)) * entry_bytes
         if routed_bytes:
-            positions = min(length + (params.max_tokens or context), context) - params.routed_experts_prompt_start
+            positions = min(length + longest, context) - params.routed_experts_prompt_start
             total += params.n * max(0, positions) * routed_bytes * 4 // 3  # in base64
         if not stream:
-            tokens = min(params.max_tokens or context, max(0, context - length))
+            tokens = min(longest, max(0, context - length))
             total += params.n * tokens * per_token
     return total
 

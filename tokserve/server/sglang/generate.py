@@ -23,7 +23,7 @@ from tokserve.server import compat
 from tokserve.server.http import body, declared, errors
 from tokserve.server.http.workers import ITEM, off_loop
 from tokserve.server.openai import schemas
-from tokserve.server.openai.completions import MAX_CHOICES, MAX_PROMPTS, drop_output
+from tokserve.server.openai.completions import MAX_CHOICES, MAX_PROMPTS
 from tokserve.server.openai.token_segments import SegmentReader
 from tokserve.server.replies import sse
 from tokserve.server.replies.logprobs import TextOffset
@@ -68,14 +68,13 @@ class PromptFields(Protocol):
 
 
 class GenerateCall(NamedTuple):
-    """A body, read and checked.  `scored`: the prompts whose output is left out (max_new_tokens 0)."""
+    """A body, read and checked."""
 
     body: SglangGenerateBody
     ignored: list[str]
     prompts: list[list[int]]
     tasks: list[SamplingParams]
     forms: list[ReplyForm]
-    scored: frozenset[int]
     request_id: str | None
     listed: bool
     fields: FieldPaths
@@ -104,9 +103,6 @@ async def generate(serving: Serving, request: Request) -> Response:
     except RequestError as error:
         raise call.fields.rename(error) from None
     generation = await serving.start(request, bare, call.prompts, call.fields, tasks=call.tasks)
-    if call.scored:
-        n = generation.n
-        generation.adjust = lambda c: drop_output(c) if c.index // n in call.scored else c
     render = GenerateRenderer(
         generation, call.forms, _names(serving, sent), request_ids=[bare.request_id] * len(call.prompts),
         listed=call.listed, text=serving.text, echo=bool(sent.return_prompt_token_ids),
@@ -180,9 +176,8 @@ def read(serving: Serving, value: Any) -> GenerateCall:
     others = sampling.OTHER_NAMES
     if sent.routed_dp_rank is not None:
         others = {**others, "data_parallel_rank": "routed_dp_rank"}
-    scored = frozenset(index for index, one in enumerate(params) if one.max_new_tokens == 0)
     return GenerateCall(
-        sent, ignored, prompts, tasks, forms, scored, request_id(sent.request_id, len(prompts)),
+        sent, ignored, prompts, tasks, forms, request_id(sent.request_id, len(prompts)),
         batched or tasks[0].n > 1, FieldPaths(field, sampling.PREFIX, others),
     )  # fmt: skip
 
@@ -337,21 +332,15 @@ def _task(
     prompt: Sequence[int],
 ) -> SamplingParams:  # fmt: skip
     scores = form.start is not None and form.start + 1 < len(prompt)
-    mode = sent.logprobs_mode or "temperature"
-    if scores and sent.logprobs_mode is None and sampling.temperature_of(sent) not in (0, 1):
-        # SGLang divides the output's logits by the temperature, and not the prompt's; a request has one mode here
-        if sent.max_new_tokens not in (0, 1):
-            raise invalid(
-                "logprob_start_len",
-                "with a temperature other than 1 needs sampling_params.logprobs_mode: raw or temperature, for the "
-                "prompt's logprobs and the output's (or max_new_tokens 0 or 1, which scores the prompt)",
-            )
-        mode = "raw"
-    computed: dict[str, Any] = {"logprobs_mode": mode}
+    computed: dict[str, Any] = {"logprobs_mode": sent.logprobs_mode or "temperature"}
     if form.has_logprobs:
         computed |= {"logprobs": form.top, "logprob_token_ids": named}
     if scores and form.start is not None:
         computed |= {"prompt_logprobs": form.top, "prompt_logprobs_start": form.start + 1}
+        if sent.logprobs_mode is None:  # SGLang divides the output's logits by the temperature, and not the prompt's
+            computed["prompt_logprobs_mode"] = "raw"
+    elif sent.max_new_tokens == 0:  # nothing is wanted of the prompt, but that it is computed
+        computed |= {"prompt_logprobs": 0, "prompt_logprobs_start": len(prompt) - 1}
     computed["return_sampling_mask"] = form.has_masks
     params = sampling.translate(sent, **computed)
     return structured.with_default(params, serving.form_defaults)

@@ -89,7 +89,7 @@ def temperature_of(sent: SglangSamplingParams) -> float:
 
 def translate(sent: SglangSamplingParams, **computed: Any) -> SamplingParams:
     """The parameters under this server's names; `computed`: what other fields of the body say.  As in SGLang, what the
-    model recommends has no effect.  `max_new_tokens` 0 becomes one token, which the reply leaves out."""
+    model recommends has no effect."""
     values: dict[str, Any] = {}
     for name, target in (*((name, name) for name in _SAME), *_RENAMED.items()):
         value = getattr(sent, name)
@@ -97,7 +97,7 @@ def translate(sent: SglangSamplingParams, **computed: Any) -> SamplingParams:
             values[target] = value
     if sent.temperature is not None:
         values["temperature"] = temperature_of(sent)
-    values["max_tokens"] = 1 if sent.max_new_tokens == 0 else sent.max_new_tokens
+    values["max_tokens"] = sent.max_new_tokens
     if sent.max_new_tokens == 0:
         values["min_tokens"] = 0
     if sent.logit_bias is not None:
