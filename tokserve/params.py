@@ -6,7 +6,6 @@ OpenAPI document take fields and ranges from these annotations.  Checks that nee
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from functools import cache
@@ -19,6 +18,7 @@ from msgspec import Meta
 from tokserve import jsonschema
 from tokserve.errors import RequestError
 from tokserve.kv_transfer import KVTransferParams
+from tokserve.reduced_schema import SchemaError, reduced, text_of
 from tokserve.regex import explicit_classes
 
 DraftReport = Literal["none", "summary", "detailed"]  # vLLM's levels of metrics.speculative_decoding
@@ -32,8 +32,9 @@ MAX_PATTERN_SIZE = 256  # of a repetition: every size costs a comparison per tok
 MIN_REPETITION_PENALTY = 1e-30  # a logit divided by less overflows float32
 MAX_WHITESPACE = 256  # bytes
 WHITE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON; without an end, a weak model finds none either
-# largest size of each form of structured outputs, in bytes: what compiles within about a second, even in the worst case
-GRAMMAR_BYTES = {"json": 1 << 16, "regex": 1 << 14, "choice": 1 << 16, "grammar": 1 << 16, "json_object": 1}
+# largest size of each form of structured outputs, in bytes: what compiles within about a second, even in the worst
+# case; a grammar may have one of the other forms in it
+GRAMMAR_BYTES = {"json": 1 << 16, "regex": 1 << 14, "choice": 1 << 16, "grammar": (1 << 16) + 4096, "json_object": 1}
 INT32_MAX, INT64_MAX = (1 << 31) - 1, (1 << 63) - 1
 
 Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
@@ -109,15 +110,15 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
             _refuse(f"{at}.whitespace_pattern", "and disable_any_whitespace are mutually exclusive")
         if self.choice is not None and not self.choice:
             _refuse(f"{at}.choice", "must not be empty")
-        if self.json is not None:
-            self._schema()
         for name, most in (*GRAMMAR_BYTES.items(), ("whitespace_pattern", MAX_WHITESPACE)):
             try:
-                size = _size(getattr(self, name))
+                value = getattr(self, name)
+                size = _size(value if name != "json" or value is None else self._schema())
             except UnicodeEncodeError:
                 _refuse(f"{at}.{name}", "must be valid Unicode")
             if size > most:
-                _refuse(f"{at}.{name}", f"must have at most {most} bytes, got {size}")
+                what = " without its annotations" if name == "json" else ""
+                _refuse(f"{at}.{name}", f"must have at most {most} bytes{what}, got {size}")
 
     def plain(self) -> StructuredOutputs:
         """A copy as it is compiled, which every encoding can represent: the schema as text, its objects closed, and
@@ -129,36 +130,19 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
             if pattern is not None and not unicode:  # as they are, they are all scripts'
                 changes[name] = explicit_classes(pattern, unicode=False)
         if self.json is not None:
-            changes["json"] = self._plain_schema(unicode)
+            changes["json"] = self._schema()
         return msgspec.structs.replace(self, disable_additional_properties=None, unicode_classes=None, **changes)
 
-    def _plain_schema(self, unicode: bool) -> str:
-        text = self._schema()
-        if not self.disable_additional_properties and '"pattern' not in text and "\\u" not in text:
-            return text
+    def _schema(self) -> str:
+        """The schema as text, as it is compiled."""
         try:
-            schema = json.loads(text)
-            jsonschema.spell_classes(schema, unicode=unicode)
+            schema = reduced(self.json or "")
+            jsonschema.spell_classes(schema, unicode=bool(self.unicode_classes))
             if self.disable_additional_properties:
                 jsonschema.close(schema)
-            return json.dumps(schema, ensure_ascii=False)
-        except RecursionError:
-            _refuse("structured_outputs.json", "is nested too deeply")
-
-    def _schema(self) -> str:
-        """The schema as JSON text."""
-        at = "structured_outputs.json"
-        try:
-            if isinstance(self.json, dict):
-                return msgspec.json.encode(self.json).decode()
-            text = self.json or ""
-            if not isinstance(msgspec.json.decode(text), dict):
-                _refuse(at, "must be an object, or an object as JSON text")
-        except (msgspec.DecodeError, OverflowError, TypeError, UnicodeEncodeError) as error:
-            _refuse(at, f"is not JSON: {error}")
-        except RecursionError:
-            _refuse(at, "is nested too deeply")
-        return text
+            return text_of(schema)
+        except SchemaError as error:
+            _refuse("structured_outputs.json", str(error))
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -363,9 +347,7 @@ def _refuse(field: str, rule: str) -> NoReturn:
 
 
 def _size(value: Any) -> int:
-    """Bytes of a text, of several, or of an object as JSON."""
-    if isinstance(value, dict):
-        return len(msgspec.json.encode(value))
+    """Bytes of a text, or of several."""
     texts = value if isinstance(value, list) else [value] if isinstance(value, str) else []
     return sum(len(text.encode()) for text in texts)
 

@@ -331,7 +331,8 @@ def test_a_stream_in_msgpack(server: Site) -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b"", "truncated"),
+        (b"", "the body is empty"),
+        (b" \n", "the body is empty"),
         (b'{"token_ids": [1,', "truncated"),
         (b'{"token_ids": [1,}', "byte 17"),
         (b'{"token_ids": [1]} x', "byte 20"),

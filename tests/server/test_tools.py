@@ -231,9 +231,9 @@ def test_references_inside_parameters_still_meet_their_definitions() -> None:
     inner = {"type": "object", "properties": {"p": {"$ref": "#/$defs/P"}, "q": {"$ref": "#"}}, "$defs": {"P": {}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": inner}}
     schema = forced(tools=[TOOLS[1], tool], tool_choice="required")["json"]
-    assert schema["items"]["anyOf"][1]["properties"]["parameters"] == {"$ref": "#/$defs/function1"}
-    actual = schema["$defs"]["function1"]["properties"]
-    assert actual == {"p": {"$ref": "#/$defs/function1/$defs/P"}, "q": {"$ref": "#/$defs/function1"}}
+    assert schema["items"]["anyOf"][1]["properties"]["parameters"] == {"$ref": "#/$defs/f"}
+    actual = schema["$defs"]["f"]["properties"]
+    assert actual == {"p": {"$ref": "#/$defs/f/$defs/P"}, "q": {"$ref": "#/$defs/f"}}
 
 
 @pytest.mark.parametrize("more", [{"additionalProperties": {"type": "string"}}, {"allOf": [{}]}, {"$ref": "#/$defs/A"}])
@@ -464,7 +464,7 @@ def test_parameters_that_are_nested_too_deeply() -> None:
             [{"type": "function", "function": {"name": "f", "parameters": deep}}], "required",
             parallel=True, response_format=None, form=None, thinking=None, tokenizer=byte_tokenizer(),
         )  # fmt: skip
-    assert caught.value.field == "tools"
+    assert caught.value.field == "tools[0].function.parameters"
     with pytest.raises(RequestError) as caught:
         tools.check_functions([{"type": "function", "function": {"name": ""}}])
     assert caught.value.field == "tools[0].function.name"

@@ -253,7 +253,7 @@ def test_other_fields_of_a_message_are_the_templates(chatml: Pair) -> None:
 
 
 def test_raise_exception_returns_the_templates_message(chatml: Pair) -> None:
-    with pytest.raises(RequestError, match=r"^roles must alternate$"):
+    with pytest.raises(RequestError, match=r"^messages: roles must alternate \(raised by the model's chat template\)$"):
         chatml.template.render(TALK, template="{{ raise_exception('roles must alternate') }}")
 
 

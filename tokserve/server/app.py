@@ -302,9 +302,13 @@ async def _http_error(request: Request, error: Exception) -> Response:
             hint = "; SGLang's routes need --sglang-api"
         return errors.response(NotFound(f"there is no route {path}{hint}", code="unknown_route"), None, shape)
     if error.status_code == 405:
-        matches = ((route, route.matches(request.scope)[0]) for route in request.app.router.routes)
-        methods = {method for route, match in matches if match != Match.NONE for method in route.methods}
-        allowed = ", ".join(sorted(methods))
+        routes = [r for r in request.app.router.routes if r.matches(request.scope)[0] != Match.NONE]
+        allowed = ", ".join(sorted({method for route in routes for method in route.methods}))
+        patterns = [route.path for route in routes if "{" in route.path]
+        if request.method == "POST" and len(patterns) == len(routes):  # the name of an action, and not of a thing
+            missing = NotFound(f"there is no route {request.method} {path}; {patterns[0]} takes {allowed}",
+                               code="unknown_route")  # fmt: skip
+            return errors.response(missing, {"Allow": allowed}, shape)
         wrong_method = errors.WrongMethod(f"{path} takes {allowed}, not {request.method}")
         return errors.response(wrong_method, {"Allow": allowed}, shape)
     return errors.response(RequestError(str(error.detail)), error.headers, shape)

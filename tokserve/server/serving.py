@@ -70,6 +70,7 @@ OBSERVED = "tokserve.observed"  # in the scope, once `start` has observers of th
 INNER = ("content", "tool_calls")  # lists within a message
 CHOICE_BYTES = 256  # of memory, about
 SHOWN = 20  # adapters that an error lists
+_IN_GENERATED = re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: )?")  # a place in a grammar of the server's
 _PARAM_NAMES = frozenset(SamplingParams.__struct_fields__)
 
 
@@ -93,6 +94,7 @@ class FieldPaths(msgspec.Struct, frozen=True):
         head = re.split(r"[.[]", field, maxsplit=1)[0]
         if head in self.others:
             error.rename_field(self.others[head])
+            error.message = _IN_GENERATED.sub("", error.message)
         elif head == "token_ids":
             error.rename_field(self.prompt if index is None else f"{self.prompt}[{index}]")
         elif head in _PARAM_NAMES:

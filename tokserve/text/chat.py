@@ -17,6 +17,7 @@ from tokserve.image_parts import CHAT_KINDS, ImageSlots, UnreadImage, chat_part
 from tokserve.text import histories
 from tokserve.text.histories import REASONING_NAMES, Message, joined
 from tokserve.text.jinja import FAULTS, compiled, render, variables_of
+from tokserve.text.missing_ids import missing_id
 from tokserve.text.special_text import HiddenTexts, SpecialTexts, Treatment
 from tokserve.text.template_probes import (
     THOUGHT,
@@ -172,7 +173,13 @@ class ChatTemplate:
         mark = f"END{secrets.token_hex(16)} " if continue_final_message else ""
         if mark:
             marked = _marked_content(chat, mark)
-        rendered = render(source, variables | {"messages": chat}, "messages" if template is None else "chat_template")
+        field = "messages" if template is None else "chat_template"
+        try:
+            rendered = render(source, variables | {"messages": chat}, field)
+        except RequestError:
+            if path := missing_id(messages, chat, lambda filled: _renders(source, variables | {"messages": filled})):
+                raise invalid(path, "is required: the chat template needs it") from None
+            raise
         if images is not None:
             images.check(rendered)
         if must_show_tools and given["tools"] is not None and "tools" not in variables_of(source):
@@ -265,6 +272,14 @@ class ChatTemplate:
                 field="chat_template",
             )
         return self._templates[name]
+
+
+def _renders(source: str, variables: dict[str, Any]) -> bool:
+    try:
+        render(source, variables, "messages")
+    except RequestError:
+        return False
+    return True
 
 
 def _read_template(override: str) -> str:

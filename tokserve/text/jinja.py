@@ -81,7 +81,7 @@ def render(source: str, variables: dict[str, Any], field: str) -> str:
     try:
         return compiled(source).render(variables)
     except _Refusal as error:
-        raise RequestError(str(error), field="messages") from None
+        raise RequestError(f"messages: {error} (raised by the model's chat template)", field="messages") from None
     except jinja2.TemplateSyntaxError as error:
         raise RequestError(f"the chat template is not a valid Jinja template: {error}", field=field) from None
     except FAULTS as error:

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 from msgspec import UNSET
@@ -54,27 +55,28 @@ def answer_or_calls(
     shared = form.bare and answer.kind in ("json", "json_object")
     answer = answer.plain()
     calls = _CallRules(form, tokenizer, _white(answer) if shared else ONE_SPACE)
-    return _grammar({"start": "answer | calls", "answer": _answer(answer)} | calls.rules(functions, max_calls))
+    return grammar_of({"start": "answer | calls", "answer": rule_of(answer)} | calls.rules(functions, max_calls))
 
 
 def text_or_calls(form: ToolFormat, functions: Functions, tokenizer: Tokenizer, *, parallel: bool) -> StructuredOutputs:
     """Any text in which everything that begins as a call is a valid call; not for `bare` formats.  Raises
     `NotExpressible`."""
     calls = _CallRules(form, tokenizer, ONE_SPACE)
-    return _grammar(calls.text_with_calls("*" if parallel else "?") | calls.rules(functions, None if parallel else 1))
+    return grammar_of(calls.text_with_calls("*" if parallel else "?") | calls.rules(functions, None if parallel else 1))
 
 
-def _grammar(rules: Mapping[str, str]) -> StructuredOutputs:
+def grammar_of(rules: Mapping[str, str]) -> StructuredOutputs:
+    """The grammar with these rules, of which "start" is one."""
     return StructuredOutputs(grammar="\n".join(f"{name}: {rule}" for name, rule in rules.items()))
 
 
-def _answer(answer: StructuredOutputs) -> str:
+def rule_of(answer: StructuredOutputs) -> str:
     """The right side of a rule for structured outputs, which are `plain`."""
     if answer.regex is not None:
         written = re.sub(r"\\.|/|\n", lambda match: SLASHED.get(match[0], match[0]), answer.regex, flags=re.DOTALL)
         return f"/{written or '()'}/"
     if answer.choice is not None:
-        return " | ".join(map(_literal, answer.choice))
+        return " | ".join(map(literal, answer.choice))
     if answer.grammar is not None:
         return f"%lark {{\n{answer.grammar}\n}}"
     assert not isinstance(answer.json, dict)  # it is plain
@@ -98,7 +100,7 @@ def _embedded(schema: dict[str, Any], white: dict[str, Any]) -> str:
     return f"%json {text}"
 
 
-def _ranges(ids: Iterable[int]) -> str:
+def token_ranges(ids: Iterable[int]) -> str:
     """Token ids as ranges in Lark's brackets."""
     ranges: list[list[int]] = []
     for token in sorted(ids):
@@ -109,7 +111,8 @@ def _ranges(ids: Iterable[int]) -> str:
     return ",".join(f"{first}-{last}" for first, last in ranges)
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
+    """The text, as a grammar writes one."""
     return json.dumps(text).replace("\x7f", r"\u007f")
 
 
@@ -128,8 +131,8 @@ class _CallRules:
         begins = [*self._form.frames[:1], *self._form.opens]
         tokens = [token for token in map(self._token, begins) if token is not None]
         if len(tokens) == len(begins):
-            return {"start": f"free (calls free){often}", "free": f"<[^{_ranges(tokens)}]>*"}
-        added = _ranges(self._tokenizer.added_ids)  # a lexer's text contains no added tokens
+            return {"start": f"free (calls free){often}", "free": f"<[^{token_ranges(tokens)}]>*"}
+        added = token_ranges(self._tokenizer.added_ids)  # a lexer's text contains no added tokens
         others = "(TEXT added)*" if added else ""
         start = {"start": f"{others} (head rest {others}){often} TEXT", "TEXT": r"/(.|\n)*/"}
         return start | {"head[lazy]": f"TEXT {self._marker(begins[0])}"} | ({"added": f"<[{added}]>"} if added else {})
@@ -156,7 +159,7 @@ class _CallRules:
         if form.body == "json":
             return rules | {"body": self._json(_any_of(functions, "parameters" if form.bare else "arguments"))}
         separator = f"{self._marker(form.separator)}?" if form.separator else ""
-        bodies = [f"{_literal(_name(f))} {separator} {self._json(_closed(schema))}" for f, schema in functions.items()]
+        bodies = [f"{literal(_name(f))} {separator} {self._json(_closed(schema))}" for f, schema in functions.items()]
         if not form.closes:  # the format of Mistral's first models
             bodies.append(self._json(_list_of(functions, "arguments", max_calls)))
         return rules | {"body": " | ".join(bodies)}
@@ -165,7 +168,7 @@ class _CallRules:
         token = self._token(text)
         if token is not None:
             return f"<[{token}]>"
-        return _literal(text) if text else ""
+        return literal(text) if text else ""
 
     def _token(self, text: str) -> int | None:
         token = self._tokenizer.id_of(text)
@@ -181,13 +184,13 @@ class _CallRules:
         parsed = _parse_schema(schema, name)
         if more := OPEN_ENDED & schema.keys() - {"additionalProperties"}:
             raise NotExpressible(f"the parameters of {name!r} are defined by {min(more)} and not by their names")
-        parts = [_literal(f"<function={_name(name)}>\n")]
+        parts = [literal(f"<function={_name(name)}>\n")]
         for key, inner in parsed.properties.items():
             alternatives = self._alternatives(inner, schema, name)
             if alternatives == []:
                 raise NotExpressible(f"the parameter {key!r} of {name!r} has no possible value")
             value = "value" if alternatives is None else f"({' | '.join(alternatives)}) {VALUE_END}"
-            part = f'{_literal(f"<parameter={_name(key)}>")} "\\n" {value} "\\n"'
+            part = f'{literal(f"<parameter={_name(key)}>")} "\\n" {value} "\\n"'
             parts.append(part if key in parsed.required else f"({part})?")
         if parsed.additional:
             parts.append(r'("<parameter=" /[\w.:-]+/ ">\n" value "\n")*')
@@ -202,7 +205,7 @@ class _CallRules:
             return self._definition(parsed.ref, root, name)
         values = parsed.enum if parsed.const is UNSET else [parsed.const]
         if values is not None:
-            return [_literal(value if isinstance(value, str) else json.dumps(value)) for value in values]
+            return [literal(value if isinstance(value, str) else json.dumps(value)) for value in values]
         if parsed.any_of or parsed.one_of:
             inner = [self._alternatives(value, root, name) for value in parsed.any_of or parsed.one_of]
             return None if None in inner else [way for alternatives in inner for way in alternatives or ()]
@@ -280,18 +283,15 @@ def _list_of(functions: Functions, key: str, max_calls: int | None) -> dict[str,
 
 def _any_of(functions: Functions, key: str) -> dict[str, Any]:
     """The schema of one call."""
-    names = {name: f"function{i}" for i, name in enumerate(functions)}
+    pointers = {name: f"#/$defs/{quote(name.replace('~', '~0').replace('/', '~1'))}" for name in functions}
     calls = [
         {
-            "type": "object", "properties": {"name": {"const": name}, key: {"$ref": f"#/$defs/{definition}"}},
+            "type": "object", "properties": {"name": {"const": name}, key: {"$ref": pointer}},
             "required": ["name", key], "additionalProperties": False,
         }
-        for name, definition in names.items()
+        for name, pointer in pointers.items()
     ]  # fmt: skip
-    definitions = {
-        definition: _rebase_refs(_closed(functions[name]), f"#/$defs/{definition}")
-        for name, definition in names.items()
-    }
+    definitions = {name: _rebase_refs(_closed(functions[name]), pointer) for name, pointer in pointers.items()}
     return {"anyOf": calls, "$defs": definitions}
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ NICENESS = 10  # of threads that compile or compute slow masks: steps go first
 NO_TOKENIZER = "structured_outputs needs a tokenizer (tokenizer.json), and there is none"
 PAGE = os.sysconf("SC_PAGE_SIZE")
 STACK = 256 << 20  # bytes of address space; the library descends a frame per rule that another names
+EXCERPT = re.compile(r"\s*(\d+ \||\^)")  # a line of the grammar in a message, with its number, or a mark below one
 SHOWN = 300  # characters of the library's complaint
 DRAFT_SECONDS = 0.002  # that the masks of one request's drafts may take
 STATE_BYTES = 2048  # of a lexer state, the upper end of the library's own estimate; 400 were measured
@@ -381,8 +383,13 @@ def _bits(ids: Sequence[int], vocab_size: int) -> UInt32:
 
 
 def _shortened(message: str) -> str:
-    """The library's message without its state and its picture of the position."""
-    line = " ".join(message.partition("\n<")[0].split())
+    """The library's message without its state and its picture of the grammar."""
+    lines = [line for line in message.partition("\n<")[0].splitlines() if not EXCERPT.match(line)]
+    line = " ".join(" ".join(lines).split())
     if line == "NoExtensionBias":
         return "no text has this form"
+    if "coerce_one_of" in line:
+        return "a value may match several branches of a oneOf, and that cannot be excluded: use anyOf"
+    if "Default retriever" in line:
+        return "only references within the schema (#/...) are followed"
     return line if len(line) <= SHOWN else line[:SHOWN] + "..."

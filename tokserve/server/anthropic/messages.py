@@ -28,6 +28,7 @@ from tokserve.server.replies import sse
 from tokserve.server.serving import FieldPaths, Serving
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+TOOL = re.compile(r"tools\[(\d+)\]")
 MESSAGE = re.compile(r"messages\[(\d+)\]")
 NAMES = {  # fields of chat, longer ones first, and their names here
     "response_format.json_schema.schema": "output_config.format.schema",
@@ -50,11 +51,18 @@ class TokenCount(msgspec.Struct):
     context_management: ContextManagement
 
 
+class ChatPaths(NamedTuple):
+    """The paths in this body of a chat body's messages and tools."""
+
+    messages: Sequence[str] = ()
+    tools: Sequence[str] = ()
+
+
 class ChatRequest(NamedTuple):
-    """A body as a chat body.  `fields`: the paths of its messages; `ignored`: fields without an effect here."""
+    """A body as a chat body.  `fields`: where its parts are in this one; `ignored`: fields without an effect here."""
 
     body: ChatBody
-    fields: list[str]
+    fields: ChatPaths
     ignored: list[str]
 
 
@@ -95,9 +103,9 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
         call = await chat.call_of(serving, request, converted.body, converted.ignored, size, replies=replies)
     except RequestError as error:
         raise _with_messages_field(error, converted.fields) from None
-    others = {name: _messages_field(field, ()) for name, field in call.fields.others.items()}
+    others = {name: _messages_field(field, ChatPaths()) for name, field in call.fields.others.items()}
     fields = FieldPaths("messages", others=others | {"stop": "stop_sequences"})
-    return call._replace(ignored=ignored + [_messages_field(name, ()) for name in call.ignored], fields=fields)
+    return call._replace(ignored=ignored + [_messages_field(name, ChatPaths()) for name in call.ignored], fields=fields)
 
 
 def _as_chat(serving: Serving, request_body: CountTokensBody) -> ChatRequest:
@@ -129,7 +137,9 @@ def _as_chat(serving: Serving, request_body: CountTokensBody) -> ChatRequest:
         fields |= {"stop": request_body.stop_sequences}
         fields |= {"return_sampling_mask": False} if serving.config.model.return_sampling_mask else {}
     tools.check(fields["tools"], fields["tool_choice"])
-    return ChatRequest(ChatBody.model_construct(**fields), conversation.fields, ignored)
+    return ChatRequest(
+        ChatBody.model_construct(**fields), ChatPaths(conversation.fields, tool_list.shown_fields()), ignored
+    )
 
 
 def _tool_choice(request_body: CountTokensBody) -> str | dict[str, Any] | None:
@@ -173,18 +183,22 @@ def _response_format(request_body: CountTokensBody) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": form.schema_, "strict": True}}
 
 
-def _with_messages_field(error: RequestError, message_fields: Sequence[str]) -> RequestError:
+def _with_messages_field(error: RequestError, paths: ChatPaths) -> RequestError:
     """The error of a chat body with the field of this body."""
     if error.field is None or error.has_final_path:  # a final path has no place in the chat body
         return error
-    return errors.renamed(error, _messages_field(error.field, message_fields))
+    return errors.renamed(error, _messages_field(error.field, paths))
 
 
-def _messages_field(field: str, message_fields: Sequence[str]) -> str:
+def _messages_field(field: str, paths: ChatPaths) -> str:
     """The field of this body for a field of chat."""
     match = MESSAGE.match(field)
     if match:
-        return message_fields[int(match[1])] + field[match.end() :]
+        return paths.messages[int(match[1])] + field[match.end() :]
+    tool = TOOL.match(field)
+    if tool:
+        rest = field[tool.end() :].removeprefix(".function")
+        return paths.tools[int(tool[1])] + rest.replace(".parameters", ".input_schema", 1)
     for chat_name, name in NAMES.items():
         if field == chat_name or field.startswith((chat_name + ".", chat_name + "[")):
             return name + field[len(chat_name) :]

@@ -17,6 +17,7 @@ class ToolList:
 
     def __init__(self, tools: list[dict[str, Any]] | None) -> None:
         self._functions: dict[str, dict[str, Any]] = {}
+        self._fields: dict[str, str] = {}  # by name, where it is defined
         self._shown: set[str] = set()
         for i, tool in enumerate(tools or ()):
             name = _name(f"tools[{i}]", tool)
@@ -24,6 +25,7 @@ class ToolList:
                 field = f"tools[{i}].name"
                 raise RequestError(f"{field}: two tools have the name {name[:LONGEST_SHOWN]!r}", field=field)
             self._functions[name] = _function(f"tools[{i}]", tool)
+            self._fields[name] = f"tools[{i}]"
             if not tool.get("defer_loading"):
                 self._shown.add(name)
 
@@ -31,12 +33,17 @@ class ToolList:
         """The tools that the model is shown, as chat has them; None if there are none."""
         return [function for name, function in self._functions.items() if name in self._shown] or None
 
+    def shown_fields(self) -> list[str]:
+        """Where the tools that are shown are defined."""
+        return [field for name, field in self._fields.items() if name in self._shown]
+
     def define(self, field: str, tool: Any) -> None:
         """Show a tool that is defined within the conversation, at `field`."""
         if not isinstance(tool, dict):
             raise invalid(field, "must be an object")
         name = _name(field, tool)
         self._functions[name] = _function(field, tool)
+        self._fields[name] = field
         self._shown.add(name)
 
     def show(self, field: str, name: Any) -> None:

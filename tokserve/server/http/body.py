@@ -19,6 +19,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 JSON = "application/json"
 MSGPACK = "application/msgpack"
 _MSGPACK_NAMES = (MSGPACK, "application/x-msgpack", "application/vnd.msgpack")
+FEW = 64  # bytes of a body that may be nothing but white space
 _Q = re.compile(r"[01](\.[0-9]{0,3})?")
 RANK_HEADER = "X-data-parallel-rank"
 MAX_ID = 256
@@ -80,6 +81,8 @@ def without_mark(json: bytes | bytearray | memoryview) -> bytes | bytearray | me
 
 def malformed(error: Exception, raw: bytes | bytearray | memoryview, packed: bool, field: str = "") -> RequestError:
     """The error of a body, or of what its `field` holds, that is not valid msgpack or JSON."""
+    if len(raw) < FEW and not bytes(raw).strip():
+        return RequestError(f"{field or 'the body'} is empty", field=field or None, code="invalid_body")
     return errors.malformed(error, "msgpack") if packed else errors.malformed(error, "JSON", without_mark(raw), field)
 
 

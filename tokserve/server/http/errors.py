@@ -146,7 +146,7 @@ def from_pydantic(error: ValidationError, value: Any) -> RequestError:
     deepest = [detail for detail in details if len(detail["loc"]) == depth]
     first = deepest[0]
     field = _path(first, value)[:LONGEST_SHOWN]
-    if first["type"] == "missing":
+    if first["type"] == "missing" or _is_null_field(first, value):
         return RequestError(f"{field} is required", field=field)
     if not field:
         return RequestError("the body must be an object")
@@ -154,6 +154,17 @@ def from_pydantic(error: ValidationError, value: Any) -> RequestError:
     messages = [branches[0][0].lower() + branches[0][1:], *(m.removeprefix("Input should be ") for m in branches[1:])]
     what = _INSTANCE.sub("object", " or ".join(dict.fromkeys(messages)))
     return RequestError(f"{field}: {what}", field=field)
+
+
+def _is_null_field(detail: Any, value: Any) -> bool:
+    """Whether the complaint is about a name in an object that has null, where that is not allowed."""
+    location = detail["loc"]
+    try:
+        for part in location:
+            value = value[part]
+    except (KeyError, IndexError, TypeError):  # a branch's name
+        return False
+    return value is None and bool(location) and isinstance(location[-1], str)
 
 
 def _path(detail: Any, value: Any) -> str:

@@ -7,7 +7,6 @@ grammars of calls in `text.tool_grammars`.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,8 +18,8 @@ from tokserve import jsonschema
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.errors import LONGEST_SHOWN, RequestError, invalid
 from tokserve.params import StructuredOutputs
+from tokserve.reduced_schema import SchemaError, reduced
 from tokserve.server.generation import ReplyContext
-from tokserve.server.http import errors
 from tokserve.server.openai.token_segments import SegmentReader, TokenSegment
 from tokserve.server.replies.logprobs import TextOffset
 from tokserve.text import open_turn, tool_grammars
@@ -41,6 +40,7 @@ NO_FORMAT = (
     "model's own template shows tools, name the format with --tool-call-parser); or force a call with tool_choice "
     '"required" or a named function'
 )
+NESTED = 'in chat, name, description and parameters are in "function" (/v1/responses has them beside "type")'
 SWITCHED_OFF = (
     "this server does not read tool calls out of answers (--no-enable-auto-tool-choice); force a call with tool_choice "
     '"required" or a named function'
@@ -122,6 +122,8 @@ def check_functions(tools: list[dict[str, Any]]) -> None:
         if tool.get("type") != "function":
             raise invalid(f"tools[{i}].type", "must be 'function'")
         function = tool.get("function")
+        if function is None and "name" in tool:
+            raise invalid(f"tools[{i}].function", f"is required: {NESTED}")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise invalid(f"tools[{i}].function.name", "must be a string that is not empty")
         if not isinstance(function.get("strict"), bool | None):
@@ -148,8 +150,16 @@ def _parse_choice(choice: Any) -> tuple[str, str | None]:
     if not isinstance(choice, dict):
         raise invalid("tool_choice", "must be a string or an object")
     if choice.get("type") != "function":
-        errors.refuse_unsupported("tool_choice", choice, ())
+        kind = choice.get("type")
+        if not isinstance(kind, str):
+            raise invalid("tool_choice.type", "must be 'function'")
+        raise invalid(
+            "tool_choice", f"of type {kind[:LONGEST_SHOWN]!r} is not supported by this server: send none, auto, "
+            "required, or name one function", code="unsupported",
+        )  # fmt: skip
     function = choice.get("function")
+    if function is None and "name" in choice:
+        raise invalid("tool_choice.function", f"is required: {NESTED}")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise invalid("tool_choice.function.name", "must be a string")
     return "named", function["name"]
@@ -183,19 +193,21 @@ def make_plan(
     strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True}
     try:
         if name is not None:
-            schema = _closed({name: functions[name]}, strict)
+            schema = _schemas(tools, (name,), strict)
             return ToolPlan(
                 OutputFormat(named=name, functions=functions, exact=True),
                 tool_grammars.arguments(schema[name]),
                 "tools",
             )
         if mode == "required":
-            calls = tool_grammars.list_of_calls(_closed(functions, strict), max_calls=max_calls or DEFAULT_CALLS)
+            calls = tool_grammars.list_of_calls(
+                _schemas(tools, functions, strict), max_calls=max_calls or DEFAULT_CALLS
+            )
             return ToolPlan(OutputFormat(FORCED, functions=functions, max_calls=max_calls, exact=True), calls, "tools")
         if form is None:
             field = "tools" if choice is None else "tool_choice"
             raise RequestError(f"{field}: {no_form}", field=field, code="unsupported")
-        structured = _constraint(response_format, form, functions, strict, tokenizer, max_calls)
+        structured = _constraint(response_format, form, tools, strict, tokenizer, max_calls)
         thinking = thinking if response_format is None else None
         output_format = OutputFormat(form, thinking, functions, max_calls=max_calls, exact=structured is not None)
         return ToolPlan(output_format, structured, "tools" if response_format is None else response_format.field)
@@ -204,19 +216,20 @@ def make_plan(
 
 
 def _constraint(
-    response_format: ResponseFormat | None, form: ToolFormat, functions: Functions, strict: Collection[str],
+    response_format: ResponseFormat | None, form: ToolFormat, tools: list[dict[str, Any]], strict: Collection[str],
     tokenizer: Tokenizer, max_calls: int | None,
 ) -> StructuredOutputs | None:  # fmt: skip
     """The structured outputs of an answer that may contain calls.  `strict`: names of strict functions."""
+    names = [tool["function"]["name"] for tool in tools]
     try:
         if response_format is not None:
-            functions = _closed(functions, strict)
+            functions = _schemas(tools, names, strict)
             return tool_grammars.answer_or_calls(
                 response_format.structured_outputs, form, functions, tokenizer, max_calls=max_calls or DEFAULT_CALLS
             )
         if not strict or form.bare:  # where a bare call begins is ambiguous
             return None
-        schemas = {name: schema if name in strict else ANY for name, schema in _closed(functions, strict).items()}
+        schemas = {**dict.fromkeys(names, ANY), **_schemas(tools, strict, strict)}
         return tool_grammars.text_or_calls(form, schemas, tokenizer, parallel=max_calls != 1)
     except tool_grammars.NotExpressible as error:
         field = "tools" if response_format is None else response_format.field
@@ -225,14 +238,20 @@ def _constraint(
         raise RequestError(words, field=field, code="unsupported") from None
 
 
-def _closed(functions: Functions, strict: Collection[str]) -> Functions:
-    """The schemas of the arguments; objects are closed in those of strict functions."""
-    closed = dict(functions)
-    for name in strict:
-        if name in closed:
-            closed[name] = json.loads(json.dumps(closed[name]))
-            jsonschema.close(closed[name])
-    return closed
+def _schemas(tools: list[dict[str, Any]], names: Collection[str], strict: Collection[str]) -> Functions:
+    """The schemas of these functions' arguments, as a grammar needs them; those of strict ones have closed objects."""
+    schemas = {}
+    for index, tool in enumerate(tools):
+        name = tool["function"]["name"]
+        if name not in names:
+            continue
+        try:
+            schemas[name] = reduced(tool["function"].get("parameters") or {})
+        except SchemaError as error:
+            raise invalid(f"tools[{index}].function.parameters", str(error)) from None
+        if name in strict:
+            jsonschema.close(schemas[name])
+    return schemas
 
 
 class ParsedDelta(msgspec.Struct):

@@ -1,0 +1,188 @@
+"""JSON schemas as grammars need them (serving-faults F8, F9): what says nothing goes, what cannot be is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tokserve.errors import RequestError
+from tokserve.params import StructuredOutputs
+from tokserve.reduced_schema import SchemaError, reduced
+from tokserve.schema_logic import by_pointer, exclude_one_another
+
+STRING, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
+OBJECT = {"type": "object", "properties": {"a": INTEGER}}
+SAYS_NOTHING: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"type": "array", "uniqueItems": False, "items": STRING}, {"type": "array", "items": STRING}),
+    ({"type": "array", "uniqueItems": True, "maxItems": 1}, {"type": "array", "maxItems": 1}),
+    ({"type": "array", "minContains": 0}, {"type": "array"}),
+    ({"type": "array", "minContains": 2, "maxContains": 3}, {"type": "array"}),
+    ({"type": "array", "contains": STRING, "minContains": 0}, {"type": "array"}),
+    ({"type": "object", "dependentRequired": {}, "dependentSchemas": {}}, {"type": "object"}),
+    ({"type": "object", "dependentRequired": {"a": []}, "dependencies": {"a": True}}, {"type": "object"}),
+    ({"unevaluatedProperties": True, "unevaluatedItems": {}}, {}),
+    ({"type": "object", "propertyNames": {"type": "string"}}, {"type": "object"}),
+    ({"type": "object", "uniqueItems": True, "contains": STRING}, {"type": "object"}),
+    ({"type": ["string", "null"], "dependentRequired": {"a": ["b"]}}, {"type": ["string", "null"]}),
+    ({"then": STRING, "else": NULL}, {}), ({"if": STRING}, {}), ({"if": STRING, "then": {}, "else": True}, {}),
+    ({"not": False, **STRING}, STRING), ({"$dynamicAnchor": "node", **STRING}, STRING),
+    *(({**STRING, "format": f}, STRING) for f in ("path", "password", "binary", "byte", "uri-reference", "regex", "")),
+    ({"type": "integer", "format": "int32"}, INTEGER),
+    ({**STRING, "format": "date-time"}, {**STRING, "format": "date-time"}),
+    ({**STRING, "title": "T", "description": "d", "examples": ["a"], "default": "a", "$comment": "c"}, STRING),
+    ({**OBJECT, "unevaluatedProperties": False}, {**OBJECT, "additionalProperties": False}),
+    ({"anyOf": [{**STRING, "title": "A"}, {**NULL, "title": "B"}]}, {"anyOf": [STRING, NULL]}),
+    # names of properties, and values, are no keywords
+    ({"type": "object", "properties": {"title": {**STRING, "title": "T"}, "format": STRING, "not": NULL}},
+     {"type": "object", "properties": {"title": STRING, "format": STRING, "not": NULL}}),
+    ({"enum": [{"title": "T", "format": "x"}]}, {"enum": [{"title": "T", "format": "x"}]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "expected"), SAYS_NOTHING, ids=str)
+def test_what_says_nothing_is_dropped(schema: dict[str, Any], expected: dict[str, Any]) -> None:
+    text = json.dumps(schema)
+    assert reduced(schema) == expected and json.dumps(schema) == text
+    outer = {"type": "object", "properties": {"x": {"type": "array", "items": schema}}, "$defs": {"y/z": schema}}
+    inner = {"type": "object", "properties": {"x": {"type": "array", "items": expected}}, "$defs": {"y/z": expected}}
+    assert reduced(json.dumps(outer)) == inner
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"type": "array", "uniqueItems": True}, "uniqueItems", "/uniqueItems"),
+    ({"type": "array", "contains": STRING}, "contains", "/contains"), ({"not": STRING}, "not", "/not"),
+    ({"if": STRING, "then": {"minLength": 2}}, "if", "/if"),
+    ({"type": "object", "propertyNames": {"pattern": "a"}}, "propertyNames", "/propertyNames"),
+    ({"dependentRequired": {"a": ["b"]}}, "dependentRequired", "/dependentRequired"),
+    ({"anyOf": [OBJECT], "unevaluatedProperties": False}, "unevaluatedProperties", "/unevaluatedProperties"),
+    ({"$ref": "http://example.com/x.json"}, "references within the schema", "/$ref"),
+    ({"$ref": "other.json#/$defs/a"}, "references within the schema", "/$ref"),
+    ({**STRING, "pattern": "a(?=b)"}, "look-ahead", ""), ({**STRING, "pattern": r"\\(?<!b)"}, "look-ahead", ""),
+    ({"patternProperties": {"(?!a)": {}}}, "look-ahead", ""),
+    ({"oneOf": [STRING, {**STRING, "minLength": 2}]}, "use anyOf", "/oneOf"),
+    ({"oneOf": [INTEGER, {"type": "number"}]}, "use anyOf", "/oneOf"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "reason", "place"), REFUSED, ids=str)
+def test_what_cannot_be_enforced_is_refused_with_its_place(schema: dict[str, Any], reason: str, place: str) -> None:
+    with pytest.raises(SchemaError, match=r"^cannot be used: ") as caught:
+        reduced({"type": "object", "properties": {"a b": {"type": "array", "items": schema}}})
+    assert reason in str(caught.value) and f"(at #/properties/a b/items{place})" in str(caught.value)
+    with pytest.raises(RequestError) as error:
+        StructuredOutputs(json=schema).validate()
+    assert error.value.field == "structured_outputs.json" and reason in error.value.message
+
+
+def test_look_around_is_told_from_what_resembles_it() -> None:
+    for pattern in (r"\(?=", r"(?:a)=", "(?i)a", "(a)?=b", r"[(]?<=", r"\\\(?!"):
+        assert reduced({**STRING, "pattern": pattern})["pattern"] == pattern
+
+
+def tagged(kind: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"kind": kind} | more, "required": ["kind"]}
+
+
+DEFINITIONS = {
+    "X": OBJECT, "S": STRING, "N": {"anyOf": [NULL, {"$ref": "#/$defs/S"}]}, "A": tagged({"const": "a"}),
+    "Loop": {"$ref": "#/$defs/Loop"}, "B": {"allOf": [tagged({"enum": ["b", "c"]}), {"title": "more"}]},
+}  # fmt: skip
+
+
+def ref(name: str) -> dict[str, Any]:
+    return {"$ref": f"#/$defs/{name}"}
+
+
+@pytest.mark.parametrize(
+    ("branches", "disjoint"),
+    [
+        ([STRING, NULL], True), ([NULL, ref("X")], True), ([STRING, ref("X"), INTEGER], True),
+        ([ref("S"), ref("X")], True), ([ref("N"), INTEGER], True), ([ref("N"), STRING], False),
+        ([{"type": ["string", "null"]}, INTEGER], True), ([{"type": ["string", "null"]}, ref("N")], False),
+        ([INTEGER, {"type": "number"}], False), ([{"const": 1}, {"const": 1.0}], False),
+        ([{"const": 1}, {"const": 2}], True),
+        ([{"const": "a"}, {"enum": ["b", 1]}], True), ([{"enum": ["a", "b"]}, {"enum": ["b"]}], False),
+        ([{"const": True}, {"const": 1}], True), ([{"const": [1]}, STRING], True), ([{"enum": ["a"]}, STRING], False),
+        ([tagged({"const": "a"}), tagged({"const": "b"})], True), ([ref("A"), ref("B")], True),
+        ([tagged({"const": "a"}), tagged(STRING)], False), ([tagged(INTEGER), tagged(STRING)], True),
+        ([{"properties": {"kind": {"const": 1}}, "required": ["kind"]}, tagged({"const": 2})], False),
+        ([{"type": "object", "properties": {"kind": {"const": 1}}}, tagged({"const": 2})], False),
+        ([ref("Loop"), STRING], False), ([ref("Nowhere"), STRING], False), ([True, STRING], False),
+        ([False, STRING], True), ([{}, NULL], False), ([OBJECT, {"type": "array"}], True), ([STRING], True), ([], True),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_branches_that_exclude_one_another(branches: list[Any], disjoint: bool) -> None:
+    root = {"oneOf": branches, "$defs": DEFINITIONS}
+    assert exclude_one_another(branches, by_pointer(root)) == disjoint
+    if disjoint:
+        assert reduced(root) == {"anyOf": branches, "$defs": reduced({"$defs": DEFINITIONS})["$defs"]}
+    else:
+        with pytest.raises(SchemaError, match="use anyOf"):
+            reduced(root)
+
+
+def test_a_one_of_beside_an_any_of_is_a_part_of_an_all_of() -> None:
+    schema = {"oneOf": [STRING, NULL], "anyOf": [STRING, INTEGER], "allOf": [{"minLength": 1}]}
+    expected = {"anyOf": [STRING, INTEGER], "allOf": [{"minLength": 1}, {"anyOf": [STRING, NULL]}]}
+    assert reduced(schema) == expected
+
+
+def needs(name: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {name: ref(name)}, "required": [name]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {**ref("a"), "$defs": {"a": needs("b"), "b": needs("a")}}, {**ref("a"), "$defs": {"a": ref("a")}},
+        {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]},
+        {"type": "array", "minItems": 1, "items": {"$ref": "#"}},
+        {"type": "array", "minItems": 2, "prefixItems": [STRING, {"$ref": "#"}]},
+        {"anyOf": [ref("a"), ref("b")], "$defs": {"a": needs("a"), "b": {"allOf": [STRING, ref("a")]}}},
+        {"type": "object", "properties": {"a/b~c": {"$ref": "#"}}, "required": ["a/b~c"]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_schema_without_a_finite_value_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(SchemaError, match="no finite value"):
+        reduced(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"x": {"$ref": "#"}}},
+        {"type": "object", "properties": {"x": {"anyOf": [{"$ref": "#"}, NULL]}}, "required": ["x"]},
+        {"type": "array", "items": {"$ref": "#"}},
+        {"type": "array", "minItems": 1, "items": {"anyOf": [{"$ref": "#"}, NULL]}},
+        {"type": ["object", "null"], "properties": {"x": {"$ref": "#"}}, "required": ["x"]},
+        {"anyOf": [ref("a"), NULL], "$defs": {"a": needs("a")}}, {"$ref": "#/somewhere/else"}, {"$ref": "#anchor"},
+        {"type": "object", "required": ["free"]}, {}, {"enum": [1], "properties": {"x": {"$ref": "#"}}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_schema_with_a_finite_value_passes(schema: dict[str, Any]) -> None:
+    assert reduced(schema) == schema
+
+
+def test_the_limit_counts_what_the_grammar_needs() -> None:
+    many = {f"p{i}": {**STRING, "description": "x" * 900, "title": f"P {i}"} for i in range(100)}
+    StructuredOutputs(json={"type": "object", "properties": many}).validate()
+    plain = StructuredOutputs(json={"type": "object", "properties": many}).plain()
+    assert isinstance(plain.json, str) and len(plain.json) < 4000
+    with pytest.raises(RequestError, match="at most 65536 bytes without its annotations"):
+        StructuredOutputs(json={"enum": ["x" * 900 + str(i) for i in range(100)]}).validate()
+    with pytest.raises(RequestError, match="at most 1048576 bytes"):
+        StructuredOutputs(json={"description": "x" * (1 << 20)}).validate()
+
+
+def test_deep_schemas_are_refused_or_pass() -> None:
+    schema: dict[str, Any] = {**STRING, "title": "T"}
+    for _ in range(100):
+        schema = {"type": "array", "items": schema, "title": "T"}
+    assert "title" not in json.dumps(reduced(schema))
+    with pytest.raises(SchemaError, match="nested too deeply"):
+        reduced('{"items":' * 100_000 + "{}" + "}" * 100_000)
