@@ -350,7 +350,7 @@ def test_the_prompt_may_come_as_ids() -> None:
         (OPENED, {}, "hm\n</think>\n\nYes.", "hm", "Yes."),
         (OPENED, {}, "hm", "hm", None),
         (THINKER, {}, "Yes <think>.", None, "Yes <think>."),
-        (OPENED, {"response_format": {"type": "json_object"}}, "{}", None, "{}"),
+        (OPENED, {"response_format": {"type": "json_object"}}, "hm</think>{}", "hm", "{}"),
     ],
 )  # fmt: skip
 def test_reasoning_is_separated_from_content(

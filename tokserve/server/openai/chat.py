@@ -20,7 +20,7 @@ from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
 from tokserve.image_parts import ImageSlots
 from tokserve.media.images import image_slots
-from tokserve.params import SamplingParams
+from tokserve.params import SamplingParams, StructuredOutputs
 from tokserve.prompt import TokenPrompt, pack_ids, unpack_ids
 from tokserve.server.generation import CompletionTokensDetails, ReplyContext, Usage
 from tokserve.server.http.body import encode_json, wants_msgpack
@@ -40,6 +40,7 @@ from tokserve.server.tokens import images, structured
 from tokserve.text.output_format import AnswerStart
 
 ID_PREFIX = "chatcmpl-"
+SWITCHES = ("enable_thinking", "thinking")  # variables that are false where no reasoning is wanted
 THINKING = ("enable_thinking", "reasoning_effort")  # what templates of models that think read; a body's effort is both
 
 
@@ -211,11 +212,13 @@ async def call_of(
                 raise RequestError(f"{field}: nothing of this prompt depends on it", field=field)
             ignored.append(field)
     start = AnswerStart()
-    if plan.output_format is not None and plan.output_format.thinking is not None:
-        start = await off_loop(request, size, lambda: answer_start(serving, body, plan, unpack_ids(prompt.ids)))
+    if plan.thinking is not None:
+        start, form = await off_loop(request, size, lambda: _beginning(serving, body, plan, unpack_ids(prompt.ids)))
+        params = msgspec.structs.replace(params, structured_outputs=form)
+        generate = msgspec.structs.replace(generate, task=params)
     others = {"logprobs": "top_logprobs", "extra_args": "vllm_xargs"}
     others["max_tokens"], others["beam_width"] = schemas.output_limit(body)[1], "n"
-    fields = _fields(plan.source, source, **others)
+    fields = _fields(plan.form_field, source, **others)
     return ChatCall(body, ignored, params, generate, prompt, fields, plan, start, beam_params(body, params))
 
 
@@ -258,17 +261,21 @@ def rendered(
             "chat_template: templates from requests are refused (see --trust-request-chat-template)",
             field="chat_template", code="untrusted_template",
         )  # fmt: skip
-    thinking = {} if effort is None else dict(zip(THINKING, (effort != "none", effort), strict=True))
     try:
         return serving.template.render(
             body.messages, add_generation_prompt=body.add_generation_prompt,
             continue_final_message=bool(body.continue_final_message), tools=body.tools, documents=body.documents,
-            template=body.chat_template, kwargs=thinking | (body.chat_template_kwargs or {}),
+            template=body.chat_template, kwargs=_effort(effort) | (body.chat_template_kwargs or {}),
             add_special_tokens=bool(body.add_special_tokens), context=serving.llm.ready.max_model_len,
             must_show_tools=not isinstance(body, ChatBody) or tools.is_free(body.tool_choice), images=slots,
         )  # fmt: skip
     except RecursionError:  # JSON text inside a message: the arguments of a tool call
         raise RequestError("messages are nested too deeply", field="messages") from None
+
+
+def _effort(effort: str | None) -> dict[str, Any]:
+    """The variables of the template for a reasoning_effort."""
+    return {} if effort is None else dict(zip(THINKING, (effort != "none", effort), strict=True))
 
 
 def _may_render(serving: Serving, template: str) -> bool:
@@ -304,6 +311,17 @@ def answer_start(serving: Serving, body: ChatBody, plan: ToolPlan, prompt: Seque
     if template is not None and not _may_render(serving, template):
         template = None
     return plan.answer_start(serving.tokenizer, prompt, serving.template.before_answer(template, bool(body.tools)))
+
+
+def _beginning(
+    serving: Serving, body: ChatBody, plan: ToolPlan, prompt: Sequence[int]
+) -> tuple[AnswerStart, StructuredOutputs | None]:
+    """Where the answers to a prompt begin, and the form that they have from there on."""
+    start = answer_start(serving, body, plan, prompt)
+    variables = dict(serving.config.server.default_chat_template_kwargs or {}) | _effort(body.reasoning_effort)
+    variables |= body.chat_template_kwargs or {}
+    may_think = not body.continue_final_message and all(variables.get(name) is not False for name in SWITCHES)
+    return start, plan.from_start(serving.tokenizer, prompt, start, may_think=may_think)
 
 
 def reader_of(

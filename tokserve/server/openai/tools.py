@@ -25,6 +25,7 @@ from tokserve.server.replies.logprobs import TextOffset
 from tokserve.text import open_turn, tool_grammars
 from tokserve.text.output_format import AnswerStart, OutputFormat, Thinking, ToolFormat
 from tokserve.text.parsing import Parser
+from tokserve.text.reasoning_grammars import after_reasoning
 from tokserve.text.tokenizer import Pieces, Tokenizer
 from tokserve.text.tool_formats import FORCED, TOOL_FORMATS
 from tokserve.text.tool_grammars import Functions
@@ -33,6 +34,7 @@ ANY: dict[str, Any] = {"additionalProperties": True}  # the arguments of a funct
 MODES = ("none", "auto", "required")
 DEFAULT_CALLS = 16  # limit where a grammar demands a list of calls: a weak model would not end the list
 MAX_CALLS = 128
+TAIL = 16  # tokens at the end of a prompt that may have the end of a thought
 ID_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 NO_FORMAT = (
     "this server does not know how this model writes tool calls: start it with --chat-template FILE, a template that "
@@ -87,6 +89,31 @@ class ToolPlan:
     structured_outputs: StructuredOutputs | None = None
     source: str | None = None
 
+    @property
+    def thinking(self) -> Thinking | None:
+        """The reasoning that the output may have."""
+        return self.output_format.thinking if self.output_format else None
+
+    def from_start(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], start: AnswerStart, *, may_think: bool
+    ) -> StructuredOutputs | None:
+        """The form of the whole output, which begins with the reasoning where it is begun, or may begin.  `may_think`:
+        the request does not say that there is none."""
+        form, thinking = self.structured_outputs, self.thinking
+        if form is None or thinking is None:
+            return form
+        over = tokenizer.decode(prompt[-TAIL:], False).rstrip().endswith(thinking.closes)
+        if not start.inside and (over or not may_think):
+            return form
+        return after_reasoning(form, thinking, tokenizer, inside=start.inside)
+
+    @property
+    def form_field(self) -> str | None:
+        """The field that errors about the form name, also if it has become another."""
+        if self.source is None and self.structured_outputs is not None and self.thinking is not None:
+            return f"structured_outputs.{self.structured_outputs.kind}"
+        return self.source
+
     def params(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """The sampling parameters of the plan; special tokens stay in the text if they are markers."""
         ids = map(tokenizer.id_of, self.output_format.markers() if self.output_format else ())
@@ -95,10 +122,9 @@ class ToolPlan:
 
     def answer_start(self, tokenizer: Tokenizer, prompt: Sequence[int], before_answer: str | None) -> AnswerStart:
         """Where the output begins.  `before_answer`: what the template writes between a question and its answer."""
-        thinking = self.output_format.thinking if self.output_format else None
-        if thinking is None:
+        if self.thinking is None:
             return AnswerStart()
-        return open_turn.answer_start(thinking, tokenizer, prompt, before_answer)
+        return open_turn.answer_start(self.thinking, tokenizer, prompt, before_answer)
 
 
 PLAIN_TEXT = ToolPlan()
@@ -178,24 +204,25 @@ def make_plan(
     """The plan for a body that has passed `check`.
 
     `max_calls` None: no limit, or `DEFAULT_CALLS` where a grammar demands calls; without `parallel` it is 1.
-    `response_format`: of an answer without calls; with one, or with forced calls, there is no reasoning.  `form`: the
-    server's tool format, `no_form`: the message if it has none.  Raises RequestError.
+    `response_format`: of an answer without calls.  `form`: the server's tool format, `no_form`: the message if it has
+    none.  Raises RequestError.
     """
     if max_calls is not None and not 1 <= max_calls <= MAX_CALLS:
         raise invalid("max_tool_calls", f"must be from 1 to {MAX_CALLS}, got {max_calls}")
     max_calls = max_calls if parallel else 1
     mode, name = _parse_choice(choice)
     if not tools or mode == "none":
-        if response_format is not None:
-            return ToolPlan(structured_outputs=response_format.structured_outputs, source=response_format.source)
-        return PLAIN_TEXT if thinking is None else ToolPlan(OutputFormat(thinking=thinking))
+        output_format = None if thinking is None else OutputFormat(thinking=thinking)
+        if response_format is None:
+            return ToolPlan(output_format)
+        return ToolPlan(output_format, response_format.structured_outputs, response_format.source)
     functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True}
     try:
         if name is not None:
             schema = _schemas(tools, (name,), strict)
             return ToolPlan(
-                OutputFormat(named=name, functions=functions, exact=True),
+                OutputFormat(thinking=thinking, named=name, functions=functions, exact=True),
                 tool_grammars.arguments(schema[name]),
                 "tools",
             )
@@ -203,12 +230,12 @@ def make_plan(
             calls = tool_grammars.list_of_calls(
                 _schemas(tools, functions, strict), max_calls=max_calls or DEFAULT_CALLS
             )
-            return ToolPlan(OutputFormat(FORCED, functions=functions, max_calls=max_calls, exact=True), calls, "tools")
+            forced = OutputFormat(FORCED, thinking, functions, max_calls=max_calls, exact=True)
+            return ToolPlan(forced, calls, "tools")
         if form is None:
             field = "tools" if choice is None else "tool_choice"
             raise RequestError(f"{field}: {no_form}", field=field, code="unsupported")
         structured = _constraint(response_format, form, tools, strict, tokenizer, max_calls)
-        thinking = thinking if response_format is None else None
         output_format = OutputFormat(form, thinking, functions, max_calls=max_calls, exact=structured is not None)
         return ToolPlan(output_format, structured, "tools" if response_format is None else response_format.field)
     except RecursionError:
