@@ -460,3 +460,20 @@ def test_several_prompts_are_one_submission(play: Callable[..., None]) -> None:
         assert [[c.index for c in result] for result in results] == [[0, 1]] * 3
 
     play(scene, echo)
+
+
+def test_an_id_may_be_used_again_right_after_its_iteration_is_left(play: Callable[..., None]) -> None:
+    """rl-faults E5: the generator that was left is closed in a later turn of the event loop."""
+
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        for attempt in (1, 2):
+            outputs = llm.generate({"prompt_token_ids": [1]}, PLAIN, request_id="r")
+            arrival = asyncio.ensure_future(anext(outputs))
+            await waited(engine, EngineRequest, attempt)
+            engine.step(tokens("r#0", [5]))
+            await arrival
+            if attempt == 1:
+                asyncio.get_running_loop().call_soon(lambda left=outputs: asyncio.ensure_future(left.aclose()))
+        await outputs.aclose()
+
+    play(scene)

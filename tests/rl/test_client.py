@@ -244,6 +244,25 @@ def test_a_pause_is_extended_until_it_is_ended() -> None:
     assert sent == ["/pause", *["/extend_pause"] * 4, "/resume"]
 
 
+def test_an_extension_without_an_answer_is_sent_again() -> None:
+    """rl-faults F2: a call that hangs does not let the lease run out."""
+    sent: list[str] = []
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        sent.append(request.url.path)
+        if sent.count("/extend_pause") == 1:
+            await asyncio.get_running_loop().create_future()
+        return OK
+
+    async def scene() -> None:
+        async with connected(answer) as client, client.paused(lease=0.02):
+            while sent.count("/extend_pause") < 3:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(scene())
+    assert sent[-1] == "/resume"
+
+
 def test_a_pause_that_has_ended_is_extended_no_more() -> None:
     async def use(client: rl.AsyncClient) -> None:
         async with client.paused(lease=600):

@@ -117,6 +117,11 @@ def test_control_calls_take_them_too() -> None:
     ]  # fmt: skip
 
 
+def test_seeds_of_prompts_take_them_too() -> None:
+    prompts = [[1, 2], [3]]
+    assert rl.sticky_seeds([np.array(prompt) for prompt in prompts], np.int64(7)) == rl.sticky_seeds(prompts, 7)
+
+
 def test_tensors_are_converted_where_torch_is_there() -> None:
     torch = pytest.importorskip("torch") if rl.__name__ == "tokserve.rl" else None
     if torch is None:

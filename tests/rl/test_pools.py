@@ -9,6 +9,7 @@ import asyncio
 import importlib
 import inspect
 import json
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -196,6 +197,19 @@ def test_a_client_uses_the_proxy_unless_told_not_to(environment: Callable[..., N
             async with rl.AsyncClient("http://server.invalid:8000", trust_env=False) as client:
                 with pytest.raises(httpx.ConnectError):
                     await client.get("/health")
+
+    asyncio.run(scene())
+
+
+def test_connections_notice_that_the_other_machine_has_gone() -> None:
+    async def scene() -> None:
+        server = Silent()
+        async with server.served() as url, rl.AsyncClient(url) as client:
+            for pool in (client._connection.control, client._connection.rollouts):
+                response = await pool.get("/health")
+                connected = response.extensions["network_stream"].get_extra_info("socket")
+                assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                assert pool.timeout.connect and pool.timeout.read is None
 
     asyncio.run(scene())
 

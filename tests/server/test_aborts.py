@@ -314,3 +314,26 @@ def test_a_dead_engine() -> None:
     s.llm.die()
     answer = s.post("/abort_requests", {"request_ids": ["a"]})
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_dead"
+
+
+@pytest.mark.parametrize("path", sorted(BODIES))
+def test_an_id_whose_client_has_left_is_no_conflict(path: str) -> None:
+    """rl-faults E5: the second request comes before the server knows that the first one's client has gone."""
+
+    async def scene(s: Site, client: httpx.AsyncClient) -> None:
+        first = await begin(s, "a", path)
+        again = Caller(s, path, BODIES[path] | {"request_id": "a"})
+        while not again.read:
+            await asyncio.sleep(0)
+        first.hang_up()
+        await asyncio.gather(first.task)
+        s.llm.hold = False
+        await again.task
+        assert again.status == 200
+        s.llm.hold = True
+        taken = await begin(s, "b", path)
+        assert (await client.post(path, json=BODIES[path] | {"request_id": "b"})).status_code == 409
+        taken.hang_up()
+        await asyncio.gather(taken.task)
+
+    play(scene)

@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig
 from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
@@ -190,11 +191,11 @@ def rollouts(policy: Any) -> None:
     function = pieces.RolloutFunction(URL, api_key=KEY)
     state = SimpleNamespace(global_step=1)
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-    args = SimpleNamespace(seed=0, generation_kwargs=None)
+    args = GRPOConfig(seed=0, use_cpu=True, bf16=False, report_to=[])
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     trainer = SimpleNamespace(
         accelerator=Accelerator(cpu=True), model=policy, state=state, args=args, max_completion_length=2,
-        eos_token_ids=[0], processing_class=tokenizer, **sampling,
+        eos_token_ids=[0], processing_class=tokenizer, use_vllm=False, **sampling,
     )  # fmt: skip
     function(["Reverse"], trainer)
 

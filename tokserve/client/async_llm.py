@@ -11,6 +11,7 @@ import asyncio
 import logging
 import secrets
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -50,6 +51,7 @@ __all__ = ["AsyncLLM", "ChoiceOutput", "GenerateRequest", "StepStats", "Stream",
 
 logger = logging.getLogger(__name__)
 # arguments of vLLM's `generate` that change no output
+LEAVING_SECONDS = 0.25  # for which a request may seem to be in flight after its client has left
 WITHOUT_EFFECT = ("kv_hints", "reasoning_ended", "reasoning_parser_kwargs", "session_id", "trace_headers")
 
 
@@ -266,6 +268,8 @@ class AsyncLLM(AdminMethods):
         options["cache_salt"] = options.get("cache_salt") or parsed.cache_salt
         options.setdefault("draft_token_ids", parsed.draft_token_ids)
         options.setdefault("stream", rules.kind is not RequestOutputKind.FINAL_ONLY)
+        if request_id is not None:
+            await self.until_unused(request_id, params.n)
         stream = self.stream(
             await self.with_images(parsed.ids, parsed.images), params, request_id=request_id,
             text=self.tokenizer is not None, lora_request=adapter_name(lora_request), **options,
@@ -335,6 +339,14 @@ class AsyncLLM(AdminMethods):
         self._engine.check()
         sender = self._engine.submit(requests, client, announcement)
         return [Stream(sender, request) for request in requests]
+
+    async def until_unused(self, request_id: str, num_choices: int) -> None:
+        """Wait until an id is free, for a moment: a caller that sends it again may have left its first request, and
+        that is not known yet."""
+        choice_ids = [f"{bare_id(request_id)}#{index}" for index in range(num_choices)]
+        end = time.monotonic() + LEAVING_SECONDS
+        while self._engine.in_use(choice_ids) and time.monotonic() < end:
+            await asyncio.sleep(LEAVING_SECONDS / 50)
 
     async def abort(self, request_ids: str | Iterable[str], reason: str = "abort_user") -> dict[str, str]:
         """Abort a request, or several, of any client; returns when the engine has freed them.  Ids may have a reply's

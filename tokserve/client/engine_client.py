@@ -204,6 +204,10 @@ class EngineClient:
         """The ids of all requests in flight or announced, without prefixes."""
         return sorted({*self.requests.ids(), *(announce.request_id for announce in self._announced.values())})
 
+    def in_use(self, choice_ids: Sequence[str]) -> bool:
+        """Whether one of these is an engine request in flight."""
+        return self.requests.in_use(choice_ids)
+
     # --- messages ---
 
     def check(self) -> None:

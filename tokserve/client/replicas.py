@@ -143,6 +143,9 @@ class Replicas:
     def request_ids(self) -> list[str]:
         return sorted({request_id for engine in self.engines for request_id in engine.request_ids()})
 
+    def in_use(self, choice_ids: Sequence[str]) -> bool:
+        return any(engine.in_use(choice_ids) for engine in self.engines)
+
     def check(self) -> None:
         self.serving.check()
 

@@ -54,8 +54,12 @@ class Requests:
         self.tokens += sum(request.work for request in requests)
         self._submissions[call_id] = requests
 
+    def in_use(self, choice_ids: Iterable[str]) -> bool:
+        """Whether one of these is an engine request in flight."""
+        return any(choice_id in self._choices for choice_id in choice_ids)
+
     def check_unused(self, requests: Sequence[RequestState]) -> None:
-        if any(choice.request_id in self._choices for request in requests for choice in request.choices):
+        if self.in_use(choice.request_id for request in requests for choice in request.choices):
             message = f"request_id {requests[0].request_id!r} is in use by a request in flight"
             raise Conflict(message, field="request_id", code="duplicate_id")
 

@@ -366,9 +366,8 @@ class AsyncClient:
         `address`, `port`: where this process listens, as the server sees it.  `timeout`: seconds until the server must
         have come.  Raises WeightsError for a backend that is not there, TransferError if the group cannot be formed.
         """
-        await self._channel.join(
-            backend, address, port, rank_offset=rank_offset, world_size=world_size, timeout=timeout
-        )
+        options = {"rank_offset": rank_offset, "world_size": world_size, "timeout": timeout}
+        await self._channel.join(backend, address, plain(port, "port"), **plain(options))
 
     async def leave(self) -> None:
         """Close the process group at both ends; later updates go over HTTP.  Does nothing without one."""

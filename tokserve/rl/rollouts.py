@@ -26,8 +26,8 @@ def sticky_seeds(prompts: Iterable[Sequence[int]], seed: int = 0) -> list[int]:
     server drafts it from the last one.  Each is still an exact sample of the policy, but those of one prompt are
     correlated over epochs.
     """
-    key = seed.to_bytes(8, "little", signed=True)
-    packed = (np.asarray(prompt, "<i4").tobytes() for prompt in prompts)
+    key = int(seed).to_bytes(8, "little", signed=True)
+    packed = (array(prompt).astype("<i4").tobytes() for prompt in prompts)
     return [
         int.from_bytes(hashlib.blake2b(ids, digest_size=8, key=key).digest(), "little") % (1 << 62) for ids in packed
     ]

@@ -361,6 +361,8 @@ class Serving:
             self._reserve_images(generation, prompts)
             if params is not None:
                 self._check_reply(generate, tasks or [params], states, fields, entry_bytes)
+            if request.scope.get(GIVEN_ID) is not None:
+                await self.llm.until_unused(generate.request_id, sum(len(state.choices) for state in states))
             generation.streams = self._submit(request, generate, prompts, states, fields, beams)
             self.bodies.release(request)
             async with CancelOnDisconnect(request.receive):
