@@ -201,7 +201,14 @@ GPU = Need(
 )
 RAY = Need(
     "Ray",
-    ("ray/test_engines.py", "ray/test_data.py", "ray/test_examples.py", "ray/test_ranks.py", "ray/test_serve.py"),
+    (
+        "ray/test_engines.py",
+        "ray/test_data.py",
+        "ray/test_examples.py",
+        "ray/test_ranks.py",
+        "ray/test_rows.py",
+        "ray/test_serve.py",
+    ),
     lambda: _has_module("ray.serve"),
     "pip install -e '.[ray]'",
 )

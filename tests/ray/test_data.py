@@ -59,6 +59,7 @@ def test_ten_thousand_prompts(tmp_path: Path) -> None:
         done, log = job(cluster, tmp_path / "rows.jsonl", ROWS)
     check(done, ROWS)
     assert "Generate" in log, "no progress was shown"
+    assert "the engine died" not in log, "the end of a job is no crash"
 
 
 def test_a_dead_node_loses_no_row(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from tokserve.resolve import resolve
 PROMPTS = ("token_ids", "prompt")  # columns: ids, or text
 OUTPUTS = ("output_token_ids", "logprobs", "text", "finish_reason", "error")
 INFLIGHT = 4  # requests sent to an engine, as a multiple of those that it runs at once
+END_SECONDS = 10.0  # for an engine to end in order
 RESTARTS = 3  # within ten minutes, unless `restart_engine` says otherwise
 
 
@@ -50,12 +52,14 @@ def generate(
 
 
 class Generate:
-    """The class for `Dataset.map_batches`: takes the column `token_ids` or `prompt`, and adds `output_token_ids`,
-    `logprobs` (of the output's tokens, if `sampling_params` has `logprobs`, else empty), `text`, `finish_reason` and
-    `error`, which is empty for a row that was served.
+    """The class for `Dataset.map_batches`: takes each row's `token_ids`, or `prompt` where it has none, and adds
+    `output_token_ids`, `logprobs` (of the output's tokens, if `sampling_params` has `logprobs`, else empty), `text`,
+    `finish_reason` and `error`, which is empty for a row that was served.
 
     A column `sampling_params` (an object, or None) changes those of its row.  Other columns are kept.
     """
+
+    _loop: asyncio.AbstractEventLoop | None = None
 
     def __init__(self, model: str, sampling_params: Mapping[str, Any] | None = None, **options: Any) -> None:
         values = {"restart_engine": RESTARTS, **options}
@@ -68,18 +72,29 @@ class Generate:
     async def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A batch of rows as columns, with the outputs' columns."""
         if self._starting is None:
+            self._loop = asyncio.get_running_loop()
             self._starting = asyncio.ensure_future(self._llm.start())
         await asyncio.shield(self._starting)
-        column = next((name for name in PROMPTS if name in batch), None)
-        if column is None:
+        columns = [batch[name] for name in PROMPTS if name in batch]
+        if not columns:
             raise ValueError(f"the data set needs a column {' or '.join(PROMPTS)}, and has {', '.join(batch)}")
-        prompts = batch[column]
+        prompts = [next((one for one in row if not _is_missing(one)), None) for row in zip(*columns, strict=True)]
         changes = batch.get("sampling_params", [None] * len(prompts))
         rows = await asyncio.gather(*(self._row(*row) for row in zip(prompts, changes, strict=True)))
         added = {name: _column([row[name] for row in rows]) for name in OUTPUTS}
         return batch | added
 
-    async def _row(self, prompt: Any, changes: Mapping[str, Any] | None) -> dict[str, Any]:
+    def __del__(self) -> None:
+        """End the engine when Ray Data drops this object at the end of a job.  Ray kills the processes of an actor that
+        ends, which would look like an engine that died."""
+        if self._loop is None or not self._loop.is_running():
+            return
+        ending = asyncio.run_coroutine_threadsafe(self._llm.shutdown(), self._loop)
+        if asyncio._get_running_loop() is not self._loop:
+            with suppress(TimeoutError):
+                ending.result(END_SECONDS)
+
+    async def _row(self, prompt: Any, changes: Any) -> dict[str, Any]:
         async with self._inflight:
             while True:
                 try:
@@ -91,18 +106,54 @@ class Generate:
                 except RequestError as error:
                     return _row(error=error.message)
 
-    async def _served(self, prompt: Any, changes: Mapping[str, Any] | None) -> dict[str, Any]:
-        params = _params(self._params | {name: value for name, value in (changes or {}).items() if value is not None})
+    async def _served(self, prompt: Any, changes: Any) -> dict[str, Any]:
+        params = _params(self._params | _changes(changes))
         tokenizer = self._llm.tokenizer
-        if isinstance(prompt, str):
-            if tokenizer is None:
-                raise RequestError("prompts of text need a tokenizer; this engine has none", field="prompt")
-            ids = tokenizer.encode(prompt)
+        if not isinstance(prompt, str):
+            ids = _ids(prompt)
+        elif tokenizer is None:
+            raise RequestError("prompts of text need a tokenizer; this engine has none", field="prompt")
         else:
-            ids = [int(token) for token in prompt]
+            ids = tokenizer.encode(prompt)
         stream = self._llm.stream(ids, params, text=tokenizer is not None, stream=False)
         (output,) = await collect(stream)
         return _row(output)
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a row has nothing in a column that others have: None, or NaN."""
+    return value is None or (isinstance(value, float | np.floating) and bool(np.isnan(value)))
+
+
+def _ids(prompt: Any) -> list[int]:
+    """Token ids of a row.  Raises RequestError."""
+    if prompt is None:
+        raise RequestError(f"the row has neither {' nor '.join(PROMPTS)}", field=PROMPTS[0])
+    try:
+        values = np.asarray(prompt if isinstance(prompt, np.ndarray | list | tuple) else None)
+    except ValueError:  # lists in it, of different lengths
+        values = np.asarray(None)
+    is_whole = values.dtype.kind in "iu" or (values.dtype.kind == "f" and bool(np.all(values == np.floor(values))))
+    if values.ndim != 1 or not is_whole:
+        raise RequestError("token_ids: must be a list of integers", field=PROMPTS[0])
+    return [int(token) for token in values]
+
+
+def _changes(values: Any) -> dict[str, Any]:
+    """A row's own sampling parameters, without those that only other rows have.  Raises RequestError."""
+    if _is_missing(values):
+        return {}
+    if not isinstance(values, Mapping):
+        raise RequestError("sampling_params: must be an object", field="sampling_params")
+    plain = {
+        name: value.tolist() if isinstance(value, np.ndarray | np.generic) else value for name, value in values.items()
+    }
+    return {name: _as_given(value) for name, value in plain.items() if not _is_missing(value)}
+
+
+def _as_given(value: Any) -> Any:
+    """A whole number as one: beside rows that have none, a column of them becomes one of floats."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _params(values: Mapping[str, Any]) -> SamplingParams:
