@@ -46,7 +46,7 @@ def test_tokens_only_gives_the_same_bits(demo: Server, tokens_only: Served) -> N
 
 
 def test_text_routes_are_absent_with_tokens_only(tokens_only: Served) -> None:
-    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+    for path in ("/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"):
         answer = tokens_only.post(path, {"messages": []})
         assert answer.status_code == 404 and "tokens-only" in answer.json()["error"]["message"]
     answer = tokens_only.post("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"stop": ["a"]}})

@@ -333,3 +333,34 @@ def test_the_number_of_parts_of_a_prediction_is_limited(count: int, status: int)
     answer = site(says("x")).post(COMPLETIONS, {"prompt": "ab", "prediction": prediction})
     assert answer.status_code == status
     assert status == 200 or answer.json()["error"]["param"].startswith("prediction.content")
+
+
+def test_ids_without_a_tokenizer() -> None:
+    """peer-suites-3 (c): trainers send ids to servers with --skip-tokenizer-init."""
+    s = site(endless, tokens_only=True)
+    fields: dict[str, Any] = {"return_token_ids": True, "logprobs": 1, "prompt_logprobs": 1, "echo": True, "n": 2}
+    reply = ask(s, [5, 6, 8], max_tokens=3, **fields)
+    same = ask(site(endless), [5, 6, 8], max_tokens=3, **fields)
+    assert reply["usage"] == same["usage"]
+    for choice, expected in zip(reply["choices"], same["choices"], strict=True):
+        assert choice["text"] == "" and choice["token_ids"] == expected["token_ids"]
+        assert choice["prompt_token_ids"] == [5, 6, 8] and choice["finish_reason"] == "length"
+        logprobs = choice["logprobs"]
+        assert logprobs["tokens"] == [f"token_id:{token}" for token in [5, 6, 8, *choice["token_ids"]]]
+        assert logprobs["token_logprobs"] == expected["logprobs"]["token_logprobs"]
+        assert list(choice["prompt_logprobs"][1]) == list(expected["prompt_logprobs"][1])
+    events = s.events(COMPLETIONS, {"prompt": [[5], [6]], "max_tokens": 3, "return_token_ids": True})
+    ids = [[t for e in events for c in e["choices"] if c["index"] == i for t in c["token_ids"]] for i in (0, 1)]
+    assert ids == [c["token_ids"] for c in ask(s, [[5], [6]], max_tokens=3, return_token_ids=True)["choices"]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": "ab"}, "prompt"), ({"prompt": [[5], "ab"]}, "prompt[1]"), ({"stop": ["x"]}, "stop"),
+        ({"bad_words": ["x"]}, "bad_words"), ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+    ],
+)  # fmt: skip
+def test_texts_without_a_tokenizer_are_refused(fields: dict[str, Any], param: str) -> None:
+    answer = site(tokens_only=True).post(COMPLETIONS, {"prompt": [5]} | fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text

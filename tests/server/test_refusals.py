@@ -289,7 +289,7 @@ def test_text_on_a_tokens_only_server(body: Any, param: str, message: str) -> No
     refused(site(tokens_only=True).post(GENERATE, body), 400, param, message)
 
 
-TEXT_ROUTES = [CHAT, COMPLETIONS, "/v1/responses", "/tokenize", "/detokenize", "/v1/chat/completions/tokens"]
+TEXT_ROUTES = [CHAT, "/v1/responses", "/tokenize", "/detokenize", "/v1/chat/completions/tokens"]
 
 
 @pytest.mark.parametrize("route", TEXT_ROUTES)

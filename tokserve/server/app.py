@@ -79,7 +79,7 @@ ENDPOINTS = (
     Endpoint(POST, "/v1/chat/completions", chat.chat, CHAT, text=True, reply=chat.ChatReply, runner="generate"),
     Endpoint(POST, "/v1/chat/completions/tokens", chat.chat_tokens, CHAT, text=True, reply=chat.ChatReply,
              runner="generate"),
-    Endpoint(POST, "/v1/completions", completions.completions, schemas.CompletionBody, text=True,
+    Endpoint(POST, "/v1/completions", completions.completions, schemas.CompletionBody,
              reply=completions.CompletionReply, runner="generate"),
     Endpoint(POST, "/v1/embeddings", embeddings.embeddings, embeddings.EmbeddingBody, reply=EMBEDDINGS,
              runner="pooling", raises=POOLING),

@@ -1,6 +1,7 @@
 """Completions: text or ids in, text out, in OpenAI's older shape; evaluation harnesses use it to score texts.
 
 Several prompts are several requests in the engine under one id; choices are numbered prompt-major.
+Without a tokenizer (--tokens-only) prompts are ids, and texts are empty: replies have the ids of `return_token_ids`.
 `echo` puts the prompt before the output, with its logprobs if any are requested; `max_tokens` 0 then only
 scores: the engine generates one token, which is dropped.
 """
@@ -20,7 +21,7 @@ from starlette.responses import Response
 from tokserve.client.beam_search import BeamSearchParams
 from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import ChoiceOutput, Logprobs
-from tokserve.errors import RequestError
+from tokserve.errors import RequestError, invalid
 from tokserve.params import SamplingParams
 from tokserve.server.generation import ReplyContext, Usage
 from tokserve.server.http.body import encode_json, wants_msgpack
@@ -111,7 +112,7 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
     schemas.check_stream(body, replies and wants_msgpack(request))
     serving.name_request(request, body, is_sent=replies)
     params = await off_loop(request, size, lambda: sampling_params(serving, body))
-    bare = serving.request_of(request, body, params, score_each=True)
+    bare = serving.request_of(request, body, params, text=serving.text, score_each=True)
     prompts = await off_loop(request, size, lambda: parse_prompts(body.prompt))
     if len(prompts) * params.n > MAX_CHOICES:
         count = f"{len(prompts)} prompts with n {params.n}"
@@ -193,6 +194,9 @@ def tokenized(
     """The prompts as token ids.  `min_bytes`: of a text that need not fit into the context."""
     where = [f"{field}[{index}]" if listed else field for index in range(len(prompts))]
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if texts and not serving.text:
+        index = next(index for index, prompt in enumerate(prompts) if isinstance(prompt, str))
+        raise invalid(where[index], "needs a tokenizer, and this is a tokens-only server: send ids", code="tokens_only")
     for prompt, name in zip(prompts, where, strict=True):
         if isinstance(prompt, str):
             serving.check_text(prompt, name, min_bytes)
@@ -216,9 +220,9 @@ class CompletionRenderer:
         self._model = serving.answers_as(body.model)
         self._generation = generation
         self._prompts = prompts
-        self._tokenizer = serving.tokenizer
+        self._tokenizer = serving.tokenizer if serving.text else None
         self._skip_special = params.skip_special_tokens
-        self._spelling = logprobs.Spelling(serving.tokenizer, schemas.shows_ids(serving, body))
+        self._spelling = logprobs.Spelling(self._tokenizer, schemas.shows_ids(serving, body))
         self._ids = bool(body.return_token_ids)
         self._versions = self._ids or bool(body.return_weight_versions)
         self._echo = bool(body.echo)
@@ -252,7 +256,8 @@ class CompletionRenderer:
         begins = c.index not in self._places
         if begins:
             prompt = self._begin(choice, c.prompt_logprobs, parts)
-            self._places[c.index] = logprobs.TextOffset(self._tokenizer.pieces(self._skip_special), len(prompt))
+            pieces = logprobs.pieces_of(self._tokenizer, self._skip_special)
+            self._places[c.index] = logprobs.TextOffset(pieces, len(prompt))
         if self._has_logprobs:
             make_logprobs = partial(self._logprobs, c, begins)
             choice.logprobs = make_logprobs() if parts is None else parts.defer(single_part(make_logprobs))
@@ -272,10 +277,7 @@ class CompletionRenderer:
         shown = TextLogprobs()
         if begins and self._echo:
             ids = self._generation.prompt_ids(c.index)
-            text = self._prompt_text(c.index)
-            exact = self._tokenizer.decode(ids, False) == text
-            spaced = self._tokenizer.continuation(ids, not exact).startswith(" ") and not text.startswith(" ")
-            place = logprobs.TextOffset(self._tokenizer.pieces(not exact), -spaced)
+            place = self._prompt_start(ids, self._prompt_text(c.index))
             shown.add(None, ids[:1], self._spelling, place, 0, is_last=len(ids) == 1)
             top = c.prompt_logprobs.width if c.prompt_logprobs and self._top == -1 else max(0, self._top or 0)
             shown.add(c.prompt_logprobs, ids[1:], self._spelling, place, top, is_last=True)
@@ -285,10 +287,18 @@ class CompletionRenderer:
             shown.add(c.logprobs, c.token_ids, self._spelling, place, c.logprobs.width, is_last=is_last)
         return shown
 
+    def _prompt_start(self, ids: list[int], text: str) -> logprobs.TextOffset:
+        """Where the tokens of the prompt, which has this `text`, begin."""
+        if self._tokenizer is None:
+            return logprobs.TextOffset(logprobs.NoPieces())
+        exact = self._tokenizer.decode(ids, False) == text
+        spaced = self._tokenizer.continuation(ids, not exact).startswith(" ") and not text.startswith(" ")
+        return logprobs.TextOffset(self._tokenizer.pieces(not exact), -spaced)
+
     def _prompt_text(self, index: int) -> str:
         prompt = self._prompts[index // self._generation.n]
-        if isinstance(prompt, str):
-            return prompt
+        if isinstance(prompt, str) or self._tokenizer is None:
+            return prompt if isinstance(prompt, str) else ""
         return self._tokenizer.decode(self._generation.prompt_ids(index), self._skip_special)
 
     def _begin(self, choice: CompletionChoice, scores: Logprobs | None, parts: DeferredParts | None) -> str:
@@ -300,7 +310,7 @@ class CompletionRenderer:
         if self._num_prompt_logprobs is not None:
             first = max(1, self._start)
             top = columns.width if self._num_prompt_logprobs == -1 else self._num_prompt_logprobs
-            args = (columns, ids, first, top, self._tokenizer.token)
+            args = (columns, ids, first, top, None if self._tokenizer is None else self._tokenizer.token)
             later = logprobs.prompt_objects_encoder
             choice.prompt_logprobs = logprobs.prompt_objects(*args) if parts is None else parts.defer(later(*args))
         if not self._echo:

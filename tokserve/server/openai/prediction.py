@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tokserve.client.inputs import GenerateRequest
-from tokserve.errors import RequestError
+from tokserve.errors import RequestError, invalid
 from tokserve.server.openai.schemas import TextBody
 from tokserve.server.serving import Serving
 
@@ -17,6 +17,8 @@ def with_prediction(serving: Serving, body: TextBody, generate: GenerateRequest)
         return generate
     if generate.options.draft_token_ids is not None:
         raise RequestError("prediction and draft_token_ids are mutually exclusive", field="prediction")
+    if not serving.text:
+        raise invalid("prediction", "needs a tokenizer: send draft_token_ids", code="tokens_only")
     content = prediction.content
     text = content if isinstance(content, str) else "".join(part.text for part in content)
     serving.check_text(text, "prediction")

@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 
 from tokserve.client.outputs import Logprobs
 from tokserve.server.replies.reply_parts import PartEncoder, encode_list
-from tokserve.text.tokenizer import Pieces, Tokenizer
+from tokserve.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 FLOOR = -9999.0  # the logprob of probability zero in JSON
@@ -68,14 +68,27 @@ class Labels(dict[int, str]):
         return text
 
 
-class Spelling:
-    """The names of tokens in a text route: their text, or `token_id:<id>` on request."""
+class NoPieces(dict[int, bytes]):
+    """The bytes of tokens where no tokenizer knows them: none."""
 
-    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
-        self._pieces = tokenizer.pieces(skip_special_tokens=False)
-        self._as_ids = as_ids
-        self.names: Mapping[int, str] = IdNames() if as_ids else tokenizer.texts(final=True)
-        self._completed: Mapping[int, str] = self.names if as_ids else tokenizer.texts(final=False)
+    def __missing__(self, token_id: int) -> bytes:
+        return b""
+
+
+def pieces_of(tokenizer: Tokenizer | None, skip_special_tokens: bool) -> Mapping[int, bytes]:
+    """The bytes that tokens add to a text."""
+    return NoPieces() if tokenizer is None else tokenizer.pieces(skip_special_tokens)
+
+
+class Spelling:
+    """The names of tokens in a text route: their text, or `token_id:<id>` on request or without a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer | None, as_ids: bool) -> None:
+        self._pieces = pieces_of(tokenizer, skip_special_tokens=False)
+        self._as_ids = as_ids = as_ids or tokenizer is None
+        texts = IdNames() if as_ids or tokenizer is None else tokenizer.texts(final=True)
+        self.names: Mapping[int, str] = texts
+        self._completed = texts if as_ids or tokenizer is None else tokenizer.texts(final=False)
         self._labels: Mapping[int, str] = self.names if as_ids else Labels(self)
 
     def names_at(self, offset: TextOffset) -> Named:
@@ -124,7 +137,7 @@ class TextOffset:
     where the text lacks some that its tokens begin with.
     """
 
-    def __init__(self, pieces: Pieces, offset: int = 0) -> None:
+    def __init__(self, pieces: Mapping[int, bytes], offset: int = 0) -> None:
         self.offset = offset
         self._pieces = pieces
         self._rest = b""

@@ -35,7 +35,7 @@ ENDPOINTS = (
              reply=(reply.SglangReply, list[reply.SglangReply]), runner="generate", errors=GENERATE),
     Endpoint(("POST",), "/v1/chat/completions", chat.chat_completions, chat.SglangChatBody, text=True, reply=ChatReply,
              runner="generate"),
-    Endpoint(("POST",), "/v1/completions", completions.text_completions, CompletionBody, text=True,
+    Endpoint(("POST",), "/v1/completions", completions.text_completions, CompletionBody,
              reply=CompletionReply, runner="generate"),
     *(Endpoint(("POST",), path, tokenize.tokenize_texts, tokenize.SglangTokenizeBody, text=True, raises=PROMPT,
                reply=(TokenizeReply, tokenize.TokenizedTexts)) for path in ("/tokenize", "/v1/tokenize")),
