@@ -152,9 +152,11 @@ class Overloaded(RequestError):
 
 
 class QueueFull(Overloaded):
-    """429: the queue, or the client, has reached its limit of requests; nothing of this request is kept."""
+    """429: the queue, or the client, has reached its limit of requests; nothing of this request is kept.  `limit`: the
+    option that sets the limit of the queue, or ""."""
 
     status = 429
+    limit = ""
 
 
 class Unavailable(RequestError):
@@ -219,11 +221,14 @@ REFUSALS = (  # codes of a `SubmitReply` that refuses a submission
 
 
 def refused(refusal: str, message: str, retry_after: int = 1, field: str = "") -> RequestError:
-    """The error of a request that the engine refused; `field`: the sampling parameter at fault, or ""."""
+    """The error of a request that the engine refused; `field`: the sampling parameter at fault, the option whose limit
+    is reached, or ""."""
     if refusal == "duplicate_id":
         return Conflict(message, field="request_id", code=refusal)
     if refusal in ("queue_full", "client_limit"):
-        return QueueFull(message, retry_after=retry_after, code=refusal)
+        full = QueueFull(message, retry_after=retry_after, code=refusal)
+        full.limit = field
+        return full
     if refusal in ("draining", "paused"):
         return Overloaded(message, retry_after=retry_after, code=refusal)
     if refusal == "model_not_found":

@@ -19,6 +19,8 @@ from tokserve.params import PoolingParams, RequestOptions, SamplingParams
 from tokserve.prompt import TokenPrompt, unpack_ids
 
 MASK_ROW = 12  # bytes of a token in `SamplingMasks.rows`
+STEP_TOKENS = (1, 8, *(16 << i for i in range(11)))  # upper bounds of the buckets of `tokens_by_step`, up to 16384
+PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)  # likewise, of `preemptions_by_request`
 AGES = 5  # 0, 1, 2, 3, and 4 or more changes of the weights
 
 
@@ -320,6 +322,8 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     `draft_steps`: steps of requests that had drafts; `draft_tokens`: their drafts; `accepted_by_position`: those that
     were accepted, by their position in the row; `drafts_by_source`: drafts and accepted ones.  `snapshots`: a gauge of
     the recurrent states that are kept.  `store`: of the KV store.
+    `tokens_by_step`: numbers of steps by the tokens that they computed, with buckets up to `STEP_TOKENS` and beyond,
+    then all these tokens; `preemptions_by_request`: of ended requests by how often they were preempted, likewise.
     """
 
     running: int = 0
@@ -348,6 +352,8 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     drafts_by_source: dict[str, tuple[int, int]] = {}
     snapshots: int = 0
     store: StoreStats = StoreStats()
+    tokens_by_step: list[int] = []
+    preemptions_by_request: list[int] = []
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
@@ -463,7 +469,8 @@ class Dead(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 class SubmitReply(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
     """The answer to a `Submit`: accepted, unless `refusal` is one of `errors.REFUSALS`.  `retry_after`: seconds after
-    which the same may be accepted.  `field`: the sampling parameter at fault, or ""."""
+    which the same may be accepted.  `field`: the sampling parameter at fault, the option whose limit is reached, or
+    ""."""
 
     call_id: int
     refusal: str = ""

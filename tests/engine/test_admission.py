@@ -9,7 +9,7 @@ import pytest
 from tests.engine.harness import Engine
 from tests.engine.solo import VOCAB
 from tokserve.engine import admission, core
-from tokserve.messages import Abort, Call, EngineRequest, Submit, SubmitReply
+from tokserve.messages import PREEMPTIONS, STEP_TOKENS, Abort, Call, EngineRequest, Submit, SubmitReply
 from tokserve.params import StructuredOutputs
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
@@ -290,3 +290,21 @@ def test_a_large_abort_is_made_in_slices_and_an_id_is_free_at_once(monkeypatch: 
     assert ended() >= 11, "what is left of the aborted is ended first"
     engine.run()
     engine.check_complete("running")
+
+
+@DEPTHS
+def test_steps_and_ended_requests_are_counted_by_size(depth: int) -> None:
+    """peer-suites-3 A22: as many steps and requests as there were, with all their tokens and preemptions."""
+    engine = Engine(num_blocks=8, context=32, depth=depth, max_num_seqs=2)
+    for key in "ab":
+        assert waiting(engine, key, 6) == ""
+    while engine.stats.preemptions == 0:
+        engine.step()
+    assert sum(engine.stats.preemptions_by_request) == 0, "none has ended"
+    engine.run()
+    stats = engine.stats
+    *ended, preemptions = stats.preemptions_by_request
+    assert sum(ended) == 2 and preemptions == stats.preemptions and len(ended) == len(PREEMPTIONS) + 1
+    *steps, tokens = stats.tokens_by_step
+    assert sum(steps) == stats.steps and len(steps) == len(STEP_TOKENS) + 1
+    assert tokens >= stats.prompt_tokens + stats.output_tokens - 2, "the last tokens are not computed again"

@@ -73,6 +73,7 @@ def test_requests_that_would_wait_are_counted() -> None:
     assert limits.excess([5, 5], [5], 0.0) is None  # one of them need not wait
     actual = limits.excess([5, 5], [], 0.0)
     assert actual is not None and "3 requests would wait, and at most 2 may (--max-queued-requests)" in actual[0]
+    assert actual.option == "max_queued_requests"
     assert actual[1] == 1  # no request has left the queue yet, so its rate is unknown
     limits.left(5)
     assert limits.excess([5, 5], [], 0.0) is None
@@ -86,7 +87,7 @@ def test_when_to_ask_again_follows_from_the_pace_of_those_that_left() -> None:
     limits.added(90)
     actual = limits.excess([60], [], 3.0)  # 50 too many, at 40 in two seconds
     assert actual is not None and "150 prompt tokens would wait, and at most 100 may (--max-queued-tokens)" in actual[0]
-    assert actual[1] == 3
+    assert actual[1] == 3 and actual.option == "max_queued_tokens"
     assert limits.excess([10], [], 3.0) is None and limits.excess([60], [60], 3.0) is None
     for length, seconds in ((11, 1), (10**6, LONGEST_RETRY)):
         actual = limits.excess([length], [], 3.0)

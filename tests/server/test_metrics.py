@@ -5,6 +5,7 @@ import re
 import time
 
 import msgspec
+import pytest
 
 from tests.server.scripted_llm import TOKEN_SECONDS, WAIT_SECONDS, says
 from tests.server.site import Site, site
@@ -173,7 +174,7 @@ def test_vllms_names_are_exported_on_demand_and_only_those_it_has() -> None:
     s.post("/v1/completions", {"prompt": "a"})
     shown = s.get("/metrics").text
     families = set(re.findall(r"^# TYPE vllm:(\w+) ", shown, re.MULTILINE))
-    assert {name.removesuffix("_total") for name in families} == VLLM_METRICS
+    assert {name.removesuffix("_total") for name in families} == {name.removesuffix("_total") for name in VLLM_METRICS}
     for line in shown.splitlines():
         if line.startswith("vllm:"):
             assert line.replace("vllm:", "tokserve:", 1) in shown
@@ -211,3 +212,40 @@ def test_a_blocked_event_loop_shows() -> None:
     asyncio.run(block())
     assert values(s)["tokserve:event_loop_lag_seconds_sum"] > 0.15
     assert values(s)["tokserve:event_loop_stall_seconds_sum"] > 0.15
+
+
+def test_tokens_of_steps_and_preemptions_of_choices_are_histograms() -> None:
+    """peer-suites-3 A22."""
+    s = site(vllm_metric_names=True)
+    s.post("/v1/completions", {"prompt": [5] * 20, "max_tokens": 3, "n": 2})
+    shown = s.get("/metrics").text
+    at = 'engine="0",'
+    steps = float(re.findall(r"^tokserve:engine_steps_total{.*} (.*)$", shown, re.MULTILINE)[0])
+    for line in (
+        f'request_num_preemptions_bucket{{{at}le="1.0",model_name="tiny"}} 2.0',
+        f'request_num_preemptions_bucket{{{at}le="+Inf",model_name="tiny"}} 2.0',
+        f'request_num_preemptions_count{{{at}model_name="tiny"}} 2.0',
+        f'request_num_preemptions_sum{{{at}model_name="tiny"}} 0.0',
+        f'iteration_tokens_total_bucket{{{at}le="16384.0",model_name="tiny"}} {steps}',
+        f'iteration_tokens_total_count{{{at}model_name="tiny"}} {steps}',
+    ):
+        assert f"\nvllm:{line}\n" in shown and f"\ntokserve:{line}\n" in shown, line
+    buckets = re.findall(r'^vllm:iteration_tokens_total_bucket{engine="0",le="(.*?)".* (.*)$', shown, re.MULTILINE)
+    assert [bound for bound, _ in buckets] == ["1.0", "8.0", *(str(float(16 << i)) for i in range(11)), "+Inf"]
+    assert float(dict(buckets)["8.0"]) < steps, "the prompts were computed in larger steps"
+    total = float(re.findall(r"^vllm:iteration_tokens_total_sum{.*} (.*)$", shown, re.MULTILINE)[0])
+    assert total >= 20 + 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [("max_queued_requests", "max_num_queued_reqs"), ("max_queued_tokens", "max_num_queued_tokens")],
+)
+def test_refusals_of_a_full_queue_are_counted_by_its_limit(option: str, reason: str) -> None:
+    """peer-suites-3 A22."""
+    s = site(vllm_metric_names=True, max_num_seqs=1, **{option: 1})
+    assert s.post("/v1/completions", {"prompt": [5, 6], "n": 4}).status_code == 429
+    shown = s.get("/metrics").text
+    for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
+        line = f'admission_rejections_total{{engine="0",model_name="tiny",reason="{name}"}} {float(name == reason)}'
+        assert f"\nvllm:{line}\n" in shown, name

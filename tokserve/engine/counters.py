@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from tokserve.engine.request import Request
-from tokserve.messages import AGES
+from tokserve.messages import AGES, PREEMPTIONS, STEP_TOKENS
 
 EPOCHS_KEPT = 1000
 
@@ -35,6 +37,20 @@ class DraftCounters:
             at[index] += 1
 
 
+class Tally:
+    """How many values lie in each bucket, and their sum.  `bounds`: the upper bounds of all buckets but the last."""
+
+    __slots__ = ("_bounds", "values")
+
+    def __init__(self, bounds: Sequence[int]) -> None:
+        self._bounds = bounds
+        self.values = [0] * (len(bounds) + 2)  # counts, and the sum
+
+    def add(self, value: int) -> None:
+        self.values[bisect_left(self._bounds, value)] += 1
+        self.values[-1] += value
+
+
 class Counters(msgspec.Struct):
     """Since the engine's start; tokens unless said otherwise."""
 
@@ -48,11 +64,15 @@ class Counters(msgspec.Struct):
     nan_requests: int = 0  # requests
     tokens_by_age: list[int] = msgspec.field(default_factory=lambda: [0] * AGES)
     drafts: DraftCounters = msgspec.field(default_factory=DraftCounters)
+    tokens_by_step: Tally = msgspec.field(default_factory=lambda: Tally(STEP_TOKENS))
+    preemptions_by_request: Tally = msgspec.field(default_factory=lambda: Tally(PREEMPTIONS))
 
     def values(self) -> dict[str, Any]:
         """A copy, by the names of `StepStats`."""
         values = msgspec.structs.asdict(self) | {"tokens_by_age": self.tokens_by_age.copy()}
         drafts = values.pop("drafts")
+        for name in ("tokens_by_step", "preemptions_by_request"):
+            values[name] = values[name].values.copy()
         return values | {
             "draft_steps": drafts.num_steps, "draft_tokens": drafts.num_drafts,
             "accepted_by_position": drafts.accepted_at.copy(), "drafts_by_source": drafts.by_source.copy(),

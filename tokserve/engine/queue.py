@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from tokserve.engine.request import Request
 
@@ -68,6 +69,14 @@ class Queue:
         del self._keys[index], self._requests[index]
 
 
+class Excess(NamedTuple):
+    """Why requests may not wait, after how many seconds to retry, and the option whose limit they would exceed."""
+
+    message: str
+    seconds: int
+    option: str
+
+
 class QueueLimits:
     """Limits on accepted requests that have had no slot so far: on their number, and on the tokens of their prompts;
     None: no limit."""
@@ -99,19 +108,21 @@ class QueueLimits:
         self.requests -= 1
         self.tokens -= length
 
-    def excess(self, lengths: Sequence[int], served: Sequence[int], now: float) -> tuple[str, int] | None:
-        """Why requests with prompts of these lengths may not wait too, and after how many seconds to retry.  `served`:
-        the lengths of those, new or waiting, that need not wait."""
+    def excess(self, lengths: Sequence[int], served: Sequence[int], now: float) -> Excess | None:
+        """Why requests with prompts of these lengths may not wait too, if so.  `served`: the lengths of those, new or
+        waiting, that need not wait."""
         requests = self.requests + len(lengths) - len(served)
         tokens = self.tokens + sum(lengths) - sum(served)
         if self._max_requests is not None and requests > self._max_requests:
             pace = [1 for _ in self._admitted]
             what = f"{requests} requests would wait, and at most {self._max_requests} may (--max-queued-requests)"
-            return f"the queue is full: {what}", self._seconds(requests - self._max_requests, pace, now)
+            seconds = self._seconds(requests - self._max_requests, pace, now)
+            return Excess(f"the queue is full: {what}", seconds, "max_queued_requests")
         if self._max_tokens is not None and tokens > self._max_tokens:
             pace = [length for _, length in self._admitted]
             what = f"{tokens} prompt tokens would wait, and at most {self._max_tokens} may (--max-queued-tokens)"
-            return f"the queue is full: {what}", self._seconds(tokens - self._max_tokens, pace, now)
+            seconds = self._seconds(tokens - self._max_tokens, pace, now)
+            return Excess(f"the queue is full: {what}", seconds, "max_queued_tokens")
         return None
 
     def _seconds(self, amount: int, pace: Sequence[int], now: float) -> int:

@@ -65,9 +65,9 @@ class Request:
         "_draft_log", "_eos_allowed", "_follower", "adapter", "admitted", "arrival", "blocks_sent", "cached_tokens",
         "client", "draft_state", "drafts", "draw_state", "features", "finish", "first_token", "grammar",
         "is_decoding", "joint", "kv_transfer_reply", "last_step", "limit", "num_computed", "num_in_flight",
-        "num_settled", "num_state", "number", "options", "output", "owner", "pending_grammar", "prediction",
-        "prompt_len", "prompt_only", "received", "request_id", "second", "seed", "share", "slot", "snapshot",
-        "stalled", "state", "steps_in_flight", "stop_ids", "stopping", "table", "task", "tokens", "withheld",
+        "num_preemptions", "num_settled", "num_state", "number", "options", "output", "owner", "pending_grammar",
+        "prediction", "prompt_len", "prompt_only", "received", "request_id", "second", "seed", "share", "slot",
+        "snapshot", "stalled", "state", "steps_in_flight", "stop_ids", "stopping", "table", "task", "tokens", "withheld",
     )  # fmt: skip  # many may wait
 
     def __init__(
@@ -106,7 +106,7 @@ class Request:
         self.num_computed = 0  # positions computed, or planned to be; drafts in flight count as accepted
         self.num_settled = 0  # positions whose computation is known to stay
         self.num_in_flight = 0  # tokens that steps in flight sample, at most
-        self.steps_in_flight = 0  # that mention it
+        self.steps_in_flight = self.num_preemptions = 0  # steps that mention it; times that it lost its slot
         self.last_step = -1  # the newest step with a row of it
         self.num_state = 0  # the position of its recurrent state, once what is planned is computed
         self.snapshot = -1  # that its state began with

@@ -21,7 +21,7 @@ from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.output.columns import PackedMasks, PackedRows
 from tokserve.engine.pace import StepPace
 from tokserve.engine.plan_builder import InFlightStep, PlanBuilder, ScheduledRow
-from tokserve.engine.queue import POLICIES, Queue, QueueLimits
+from tokserve.engine.queue import POLICIES, Excess, Queue, QueueLimits
 from tokserve.engine.request import Request, State
 from tokserve.engine.speculation.drafter import Drafter
 from tokserve.errors import StartError
@@ -138,9 +138,9 @@ class Scheduler:
             self._parked.remove(request)
             self._waiting.add(request)
 
-    def excess(self, lengths: Sequence[int], now: float) -> tuple[str, int] | None:
-        """Why new requests with prompts of these lengths may not wait, and after how many seconds to retry.  Requests
-        that will have a free slot with the next plan do not wait."""
+    def excess(self, lengths: Sequence[int], now: float) -> Excess | None:
+        """Why new requests with prompts of these lengths may not wait, if so.  Requests that will have a free slot with
+        the next plan do not wait."""
         if not self._limits.active:
             return None
         slots = 0 if self._short else len(self._free_slots)
@@ -160,6 +160,7 @@ class Scheduler:
         self._stalled.discard(request)
         self.shares.ended(request)
         self.weights.count_ages(request, self.counters.tokens_by_age)
+        self.counters.preemptions_by_request.add(request.num_preemptions)
         if self._drafter is not None:
             self._drafter.on_end(request)
         request.state = State.ENDED
@@ -382,6 +383,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self.counters.preemptions += 1
+        request.num_preemptions += 1
         self._stop_running(request)
         request.state = State.LEAVING
         self._release_slot(request)
@@ -444,6 +446,7 @@ class Scheduler:
         if step.step != result.step:
             raise RuntimeError(f"the result is of step {result.step}, but step {step.step} is the oldest in flight")
         self.counters.steps += 1
+        self.counters.tokens_by_step.add(step.num_tokens)
         seconds = now - max(step.planned, self._answered)
         draft_passes = result.draft_passes
         behind: Collection[int] = () if draft_passes is None else draft_passes.behind

@@ -230,6 +230,7 @@ VLLM_METRICS = frozenset({
     "generation_tokens", "request_success", "time_to_first_token_seconds", "inter_token_latency_seconds",
     "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
     "request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
+    "iteration_tokens_total", "request_num_preemptions", "admission_rejections",
     "request_prompt_tokens", "request_generation_tokens", "request_params_n", "request_params_max_tokens",
     "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
     "spec_decode_num_accepted_tokens_per_pos", "mm_cache_queries", "mm_cache_hits",

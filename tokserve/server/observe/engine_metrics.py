@@ -7,13 +7,15 @@ metric.  What the API processes count themselves is in `metrics`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from tokserve.client.outputs import EngineReport, StepStats
 from tokserve.config import Config
+from tokserve.messages import PREEMPTIONS, STEP_TOKENS
 from tokserve.server.observe import store_metrics
 
 PREFIX = "tokserve:"
@@ -52,6 +54,15 @@ COUNTERS: tuple[tuple[str, str, Value], ...] = (
 )
 
 
+TALLIES: tuple[tuple[str, str, Sequence[int], Callable[[StepStats], list[int]]], ...] = (
+    ("iteration_tokens_total", "Tokens computed in a step.", STEP_TOKENS, lambda s: s.tokens_by_step),
+    (
+        "request_num_preemptions", "Preemptions of an ended choice.", PREEMPTIONS,
+        lambda s: s.preemptions_by_request,
+    ),
+)  # fmt: skip
+
+
 def families(reports: Sequence[EngineReport], model: str, config: Config) -> Iterator[Metric]:
     """The metrics of all engines.  `model`: value of the label `model_name`."""
     labelled = [(report, [model, str(report.rank)]) for report in reports]
@@ -62,6 +73,8 @@ def families(reports: Sequence[EngineReport], model: str, config: Config) -> Ite
         for report, labels in labelled:
             counter.add_metric(labels, value(report.stats))
         yield counter
+    for name, text, bounds, tally in TALLIES:
+        yield _histogram(name, text, bounds, [(labels, tally(report.stats)) for report, labels in labelled])
     text = "Memory reserved for recurrent states and snapshots of them."
     reserved = [(labels, _fact(report, "state_bytes")) for report, labels in labelled]
     yield _gauge("recurrent_state_bytes", text, reserved)
@@ -87,6 +100,16 @@ def _gauge(name: str, text: str, samples: Sequence[tuple[list[str], float]]) -> 
     for labels, value in samples:
         gauge.add_metric(labels, value)
     return gauge
+
+
+def _histogram(name: str, text: str, bounds: Sequence[int], samples: Sequence[tuple[list[str], list[int]]]) -> Metric:
+    """`samples`: labels, and the counts of the buckets with the sum; [] before the first report."""
+    histogram = HistogramMetricFamily(PREFIX + name, text, labels=LABELS)
+    for labels, values in samples:
+        counts = values[:-1] or [0] * (len(bounds) + 1)
+        ends = [*(repr(float(bound)) for bound in bounds), "+Inf"]
+        histogram.add_metric(labels, list(zip(ends, accumulate(counts), strict=True)), sum(values[-1:]))
+    return histogram
 
 
 def _waiting(labelled: Labelled) -> Metric:

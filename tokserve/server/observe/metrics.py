@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.config import Config
-from tokserve.errors import REFUSALS, RequestError
+from tokserve.errors import REFUSALS, QueueFull, RequestError
 from tokserve.params import SamplingParams
 from tokserve.server.compat import VLLM_METRICS
 from tokserve.server.generation import Generation, Render
@@ -42,6 +42,9 @@ SHORTEST_STALL = 0.01
 CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 REASONS = ("stop", "length", "repetition", "abort", "deadline", "error")
 CAUSES = ("abort_user", "abort_disconnect", "abort_stalled", "abort_pause", "abort_quarantine", "shutdown", "error")
+LIMITS = {  # options of the queue, as vLLM calls them
+    "max_queued_requests": "max_num_queued_reqs", "max_queued_tokens": "max_num_queued_tokens",
+}  # fmt: skip
 SAMPLED = 16  # the serialization of one stream in so many is timed
 
 
@@ -100,6 +103,7 @@ class Metrics(Collector):
         self._finished = LabelledCounter(counters, REASONS)
         self._aborts = LabelledCounter(counters, CAUSES)
         self._refusals = LabelledCounter(counters, REFUSALS)
+        self._rejections = LabelledCounter(counters, list(LIMITS.values()))
         self._truncated_masks = counters.allocate(1)
         self._images = counters.allocate(2)  # looked up, and found
         self._num_streams = 0
@@ -143,6 +147,8 @@ class Metrics(Collector):
         """Count a refused request; only refusals by the engine (`REFUSALS`) are counted, not invalid requests."""
         if error.code in REFUSALS:
             self._refusals.add(error.code)
+        if isinstance(error, QueueFull) and error.limit in LIMITS:
+            self._rejections.add(LIMITS[error.limit])
 
     def accepted(self, generation: Generation, params: SamplingParams | None) -> None:
         """Observe the parameters of an accepted request."""
@@ -231,6 +237,8 @@ class Metrics(Collector):
         yield self._labelled("request_success", "Choices ended, by reason.", "finished_reason", self._finished)
         yield self._labelled("request_aborts", "Choices aborted, by cause.", "cause", self._aborts)
         yield self._labelled("request_refusals", "Requests not accepted, by reason.", "reason", self._refusals)
+        text = "Requests not accepted since the queue is full, by limit."
+        yield self._labelled("admission_rejections", text, "reason", self._rejections)
         for histogram in self._histograms:
             family = HistogramMetricFamily(PREFIX + histogram.name, histogram.text, labels=LABELS)
             family.add_metric([self._model, ENGINE], histogram.buckets(), histogram.total)
