@@ -8,10 +8,20 @@ from typing import Any
 import msgspec
 from numpy.typing import NDArray
 
-from tokserve.messages import DraftCounts, Logprobs, Ready, SamplingMasks, Status, StepStats, StoreStats
+from tokserve.messages import (
+    PREEMPTIONS,
+    STEP_TOKENS,
+    DraftCounts,
+    Logprobs,
+    Ready,
+    SamplingMasks,
+    Status,
+    StepStats,
+    StoreStats,
+)
 
 __all__ = [
-    "ChoiceOutput", "DraftCounts", "EngineReport", "Logprobs", "Ready", "SamplingMasks", "Status", "StepStats",
+    "PREEMPTIONS", "STEP_TOKENS", "ChoiceOutput", "DraftCounts", "EngineReport", "Logprobs", "Ready", "SamplingMasks", "Status", "StepStats",
     "StoreStats", "join_logprobs", "join_masks", "merge", "total",
 ]  # fmt: skip
 

@@ -13,9 +13,8 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from tokserve.client.outputs import EngineReport, StepStats
+from tokserve.client.outputs import PREEMPTIONS, STEP_TOKENS, EngineReport, StepStats
 from tokserve.config import Config
-from tokserve.messages import PREEMPTIONS, STEP_TOKENS
 from tokserve.server.observe import store_metrics
 
 PREFIX = "tokserve:"
