@@ -21,8 +21,8 @@ from tokserve.messages import (
 )
 
 __all__ = [
-    "PREEMPTIONS", "STEP_TOKENS", "ChoiceOutput", "DraftCounts", "EngineReport", "Logprobs", "Ready", "SamplingMasks", "Status", "StepStats",
-    "StoreStats", "join_logprobs", "join_masks", "merge", "total",
+    "PREEMPTIONS", "STEP_TOKENS", "ChoiceOutput", "DraftCounts", "EngineReport", "Logprobs", "Ready", "SamplingMasks",
+    "Status", "StepStats", "StoreStats", "join_logprobs", "join_masks", "merge", "total",
 ]  # fmt: skip
 
 TERMINATORS = ("eos", "stop_token")  # stop details whose last token is not part of the text
