@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from tokserve import jsonschema
+from tokserve.ebnf import EbnfError, as_lark, is_ebnf
 from tokserve.errors import RequestError
 from tokserve.kv_transfer import KVTransferParams
 from tokserve.reduced_schema import SchemaError, reduced, text_of
@@ -71,10 +72,10 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """The form that the text of an output must have: exactly one of the first five fields is given.
 
     `json`: JSON that matches a schema (an object, or its JSON text).  `regex`: a full match.  `choice`: one of these.
-    `grammar`: a sentence of a Lark grammar in llguidance's dialect.  `json_object`: any JSON object.  The next two
-    restrict the white space in JSON: none between tokens, or what a regex matches.  `disable_additional_properties`:
-    objects have no properties that the schema does not name, unless it says that they may.  `unicode_classes`:
-    \\d, \\w and \\s in the regex or in the schema's patterns are of all scripts, not ASCII's.
+    `grammar`: a sentence of a Lark grammar in llguidance's dialect, or of one in EBNF (`::=`).  `json_object`: any JSON
+    object.  The next two restrict the white space in JSON: none between tokens, or what a regex matches.
+    `disable_additional_properties`: objects have no properties that the schema does not name, unless it says that they
+    may.  `unicode_classes`: \\d, \\w and \\s in the regex or in the schema's patterns are of all scripts, not ASCII's.
     """
 
     json: dict[str, Any] | str | None = None
@@ -116,6 +117,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
                 size = _size(value if name != "json" or value is None else self._schema())
             except UnicodeEncodeError:
                 _refuse(f"{at}.{name}", "must be valid Unicode")
+            if name == "grammar" and value is not None and size <= most and is_ebnf(value):
+                self._lark(value)
             if size > most:
                 what = " without its annotations" if name == "json" else ""
                 _refuse(f"{at}.{name}", f"must have at most {most} bytes{what}, got {size}")
@@ -129,9 +132,17 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
             pattern = getattr(self, name)
             if pattern is not None and not unicode:  # as they are, they are all scripts'
                 changes[name] = explicit_classes(pattern, unicode=False)
+        if self.grammar is not None and is_ebnf(self.grammar):
+            changes["grammar"] = self._lark(self.grammar)
         if self.json is not None:
             changes["json"] = self._schema()
         return msgspec.structs.replace(self, disable_additional_properties=None, unicode_classes=None, **changes)
+
+    def _lark(self, grammar: str) -> str:
+        try:
+            return as_lark(grammar)
+        except EbnfError as error:
+            _refuse("structured_outputs.grammar", str(error))
 
     def _schema(self) -> str:
         """The schema as text, as it is compiled."""

@@ -297,7 +297,7 @@ def test_white_space_between_json_tokens() -> None:
     ("requested", "field"),
     [
         ({"regex": "("}, "regex"), ({"regex": "(?=a)b"}, "regex"), ({"json": {"type": "foo"}}, "json"),
-        ({"json": {"not": {}}}, "json"), ({"json": {"$ref": "#"}}, "json"), ({"grammar": 'root ::= "a"'}, "grammar"),
+        ({"json": {"not": {}}}, "json"), ({"json": {"$ref": "#"}}, "json"), ({"grammar": 'root = "a"'}, "grammar"),
         ({"grammar": "start: start"}, "grammar"), ({"grammar": "start: " + "(" * 5000}, "grammar"),
         ({"json_object": True, "whitespace_pattern": "("}, "json_object"), ({"regex": "(" * 5000}, "regex"),
         ({"json": '{"items":' * 3000 + "{}" + "}" * 3000}, "json"),
@@ -378,3 +378,9 @@ def test_no_space_is_put_before_a_text(tmp_path: Path, inside: bool) -> None:
         outputs = StructuredOutputs(**requested)
         outputs.validate()
         assert Compiler(str(tmp_path), WIDTH, [EOS]).try_out(outputs.plain()).seconds > 0
+
+
+def test_a_grammar_in_ebnf() -> None:
+    grammar = 'root ::= "{" pair ("," pair)* "}"\npair ::= [a-c]+ ":" number\nnumber ::= [0-9]{1,3}'
+    for text, taken in (("{a:1}", True), ("{ab:12,c:123}", True), ("{a:1234}", False), ("{d:1}", False), ("{}", False)):
+        assert accepts(text, grammar=grammar) == taken

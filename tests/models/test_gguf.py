@@ -22,6 +22,7 @@ from tokserve.gguf.header import GgufHeader
 from tokserve.models.decoder import Decoder
 from tokserve.models.load import load
 from tokserve.ops import PackedWna16
+from tokserve.text.chat import ChatTemplate
 from tokserve.text.tokenizer import Tokenizer
 
 IDS = random_ids(90, gguf_models.VOCAB, seed=3)
@@ -185,3 +186,37 @@ def test_a_policy_refuses_a_quantized_file(tmp_path: Path) -> None:
     gguf_models.write(tmp_path / "m.gguf", "qwen3", "Q4_0")
     with pytest.raises(StartError, match="Q4_0: a quantized checkpoint cannot be trained"):
         PolicyModel.from_pretrained(tmp_path / "m.gguf", dtype="float32")
+
+
+def byte_level(**more: Any) -> GgufHeader:
+    """The header of a vocabulary of letters."""
+    metadata = {
+        "general.architecture": "llama", "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b", "</s>"],
+        "tokenizer.ggml.merges": [], "tokenizer.ggml.token_type": [1, 1, 3], "tokenizer.ggml.eos_token_id": 2,
+    } | more  # fmt: skip
+    return GgufHeader((Path("m.gguf"),), metadata, {})
+
+
+def test_named_templates_are_read(tmp_path: Path) -> None:
+    """serving-faults F10"""
+    named = {"tokenizer.chat_template": "{{ messages[0].content }}", "tokenizer.chat_template.tool_use": "T{{ tools }}",
+             "tokenizer.chat_templates": ["tool_use"], "tokenizer.ggml.pre": "gpt-2"}  # fmt: skip
+    text, settings = gguf_tokenizer.convert(byte_level(**named))
+    (tmp_path / "tokenizer.json").write_text(text)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    template = ChatTemplate(Tokenizer.load(tmp_path))
+    assert template.sources == {"default": "{{ messages[0].content }}", "tool_use": "T{{ tools }}"}
+    messages, tools = [{"role": "user", "content": "a"}], [{"type": "function", "function": {"name": "f"}}]
+    assert template.text(messages) == "a" and template.text(messages, tools=tools).startswith("T[")
+    assert template.text(messages, template="tool_use", must_show_tools=False) == "TNone"
+    del named["tokenizer.chat_template.tool_use"]
+    assert gguf_tokenizer.convert(byte_level(**named))[1]["chat_template"] == "{{ messages[0].content }}"
+
+
+def test_a_file_that_does_not_say_how_text_is_cut_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """serving-faults F10"""
+    gguf_tokenizer.convert(byte_level(**{"tokenizer.ggml.pre": "gpt-2"}))
+    assert not caplog.records
+    gguf_tokenizer.convert(byte_level())
+    (record,) = caplog.records
+    assert "m.gguf" in record.getMessage() and "tokenizer.ggml.pre" in record.getMessage()

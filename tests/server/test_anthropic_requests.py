@@ -486,3 +486,15 @@ def test_openapi_describes_the_routes(server: Site) -> None:
     assert {"max_tokens", "temperature", "top_p", "top_k"} <= {name for name, _ in cases}
     for name, value in cases:
         refused(server.post(MESSAGES, BODY | {name: value}), 400, name)
+
+
+@pytest.mark.parametrize("name", ["output_config", "output_format"])
+def test_a_form_and_a_turn_to_be_continued_exclude_each_other(name: str) -> None:
+    """Anthropic refuses them together: the form would begin anew (serving-faults F16)."""
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": '{"a":'}]
+    body = {"model": "tiny", "max_tokens": 9, "messages": messages}
+    body |= {"output_config": {"format": form}} if name == "output_config" else {"output_format": form}
+    answer = chat_site("a").post("/v1/messages", body)
+    assert answer.status_code == 400
+    assert "cannot be continued" in answer.json()["error"]["message"] and name in answer.json()["error"]["message"]

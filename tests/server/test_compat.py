@@ -159,5 +159,30 @@ def test_openai_fields_without_effect_are_listed_not_refused() -> None:
     assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == "store, text.verbosity"
 
 
+KNOWN_ELSEWHERE = {  # fields of other servers' chat and completions that this one's tables must name, by server
+    "vllm": "best_of echo guided_json guided_regex guided_choice guided_grammar kv_transfer_params length_penalty "
+            "logits_processors mm_processor_kwargs prompt_embeds session_id structural_tag thinking_token_budget "
+            "truncate_prompt_tokens use_beam_search",
+    "sglang": "custom_logit_processor ebnf json_schema lora_path no_stop_trim regex return_hidden_states "
+              "session_params stop_regex",
+    "llama.cpp": "cache_prompt dry_multiplier dynatemp_range grammar grammar_lazy id_slot json_schema lora mirostat "
+                 "n_keep n_predict n_probs reasoning_budget repeat_penalty samplers top_n_sigma typical_p "
+                 "xtc_probability",
+    "tgi": "decoder_input_details details do_sample max_new_tokens return_full_text top_n_tokens truncate watermark",
+    "mistral": "random_seed safe_prompt", "ollama": "format options think",
+}  # fmt: skip
+
+
+def test_a_field_of_another_server_is_applied_refused_or_harmless_for_a_reason() -> None:
+    """Never ignored without a word, as response_format's schema, grammar and stop_regex were (serving-faults F6)."""
+    for server, fields in KNOWN_ELSEWHERE.items():
+        for name in fields.split():
+            for route in ROUTES:
+                assert cell(route, name) != "unknown", (server, name, route)
+    tables = [compat.TEXT, compat.POOLING, compat.RESPONSES, compat.MESSAGES, compat.INNER]
+    for rules in tables:
+        assert not [name for name, rule in rules.items() if rule.treatment == "ignored" and not rule.note]
+
+
 if __name__ == "__main__":
     DOCS.write_text(documented(DOCS.read_text()))

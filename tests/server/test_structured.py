@@ -79,6 +79,55 @@ def test_response_format(
     assert received_form(server) == expected
 
 
+NESTED = {"name": "n", "schema": SCHEMA}
+
+
+@ROUTES
+@pytest.mark.parametrize(
+    ("response_format", "expected"),
+    [
+        ({"type": "json_object", "schema": SCHEMA}, StructuredOutputs(json=SCHEMA)),
+        ({"type": "json_object", "json_schema": NESTED}, StructuredOutputs(json=SCHEMA)),
+        ({"type": "json_schema", "schema": SCHEMA}, StructuredOutputs(json=SCHEMA)),
+        (
+            {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True},
+            StructuredOutputs(json=SCHEMA, disable_additional_properties=True),
+        ),
+    ],
+)
+def test_a_schema_beside_the_type_is_the_form(
+    server: Site, route: str, response_format: dict[str, Any], expected: StructuredOutputs
+) -> None:
+    """llama.cpp, Together and Fireworks write it so (serving-faults F6)."""
+    assert server.post(route, TEXT[route] | {"response_format": response_format}).status_code == 200
+    assert received_form(server) == expected
+
+
+@ROUTES
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        ({"type": "json_object", "shema": SCHEMA}, ".shema"), ({"type": "text", "schema": SCHEMA}, ".schema"),
+        ({"type": "json_schema", "json_schema": NESTED | {"stric": True}}, ".json_schema.stric"),
+        ({"type": "json_schema", "json_schema": NESTED, "schema": SCHEMA}, ".schema"),
+        ({"type": "json_object", "schema": 5}, ".schema"), ({"type": "json_object", "schema": {"not": {}}}, ""),
+    ],
+)  # fmt: skip
+def test_nothing_of_a_response_format_is_ignored(server: Site, route: str, value: Any, path: str) -> None:
+    refused(server.post(route, TEXT[route] | {"response_format": value}), f"response_format{path}")
+
+
+def test_a_grammar_may_be_ebnf(server: Site) -> None:
+    for route, body in TEXT.items():
+        value = {"grammar": 'root ::= "yes" | "no"'}
+        assert server.post(route, body | {"structured_outputs": value}).status_code == 200
+        assert received_form(server) == StructuredOutputs(**value)
+        value = {"grammar": 'root ::= ( "yes"'}
+        refused(server.post(route, body | {"structured_outputs": value}), "structured_outputs.grammar", "EBNF")
+        for name in ("ebnf", "grammar"):
+            refused(server.post(route, body | {name: 'root ::= "yes"'}), name, "use structured_outputs")
+
+
 def test_a_server_may_close_schemas_by_default() -> None:
     server = site(says("ok"), structured_outputs_closed=True)
     schema = {"name": "n", "schema": SCHEMA}

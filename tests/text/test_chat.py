@@ -471,3 +471,16 @@ def test_demo_model_equals_transformers(count: int) -> None:
     assert actual == reference.apply_chat_template(
         talk[:count], add_generation_prompt=True, tokenize=True, return_dict=False
     )
+
+
+def test_a_broken_template_names_its_checkpoint_and_the_remedy(tmp_path: Path) -> None:
+    """serving-faults F10: the start stops with the file and --chat-template in the text."""
+    tokenizer = Tokenizer.load(write_chatml(tmp_path / "broken", chat_template="{% if %}"))
+    with pytest.raises(StartError, match=r"the chat template of .*/broken is not a valid Jinja .*--chat-template FILE"):
+        ChatTemplate(tokenizer)
+    with pytest.raises(StartError, match=r"^option chat_template: it is not a valid Jinja template"):
+        ChatTemplate(tokenizer, "{% if %}")
+    assert ChatTemplate(tokenizer, "{{ 1 }}").text([{"role": "user", "content": "a"}]) == "1"
+    named = [{"name": "default", "template": "a"}, {"name": "rag", "template": "{{"}]
+    with pytest.raises(StartError, match=r"the chat template 'rag' of .*/named"):
+        ChatTemplate(Tokenizer.load(write_chatml(tmp_path / "named", chat_template=named)))

@@ -92,6 +92,7 @@ ANSWERS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {  # the form,
     "object": ({"json_object": True}, ["{}", '{"a": {"b": [1]}}'], ["[]", "1"]),
     "regex": ({"regex": r"[a-c]/\d\/{2}|\n"}, ["b/1//", "\n"], ["b1//"]),
     "choice": ({"choice": ["yes", "yes, sir", ODD]}, ["yes", "yes, sir", ODD], ["no"]),
+    "ebnf": ({"grammar": 'root ::= "{" [x-z] "}"'}, ["{x}"], ["{x"]),
     "grammar": ({"grammar": 'start: a+ "}"\na: "{" | B\nB: /[x-z]/'}, ["{x}"], ["{x"]),
 }
 

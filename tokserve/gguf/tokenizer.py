@@ -6,6 +6,7 @@ defines.  A "llama" vocabulary is SentencePiece's BPE, whose merges follow from 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 
 from tokserve.gguf.header import GgufHeader
 
+logger = logging.getLogger(__name__)
+
+TEMPLATE = "tokenizer.chat_template"
 SPACE = "\u2581"
 CONTROL, USER_DEFINED = 3, 4  # token types
 MAX_PIECE = 64  # characters of a piece whose merges are derived: longer ones are runs of one character
@@ -72,9 +76,27 @@ def convert(header: GgufHeader) -> tuple[str, dict[str, Any]]:
     except (ValueError, TypeError, LookupError) as error:
         raise Unsupported(f"its vocabulary is not consistent: {error}") from error
     settings: dict[str, Any] = dict(named) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    if isinstance(template := metadata.get("tokenizer.chat_template"), str):
-        settings["chat_template"] = template
+    templates = _templates(metadata)
+    if list(templates) == ["default"]:
+        settings["chat_template"] = templates["default"]
+    elif templates:
+        settings["chat_template"] = [{"name": name, "template": source} for name, source in templates.items()]
+    if model == "gpt2" and "tokenizer.ggml.pre" not in metadata:
+        logger.warning(
+            "%s does not say how its tokenizer cuts text into words (tokenizer.ggml.pre): GPT-2's way is assumed; if "
+            "the model was trained with another, its outputs are worse: convert it anew, or give --tokenizer",
+            ", ".join(str(file) for file in header.files) or "the GGUF file",
+        )
     return text, settings
+
+
+def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates by name."""
+    templates = {"default": metadata.get(TEMPLATE)}
+    templates |= {
+        key.removeprefix(f"{TEMPLATE}."): value for key, value in metadata.items() if key.startswith(f"{TEMPLATE}.")
+    }
+    return {name: source for name, source in templates.items() if isinstance(source, str)}
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.Tokenizer:

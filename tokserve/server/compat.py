@@ -81,14 +81,55 @@ OTHERS: FieldTable = {
     "watermarking": _refused(False, note="outputs are not watermarked"),
     "use_beam_search": _refused(False),
 }
-TEXT: FieldTable = OPENAI | OTHERS
+_BY_NAME = "use logprobs"
+_FILTER = "use top_k, top_p or min_p"
+_REPEATS = "use repetition_penalty, presence_penalty or frequency_penalty"
+# of SGLang's, llama.cpp's, TGI's, Mistral's and Ollama's chat and completions, in that order
+DIALECTS: FieldTable = {
+    "custom_logit_processor": _refused("", note="use logit_bias or structured_outputs"),
+    "lora_path": _refused("", note="use model"),
+    "no_stop_trim": _refused(False, note="use include_stop_str_in_output"),
+    "return_hidden_states": _refused(False),
+    "session_params": _refused({}),
+    "stop_regex": _refused("", [], note="use stop, stop_token_ids or structured_outputs"),
+    "cache_prompt": _ignored(True, note=_CACHE),
+    "dry_multiplier": _refused(0, 0.0, note=_REPEATS),
+    "dynatemp_range": _refused(0, 0.0, note="use temperature"),
+    "grammar_lazy": _refused(False, note=_OUTPUTS),
+    "id_slot": _ignored(-1, note="slots are assigned by the server"),
+    "lora": _refused([], note="use model"),
+    "mirostat": _refused(0, note=_FILTER),
+    "n_keep": _ignored(0, -1, note="nothing is cut"),
+    "n_predict": _refused(-1, note="use max_tokens"),
+    "n_probs": _refused(0, note=_BY_NAME),
+    "reasoning_budget": _refused(-1, note="use max_tokens"),
+    "repeat_penalty": _refused(1, 1.0, note="use repetition_penalty"),
+    "samplers": _refused(note=_FILTER),
+    "top_n_sigma": _refused(-1, -1.0, note=_FILTER),
+    "typical_p": _refused(1, 1.0, note=_FILTER),
+    "xtc_probability": _refused(0, 0.0, note=_FILTER),
+    "decoder_input_details": _refused(False, note="use prompt_logprobs"),
+    "details": _refused(False, note=_BY_NAME),
+    "do_sample": _refused(True, note="use temperature 0"),
+    "max_new_tokens": _refused(note="use max_tokens"),
+    "return_full_text": _refused(False, note="use echo of completions"),
+    "top_n_tokens": _refused(0, note=_BY_NAME),
+    "truncate": _refused(note="nothing is cut"),
+    "watermark": _refused(False, note="outputs are not watermarked"),
+    "random_seed": _refused(note="use seed"),
+    "safe_prompt": _refused(False, note="send a system message"),
+    "format": _refused("", note="use response_format"),
+    "options": _refused({}, note="send its fields beside messages, under the names of this page"),
+    "think": _refused(note="use reasoning_effort or chat_template_kwargs"),
+}
+TEXT: FieldTable = OPENAI | OTHERS | DIALECTS
 # of the pooling routes
 POOLING: FieldTable = TEXT | {
     "embed_dtype": _refused("float32", note="values are float32"),
     "endianness": _refused("native", "little", note="values are little-endian"),
     "late_chunking_params": _refused(),
     "normalize": _refused(note="use use_activation"),
-    "padding": _ignored(False, "do_not_pad", note="nothing is padded"),
+    "padding": _refused(False, True, "do_not_pad", "longest", note="nothing is padded"),
 }
 _AS_IT_IS = "the conversation is not edited"
 _BETAS = "betas have no effect"
@@ -96,7 +137,7 @@ _NO_LOGPROBS = "a message has no field for it, use chat or the token route"
 _STATELESS = "nothing is stored, send the whole conversation in input"
 # of /v1/responses: also fields that chat has under other names, and those about the prompt
 RESPONSES: FieldTable = TEXT | {
-    "access_programs": _ignored(),
+    "access_programs": _ignored(note="there is no such program here"),
     "add_generation_prompt": _refused(True),
     "add_special_tokens": _refused(False),
     "background": _refused(False, note="nothing is stored, wait for the reply"),
@@ -106,6 +147,7 @@ RESPONSES: FieldTable = TEXT | {
     "continue_final_message": _refused(False),
     "conversation": _refused(note=_STATELESS),
     "documents": _refused([]),
+    "enable_response_messages": _refused(False, note="a response has its items, and return_token_ids the tokens"),
     "image": _refused(),
     "include_reasoning": _refused(True, note="drop its items in the client"),
     "logprobs": _refused(False, note="use include and top_logprobs"),
@@ -136,12 +178,12 @@ MESSAGES: FieldTable = TEXT | {
     "container": _refused(note="nothing is executed here"),
     "context_management": _ignored({}, {"edits": []}, note=_AS_IT_IS),
     "continue_final_message": _refused(note="a final message of the assistant is always continued"),
-    "diagnostics": _ignored(),
+    "diagnostics": _ignored(note="there are none"),
     "documents": _refused([]),
     "fallback_credit_token": _ignored(note="nothing is billed"),
     "fallbacks": _ignored([], "default", note="another model is not tried"),
     "include_reasoning": _refused(True, note="drop its blocks in the client"),
-    "inference_geo": _ignored(),
+    "inference_geo": _ignored(note="there is one place"),
     "input": _refused(note="use messages"),
     "instructions": _refused(note="use system"),
     "logprob_token_ids": _refused([], note=_NO_LOGPROBS),
@@ -198,6 +240,7 @@ SGLANG: FieldTable = {
     "return_routed_experts": _refused(False), "return_indexer_topk": _refused(False),
     "return_entropy": _refused(False), "bootstrap_host": _refused(),
     "bootstrap_port": _refused(), "bootstrap_room": _refused(), "routed_experts_start_len": _refused(0),
+    "sampling_logprobs_mode": _refused("", note="use return_sampling_mask"),
 }  # fmt: skip
 # of its /classify and /encode
 SGLANG_POOLING: FieldTable = POOLING | {
@@ -208,7 +251,6 @@ SGLANG_POOLING: FieldTable = POOLING | {
 # and of the sampling_params of /generate
 SGLANG_PARAMS: FieldTable = {
     "stop_regex": _refused([], "", note="use stop, stop_token_ids or regex"),
-    "ebnf": _refused("", note="use structured_outputs.grammar of /inference/v1/generate, in Lark"),
     "structural_tag": _refused("", note="use json_schema or regex"),
     "beam_width": _refused(0, 1, note="use_beam_search of chat and completions does this"),
     "watermark": _refused(False, note="outputs are not watermarked"),
@@ -217,7 +259,7 @@ SGLANG_PARAMS: FieldTable = {
 OTHER_NAMES: dict[str, tuple[Any, ...]] = {
     "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "guided_json_object": (False,),
     "guided_decoding": (), "guided_decoding_backend": (), "guided_whitespace_pattern": (), "regex": (), "ebnf": (),
-    "json_schema": (),
+    "json_schema": (), "grammar": ("",),
 }  # fmt: skip
 # options inside structured_outputs, likewise
 IGNORED_OPTIONS: dict[str, tuple[Any, ...]] = {

@@ -80,7 +80,13 @@ class ChatTemplate:
             try:
                 compiled(source)
             except FAULTS as error:
-                raise StartError(f"the chat template ({name}) is not a valid Jinja template: {error}") from error
+                which = "" if name == "default" else f" {name!r}"
+                if override is not None:
+                    raise StartError(f"option chat_template: it is not a valid Jinja template: {error}") from error
+                raise StartError(
+                    f"the chat template{which} of {tokenizer.source} is not a valid Jinja template: {error}; start the "
+                    "server with another (--chat-template FILE)"
+                ) from error
         if special_tokens == "text":
             _ = self._special(None).encoder  # now and not in a request
 

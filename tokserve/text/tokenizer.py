@@ -65,7 +65,7 @@ class Tokenizer:
 
     `special_tokens` maps `bos_token`, `eos_token` ... to their text, `special_ids` are the ids that
     `skip_special_tokens` leaves out, `chat_template` is a template, or several by name, or None.
-    `class_name` is the tokenizer class that the checkpoint names.
+    `class_name` is the tokenizer class that the checkpoint names, `source` where it was read from, for messages.
     `is_byte_level`: a text's bytes are exactly its tokens' bytes, one after the other.
     `byte_ids`: the tokens of vocabularies with byte fallback that stand for one byte.
     """
@@ -76,6 +76,7 @@ class Tokenizer:
         special_tokens: dict[str, str] | None = None,
         chat_template: str | dict[str, str] | None = None,
         class_name: str | None = None,
+        source: str = "the tokenizer",
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -83,6 +84,7 @@ class Tokenizer:
         self.special_tokens = special_tokens or {}
         self.chat_template = chat_template
         self.class_name = class_name
+        self.source = source
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.added_ids = frozenset(added)
@@ -118,7 +120,8 @@ class Tokenizer:
         except (LookupError, TypeError, ValueError) as error:
             raise StartError(f"tokenizer_config.json of {directory} has an unknown form: {error!r}") from error
         class_name = config.get("tokenizer_class")
-        return cls(backend, named, templates, class_name if isinstance(class_name, str) else None)
+        source = checkpoint.given_name(str(directory))
+        return cls(backend, named, templates, class_name if isinstance(class_name, str) else None, source)
 
     @property
     def bos_token(self) -> str | None:

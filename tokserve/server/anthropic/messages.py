@@ -136,6 +136,12 @@ def _as_chat(serving: Serving, request_body: CountTokensBody) -> ChatRequest:
             raise invalid("max_tokens", f"must be at least 1, got {request_body.max_tokens}")
         fields |= {"stop": request_body.stop_sequences}
         fields |= {"return_sampling_mask": False} if serving.config.model.return_sampling_mask else {}
+    if conversation.is_to_be_continued and fields["response_format"] is not None:
+        field = "output_config.format" if request_body.output_format is None else "output_format"
+        raise RequestError(
+            f"{field}: a final message of the assistant cannot be continued in this format, which begins anew",
+            field=field,
+        )
     tools.check(fields["tools"], fields["tool_choice"])
     return ChatRequest(
         ChatBody.model_construct(**fields), ChatPaths(conversation.fields, tool_list.shown_fields()), ignored

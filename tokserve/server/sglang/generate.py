@@ -173,9 +173,9 @@ def read(serving: Serving, value: Any) -> GenerateCall:
         _check_reasoning(serving, tasks)
     if sent.return_text_in_logprobs and not serving.text:
         raise invalid("return_text_in_logprobs", "needs a tokenizer, and this server has none (--tokens-only)")
-    others = sampling.OTHER_NAMES
+    others = {**sampling.OTHER_NAMES, "structured_outputs": sampling.form_field(params)}
     if sent.routed_dp_rank is not None:
-        others = {**others, "data_parallel_rank": "routed_dp_rank"}
+        others |= {"data_parallel_rank": "routed_dp_rank"}
     return GenerateCall(
         sent, ignored, prompts, tasks, forms, request_id(sent.request_id, len(prompts)),
         batched or tasks[0].n > 1, FieldPaths(field, sampling.PREFIX, others),
@@ -188,7 +188,7 @@ def _body(value: Any) -> tuple[SglangGenerateBody, list[str]]:
         raise RequestError("the body must be an object")
     for name, rule in compat.SGLANG.items():
         if rule.treatment == "refused" and not _is_blank(value.get(name)):
-            errors.refuse_unsupported(name, value[name], rule.no_effect)
+            errors.refuse_unsupported(name, value[name], rule.no_effect, rule.note)
     unknown = [
         name
         for name in value

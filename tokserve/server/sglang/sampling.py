@@ -6,7 +6,7 @@ by name, and values without an effect are accepted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -19,14 +19,13 @@ from tokserve.server.http import body, errors
 PREFIX = "sampling_params."
 GREEDY = 1e-6  # a temperature below is 0
 ANY_JSON = "$$ANY$$"  # as json_schema: any JSON object
-FORMS = ("json_schema", "regex", "choice")
+FORMS = ("json_schema", "regex", "choice", "ebnf")
 # the names of `SamplingParams` and `RequestOptions` in the body of /generate
 OTHER_NAMES: Mapping[str, str] = {
     "logprobs": "top_logprobs_num", "prompt_logprobs": "logprob_start_len", "logprob_token_ids": "token_ids_logprob",
     "prompt_logprobs_start": "logprob_start_len", "return_sampling_mask": "return_sampling_mask", "request_id": "rid",
     "max_tokens": f"{PREFIX}max_new_tokens", "min_tokens": f"{PREFIX}min_new_tokens", "seed": f"{PREFIX}sampling_seed",
-    "include_stop_str_in_output": f"{PREFIX}no_stop_trim", "structured_outputs": f"{PREFIX}json_schema",
-    "model": "lora_path",
+    "include_stop_str_in_output": f"{PREFIX}no_stop_trim", "model": "lora_path",
 }  # fmt: skip
 
 
@@ -56,8 +55,8 @@ class SglangSamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     regex: str | None = None
     choice: list[str] | None = None
     logprobs_mode: LogprobsMode | None = None
-    stop_regex: Any = None  # this and the next four are refused
-    ebnf: Any = None
+    ebnf: str | None = None
+    stop_regex: Any = None  # this and the next three are refused
     structural_tag: Any = None
     beam_width: Any = None
     watermark: Any = None
@@ -112,6 +111,12 @@ def _token(key: str) -> int:
     return int(key)
 
 
+def form_field(params: Iterable[SglangSamplingParams]) -> str:
+    """The path of the first form that is sent, for errors about it."""
+    sent = (name for one in params for name in FORMS if getattr(one, name) not in (None, ""))
+    return PREFIX + next(sent, FORMS[0])
+
+
 def _form(sent: SglangSamplingParams) -> StructuredOutputs | None:
     forms = [name for name in FORMS if getattr(sent, name) not in (None, "")]
     if len(forms) > 1:
@@ -122,4 +127,6 @@ def _form(sent: SglangSamplingParams) -> StructuredOutputs | None:
         if sent.json_schema == ANY_JSON:
             return StructuredOutputs(json_object=True)
         return StructuredOutputs(json=sent.json_schema)
+    if forms == ["ebnf"]:
+        return StructuredOutputs(grammar=sent.ebnf)
     return StructuredOutputs(**{forms[0]: getattr(sent, forms[0])})

@@ -17,7 +17,7 @@ from tokserve.server.compat import IGNORED_OPTIONS, OTHER_NAMES
 from tokserve.server.http import body, errors
 
 
-class _JsonSchemaField(msgspec.Struct):
+class _JsonSchemaField(msgspec.Struct, forbid_unknown_fields=True):
     """response_format.json_schema.  Outputs always match the schema; with `strict` its objects are closed."""
 
     schema: dict[str, Any]
@@ -26,9 +26,16 @@ class _JsonSchemaField(msgspec.Struct):
     strict: bool | None = None
 
 
-class _ResponseFormatField(msgspec.Struct):
+class _ResponseFormatField(msgspec.Struct, forbid_unknown_fields=True):
+    """response_format.  `schema`: as llama.cpp, Together and Fireworks have it, beside the type; `strict` and `name`
+    too."""
+
     type: str
     json_schema: _JsonSchemaField | None = None
+    schema: dict[str, Any] | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
 
 
 def refuse_other_names(name: str, value: Any, prefix: str = "") -> None:
@@ -66,12 +73,23 @@ def requested_format(
     if response_format is None:
         return None
     response = body.convert(response_format, _ResponseFormatField, "response_format")
-    if response.type == "json_schema":
-        if response.json_schema is None:
-            raise invalid("response_format.json_schema", "is required")
-        schema = response.json_schema
-        return defaults.apply(StructuredOutputs(json=schema.schema, disable_additional_properties=schema.strict))
-    if response.type not in ("text", "json_object"):
+    if response.type not in ("text", "json_object", "json_schema"):
         kind = response.type[:LONGEST_SHOWN]
         raise invalid("response_format.type", f"must be text, json_object or json_schema, got {kind!r}")
-    return defaults.apply(StructuredOutputs(json_object=True)) if response.type == "json_object" else None
+    schema, strict = _schema(response)
+    if schema is None:
+        return defaults.apply(StructuredOutputs(json_object=True)) if response.type == "json_object" else None
+    return defaults.apply(StructuredOutputs(json=schema, disable_additional_properties=strict))
+
+
+def _schema(response: _ResponseFormatField) -> tuple[dict[str, Any] | None, bool | None]:
+    """The schema of a response_format, and whether it is strict."""
+    nested = response.json_schema
+    if nested is not None and response.schema is not None:
+        raise RequestError("give response_format.schema or json_schema, not both", field="response_format.schema")
+    if response.type == "json_schema" and nested is None and response.schema is None:
+        raise invalid("response_format.json_schema", "is required")
+    if response.type == "text" and (nested is not None or response.schema is not None):
+        name = "schema" if nested is None else "json_schema"
+        raise invalid(f"response_format.{name}", "belongs to the types json_schema and json_object")
+    return (response.schema, response.strict) if nested is None else (nested.schema, nested.strict)
