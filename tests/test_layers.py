@@ -233,6 +233,7 @@ ONLY_IN = {
     ("client", "engine"): {"client/launch.py"},
     ("executor", "runner"): {"executor/inline.py", "executor/worker.py"},
     ("engine", "executor"): {
+        "engine/admin/adapter_slots.py",
         "engine/admin/adapters.py",
         "engine/admin/control.py",
         "engine/admin/profiler.py",

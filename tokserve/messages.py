@@ -407,11 +407,13 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class LoadedAdapter(msgspec.Struct, frozen=True, array_like=True):
-    """A LoRA adapter that requests may name.  `generation` rises with every load of any adapter."""
+    """A LoRA adapter that requests may name.  `generation` rises with every load of any adapter.  `digest`: of its
+    weights."""
 
     name: str
     path: str
     generation: int
+    digest: str = ""
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True, tag=5):

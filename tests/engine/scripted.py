@@ -227,6 +227,8 @@ class ScriptedExecutor:
             self.adapter_read = args["lora_path"]
             self.adapter_from_anywhere = args["anywhere"]
             return self.adapter_read
+        elif method == "plan_chain":
+            return {"adapter": True} if self.directories.get(args["weight_dir"], ("", ""))[0] == "adapter" else None
         elif method == "kv_identity":
             return {"weights": str(self.weights)}
         elif method == "is_same_update":

@@ -112,7 +112,7 @@ def test_unload_hides_the_name_and_lets_requests_end(depth: int) -> None:
     assert not answers(engine, 71) and statuses(engine)[-1] == []
     verdict = engine.submit("late", engine.make("late", PROMPT, adapter="a"))
     assert verdict.refusal == "model_not_found"
-    assert load(engine, "b").status == 409  # the slot is in use
+    assert load(engine, "b", "/b").error is None and "b" not in engine.executor.adapters.values()  # the slot is in use
     engine.run()
     engine.check_complete("r")
     assert answers(engine, 71)[0].error is None
@@ -128,34 +128,98 @@ def test_unloading_what_is_not_there_is_a_404() -> None:
     assert reply.status == 404 and reply.field == "lora_name"
 
 
-def test_the_adapter_that_is_unused_for_longest_is_evicted() -> None:
-    engine = make(max_loras=2)
+@DEPTHS
+def test_the_adapter_that_is_unused_for_longest_loses_its_slot_and_comes_back(depth: int) -> None:
+    """peer-suites-3 A4: nothing that was loaded becomes unknown."""
+    engine = make(depth=depth, max_loras=2)
     for name in ("a", "b"):
         load(engine, name, f"/{name}")
     engine.add("r", PROMPT, adapter="a", max_tokens=2, ignore_eos=True)
     engine.run()
-    assert load(engine, "c", "/c").error is None
-    assert [adapter.name for adapter in engine.core.adapters.listed()] == ["a", "c"]
-    engine.add("s", PROMPT, adapter="c", max_tokens=4, ignore_eos=True)
-    engine.run()
-    engine.check_complete("s")
-    refused = engine.submit("late", engine.make("late", PROMPT, adapter="b"))
-    assert refused.refusal == "model_not_found"
-    assert load(engine, "b", "/again").error is None
-    assert [adapter.name for adapter in engine.core.adapters.listed()] == ["b", "c"]
+    assert load(engine, "c", "/c").result["evicted"] == "b"
+    assert [adapter.name for adapter in engine.core.adapters.listed()] == ["a", "b", "c"]
+    for number, name in enumerate(("b", "c", "a", "b")):
+        engine.add(f"s{number}", PROMPT, adapter=name, max_tokens=4, ignore_eos=True)
+        engine.run()
+        engine.check_complete(f"s{number}")
+    assert [spans(engine, f"s{n}")[0][0] for n in range(4)] == ["v1+b@2", "v1+c@3", "v1+a@1", "v1+b@2"]
+    assert engine.received["s3"].cached  # its KV is of the same weights
+    engine.check_empty()
 
 
 @DEPTHS
-def test_an_adapter_in_use_is_not_evicted(depth: int) -> None:
+def test_requests_of_more_adapters_than_there_are_slots_for_are_all_served(depth: int) -> None:
+    engine = make(depth=depth, max_loras=2, max_num_seqs=3)
+    names = "abcdefg"
+    for name in names:
+        load(engine, name, f"/{name}")
+    for number in range(40):
+        engine.add(f"r{number}", [*PROMPT, number % 9], adapter=names[number % 7], max_tokens=6, ignore_eos=True)
+    engine.run(limit=5000)
+    for number in range(40):
+        engine.check_complete(f"r{number}")
+    engine.check_empty()
+
+
+@DEPTHS
+def test_an_adapter_in_use_keeps_its_slot_until_its_requests_have_ended(depth: int) -> None:
     engine = make(depth=depth, max_loras=1)
     load(engine, "a", "/a")
     engine.add("r", PROMPT, adapter="a", max_tokens=20, ignore_eos=True)
     engine.steps(3)
-    reply = load(engine, "b", "/b")
-    assert reply.status == 409 and "requests use all of them" in (reply.error or "")
+    assert load(engine, "b", "/b").error is None and engine.executor.adapters == {0: "/a"}
+    engine.add("s", PROMPT, adapter="b", max_tokens=4, ignore_eos=True)
+    engine.add("t", PROMPT, adapter="a", max_tokens=4, ignore_eos=True)
     engine.run()
-    engine.check_complete("r")
+    for rid in "rst":
+        engine.check_complete(rid)
+
+
+def test_adapters_are_loaded_while_requests_are_frozen_and_use_every_slot() -> None:
+    engine = make(max_loras=1)
+    load(engine, "a", "/a")
+    engine.add("r", PROMPT, adapter="a", max_tokens=20, ignore_eos=True)
+    engine.steps(3)
+    ask(engine, "pause", call_id=70, mode="keep")
     assert load(engine, "b", "/b").error is None
+    engine.add("s", PROMPT, adapter="b", max_tokens=4, ignore_eos=True)
+    engine.steps(3)
+    assert load(engine, "c", "/c").error is None and load(engine, "a", "/new").error is None
+    ask(engine, "resume", call_id=71)
+    engine.run()
+    for rid in "rs":
+        engine.check_complete(rid)
+
+
+def test_an_adapter_whose_files_have_changed_does_not_come_back_as_another() -> None:
+    engine = make(max_loras=1)
+    for name in ("a", "b"):
+        load(engine, name, f"/{name}")
+    engine.core.adapters._by_name["a"].path = "/changed"
+    engine.add("r", PROMPT, adapter="a", max_tokens=4)
+    engine.add("s", PROMPT, adapter="b", max_tokens=4)
+    engine.run()
+    assert "have changed" in (engine.finish("r").message or "")
+    engine.check_complete("s")
+    assert load(engine, "a", "/changed").error is None
+    engine.add("t", PROMPT, adapter="a", max_tokens=4)
+    engine.run()
+    engine.check_complete("t")
+    engine.check_empty()
+
+
+def test_requests_that_wait_for_an_adapter_can_be_aborted() -> None:
+    engine = make(max_loras=1)
+    for name in ("a", "b"):
+        load(engine, name, f"/{name}")
+    engine.executor.slow = deque()
+    engine.add("r", PROMPT, adapter="a", max_tokens=4)
+    engine.steps(2)
+    engine.abort("r")
+    engine.executor.settle()
+    engine.run()
+    assert engine.finish("r").detail == "abort_user"
+    engine.check_empty()
 
 
 def test_a_request_that_arrives_during_a_load_keeps_its_adapter() -> None:
@@ -168,8 +232,7 @@ def test_a_request_that_arrives_during_a_load_keeps_its_adapter() -> None:
     engine.executor.settle()
     engine.run()
     engine.check_complete("r")
-    assert answers(engine, 90)[0].status == 409
-    assert [adapter.name for adapter in engine.core.adapters.listed()] == ["a"]
+    assert answers(engine, 90)[0].error is None and engine.executor.adapters == {0: "/a"}
 
 
 def test_an_unload_while_the_load_reads_wins_or_loses_but_leaves_one_slot_each() -> None:
@@ -230,10 +293,45 @@ def test_the_longest_name_is_valid_and_clients_load_from_allowed_directories() -
     assert load(engine, "x" * MAX_NAME).error is None and engine.executor.adapter_from_anywhere is False
 
 
-def test_the_models_name_and_missing_paths_are_refused() -> None:
-    engine = make(served_model_name=["mine", "alias"])
-    assert load(engine, "alias").status == 409
+def test_missing_paths_are_refused() -> None:
+    engine = make()
     assert (load(engine, "a", "").status, load(engine, "a", "").field) == (400, "lora_path")
+
+
+@DEPTHS
+def test_an_adapters_directory_is_an_update_that_stands_before_the_model(depth: int) -> None:
+    """rl-faults E1: prime-rl sends the directory of its adapter to /update_weights."""
+    engine = make(depth=depth, served_model_name=["mine", "alias"])
+    engine.executor.directories["/adapter"] = engine.executor.directories["/other"] = "adapter", "stamp"
+    done = ask(engine, "update_weights_from_dir", call_id=80, weight_dir="/adapter")
+    assert (done.result["weight_version"], done.result["epoch"], done.result["lora_name"]) == ("1", 1, "mine")
+    engine.weights_of["1"] = ""
+    engine.loads = {1: "/adapter", 2: "/other"}
+    engine.add("r", PROMPT, adapter="mine", max_tokens=20, ignore_eos=True)
+    engine.steps(3)
+    named = ask(engine, "update_weights_from_dir", call_id=81, weight_dir="/other", weight_version="v2")
+    assert named.result["weight_version"] == "v2" and named.result["generation"] == 2
+    engine.weights_of["v2"] = ""
+    refused = ask(engine, "update_weights_from_dir", call_id=82, weight_dir="/adapter", weight_version="v2")
+    assert (refused.status, refused.code) == (409, "version_in_use")
+    assert not ask(engine, "update_weights_from_dir", call_id=83, weight_dir="/other", weight_version="v2").error
+    engine.loads[3] = "/other"
+    engine.run()
+    engine.check_complete("r")
+    assert [label for label, _, _ in spans(engine, "r")][:2] == ["1+mine@1", "v2+mine@3"]
+    assert ask(engine, "unload_lora_adapter", call_id=84, lora_name="mine").error is None
+    assert engine.submit("late", engine.make("late", PROMPT, adapter="mine")).refusal == "model_not_found"
+
+
+def test_an_adapters_directory_needs_a_server_with_adapters_and_no_open_update() -> None:
+    plain = Engine()
+    plain.executor.directories["/adapter"] = "adapter", "stamp"
+    reply = ask(plain, "update_weights_from_dir", call_id=1, weight_dir="/adapter")
+    assert reply.status == 400 and "--enable-lora" in str(reply.error)
+    engine = make()
+    engine.executor.directories["/adapter"] = "adapter", "stamp"
+    ask(engine, "start_weight_update", call_id=2)
+    assert ask(engine, "update_weights_from_dir", call_id=3, weight_dir="/adapter").code == "update_open"
 
 
 def test_a_server_without_adapters_refuses_them() -> None:
@@ -253,7 +351,13 @@ def test_adapters_of_the_start_are_there_before_the_first_request() -> None:
     with pytest.raises(StartError, match=r"lora_modules: a: no adapter"):
         make(lora_modules=["a=bad"])
     with pytest.raises(StartError, match="max-loras"):
-        make(lora_modules=["a=1", "b=2", "c=3"])
+        make(lora_modules=["a=1", "b=2", "c=3"], lora_eviction="none")
+    more = make(lora_modules=["a=1", "b=2", "c=3"])
+    more.loads = {1: "1", 2: "2", 3: "3"}
+    more.add("r", PROMPT, adapter="c", max_tokens=5)
+    more.run()
+    more.check_complete("r")
+    assert more.executor.adapter_from_anywhere is True
 
 
 @DEPTHS

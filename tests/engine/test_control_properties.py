@@ -182,6 +182,7 @@ class Life:
         self.check_ended()
         self.kills += 1
         self.begin(old.weights_of, old.executor.has_room_for_two)
+        self.engine.loads = old.loads
         self.call("take_over", last=was)
         self.rest()
         now, executor = self.last_status(), self.engine.executor

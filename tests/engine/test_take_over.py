@@ -195,7 +195,7 @@ def test_an_open_update_has_failed(has_room_for_two: bool) -> None:
     assert serves(other) == "v1"
 
 
-def test_adapters_are_those_of_the_start_that_were_not_replaced_since() -> None:
+def test_adapters_are_those_of_the_engine_before() -> None:
     options: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "lora_modules": ["a=/a", "b=/b", "c=/c"]}
     engine = Engine(**options)
     ask(engine, "load_lora_adapter", lora_name="b", lora_path="/newer")
@@ -205,7 +205,12 @@ def test_adapters_are_those_of_the_start_that_were_not_replaced_since() -> None:
     last = engine.core._state_now()
     other = Engine(**options)
     ask(other, "take_over", last=last)
-    assert [(adapter.name, adapter.generation) for adapter in other.core.adapters.listed()] == [("a", 1)]
+    assert other.core.adapters.listed() == engine.core.adapters.listed()
+    other.loads = {4: "/newer"}
+    other.add("newer", PROMPT, adapter="b", max_tokens=3, ignore_eos=True)
+    other.run()
+    other.check_complete("newer")
+    assert other.received["newer"].outputs[-1].spans == [("v1+b@4", 0, 3)]
     assert other.core._state_now().num_loads == 5
     for name in ("b", "d"):
         assert ask(other, "load_lora_adapter", lora_name=name, lora_path="/x").error is None

@@ -105,3 +105,25 @@ def test_the_description_does_not_fix_the_names_where_adapters_come_and_go() -> 
         schemas = running.get("/openapi.json").json()["components"]["schemas"]
         for kind in ("GenerateBody", "ChatBody", "CompletionBody"):
             assert ("enum" in schemas[kind]["properties"]["model"]) is fixed
+
+
+def test_an_adapter_under_the_models_name_stands_before_the_model() -> None:
+    """rl-faults E1."""
+    s = site(enable_lora=True, served_model_name=["tiny", "alias"])
+    s.llm.load_adapter("tiny", "/policy")
+
+    def adapters_of(*names: str | None) -> list[Any]:
+        for name in names:
+            sent = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 1}} | (
+                {} if name is None else {"model": name}
+            )
+            assert s.post("/inference/v1/generate", sent).status_code == 200
+        return [call.options.get("adapter") for call in s.llm.calls[-len(names) :]]
+
+    assert adapters_of("tiny", None, "alias") == ["tiny", "tiny", ""]
+    cards = s.get("/v1/models").json()["data"]
+    assert [card["id"] for card in cards] == ["tiny", "alias"]
+    assert cards[0]["root"] == "/policy" and cards[0]["parent"] and not cards[1].get("parent")
+    s.llm.link.call_elsewhere("unload_lora_adapter", lora_name="tiny")
+    s.llm.link.deliver()
+    assert adapters_of("tiny", None) == ["", ""]

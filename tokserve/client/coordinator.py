@@ -108,8 +108,6 @@ class Coordinator:
                 raise Conflict("a replaced engine does not have the weights of the others: push weights")
             sent = {rank: fan_out.args_for(method, args, rank, size, self._num_ranks) for rank in ranks}
             answers = await (self._in_phases(method, sent) if method in PHASES else self._send(method, sent))
-        if method == "load_lora_adapter":
-            self._unload_evicted(answers)
         if fan_out.is_mixed(answers) and (undo := fan_out.UNDONE_BY.get(method)) is not None:
             await self._send(undo[0], {answer.rank: undo[1] for answer in answers if answer.error is None})
         return fan_out.outcome(method, args, answers, size)
@@ -141,15 +139,6 @@ class Coordinator:
 
     async def _decide(self, ranks: Sequence[int], token: str, **decision: Any) -> list[Answer]:
         return await self._send("decide", {rank: {"token": token, **decision} for rank in ranks})
-
-    def _unload_evicted(self, answers: Sequence[Answer]) -> None:
-        """Each engine has evicted the adapter that it had not used for longest: those of one are unloaded by all."""
-        done = [answer for answer in answers if isinstance(answer.result, dict)]
-        names = {answer.result["evicted"] for answer in done if "evicted" in answer.result}
-        for name in sorted(names):
-            ranks = [answer.rank for answer in done if answer.result.get("evicted") != name]
-            unloading = self._send("unload_lora_adapter", {rank: {"lora_name": name} for rank in ranks})
-            self._keep(asyncio.ensure_future(unloading))  # its requests end first
 
 
 async def _answer(engine: EngineClient, method: str, args: dict[str, Any]) -> Answer:

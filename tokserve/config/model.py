@@ -228,12 +228,13 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         bool, about("Serve LoRA adapters: requests name one as their model, control routes load and unload them.")
     ] = False
     max_loras: Annotated[
-        int, about("Most adapters loaded at once; memory for all of them is allocated at the start.", ge=1, le=1024)
+        int,
+        about("Most adapters on the device at once; memory for all of them is allocated at the start.", ge=1, le=1024),
     ] = 4
     lora_eviction: Annotated[
         Literal["lru", "none"],
-        about("When --max-loras adapters are loaded and another is to be: lru unloads the one that has been unused for "
-              "longest, if no request is using it; none refuses."),
+        about("When --max-loras adapters are loaded and another is named: with lru the one that has been unused for "
+              "longest gives up its place, and is read again when a request names it; none refuses to load more."),
     ] = "lru"  # fmt: skip
     max_lora_rank: Annotated[int, about("Highest rank an adapter may have.", ge=1, le=512)] = 16
     lora_modules: Annotated[

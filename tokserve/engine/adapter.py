@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Adapter:
-    """`generation` is another one each time weights are put into the slot; no two loads of a server share one.
+    """`slot`: -1 while it has none.  `generation` is another one each time that weights are loaded under the name; no
+    two loads of a server share one.
 
     `digest`: of its weights, "" if it is not known.  `last_use`: rises with every load and request of any adapter; the
-    lowest is unused for longest.
+    lowest is unused for longest.  `anywhere`: the operator has named its directory.  `has_served`: a request has run
+    since it got its slot.  `is_leaving`: another one is to have the slot, so no more requests are admitted.
     """
 
     name: str
@@ -19,8 +21,16 @@ class Adapter:
     generation: int
     last_use: int = 0
     digest: str = ""
+    anywhere: bool = False
+    has_served: bool = False
+    is_leaving: bool = False
 
     @property
     def label(self) -> str:
         """The suffix of a weight version that says which adapter made a token."""
         return f"{self.name}@{self.generation}"
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request of it may be admitted now."""
+        return self.slot >= 0 and not self.is_leaving

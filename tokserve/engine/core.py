@@ -88,9 +88,9 @@ class EngineCore:
             config.kv, self.cache, executor, self.control.weights, facts.facts,
             tokens_per_second=self.scheduler.tokens_per_second, clock=clock, wake=wake,
         )  # fmt: skip
-        self.adapters = Adapters(
-            config.lora, self, self.scheduler, self.cache, executor, config.server.served_model_name or []
-        )
+        model_name = (config.server.served_model_name or [config.model.model])[0]
+        self.adapters = Adapters(config.lora, self, self.scheduler, self.cache, executor, model_name)
+        self.control.weights.load_adapter = self.adapters.load_as_model
         self.grammars = Grammars(config, facts.vocab_size, self.limits.eos)
         self.stopped = False
         self._executor = executor
@@ -136,6 +136,7 @@ class EngineCore:
             self._send_status()
         self._poll_grammars()
         self._poll_external()
+        self._poll_adapters()
         if self._leaving:
             self._abort_leaving()
         if self._admission.busy:
@@ -161,10 +162,11 @@ class EngineCore:
 
     @property
     def _may_wait(self) -> bool:
-        """Whether requests may wait although nothing runs: for a command, a grammar, a mask, KV, or their client."""
+        """Whether requests may wait although nothing runs: for a command, a grammar, a mask, KV, an adapter, or their
+        client."""
         if self.control.may_be_idle or self._admission.pending or self._mask_worker or self._external.busy:
             return True
-        return self.scheduler.num_stalled > 0
+        return self.scheduler.num_stalled > 0 or self.adapters.slots.busy
 
     def _begin_step(self) -> bool:
         """Plan a step and begin its forward pass; whether there was anything to compute."""
@@ -216,6 +218,16 @@ class EngineCore:
         """Send outputs that waited for KV to be kept, and end requests whose KV did not come."""
         ready, failed = self._external.poll()
         self._front_ends.send(ready)
+        for request, reason in failed:
+            if request.finish is None:
+                self._fail(request, reason)
+
+    def _poll_adapters(self) -> None:
+        """Bring back adapters that requests wait for, and end the requests of those that cannot be."""
+        slots = self.adapters.slots
+        if (command := slots.due()) is not None:
+            self._commands.begin(command)
+        failed, slots.failed = slots.failed, []
         for request, reason in failed:
             if request.finish is None:
                 self._fail(request, reason)

@@ -358,9 +358,11 @@ class Scheduler:
         return self.counters.displaced > before
 
     def _may_enter(self, request: Request) -> bool:
-        """Whether it waits neither for the barrier, its grammar or mask, a prefix that is being computed, nor its
-        client."""
+        """Whether it waits neither for the barrier, its adapter, its grammar or mask, a prefix that is being computed,
+        nor its client."""
         if self.barrier is not None and request.number >= self.barrier:
+            return False
+        if request.adapter is not None and not request.adapter.is_ready:
             return False
         stalled = request.stalled and self.barrier is None
         return request.is_ready_to_sample and not stalled and not self._cache.must_wait(request.table)
@@ -425,6 +427,8 @@ class Scheduler:
         self.shares.admitted(request)
         request.state = State.RUNNING
         request.slot = self._free_slots.pop()
+        if request.adapter is not None:
+            request.adapter.has_served = True
         request.num_computed = request.num_settled = min(hits * self._cache.block_size, request.reusable)
         if self._cache.snapshots is not None:
             request.num_state = hits * self._cache.block_size

@@ -33,6 +33,11 @@ Sizes = Mapping[str, tuple[int, int]]  # of projections, by name: inputs, output
 Positive = Annotated[int, Meta(ge=1)]
 
 
+def is_adapter(directory: Path) -> bool:
+    """Whether a directory is a PEFT adapter's, and no checkpoint's."""
+    return (directory / CONFIG).is_file() and not (directory / "config.json").is_file()
+
+
 class AdapterConfig(msgspec.Struct, frozen=True):
     """adapter_config.json as far as it matters; PEFT's names and defaults."""
 

@@ -27,8 +27,8 @@ def named(reference: str) -> Any:
 
 
 def make(reference: str | None, runner: Any) -> Any:
-    """The worker extension, or None: the class with the runner as its argument, or mixed into a `WorkerBase`, as vLLM does,
-    if its constructor takes no argument.  Raises StartError."""
+    """The worker extension, or None: the class with the runner as its argument, or mixed into a `WorkerBase`, as vLLM
+    does, if its constructor takes no argument.  Raises StartError."""
     if reference is None:
         return None
     try:

@@ -22,6 +22,7 @@ from tokserve.config import BACKENDS, PACKING, WeightsConfig
 from tokserve.device import Device
 from tokserve.errors import Conflict, RequestError, StartError, TransferFailed, invalid_value
 from tokserve.models import weights
+from tokserve.models.adapters import is_adapter
 from tokserve.models.checksums import checksums
 from tokserve.models.coordinates import Coordinates, Parts, of_one_rank
 from tokserve.models.decoder import Decoder
@@ -220,9 +221,11 @@ class WeightSync:
         self, model: Decoder | None, weight_dir: str, version: str | None, served_version: str
     ) -> dict[str, Any] | None:
         """Which files of a directory lead to a version: {"files", "version", "checksum", "base": the checksum that a
-        chain of deltas begins with, else None}.  None: the directory is an ordinary checkpoint.  `model`: what
-        serves, if anything does.
+        chain of deltas begins with, else None}.  None: the directory is an ordinary checkpoint.  {"adapter": True}: it
+        is an adapter's.  `model`: what serves, if anything does.
         """
+        if is_adapter(self._allowed(weight_dir)[0]):
+            return {"adapter": True}
         files: list[VersionFile] | None = None
         has_base = False
 

@@ -259,16 +259,21 @@ class Serving:
         self.check_model(name)
 
     def _knows(self, name: str) -> bool:
-        return name in self.names or self._is_adapter(name) or name in self._aliases
+        return self._is_models(name) or self._is_adapter(name)
+
+    def _is_models(self, name: str) -> bool:
+        return name in self.names or name in self._aliases
 
     def _is_adapter(self, name: str) -> bool:
         return any(adapter.name == name for adapter in self.llm.status.adapters)
 
     def adapter(self, model: str | None) -> str:
-        """The adapter that a request with this `model` is for, "" if it is for the model itself."""
-        if not model or model in self.names or (model in self._aliases and not self._is_adapter(model)):
-            return ""
-        return model
+        """The adapter that a request with this `model` is for, "" if it is for the model itself.  An adapter may have
+        the model's name, which is also that of requests that name none."""
+        name = model or self.name
+        if self._is_adapter(name) or not self._is_models(name):
+            return name
+        return ""
 
     def answers_as(self, model: str | None) -> str:
         """The name that the reply to a request with this `model` carries."""

@@ -35,6 +35,7 @@ class Weights(CurrentWeights):
         self._new_lease = new_lease
         self.update: Update | None = None  # that is open
         self.failure: str | None = None  # of the last update
+        self.load_adapter: Callable[..., Generator[Wait, Any, dict[str, Any]]]  # under the model's name
         self._meeting = 0  # commands that wait for a trainer
 
     def take_over(self, was: Status) -> Command:
@@ -62,7 +63,8 @@ class Weights(CurrentWeights):
         if was.source is None:
             return ""
         try:
-            update, _ = yield from self._open_directory(was.source, was.weight_version)
+            plan = yield from self._planned(was.source, was.weight_version)
+            update, _ = yield from self._open_directory(was.source, was.weight_version, plan)
             if update.stamp != was.stamp:
                 self._fail(update, f"the files in {was.source} have changed since they were read")
                 yield from self._background("abort_update")
@@ -193,13 +195,18 @@ class Weights(CurrentWeights):
         yield from self._prepared(update)
         return update
 
-    def _open_directory(
+    def _planned(
         self, weight_dir: str, version: str | None, take_over: bool = False
-    ) -> Generator[Wait, Any, tuple[Update, str | None]]:
-        """Open an update, and stage all that comes: a checkpoint, or the files that lead to a version; and that."""
+    ) -> Generator[Wait, Any, dict[str, Any] | None]:
+        """What a directory holds: None for a checkpoint, else as `plan_chain` says."""
         yield from self._until_closed(take_over)
         args = {"weight_dir": weight_dir, "version": version, "served_version": self.version}
-        plan = yield from self._background("plan_chain", **args)
+        return (yield from self._background("plan_chain", **args))
+
+    def _open_directory(
+        self, weight_dir: str, version: str | None, plan: dict[str, Any] | None
+    ) -> Generator[Wait, Any, tuple[Update, str | None]]:
+        """Open an update, and stage all that comes: a checkpoint, or the files that lead to a version; and that."""
         source: dict[str, Any] = {"weight_dir": weight_dir}
         if plan is not None:
             source["files"], version = plan["files"], plan["version"]
@@ -258,11 +265,34 @@ class Weights(CurrentWeights):
     def update_weights_from_dir(
         self, weight_dir: str, weight_version: str | None = None, recompute_kv: bool = False, take_over: bool = False
     ) -> Command:
-        """A whole update from a checkpoint directory."""
+        """A whole update from a checkpoint directory, or from an adapter's: that is put before the model itself."""
         check_version(weight_version)
-        update, version = yield from self._open_directory(weight_dir, weight_version, take_over)
+        plan = yield from self._planned(weight_dir, weight_version, take_over)
+        if plan is not None and plan.get("adapter"):
+            return (yield from self._update_adapter(weight_dir, weight_version, recompute_kv))
+        update, version = yield from self._open_directory(weight_dir, weight_version, plan)
         update.recompute_kv = recompute_kv
         return (yield from self._commit(update, version))
+
+    def _update_adapter(self, weight_dir: str, weight_version: str | None, recompute_kv: bool) -> Command:
+        """Load an adapter under the model's name, and begin an epoch with it."""
+        if not self.can_compute:
+            raise Conflict("there are no weights that an adapter could change: push full weights", field="weight_dir")
+
+        def check(is_same: bool) -> None:
+            if weight_version == self.version and self.epoch and not is_same:
+                reason = f"weight_version: other weights of version {weight_version} serve already"
+                raise Conflict(reason, field="weight_version", code="version_in_use")
+
+        def placed(decision: dict[str, Any]) -> None:
+            self._set_epoch(weight_version, self.origin, decision.get("epoch"))
+            self._set_checksum(self.checksum)
+            if recompute_kv:
+                self.recompute_kv()
+
+        yield PREPARED  # as an update from a checkpoint has it, when it is opened
+        loaded = yield from self.load_adapter(weight_dir, check, placed)
+        return {"message": "Weight update finished", "weight_version": self.version, "epoch": self.epoch} | loaded
 
     @command("finish_weight_update")
     def finish_weight_update(

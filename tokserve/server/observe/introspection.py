@@ -97,7 +97,7 @@ async def models(serving: Serving, request: Request) -> Response:
     """GET /v1/models: the names of the model, then the adapters"""
     if serving.config.lora.enable_lora:
         await serving.llm.refresh(FRESH_SECONDS)
-    names = [*serving.names, *(adapter.name for adapter in serving.llm.status.adapters)]
+    names = dict.fromkeys([*serving.names, *(adapter.name for adapter in serving.llm.status.adapters)])
     return body.reply(request, ModelList([_model(serving, name) for name in names]))
 
 
@@ -111,10 +111,12 @@ async def model(serving: Serving, request: Request) -> Response:
 def _model(serving: Serving, name: str) -> ModelCard:
     created, length = serving.api_process.created, serving.llm.ready.max_model_len
     owner = "sglang" if serving.config.server.sglang_api else "tokserve"  # routers choose their dialect by it
-    if name in serving.names:
-        return ModelCard(name, created, checkpoint.given_name(serving.config.model.model), length, owned_by=owner)
-    path = next((adapter.path for adapter in serving.llm.status.adapters if adapter.name == name), name)
-    return ModelCard(name, created, path, length, parent=serving.name, owned_by=owner)
+    base = checkpoint.given_name(serving.config.model.model)
+    path = next((adapter.path for adapter in serving.llm.status.adapters if adapter.name == name), None)
+    if path is None and name in serving.names:
+        return ModelCard(name, created, base, length, owned_by=owner)
+    parent = base if name == serving.name else serving.name
+    return ModelCard(name, created, path or name, length, parent=parent, owned_by=owner)
 
 
 async def load(serving: Serving, request: Request) -> Response:
