@@ -156,6 +156,20 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
             _refuse("structured_outputs.json", str(error))
 
 
+# sampling parameters of other servers that the token route accepts: they change no token, ...
+PARAMS_WITHOUT_EFFECT = (
+    "output_kind", "flat_logprobs", "skip_clone", "skip_reading_prefix_cache", "stream_interval", "watermarking",
+    "output_text_buffer_length", "_all_stop_token_ids", "_bad_words_token_ids", "_eos_token_id",
+    "_watermarking_skipped",
+)  # fmt: skip
+# ... or would, but for null and these values
+PARAMS_REFUSED: dict[str, tuple[Any, ...]] = {
+    "thinking_token_budget": (), "logits_processors": ([],), "prompt_logprob_token_ids": (),
+    "prompt_logprob_start": (), "trace_decode_token_ids": (), "truncate_prompt_tokens": (-1,), "best_of": (1,),
+    "use_beam_search": (False,), "length_penalty": (1, 1.0), "early_stopping": (False,),
+}  # fmt: skip
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """How to draw tokens and when to stop; vLLM's names and meanings.
 

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from tests.rl.distribution import rl
 from tests.rl.scripted_http import OK, connected, refusal
-from tokserve.rl import weight_pairs
+from tokserve.rl import broadcast, weight_pairs
 from tokserve.rl.digests import checksums
 from tokserve.rl.weight_pairs import reading, weight_files
 
@@ -167,6 +167,14 @@ def test_over_a_process_group_too(source: Callable[[int], Any], method: str, par
 
     server.use(use)
     assert [name for info in server.announced for name in info["names"]] == list(NAMES) and len(group.sent) == parts
+    sent = torch.cat([part.view(torch.uint8).view(torch.float32) for part in group.sent])
+    assert torch.equal(sent, torch.cat(list(values(0).values())))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_what_is_sent_over_a_group_directly_is_read_as_it_comes(packed: bool) -> None:
+    group: Any = RecordingGroup()
+    broadcast.send(group, (tensor for _, tensor in one_buffer(0)), packed=packed)
     sent = torch.cat([part.view(torch.uint8).view(torch.float32) for part in group.sent])
     assert torch.equal(sent, torch.cat(list(values(0).values())))
 

@@ -260,6 +260,76 @@ def test_selective_logprobs_have_a_gradient() -> None:
         selective_logprobs(logits, ids + 320)
 
 
+def ends(*numbers: int) -> dict[str, Any]:
+    """The arguments with which flash attention takes a row of sequences."""
+    numbers_of_both = torch.tensor(numbers, dtype=torch.int32)
+    return {"cu_seq_lens_q": numbers_of_both, "cu_seq_lens_k": numbers_of_both.clone(), "max_length_q": 5}
+
+
+def test_a_packed_row_is_its_sequences_also_by_their_ends() -> None:
+    """Their ends are enough, and positions that say the same may come too (rl-faults F16)."""
+    model = model_of(DEMO, "float32")
+    rows = [[5, 6, 7], [9, 8, 7, 6, 5], [4, 3]]
+    alone = torch.cat([model(torch.tensor([row])).logits[0] for row in rows])
+    ids = torch.tensor([[*rows[0], *rows[1], *rows[2]]])
+    positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    for packed in (ends(0, 3, 8, 10), ends(0, 3, 8, 10) | {"position_ids": positions}, {"position_ids": positions}):
+        assert torch.equal(model(ids, **packed).logits[0], alone)
+    assert torch.equal(model(ids, **ends(0, 10)).logits, model(ids).logits)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        (ends(0, 3, 9), "must rise from 0 to the row's 10 tokens"), (ends(0, 3, 3, 10), "must rise from 0"),
+        (ends(1, 10), "must rise from 0"), (ends(0), "must rise from 0"),
+        (ends(0, 4, 8, 10) | {"position_ids": positions}, r"position_ids begin sequences at \[3, 8\]"),
+        (ends(0, 3, 10) | {"cu_seq_lens_k": torch.tensor([0, 4, 10])}, "be the same"),
+        ({"cu_seq_lens_k": torch.tensor([0, 10])}, "given together"),
+        (ends(0, 10) | {"attention_mask": torch.ones(1, 10)}, "one row without attention_mask"),
+    ]  # fmt: skip
+    for packed, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            model(ids, **packed)
+
+
+def test_no_argument_is_ignored_that_would_change_the_result() -> None:
+    model = model_of(DEMO, "float32")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    expected = model(ids).logits
+    without_effect: dict[str, Any] = {
+        "is_causal": True, "output_attentions": False, "output_router_logits": None, "return_dict": True,
+        "use_cache": False, "num_items_in_batch": torch.tensor(3), "something": None,
+    }  # fmt: skip
+    assert torch.equal(model(ids, **without_effect).logits, expected)
+    for option in ({"is_causal": False}, {"seq_idx": ids}, {"token_type_ids": ids}, {"atention_mask": ids}):
+        with pytest.raises(ValueError, match=f"{next(iter(option))} is not supported by an exact model"):
+            model(ids, **option)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("way", ["wrapped", "in_place"])
+def test_a_compiled_model_has_the_same_bits(way: str) -> None:
+    """Its forward pass is not compiled: a compiler reorders sums (rl-faults F8)."""
+    model, policy = model_of(DEMO, "float32"), PolicyModel.from_pretrained("demo", dtype="float32")
+    rows = [[5, 6, 7, 8], [5, 6, 9]]
+    ids, mask = padded(rows, "left")
+
+    def results(exact_model: Any, trained: Any) -> list[Tensor]:
+        for module in (model, policy):
+            module.zero_grad()
+        logits = exact_model(ids, attention_mask=mask).logits
+        rows_of_policy = trained(rows, [1, 1])
+        (logits.logsumexp(-1).sum() + torch.cat(rows_of_policy).sum()).backward()
+        gradients = [module.get_parameter("model.norm.weight").grad for module in (model, policy)]
+        return [logits.detach(), *(row.detach() for row in rows_of_policy), *(grad.clone() for grad in gradients)]
+
+    expected = results(model, policy)
+    if way == "wrapped":
+        actual = results(torch.compile(model, backend="eager"), torch.compile(policy, backend="eager"))
+    else:
+        for module in (model, policy):
+            module.compile(backend="eager")
+        actual = results(model, policy)
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+
+
 def test_what_is_refused_is_named(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="Linear"):
         exact(nn.Linear(2, 2))

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +21,11 @@ from tests.models.driver import prefill, random_ids
 from tests.tiny_models import tiny_config, write_checkpoint
 from tests.train import references
 from tests.train.references import cosine
-from tokserve import ops
+from tokserve import SamplingParams, ops
 from tokserve.errors import StartError
 from tokserve.models.load import load
+from tokserve.params import PARAMS_REFUSED, PARAMS_WITHOUT_EFFECT
+from tokserve.params import SamplingParams as SentParams
 from tokserve.runner import processors
 from tokserve.train import PolicyModel, adjustments, scores
 
@@ -284,6 +287,37 @@ def test_sampling_params_that_do_not_fit(params: dict[str, object], message: str
     policy = PolicyModel.from_pretrained("demo", dtype="float32")
     with pytest.raises(ValueError, match=message):
         policy.logprobs([[5, 6, 7]], [1], 1.0, "processed", sampling_params=[params])
+
+
+def test_sampling_params_are_taken_in_every_form_of_a_request() -> None:
+    """JSON's, the client's, and objects; with all fields that the route accepts (rl-faults F14)."""
+    policy = PolicyModel.from_pretrained("demo", dtype="float32")
+    params = {"logit_bias": {5: 4.0, 9: -1.5}, "repetition_penalty": 1.25, "temperature": 0.5, "presence_penalty": 0.5}
+
+    def scored(form: Any) -> list[float]:
+        return policy.logprobs([[5, 6, 7, 9]], [1], 0.5, "processed", sampling_params=[form])[0].tolist()
+
+    nulls = dict.fromkeys(SentParams.__struct_fields__)
+    ignored = dict.fromkeys(PARAMS_WITHOUT_EFFECT, 1) | dict.fromkeys(PARAMS_REFUSED)
+    neutral = {name: values[0] for name, values in PARAMS_REFUSED.items() if values}
+    others = {"logprobs": True, "n": 4, "stop": "x", "seed": 1 << 40, "stop_token_ids": np.arange(3)}
+    numbers = {"logit_bias": {np.int64(5): np.float32(4), 9: torch.tensor(-1.5)}, "temperature": np.float32(0.5)}
+    forms = (
+        json.loads(json.dumps(params)), nulls | params, ignored | params, neutral | params, others | params,
+        params | numbers, SentParams(**params), SamplingParams(**params, skip_clone=True),
+    )  # fmt: skip
+    expected = scored(params)
+    assert scored(None) != expected
+    for form in forms:
+        assert scored(form) == expected, form
+    for form in ([1], 5, "x"):
+        with pytest.raises(ValueError, match=r"sampling_params\[0\] must be a mapping or null"):
+            scored(form)
+    for form in ({"best_of": 2}, {"logit_bais": {}}, {"use_beam_search": True}):
+        with pytest.raises(ValueError, match=rf"sampling_params\[0\].{next(iter(form))} is no sampling parameter"):
+            scored(form)
+    with pytest.raises(ValueError, match="structured_outputs restricts the draws"):
+        scored({"structured_outputs": {"regex": "a", "backend": "any"}})
 
 
 def test_extreme_parameters_are_the_servers() -> None:

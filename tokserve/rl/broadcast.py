@@ -224,8 +224,10 @@ def receive(
 
 
 def send(group: TransferGroup, tensors: Iterable[Tensor], *, packed: bool, buffer_bytes: int = PACKED_BYTES) -> None:
-    """Send tensors to `receive` on the other ranks."""
-    ready = (tensor.detach().to(group.device).contiguous() for tensor in tensors)
+    """Send tensors to `receive` on the other ranks.  What is no list is read one tensor at a time: each is copied or
+    sent before the next is requested."""
+    stay = not packed or isinstance(tensors, list | tuple)
+    ready = (tensor.detach().to(group.device, copy=not stay).contiguous() for tensor in tensors)
     if not packed:
         for tensor in ready:
             group.broadcast(_sendable(tensor))

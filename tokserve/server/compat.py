@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
+from tokserve.params import PARAMS_REFUSED, PARAMS_WITHOUT_EFFECT
+
 
 class FieldRule(NamedTuple):
     """`no_effect`: values without an effect; null is always one.  `note`: the reason, or what to send instead.
@@ -219,16 +221,9 @@ INNER: FieldTable = {
     "thinking.display": _ignored("summarized", note="reasoning is returned as it is"),
 }
 # sampling parameters of other servers on the token route; what is ignored there has no effect on the tokens
-TOKEN_PARAMS: FieldTable = {
-    "output_kind": _ignored(), "flat_logprobs": _ignored(), "skip_clone": _ignored(),
-    "skip_reading_prefix_cache": _ignored(), "stream_interval": _ignored(), "watermarking": _ignored(),
-    "output_text_buffer_length": _ignored(), "_all_stop_token_ids": _ignored(), "_bad_words_token_ids": _ignored(),
-    "_eos_token_id": _ignored(), "_watermarking_skipped": _ignored(),
-    "thinking_token_budget": _refused(), "logits_processors": _refused([]), "prompt_logprob_token_ids": _refused(),
-    "prompt_logprob_start": _refused(), "trace_decode_token_ids": _refused(), "truncate_prompt_tokens": _refused(-1),
-    "best_of": _refused(1), "use_beam_search": _refused(False), "length_penalty": _refused(1, 1.0),
-    "early_stopping": _refused(False),
-}  # fmt: skip
+TOKEN_PARAMS: FieldTable = {name: _ignored() for name in PARAMS_WITHOUT_EFFECT} | {
+    name: _refused(*neutral) for name, neutral in PARAMS_REFUSED.items()
+}
 # of SGLang's /generate; blank values have no effect either
 SGLANG: FieldTable = {
     "session_id": _ignored(), "routing_key": _ignored(), "custom_labels": _ignored(), "log_metrics": _ignored(),

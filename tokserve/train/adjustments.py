@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.errors import RequestError
-from tokserve.params import SamplingParams
+from tokserve.params import PARAMS_REFUSED, PARAMS_WITHOUT_EFFECT, SamplingParams
 
 MAX_LOGIT = float(np.finfo(np.float32).max)
 # as the server's: beyond these, logits are clamped and reckoned from the largest
@@ -27,6 +27,11 @@ MAX_PLAIN_BIAS, MAX_PLAIN_REPETITION = 2.0**8, 2.0**4
 RESTRICTIONS = (
     "top_k", "top_p", "min_p", "min_tokens", "allowed_token_ids", "bad_token_ids", "bad_token_sequences", "bad_words",
     "no_repeat_ngram_size", "structured_outputs",
+)  # fmt: skip
+
+
+OF_LOGITS = (
+    "temperature", "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty", *RESTRICTIONS
 )  # fmt: skip
 
 
@@ -52,23 +57,26 @@ class AdjustedRow:
 
 
 def adjustment_of(
-    number: int, params: Mapping[str, Any] | None, temperature: float, *, masked: bool, vocab: int
+    number: int, params: Mapping[str, Any] | SamplingParams | None, temperature: float, *, masked: bool, vocab: int
 ) -> Adjustment | None:
     """The adjustment that a sequence's sampling parameters make; None: they change no logit.  Raises ValueError, naming
     what is wrong."""
     if params is None:
         return None
+    chosen = _of_logits(f"sampling_params[{number}]", params)
+    has_grammar = chosen.pop("structured_outputs", None) is not None
     try:
-        checked = msgspec.convert(dict(params), SamplingParams)
+        checked = msgspec.convert(chosen, SamplingParams, str_keys=True)
         checked.validate()
     except (msgspec.ValidationError, RequestError) as error:
         raise ValueError(f"sampling_params[{number}]: {error}") from error
-    if "temperature" in params and checked.temperature != temperature:
+    if "temperature" in chosen and checked.temperature != temperature:
         raise ValueError(
             f"sampling_params[{number}].temperature is {checked.temperature}, but temperature {temperature}"
         )
     default = SamplingParams()
     restricting = [name for name in RESTRICTIONS if getattr(checked, name) != getattr(default, name)]
+    restricting += ["structured_outputs"] * has_grammar
     if restricting and not masked and not (temperature == 0.0 and set(restricting) <= {"top_k", "top_p", "min_p"}):
         raise ValueError(f"sampling_params[{number}].{restricting[0]} restricts the draws: give sampling_masks as well")
     bias = {token: value for token, value in (checked.logit_bias or {}).items() if 0 <= token < vocab}
@@ -82,6 +90,32 @@ def adjustment_of(
         np.array(list(bias), np.int64), values, checked.presence_penalty, checked.frequency_penalty, repetition,
         biased or not plain,
     )  # fmt: skip
+
+
+def _of_logits(where: str, params: Mapping[str, Any] | SamplingParams) -> dict[str, Any]:
+    """The values of a request's parameters that count here: of JSON, where null is a default and ids are texts, of
+    numpy and torch, or those of an object.  Raises ValueError for what no request that is accepted has."""
+    if isinstance(params, SamplingParams):
+        params = {name: getattr(params, name) for name in OF_LOGITS}
+    if not isinstance(params, Mapping):
+        raise ValueError(f"{where} must be a mapping or null, got {type(params).__name__}")
+    values = {}
+    for name, value in params.items():
+        has_effect = value is not None and name not in PARAMS_WITHOUT_EFFECT
+        if name in OF_LOGITS and has_effect:
+            values[name] = _plain(value)
+        elif has_effect and name not in SamplingParams.__struct_fields__ and value not in PARAMS_REFUSED.get(name, ()):
+            raise ValueError(f"{where}.{name} is no sampling parameter of a request to this server")
+    return values
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and lists, of numpy's and torch's."""
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def adjust(logits: Tensor, rows: Sequence[AdjustedRow | None]) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ float32; all else (labels and loss, `logits_to_keep`, saving, peft, trainers) is
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -21,13 +21,22 @@ from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.models.registry import ARCHITECTURES
 from tokserve.models.spec import DecoderSpec
 from tokserve.train import projections
-from tokserve.train.padding import unpad
+from tokserve.train.compilation import uncompiled
+from tokserve.train.padding import packed_positions, unpad
 from tokserve.train.requests import Mask, Params, checked
 from tokserve.train.served import PREFIX, ServedDecoder, ServedOptions
 from tokserve.train.support import trainable_spec
 
-# transformers before 5.24 calls the cache past_key_values
-NOT_SUPPORTED = ("cache", "past_key_values", "inputs_embeds", "output_attentions", "output_router_logits")
+# what is refused unless it is None or False; transformers before 5.24 calls the cache past_key_values
+NOT_SUPPORTED = (
+    "cache", "past_key_values", "inputs_embeds", "use_cache", "output_attentions", "output_router_logits",
+)  # fmt: skip
+DEFAULTS = ("is_causal",)  # what is so anyway if it is true
+# what is used, belongs to the loss, or says again what other arguments say
+WITHOUT_EFFECT = (
+    "output_hidden_states", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+    "num_items_in_batch", "shift_labels", "ignore_index", "cache_position",
+)  # fmt: skip
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -138,6 +147,7 @@ class _ExactModule(nn.Module):
 
 
 class _ExactBackbone(_ExactModule):
+    @uncompiled
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -150,12 +160,13 @@ class _ExactBackbone(_ExactModule):
     ) -> Any:
         """transformers' output of hidden states [B, L, H], zeros at padding."""
         arguments = {"cache": cache, "inputs_embeds": inputs_embeds, "use_cache": use_cache, **kwargs}
-        for name in (*NOT_SUPPORTED, "use_cache"):
-            value = arguments.get(name)
-            if value is not None and value is not False:
-                raise ValueError(f"{name} is not supported by an exact model: it computes whole sequences of ids")
+        _refuse_unsupported(arguments)
         if input_ids is None:
             raise ValueError("input_ids are needed")
+        position_ids = packed_positions(
+            tuple(input_ids.shape), position_ids, kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"),
+            masked=attention_mask is not None,
+        )  # fmt: skip
         config: Any = self.config
         streams = arguments.get("output_hidden_states")
         streams = bool(config.output_hidden_states if streams is None else streams)
@@ -178,6 +189,7 @@ class _ExactBackbone(_ExactModule):
 class _ExactHead(_ExactModule):
     weight: nn.Parameter
 
+    @uncompiled
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits float32 [..., V] of hidden states [..., H]."""
         served = self._served
@@ -194,6 +206,7 @@ class _ExactCausalLM(_ExactModule):
         parent: Any = super()
         return parent.generate(*args, **kwargs | {"use_cache": False})
 
+    @uncompiled
     def logprobs(
         self,
         sequences: Sequence[Sequence[int]],
@@ -217,6 +230,15 @@ class _ExactCausalLM(_ExactModule):
                 weights.masters[HEAD] = projections.parameter(head, "lm_head", "weight")
             served.sync(weights)
             return served.rows(weights.masters, requests, mode=logprobs_mode, recompute=_checkpoints(base))
+
+
+def _refuse_unsupported(arguments: Mapping[str, Any]) -> None:
+    """Refuse what would change the result, or is unknown.  Raises ValueError."""
+    for name, value in arguments.items():
+        is_absent = value is None or (value is False and name in NOT_SUPPORTED) or (value is True and name in DEFAULTS)
+        if not is_absent and name not in WITHOUT_EFFECT:
+            reason = "it computes whole sequences of ids" if name in NOT_SUPPORTED else "it would have no effect"
+            raise ValueError(f"{name} is not supported by an exact model: {reason}")
 
 
 def _exact_head(causal: nn.Module) -> nn.Module:
@@ -247,6 +269,7 @@ def _subclass(kind: type, methods: type) -> type:
 
 
 def _with_exact_head(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @uncompiled
     @functools.wraps(forward)  # trainers read the signature
     def checked_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         _exact_head(self)

@@ -47,6 +47,29 @@ def unpad(
     return PaddedBatch(sequences, cells)
 
 
+def packed_positions(
+    shape: tuple[int, ...], position_ids: Tensor | None, ends_q: Tensor | None, ends_k: Tensor | None, *, masked: bool
+) -> Tensor | None:
+    """`position_ids`, or those [1, L] of a row of sequences one after the other whose ends are given, as flash
+    attention takes them: int [n + 1], from 0 to L.  `masked`: there is a mask, too.  Raises ValueError."""
+    if ends_q is None and ends_k is None:
+        return position_ids
+    if ends_q is None or ends_k is None or not torch.equal(ends_q, ends_k):
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be given together, and be the same")
+    ends = ends_q.detach().cpu().numpy().astype(np.int64)
+    if masked or len(shape) != 2 or shape[0] != 1:
+        raise ValueError("cu_seq_lens_q are of one row without attention_mask")
+    if ends.ndim != 1 or len(ends) < 2 or ends[0] != 0 or ends[-1] != shape[1] or (np.diff(ends) < 1).any():
+        raise ValueError(f"cu_seq_lens_q must rise from 0 to the row's {shape[1]} tokens, got {ends.tolist()}")
+    positions = np.arange(shape[1]) - np.repeat(ends[:-1], np.diff(ends))
+    if position_ids is None:
+        return torch.from_numpy(positions)[None]
+    starts = np.flatnonzero(_positions(position_ids, shape)[0][1:] == 0) + 1
+    if not np.array_equal(starts, ends[1:-1]):
+        raise ValueError(f"position_ids begin sequences at {starts.tolist()}, cu_seq_lens_q at {ends[1:-1].tolist()}")
+    return position_ids
+
+
 def _mask(attention_mask: Tensor, shape: tuple[int, ...]) -> NDArray[np.bool_]:
     if tuple(attention_mask.shape) != shape:
         raise ValueError(

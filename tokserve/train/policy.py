@@ -22,6 +22,7 @@ from tokserve.ops.arithmetic import FMA
 from tokserve.train import adapters, scoring
 from tokserve.train.adapters import TrainedAdapter
 from tokserve.train.binding import Binding
+from tokserve.train.compilation import uncompiled
 from tokserve.train.modules import DecoderModules
 from tokserve.train.products import Products
 from tokserve.train.requests import Masks, Params, checked
@@ -163,6 +164,7 @@ class PolicyModel(nn.Module):
         finally:
             modules.adapted = before
 
+    @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> list[Tensor]:
         """Do what `logprobs` does, for wrappers that call the module."""
         return self.logprobs(*args, **kwargs)

@@ -12,14 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokserve.params import LOGPROBS_MODES
+from tokserve.params import LOGPROBS_MODES, SamplingParams
 from tokserve.train.adjustments import AdjustedRow, Adjustment, adjustment_of
 from tokserve.train.scores import Items
 from tokserve.train.tree import Int32, Packing
 
 Mask = Sequence[int] | None
 Masks = Sequence[Mask] | Mapping[str, Any]  # a list by token, or columns
-Params = Sequence[Mapping[str, Any] | None]
+Params = Sequence[Mapping[str, Any] | SamplingParams | None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from tokserve.rl.step_seeds import StepSeeds
 from tokserve.rl.trl import HTTPWeightTransfer, RolloutFunction, TokserveVLLMClient, use_tokserve
 from tokserve.rl.trl_settings import check_settings, sampling_of
 from tokserve.train import backward, projections, selective_logprobs
+from tokserve.train.compilation import uncompiled
 from tokserve.train.exact_model import exact
 
 __all__ = [
@@ -57,6 +58,7 @@ def add_exact_lm_head(model: Any, temperature: float, *, entropy_gradient: bool 
     entropy, without a gradient unless `entropy_gradient`, and the loss.
     """
 
+    @uncompiled
     @functools.wraps(type(model).forward)  # `generate` checks its arguments against the signature
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, labels: Any = None, **kwargs: Any) -> Any:
         if not fused_lm_head:
