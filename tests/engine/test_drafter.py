@@ -204,6 +204,8 @@ def test_drafts_under_a_grammar_are_sampled_as_it_allows(depth: int) -> None:
         request = engine.make("g", PROMPT, seed=seed, structured_outputs=StructuredOutputs(regex="x"), max_tokens=9)
         engine.core.receive(b"A", Submit(7, "g", [request]))
         engine.run()
+        while engine.core._mask_worker:  # a thread makes the masks
+            engine.run()
         engine.core._mask_worker.close()
         accepted.append(engine.executor.accepted)
         finish = engine.received["g"].finish
