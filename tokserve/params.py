@@ -180,7 +180,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `logprob_token_ids` the logprobs of given ids at every generated position.  `routed_experts_prompt_start`: so
     many of the first tokens of the prompt are left out of the routed experts.  `return_sampling_mask` returns the
     ids that each token was drawn from; None is the server's default.  `prompt_logprobs_mode`: of the prompt's
-    logprobs; None: `logprobs_mode`.
+    logprobs; None: `logprobs_mode`.  `stop_after`: two texts, the markers of reasoning; in an output that begins with
+    the first, `stop` counts after the second.
     """
 
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
@@ -216,6 +217,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     # for the front end
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     stop: str | list[str] = []
+    stop_after: list[str] = []
     bad_words: list[str] = []
     include_stop_str_in_output: bool = False
     detokenize: bool = True
@@ -238,7 +240,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if (mode := getattr(self, name)) is not None:
                 changes[name] = VLLM_LOGPROBS_MODES.get(mode, mode)
         return msgspec.structs.replace(
-            self, n=1, stop=[], bad_words=[], include_stop_str_in_output=False, detokenize=True,
+            self, n=1, stop=[], stop_after=[], bad_words=[], include_stop_str_in_output=False, detokenize=True,
             skip_special_tokens=True, spaces_between_special_tokens=True, **changes,
         )  # fmt: skip
 
@@ -267,6 +269,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def _validate_text(self) -> None:
         if any(not text for text in self.stop_strings()):
             _refuse("stop", "must not contain an empty string")
+        if self.stop_after and (len(self.stop_after) != 2 or not self.stop_after[1]):
+            _refuse("stop_after", "must have two texts, the second not empty")
         if any(not text for text in self.bad_words):
             _refuse("bad_words", "must not contain an empty string")
 

@@ -144,6 +144,7 @@ class Inputs:
         return Detokenizer(
             tokenizer, stops, include_stop=params.include_stop_str_in_output, skip_special=params.skip_special_tokens,
             spaces_between_special=params.spaces_between_special_tokens, min_tokens=params.min_tokens,
+            stop_after=params.stop_after,
         )  # fmt: skip
 
     def _check_prompt(self, packed: bytes, outputs: int) -> int:

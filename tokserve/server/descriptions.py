@@ -68,6 +68,7 @@ FIELDS: dict[str, str] = {
     "bad_token_sequences": "These sequences of ids are never completed.",
     "bad_words": "These words are never completed.",
     "stop": "Strings that end the output.",
+    "stop_after": "Two texts: in an output that begins with the first, stop strings count after the second.",
     "stop_sequences": "Strings that end the output.",
     "stop_token_ids": "Ids that end the output.",
     "stop_token_sequences": "Sequences of ids that end the output.",

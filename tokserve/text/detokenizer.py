@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tokserve.text.stops import StopStrings
+from tokserve.text.stops import Reasoning, StopStrings
 from tokserve.text.tokenizer import Tokenizer
 
 _MAX_HELD = 16  # limit of tokens held for the end of a character, with a decoder of unknown kind
@@ -126,6 +126,7 @@ class Detokenizer:
     `stop`: strings, or their automaton if several outputs have the same.  The match that ends first wins; of those that
     end together, the longest.  A match that is complete within the first `min_tokens` tokens does not count.
     `include_stop`: the stop string is part of the text.
+    `stop_after`: the two markers of reasoning, in which no match counts (`Reasoning`).
     `spaces_between_special` False: consecutive special tokens are joined without the spaces some decoders insert.
     """
 
@@ -138,6 +139,7 @@ class Detokenizer:
         skip_special: bool = True,
         spaces_between_special: bool = True,
         min_tokens: int = 0,
+        stop_after: Sequence[str] = (),
     ) -> None:
         if tokenizer.is_byte_level:
             self._stream: _TextStream = _ByteStream(tokenizer, skip_special)
@@ -146,6 +148,9 @@ class Detokenizer:
         self._stop = stop if isinstance(stop, StopStrings) else StopStrings(stop)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
+        self._reasoning = Reasoning(*stop_after) if stop_after else None  # that has not ended
+        self._begin = self._stream.mark()
+        self._undecided: list[int] = []  # all ids, while the output may begin with reasoning
         self._count = 0  # tokens pushed
         self._held = ""
         self._floor = 0  # a match must end after this many characters of the held text
@@ -174,17 +179,35 @@ class Detokenizer:
             self._floor = len(text)
         if final:
             text += self._stream.finish()
-        match = self._stop.find(text, self._floor)
+        if self._reasoning is not None and not self._reasoning.begun:
+            self._undecided += ids
+        thought = self._thought(text, final)
+        match = None if self._reasoning else self._stop.find(text[thought:], max(0, self._floor - thought))
         if match is None:
-            cut = len(text) if final else self._stop.safe(text)
+            cut = thought if self._reasoning else len(text) if final else thought + self._stop.safe(text[thought:])
             self._held = text[cut:]
             self._floor = max(0, self._floor - cut)
+            if self._reasoning is None or self._reasoning.begun:
+                self._undecided = []
             return text[:cut], None
-        begin, end = match
-        self._stream.rewind(start)
-        index = first + self._completing(ids, end - len(self._held))
+        begin, end = match[0] + thought, match[1] + thought
+        if self._undecided:  # nothing was returned yet
+            self._stream.rewind(self._begin)
+            index = self._completing(self._undecided, end)
+        else:
+            self._stream.rewind(start)
+            index = first + self._completing(ids, end - len(self._held))
         self.hit = StopHit(text[begin:end], max(index, 0))
         return text[: end if self._include_stop else begin], self.hit
+
+    def _thought(self, text: str, final: bool) -> int:
+        """The length of the reasoning that `text` begins with."""
+        if self._reasoning is None:
+            return 0
+        end, ended = self._reasoning.end(text, final=final)
+        if ended:
+            self._reasoning = None
+        return end
 
     def _completing(self, ids: Sequence[int], length: int) -> int:
         """The index of the first of `ids` after which `length` characters are final."""

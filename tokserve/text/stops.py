@@ -7,6 +7,31 @@ from collections.abc import Iterable
 import ahocorasick
 
 
+class Reasoning:
+    """Where in an output that arrives in parts stop strings count: in one that begins with `opens`, white space aside,
+    they do after `closes`; "" begins every output."""
+
+    def __init__(self, opens: str, closes: str) -> None:
+        self._opens = opens
+        self._closes = closes
+        self.begun = not opens  # the output begins with it
+
+    def end(self, text: str, *, final: bool) -> tuple[int, bool]:
+        """The position up to which stop strings do not count, and whether they do from there on.  `text`: the output
+        from the last position on."""
+        if not self.begun:
+            start = text.lstrip()
+            if not start.startswith(self._opens):
+                undecided = self._opens.startswith(start) and not final
+                return 0, not undecided
+            self.begun = True
+        at = text.find(self._closes)
+        if at >= 0:
+            return at + len(self._closes), True
+        cut = next(n for n in range(len(self._closes) - 1, -1, -1) if text.endswith(self._closes[:n]))
+        return len(text) - (0 if final else cut), False
+
+
 class StopStrings:
     """Strings to find in a text that arrives in parts.  Searching does not change it: several outputs share one."""
 

@@ -214,7 +214,7 @@ async def call_of(
     start = AnswerStart()
     if plan.thinking is not None:
         start, form = await off_loop(request, size, lambda: _beginning(serving, body, plan, unpack_ids(prompt.ids)))
-        params = msgspec.structs.replace(params, structured_outputs=form)
+        params = plan.with_stops_after(msgspec.structs.replace(params, structured_outputs=form), start)
         generate = msgspec.structs.replace(generate, task=params)
     others = {"logprobs": "top_logprobs", "extra_args": "vllm_xargs"}
     others["max_tokens"], others["beam_width"] = schemas.output_limit(body)[1], "n"

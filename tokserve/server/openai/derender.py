@@ -28,6 +28,7 @@ from tokserve.server.openai.tools import ToolPlan
 from tokserve.server.replies.logprobs import num_rows
 from tokserve.server.serving import Serving
 from tokserve.text.detokenizer import Detokenizer
+from tokserve.text.output_format import AT_CONTENT
 from tokserve.text.stops import StopStrings
 
 D = TypeVar("D", bound="DerenderBody")
@@ -135,10 +136,15 @@ class ExternalReply:
 
 
 class ReplyReader:
-    """Parses generate replies into `ChoiceOutput`s.  `params` None: unknown, and all of the replies is shown."""
+    """Parses generate replies into `ChoiceOutput`s.  `params` None: unknown, and all of the replies is shown.
+    `with_prompt`: the parameters, as they are for a prompt."""
 
-    def __init__(self, serving: Serving, params: SamplingParams | None, needs_prompt: bool) -> None:
+    def __init__(
+        self, serving: Serving, params: SamplingParams | None, needs_prompt: bool,
+        with_prompt: Callable[[SamplingParams, list[int]], SamplingParams] | None = None,
+    ) -> None:  # fmt: skip
         self._serving = serving
+        self._with_prompt = with_prompt
         self._eos = frozenset(serving.llm.ready.eos_token_ids)
         self.params = msgspec.structs.replace(params or SamplingParams(), return_sampling_mask=False)
         self._known = params is not None
@@ -171,6 +177,8 @@ class ReplyReader:
         if sorted(choice.index for choice in reply.choices) != list(range(external.n)):
             raise invalid(where, f"must have each index from 0 to {external.n - 1} once")
         ids = self._prompt(reply, field, prompt, index)
+        if self._with_prompt is not None:
+            self.params = self._with_prompt(self.params, ids or [])
         external.prompt_tokens += _prompt_length(reply, ids, count, index)
         if reply.usage is not None and reply.usage.prompt_tokens_details is not None:
             external.cached_tokens += reply.usage.prompt_tokens_details.cached_tokens
@@ -252,7 +260,7 @@ class ReplyReader:
         return Detokenizer(
             self._serving.tokenizer, shared, include_stop=params.include_stop_str_in_output,
             skip_special=params.skip_special_tokens, spaces_between_special=params.spaces_between_special_tokens,
-            min_tokens=min_tokens,
+            min_tokens=min_tokens, stop_after=params.stop_after,
         )  # fmt: skip
 
     def _stop_kind(self, choice: ParsedChoice, ids: list[int]) -> str | None:
@@ -282,13 +290,18 @@ async def derender_chat(serving: Serving, request: Request) -> Response:
         params = _params(serving, lambda: chat.sampling_params(serving, text_body, plan), "chat_request")
 
     def work() -> Response:
-        reader = ReplyReader(serving, params, text_body is not None and bool(text_body.return_token_ids))
+        sent, start = text_body or ChatBody(), AT_CONTENT
+
+        def with_prompt(params: SamplingParams, prompt: list[int]) -> SamplingParams:
+            nonlocal start
+            start = chat.answer_start(serving, sent, plan, _prompt_of(serving, plan, prompt, sent))
+            return plan.with_stops_after(params, start)
+
+        reader = ReplyReader(serving, params, bool(sent.return_token_ids), with_prompt)
         ids, count = request_body.prompt_token_ids, request_body.prompt_tokens
         reader.add(request_body.generate_response, "generate_response", ids, count, "")
         external = reader.external
         external.completion_tokens = sum(len(end.token_ids) for end in reader.ends)
-        sent = text_body or ChatBody()
-        start = chat.answer_start(serving, sent, plan, _prompt_of(serving, plan, external.prompts[0], text_body))
         answers = chat.reader_of(serving, plan, external, reader.params, start)
         renderer = chat.ChatRenderer(serving, external, sent, reader.params, answers)
         return body.reply(request, renderer.reply(reader.ends), schemas.ignored_header(ignored))
@@ -358,10 +371,10 @@ def _params(serving: Serving, make: Callable[[], SamplingParams], field: str) ->
     return params
 
 
-def _prompt_of(serving: Serving, plan: ToolPlan, ids: list[int], text_body: ChatBody | None) -> list[int]:
+def _prompt_of(serving: Serving, plan: ToolPlan, ids: list[int], text_body: ChatBody) -> list[int]:
     """The prompt's ids, rendered from the messages if they are missing and needed: they show how the output begins."""
     thinking = plan.output_format is not None and plan.output_format.thinking is not None
-    if ids or not thinking or text_body is None or text_body.messages is None:
+    if ids or not thinking or text_body.messages is None:
         return ids
     return _with_prefix("chat_request", lambda: chat.rendered(serving, text_body, text_body.reasoning_effort))
 

@@ -17,7 +17,7 @@ from msgspec import UNSET, UnsetType
 from tokserve import jsonschema
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.errors import LONGEST_SHOWN, RequestError, invalid
-from tokserve.params import StructuredOutputs
+from tokserve.params import SamplingParams, StructuredOutputs
 from tokserve.reduced_schema import SchemaError, reduced
 from tokserve.server.generation import ReplyContext
 from tokserve.server.openai.token_segments import SegmentReader, TokenSegment
@@ -119,6 +119,14 @@ class ToolPlan:
         ids = map(tokenizer.id_of, self.output_format.markers() if self.output_format else ())
         visible = {} if tokenizer.special_ids.isdisjoint(ids) else {"skip_special_tokens": False}
         return {"structured_outputs": self.structured_outputs} | visible
+
+    def with_stops_after(self, params: SamplingParams, start: AnswerStart) -> SamplingParams:
+        """The parameters whose stop strings do not count in reasoning that is told apart.  `start`: of the output."""
+        thinking = self.thinking
+        if thinking is None or not params.stop_strings() or params.stop_after:
+            return params
+        markers = ["" if start.inside else thinking.opens, thinking.closes]
+        return msgspec.structs.replace(params, stop_after=markers)
 
     def answer_start(self, tokenizer: Tokenizer, prompt: Sequence[int], before_answer: str | None) -> AnswerStart:
         """Where the output begins.  `before_answer`: what the template writes between a question and its answer."""
