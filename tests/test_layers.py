@@ -264,6 +264,7 @@ SUBPACKAGES: dict[str, set[str]] = {
     "server/admin": {"http"},
     "server/sglang": {"http", "replies", "tokens", "openai", "pooling", "admin", "observe"},
     "server/trainers": {"http", "admin"},
+    "server/sagemaker": {"http", "openai", "pooling"},
 }
 LAZY_IMPORTS = {
     "tokserve/__init__.py",

@@ -67,7 +67,8 @@ class Request:
         "is_decoding", "joint", "kv_transfer_reply", "last_step", "limit", "num_computed", "num_in_flight",
         "num_preemptions", "num_settled", "num_state", "number", "options", "output", "owner", "pending_grammar",
         "prediction", "prompt_len", "prompt_only", "received", "request_id", "second", "seed", "share", "slot",
-        "snapshot", "stalled", "state", "steps_in_flight", "stop_ids", "stopping", "table", "task", "tokens", "withheld",
+        "snapshot", "stalled", "state", "steps_in_flight", "stop_ids", "stopping", "table", "task", "tokens",
+        "withheld",
     )  # fmt: skip  # many may wait
 
     def __init__(

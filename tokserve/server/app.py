@@ -56,6 +56,7 @@ from tokserve.server.observe.counters import ApiProcess
 from tokserve.server.observe.load_header import REPORTED, load_header
 from tokserve.server.openai import chat, completions, derender, render, responses, schemas, tokenize
 from tokserve.server.pooling import classify, cohere, embeddings, rerank, score
+from tokserve.server.sagemaker import invocations
 from tokserve.server.serving import GIVEN_ID, PREPARATION, SERVING, Serving, Trace
 from tokserve.server.sglang import routes as sglang
 from tokserve.server.tokens import aborts, generate
@@ -121,6 +122,7 @@ ENDPOINTS = (
     Endpoint(GET, "/v1/models/{id:path}", introspection.model, reply=introspection.ModelCard, raises=ENGINE | MISSING),
     Endpoint(GET, "/health", introspection.health, reply=types.EmptyObject, query=(("deep", bool),)),
     Endpoint(("GET", "POST"), "/ping", introspection.health, reply=types.EmptyObject, query=(("deep", bool),)),
+    Endpoint(POST, "/invocations", invocations.invocations, invocations.InvocationBody, reply=types.JsonObject),
     Endpoint(GET, "/ready", introspection.readiness, reply=introspection.Readiness,
              also=((503, introspection.Readiness),)),
     Endpoint(GET, "/version", introspection.version, reply=types.Version, raises=NEVER),

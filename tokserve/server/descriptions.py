@@ -213,6 +213,7 @@ TAGS: tuple[tuple[str, str], ...] = (  # the room of a handler, and what its rou
     ("observe", "Health, models, metrics, configuration."),
     ("trainers", "Routes that training frameworks add to vLLM's."),
     ("sglang", "SGLang's routes."),
+    ("sagemaker", "The route of containers for Amazon SageMaker."),
 )
 STATUSES: dict[int, str] = {
     400: "A field is wrong or unknown, or this server cannot do what it asks for.",

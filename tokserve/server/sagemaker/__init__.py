@@ -1,0 +1,1 @@
+"""The routes that a container for Amazon SageMaker must have, besides /ping."""
