@@ -125,7 +125,7 @@ def test_a_grammar_may_be_ebnf(server: Site) -> None:
         value = {"grammar": 'root ::= ( "yes"'}
         refused(server.post(route, body | {"structured_outputs": value}), "structured_outputs.grammar", "EBNF")
         for name in ("ebnf", "grammar"):
-            refused(server.post(route, body | {name: 'root ::= "yes"'}), name, "use structured_outputs")
+            refused(server.post(route, body | {name: 'root ::= "yes"'}), name, "use structured_outputs.grammar")
 
 
 def test_a_server_may_close_schemas_by_default() -> None:

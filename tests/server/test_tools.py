@@ -572,3 +572,21 @@ def test_max_tool_calls() -> None:
         param, _, words = refusal(chat_site("a"), max_tool_calls=wrong)
         assert param == "max_tool_calls" and "from 1 to 128" in words
     assert refusal(chat_site("a"), max_tool_calls="2")[0] == "max_tool_calls"
+
+
+@pytest.mark.parametrize("fields", [{"tool_choice": "required"}, {"response_format": {"type": "json_object"}}, {}])
+def test_descriptions_of_many_tools_do_not_count(fields: dict[str, Any]) -> None:
+    """100 KB of tools, most of it descriptions, which no grammar needs (serving-faults F9)."""
+    parameter = {"type": "string", "description": "e" * 200, "examples": ["f" * 100]}
+    many = [
+        {"type": "function", "function": {
+            "name": f"tool{i}", "description": "d" * 1200, "strict": True,
+            "parameters": {"type": "object", "properties": {"a": parameter, "b": parameter}, "title": "T"},
+        }}
+        for i in range(60)
+    ]  # fmt: skip
+    assert len(json.dumps(many)) > 100_000
+    s = chat_site("a", HERMES.replace("tool | tojson", "tool.function.name"))
+    assert ask(s, tools=many, **fields)["choices"]
+    form = s.llm.calls[-1].params.structured_outputs
+    assert form is not None and "eee" not in str(form) and "dddd" not in str(form)

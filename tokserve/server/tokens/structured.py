@@ -17,6 +17,12 @@ from tokserve.server.compat import IGNORED_OPTIONS, OTHER_NAMES
 from tokserve.server.http import body, errors
 
 
+PARTS = {  # of structured_outputs, by names that they have elsewhere
+    "json": ("guided_json", "json_schema"), "regex": ("guided_regex", "regex"), "choice": ("guided_choice",),
+    "grammar": ("guided_grammar", "ebnf", "grammar"), "json_object": ("guided_json_object",),
+}  # fmt: skip
+
+
 class _JsonSchemaField(msgspec.Struct, forbid_unknown_fields=True):
     """response_format.json_schema.  Outputs always match the schema; with `strict` its objects are closed."""
 
@@ -41,8 +47,9 @@ class _ResponseFormatField(msgspec.Struct, forbid_unknown_fields=True):
 def refuse_other_names(name: str, value: Any, prefix: str = "") -> None:
     """Raise for a field with one of `OTHER_NAMES`, naming the field to use."""
     if name in OTHER_NAMES and value is not None and value not in OTHER_NAMES[name]:
+        part = next((f".{part}" for part, names in PARTS.items() if name in names), "")
         raise RequestError(
-            f"{prefix}{name} is not supported by this server; use {prefix}structured_outputs",
+            f"{prefix}{name} is not supported by this server; use {prefix}structured_outputs{part}",
             field=prefix + name, code="unsupported",
         )  # fmt: skip
 
