@@ -134,7 +134,7 @@ TRACING = Need(
 )
 PEFT = Need(
     "peft",
-    ("train/test_exact_peft.py", "train/test_on_policy.py"),
+    ("e2e/test_pushed_models.py", "rl/test_module_tensors.py", "train/test_exact_peft.py", "train/test_on_policy.py"),
     lambda: _has_module("peft"),
     "pip install -e '.[dev]'",
 )
