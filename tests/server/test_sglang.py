@@ -463,3 +463,10 @@ def test_a_grammar_in_ebnf_is_followed() -> None:
 def test_logprobs_of_the_support_are_refused() -> None:
     answer = sglang().post("/generate", PROMPT | {"sampling_logprobs_mode": "support"})
     assert answer.status_code == 400 and "return_sampling_mask" in answer.json()["error"]["message"]
+
+
+def test_chat_says_which_weights_made_the_first_choice() -> None:
+    """peer-suites-3 A13."""
+    sent = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "n": 2}
+    reply = good(sglang().post("/v1/chat/completions", sent))
+    assert reply["metadata"] == {"weight_version": "0", "weight_versions": [{"version": "0", "start": 0, "end": 3}]}

@@ -1,14 +1,17 @@
 """SGLang's control routes are calls of the engine, guarded like the others; and what routers read."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.server.scripted_llm import complete
 from tests.server.site import Caller, Site, command_site
+from tokserve import checkpoint
 from tokserve.client.outputs import StepStats
-from tokserve.errors import Conflict, RequestError
+from tokserve.errors import Conflict, RequestError, StartError
 from tokserve.messages import LoadedAdapter, Status
 from tokserve.server.app import endpoints
 from tokserve.server.sglang.routes import ENDPOINTS
@@ -293,3 +296,28 @@ def test_a_version_that_is_refused_aborts_no_request(monkeypatch: pytest.MonkeyP
     assert s.post("/update_weight_version", {"new_version": "7"}).status_code == 200 and aborted == ["all"]
     monkeypatch.setattr(s.llm, "update_weight_version", refuse, raising=False)
     assert s.post("/update_weight_version", {"new_version": "8"}).status_code == 400 and aborted == ["all"]
+
+
+def test_the_model_path_is_that_of_the_last_update(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """peer-suites-3 A13."""
+    s = sglang()
+    before = s.get("/get_model_info").json()["model_path"]
+    monkeypatch.setattr(checkpoint, "locate", lambda name: tmp_path)
+    status = s.llm.status
+    for sent, source in (("/w", "/w"), ("owner/name", str(tmp_path))):
+        assert s.post("/update_weights_from_disk", {"model_path": sent}).status_code == 200
+        assert calls(s)[-1][1]["weight_dir"] == source
+        s.llm.status = msgspec.structs.replace(status, source=source)
+        assert s.get("/get_model_info").json()["model_path"] == s.get("/server_info").json()["model_path"] == sent
+    s.llm.status = msgspec.structs.replace(status, source=None, pushed=True)
+    assert s.get("/get_model_info").json()["model_path"] == before
+
+
+def test_a_hub_name_that_cannot_be_fetched_is_a_400(monkeypatch: pytest.MonkeyPatch) -> None:
+    def locate(name: str) -> Path:
+        raise StartError(f"model {name!r} could not be fetched")
+
+    monkeypatch.setattr(checkpoint, "locate", locate)
+    s = sglang()
+    answer = s.post("/update_weights_from_disk", {"model_path": "owner/name"})
+    assert answer.status_code == 400 and "could not be fetched" in answer.json()["message"] and not calls(s)

@@ -88,6 +88,7 @@ class ChatReply(msgspec.Struct):
     system_fingerprint: str | None = None
     metrics: ReplyMetrics | UnsetType = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
+    metadata: dict[str, Any] | UnsetType = UNSET
     object: str = "chat.completion"
 
 

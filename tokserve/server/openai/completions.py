@@ -76,6 +76,7 @@ class CompletionReply(msgspec.Struct):
     weight_version: str | UnsetType | None = UNSET
     metrics: ReplyMetrics | UnsetType = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET  # of a stream, in the last event
+    metadata: dict[str, Any] | UnsetType = UNSET
     object: str = "text_completion"
 
 

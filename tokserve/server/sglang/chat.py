@@ -15,7 +15,7 @@ from tokserve.server.openai.tools import ParsedDelta
 from tokserve.server.replies.reply_fields import last_version
 from tokserve.server.replies.reply_parts import DeferredParts
 from tokserve.server.serving import Serving
-from tokserve.server.sglang.reply import ChoiceDetails, ReplyForm, matched_stop
+from tokserve.server.sglang.reply import ChoiceDetails, ReplyForm, matched_stop, version_metadata
 
 
 class SglangChatBody(schemas.ChatBody):
@@ -79,6 +79,7 @@ class SglangChatRenderer(chat.ChatRenderer):
         body, generation = self.body, self.generation
         assert isinstance(body, SglangChatBody)
         reply = super().reply(completions, parts)
+        reply.metadata = version_metadata(completions[0])
         for choice, completion in zip(reply.choices, completions, strict=True):
             choice.message.content = choice.message.content or ""
             choice.matched_stop = matched_stop(completion)

@@ -9,7 +9,7 @@ from tokserve.client.outputs import ChoiceOutput
 from tokserve.server.openai import completions
 from tokserve.server.replies.reply_parts import DeferredParts
 from tokserve.server.serving import Serving
-from tokserve.server.sglang.reply import matched_stop
+from tokserve.server.sglang.reply import matched_stop, version_metadata
 
 
 async def text_completions(serving: Serving, request: Request) -> Response:
@@ -19,6 +19,11 @@ async def text_completions(serving: Serving, request: Request) -> Response:
 
 class SglangCompletionRenderer(completions.CompletionRenderer):
     """Completions with what each ended with."""
+
+    def reply(self, ends: list[ChoiceOutput], parts: DeferredParts | None = None) -> completions.CompletionReply:
+        reply = super().reply(ends, parts)
+        reply.metadata = version_metadata(ends[0])
+        return reply
 
     def _choice(self, c: ChoiceOutput, parts: DeferredParts | None = None) -> completions.CompletionChoice:
         choice = super()._choice(c, parts)

@@ -85,7 +85,7 @@ async def model(serving: Serving, request: Request) -> Response:
     config = await workers.run(workers.SMALL, lambda: _config(serving))
     options = serving.config.model
     return json({
-        "model_path": options.model,
+        "model_path": _model_path(serving),
         "served_model_name": serving.name,
         "tokenizer_path": (options.tokenizer or options.model) if serving.text else None,
         "is_generation": serving.pooler is None,
@@ -97,6 +97,14 @@ async def model(serving: Serving, request: Request) -> Response:
         "model_type": config.get("model_type"),
         "architectures": config.get("architectures"),
     })  # fmt: skip
+
+
+def _model_path(serving: Serving) -> str:
+    """Where the weights that serve came from, as it was named; of pushed ones, the model of the start."""
+    source = serving.llm.status.source
+    if source is None:
+        return checkpoint.given_name(serving.config.model.model)
+    return serving.sglang.model_paths.get(source, source)
 
 
 def _config(serving: Serving) -> dict[str, Any]:
@@ -116,7 +124,7 @@ async def configuration(serving: Serving, request: Request) -> Response:
     ready, model, server = serving.llm.ready, serving.config.model, serving.config.server
     load = _core(serving)
     return json(introspection.description(serving, request) | {
-        "model_path": checkpoint.given_name(model.model),
+        "model_path": _model_path(serving),
         "tokenizer_path": model.tokenizer or checkpoint.given_name(model.model),
         "skip_tokenizer_init": not serving.text,
         "served_model_name": serving.name,

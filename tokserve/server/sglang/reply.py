@@ -20,7 +20,7 @@ from tokserve.server.generation import Generation
 from tokserve.server.http.body import encode_json
 from tokserve.server.openai.token_segments import SegmentReader
 from tokserve.server.replies import draft_metrics, logprobs, sampling_masks, sse
-from tokserve.server.replies.reply_fields import prompt_versions, versions
+from tokserve.server.replies.reply_fields import last_version, prompt_versions, versions
 
 ROWS = 1024  # of a list that are encoded at a time: other threads run in between
 ENDS_OF_ERRORS = 500
@@ -210,6 +210,11 @@ def matched_stop(end: ChoiceOutput, last_id: int | None = None) -> Any:
     if end.stop_detail == "eos":
         return end.token_ids[-1] if end.token_ids else last_id
     return end.stop_reason
+
+
+def version_metadata(first: ChoiceOutput) -> dict[str, Any]:
+    """`metadata` of a reply in OpenAI's shape: which weights made the first choice."""
+    return {"weight_version": last_version([first]), "weight_versions": versions(first)}
 
 
 class GenerateRenderer:

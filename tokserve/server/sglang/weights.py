@@ -7,15 +7,17 @@ one update that /continue_generation or /end_weight_update commits.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.errors import LONGEST_SHOWN, Conflict, RequestError, invalid
+from tokserve import checkpoint
+from tokserve.errors import LONGEST_SHOWN, Conflict, RequestError, StartError, invalid
 from tokserve.server.admin import open_updates
-from tokserve.server.http import errors
+from tokserve.server.http import errors, workers
 from tokserve.server.serving import Serving
 from tokserve.server.sglang.replies import json, read
 
@@ -97,13 +99,25 @@ async def from_disk(serving: Serving, request: Request) -> Response:
     errors.refuse_unsupported("manifest", params.manifest)
     if params.abort_all_requests:
         await serving.llm.abort_all()
-    whole = {"weight_dir": params.model_path, "weight_version": params.weight_version}
+    directory = await workers.run(workers.SMALL, lambda: _located(params.model_path))
+    serving.sglang.model_paths[directory] = params.model_path
+    whole = {"weight_dir": directory, "weight_version": params.weight_version}
     with errors.named_as({"weight_dir": "model_path"}):
         await serving.llm.update_weights(whole)
     status = await serving.llm.fresh_status()
     paused = serving.llm.stats.running + serving.llm.stats.waiting if status.paused else 0
     done = {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": paused}
     return json(done | {"weight_version": status.weight_version}, headers)
+
+
+def _located(model_path: str) -> str:
+    """The directory of a model as `serve` takes its name.  Raises RequestError."""
+    if Path(model_path).is_absolute() or model_path.count("/") != 1 or Path(model_path).exists():
+        return model_path
+    try:
+        return str(checkpoint.locate(model_path))
+    except StartError as error:
+        raise RequestError(f"model_path: {error}", field="model_path") from None
 
 
 async def init_group(serving: Serving, request: Request) -> Response:
