@@ -58,7 +58,7 @@ class Recipe:
 
 RECIPES = {
     "trl": Recipe("trl", "trl", ("--steps", "30"), repeats=True),
-    "trl_lora": Recipe("trl", "trl", ("--steps", "40", "--lora"), repeats=True),
+    "trl_lora": Recipe("trl", "trl", ("--steps", "45", "--lora"), repeats=True),
     "trl_rollout_function": Recipe("trl", "trl", ("--steps", "30", "--rollout-function"), mismatch=None, repeats=True),
     "trl_exact": Recipe(
         "trl", None, ("--steps", "40", "--exact"), ("--dtype", "bfloat16"), mismatch=0.0, packages="trl", repeats=True
