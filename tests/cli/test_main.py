@@ -13,6 +13,7 @@ from tokserve.cli.main import main
     [
         ("serve demo --tokens-onlly", "serve: error: unknown option --tokens-onlly; did you mean --tokens-only?"),
         ("serve demo --max_model_lne=5", "unknown option --max-model-lne; did you mean --max-model-len?"),
+        ("serve demo --max-mod 5 --max-num 5", "serve: error: option --max-num could be --max-num-"),
         ("serve demo --no-tokens-onli", "did you mean --no-tokens-only?"),
         ("serve --modle demo", "unknown option --modle; did you mean --model?"),
         ("serve demo --foo", "unknown option --foo; see tokserve serve --help"),
@@ -104,6 +105,7 @@ def values(words: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
                                                           "enable_chunked_prefill": False}),
         ("X --hf-overrides.rope_theta 5 --hf_overrides.rope_parameters.rope_type=yarn",
          {"model": "X", "hf_overrides": {"rope_theta": 5, "rope_parameters": {"rope_type": "yarn"}}}),
+        ("X --lora-module a=b --max-model=5", {"model": "X", "lora_modules": ["a=b"], "max_model_len": 5}),
         ("X --chat-template a_b.jinja", {"model": "X", "chat_template": "a_b.jinja"}),
         ("X --structured-outputs-config.backend xgrammar --moe-backend triton --cudagraph-capture-sizes 1 2",
          {"model": "X", "structured_outputs_config": '{"backend": "xgrammar"}', "moe_backend": "triton",

@@ -32,6 +32,7 @@ from tokserve.client.results import Logprob, PromptLogprobs, TokenLogprobs
 from tokserve.errors import Conflict, EngineDead, RequestError, StartError
 from tokserve.messages import LoadedAdapter, Status
 from tokserve.params import SamplingParams
+from tokserve.text.token_texts import TokenTexts
 
 ROOT = Path(__file__).parents[2]
 
@@ -457,11 +458,11 @@ def test_logprobs_as_arrays_and_by_token() -> None:
 
 
 def test_decoded_tokens_survive_pickling() -> None:
-    texts = {token: chr(97 + token) for token in range(20)}
+    texts = TokenTexts({token: bytes([97 + token]) for token in range(20)})
     logprobs = TokenLogprobs([5, 8], logprobs_for([5, 8], 3), named=1, texts=texts)
     assert {token: entry.decoded_token for token, entry in logprobs[0].items()} == {5: "f", 6: "g", 7: "h", 8: "i"}
     copy = pickle.loads(pickle.dumps(logprobs))
-    assert list(copy) == list(logprobs) and set(copy._texts) == {5, 6, 7, 8, 9, 10, 11}
+    assert list(copy) == list(logprobs) and set(copy._texts._pieces) == {5, 6, 7, 8, 9, 10, 11}
     untold = pickle.loads(pickle.dumps(TokenLogprobs([5], logprobs_for([5], 1))))
     assert untold[0][5].decoded_token is None
 

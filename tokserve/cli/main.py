@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import tokserve
 from tokserve.cli.bench import add_bench, bench
 from tokserve.cli.options import add_flags, add_foreign_flags
-from tokserve.cli.words import dashed, read_options
+from tokserve.cli.words import completed, dashed, read_options
 from tokserve.errors import StartError
 
 SIMILAR = 0.7  # of names without their dashes: below that a suggestion is a guess
@@ -72,6 +72,17 @@ def _parsed(root: argparse.ArgumentParser, words: Sequence[str]) -> dict[str, An
     return values
 
 
+def _in_full(root: argparse.ArgumentParser, words: Sequence[str]) -> Sequence[str]:
+    """The words with whole names of options; exits with 2 for the beginning of several."""
+    command: argparse.ArgumentParser | None = vars(root.parse_known_args(words)[0]).get("parser")
+    if command is None:
+        return words
+    try:
+        return completed(words, command)
+    except StartError as error:
+        command.error(str(error))
+
+
 def _model(command: argparse.ArgumentParser, values: dict[str, Any]) -> str:
     """The model to serve; exits with 2 if none or two are named, or if it seems to have been taken for another
     option's."""
@@ -99,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         words = [*words[1:], "--help"]
     elif words == ["version"]:
         words = ["--version"]
+    words = _in_full(root, words)
     values = _parsed(root, words)
     if values.get("config") is not None:
         try:

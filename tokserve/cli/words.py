@@ -10,6 +10,8 @@ from typing import Any
 
 from tokserve.errors import StartError
 
+SHOWN = 5  # names that an error lists at most
+
 
 def dashed(words: Sequence[str]) -> list[str]:
     """The words with dashes in the names of options, and `--option.key value` as `--option {"key": value}`."""
@@ -29,6 +31,22 @@ def dashed(words: Sequence[str]) -> list[str]:
         else:
             result.append(name.replace("_", "-") + equals + value)
     return [*result, *(part for option, held in objects.items() for part in (option, json.dumps(held)))]
+
+
+def completed(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """The words with the names of options in full, where they are the beginning of one name alone.  Raises StartError
+    for the beginning of several."""
+    names = [name for name in parser._option_string_actions if name.startswith("--")]
+    result = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if len(name) > 2 and name.startswith("--") and name not in names:
+            matches = [one for one in names if one.startswith(name)]
+            if len({id(parser._option_string_actions[one]) for one in matches}) > 1:
+                raise StartError(f"option {name} could be {', '.join(matches[:SHOWN])}")
+            word = matches[0] + equals + value if matches else word
+        result.append(word)
+    return result
 
 
 def _json_or_text(text: str) -> Any:

@@ -68,7 +68,7 @@ async def search(
 
 def _output(run: BeamRun, index: int, prompt: TokenPrompt, tokenizer: Tokenizer | None) -> BeamSearchOutput:
     ids, params = unpack_ids(prompt.ids), run.params
-    sequences = []
+    sequences, texts = [], None if tokenizer is None else tokenizer.token_texts
     for beam, choice in zip(run.searches[index].done, run.outputs(index, None), strict=True):
         if choice.finish_reason not in ("stop", "length"):
             raise RequestError(choice.message or f"beam search was ended ({choice.stop_detail})")
@@ -76,7 +76,7 @@ def _output(run: BeamRun, index: int, prompt: TokenPrompt, tokenizer: Tokenizer 
         output = choice.token_ids[:-1] if has_eos and not params.include_stop_str_in_output else choice.token_ids
         sequences.append(BeamSearchSequence(
             ids + output,
-            None if choice.logprobs is None else TokenLogprobs(choice.token_ids, choice.logprobs),
+            None if choice.logprobs is None else TokenLogprobs(choice.token_ids, choice.logprobs, texts=texts),
             beam.total,
             None if tokenizer is None else tokenizer.decode(ids + output, params.skip_special_tokens),
             choice.finish_reason,

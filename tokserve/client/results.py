@@ -6,7 +6,7 @@ Logprobs stay columns, and become dictionaries only when indexed.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
@@ -19,6 +19,7 @@ from tokserve.client.sampling_params import OutputRules, RequestOutputKind
 from tokserve.client.stream import Stream
 from tokserve.image_parts import Placeholder
 from tokserve.params import SamplingParams
+from tokserve.text.token_texts import LOOKBACK, TokenTexts
 from tokserve.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -27,7 +28,7 @@ T = TypeVar("T")
 class Logprob(NamedTuple):
     """One token's logprob at one position; rank 1 is the most probable, 0 means unknown.
 
-    `decoded_token` is its text, with U+FFFD for a part of a character; None without a tokenizer.
+    `decoded_token` is its text at its place (see `TokenTexts`); None without a tokenizer.
     """
 
     logprob: float
@@ -39,12 +40,13 @@ class LogprobTable:
     """Logprobs of n tokens as numpy arrays.
 
     `token_logprobs` and `ranks` [n] are of the tokens themselves, `top_ids` and `top_logprobs` [n, width] of the
-    most probable tokens in descending order, then of the ids asked for by name.  `texts`: those of tokens by id.
+    most probable tokens in descending order, then of the ids asked for by name.  `before`: the last tokens before them.
     """
 
     def __init__(
-        self, token_ids: Sequence[int], packed: Logprobs, named: int = 0, texts: Mapping[int, str] | None = None
-    ) -> None:
+        self, token_ids: Sequence[int], packed: Logprobs, named: int = 0, texts: TokenTexts | None = None,
+        before: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         rows = len(packed.token_logprobs) // 4
         self.token_ids = list(token_ids)
         self.mode = packed.mode
@@ -54,26 +56,31 @@ class LogprobTable:
         self.top_logprobs: NDArray[np.float32] = np.frombuffer(packed.top_logprobs, "<f4").reshape(rows, packed.width)
         self._ranked = packed.width - named
         self._texts = texts
+        self._before = list(before[-LOOKBACK:])
 
     def by_id(self, row: int) -> dict[int, Logprob]:
         """A row as {token id: Logprob}, its own token first."""
         ids, values = self.top_ids[row].tolist(), self.top_logprobs[row].tolist()
+        name = self._name_at(row)
         named = zip(ids[self._ranked :], values[self._ranked :], strict=True)
-        top = {token: self._logprob(token, value, 0) for token, value in named}
-        top |= {ids[i]: self._logprob(ids[i], values[i], i + 1) for i in range(self._ranked)}
+        top = {token: Logprob(value, 0, name(token)) for token, value in named}
+        top |= {ids[i]: Logprob(values[i], i + 1, name(ids[i])) for i in range(self._ranked)}
         token_id = self.token_ids[row]
-        token = {token_id: self._logprob(token_id, float(self.token_logprobs[row]), int(self.ranks[row]))}
+        token = {token_id: Logprob(float(self.token_logprobs[row]), int(self.ranks[row]), name(token_id))}
         return token | top | token
 
     def __getstate__(self) -> dict[str, Any]:
         """A pickle has the texts of the tokens that occur, not the tokenizer."""
         if self._texts is None:
             return vars(self)
-        occurring = {*self.token_ids, *self.top_ids.ravel().tolist()}
-        return {**vars(self), "_texts": {token: self._texts[token] for token in occurring}}
+        occurring = {*self._before, *self.token_ids, *self.top_ids.ravel().tolist()}
+        return {**vars(self), "_texts": self._texts.only(sorted(occurring))}
 
-    def _logprob(self, token: int, value: float, rank: int) -> Logprob:
-        return Logprob(value, rank, None if self._texts is None else self._texts[token])
+    def _name_at(self, row: int) -> Callable[[int], str | None]:
+        if self._texts is None:
+            return lambda token: None
+        near = self.token_ids[max(0, row - LOOKBACK) : row]
+        return self._texts.after(near if row >= LOOKBACK else self._before + near)
 
 
 class TokenLogprobs(LogprobTable, Sequence[dict[int, Logprob]]):
@@ -97,9 +104,9 @@ class PromptLogprobs(LogprobTable, Sequence[dict[int, Logprob] | None]):
     The arrays have no rows for these: row j is of token `start` + j.
     """
 
-    def __init__(self, prompt_ids: Sequence[int], packed: Logprobs, texts: Mapping[int, str] | None = None) -> None:
+    def __init__(self, prompt_ids: Sequence[int], packed: Logprobs, texts: TokenTexts | None = None) -> None:
         self.start = len(prompt_ids) - len(packed.token_logprobs) // 4
-        super().__init__(prompt_ids[self.start :], packed, texts=texts)
+        super().__init__(prompt_ids[self.start :], packed, texts=texts, before=prompt_ids[: self.start])
 
     def __len__(self) -> int:
         return self.start + len(self.token_logprobs)
@@ -253,10 +260,10 @@ class ScoringRequestOutput(PooledRequestOutput[ScoringOutput]):
 
 def request_output(
     stream: Stream, prompt: str | None, params: SamplingParams, done: list[ChoiceOutput], tokenizer: Tokenizer | None,
-    lora_request: LoRARequest | str | None = None,
+    lora_request: LoRARequest | str | None = None, before: Mapping[int, Sequence[int]] | None = None,
 ) -> RequestOutput:  # fmt: skip
-    """The choices so far, or whole, in vLLM's shape."""
-    texts = tokenizer.texts(final=True) if tokenizer and params.detokenize else None
+    """The choices so far, or whole, in vLLM's shape; or, of tokens by index `before` them, what came then."""
+    texts = tokenizer.token_texts if tokenizer and params.detokenize else None
     prompt_rows = next((c.prompt_logprobs for c in done if c.prompt_logprobs is not None), None)
     prompt_logprobs = None
     if prompt_rows is not None:
@@ -264,16 +271,19 @@ def request_output(
     cached = min((c.cached_tokens for c in done), default=0)  # all choices share one prompt
     finished = len(done) == stream.num_choices and all(c.finish_reason is not None for c in done)
     images = [Placeholder(*place) for place in stream.placeholders]
+    choices = [_choice(c, params, texts, (before or {}).get(c.index, ())) for c in done]
     return RequestOutput(
-        stream.request_id, prompt, stream.prompt_ids, [_choice(c, params, texts) for c in done], prompt_logprobs,
+        stream.request_id, prompt, stream.prompt_ids, choices, prompt_logprobs,
         cached, stream.seed, finished, _metrics(stream, done) if finished else None, lora_request,
         {"image": images} if images else {},
     )  # fmt: skip
 
 
-def _choice(c: ChoiceOutput, params: SamplingParams, texts: Mapping[int, str] | None) -> CompletionOutput:
+def _choice(
+    c: ChoiceOutput, params: SamplingParams, texts: TokenTexts | None, before: Sequence[int]
+) -> CompletionOutput:
     named = len(params.logprob_token_ids or ())
-    logprobs = None if c.logprobs is None else TokenLogprobs(c.token_ids, c.logprobs, named, texts)
+    logprobs = None if c.logprobs is None else TokenLogprobs(c.token_ids, c.logprobs, named, texts, before)
     total = None if logprobs is None else float(logprobs.token_logprobs.sum(dtype=np.float64))
     output = CompletionOutput(
         index=c.index, text=c.text or "", token_ids=c.token_ids, logprobs=logprobs, cumulative_logprob=total,
@@ -315,7 +325,9 @@ async def follow(
             if not is_first and max(len(c.token_ids) for c in new) < rules.interval:
                 continue
         if rules.kind is RequestOutputKind.DELTA:
-            part = request_output(stream, prompt, params, new, tokenizer, lora_request)
+            counts = {c.index: len(c.token_ids) for c in new}
+            before = {c.index: c.token_ids[: len(c.token_ids) - counts.get(c.index, 0)] for c in whole}
+            part = request_output(stream, prompt, params, new, tokenizer, lora_request, before)
             part.finished, part.metrics, part.num_cached_tokens = sent.finished, sent.metrics, sent.num_cached_tokens
             sent = part
         yield sent

@@ -20,6 +20,7 @@ import tokenizers
 
 from tokserve import checkpoint
 from tokserve.errors import RequestError, StartError
+from tokserve.text.token_texts import TokenTexts
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LONG = 1 << 12  # ids that take a millisecond to decode
@@ -222,6 +223,11 @@ class Tokenizer:
     def token(self, token: int) -> str:
         """The text of one token inside a text; part of a character becomes U+FFFD."""
         return self._texts[True][token]
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """The texts of tokens at their places, special ones too."""
+        return TokenTexts(self.pieces(skip_special_tokens=False))
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that this token adds to a text."""

@@ -360,7 +360,7 @@ class ChatRenderer:
         self.reader = reader
         self._shows_reasoning = body.include_reasoning is not False
         self._spelling = logprobs.Spelling(serving.tokenizer, schemas.shows_ids(serving, body))
-        self._names = serving.tokenizer.token
+        self._texts = serving.tokenizer.token_texts
         self._ids = bool(body.return_token_ids)
         self._versions = self._ids or bool(body.return_weight_versions)
         self._params = params
@@ -432,7 +432,7 @@ class ChatRenderer:
     def _prompt_logprobs(self, columns: Logprobs | None, parts: DeferredParts | None = None) -> Any:
         first = max(1, self._params.prompt_logprobs_start)
         columns = columns or Logprobs()
-        args = (columns, self.generation.prompt_ids(), first, columns.width, self._names)
+        args = (columns, self.generation.prompt_ids(), first, columns.width, self._texts)
         return logprobs.prompt_objects(*args) if parts is None else parts.defer(logprobs.prompt_objects_encoder(*args))
 
     def delta(self, delta: ChoiceOutput) -> bytes:

@@ -311,7 +311,7 @@ class CompletionRenderer:
         if self._num_prompt_logprobs is not None:
             first = max(1, self._start)
             top = columns.width if self._num_prompt_logprobs == -1 else self._num_prompt_logprobs
-            args = (columns, ids, first, top, None if self._tokenizer is None else self._tokenizer.token)
+            args = (columns, ids, first, top, None if self._tokenizer is None else self._tokenizer.token_texts)
             later = logprobs.prompt_objects_encoder
             choice.prompt_logprobs = logprobs.prompt_objects(*args) if parts is None else parts.defer(later(*args))
         if not self._echo:

@@ -16,6 +16,7 @@ from msgspec import UNSET, UnsetType
 
 from tokserve.client.outputs import Logprobs
 from tokserve.server.replies.reply_parts import PartEncoder, encode_list
+from tokserve.text.token_texts import LOOKBACK, TokenTexts
 from tokserve.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
@@ -308,22 +309,25 @@ def _alternative(token_id: int, logprob: float, rank: int | None, spelling: Spel
 
 
 def prompt_objects(
-    columns: Logprobs, prompt_ids: Sequence[int], start: int, top: int, name: Named | None = None
+    columns: Logprobs, prompt_ids: Sequence[int], start: int, top: int, texts: TokenTexts | None = None
 ) -> list[dict[str, PromptLogprob] | None]:
     """[null, {"<id>": {"logprob", "rank", "decoded_token"}}, ...]: an entry per prompt token, its own id first.
 
     The first token and those before `start` have no entry, nor have the tokens of a prompt that was not computed.
-    `top`: number of alternatives.  `name` decodes a token.
+    `top`: number of alternatives.  `texts`: of tokens at their places.
     """
     first = _first(columns, prompt_ids, start)
-    return [None] * first + _scores(columns, prompt_ids[first:], top, name)
+    return [None] * first + _scores(columns, prompt_ids, range(first, len(prompt_ids)), top, texts)
 
 
 def _scores(
-    columns: Logprobs, token_ids: Sequence[int], top: int, name: Named | None
+    columns: Logprobs, prompt_ids: Sequence[int], places: range, top: int, texts: TokenTexts | None
 ) -> list[dict[str, PromptLogprob] | None]:  # fmt: skip
+    """The entries of the prompt's tokens at these places."""
     entries: list[dict[str, PromptLogprob] | None] = []
-    for token_id, row in zip(token_ids, rows(columns), strict=True):
+    for place, row in zip(places, rows(columns), strict=True):
+        token_id = prompt_ids[place]
+        name = None if texts is None else texts.after(prompt_ids[max(0, place - LOOKBACK) : place])
         entry = {str(token_id): PromptLogprob(row[0], row[1], name(token_id) if name else None)}
         for other, value, rank in alternatives((*row[:2], row[2][:top], row[3][:top]), token_id, top):
             entry[str(other)] = PromptLogprob(value, rank, name(other) if name else None)
@@ -337,14 +341,14 @@ def _first(columns: Logprobs, prompt_ids: Sequence[int], start: int) -> int:
 
 
 def prompt_objects_encoder(
-    columns: Logprobs, prompt_ids: Sequence[int], start: int, top: int, name: Named | None = None
+    columns: Logprobs, prompt_ids: Sequence[int], start: int, top: int, texts: TokenTexts | None = None
 ) -> PartEncoder:
     first = _first(columns, prompt_ids, start)
 
     def make(begin: int, end: int) -> list[dict[str, PromptLogprob] | None]:
         nones = max(0, min(end, first) - begin)
         scores = columns.part(max(0, begin - first), max(0, end - first))
-        return [None] * nones + _scores(scores, prompt_ids[begin + nones : end], top, name)
+        return [None] * nones + _scores(scores, prompt_ids, range(begin + nones, end), top, texts)
 
     return lambda: encode_list(len(prompt_ids), top, make)
 

@@ -375,8 +375,8 @@ class _Render:
         first = max(1, self._params.prompt_logprobs_start)
         columns = columns or self._no_rows
         if self._format == "objects":
-            name = self._serving.tokenizer.token if self._text else None
-            args = (columns, self._generation.prompt_ids(), first, columns.width, name)
+            texts = self._serving.tokenizer.token_texts if self._text else None
+            args = (columns, self._generation.prompt_ids(), first, columns.width, texts)
             if parts is not None:
                 return parts.defer(logprobs.prompt_objects_encoder(*args))
             return logprobs.prompt_objects(*args)
