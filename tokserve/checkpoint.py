@@ -16,6 +16,7 @@ from tokserve.gguf import config as gguf_config
 from tokserve.gguf.header import SUFFIX
 
 DEMO_DIR = Path(__file__).parent / "demo_model"
+ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors"]
 WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json"]
 TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 # reasons by class of the hub's errors; the first class of an error that is here counts
@@ -42,11 +43,22 @@ def locate(model: str, *, weights: bool = True, what: str = "model") -> Path:
         return path
     if path.suffix == SUFFIX and os.path.isfile(path):
         return gguf_config.unpacked(path)
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+    if not _may_be_hub_name(model):
         raise StartError(
             f"{what} {model!r} is neither a directory, nor a GGUF file, nor 'demo', nor a hub name 'owner/name'"
         )
     return _download(model, [*TEXT_FILES, *(WEIGHT_FILES if weights else [])], what)
+
+
+def locate_adapter(path: str) -> str:
+    """The directory of an adapter; downloaded if `path` is a hub name and no directory.  Raises StartError."""
+    if os.path.isdir(path) or not _may_be_hub_name(path):
+        return path
+    return str(_download(path, ADAPTER_FILES, "adapter"))
+
+
+def _may_be_hub_name(name: str) -> bool:
+    return not Path(name).is_absolute() and not name.startswith((".", "~")) and name.count("/") == 1
 
 
 def gguf_file(model: str) -> tuple[str, str] | None:

@@ -19,6 +19,7 @@ from tokserve.classifier import is_base, is_classifier
 from tokserve.config import (
     DEFAULT_BLOCK_SIZE,
     Config,
+    LoraConfig,
     MediaConfig,
     ModelConfig,
     ParallelConfig,
@@ -86,6 +87,7 @@ def resolve(config: Config) -> Config:
             enable_prefix_caching=config.cache.enable_prefix_caching and not both_ways,
             shorten_context=_or(config.cache.shorten_context, model.max_model_len is None),
         ),
+        lora=_adapters(config.lora),
         kv=replace(config.kv, kv_events_config=_kv_events(config)),
         runtime=replace(
             config.runtime, device=device, cpu_threads=_cpu_threads(config.runtime, config.parallel, device)
@@ -114,6 +116,14 @@ def _warn(resolved: Config) -> None:
 
 def _or(given: bool | None, default: bool) -> bool:
     return default if given is None else given
+
+
+def _adapters(lora: LoraConfig) -> LoraConfig:
+    """The adapters of the start as directories, those with hub names downloaded.  Raises StartError."""
+    if not lora.lora_modules:
+        return lora
+    located = [f"{name}={checkpoint.locate_adapter(path)}" for name, path in lora.modules()]
+    return msgspec.structs.replace(lora, lora_modules=located)
 
 
 def _with_images(model: ModelConfig, media: MediaConfig, device: str) -> ModelConfig:

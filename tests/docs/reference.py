@@ -21,8 +21,9 @@ This page lists every option of `tokserve serve`, and, with underscores, of `LLM
 the same content.
 
 On the command line, `--config FILE` reads options from a YAML file (`max-model-len: 4096`, and `model`); options on the
-command line override it. `--option.key value` sets one key of a JSON option, underscores are equivalent to dashes, and
-numbers of tokens may be written as `4k` (4000) or `4K` (4096). vLLM's options that are not listed here are recognized
+command line override it. `--option.key value` sets one key of a JSON option, underscores are equivalent to dashes, the
+beginning of one option's name alone stands for it (`--lora-mod`), and numbers of tokens may be written as `4k` (4000)
+or `4K` (4096). vLLM's options that are not listed here are recognized
 on the command line and as arguments: as another name of a listed option (`--enable-log-requests`), without effect but
 with a warning (`--swap-space`, `--trust-remote-code`), or refused with the alternative in the error (`--revision`).
 """

@@ -298,9 +298,28 @@ def test_options_of_vllm_and_tokserve_are_disjoint() -> None:
 def test_adapters_in_vllms_json() -> None:
     modules = ["a=/x=y", '{"name": "b", "path": "/z", "base_model_name": "m"}']
     assert Config.make(lora_modules=modules).lora.modules() == [("a", "/x=y"), ("b", "/z")]
+    with pytest.raises(StartError, match="option lora_modules: two adapters have one name"):
+        Config.make(lora_modules=["a=/x", "a=/y"]).lora.modules()
     for wrong in ("a", "=b", '{"name": "b"}', '{"name": 5, "path": "/z"}'):
         with pytest.raises(StartError, match="option lora_modules: expected NAME=DIRECTORY"):
             Config.make(lora_modules=[wrong]).lora.modules()
+
+
+def test_adapters_with_hub_names_are_downloaded(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """peer suites A27: vLLM's --lora-modules name=owner/repository."""
+    fetched: list[tuple[str, list[str]]] = []
+
+    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+        fetched.append((name, allow_patterns))
+        return str(tmp_path / "hub")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    modules = ["a=owner/name", f"b={tmp_path}", "c=./no/such"]
+    config = resolve(Config.make(model=str(checkpoint), enable_lora=True, lora_modules=modules))
+    assert config.lora.modules() == [("a", str(tmp_path / "hub")), ("b", str(tmp_path)), ("c", "./no/such")]
+    assert fetched == [("owner/name", ["adapter_config.json", "adapter_model.safetensors"])]
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def _parsed(root: argparse.ArgumentParser, words: Sequence[str]) -> dict[str, An
     return values
 
 
-def _in_full(root: argparse.ArgumentParser, words: Sequence[str]) -> Sequence[str]:
+def _in_full(root: argparse.ArgumentParser, words: list[str]) -> list[str]:
     """The words with whole names of options; exits with 2 for the beginning of several."""
     command: argparse.ArgumentParser | None = vars(root.parse_known_args(words)[0]).get("parser")
     if command is None:

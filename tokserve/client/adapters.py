@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokserve.errors import RequestError
+from tokserve.checkpoint import ADAPTER_FILES, locate_adapter
+from tokserve.errors import RequestError, StartError
 from tokserve.messages import Status
 
-FILES = ("adapter_config.json", "adapter_model.safetensors")
 FIELD = "lora_request"
 
 
@@ -98,6 +98,7 @@ class AdapterLoads:
     async def ensure(self, request: LoRARequest) -> bool:
         """Load the adapter unless it is loaded as it is now; returns whether it was loaded.  Raises RequestError."""
         async with self._lock:  # two requests for a new adapter load it once
+            request = replace(request, lora_path=await asyncio.to_thread(_located, request.path))
             stamp = _stamp(request.path)
             if not request.load_inplace and self._is_loaded(request, stamp, await self._status()):
                 return False
@@ -121,10 +122,17 @@ def _generations(status: Status) -> dict[str, tuple[str, int]]:
     return {adapter.name: (adapter.path, adapter.generation) for adapter in status.adapters}
 
 
+def _located(path: str) -> str:
+    try:
+        return locate_adapter(path)
+    except StartError as error:
+        raise RequestError(f"lora_request: {error}", field=FIELD) from None
+
+
 def _stamp(path: str) -> Any:
     """The state of an adapter's files; None if there are none."""
     try:
-        stats = [(Path(path) / name).stat() for name in FILES]
+        stats = [(Path(path) / name).stat() for name in ADAPTER_FILES]
     except (OSError, ValueError):
         return None
     return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]

@@ -249,6 +249,8 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for module, (name, path) in zip(self.lora_modules or [], pairs, strict=True):
             if not (name and path):
                 raise StartError(f"option lora_modules: expected NAME=DIRECTORY, got {module!r}")
+        if len(dict(pairs)) < len(set(pairs)):
+            raise StartError("option lora_modules: two adapters have one name")
         return pairs
 
 
