@@ -55,11 +55,6 @@ def resolve(config: Config) -> Config:
     hf = checkpoint.hf_config(directory) | (model.hf_overrides or {})
     generation = checkpoint.read_json(directory, "generation_config.json") or {}
     names = config.server.served_model_name or [model.model]
-    keys = list(config.server.api_key or [])
-    keys += [os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)]
-    for name, values in (("api_key", keys), ("admin_api_key", config.server.admin_api_key or [])):
-        if any(not key for key in values):
-            raise StartError(f"option {name}: must not be empty")
     replace, both_ways = msgspec.structs.replace, encoders.family(hf) is not None
     max_model_len = _max_model_len(model.max_model_len, hf)
     if model.max_model_len is None:
@@ -95,7 +90,7 @@ def resolve(config: Config) -> Config:
         server=replace(
             server,
             served_model_name=names,
-            api_key=keys,
+            api_key=_keys(server),
             # by default if only this machine can connect
             ui=server.uds is not None or is_local(server.host) if server.ui is None else server.ui,
             allowed_hosts=_allowed_hosts(server),
@@ -116,6 +111,16 @@ def _warn(resolved: Config) -> None:
 
 def _or(given: bool | None, default: bool) -> bool:
     return default if given is None else given
+
+
+def _keys(server: ServerConfig) -> list[str]:
+    """The API keys of the options and of the environment.  Raises StartError for an empty one."""
+    keys = list(server.api_key or [])
+    keys += [os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)]
+    for name, values in (("api_key", keys), ("admin_api_key", server.admin_api_key or [])):
+        if any(not key for key in values):
+            raise StartError(f"option {name}: must not be empty")
+    return keys
 
 
 def _adapters(lora: LoraConfig) -> LoraConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tests.client.fake_engine import FakeEngine, stop, tokens
+from tests.client.fake_engine import FakeEngine, config, stop, tokens
 from tests.client.scenes import make, waited
 from tests.text.checkpoints import write_chatml
 from tokserve import (
@@ -25,11 +26,12 @@ from tokserve import (
     RequestOutputKind,
     SamplingParams,
 )
+from tokserve.client import launch
 from tokserve.client.engine_args import options_of
 from tokserve.client.llm import _priorities
 from tokserve.client.pooling_params import each_pooling
 from tokserve.client.prompts import ParsedPrompt, Tokenization, read, tokenization
-from tokserve.errors import RequestError, StartError
+from tokserve.errors import EngineDead, RequestError, StartError
 from tokserve.messages import EngineRequest
 
 TALK = [{"role": "user", "content": "one"}]
@@ -255,3 +257,28 @@ def test_options_of_a_request_are_checked(play: Play) -> None:
             llm.stream([7], SamplingParams(), prioritty=1)
 
     play(scene)
+
+
+def test_the_first_request_starts_the_engine_and_shutdown_need_not_be_awaited(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's AsyncLLM serves when it is made, and its shutdown is no coroutine."""
+    monkeypatch.setattr(launch, "COMMAND", (sys.executable, "-m", "tests.client.fake_process", "serve"))
+    monkeypatch.setattr("tokserve.client.async_llm.resolve", lambda _: config(model))
+
+    async def script() -> AsyncLLM:
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(model)))
+
+        async def last() -> list[int]:
+            outputs = [output async for output in llm.generate([4, 5], SamplingParams())]
+            return outputs[-1].outputs[0].token_ids
+
+        assert await asyncio.gather(last(), last()) == [[4, 5]] * 2
+        ending = llm.shutdown()
+        await llm.close()
+        with pytest.raises(EngineDead):
+            await last()
+        await ending
+        return llm
+
+    asyncio.run(script())

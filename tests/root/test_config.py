@@ -284,6 +284,13 @@ def test_a_wrong_structured_outputs_config(value: Any, message: str) -> None:
         Config.make(structured_outputs_config=value)
 
 
+def test_parsers_of_one_format_have_several_names() -> None:
+    """peer suites A27: granite4 writes calls as Hermes does, and deepseek_v3 thinks as Qwen 3."""
+    server = Config.make(tool_call_parser="granite4", reasoning_parser="deepseek_v3").server
+    assert (server.tool_call_parser, server.reasoning_parser) == ("hermes", "qwen3")
+    assert Config.make(tool_call_parser="qwen3_xml").server.tool_call_parser == "qwen3_coder"
+
+
 def test_vllms_model_of_the_method_ngram() -> None:
     for value in ({"method": "ngram", "model": "[ngram]"}, {"model": "[ngram]"}, {"method": "[ngram]"}):
         plan = Config.make(speculative_config=value | {"num_speculative_tokens": 4}).speculation.resolved()

@@ -12,7 +12,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -57,7 +57,8 @@ WITHOUT_EFFECT = ("kv_hints", "reasoning_ended", "reasoning_parser_kwargs", "ses
 
 class AsyncLLM(AdminMethods):
     """An engine in its own process, or several (`data_parallel_size`).  Construct, `await start()`, use, `await
-    shutdown()`, all in one event loop; or `async with AsyncLLM("demo") as llm`.
+    shutdown()`, all in one event loop; or `async with AsyncLLM("demo") as llm`.  The first `generate` starts an engine
+    that has not been started.
 
     `config` is resolved; `ready`, `status` and `stats` are what the engine last reported.  `down` is set while there
     is no engine: for good if `dead` is set too, else until another has started in its place.
@@ -92,12 +93,15 @@ class AsyncLLM(AdminMethods):
         self._transformers_tokenizer: Any = None
         self._tokenizer_lock = threading.Lock()
         self._images: ImageReader | None = None
+        self._joined = False  # `start` or `connect` was called
+        self._starting: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
 
     # --- start and end ---
 
     async def start(self) -> None:
         """Start the engine and wait until it serves; once only.  Raises StartError."""
+        self._joined = True
         self._engine.launch()
         await self._connect(self._engine.joined())
 
@@ -112,7 +116,16 @@ class AsyncLLM(AdminMethods):
         `pid`: the engine's process, to notice its end.  `name`: under which the engine knows this client (so that
         the client's parent can tell the engine, with the command `leave`, that it has gone).
         """
+        self._joined = True
         await self._connect(self._engine.join(address, pid, name))
+
+    async def ensure_started(self) -> None:
+        """Start the engine if nothing has, and wait until it serves.  Raises StartError."""
+        if not self._joined:
+            self._joined = True
+            self._starting = asyncio.ensure_future(self.start())
+        if self._starting is not None:
+            await asyncio.shield(self._starting)
 
     async def _connect(self, join: Coroutine[Any, Any, Ready]) -> None:
         joining = asyncio.ensure_future(join)
@@ -131,7 +144,7 @@ class AsyncLLM(AdminMethods):
                 loading.cancel()
                 if not joining.cancel() and not joining.cancelled():
                     joining.exception()  # retrieved, or asyncio logs it
-                await self.shutdown()
+                await self.close()
 
     def _compare_vocabularies(self) -> None:
         if self.tokenizer is not None and (excess := self.tokenizer.vocab_size - self.ready.vocab_size) > 0:
@@ -146,10 +159,15 @@ class AsyncLLM(AdminMethods):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.shutdown()
+        await self.close()
 
-    async def shutdown(self) -> None:
-        """End the engine: requests in flight end with what they have, its process and files are removed."""
+    def shutdown(self, timeout: float | None = None) -> Awaitable[None]:
+        """End the engine: requests in flight end with what they have, its process and files are removed.  It is ended
+        even if the result is not awaited, as vLLM's, where that is done.  `timeout` (vLLM's) has no effect."""
+        return asyncio.ensure_future(self.close())
+
+    async def close(self) -> None:
+        """End the engine, and return when it has ended."""
         if self._stopping is None:
             self._stopping = asyncio.ensure_future(self._close())
         await asyncio.shield(self._stopping)
@@ -257,6 +275,7 @@ class AsyncLLM(AdminMethods):
         The request is sent when iteration begins, and aborted when it is left early.  Prompts are as in
         `LLM.generate`, everything else as in `stream`, but a `LoRARequest` with a path is loaded if necessary.
         """
+        await self.ensure_started()
         how = tokenization(tokenization_kwargs)
         given = generation_defaults(self.config.model) if sampling_params is None else sampling_params
         rules, params, context = output_rules(given), sampling_of(given), self.ready.max_model_len - 1

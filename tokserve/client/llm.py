@@ -455,7 +455,7 @@ def _close(owner: int, llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: t
     if os.getpid() != owner:  # a fork has no loop thread, and the engine is not its own
         return
     try:
-        asyncio.run_coroutine_threadsafe(llm.shutdown(), loop).result()
+        asyncio.run_coroutine_threadsafe(llm.close(), loop).result()
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()

@@ -195,7 +195,9 @@ OPTIONS: dict[str, ForeignOption] = (
     | dict.fromkeys(LISTS, ForeignOption("values"))
     | REFUSED
 )
-SYNONYMS: dict[str, dict[str, str]] = {  # of values
+SYNONYMS: dict[str, dict[str, str]] = {  # of values; parsers of one format have several names
+    "reasoning_parser": {"deepseek_v3": "qwen3"},
+    "tool_call_parser": {"granite4": "hermes", "qwen3_xml": "qwen3_coder"},
     "distributed_executor_backend": {"uni": "mp"},
     "dtype": {"half": "float16", "float": "float32"},
     "generation_config": {"vllm": "none"},
