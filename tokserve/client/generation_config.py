@@ -68,8 +68,10 @@ def log_what_is_not_followed(model: ModelConfig) -> None:
     """Say which entries would change outputs, and do not here."""
     entries = _read(model)
     names = [name for name, usual in NOT_FOLLOWED.items() if entries.get(name) not in (None, usual, [], {})]
+    if entries.get("temperature") == 0 and "do_sample" in names:  # it is followed
+        names.remove("do_sample")
     if names:
-        logger.warning("generation_config.json has %s, which requests do not follow", ", ".join(names))
+        logger.info("generation_config.json has %s, which requests do not follow", ", ".join(names))
 
 
 def _read(model: ModelConfig) -> dict[str, Any]:
