@@ -164,7 +164,8 @@ class AsyncLLM(AdminMethods):
     def shutdown(self, timeout: float | None = None) -> Awaitable[None]:
         """End the engine: requests in flight end with what they have, its process and files are removed.  It is ended
         even if the result is not awaited, as vLLM's, where that is done.  `timeout` (vLLM's) has no effect."""
-        return asyncio.ensure_future(self.close())
+        closing = self.close()
+        return closing if asyncio._get_running_loop() is None else asyncio.ensure_future(closing)
 
     async def close(self) -> None:
         """End the engine, and return when it has ended."""

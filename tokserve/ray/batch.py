@@ -89,7 +89,7 @@ class Generate:
         ends, which would look like an engine that died."""
         if self._loop is None or not self._loop.is_running():
             return
-        ending = asyncio.run_coroutine_threadsafe(self._llm.shutdown(), self._loop)
+        ending = asyncio.run_coroutine_threadsafe(self._llm.close(), self._loop)
         if asyncio._get_running_loop() is not self._loop:
             with suppress(TimeoutError):
                 ending.result(END_SECONDS)
