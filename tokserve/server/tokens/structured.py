@@ -16,7 +16,6 @@ from tokserve.params import SamplingParams, StructuredOutputs
 from tokserve.server.compat import IGNORED_OPTIONS, OTHER_NAMES
 from tokserve.server.http import body, errors
 
-
 PARTS = {  # of structured_outputs, by names that they have elsewhere
     "json": ("guided_json", "json_schema"), "regex": ("guided_regex", "regex"), "choice": ("guided_choice",),
     "grammar": ("guided_grammar", "ebnf", "grammar"), "json_object": ("guided_json_object",),
