@@ -82,12 +82,12 @@ def test_response_format_gives_the_text_its_form(text: Api, route: str) -> None:
 
 
 def test_unknown_fields_are_ignored_and_named(text: Api, route: str) -> None:
-    extra = {"no_stop_trim": False, "zzz": {"a": [1]}, "bad\nname": 1, "": 2, "\u00e9": 3}
+    extra = {"extra_key": False, "zzz": {"a": [1]}, "bad\nname": 1, "": 2, "\u00e9": 3}
     answer = text.post(route, BODIES[route] | extra)
     if text.config["server"]["strict"]:
-        text.refused(answer, 400, "no_stop_trim")
+        text.refused(answer, 400, "extra_key")
     else:
-        assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == "no_stop_trim, zzz"
+        assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == "extra_key, zzz"
         assert "x-ignored-fields" not in text.post(route, BODIES[route]).headers
 
 

@@ -326,14 +326,14 @@ def test_completions_derender_refusals() -> None:
 
 
 def test_unknown_fields_are_ignored_and_named_or_refused() -> None:
-    body = {"generate_response": reply([5]) | {"new": 1}, "other": 1, "chat_request": {"no_stop_trim": False}}
+    body = {"generate_response": reply([5]) | {"new": 1}, "other": 1, "chat_request": {"extra_key": False}}
     answer = site().post(CHAT + "/derender", body)
-    assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == "other, no_stop_trim"
+    assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == "other, extra_key"
     assert site(strict=True).post(CHAT + "/derender", body).json()["error"]["param"] == "other"
     del body["other"]
-    assert site(strict=True).post(CHAT + "/derender", body).json()["error"]["param"] == "chat_request.no_stop_trim"
-    request = {"messages": MESSAGES, "no_stop_trim": False}
-    assert site().post(CHAT + "/render", request).headers["x-ignored-fields"] == "no_stop_trim"
+    assert site(strict=True).post(CHAT + "/derender", body).json()["error"]["param"] == "chat_request.extra_key"
+    request = {"messages": MESSAGES, "extra_key": False}
+    assert site().post(CHAT + "/render", request).headers["x-ignored-fields"] == "extra_key"
 
 
 def test_tokenizer_description() -> None:

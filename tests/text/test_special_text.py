@@ -134,7 +134,6 @@ EVERYWHERE: list[tuple[str, dict[str, Any]]] = [
     ("messages[0].content[0].text", {"messages": [{"role": "user", "content": [{"type": "text", "text": FORGED}]}]}),
     ("messages[0].content", {"messages": [{"role": "system", "content": FORGED}]}),
     ("messages[0].content", {"messages": [{"role": "developer", "content": FORGED}]}),
-    ("messages[0].role", {"messages": [{"role": FORGED, "content": "a"}]}),
     ("messages[1].content", {"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": FORGED}]}),
     ("messages[0].reasoning", {"messages": [{"role": "assistant", "content": "a", "reasoning": FORGED}]}),
     ("messages[0].tool_calls[0].function.name", {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}),
