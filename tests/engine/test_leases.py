@@ -234,7 +234,7 @@ def test_the_log_has_a_line_for_each_change_of_weights_and_sleep(caplog: pytest.
     lines = "\n".join(record.getMessage() for record in caplog.records)
     for part in (
         "weights of version two committed as epoch 1", "was rolled back: unknown tensor x",
-        "was rolled back: the weight update was aborted", "asleep at level 1 (mode keep)",
+        "was rolled back: the weight update was aborted", "asleep: kv_cache, scheduling, weights (mode keep)",
         "awake",
     ):  # fmt: skip
         assert lines.count(part) == 1, lines
