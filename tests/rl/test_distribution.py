@@ -98,6 +98,7 @@ def test_the_clients_tests_without_torch_and_without_the_server(environment: Pat
     copies.mkdir(parents=True)
     for name in WITHOUT_SERVER:
         shutil.copy(HERE / name, copies)
+    shutil.copy(HERE.parent / "waiting.py", copies.parent)
     for package in (copies, copies.parent):
         (package / "__init__.py").touch()
     absent = "import importlib.util as u; assert not u.find_spec('torch') and not u.find_spec('tokserve')"
