@@ -85,7 +85,7 @@ def test_an_adapter_that_another_engine_refuses_evicts_none() -> None:
     load(engine, "a", "/a")
     load(engine, "b", "/b")
     prepare(engine, "load_lora_adapter", lora_name="c", lora_path="/c")
-    assert [adapter.name for adapter in engine.core.adapters.listed()] == ["b"]
+    assert [adapter.name for adapter in engine.core.adapters.listed()] == ["a", "b"]
     assert decide(engine, **NO).status == 409
     assert [adapter.name for adapter in engine.core.adapters.listed()] == ["a", "b"]
     engine.add("r", PROMPT, adapter="a", max_tokens=4, ignore_eos=True)

@@ -405,11 +405,11 @@ def test_documents_that_the_template_does_not_read() -> None:
 
 def test_unknown_fields_are_ignored_and_named() -> None:
     s = site(says("a"))
-    answer = s.post(CHAT, {"messages": MESSAGES, "no_stop_trim": False, "x y": 1, "user": "me", "store": False})
-    assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == "no_stop_trim, user"
+    answer = s.post(CHAT, {"messages": MESSAGES, "separate_reasoning": True, "x y": 1, "user": "me", "store": False})
+    assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == "separate_reasoning, user"
     assert "x-ignored-fields" not in s.post(CHAT, {"messages": MESSAGES}).headers
-    streamed = s.post(CHAT, {"messages": MESSAGES, "no_stop_trim": False, "stream": True})
-    assert streamed.headers["x-ignored-fields"] == "no_stop_trim"
+    streamed = s.post(CHAT, {"messages": MESSAGES, "separate_reasoning": True, "stream": True})
+    assert streamed.headers["x-ignored-fields"] == "separate_reasoning"
     options = {"include_usage": True, "include_obfuscation": False, "usage": True, "x y": 1}
     streamed = s.post(CHAT, {"messages": MESSAGES, "stream": True, "stream_options": options})
     assert streamed.headers["x-ignored-fields"] == "stream_options.usage"

@@ -56,16 +56,22 @@ class IdNames(dict[int, str]):
         return f"token_id:{token_id}"
 
 
+def label_of(piece: bytes) -> str:
+    """A token's bytes, as OpenAI writes those that are no text: `bytes:\\xf0\\x9f`."""
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
 class Labels(dict[int, str]):
     """Names of tokens, different for different bytes: their texts, or their bytes if these end within a character."""
 
-    def __init__(self, spelling: Spelling) -> None:
+    def __init__(self, names: Mapping[int, str], pieces: Mapping[int, bytes]) -> None:
         super().__init__()
-        self._spelling = spelling
+        self._names = names
+        self._pieces = pieces
 
     def __missing__(self, token_id: int) -> str:
-        text = self._spelling.names[token_id]
-        self[token_id] = text = self._spelling.label(token_id) if text.endswith(REPLACEMENT) else text
+        text = self._names[token_id]
+        self[token_id] = text = label_of(self._pieces[token_id]) if text.endswith(REPLACEMENT) else text
         return text
 
 
@@ -90,7 +96,7 @@ class Spelling:
         texts = IdNames() if as_ids or tokenizer is None else tokenizer.texts(final=True)
         self.names: Mapping[int, str] = texts
         self._completed = texts if as_ids or tokenizer is None else tokenizer.texts(final=False)
-        self._labels: Mapping[int, str] = self.names if as_ids else Labels(self)
+        self._labels: Mapping[int, str] = self.names if as_ids else Labels(texts, self._pieces)
 
     def names_at(self, offset: TextOffset) -> Named:
         """Names tokens at an offset by what they add to the text there."""
@@ -111,13 +117,13 @@ class Spelling:
             piece = self._pieces[token_id]
             if not offset.shows(token_id):
                 return self._labels[token_id]
-            return offset.text(piece) if offset.is_complete_after(piece) else self.label(token_id)
+            return offset.text(piece) if offset.is_complete_after(piece) else label_of(piece)
 
         return label
 
-    def label(self, token_id: int) -> str:
-        """The token's bytes, as OpenAI writes those that are no text: `bytes:\\xf0\\x9f`."""
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._pieces[token_id])
+    def bytes_label(self, token_id: int) -> str:
+        """The token named by its bytes."""
+        return label_of(self._pieces[token_id])
 
     def last_name(self, name: str, token_id: int, offset: TextOffset) -> str:
         """The name of the last token of a text, which may end within a character: then it has a U+FFFD there."""
@@ -419,7 +425,7 @@ class TextLogprobs(msgspec.Struct):
                     if other != token_id:
                         text = label(other)
                         if text in named and ids.index(other) == place:  # another token's name, not its own from before
-                            text = spelling.label(other)
+                            text = spelling.bytes_label(other)
                         named.setdefault(text, value)
                 self.top_logprobs.append(named)
             self.text_offset.append(offset.add(token_id))
