@@ -166,7 +166,7 @@ def started(args: argparse.Namespace, model: str, table: Table, logs: Path) -> I
         path.read_bytes()  # so that the first to start does not read the disk for the others
     kv = args.kv_gib
     starts: list[Callable[[], servers.Process]] = [
-        partial(servers.tokserve, model, kv, shlex.split(args.tokserve_flags), logs / "tokserve.log")
+        partial(servers.tokserve, model, kv, shlex.split(args.tokserve_flags), logs / "tokserve.base.log")
     ]
     for variant in args.variant:
         name, _, command = variant.partition("=")

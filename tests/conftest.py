@@ -153,7 +153,7 @@ def compiled() -> Iterator[None]:
 def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
     """Binds one kind of implementation for a test, and the torch references afterwards."""
     from tokserve import ops
-    from tokserve.errors import StartError
+    from tokserve.base.errors import StartError
 
     try:
         ops.bind("cpu", {"*": request.param})

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tokserve import processes
+from tokserve.base import processes
 
 OPEN_FILES = 10_200  # ten thousand connections, and the server's own files
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")

@@ -4,7 +4,7 @@ import ast
 from functools import cache
 from pathlib import Path
 
-from tokserve.memory import no_collections
+from tokserve.base.memory import no_collections
 
 
 @cache

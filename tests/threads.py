@@ -21,6 +21,7 @@ from unittest import mock
 import uvloop
 
 from tests.e2e.server import START_SECONDS, Served
+from tokserve.base.curve import ClientKeys
 from tokserve.cli import listen
 from tokserve.cli.http import http_server
 from tokserve.cli.main import parser
@@ -29,7 +30,6 @@ from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.launch import SOCKET
 from tokserve.config import Config
 from tokserve.config.vllm import own_options
-from tokserve.curve import ClientKeys
 from tokserve.engine import process
 from tokserve.executor.base import make
 from tokserve.resolve import resolve

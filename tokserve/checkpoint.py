@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.gguf import config as gguf_config
 from tokserve.gguf.header import SUFFIX
 

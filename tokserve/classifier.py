@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tokserve import checkpoint
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 
 SUFFIX = "ForSequenceClassification"
 TOKEN_SUFFIX = "ForTokenClassification"

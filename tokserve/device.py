@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokserve import cgroups
-from tokserve.cpu_list import cpu_list, cpus_by_node
-from tokserve.errors import StartError
-from tokserve.memory import give_back
+from tokserve.base import cgroups
+from tokserve.base.cpu_list import cpu_list, cpus_by_node
+from tokserve.base.errors import StartError
+from tokserve.base.memory import give_back
 
 CPUS = Path("/proc/cpuinfo")
 NUM_BUFFERS = 64  # copies to a GPU that may be under way at once: two steps, with as many processors as there are

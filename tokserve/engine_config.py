@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
+from tokserve.base.cpu_list import cpu_list, cpus_by_node
+from tokserve.base.errors import StartError
 from tokserve.config import Config, RuntimeConfig
-from tokserve.cpu_list import cpu_list, cpus_by_node
-from tokserve.errors import StartError
 
 GPU_FILE = Path("/dev/nvidiactl")
 VISIBLE = "CUDA_VISIBLE_DEVICES"

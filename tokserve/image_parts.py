@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tokserve.errors import RequestError, invalid
+from tokserve.base.errors import RequestError, invalid
 
 CHAT_KINDS = ("image_url", "input_image", "image")  # of parts: in chat, in responses, and in transformers
 OTHER_MEDIA = ("audio_url", "input_audio", "video_url", "video", "audio", "image_embeds", "file", "input_file")

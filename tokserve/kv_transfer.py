@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from tokserve.errors import RequestError, mistyped
+from tokserve.base.errors import RequestError, mistyped
 
 FIELD = "kv_transfer_params"
 MAX_BLOCKS = 1 << 20

@@ -6,9 +6,9 @@ import ipaddress
 import os
 import re
 
+from tokserve.base.errors import StartError
 from tokserve.config import BACKENDS, PACKING, Config, CorsConfig
 from tokserve.config.cors import ANY
-from tokserve.errors import StartError
 
 HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # RFC 9110, 5.6.2
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")  # RFC 6454, 6.2

@@ -16,8 +16,8 @@ import msgspec
 from msgspec import Meta
 
 from tokserve import jsonschema
+from tokserve.base.errors import RequestError
 from tokserve.ebnf import EbnfError, as_lark, is_ebnf
-from tokserve.errors import RequestError
 from tokserve.kv_transfer import KVTransferParams
 from tokserve.reduced_schema import SchemaError, reduced, text_of
 from tokserve.regex import explicit_classes

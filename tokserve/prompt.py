@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

@@ -9,8 +9,8 @@ import threading
 
 import ray
 
+from tokserve.base.errors import StartError
 from tokserve.engine_config import ray_address
-from tokserve.errors import StartError
 
 REACHABLE = 10.0  # seconds to connect to the cluster
 _connecting = threading.Lock()

@@ -14,7 +14,10 @@ from typing import Any
 
 import msgspec
 
-from tokserve import cgroups, checkpoint, encoders
+from tokserve import checkpoint, encoders
+from tokserve.base import cgroups
+from tokserve.base.cpu_list import cpu_list
+from tokserve.base.errors import StartError
 from tokserve.classifier import is_base, is_classifier
 from tokserve.config import (
     DEFAULT_BLOCK_SIZE,
@@ -26,9 +29,7 @@ from tokserve.config import (
     RuntimeConfig,
     ServerConfig,
 )
-from tokserve.cpu_list import cpu_list
 from tokserve.engine_config import GPU_FILE
-from tokserve.errors import StartError
 from tokserve.option_checks import check, check_encoder, is_local, is_open
 from tokserve.params import VLLM_LOGPROBS_MODES
 

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tokserve.base.errors import RequestError, StartError
 from tokserve.checkpoint import read_json
-from tokserve.errors import RequestError, StartError
 from tokserve.prompt import Feature
 
 KIND = "image"  # of features

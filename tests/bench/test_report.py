@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tokserve.base.errors import StartError
 from tokserve.bench.clients import EventLines, ReceivedReply, RequestShape
 from tokserve.bench.datasets import DatasetSpec, make
 from tokserve.bench.report import Outcome, meets_goodput, parse_goodput, result, table
-from tokserve.errors import StartError
 
 
 def test_statistics_of_known_times() -> None:

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from tests.bench.scripted_server import Answer, event, scripted
+from tokserve.base.errors import StartError
 from tokserve.bench.clients import RequestShape
 from tokserve.bench.datasets import DatasetSpec
 from tokserve.bench.report import table
 from tokserve.bench.serve import Load, arrivals, serve
 from tokserve.cli.main import main
-from tokserve.errors import StartError
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 3}}
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tokserve.base.errors import StartError
 from tokserve.cli import listen
 from tokserve.cli.http import ApiServer, Signals
 from tokserve.cli.serve import chosen, serve, serve_config
 from tokserve.config import Config
-from tokserve.errors import StartError
 from tokserve.option_checks import is_open
 from tokserve.resolve import resolve
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-import tokserve.one_blas_thread  # noqa: F401
+import tokserve.base.one_blas_thread  # noqa: F401
 from tests.client.fake_engine import READY, FakeEngine, echo
 from tokserve.messages import Call, Dead, FromEngine, Reply
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tokserve.base.errors import RequestError
 from tokserve.client.adapters import AdapterLoads, LoRARequest, each_adapter
-from tokserve.errors import RequestError
 from tokserve.messages import LoadedAdapter, Status
 
 

@@ -12,14 +12,9 @@ import pytest
 
 from tests.client.fake_engine import FakeEngine, config, echo, logprobs_for, stop, tokens
 from tests.client.scenes import settled, waited
+from tokserve.base.errors import EngineDead, RequestError, RequestFailed, StartError
 from tokserve.client import requests
 from tokserve.client.async_llm import AsyncLLM, collect
-from tokserve.errors import (
-    EngineDead,
-    RequestError,
-    RequestFailed,
-    StartError,
-)
 from tokserve.messages import (
     Abort,
     Call,

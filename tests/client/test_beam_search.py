@@ -14,10 +14,10 @@ import torch
 
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM, BeamSearchParams
+from tokserve.base.errors import RequestError
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.beam_search import BeamRun
 from tokserve.client.inputs import GenerateRequest
-from tokserve.errors import RequestError
 from tokserve.params import RequestOptions, SamplingParams
 from tokserve.prompt import TokenPrompt, pack_ids
 

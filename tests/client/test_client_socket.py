@@ -12,8 +12,8 @@ import pytest
 import zmq
 
 from tests.client.fake_engine import FakeEngine
+from tokserve.base.errors import StartError
 from tokserve.client.client_socket import BURST, ClientSocket
-from tokserve.errors import StartError
 from tokserve.messages import Call, Dead, FromEngine, Ready, Reply
 
 

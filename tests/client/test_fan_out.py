@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tokserve.base.errors import Conflict, EngineDead, NotFound, RequestError
 from tokserve.client.fan_out import Answer, args_for, is_mixed, outcome
-from tokserve.errors import Conflict, EngineDead, NotFound, RequestError
 
 
 def ok(*results: Any) -> list[Answer]:

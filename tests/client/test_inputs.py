@@ -15,11 +15,11 @@ from tokenizers import Tokenizer as Backend
 
 from tests.client.fake_engine import READY, VOCAB, FakeEngine, config
 from tests.text.checkpoints import byte_level_json, write_chatml
+from tokserve.base.errors import RequestError, StartError
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.generation_config import capped, generation_defaults, log_what_is_not_followed, output_cap
 from tokserve.client.inputs import GenerateRequest, Inputs, bare_id, token_prompt, typed
 from tokserve.config import ServerConfig
-from tokserve.errors import RequestError, StartError
 from tokserve.messages import EngineRequest
 from tokserve.params import PoolingParams, RequestOptions, SamplingParams, StructuredOutputs
 from tokserve.prompt import Feature, TokenPrompt, pack_ids, unpack_ids

@@ -19,8 +19,8 @@ import pytest
 from tests.client.fake_engine import config
 from tests.client.test_restart import until
 from tests.engine.solo import solo
+from tokserve.base.errors import Conflict, EngineDead, RequestError, Unavailable
 from tokserve.client.async_llm import AsyncLLM, collect
-from tokserve.errors import Conflict, EngineDead, RequestError, Unavailable
 from tokserve.messages import Status
 from tokserve.params import SamplingParams
 

@@ -25,11 +25,11 @@ from tests.client.fake_engine import config, logprobs_for
 from tests.client.scenes import make
 from tests.text.checkpoints import write_chatml
 from tokserve.admin import COMMANDS
+from tokserve.base.errors import Conflict, EngineDead, RequestError, StartError
 from tokserve.client import launch
 from tokserve.client.adapters import LoRARequest
 from tokserve.client.llm import LLM
 from tokserve.client.results import Logprob, PromptLogprobs, TokenLogprobs
-from tokserve.errors import Conflict, EngineDead, RequestError, StartError
 from tokserve.messages import LoadedAdapter, Status
 from tokserve.params import SamplingParams
 from tokserve.text.token_texts import TokenTexts
@@ -517,7 +517,7 @@ from tokserve.client import async_llm, launch
 launch.COMMAND = (sys.executable, "-m", "tests.client.fake_process", "serve")
 async_llm.resolve = lambda _: config("x", tokens_only=True)
 from tokserve import LLM
-from tokserve.errors import EngineDead
+from tokserve.base.errors import EngineDead
 llm = LLM()
 child = os.fork()
 try:

@@ -14,6 +14,7 @@ import pytest
 from tests.client.fake_engine import config
 from tests.client.test_launch import has_ended
 from tests.engine.solo import solo
+from tokserve.base.errors import Conflict, EngineDead, RequestError, StartError
 from tokserve.client import launch
 from tokserve.client.async_llm import AsyncLLM, collect
 from tokserve.client.engine_client import EngineClient
@@ -21,7 +22,6 @@ from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import total
 from tokserve.client.replicas import Replicas
 from tokserve.config import LoraConfig
-from tokserve.errors import Conflict, EngineDead, RequestError, StartError
 from tokserve.messages import StepStats
 from tokserve.params import RequestOptions, SamplingParams
 from tokserve.prompt import TokenPrompt, pack_ids

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.client.fake_engine import logprobs_for, stop
+from tokserve.base.errors import EngineDead
 from tokserve.client.request_state import ChoiceState, DeliveryRules, RequestState
-from tokserve.errors import EngineDead
 from tokserve.messages import Finish, Logprobs, RareFields
 from tokserve.prompt import TokenPrompt
 

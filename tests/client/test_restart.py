@@ -14,10 +14,10 @@ import pytest
 
 from tests.client.fake_engine import FakeEngine, config
 from tests.client.test_launch import has_ended, mode, pid_of
+from tokserve.base.errors import EngineDead, StartError
 from tokserve.client import engine_client
 from tokserve.client.async_llm import AsyncLLM, collect
 from tokserve.client.inputs import GenerateRequest
-from tokserve.errors import EngineDead, StartError
 from tokserve.messages import Announce, EndAnnouncement, Reply, Submit
 from tokserve.params import SamplingParams
 from tokserve.prompt import TokenPrompt, pack_ids

@@ -13,8 +13,8 @@ import pytest
 
 import tokserve
 from tokserve import RequestOutputKind, SamplingParams, StructuredOutputsParams, params
+from tokserve.base.errors import RequestError
 from tokserve.client.sampling_params import POSITIONS, output_rules, sampling_of
-from tokserve.errors import RequestError
 from tokserve.server.compat import TOKEN_PARAMS
 
 DEFAULTS = params.SamplingParams()

@@ -10,10 +10,7 @@ import pytest
 
 from tests.client.fake_engine import FakeEngine, echo, logprobs_for, stop, tokens
 from tests.client.scenes import settled, waited
-from tokserve.client.async_llm import AsyncLLM, Stream, collect
-from tokserve.client.inputs import GenerateRequest
-from tokserve.client.outputs import ChoiceOutput, merge
-from tokserve.errors import (
+from tokserve.base.errors import (
     REFUSALS,
     Conflict,
     Overloaded,
@@ -22,6 +19,9 @@ from tokserve.errors import (
     RequestFailed,
     Unavailable,
 )
+from tokserve.client.async_llm import AsyncLLM, Stream, collect
+from tokserve.client.inputs import GenerateRequest
+from tokserve.client.outputs import ChoiceOutput, merge
 from tokserve.messages import (
     Abort,
     EngineRequest,

@@ -26,12 +26,12 @@ from tokserve import (
     RequestOutputKind,
     SamplingParams,
 )
+from tokserve.base.errors import EngineDead, RequestError, StartError
 from tokserve.client import launch
 from tokserve.client.engine_args import options_of
 from tokserve.client.llm import _priorities
 from tokserve.client.pooling_params import each_pooling
 from tokserve.client.prompts import ParsedPrompt, Tokenization, read, tokenization
-from tokserve.errors import EngineDead, RequestError, StartError
 from tokserve.messages import EngineRequest
 
 TALK = [{"role": "user", "content": "one"}]

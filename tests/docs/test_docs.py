@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.reference import DOCS, PAGES
-from tokserve import errors
+from tokserve.base import errors
 from tokserve.server.http import protocol
 
 ROOT = DOCS.parent

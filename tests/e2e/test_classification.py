@@ -25,8 +25,8 @@ from tests.threads import ServerThread
 from tests.tiny_families import FAMILIES
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM
+from tokserve.base.errors import RequestError, StartError
 from tokserve.checkpoint import DEMO_DIR
-from tokserve.errors import RequestError, StartError
 
 pytestmark = pytest.mark.usefixtures("engine_threads")
 

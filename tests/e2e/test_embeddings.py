@@ -22,7 +22,7 @@ from tests.e2e.server import Served, Server
 from tests.threads import ServerThread
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM, PoolingParams
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 
 pytestmark = pytest.mark.usefixtures("engine_threads")
 

@@ -23,9 +23,9 @@ from tests.replies import good
 from tests.runner.test_encoders import checkpoint
 from tests.threads import ServerThread
 from tokserve import LLM
+from tokserve.base.errors import RequestError, StartError
 from tokserve.client.pooling import VectorRules, pooler_of
 from tokserve.config import Config
-from tokserve.errors import RequestError, StartError
 from tokserve.resolve import resolve
 
 pytestmark = pytest.mark.usefixtures("engine_threads")

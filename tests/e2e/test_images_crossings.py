@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from tests.adapters import weights, write_adapter
 from tests.models.pictures import png, write_served
 from tokserve import LLM, SamplingParams
+from tokserve.base.errors import RequestError
 from tokserve.client.adapters import LoRARequest
-from tokserve.errors import RequestError
 
 pytestmark = pytest.mark.usefixtures("engine_threads")
 

@@ -13,8 +13,8 @@ from PIL import Image
 
 from tests.models.pictures import data_url, png, write_served
 from tokserve import LLM, SamplingParams
+from tokserve.base.errors import RequestError
 from tokserve.client.async_llm import AsyncLLM
-from tokserve.errors import RequestError
 
 pytestmark = pytest.mark.usefixtures("engine_threads")
 

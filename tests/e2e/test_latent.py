@@ -15,7 +15,7 @@ from tests.adapters import merge, write_adapter
 from tests.e2e.test_exact import alone, result, together
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM, SamplingParams
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 
 pytestmark = pytest.mark.usefixtures("engine_threads")
 

@@ -12,8 +12,8 @@ from tests.adapters import write_adapter
 from tests.e2e.test_exact import columns
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM, LoRARequest, SamplingParams
+from tokserve.base.errors import Conflict, NotFound, RequestError
 from tokserve.client.results import RequestOutput
-from tokserve.errors import Conflict, NotFound, RequestError
 
 pytestmark = pytest.mark.usefixtures("engine_threads")
 

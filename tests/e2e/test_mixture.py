@@ -19,9 +19,9 @@ from tests.e2e.test_exact import alone, columns, together
 from tests.threads import ServerThread
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM, SamplingParams
+from tokserve.base.errors import StartError
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.config import Config
-from tokserve.errors import StartError
 from tokserve.executor.inline import InlineExecutor
 
 pytestmark = pytest.mark.usefixtures("engine_threads")

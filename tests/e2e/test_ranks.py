@@ -30,7 +30,7 @@ from tests.ports import free_port
 from tests.replies import good
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM, LoRARequest, SamplingParams, rl
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.rl.broadcast import TransferGroup, send
 
 PROMPT = [*range(3, 200)]

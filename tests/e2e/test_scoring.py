@@ -14,7 +14,7 @@ from tests.replies import good
 from tests.server.site import parse_events
 from tests.threads import ServerThread
 from tokserve import LLM
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.rl import Client, PromptsFailed
 
 CONTEXT = 48

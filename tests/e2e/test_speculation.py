@@ -14,8 +14,8 @@ import pytest
 from tests.e2e.server import Served, Server
 from tests.threads import ServerThread
 from tokserve import LLM, SamplingParams
+from tokserve.base.errors import RequestError, StartError
 from tokserve.cli.main import main as cli
-from tokserve.errors import RequestError, StartError
 
 GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}, "required": ["a", "b"]}

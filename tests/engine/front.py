@@ -6,7 +6,7 @@ from types import TracebackType
 
 import zmq
 
-from tokserve.curve import ClientKeys, secure_client
+from tokserve.base.curve import ClientKeys, secure_client
 from tokserve.messages import Call, FromEngine, ToEngine, decode_from_engine, encode
 
 PATIENCE_MS = 60_000

@@ -10,9 +10,9 @@ from typing import Any, cast
 import numpy as np
 
 from tests.engine.solo import EOS
+from tokserve.base.errors import RequestError
 from tokserve.engine.request import Request
 from tokserve.engine.structured_output.grammar import Grammar, GrammarState
-from tokserve.errors import RequestError
 from tokserve.params import StructuredOutputs
 
 STEPS = [{3, 13}, {5}, {6, 16}]  # what may come, place by place

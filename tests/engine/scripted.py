@@ -23,8 +23,8 @@ import numpy as np
 from tests.engine.scripted_copies import ScriptedCopies
 from tests.engine.scripted_states import States, demand
 from tests.engine.solo import START, VOCAB, chain, draw, logprob_row, logprob_width, prefixes_of, rows_of, vector
+from tokserve.base.errors import RequestError
 from tokserve.config import Config
-from tokserve.errors import RequestError
 from tokserve.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
 from tokserve.params import PoolingParams, SamplingParams
 from tokserve.plan import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tokserve.one_blas_thread  # noqa: F401
+import tokserve.base.one_blas_thread  # noqa: F401
 from tests.engine.scripted import ScriptedExecutor
 from tokserve.engine import process
 

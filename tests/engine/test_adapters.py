@@ -9,8 +9,8 @@ import pytest
 
 from tests.engine.harness import Engine
 from tests.engine.test_control import DEPTHS, PROMPT, answers, ask, update
+from tokserve.base.errors import StartError
 from tokserve.engine.admin.adapters import MAX_NAME
-from tokserve.errors import StartError
 from tokserve.messages import Reply, Status
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tokserve.base.errors import Conflict, StartError
 from tokserve.engine.admin.command import PREPARED, STEP_BOUNDARY, Command, Commands, command
-from tokserve.errors import Conflict, StartError
 from tokserve.messages import Call, Ready, Reply
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.harness import Engine
-from tokserve.errors import RequestError, StartError
+from tokserve.base.errors import RequestError, StartError
 from tokserve.messages import Reply, Status, StepOutput
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])

@@ -11,9 +11,9 @@ import pytest
 from tests.engine.harness import Engine
 from tests.engine.solo import engine_request
 from tests.engine.test_scheduler import prompt, shapes
+from tokserve.base.errors import StartError
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.request import Request
-from tokserve.errors import StartError
 from tokserve.prompt import Feature
 from tokserve.vision import Grid, ImageFormat, encode_image
 

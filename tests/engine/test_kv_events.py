@@ -12,11 +12,11 @@ import pytest
 import zmq
 
 from tests.engine.harness import Engine
+from tokserve.base.errors import StartError
 from tokserve.config import Config
 from tokserve.engine.adapter import Adapter
 from tokserve.engine.kv_cache.event_publisher import END, shifted
 from tokserve.engine.kv_cache.events import EventLog, external
-from tokserve.errors import StartError
 from tokserve.prompt import Feature
 
 PATIENCE_MS = 30_000

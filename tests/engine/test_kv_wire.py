@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import pytest
 
 from tests.waiting import PATIENCE
+from tokserve.base.errors import StartError
 from tokserve.engine.kv_cache.block_table import BlockTable
 from tokserve.engine.kv_transfer import tcp, wire
 from tokserve.engine.kv_transfer.leases import LeaseTable
 from tokserve.engine.kv_transfer.tcp import BlockServer, Pull, differences, run_pull, send_note
 from tokserve.engine.kv_transfer.wire import BLOCK, MAGIC, REQUEST, PeerChannel, PeerError
-from tokserve.errors import StartError
 
 KEY, BLOCK_BYTES = b"a secret of the test", 100
 PARTS = {"weights": "w", "layout": "l"}

@@ -13,8 +13,8 @@ import pytest
 from tests.engine.grammars import STEPS, Machine, compiled
 from tests.engine.harness import Engine
 from tests.engine.solo import EOS, VOCAB
+from tokserve.base.errors import QueueFull, RequestError
 from tokserve.engine.structured_output.grammar import Grammar
-from tokserve.errors import QueueFull, RequestError
 from tokserve.messages import StepOutput, Submit, SubmitReply
 from tokserve.params import StructuredOutputs
 from tokserve.plan import WITHHELD

@@ -22,10 +22,10 @@ from tests.engine.harness import Received
 from tests.engine.scripted import ScriptedExecutor
 from tests.engine.solo import EOS, engine_request, solo
 from tests.outputs import unpack
+from tokserve.base.errors import StartError
 from tokserve.config import Config
 from tokserve.engine import process
 from tokserve.engine.core import EngineCore
-from tokserve.errors import StartError
 from tokserve.messages import Call, Dead, FromEngine, Ready, Reply, Status, StepOutput, Submit, SubmitReply
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts

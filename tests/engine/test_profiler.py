@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 
 from tests.engine.harness import Engine
+from tokserve.base.errors import RequestFailed, StartError
+from tokserve.base.trace import TraceSpan
 from tokserve.config import Config
-from tokserve.errors import RequestFailed, StartError
-from tokserve.trace import TraceSpan
 
 TABLES: dict[str, Any] = {"ops": [{"name": "linear", "calls": 2, "seconds": 0.5}], "torch": [], "kernels": []}
 

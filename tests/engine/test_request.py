@@ -9,10 +9,10 @@ import pytest
 
 from tests.engine.solo import engine_request, rows_of
 from tests.outputs import Output, unpack
+from tokserve.base.errors import RequestError
 from tokserve.engine.output.columns import PackedRows, StepColumns
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.request import Request
-from tokserve.errors import RequestError
 from tokserve.messages import Finish, StepStats
 from tokserve.params import PoolingParams, RepetitionDetection, SamplingParams
 

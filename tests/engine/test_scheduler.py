@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.engine.harness import Engine
+from tokserve.base.errors import RequestError
 from tokserve.engine import counters
-from tokserve.errors import RequestError
 from tokserve.plan import StepPlan, StepResult
 from tokserve.prompt import Feature, check_features
 

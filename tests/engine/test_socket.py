@@ -11,9 +11,9 @@ import pytest
 import zmq
 
 from tests.engine.front import Front
-from tokserve.curve import make_keys
+from tokserve.base.curve import make_keys
+from tokserve.base.errors import StartError
 from tokserve.engine.socket import EngineSocket, Received
-from tokserve.errors import StartError
 from tokserve.messages import Abort, Call, Dead, Reply, encode
 
 

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 
 from tests.engine.harness import Engine
+from tokserve.base.errors import RequestError
 from tokserve.engine.kv_transfer import transfers
 from tokserve.engine.kv_transfer.tcp import Pull, run_pull
 from tokserve.engine.structured_output.grammar import Grammar
-from tokserve.errors import RequestError
 from tokserve.kv_transfer import KVTransferParams, transfer_params
 from tokserve.messages import Submit, SubmitReply
 from tokserve.params import StructuredOutputs

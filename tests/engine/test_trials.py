@@ -13,11 +13,11 @@ import psutil
 import pytest
 
 from tests.waiting import until
+from tokserve.base.errors import RequestError, Unavailable
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.engine.structured_output import trials as module
 from tokserve.engine.structured_output.grammar import NICENESS, Cost
 from tokserve.engine.structured_output.trials import Trial, Trials
-from tokserve.errors import RequestError, Unavailable
 from tokserve.params import StructuredOutputs
 
 WIDTH = 300

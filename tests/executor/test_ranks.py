@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from tests.waiting import PATIENCE
+from tokserve.base.errors import Conflict, RequestFailed, StartError
 from tokserve.config import Config
 from tokserve.engine_config import rank_config
-from tokserve.errors import Conflict, RequestFailed, StartError
 from tokserve.executor import auth, merge
 from tokserve.executor.channel import (
     Begin,

@@ -19,14 +19,14 @@ from tests.server.byte_tokenizer import TOKENIZER
 from tests.server.site import site
 from tests.text.checkpoints import CHATML, KINDS
 from tokserve import messages
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
+from tokserve.base.structs import UNREADABLE
 from tokserve.params import RequestOptions, SamplingParams
 from tokserve.prompt import TokenPrompt
 from tokserve.server.anthropic import messages as anthropic_messages
 from tokserve.server.http import body
 from tokserve.server.openai import chat, completions, derender, render, responses, tokenize
 from tokserve.server.tokens import aborts, generate
-from tokserve.structs import UNREADABLE
 from tokserve.text.chat import ChatTemplate
 from tokserve.text.detokenizer import Detokenizer
 from tokserve.text.tokenizer import Tokenizer

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.fuzz.run import NAMES, fuzz
-from tokserve import log
+from tokserve.base import log
 
 
 @pytest.mark.parametrize("name", NAMES)

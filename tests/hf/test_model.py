@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.models.driver import Driver, prefill, random_ids
+from tokserve.base.errors import StartError
 from tokserve.client.llm import LLM
-from tokserve.errors import StartError
 from tokserve.hf.load import load
 from tokserve.hf.model import TransformersModel
 from tokserve.layers.lora import LoraSlots, LowRank

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.layers.test_attention import DIM, HEADS, HIDDEN, KV_HEADS, ROPE, TABLE, TOKENS, one_row
 from tokserve import ops
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.layers.attention import Attention, AttentionSpec
 from tokserve.layers.embedding import Head
 from tokserve.layers.experts import Experts, MixtureSpec, RouterSpec

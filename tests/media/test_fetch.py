@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 
 from tests.media.web import Web, content, redirect, web_server
+from tokserve.base.errors import RequestError
 from tokserve.config import MediaConfig
-from tokserve.errors import RequestError
 from tokserve.image_parts import ImageUrl
 from tokserve.media import fetch
 from tokserve.media.fetch import Fetcher

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.media.web import Web, content, redirect, web_server
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.media import fetch
 from tokserve.media.fetch import Fetcher, FetchFailed
 from tokserve.media.hosts import AllowedHosts

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.text.checkpoints import write_chatml
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.image_parts import (
     ImageSlots,
     ImageUrl,

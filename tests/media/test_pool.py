@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.media import frames, pool
 from tokserve.media.cache import ByteCache
 from tokserve.media.frames import Array, BrokenFrame

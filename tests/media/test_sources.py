@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tokserve.base.errors import Overloaded, RequestError, StartError
 from tokserve.config import MediaConfig
-from tokserve.errors import Overloaded, RequestError, StartError
 from tokserve.image_parts import ImageUrl
 from tokserve.media.sources import PIECE, ImageSources
 

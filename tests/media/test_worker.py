@@ -19,8 +19,8 @@ from PIL import Image
 from tests.models.pictures import data_url
 from tests.tiny_models import tiny_vision_config
 from tokserve import checkpoint
+from tokserve.base.errors import RequestError
 from tokserve.config import Config
-from tokserve.errors import RequestError
 from tokserve.image_parts import ImageUrl
 from tokserve.media.images import ImageReader, PreparedImage
 from tokserve.vision import Grid, decode_image, image_format, image_grid

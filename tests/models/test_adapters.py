@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.adapters import write_adapter
 from tests.tiny_models import tiny_config, write_checkpoint
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.layers.lora import LowRank
 from tokserve.models import adapters
 from tokserve.models.spec import HEADLESS

@@ -15,9 +15,9 @@ from tests.models.driver import prefill
 from tests.models.test_load import IDS, logits, opened, refusal, rewrite, stored
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import ops
+from tokserve.base.errors import RequestError
 from tokserve.config import WeightsConfig
 from tokserve.device import Host
-from tokserve.errors import RequestError
 from tokserve.models import weights
 from tokserve.models.decoder import Decoder
 from tokserve.runner.weight_sync import WeightSync

@@ -16,7 +16,7 @@ from tests.models.driver import prefill
 from tests.models.test_load import IDS, logits, opened, rewrite, stored
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import ops
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import StoredWeight

@@ -16,7 +16,7 @@ from tests.models.pictures import Picture
 from tests.runner.drive import plan_of
 from tests.tiny_models import tiny_gemma_vision_config, write_checkpoint
 from tokserve import checkpoint
-from tokserve.errors import RequestError, StartError
+from tokserve.base.errors import RequestError, StartError
 from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.siglip import SiglipSpec
 from tokserve.models.load import load as load_model

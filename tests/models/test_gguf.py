@@ -16,7 +16,7 @@ from tests.models import gguf_mixtures, gguf_models
 from tests.models.driver import Driver, prefill, random_ids
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import checkpoint
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.gguf import tokenizer as gguf_tokenizer
 from tokserve.gguf.header import GgufHeader
 from tokserve.models.decoder import Decoder

@@ -17,9 +17,9 @@ from tests.models import gguf_models
 from tests.models.driver import prefill
 from tests.models.test_gguf import IDS, opened
 from tokserve import checkpoint
+from tokserve.base.errors import StartError
 from tokserve.cli.serve import chosen
 from tokserve.config import Config
-from tokserve.errors import StartError
 from tokserve.gguf import config as gguf_config
 from tokserve.gguf.header import GgufHeader, read_header, read_headers
 from tokserve.models.registry import decoder_spec

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.models.driver import prefill, random_ids
 from tests.models.test_load import opened
 from tests.tiny_models import tiny_config, write_checkpoint
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.layers.latent import LatentAttention
 from tokserve.models import weights
 from tokserve.models.coordinates import Coordinates

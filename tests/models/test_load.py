@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.models.driver import prefill, random_ids
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import ops
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.models import weights
 from tokserve.models.decoder import Decoder
 from tokserve.models.load import load

@@ -27,7 +27,7 @@ import json, sys
 from pathlib import Path
 import torch
 from tokserve import ops
-from tokserve.memory import give_back
+from tokserve.base.memory import give_back
 from tokserve.models import weights
 from tokserve.models.load import load
 

@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from tests.models.driver import Driver, prefill, random_ids
 from tests.models.test_load import opened, rewrite, stored
 from tests.tiny_models import tiny_config, write_checkpoint
-from tokserve.errors import RequestError, StartError
+from tokserve.base.errors import RequestError, StartError
 from tokserve.models import weights
 from tokserve.models.staging import Staging
 from tokserve.ops import PackedWeight, PackedWna16

@@ -18,7 +18,7 @@ from tests.models.driver import Driver, prefill, random_ids
 from tests.models.test_load import IDS, opened, rewrite, stored
 from tests.models.test_parity import OF_STATES
 from tests.tiny_models import tiny_config, write_checkpoint
-from tokserve.errors import RequestError, StartError
+from tokserve.base.errors import RequestError, StartError
 from tokserve.models.formats.base import is_finite
 from tokserve.models.formats.packed import PackedFormat, unpacked
 from tokserve.models.staging import Staging

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny_models import tiny_config, write_checkpoint
-from tokserve.errors import Conflict
+from tokserve.base.errors import Conflict
 from tokserve.models import weights
 from tokserve.models.dummy import tensors
 from tokserve.models.load import load

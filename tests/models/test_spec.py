@@ -10,7 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from tests.tiny_families import FAMILIES
 from tests.tiny_models import tiny_config
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import RopeSpec
 from tokserve.models.registry import ARCHITECTURES, decoder_spec

@@ -15,8 +15,8 @@ from tests.runner.drive import Driver, Job
 from tests.tiny_families import VISION_FAMILIES
 from tests.tiny_models import tiny_vision_config, write_checkpoint
 from tokserve import checkpoint
+from tokserve.base.errors import StartError
 from tokserve.config import Config
-from tokserve.errors import StartError
 from tokserve.models.registry import decoder_spec
 from tokserve.params import SamplingParams
 from tokserve.runner.startup import load

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests import needs
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.ops import arithmetic
 from tokserve.ops.arithmetic import CpuKernels, choose_kernels, preferred
 

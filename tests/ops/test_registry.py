@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tokserve import ops
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tokserve import cgroups, device, processes
+from tokserve import device
+from tokserve.base import cgroups, processes
 from tokserve.config import Config
 from tokserve.resolve import resolve
 

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from huggingface_hub import errors as hub
 
+from tokserve.base.errors import StartError
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.config import Config, RuntimeConfig, fields, vllm
 from tokserve.engine_config import replica_config
-from tokserve.errors import StartError
 from tokserve.resolve import resolve
 
 

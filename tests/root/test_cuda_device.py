@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tokserve import device
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 
 
 class FakeEvent:

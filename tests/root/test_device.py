@@ -10,7 +10,8 @@ import psutil
 import pytest
 import torch
 
-from tokserve import cgroups, cpu_list, device
+from tokserve import device
+from tokserve.base import cgroups, cpu_list
 
 
 def test_threads_are_set_and_default_to_the_cores_of_this_process() -> None:

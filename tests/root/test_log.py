@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tokserve import log
+from tokserve.base import log
 
 logger = logging.getLogger("tokserve.test")
 

@@ -10,13 +10,13 @@ import psutil
 import pytest
 
 from tests import needs
-from tokserve.memory import FREED_AT_ONCE, IDLE, IdleMemory, free_in_parts, give_back
+from tokserve.base.memory import FREED_AT_ONCE, IDLE, IdleMemory, free_in_parts, give_back
 
 # in processes of their own, whose collector and allocator stay as they are made here
 COLLECTIONS = """
 import gc, weakref
 import msgspec
-from tokserve.memory import LATEST, LOOK, SOON, FullCollections
+from tokserve.base.memory import LATEST, LOOK, SOON, FullCollections
 
 class Node: pass
 now = 0.0
@@ -50,7 +50,7 @@ assert gc.get_threshold() == thresholds, "they are Python's again"
 CACHES = """
 import gc, sys
 import msgspec
-from tokserve.memory import SOON, FullCollections
+from tokserve.base.memory import SOON, FullCollections
 
 now = 0.0
 garbage = FullCollections(lambda: now)
@@ -71,7 +71,7 @@ print(sys.getallocatedblocks() - before)
 """
 APART = """
 import psutil
-from tokserve.memory import keep_apart
+from tokserve.base.memory import keep_apart
 keep_apart()
 larger = b"x" * (8 << 20)
 del larger  # from here on glibc would take what is smaller from the heap
@@ -85,7 +85,7 @@ HEAPS = """
 import ctypes
 import sys
 import threading
-from tokserve.memory import share_heaps
+from tokserve.base.memory import share_heaps
 share_heaps()
 barrier = threading.Barrier(9)
 def work():
@@ -145,7 +145,7 @@ def test_memory_between_what_is_in_use_goes_back_to_the_system() -> None:
 
 def test_free_memory_goes_back_once_after_idle_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     released: list[float] = []
-    monkeypatch.setattr("tokserve.memory.give_back", lambda: released.append(now))
+    monkeypatch.setattr("tokserve.base.memory.give_back", lambda: released.append(now))
     now = 0.0
     memory = IdleMemory(lambda: now)
     memory.turn(False)

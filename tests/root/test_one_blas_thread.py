@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tokserve.one_blas_thread import VARIABLE
+from tokserve.base.one_blas_thread import VARIABLE
 
 CODE = f"""
 import os, tokserve.MODULE, numpy

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.params import RepetitionDetection, SamplingParams
 
 BAD = {

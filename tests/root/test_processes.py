@@ -11,8 +11,8 @@ import threading
 import pytest
 
 from tests.needs import TIME_SLICES, time_slice
-from tokserve import processes
-from tokserve.processes import SHORT_SLICE, wait_for_hangup, wake_promptly
+from tokserve.base import processes
+from tokserve.base.processes import SHORT_SLICE, wait_for_hangup, wake_promptly
 
 END = "import socket, sys\ns = socket.socket(fileno=int(sys.argv[1]))\ns.sendall(b'x')\nsys.stdin.read()\n"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.params import StructuredOutputs
 from tokserve.reduced_schema import SchemaError, reduced
 from tokserve.schema_logic import by_pointer, exclude_one_another

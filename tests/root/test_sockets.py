@@ -3,7 +3,7 @@
 import socket
 from pathlib import Path
 
-from tokserve.sockets import remove_stale
+from tokserve.base.sockets import remove_stale
 
 
 def test_only_a_socket_without_a_listener_is_removed(tmp_path: Path) -> None:

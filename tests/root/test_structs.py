@@ -1,4 +1,4 @@
-"""tokserve.structs: after it threads may decode into any class at once."""
+"""tokserve.base.structs: after it threads may decode into any class at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SCRIPT = """
 import sys, threading
 import msgspec
 import tokserve.server.app
-from tokserve.structs import prepare_structs, struct_classes
+from tokserve.base.structs import prepare_structs, struct_classes
 
 prepare_structs()
 sys.setswitchinterval(1e-6)

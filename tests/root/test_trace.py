@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tokserve import trace
-from tokserve.trace import Spans, TraceSpan, totals
+from tokserve.base import trace
+from tokserve.base.trace import Spans, TraceSpan, totals
 
 
 def test_nothing_is_recorded_while_it_is_off() -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tokserve.turns import Turns
+from tokserve.base.turns import Turns
 
 
 def drained(turns: Turns[str]) -> list[str]:

@@ -14,8 +14,8 @@ from tests.runner import test_lora
 from tests.runner.drive import Driver, make_runner
 from tests.runner.test_runner import jobs, outcomes
 from tests.tiny_models import tiny_config, write_checkpoint
+from tokserve.base.errors import StartError
 from tokserve.checkpoint import DEMO_DIR, hf_config
-from tokserve.errors import StartError
 
 if not needs.EXTENSION.is_there():
     pytest.skip(needs.EXTENSION.reason, allow_module_level=True)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tests.runner.test_weight_sync import Trainer, announcement, feed, outcome, segment, start
 from tests.tiny_models import tiny_config, write_checkpoint
-from tokserve.errors import Conflict, RequestError
+from tokserve.base.errors import Conflict, RequestError
 from tokserve.models.checksums import checksums
 from tokserve.models.coordinates import Coordinates
 from tokserve.models.delta_staging import DeltaStaging

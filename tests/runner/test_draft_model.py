@@ -17,7 +17,7 @@ from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import jobs, outcomes, prompt
 from tests.tiny_models import tiny_config
 from tokserve import device
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.params import SamplingParams
 from tokserve.plan import DRAWN, DeviceFacts, NewRow, StepPlan
 from tokserve.runner import draft_model

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from tests.runner.drive import plan_of
 from tests.tiny_models import write_checkpoint
+from tokserve.base.errors import StartError
 from tokserve.config import Config
 from tokserve.encoders import ENDINGS, FAMILIES
-from tokserve.errors import StartError
 from tokserve.params import PoolingParams
 from tokserve.plan import NewRow
 from tokserve.resolve import resolve

@@ -26,7 +26,7 @@ from tests.runner.test_weight_sync import (
     start,
 )
 from tests.tiny_models import write_checkpoint
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.rl import checksums
 from tokserve.runner.runner import Runner
 

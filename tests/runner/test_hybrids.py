@@ -17,8 +17,8 @@ from tests.runner.fake_device import FakeDevice
 from tests.runner.test_with_engine import KINDS, RealEngine
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import device
+from tokserve.base.errors import StartError
 from tokserve.engine.request import Request
-from tokserve.errors import StartError
 from tokserve.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
 from tokserve.params import SamplingParams
 from tokserve.plan import NewRow

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.runner.drive import make_runner
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.runner.kv_copies import KVCopies
 from tokserve.runner.kv_identity import weights_digest
 

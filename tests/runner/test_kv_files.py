@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.runner import kv_files
 from tokserve.runner.kv_files import HEADER_BYTES, BlockFiles, FileError
 

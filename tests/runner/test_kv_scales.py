@@ -17,7 +17,7 @@ from tests.runner.test_runner import outcomes, prompt
 from tests.runner.test_weight_sync import by_disk, by_shared_memory, by_stream
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import device
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts
 from tokserve.runner.cuda import CudaBackend

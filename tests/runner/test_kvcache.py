@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from tokserve.base.errors import StartError
 from tokserve.config import CacheConfig
-from tokserve.errors import StartError
 from tokserve.kv_spec import KVLayout, KVSpec, StateSpec
 from tokserve.runner import kvcache
 

@@ -15,7 +15,7 @@ from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import outcomes, prompt
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import device as device_module
-from tokserve.errors import Forbidden, RequestError
+from tokserve.base.errors import Forbidden, RequestError
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts
 from tokserve.runner.runner import Runner

@@ -14,9 +14,9 @@ from transformers import AutoModel
 from tests.runner.drive import Driver, Job, on_either_device, plan_of
 from tests.runner.test_runner import outcomes, prompt
 from tests.tiny_models import tiny_config, write_checkpoint
+from tokserve.base.errors import StartError
 from tokserve.client.pooling import VectorRules, pooler_of
 from tokserve.config import Config
-from tokserve.errors import StartError
 from tokserve.params import PoolingParams, SamplingParams
 from tokserve.plan import NOT_FINITE, OK, DeviceFacts, NewRow, StepResult
 from tokserve.resolve import resolve

@@ -12,11 +12,11 @@ import pytest
 
 from tests.runner.drive import make_runner, plan_of
 from tests.tiny_models import tiny_config
-from tokserve.errors import RequestFailed
+from tokserve.base.errors import RequestFailed
+from tokserve.base.trace import Spans
 from tokserve.params import SamplingParams
 from tokserve.plan import NewRow
 from tokserve.runner.profiler import RunnerProfiler
-from tokserve.trace import Spans
 
 
 @pytest.mark.parametrize("written", [None, b"", b'{"traceEvents": [{"ph'])

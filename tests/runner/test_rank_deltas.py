@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import checkpoint, ops
-from tokserve.errors import Conflict, RequestError
+from tokserve.base.errors import Conflict, RequestError
 from tokserve.layers.parallel import Group, Stage
 from tokserve.models.checksums import checksums
 from tokserve.models.coordinates import Coordinates

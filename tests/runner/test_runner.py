@@ -12,7 +12,7 @@ import torch
 
 from tests.runner.drive import Driver, Job, make_runner, plan_of
 from tests.tiny_models import tiny_config
-from tokserve.errors import NotFound, StartError
+from tokserve.base.errors import NotFound, StartError
 from tokserve.models.dummy import values as dummy_values
 from tokserve.params import SamplingParams
 from tokserve.plan import NO_LEGAL_TOKEN, NOT_FINITE, DeviceFacts

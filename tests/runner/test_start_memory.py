@@ -10,8 +10,8 @@ import pytest
 from tests.runner.drive import make_runner
 from tests.tiny_models import tiny_config
 from tokserve import device
+from tokserve.base.errors import StartError
 from tokserve.device import MemoryBound
-from tokserve.errors import StartError
 from tokserve.models import weights
 
 GIB = 1 << 30

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.rl.broadcast import Declared
 from tokserve.runner.weight_sources import SHARED_MEMORY, Announcement, shared_memory
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from tests.ports import free_port
 from tests.runner.drive import Driver, Job
 from tests.tiny_models import tiny_config, write_checkpoint
+from tokserve.base.errors import Conflict, Forbidden, RequestError, TransferFailed
 from tokserve.config import Config
-from tokserve.errors import Conflict, Forbidden, RequestError, TransferFailed
 from tokserve.models import weights
 from tokserve.models.formats.base import is_finite
 from tokserve.params import SamplingParams

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.server.site import Site, site
-from tokserve.errors import refused
+from tokserve.base.errors import refused
 from tokserve.messages import LoadedAdapter, Status
 
 LOADED = Status(adapters=[LoadedAdapter("sql", "/adapters/sql", 3), LoadedAdapter("tone", "/adapters/tone", 1)])

@@ -15,7 +15,7 @@ from tests.server.scripted_llm import endless, says
 from tests.server.site import Caller, Site, chat_site, site
 from tests.server.test_tools import ANSWERS, CALL
 from tests.text.tool_templates import HERMES
-from tokserve.errors import Overloaded, QueueFull
+from tokserve.base.errors import Overloaded, QueueFull
 
 MESSAGES, CHAT = "/v1/messages", "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "tiny", "max_tokens": 200, "messages": [{"role": "user", "content": "hi"}]}

@@ -15,9 +15,9 @@ import pytest
 from starlette.requests import Request
 
 from tests.server.site import site
-from tokserve import memory
+from tokserve.base import memory
+from tokserve.base.errors import Overloaded, RequestError, TimedOut, TooLarge
 from tokserve.config import LimitsConfig
-from tokserve.errors import Overloaded, RequestError, TimedOut, TooLarge
 from tokserve.server.http import body_reader, workers
 from tokserve.server.http.body_reader import CONTAINER_VALUES, FREE, HELD, NAME_VALUES, BodyReader
 from tokserve.server.http.disconnect import ClientDisconnected

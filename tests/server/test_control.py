@@ -11,7 +11,7 @@ import pytest
 from tests.replies import good
 from tests.server.scripted_llm import complete
 from tests.server.site import Site, command_site
-from tokserve.errors import BY_STATUS, Conflict, RequestError
+from tokserve.base.errors import BY_STATUS, Conflict, RequestError
 from tokserve.messages import Status
 from tokserve.prompt import pack_ids
 from tokserve.server.admin.weights import PIECE

@@ -10,8 +10,8 @@ import pytest
 
 from tests.server.scripted_llm import endless
 from tests.server.site import Caller, Site, site
+from tokserve.base.errors import StartError
 from tokserve.config import Config
-from tokserve.errors import StartError
 from tokserve.resolve import resolve
 
 PAGE = "http://page.example:3000"

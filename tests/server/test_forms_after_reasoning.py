@@ -10,7 +10,7 @@ import pytest
 from tests.replies import good
 from tests.server.site import Site, chat_site
 from tests.text.tool_templates import HERMES, OPENED, THINKER
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.params import StructuredOutputs
 
 CHAT = "/v1/chat/completions"

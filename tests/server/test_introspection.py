@@ -8,8 +8,8 @@ import pytest
 
 import tokserve
 from tests.server.site import Site, site
+from tokserve.base.errors import EngineDead
 from tokserve.client.outputs import StepStats
-from tokserve.errors import EngineDead
 from tokserve.messages import Status
 from tokserve.server.serving import Serving
 

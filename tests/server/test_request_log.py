@@ -9,8 +9,8 @@ import pytest
 
 from tests.server.scripted_llm import says
 from tests.server.site import Caller, Site, site
-from tokserve import log
-from tokserve.errors import QueueFull
+from tokserve.base import log
+from tokserve.base.errors import QueueFull
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:

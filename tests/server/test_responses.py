@@ -15,7 +15,7 @@ from tests.server.scripted_llm import endless, says
 from tests.server.site import Caller, Site, chat_site, site
 from tests.server.test_tools import ANSWERS, CALL, PARAMETERS
 from tests.text.tool_templates import THINKER
-from tokserve.errors import QueueFull
+from tokserve.base.errors import QueueFull
 from tokserve.server.openai.responses import ResponsesRenderer
 from tokserve.server.replies import sse
 

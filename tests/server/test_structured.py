@@ -8,7 +8,7 @@ import pytest
 
 from tests.server.scripted_llm import says
 from tests.server.site import Site, site
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.params import StructuredOutputs
 
 GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"

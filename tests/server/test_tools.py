@@ -14,8 +14,8 @@ from tests.server.byte_tokenizer import TOKENIZER, byte_tokenizer, ids
 from tests.server.scripted_llm import says
 from tests.server.site import Site, chat_site, site
 from tests.text.tool_templates import DEEPSEEK, HERMES, LLAMA, MISTRAL, OPENED, THINKER
+from tokserve.base.errors import RequestError, StartError
 from tokserve.config import Config
-from tokserve.errors import RequestError, StartError
 from tokserve.resolve import resolve
 from tokserve.server.openai import tools
 from tokserve.text.tokenizer import Tokenizer

@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from tests.server.scripted_llm import FORWARD_SECONDS, TOKEN_SECONDS, WAIT_SECONDS, ScriptedLLM, says
 from tests.server.site import Site
+from tokserve.base.errors import QueueFull
 from tokserve.config import Config
-from tokserve.errors import QueueFull
 from tokserve.server.app import build_app
 from tokserve.server.observe.tracing import Tracing
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.server.site import command_site
 from tests.server.test_control import complete
-from tokserve.errors import Conflict, RequestError
+from tokserve.base.errors import Conflict, RequestError
 from tokserve.messages import Status
 
 AREAL_GROUP = {"master_address": "10.0.0.1", "master_port": "29500", "rank_offset": 1, "world_size": 2,

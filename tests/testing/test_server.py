@@ -8,7 +8,7 @@ import httpx
 import psutil
 import pytest
 
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.rl import Rollout, TokserveClient
 from tokserve.testing import ServerFailed, server
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.text.checkpoints import CHATML, oracle, write_chatml
-from tokserve.errors import RequestError, StartError
+from tokserve.base.errors import RequestError, StartError
 from tokserve.text.chat import ChatTemplate
 from tokserve.text.tokenizer import Tokenizer
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.server.byte_tokenizer import byte_tokenizer
 from tests.text.tool_templates import HERMES, MISTRAL, THINKER
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.text.chat import ChatTemplate
 
 USER = {"role": "user", "content": "q"}

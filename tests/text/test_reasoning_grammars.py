@@ -13,8 +13,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from tests.engine.grammars import Matcher
+from tokserve.base.errors import RequestError
 from tokserve.engine.structured_output.grammar import Compiler
-from tokserve.errors import RequestError
 from tokserve.params import StructuredOutputs
 from tokserve.text.reasoning_grammars import after_reasoning
 from tokserve.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 
 from tests.text import tool_templates
 from tests.text.checkpoints import CHATML, KINDS, oracle, write
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.text.chat import ChatTemplate
 from tokserve.text.tokenizer import Tokenizer
 

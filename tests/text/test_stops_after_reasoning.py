@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.server.byte_tokenizer import TOKENIZER, ids
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.params import SamplingParams
 from tokserve.text.detokenizer import Detokenizer
 

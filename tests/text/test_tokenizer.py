@@ -20,7 +20,7 @@ from tests.text.checkpoints import (
     write,
     write_chatml,
 )
-from tokserve.errors import RequestError, StartError
+from tokserve.base.errors import RequestError, StartError
 from tokserve.text.tokenizer import Tokenizer
 
 TOKENIZERS = {name: Tokenizer(Backend.from_str(make())) for name, make in KINDS.items()}

@@ -15,8 +15,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from tests.engine.grammars import Matcher
+from tokserve.base.errors import RequestError
 from tokserve.engine.structured_output.grammar import Compiler
-from tokserve.errors import RequestError
 from tokserve.params import StructuredOutputs
 from tokserve.text import tool_grammars
 from tokserve.text.output_format import OutputFormat

@@ -14,7 +14,7 @@ from tests.tiny_models import tiny_config, write_checkpoint
 from tests.train import references
 from tests.train.references import cosine
 from tests.train.test_policy import gradients, half, rollouts, weights
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.train import PolicyModel
 
 TARGETS = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")

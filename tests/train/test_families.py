@@ -20,7 +20,7 @@ from tests.tiny_models import tiny_config, write_checkpoint
 from tests.train import conftest
 from tests.train.references import cosine
 from tests.train.test_policy import expected, weights
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.models.weights import SINGLE, model_name
 from tokserve.train import PolicyModel, exact, selective_logprobs
 

@@ -22,7 +22,7 @@ from tests.tiny_models import tiny_config, write_checkpoint
 from tests.train import references
 from tests.train.references import cosine
 from tokserve import SamplingParams, ops
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.models.load import load
 from tokserve.params import PARAMS_REFUSED, PARAMS_WITHOUT_EFFECT
 from tokserve.params import SamplingParams as SentParams

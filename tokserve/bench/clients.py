@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from tokserve.base.errors import StartError
+from tokserve.base.structs import UNREADABLE
 from tokserve.bench.datasets import Prompt, joined
-from tokserve.errors import StartError
-from tokserve.structs import UNREADABLE
 
 Backend = Literal["tokens", "openai", "openai-chat"]
 PATHS: dict[Backend, str] = {

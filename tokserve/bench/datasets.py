@@ -12,8 +12,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from tokserve.errors import StartError
-from tokserve.structs import UNREADABLE
+from tokserve.base.errors import StartError
+from tokserve.base.structs import UNREADABLE
 
 Prompt = list[int] | str
 Kind = Literal["random", "shared-prefix", "jsonl"]

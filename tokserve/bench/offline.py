@@ -13,12 +13,12 @@ from typing import Any
 
 from msgspec import structs
 
+from tokserve.base.errors import RequestError, StartError
 from tokserve.bench import datasets
 from tokserve.bench.datasets import Conversation, DatasetSpec
 from tokserve.bench.report import Outcome, spread, totals
 from tokserve.client.llm import LLM
 from tokserve.client.results import RequestOutput
-from tokserve.errors import RequestError, StartError
 from tokserve.params import SamplingParams
 
 

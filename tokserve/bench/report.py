@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 
 METRICS = {
     "ttft": "time to first token",

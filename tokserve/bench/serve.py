@@ -23,12 +23,12 @@ import numpy as np
 import uvloop
 from tqdm import tqdm
 
+from tokserve.base.errors import StartError
+from tokserve.base.structs import UNREADABLE
 from tokserve.bench import datasets
 from tokserve.bench.clients import PATHS, BadReply, ConversationHistory, EventLines, ReceivedReply, RequestShape
 from tokserve.bench.datasets import Conversation, DatasetSpec, Turn
 from tokserve.bench.report import Outcome, cache_hits, details, result
-from tokserve.errors import StartError
-from tokserve.structs import UNREADABLE
 
 BUFFER = 1 << 20  # limit of bytes of one read from a socket
 

@@ -12,11 +12,11 @@ import aiohttp
 import msgspec
 import uvloop
 
+from tokserve.base.errors import StartError
 from tokserve.bench import datasets
 from tokserve.bench.clients import PATHS
 from tokserve.bench.datasets import Conversation
 from tokserve.bench.serve import Load, connected
-from tokserve.errors import StartError
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,12 @@ from contextlib import suppress
 import msgspec
 import uvloop
 
-from tokserve import log, one_blas_thread  # noqa: F401
+from tokserve.base import log, one_blas_thread  # noqa: F401
+from tokserve.base.errors import StartError
 from tokserve.cli import listen
 from tokserve.cli.http import ApiServer, Signals
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.config import Config
-from tokserve.errors import StartError
 from tokserve.server.observe.counters import ApiProcess
 
 logger = logging.getLogger("tokserve.serve")

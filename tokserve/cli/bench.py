@@ -11,8 +11,8 @@ import os
 import sys
 from typing import Any
 
+from tokserve.base.errors import StartError
 from tokserve.cli.options import add_flags
-from tokserve.errors import StartError
 
 BACKENDS = ("tokens", "openai", "openai-chat")
 DATASETS = ("random", "shared-prefix", "jsonl")

@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tokserve.base.errors import StartError
 from tokserve.config import Config
 from tokserve.engine_config import rank_config
-from tokserve.errors import StartError
 from tokserve.executor.spawn import LocalProcess, cluster_key
 from tokserve.executor.worker import RankOpening
 

@@ -17,13 +17,13 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
+from tokserve.base.errors import RequestError, StartError
+from tokserve.base.memory import LOOK, FullCollections, keep_apart
+from tokserve.base.processes import wake_promptly
 from tokserve.cli.listen import BACKLOG
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.outputs import StepStats, total
 from tokserve.config import Config
-from tokserve.errors import RequestError, StartError
-from tokserve.memory import LOOK, FullCollections, keep_apart
-from tokserve.processes import wake_promptly
 from tokserve.server.observe.counters import ApiProcess
 
 logger = logging.getLogger("tokserve.serve")

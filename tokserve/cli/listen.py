@@ -10,9 +10,9 @@ import errno
 import os
 import socket
 
+from tokserve.base.errors import StartError
+from tokserve.base.sockets import remove_stale
 from tokserve.config import Config
-from tokserve.errors import StartError
-from tokserve.sockets import remove_stale
 
 BACKLOG = 4096  # connections not yet accepted
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import tokserve
+from tokserve.base.errors import StartError
 from tokserve.cli.bench import add_bench, bench
 from tokserve.cli.options import add_flags, add_foreign_flags
 from tokserve.cli.words import completed, dashed, read_options
-from tokserve.errors import StartError
 
 SIMILAR = 0.7  # of names without their dashes: below that a suggestion is a guess
 SEVERAL = ("served_model_name", "api_key")  # options that take all values that follow

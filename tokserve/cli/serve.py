@@ -16,13 +16,13 @@ from typing import Any
 import uvloop
 
 import tokserve
-from tokserve import log, one_blas_thread  # noqa: F401
+from tokserve.base import log, one_blas_thread  # noqa: F401
+from tokserve.base.errors import StartError
 from tokserve.cli import headless, listen
 from tokserve.cli.http import ApiServer, Signals, banner, report
 from tokserve.cli.supervisor import Supervisor
 from tokserve.config import SECRET, WITHOUT_EFFECT, Config, fields
 from tokserve.config.vllm import own_options
-from tokserve.errors import StartError
 from tokserve.resolve import model_name, resolve
 
 logger = logging.getLogger("tokserve.serve")

@@ -17,14 +17,14 @@ from contextlib import suppress
 
 import msgspec
 
+from tokserve.base.errors import EngineDead, StartError
+from tokserve.base.processes import describe_exit
 from tokserve.cli import listen
 from tokserve.cli.api_server import COMMAND, ApiProcessSetup, EngineLocation, StartReport
 from tokserve.cli.http import Signals
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.launch import ChildProcess
 from tokserve.config import Config
-from tokserve.errors import EngineDead, StartError
-from tokserve.processes import describe_exit
 from tokserve.server.observe.counters import ApiProcess, create_shared_memory
 
 logger = logging.getLogger("tokserve.serve")

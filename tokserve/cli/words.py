@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 
 SHOWN = 5  # names that an error lists at most
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tokserve.base.errors import RequestError, StartError
 from tokserve.checkpoint import ADAPTER_FILES, locate_adapter
-from tokserve.errors import RequestError, StartError
 from tokserve.messages import Status
 
 FIELD = "lora_request"

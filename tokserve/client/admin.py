@@ -16,8 +16,8 @@ from functools import cached_property
 from typing import Any
 
 from tokserve.admin import UpdateFromDirectory
+from tokserve.base.errors import Conflict, EngineDead, RequestError
 from tokserve.client.adapters import AdapterLoads, LoRARequest
-from tokserve.errors import Conflict, EngineDead, RequestError
 from tokserve.messages import Status
 from tokserve.prompt import pack_ids
 

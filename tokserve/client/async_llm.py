@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from tokserve import checkpoint
+from tokserve.base.errors import EngineDead
+from tokserve.base.structs import prepare_structs
 from tokserve.client.adapters import AdapterChoice, LoRARequest, adapter_name
 from tokserve.client.admin import AdminMethods
 from tokserve.client.announcement import RequestAnnouncement
@@ -36,13 +38,11 @@ from tokserve.client.sampling_params import RequestOutputKind, output_rules, sam
 from tokserve.client.stream import Stream, collect
 from tokserve.client.weight_pushes import WeightPushes
 from tokserve.config import Config
-from tokserve.errors import EngineDead
 from tokserve.image_parts import ImageUrl
 from tokserve.media.images import ImageReader, refuse_images, with_images
 from tokserve.params import PoolingParams, RequestOptions, SamplingParams
 from tokserve.prompt import TokenPrompt, unpack_ids
 from tokserve.resolve import resolve
-from tokserve.structs import prepare_structs
 from tokserve.text.chat import ChatTemplate
 from tokserve.text.tokenizer import Tokenizer
 from tokserve.vision import image_format

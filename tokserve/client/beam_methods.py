@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tokserve.base.errors import RequestError
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.beam_search import BeamRun, BeamSearchParams
 from tokserve.client.inputs import GenerateRequest, token_prompt
 from tokserve.client.prompts import ParsedPrompt
 from tokserve.client.results import TokenLogprobs
-from tokserve.errors import RequestError
 from tokserve.params import RequestOptions, SamplingParams
 from tokserve.prompt import TokenPrompt, unpack_ids
 from tokserve.text.tokenizer import Tokenizer

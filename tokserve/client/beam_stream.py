@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 
+from tokserve.base.errors import RequestError
 from tokserve.client.announcement import RequestAnnouncement
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.beam_search import BeamRun, BeamSearchParams
 from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import ChoiceOutput
-from tokserve.errors import RequestError
 from tokserve.prompt import TokenPrompt, unpack_ids
 from tokserve.text.detokenizer import Detokenizer
 

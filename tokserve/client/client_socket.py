@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import zmq
 
-from tokserve.curve import ClientKeys, secure_client
-from tokserve.errors import StartError
+from tokserve.base.curve import ClientKeys, secure_client
+from tokserve.base.errors import StartError
 from tokserve.messages import FromEngine, ToEngine, decode_from_engine, encode
 
 RECONNECT_MS = 20  # between attempts to connect, while the engine's socket does not exist yet

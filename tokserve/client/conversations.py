@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from tokserve.base.errors import RequestError, invalid
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.images import with_urls
 from tokserve.client.prompts import ParsedPrompt, Tokenization
-from tokserve.errors import RequestError, invalid
 from tokserve.media.images import image_slots
 from tokserve.text.chat import ChatTemplate
 

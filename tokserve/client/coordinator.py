@@ -15,10 +15,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+from tokserve.base.errors import Conflict, EngineDead, RequestError
 from tokserve.client import fan_out
 from tokserve.client.engine_client import EngineClient
 from tokserve.client.fan_out import Answer
-from tokserve.errors import Conflict, EngineDead, RequestError
 
 logger = logging.getLogger(__name__)
 

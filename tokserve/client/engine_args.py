@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 
 
 class EngineArgs(SimpleNamespace):

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
+from tokserve.base.errors import BY_STATUS, EngineDead, RequestError, RequestFailed, StartError
+from tokserve.base.processes import see_log
 from tokserve.client.announcement import RequestAnnouncement
 from tokserve.client.client_socket import ClientSocket
 from tokserve.client.heartbeat import Heartbeat
@@ -22,7 +24,6 @@ from tokserve.client.placement import start_engine
 from tokserve.client.request_state import RequestState
 from tokserve.client.requests import Requests
 from tokserve.config import Config
-from tokserve.errors import BY_STATUS, EngineDead, RequestError, RequestFailed, StartError
 from tokserve.messages import (
     Abort,
     Announce,
@@ -37,7 +38,6 @@ from tokserve.messages import (
     SubmitReply,
     ToEngine,
 )  # fmt: skip
-from tokserve.processes import see_log
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tokserve.errors import Conflict, EngineDead, NotFound, RequestError
+from tokserve.base.errors import Conflict, EngineDead, NotFound, RequestError
 
 PART = "."  # between the engines' ids of an update
 UNDONE_BY: dict[str, tuple[str, dict[str, Any]]] = {

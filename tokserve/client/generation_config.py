@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from tokserve import checkpoint
+from tokserve.base.errors import RequestError, StartError
 from tokserve.config import ModelConfig
-from tokserve.errors import RequestError, StartError
 from tokserve.params import SamplingParams
 
 logger = logging.getLogger(__name__)

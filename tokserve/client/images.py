@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tokserve.errors import RequestError, invalid
+from tokserve.base.errors import RequestError, invalid
 from tokserve.image_parts import CHAT_KINDS, ImageUrl
 
 FORMS = "a Pillow image, a uint8 array [height, width, 3 or 4] or [height, width], the bytes of a file, or a URL"

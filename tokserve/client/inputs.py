@@ -15,11 +15,11 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 import numpy as np
 
+from tokserve.base.errors import RequestError, mistyped
 from tokserve.client.form_defaults import FormDefaults
 from tokserve.client.request_state import ChoiceState, DeliveryRules, RequestState
 from tokserve.client.transfer_check import check_transfer
 from tokserve.config import Config, LimitsConfig
-from tokserve.errors import RequestError, mistyped
 from tokserve.messages import EngineRequest, Ready
 from tokserve.params import PoolingParams, RequestOptions, SamplingParams, check_ranges, wrap_seed
 from tokserve.prompt import TokenPrompt, pack_ids, without_content

@@ -21,10 +21,10 @@ from typing import Protocol
 
 import msgspec
 
+from tokserve.base.curve import ClientKeys, EngineKeys
+from tokserve.base.errors import StartError
+from tokserve.base.processes import describe_exit, see_log
 from tokserve.config import Config
-from tokserve.curve import ClientKeys, EngineKeys
-from tokserve.errors import StartError
-from tokserve.processes import describe_exit, see_log
 
 COMMAND = (sys.executable, "-P", "-m", "tokserve.engine.process")  # -P: not a folder `tokserve` of where we are
 SOCKET = "engine.sock"

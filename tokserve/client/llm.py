@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from tokserve.base.errors import EngineDead, RequestError, invalid
 from tokserve.client import sampling_params as python_params
 from tokserve.client.adapters import AdapterChoice, LoRARequest, adapter_name, each_adapter
 from tokserve.client.async_llm import AsyncLLM, Stream
@@ -37,7 +38,6 @@ from tokserve.client.pooling_methods import PoolingMethods
 from tokserve.client.prompts import ParsedPrompt, Prompt, Tokenization, tokenization
 from tokserve.client.results import RequestOutput, ScoringRequestOutput, request_output
 from tokserve.client.sampling_params import output_rules, sampling_of
-from tokserve.errors import EngineDead, RequestError, invalid
 from tokserve.messages import Ready, StepStats
 from tokserve.params import PoolingParams, SamplingParams
 from tokserve.text.tokenizer import Tokenizer

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from tokserve import checkpoint
+from tokserve.base.errors import StartError
 from tokserve.config import Config
-from tokserve.errors import StartError
 from tokserve.messages import Ready
 from tokserve.params import SamplingParams
 from tokserve.text.chat import ChatTemplate

@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from tokserve.base.errors import RequestError
 from tokserve.client.pooling import LabelRules
-from tokserve.errors import RequestError
 from tokserve.text.chat import ChatTemplate
 from tokserve.text.special_text import Treatment
 from tokserve.text.tokenizer import Tokenizer

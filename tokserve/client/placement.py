@@ -6,9 +6,9 @@ import importlib.util
 import os
 from collections.abc import Mapping
 
+from tokserve.base.errors import StartError
 from tokserve.client.launch import EngineHandle, EngineProcess
 from tokserve.config import Config
-from tokserve.errors import StartError
 
 
 def start_engine(config: Config, name: str, environment: Mapping[str, str] | None = None) -> EngineHandle:

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokserve import checkpoint, classifier, encoders
+from tokserve.base.errors import RequestError, StartError, invalid
 from tokserve.classifier import Activation
 from tokserve.client.prompts import Side
 from tokserve.config import ModelConfig
-from tokserve.errors import RequestError, StartError, invalid
 from tokserve.params import PoolingParams
 
 Kind = Literal["last", "first", "mean"]

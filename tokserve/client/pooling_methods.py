@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from tokserve.base.errors import RequestError, invalid
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.client.pairs import PairPrompts, Side, check_scores_pairs, counterparts, similarity
 from tokserve.client.pooling import TASKS, LabelRules, PoolingRules, VectorRules, rules_for
@@ -23,7 +24,6 @@ from tokserve.client.results import (
     ScoringRequestOutput,
 )  # fmt: skip
 from tokserve.client.stream import Stream
-from tokserve.errors import RequestError, invalid
 from tokserve.messages import Ready
 from tokserve.params import PoolingParams as PoolingTask
 from tokserve.text.tokenizer import Tokenizer

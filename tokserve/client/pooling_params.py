@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from tokserve.errors import RequestError, invalid
+from tokserve.base.errors import RequestError, invalid
 
 # of vLLM's, but for these values: why there is no such thing here
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {

@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from tokserve.base.errors import RequestError, invalid
 from tokserve.client.images import read_images
-from tokserve.errors import RequestError, invalid
 from tokserve.image_parts import ImageUrl
 from tokserve.text.tokenizer import Tokenizer
 

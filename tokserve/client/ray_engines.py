@@ -18,12 +18,12 @@ import ray
 from ray.exceptions import RayError
 
 import tokserve
+from tokserve.base.curve import EngineKeys, make_keys
+from tokserve.base.errors import StartError
+from tokserve.base.processes import describe_exit
 from tokserve.client.launch import TERM_SECONDS, EngineProcess
 from tokserve.config import Config
-from tokserve.curve import EngineKeys, make_keys
 from tokserve.engine_config import reserved_devices
-from tokserve.errors import StartError
-from tokserve.processes import describe_exit
 from tokserve.ray_cluster import connect, first_line
 
 logger = logging.getLogger(__name__)

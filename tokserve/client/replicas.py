@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from tokserve.base.errors import EngineDead, StartError
 from tokserve.client.announcement import RequestAnnouncement
 from tokserve.client.coordinator import Coordinator
 from tokserve.client.engine_client import EngineClient
@@ -24,7 +25,6 @@ from tokserve.client.request_state import RequestState
 from tokserve.client.router import PrefixRouter
 from tokserve.config import Config
 from tokserve.engine_config import replica_config, replica_environment
-from tokserve.errors import EngineDead, StartError
 
 logger = logging.getLogger(__name__)
 

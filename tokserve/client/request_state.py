@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
+from tokserve.base.errors import RequestError
 from tokserve.client.outputs import TERMINATORS, ChoiceOutput, join_logprobs, join_masks
-from tokserve.errors import RequestError
 from tokserve.messages import EngineRequest, Finish, Logprobs, RareFields, RoutedExperts, SamplingMasks
 from tokserve.params import MASK_TOO_LONG
 from tokserve.prompt import TokenPrompt

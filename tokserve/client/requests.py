@@ -10,8 +10,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
+from tokserve.base.errors import Conflict, EngineDead, RequestError, refused
 from tokserve.client.request_state import ChoiceState, RequestState
-from tokserve.errors import Conflict, EngineDead, RequestError, refused
 from tokserve.messages import StepOutput, SubmitReply
 
 TURN = 0.005  # seconds of notifying consumers before the event loop's other work gets its turn

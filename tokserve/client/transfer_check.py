@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from tokserve.base.errors import RequestError
 from tokserve.config import KVTransferPlan
-from tokserve.errors import RequestError
 from tokserve.kv_transfer import FIELD, KVTransferParams
 
 

@@ -10,8 +10,8 @@ import secrets
 from collections.abc import AsyncIterator
 from typing import Any
 
+from tokserve.base.errors import EngineDead, RequestError
 from tokserve.client.admin import AdminMethods
-from tokserve.errors import EngineDead, RequestError
 
 
 class EngineChannel:

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from tokserve.base.errors import StartError
 from tokserve.config.cors import CorsConfig
 from tokserve.config.kv import KVConfig, KVEventsPlan
 from tokserve.config.kv_connector import KVStorePlan, KVTransferPlan
@@ -38,7 +39,6 @@ from tokserve.config.runtime import RuntimeConfig, SchedulerConfig
 from tokserve.config.server import LimitsConfig, ServerConfig, TlsConfig
 from tokserve.config.speculation import SpeculationPlan, SpeculativeConfig
 from tokserve.config.vllm import own_options
-from tokserve.errors import StartError
 
 __all__ = [
     "BACKENDS",

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from tokserve.base.errors import StartError
 from tokserve.config.common import GIB, NotNegative, Positive, about
 from tokserve.config.kv_connector import KVStorePlan, KVTransferPlan, transfer_plan, transfer_store
-from tokserve.errors import StartError
 
 BUFFERED, QUEUED = 10_000, 100_000  # batches of KV events
 MOST_GIB = 1e9  # of memory or files: its bytes are within 64 bits

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from tokserve.base.errors import StartError
 from tokserve.config.common import GIB, NotNegative, Positive
-from tokserve.errors import StartError
 
 OPTION = "option kv_transfer_config"
 OFFLOADING = "OffloadingConnector"

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from tokserve.base.errors import StartError
 from tokserve.config.common import FOR_EVER, NotNegative, Positive, about
-from tokserve.errors import StartError
 
 MODALITIES = ("image", "audio", "video")  # that other servers limit; here only the first has any
 DEFAULT_IMAGES = 999  # of a prompt

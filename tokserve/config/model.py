@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from tokserve.base.errors import StartError
 from tokserve.config.common import FOR_EVER, GIB, NotNegative, Positive, about
-from tokserve.errors import StartError
 from tokserve.params import LogprobsMode
 
 BACKENDS = ("disk", "http", "ipc", "gloo", "nccl")  # of weight transfers

@@ -6,8 +6,8 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+from tokserve.base.errors import StartError
 from tokserve.config.common import about
-from tokserve.errors import StartError
 
 # what vLLM's object says about torch's profiler, by our names
 TORCH_OPTIONS = {

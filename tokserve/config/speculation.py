@@ -7,8 +7,8 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+from tokserve.base.errors import StartError
 from tokserve.config.common import NotNegative, Positive, about
-from tokserve.errors import StartError
 from tokserve.params import DraftReport
 
 SPECULATION_METHODS = ("suffix", "ngram", "prediction", "draft_model", "self", "none")  # the first is the default

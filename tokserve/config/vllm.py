@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, Literal
 
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 
 Arity = Literal["flag", "value", "values"]
 

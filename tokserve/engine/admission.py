@@ -13,6 +13,7 @@ from functools import cached_property
 
 import msgspec
 
+from tokserve.base.errors import RequestError
 from tokserve.config import Config
 from tokserve.engine.admin.adapters import MAX_NAME, Adapters
 from tokserve.engine.deadlines import Deadlines
@@ -26,7 +27,6 @@ from tokserve.engine.speculation.drafter import prediction_index
 from tokserve.engine.speculation.token_index import TokenIndex
 from tokserve.engine.structured_output.grammars import Grammars
 from tokserve.engine.structured_output.pending_grammars import PendingGrammars
-from tokserve.errors import RequestError
 from tokserve.messages import EngineRequest, Status, Submit, SubmitReply
 from tokserve.params import SamplingParams
 from tokserve.prompt import Feature, TokenPrompt

@@ -19,18 +19,18 @@ from typing import NoReturn
 
 import msgspec
 
-from tokserve import log, one_blas_thread  # noqa: F401
+from tokserve.base import log, one_blas_thread  # noqa: F401
+from tokserve.base.curve import EngineKeys
+from tokserve.base.errors import DeviceLost, StartError, sendable
+from tokserve.base.memory import FullCollections, IdleMemory, share_heaps
+from tokserve.base.processes import wake_promptly
+from tokserve.base.sockets import remove_stale
+from tokserve.base.structs import prepare_structs
 from tokserve.config import Config
-from tokserve.curve import EngineKeys
 from tokserve.engine.core import EngineCore
 from tokserve.engine.socket import EngineSocket
-from tokserve.errors import DeviceLost, StartError, sendable
 from tokserve.executor.base import Executor, make
-from tokserve.memory import FullCollections, IdleMemory, share_heaps
 from tokserve.messages import Dead
-from tokserve.processes import wake_promptly
-from tokserve.sockets import remove_stale
-from tokserve.structs import prepare_structs
 
 logger = logging.getLogger("tokserve.engine.process")  # not __name__: that is __main__ here
 

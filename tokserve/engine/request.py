@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from tokserve.base.errors import RequestError
 from tokserve.engine.adapter import Adapter
 from tokserve.engine.kv_cache.block_table import BlockTable
 from tokserve.engine.output.columns import PackedMasks, PackedRows, StepColumns
@@ -26,7 +27,6 @@ from tokserve.engine.speculation.draft_state import Corpus, DraftState, DrawStat
 from tokserve.engine.speculation.token_index import TokenIndex
 from tokserve.engine.stopping import StopChecker
 from tokserve.engine.structured_output.grammar import Grammar, GrammarState
-from tokserve.errors import RequestError
 from tokserve.messages import DraftCounts, EngineRequest, Finish
 from tokserve.params import PoolingParams, SamplingParams
 from tokserve.plan import NO_LEGAL_TOKEN, NOT_FINITE, Float32, NewRow

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import islice
 
+from tokserve.base.errors import StartError
 from tokserve.config import SchedulerConfig
 from tokserve.engine.adapter import Adapter
 from tokserve.engine.counters import Counters, WeightEpochs
@@ -24,7 +25,6 @@ from tokserve.engine.plan_builder import InFlightStep, PlanBuilder, ScheduledRow
 from tokserve.engine.queue import POLICIES, Excess, Queue, QueueLimits
 from tokserve.engine.request import Request, State
 from tokserve.engine.speculation.drafter import Drafter
-from tokserve.errors import StartError
 from tokserve.messages import StepStats, StoreStats
 from tokserve.plan import NOT_FINITE, OK, StepPlan, StepResult
 

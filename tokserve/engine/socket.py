@@ -17,11 +17,11 @@ from contextlib import suppress
 
 import zmq
 
-from tokserve.curve import EngineKeys, KeyCheck
-from tokserve.errors import StartError
+from tokserve.base.curve import EngineKeys, KeyCheck
+from tokserve.base.errors import StartError
+from tokserve.base.processes import wake_promptly
+from tokserve.base.structs import UNREADABLE
 from tokserve.messages import FromEngine, ToEngine, decode_to_engine, encode
-from tokserve.processes import wake_promptly
-from tokserve.structs import UNREADABLE
 
 logger = logging.getLogger(__name__)
 

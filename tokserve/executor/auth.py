@@ -11,7 +11,7 @@ import secrets
 import socket
 import time
 
-from tokserve.sockets import receive_exactly
+from tokserve.base.sockets import receive_exactly
 
 NONCE = 32  # bytes
 SECONDS = 10.0  # for the other end to prove it

@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
+from tokserve.base.errors import BY_STATUS, RequestError, RequestFailed
+from tokserve.base.sockets import receive_exactly
 from tokserve.config import Config
-from tokserve.errors import BY_STATUS, RequestError, RequestFailed
 from tokserve.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
 from tokserve.plan import DeviceFacts, GrammarBitmask, StepPlan, StepResult, decode_hook, encode
-from tokserve.sockets import receive_exactly
 from tokserve.vision import ImageFormat
 
 LENGTH = struct.Struct("<Q")

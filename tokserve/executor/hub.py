@@ -14,7 +14,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from tokserve.errors import DeviceLost, RequestError, StartError
+from tokserve.base.errors import DeviceLost, RequestError, StartError
+from tokserve.base.structs import UNREADABLE
 from tokserve.executor import merge
 from tokserve.executor.channel import (
     Broken,
@@ -32,7 +33,6 @@ from tokserve.executor.channel import (
     ToRank,
 )
 from tokserve.plan import StepResult, encode
-from tokserve.structs import UNREADABLE
 
 logger = logging.getLogger(__name__)
 

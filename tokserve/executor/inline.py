@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from tokserve.base.memory import no_collections
 from tokserve.config import Config
-from tokserve.memory import no_collections
 from tokserve.plan import DeviceFacts, GrammarBitmask, Int32, StepPlan, StepResult
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ import socket
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-from tokserve.curve import ClientKeys
-from tokserve.errors import StartError
+from tokserve.base.curve import ClientKeys
+from tokserve.base.errors import StartError
+from tokserve.base.structs import UNREADABLE
 from tokserve.executor import auth
 from tokserve.executor.channel import Channel, Joined
-from tokserve.structs import UNREADABLE
 
 logger = logging.getLogger(__name__)
 

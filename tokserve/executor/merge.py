@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from tokserve.errors import Conflict
+from tokserve.base.errors import Conflict
 
 SAME = ("receive_update", "plan_chain", "checkpoint_checksums", "weights_checksum", "finish_update")
 

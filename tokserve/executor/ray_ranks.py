@@ -24,10 +24,10 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from tokserve.base.curve import make_keys
+from tokserve.base.errors import StartError
 from tokserve.config import Config
-from tokserve.curve import make_keys
 from tokserve.engine_config import rank_config, reserved_for_rank
-from tokserve.errors import StartError
 from tokserve.executor.listeners import Invitation, Listener, StreamListener
 from tokserve.executor.spawn import PATIENCE, LocalProcess, RankProcess
 from tokserve.executor.tunnel import Tunnel

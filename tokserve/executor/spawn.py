@@ -12,11 +12,11 @@ from typing import Protocol
 
 import msgspec
 
+from tokserve.base.errors import StartError
+from tokserve.base.processes import describe_exit
 from tokserve.config import Config
-from tokserve.errors import StartError
 from tokserve.executor.listeners import INHERITED, Listener, PairListener, SocketListener
 from tokserve.executor.worker import RankOpening
-from tokserve.processes import describe_exit
 
 COMMAND = (sys.executable, "-P", "-m", "tokserve.executor.worker")  # -P: not a folder `tokserve` of where we are
 PATIENCE = 3.0  # seconds between being told to leave and being killed

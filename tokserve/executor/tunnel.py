@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import zmq
 
-from tokserve.curve import ClientKeys, EngineKeys, KeyCheck, secure_client
+from tokserve.base.curve import ClientKeys, EngineKeys, KeyCheck, secure_client
 
 CHUNK = 1 << 18  # bytes of a message at most
 PATIENCE = 10_000  # milliseconds to send what the other end does not take, and to end with what was sent

@@ -21,10 +21,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from tokserve import __version__, log, one_blas_thread  # noqa: F401
+from tokserve import __version__
+from tokserve.base import log, one_blas_thread  # noqa: F401
+from tokserve.base.curve import ClientKeys
+from tokserve.base.errors import RequestError, StartError, sendable
+from tokserve.base.memory import no_collections
+from tokserve.base.processes import end_with_parent
+from tokserve.base.structs import UNREADABLE, prepare_structs
 from tokserve.config import Config
-from tokserve.curve import ClientKeys
-from tokserve.errors import RequestError, StartError, sendable
 from tokserve.executor import auth
 from tokserve.executor.channel import (
     Begin,
@@ -46,10 +50,7 @@ from tokserve.executor.channel import (
 )
 from tokserve.executor.listeners import INHERITED
 from tokserve.executor.tunnel import Tunnel
-from tokserve.memory import no_collections
 from tokserve.plan import DeviceFacts
-from tokserve.processes import end_with_parent
-from tokserve.structs import UNREADABLE, prepare_structs
 
 if TYPE_CHECKING:
     from tokserve.runner.ranks import Ranks

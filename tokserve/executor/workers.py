@@ -17,10 +17,11 @@ import msgspec
 import numpy as np
 
 from tokserve import __version__
+from tokserve.base.errors import StartError
+from tokserve.base.processes import see_log
 from tokserve.config import Config
 from tokserve.config.parallel import sampling_rank
 from tokserve.engine_config import rank_config
-from tokserve.errors import StartError
 from tokserve.executor import merge
 from tokserve.executor.channel import Begin, Channel, End, Forward, Interrupt, Loaded, SampleStep
 from tokserve.executor.hub import Hub
@@ -28,7 +29,6 @@ from tokserve.executor.listeners import Listener
 from tokserve.executor.spawn import RankProcess, Spawn
 from tokserve.executor.worker import RankOpening
 from tokserve.plan import DeviceFacts, GrammarBitmask, Int32, StepPlan, StepResult
-from tokserve.processes import see_log
 
 logger = logging.getLogger(__name__)
 

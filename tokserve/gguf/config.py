@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.gguf import tokenizer as gguf_tokenizer
 from tokserve.gguf.header import GgufHeader, read_headers
 

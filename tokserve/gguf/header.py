@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"

@@ -9,7 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 
 KINDS = {"full_attention", "attention", "sliding_attention", "chunked_attention"}
 BY_LENGTH = ("dynamic", "longrope")  # ropes whose angles depend on the longest row of a batch there

@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.layers.parameter import Parameter
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.hf.model import TransformersModel
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.quantized import GROUP

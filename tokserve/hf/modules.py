@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import activations
 
 from tokserve import ops
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.linear import Linear
 from tokserve.layers.norm import LayerNorm

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.layers.linear import Linear
 from tokserve.layers.mlp import GatedMLP, MLPSpec
 from tokserve.layers.options import LayerOptions

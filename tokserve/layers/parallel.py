@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 
 Split = Literal["column", "row"]  # by output features, by input features
 OPTION = "option tensor_parallel_size"

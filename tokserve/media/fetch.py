@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 
 from tokserve import __version__
-from tokserve.errors import FetchFailed, FetchRefused, Overloaded, RequestError, invalid
+from tokserve.base.errors import FetchFailed, FetchRefused, Overloaded, RequestError, invalid
 from tokserve.media.hosts import USUAL_PORTS, AllowedHosts, canonical, is_public
 
 MAX_REDIRECTS = 3

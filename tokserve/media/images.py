@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tokserve.base.errors import RequestError, Unavailable
 from tokserve.config import Config
-from tokserve.errors import RequestError, Unavailable
 from tokserve.image_parts import ImageSlots, ImageUrl, check_count, expand
 from tokserve.media.frames import WorkerSettings
 from tokserve.media.pool import ProcessedImage, WorkerPool, digest_of

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from tokserve.errors import Overloaded, RequestError, Unavailable, invalid
+from tokserve.base.errors import Overloaded, RequestError, Unavailable, invalid
+from tokserve.base.turns import Turns
 from tokserve.media.cache import ByteCache
 from tokserve.media.frames import Array, BrokenFrame, Refused
 from tokserve.media.worker_process import Worker
-from tokserve.turns import Turns
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
+from tokserve.base.errors import Overloaded, StartError, invalid
 from tokserve.config import MediaConfig
-from tokserve.errors import Overloaded, StartError, invalid
 from tokserve.image_parts import ImageUrl
 from tokserve.media.hosts import USUAL_PORTS, AllowedHosts
 

@@ -11,9 +11,9 @@ from contextlib import suppress
 
 import msgspec
 
+from tokserve.base.structs import UNREADABLE
 from tokserve.media import frames
 from tokserve.media.frames import BrokenFrame, Job, Processed, Refused, WorkerReady
-from tokserve.structs import UNREADABLE
 
 START_SECONDS = 120.0  # of a worker, which imports an image library and the checkpoint's processor
 PIPE_BYTES = 1 << 20  # the most that a pipe holds without privileges

@@ -18,7 +18,7 @@ from msgspec import Meta
 from safetensors import SafetensorError
 
 from tokserve import checkpoint
-from tokserve.errors import RequestError, StartError
+from tokserve.base.errors import RequestError, StartError
 from tokserve.layers.lora import LowRank
 from tokserve.models import weights
 from tokserve.models.formats.base import FLOATS, is_finite

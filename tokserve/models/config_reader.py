@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from tokserve.errors import NotBuiltIn, StartError
+from tokserve.base.errors import NotBuiltIn, StartError
 
 
 class ConfigReader:

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tokserve.errors import Conflict
+from tokserve.base.errors import Conflict
 from tokserve.layers.parameter import Parameter
 from tokserve.layers.places import NOWHERE, Indices, Place, TensorPart
 from tokserve.models.decoder import Decoder

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.errors import RequestError, StartError
+from tokserve.base.errors import RequestError, StartError
 from tokserve.kv_spec import LayerSpec
 from tokserve.layers.attention import Attention, AttentionSpec, BidirectionalWindow
 from tokserve.layers.batch import ForwardBatch

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokserve.errors import Conflict, RequestError
+from tokserve.base.errors import Conflict, RequestError
 from tokserve.layers.places import Indices, Place, gather, scatter
 from tokserve.models import weights
 from tokserve.models.coordinates import CHUNK, Coordinates

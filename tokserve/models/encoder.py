@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.kv_spec import KVSpec, LayerSpec, dtype_name
 from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.batch import ForwardBatch

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.gguf.header import GgufHeader, GgufTensor, read_header
 from tokserve.layers.parameter import StoredWeight, as_dense
 from tokserve.layers.quantized import QuantizedWeight

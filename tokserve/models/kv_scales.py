@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.models.decoder import Decoder
 from tokserve.models.formats.float8 import CACHE_SCALES
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.layers.experts import MixtureSpec
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import ALONE, WHOLE, Group, Stage

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from safetensors import SafetensorError
 from torch import Tensor
 
-from tokserve.errors import Conflict, StartError
+from tokserve.base.errors import Conflict, StartError
 from tokserve.models import weights
 from tokserve.models.formats.pick import is_unused
 from tokserve.models.weights import Entry

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.places import MatrixPlace

@@ -11,8 +11,8 @@ from importlib import import_module
 from typing import Any
 
 from tokserve import encoders
+from tokserve.base.errors import StartError
 from tokserve.classifier import BASE_SUFFIX, SUFFIX, TOKEN_SUFFIX, base_name, causal_name, head_spec
-from tokserve.errors import StartError
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.spec import DecoderSpec
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tokserve.base.errors import StartError
 from tokserve.classifier import HeadSpec
-from tokserve.errors import StartError
 from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.experts import MixtureSpec
 from tokserve.layers.latent import LatentAttentionSpec

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tokserve.errors import RequestError, StartError
+from tokserve.base.errors import RequestError, StartError
 from tokserve.layers.parameter import StoredWeight, as_dense
 from tokserve.models import kv_scales, weights
 from tokserve.models.decoder import Decoder

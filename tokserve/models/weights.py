@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tokserve import checkpoint
-from tokserve.errors import RequestError, StartError
+from tokserve.base.errors import RequestError, StartError
 from tokserve.gguf import config as gguf_config
 from tokserve.layers.experts import StackedParameter
 from tokserve.layers.parameter import Parameter, StoredWeight, as_dense

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 
 FMA = "fma"
 ARITHMETICS = (FMA, "pairs", "amx")

@@ -15,7 +15,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import ray
 
+from tokserve.base.errors import EngineDead, RequestError, StartError
 from tokserve.client.async_llm import AsyncLLM, ChoiceOutput, collect
 from tokserve.client.inputs import typed
 from tokserve.config import Config
-from tokserve.errors import EngineDead, RequestError, StartError
 from tokserve.params import SamplingParams
 from tokserve.resolve import resolve
 

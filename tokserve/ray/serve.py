@@ -14,10 +14,10 @@ from typing import Any
 from ray import serve
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tokserve.base.errors import RequestError, StartError
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.config import Config, fields
 from tokserve.engine_config import reserved_devices
-from tokserve.errors import RequestError, StartError
 from tokserve.resolve import resolve
 from tokserve.server.app import build_app, endpoints
 from tokserve.server.http import errors, workers

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tokserve.base.errors import NotFound, RequestError
 from tokserve.config import WeightsConfig
 from tokserve.device import Accelerator
-from tokserve.errors import NotFound, RequestError
 from tokserve.models.checksums import checksums
 from tokserve.models.decoder import Decoder
 from tokserve.models.in_place import copy_weights

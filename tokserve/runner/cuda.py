@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokserve import cgroups, ops
+from tokserve import ops
+from tokserve.base import cgroups
+from tokserve.base.errors import StartError
 from tokserve.config import DEFAULT_BLOCK_SIZE, Config
 from tokserve.device import Accelerator
-from tokserve.errors import StartError
 from tokserve.kv_spec import KVLayout, LayerSpec, StateLayout, StateSpec
 from tokserve.layers.batch import ForwardBatch, Pages, StateRows
 from tokserve.models.decoder import Decoder

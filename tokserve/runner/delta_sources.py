@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.models.delta_staging import DeltaStaging
 from tokserve.models.formats import base as formats
 from tokserve.models.staging import Staging

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tokserve.errors import Forbidden, NotFound, RequestError, StartError
+from tokserve.base.errors import Forbidden, NotFound, RequestError, StartError
 
 
 def named(reference: str) -> Any:

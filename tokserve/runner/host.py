@@ -7,9 +7,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from tokserve.base.errors import StartError
 from tokserve.config import Config
 from tokserve.device import Device
-from tokserve.errors import StartError
 from tokserve.kv_spec import LayerSpec
 from tokserve.layers.batch import Pages
 from tokserve.models.decoder import Decoder

@@ -16,9 +16,9 @@ import torch
 from numpy import copyto, frombuffer, uint8
 from numpy.typing import NDArray
 
+from tokserve.base.errors import StartError
 from tokserve.config import KVStorePlan
 from tokserve.device import Accelerator
-from tokserve.errors import StartError
 from tokserve.kv_spec import KVSpec
 from tokserve.runner.backend import Backend
 from tokserve.runner.kv_files import BlockFiles, FileError

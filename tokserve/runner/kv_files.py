@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tokserve.base.errors import StartError
+from tokserve.base.memory import gib
 from tokserve.config import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, CacheConfig
-from tokserve.errors import StartError
 from tokserve.kv_spec import KVLayout, KVSpec, LayerSpec, StateLayout, one_state
 from tokserve.layers.batch import Pages
-from tokserve.memory import gib
 
 MIB = 1 << 20
 LEAST_CONTEXT = 512  # tokens: shorter ones are not worth serving

@@ -9,8 +9,8 @@ import hashlib
 from collections.abc import Mapping
 from functools import partial
 
+from tokserve.base.errors import NotFound
 from tokserve.config import LoraConfig, WeightsConfig
-from tokserve.errors import NotFound
 from tokserve.layers.lora import LoraSlots, LowRank
 from tokserve.models import adapters
 from tokserve.models.decoder import Decoder

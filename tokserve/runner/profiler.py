@@ -17,9 +17,10 @@ import msgspec
 import torch
 from torch.autograd.profiler import profile  # torch.profiler's takes seconds to import what it does not need here
 
-from tokserve import ops, trace
-from tokserve.errors import RequestFailed
-from tokserve.trace import SpanTotal, TraceSpan
+from tokserve import ops
+from tokserve.base import trace
+from tokserve.base.errors import RequestFailed
+from tokserve.base.trace import SpanTotal, TraceSpan
 
 if TYPE_CHECKING:
     from tokserve.runner.runner import Runner

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tokserve.errors import Conflict
+from tokserve.base.errors import Conflict
 from tokserve.models.coordinates import Parts
 from tokserve.rl.sums import Sums
 from tokserve.runner.collectives import ProcessGroup

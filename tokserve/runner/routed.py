@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.kv_spec import KVLayout
 from tokserve.models.spec import DecoderSpec
 from tokserve.plan import StepPlan

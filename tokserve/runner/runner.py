@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokserve.base.trace import Spans
 from tokserve.config import Config
 from tokserve.models.decoder import Decoder
 from tokserve.plan import GrammarBitmask, LogprobRows, StepPlan, StepResult
@@ -27,7 +28,6 @@ from tokserve.runner.ranks import ONE, Ranks, ReceivedSample
 from tokserve.runner.sampler import PendingSample, Sampler, join
 from tokserve.runner.slots import SamplingColumns, logit_lengths
 from tokserve.runner.steps import PendingResult, PendingStep
-from tokserve.trace import Spans
 
 Span = tuple[int, int, int]  # plan row, first and last (exclusive) prompt token to score
 

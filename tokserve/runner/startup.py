@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from tokserve import checkpoint, device, ops
+from tokserve.base.errors import NotBuiltIn, StartError
+from tokserve.base.memory import gib, give_back
 from tokserve.classifier import is_classifier, with_token_ids
 from tokserve.config import Config, KVStorePlan, ModelConfig, RuntimeConfig
 from tokserve.device import Accelerator, Device
-from tokserve.errors import NotBuiltIn, StartError
 from tokserve.layers.quant import WNA16
 from tokserve.layers.recurrent import GatedDeltaSpec, ShortConvSpec
-from tokserve.memory import gib, give_back
 from tokserve.models import load as models
 from tokserve.models.decoder import Decoder
 from tokserve.models.encoder import Encoder

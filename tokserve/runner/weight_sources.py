@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokserve.errors import Forbidden, RequestError, invalid_value
+from tokserve.base.errors import Forbidden, RequestError, invalid_value
 from tokserve.models.formats import base as formats
 from tokserve.rl.broadcast import DTYPES, PACKED_BYTES, Declared, num_bytes
 

@@ -18,9 +18,9 @@ import msgspec
 from safetensors import SafetensorError
 
 from tokserve import checkpoint
+from tokserve.base.errors import Conflict, RequestError, StartError, TransferFailed, invalid_value
 from tokserve.config import BACKENDS, PACKING, WeightsConfig
 from tokserve.device import Device
-from tokserve.errors import Conflict, RequestError, StartError, TransferFailed, invalid_value
 from tokserve.models import weights
 from tokserve.models.adapters import is_adapter
 from tokserve.models.checksums import checksums

@@ -22,9 +22,10 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import tokserve
+from tokserve.base.errors import LONGEST_SHOWN, NotFound, RequestError, RequestFailed, Unauthorized
+from tokserve.base.structs import prepare_structs
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.config import Config
-from tokserve.errors import LONGEST_SHOWN, NotFound, RequestError, RequestFailed, Unauthorized
 from tokserve.server import openapi
 from tokserve.server import reply_types as types
 from tokserve.server.admin import commands, state, weights
@@ -62,7 +63,6 @@ from tokserve.server.sglang import routes as sglang
 from tokserve.server.tokens import aborts, generate
 from tokserve.server.trainers import routes as trainers
 from tokserve.server.trainers import skyrl
-from tokserve.structs import prepare_structs
 
 logger = logging.getLogger(__name__)
 

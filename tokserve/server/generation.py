@@ -13,11 +13,11 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from tokserve.base.errors import RequestError
 from tokserve.client.async_llm import Stream
 from tokserve.client.beam_stream import BeamStream
 from tokserve.client.inputs import bare_id
 from tokserve.client.outputs import ChoiceOutput, DraftCounts
-from tokserve.errors import RequestError
 from tokserve.params import DraftReport, SamplingParams
 from tokserve.server.replies import draft_metrics
 from tokserve.server.replies.draft_metrics import ReplyMetrics

@@ -20,7 +20,9 @@ import msgspec
 from starlette.datastructures import State
 from starlette.requests import Request
 
-from tokserve import __version__, log
+from tokserve import __version__
+from tokserve.base import log
+from tokserve.base.errors import EngineDead, NotFound, Overloaded, RequestError, StartError, invalid
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.beam_search import BeamSearchParams
 from tokserve.client.beam_stream import BeamStream, BeamTask
@@ -37,7 +39,6 @@ from tokserve.client.pooling import pooler_of
 from tokserve.client.request_state import RequestState
 from tokserve.client.stream import Stream
 from tokserve.config import Config
-from tokserve.errors import EngineDead, NotFound, Overloaded, RequestError, StartError, invalid
 from tokserve.kv_transfer import transfer_params
 from tokserve.media.cache import NamedImages
 from tokserve.media.sources import ByteCount

@@ -22,15 +22,15 @@ import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokserve import checkpoint
+from tokserve.base.errors import StartError
+from tokserve.base.processes import wait_for_hangup
 from tokserve.cli.http import ApiServer
 from tokserve.cli.serve import serve_config
 from tokserve.client.inputs import bare_id
 from tokserve.config import Config
 from tokserve.engine.process import run
 from tokserve.engine.socket import EngineSocket, Received
-from tokserve.errors import StartError
 from tokserve.messages import EngineRequest, Submit, SubmitReply, ToEngine
-from tokserve.processes import wait_for_hangup
 from tokserve.prompt import unpack_ids
 from tokserve.testing.executor import Faults, ScriptedChoice, ScriptedModel
 from tokserve.testing.script import Choice, Scripted

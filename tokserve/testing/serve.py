@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import msgspec
 
+from tokserve.base.errors import StartError
+from tokserve.base.processes import wait_for_hangup
 from tokserve.cli.serve import serve_config
 from tokserve.config import Config
-from tokserve.errors import StartError
-from tokserve.processes import wait_for_hangup
 
 END_SECONDS = 10.0  # after SIGTERM, before the process exits without waiting
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokserve.errors import RequestError, StartError, invalid
+from tokserve.base.errors import RequestError, StartError, invalid
 from tokserve.image_parts import CHAT_KINDS, ImageSlots, UnreadImage, chat_part
 from tokserve.text import histories
 from tokserve.text.histories import REASONING_NAMES, Message, joined

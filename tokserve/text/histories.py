@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from tokserve.errors import invalid
+from tokserve.base.errors import invalid
 
 Message = Mapping[str, Any]
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")

@@ -17,7 +17,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 
 # exceptions that a template may raise
 FAULTS = (

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import tokenizers
 
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.text.tokenizer import Tokenizer
 
 Treatment = Literal["allow", "text", "refuse"]

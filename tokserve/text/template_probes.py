@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.text.jinja import render
 
 THOUGHT = "thinking"  # the type of a part of a content, and the name of its text

@@ -19,7 +19,7 @@ from typing import Any
 import tokenizers
 
 from tokserve import checkpoint
-from tokserve.errors import RequestError, StartError
+from tokserve.base.errors import RequestError, StartError
 from tokserve.text.token_texts import TokenTexts
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.text.chat import ChatTemplate
 from tokserve.text.histories import Message
 from tokserve.text.output_format import OutputFormat, Thinking, ToolFormat

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.params import PARAMS_REFUSED, PARAMS_WITHOUT_EFFECT, SamplingParams
 
 MAX_LOGIT = float(np.finfo(np.float32).max)

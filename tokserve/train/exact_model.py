@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.kv_spec import dtype_name
 from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.models.registry import ARCHITECTURES

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tokserve import checkpoint
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.models import dummy, load, weights
 from tokserve.models.decoder import Decoder
 from tokserve.models.formats.base import FLOATS

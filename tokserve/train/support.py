@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.experts import MixtureSpec, RouterSpec
 from tokserve.layers.mlp import MLPSpec

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
+from tokserve.base.errors import Conflict, RequestError
 from tokserve.engine.adapter import Adapter
 from tokserve.engine.admin.command import STEP_BOUNDARY, Command, RunningRequests, Wait
 from tokserve.engine.request import Request
-from tokserve.errors import Conflict, RequestError
 from tokserve.executor.base import Executor
 
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import msgspec
 
+from tokserve.base.errors import Conflict, NotFound, RequestError, StartError
 from tokserve.config import LoraConfig
 from tokserve.engine.adapter import Adapter
 from tokserve.engine.admin.adapter_slots import AdapterSlots
 from tokserve.engine.admin.command import PREPARED, STEP_BOUNDARY, Command, RunningRequests, Wait, command
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.scheduler import Scheduler
-from tokserve.errors import Conflict, NotFound, RequestError, StartError
 from tokserve.executor.base import Executor
 from tokserve.messages import LoadedAdapter
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from tokserve.admin import LEVELS, MEMORY, MODES, TAGS
+from tokserve.base.errors import Conflict, RequestError
 from tokserve.engine.admin.command import PREPARED, STEP_BOUNDARY, Command, RunningRequests, command
 from tokserve.engine.admin.lease import Lease, check_lease
 from tokserve.engine.admin.states import GENERATION, Region
 from tokserve.engine.admin.weights import Weights
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.scheduler import Scheduler
-from tokserve.errors import Conflict, RequestError
 from tokserve.executor.base import Executor
 from tokserve.messages import Status
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
+from tokserve.base.errors import Conflict
 from tokserve.engine.admin.command import Command, Wait, command
 from tokserve.engine.admin.states import WEIGHTS, Region
 from tokserve.engine.admin.update import Origin, VersionHistory
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.scheduler import Scheduler
-from tokserve.errors import Conflict
 from tokserve.executor.base import Executor
 
 

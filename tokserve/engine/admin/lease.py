@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 
 LONGEST = 1e9  # seconds
 

@@ -18,13 +18,13 @@ from typing import Any
 
 import msgspec
 
+from tokserve.base.errors import Conflict, RequestError, RequestFailed, StartError
+from tokserve.base.trace import Spans, totals
 from tokserve.config import ProfilerConfig
 from tokserve.engine.admin.command import STEP_BOUNDARY, Command, RunningRequests, command
 from tokserve.engine.plan_builder import InFlightStep
 from tokserve.engine.request import Request
-from tokserve.errors import Conflict, RequestError, RequestFailed, StartError
 from tokserve.executor.base import Executor
-from tokserve.trace import Spans, totals
 
 logger = logging.getLogger(__name__)
 

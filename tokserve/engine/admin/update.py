@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
+from tokserve.base.errors import RequestError
 from tokserve.engine.admin.lease import Lease
-from tokserve.errors import RequestError
 
 MAX_VERSION = 256
 MAX_REMEMBERED = 4096  # versions

@@ -9,13 +9,13 @@ import logging
 from collections.abc import Callable, Generator
 from typing import Any
 
+from tokserve.base.errors import Conflict, RequestError
 from tokserve.engine.admin.command import PREPARED, STEP_BOUNDARY, Command, RunningRequests, Wait, command
 from tokserve.engine.admin.current_weights import CurrentWeights
 from tokserve.engine.admin.lease import Lease, check_lease
 from tokserve.engine.admin.update import Origin, Update, check_version
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.scheduler import Scheduler
-from tokserve.errors import Conflict, RequestError
 from tokserve.executor.base import Executor
 from tokserve.messages import Status
 

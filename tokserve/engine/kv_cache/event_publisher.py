@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 import zmq
 
+from tokserve.base.errors import StartError
 from tokserve.config import KVEventsPlan
 from tokserve.engine.kv_cache.events import Event, plain
-from tokserve.errors import StartError
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import msgspec
 
+from tokserve.base.errors import StartError
 from tokserve.engine.kv_transfer.leases import BlockLease, LeaseTable
 from tokserve.engine.kv_transfer.wire import BLOCK, REFUSAL, REPLY, REQUEST, PeerChannel, PeerError
-from tokserve.errors import StartError
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from tokserve.sockets import receive_exactly
+from tokserve.base.sockets import receive_exactly
 
 MAGIC = b"TOKKVTR1"
 NONCE = CODE = 32

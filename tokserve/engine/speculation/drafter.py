@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tokserve.base.errors import Conflict, RequestError
 from tokserve.config import SpeculationPlan
 from tokserve.engine.admin.command import command
 from tokserve.engine.request import Request
@@ -17,7 +18,6 @@ from tokserve.engine.speculation.draft_history import DraftHistory, GroupKey
 from tokserve.engine.speculation.draft_state import Corpus, DraftState
 from tokserve.engine.speculation.drawn import DrawnDrafts
 from tokserve.engine.speculation.token_index import MAX_MATCH, PAIR, TokenIndex
-from tokserve.errors import Conflict, RequestError
 from tokserve.plan import DRAWN, DraftPasses
 
 PREDICTION_TRUST = 4  # tokens in a row that a prediction counts as having been right, at its start

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from tokserve.errors import RequestError
-from tokserve.memory import give_back
+from tokserve.base.errors import RequestError
+from tokserve.base.memory import give_back
 from tokserve.params import WHITE, StructuredOutputs
 from tokserve.plan import UInt32
 

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from tokserve.base.errors import QueueFull, RequestError, Unavailable
+from tokserve.base.memory import give_back
 from tokserve.config import Config
 from tokserve.engine.structured_output.grammar import STACK, Compiler, Cost, Grammar, lower_priority, unusable
 from tokserve.engine.structured_output.trials import SLICE, Trial, Trials
-from tokserve.errors import QueueFull, RequestError, Unavailable
-from tokserve.memory import give_back
 from tokserve.params import StructuredOutputs
 
 IN_USE = 4  # times the bytes that may be kept may be in memory while outputs follow them

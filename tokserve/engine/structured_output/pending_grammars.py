@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tokserve.base.errors import QueueFull, RequestError
 from tokserve.engine.request import Request
-from tokserve.errors import QueueFull, RequestError
 from tokserve.messages import SubmitReply
 
 logger = logging.getLogger(__name__)

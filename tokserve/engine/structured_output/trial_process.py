@@ -20,11 +20,11 @@ from typing import NoReturn
 
 import msgspec
 
+from tokserve.base.errors import RequestError
+from tokserve.base.memory import give_back
+from tokserve.base.processes import end_with_parent
 from tokserve.engine.structured_output.grammar import STACK, Compiler, lower_priority
-from tokserve.errors import RequestError
-from tokserve.memory import give_back
 from tokserve.params import StructuredOutputs
-from tokserve.processes import end_with_parent
 
 READY = b"{}\n"
 MEMORY = 1 << 30  # bytes of address space that a trial may add

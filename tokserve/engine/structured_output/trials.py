@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from tokserve.base.errors import RequestError, Unavailable
+from tokserve.base.turns import Turns
 from tokserve.engine.structured_output.grammar import Cost, unusable
 from tokserve.engine.structured_output.trial_process import MEMORY, READY, Model, Result, Start, StopTrial
-from tokserve.errors import RequestError, Unavailable
 from tokserve.params import StructuredOutputs
-from tokserve.turns import Turns
 
 logger = logging.getLogger(__name__)
 

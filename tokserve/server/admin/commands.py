@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve import admin
-from tokserve.errors import EngineDead, RequestError, invalid
+from tokserve.base.errors import EngineDead, RequestError, invalid
 from tokserve.server import reply_types
 from tokserve.server.http import body
 from tokserve.server.http.workers import off_loop

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tokserve.base.errors import Conflict
 from tokserve.client.async_llm import AsyncLLM
-from tokserve.errors import Conflict
 
 OPEN, NONE_OPEN = "update_open", "no_update"  # codes of the engine's refusals
 

@@ -14,7 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.errors import Conflict, RequestError, invalid
+from tokserve.base.errors import Conflict, RequestError, invalid
 from tokserve.server.admin.commands import read
 from tokserve.server.http import body
 from tokserve.server.http.disconnect import ClientDisconnected

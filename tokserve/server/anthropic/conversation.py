@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tokserve.errors import LONGEST_SHOWN, invalid
+from tokserve.base.errors import LONGEST_SHOWN, invalid
 from tokserve.image_parts import UnreadImage, anthropic_block
 from tokserve.server.anthropic import documents
 from tokserve.server.anthropic.tool_list import ToolList

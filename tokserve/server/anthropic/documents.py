@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokserve.errors import LONGEST_SHOWN, RequestError, invalid
+from tokserve.base.errors import LONGEST_SHOWN, RequestError, invalid
 from tokserve.image_parts import UnreadImage, anthropic_block
 
 BETWEEN = "\n\n"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.server.http.errors import ErrorShape
 
 TYPES = {

@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.errors import RequestError, invalid
+from tokserve.base.errors import RequestError, invalid
 from tokserve.server.anthropic.bodies import CountTokensBody, JsonOutputOptions, MessagesBody
 from tokserve.server.anthropic.conversation import TurnMessages
 from tokserve.server.anthropic.reply import MessagesRenderer

@@ -14,8 +14,8 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 from pydantic_core import from_json
 
+from tokserve.base.errors import RequestError
 from tokserve.client.outputs import ChoiceOutput
-from tokserve.errors import RequestError
 from tokserve.server.anthropic import error_shape
 from tokserve.server.generation import Generation
 from tokserve.server.http import body

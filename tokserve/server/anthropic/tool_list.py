@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokserve.errors import LONGEST_SHOWN, RequestError, invalid
+from tokserve.base.errors import LONGEST_SHOWN, RequestError, invalid
 from tokserve.server.http import errors
 
 

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable
 
 from starlette.types import Scope
 
-from tokserve.errors import Forbidden, Unauthorized
+from tokserve.base.errors import Forbidden, Unauthorized
 
 ACCEPTED = "tokserve.api_key"  # key in the scope: the digest of the API key that was accepted
 # "": the status page, which holds no secrets

@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.errors import LONGEST_SHOWN, RequestError, UnsupportedMedia
+from tokserve.base.errors import LONGEST_SHOWN, RequestError, UnsupportedMedia
 from tokserve.server.http import errors
 
 S = TypeVar("S", bound=msgspec.Struct)

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from starlette.requests import Request
 
+from tokserve.base.errors import LONGEST_SHOWN, Overloaded, TimedOut, TooLarge, UnsupportedMedia
+from tokserve.base.memory import free_in_parts, unmap
 from tokserve.config import LimitsConfig
-from tokserve.errors import LONGEST_SHOWN, Overloaded, TimedOut, TooLarge, UnsupportedMedia
-from tokserve.memory import free_in_parts, unmap
 from tokserve.server.http import body
 from tokserve.server.http.disconnect import ClientDisconnected
 from tokserve.server.http.workers import LARGE, in_background, off_loop

@@ -16,7 +16,7 @@ import msgspec
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from tokserve.errors import LONGEST_SHOWN, RequestError, invalid, invalid_value, violation
+from tokserve.base.errors import LONGEST_SHOWN, RequestError, invalid, invalid_value, violation
 from tokserve.server.http.json_faults import find_fault
 
 _INSTANCE = re.compile(r"dictionary or instance of \w+|dictionary")

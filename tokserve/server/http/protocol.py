@@ -21,7 +21,7 @@ import httptools
 from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.server.http import client_names, errors
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from starlette.requests import Request
 
-from tokserve.memory import give_back
+from tokserve.base.memory import give_back
 from tokserve.server.http.disconnect import CancelOnDisconnect
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.errors import invalid
+from tokserve.base.errors import invalid
 from tokserve.server.http import body
 from tokserve.server.serving import Serving
 

@@ -16,10 +16,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from tokserve.base.errors import REFUSALS, QueueFull, RequestError
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.config import Config
-from tokserve.errors import REFUSALS, QueueFull, RequestError
 from tokserve.params import SamplingParams
 from tokserve.server.compat import VLLM_METRICS
 from tokserve.server.generation import Generation, Render

@@ -9,8 +9,8 @@ import logging
 from collections import Counter
 from typing import Any
 
+from tokserve.base.errors import RequestError
 from tokserve.client.outputs import ChoiceOutput
-from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
 from tokserve.server.generation import Generation
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from tokserve.errors import NotFound
+from tokserve.base.errors import NotFound
 from tokserve.server.serving import Serving
 
 NO_PAGE = """\

@@ -19,8 +19,8 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, set_span_i
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import tokserve
+from tokserve.base.errors import RequestError
 from tokserve.client.outputs import ChoiceOutput
-from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
 from tokserve.server.generation import Generation
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tokserve.base.errors import invalid
 from tokserve.client.beam_search import BeamSearchParams
-from tokserve.errors import invalid
 from tokserve.params import SamplingParams
 from tokserve.server.openai.schemas import TextBody
 

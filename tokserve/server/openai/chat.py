@@ -14,10 +14,10 @@ from msgspec import UNSET, Raw, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokserve.base.errors import RequestError
 from tokserve.client.beam_search import BeamSearchParams
 from tokserve.client.inputs import GenerateRequest, token_prompt
 from tokserve.client.outputs import ChoiceOutput, Logprobs
-from tokserve.errors import RequestError
 from tokserve.image_parts import ImageSlots
 from tokserve.media.images import image_slots
 from tokserve.params import SamplingParams, StructuredOutputs

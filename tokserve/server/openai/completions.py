@@ -18,10 +18,10 @@ from msgspec import UNSET, Raw, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokserve.base.errors import RequestError, invalid
 from tokserve.client.beam_search import BeamSearchParams
 from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import ChoiceOutput, Logprobs
-from tokserve.errors import RequestError, invalid
 from tokserve.params import SamplingParams
 from tokserve.server.generation import ReplyContext, Usage
 from tokserve.server.http.body import encode_json, wants_msgpack

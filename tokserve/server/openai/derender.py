@@ -15,9 +15,9 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokserve.base.errors import RequestError, invalid
 from tokserve.client.inputs import bare_id, check_lists
 from tokserve.client.outputs import TERMINATORS, ChoiceOutput, Logprobs
-from tokserve.errors import RequestError, invalid
 from tokserve.params import MAX_CHOICES, SamplingParams
 from tokserve.server.generation import PromptTokensDetails, Usage
 from tokserve.server.http import body

@@ -14,8 +14,8 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from tokserve.base.errors import invalid
 from tokserve.client.outputs import Logprobs
-from tokserve.errors import invalid
 from tokserve.server.http import body, errors
 
 Id = Annotated[int, Meta(ge=0, lt=1 << 31)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from tokserve.base.errors import RequestError, invalid
 from tokserve.client.inputs import GenerateRequest
-from tokserve.errors import RequestError, invalid
 from tokserve.server.openai.schemas import TextBody
 from tokserve.server.serving import Serving
 

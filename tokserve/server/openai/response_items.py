@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tokserve.errors import invalid
+from tokserve.base.errors import invalid
 from tokserve.image_parts import CHAT_KINDS, UnreadImage, chat_part
 from tokserve.server.http import errors
 from tokserve.server.openai import tools

@@ -16,8 +16,8 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokserve.base.errors import NotFound, RequestError, invalid
 from tokserve.client.outputs import ChoiceOutput, Logprobs
-from tokserve.errors import NotFound, RequestError, invalid
 from tokserve.server.generation import Generation
 from tokserve.server.http import body, errors
 from tokserve.server.http.workers import off_loop

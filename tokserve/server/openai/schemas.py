@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, Validat
 from pydantic_core import CoreSchema
 from starlette.requests import Request
 
-from tokserve.errors import LONGEST_SHOWN, RequestError
+from tokserve.base.errors import LONGEST_SHOWN, RequestError
 from tokserve.params import RepetitionDetection, SamplingParams, declared
 from tokserve.server import compat
 from tokserve.server.http import errors

@@ -6,7 +6,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.errors import RequestError, invalid
+from tokserve.base.errors import RequestError, invalid
 from tokserve.prompt import unpack_ids
 from tokserve.server.http import body
 from tokserve.server.http.workers import off_loop

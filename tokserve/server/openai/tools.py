@@ -15,8 +15,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tokserve import jsonschema
+from tokserve.base.errors import LONGEST_SHOWN, RequestError, invalid
 from tokserve.client.outputs import ChoiceOutput
-from tokserve.errors import LONGEST_SHOWN, RequestError, invalid
 from tokserve.params import SamplingParams, StructuredOutputs
 from tokserve.reduced_schema import SchemaError, reduced
 from tokserve.server.generation import ReplyContext

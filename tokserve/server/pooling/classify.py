@@ -8,8 +8,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokserve.base.errors import RequestError
 from tokserve.client.pooling import LabelRules
-from tokserve.errors import RequestError
 from tokserve.server.http import body as bodies
 from tokserve.server.http.workers import off_loop
 from tokserve.server.openai import schemas

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokserve.base.errors import RequestError, invalid
 from tokserve.client.prompts import Side, cut
-from tokserve.errors import RequestError, invalid
 from tokserve.server.http import body as bodies
 from tokserve.server.http.workers import off_loop
 from tokserve.server.openai import schemas

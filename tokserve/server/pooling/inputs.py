@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from starlette.requests import Request
 
+from tokserve.base.errors import Overloaded, RequestError, invalid
 from tokserve.client.pooling import LabelRules, PoolingRules, VectorRules
 from tokserve.client.prompts import Side, cut
-from tokserve.errors import Overloaded, RequestError, invalid
 from tokserve.params import PoolingParams
 from tokserve.server import compat
 from tokserve.server.http.declared import OPTIONS, model

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import msgspec
 from starlette.requests import Request
 
+from tokserve.base.errors import RequestError, invalid
 from tokserve.client.inputs import token_prompt
 from tokserve.client.pairs import PairPrompts, Side, check_scores_pairs, counterparts, similarity
 from tokserve.client.pooling import VectorRules
-from tokserve.errors import RequestError, invalid
 from tokserve.prompt import TokenPrompt
 from tokserve.server.http.workers import off_loop
 from tokserve.server.openai.completions import MAX_PROMPTS, parse_prompts

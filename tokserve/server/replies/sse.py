@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tokserve.base.errors import RequestError, RequestFailed
 from tokserve.client.outputs import ChoiceOutput
-from tokserve.errors import RequestError, RequestFailed
 from tokserve.server.generation import Generation
 from tokserve.server.http import body, errors, workers
 from tokserve.server.http.disconnect import CancelOnDisconnect, ClientDisconnected

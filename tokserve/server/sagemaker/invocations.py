@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive
 
+from tokserve.base.errors import RequestError, invalid
 from tokserve.client.pooling import VectorRules
-from tokserve.errors import RequestError, invalid
 from tokserve.server.endpoint import Handler
 from tokserve.server.http.body import encode_json, encode_msgpack, is_msgpack
 from tokserve.server.openai import chat, completions, schemas

@@ -6,8 +6,8 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokserve.base.errors import invalid
 from tokserve.client.outputs import ChoiceOutput
-from tokserve.errors import invalid
 from tokserve.server.generation import Usage
 from tokserve.server.http.body import wants_msgpack
 from tokserve.server.openai import chat, schemas

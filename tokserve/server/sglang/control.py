@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.admin import MOST_STEPS
-from tokserve.errors import LONGEST_SHOWN, Conflict, RequestError, invalid
+from tokserve.base.errors import LONGEST_SHOWN, Conflict, RequestError, invalid
 from tokserve.server.serving import Serving
 from tokserve.server.sglang import weights
 from tokserve.server.sglang.replies import json, read

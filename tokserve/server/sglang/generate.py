@@ -16,8 +16,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokserve.base.errors import RequestError, invalid
 from tokserve.client.outputs import ChoiceOutput
-from tokserve.errors import RequestError, invalid
 from tokserve.params import SamplingParams
 from tokserve.server import compat
 from tokserve.server.http import body, declared, errors

@@ -12,9 +12,9 @@ from starlette.responses import Response
 
 import tokserve
 from tokserve import checkpoint
+from tokserve.base.errors import EngineDead, Overloaded, RequestError, StartError, Unavailable
 from tokserve.client.async_llm import GenerateRequest
 from tokserve.client.inputs import token_prompt
-from tokserve.errors import EngineDead, Overloaded, RequestError, StartError, Unavailable
 from tokserve.params import PoolingParams, SamplingParams
 from tokserve.server.http import workers
 from tokserve.server.observe import introspection

@@ -12,8 +12,8 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokserve.base.errors import RequestError, invalid
 from tokserve.client.pooling import LabelRules, PoolingRules
-from tokserve.errors import RequestError, invalid
 from tokserve.server import compat
 from tokserve.server.http.workers import off_loop
 from tokserve.server.openai import schemas

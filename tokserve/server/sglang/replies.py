@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.server.admin.commands import query_and_body
 from tokserve.server.http import body, errors
 from tokserve.server.openai import schemas

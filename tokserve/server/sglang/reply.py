@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
+from tokserve.base.errors import RequestError
 from tokserve.client.outputs import ChoiceOutput, DraftCounts, Logprobs
-from tokserve.errors import RequestError
 from tokserve.server.generation import Generation
 from tokserve.server.http.body import encode_json
 from tokserve.server.openai.token_segments import SegmentReader

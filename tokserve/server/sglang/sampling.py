@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tokserve.errors import RequestError, invalid
+from tokserve.base.errors import RequestError, invalid
 from tokserve.params import LogprobsMode, SamplingParams, StructuredOutputs
 from tokserve.server import compat
 from tokserve.server.http import body, errors

@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.errors import invalid
+from tokserve.base.errors import invalid
 from tokserve.server.http.workers import off_loop
 from tokserve.server.openai import schemas, tokenize
 from tokserve.server.openai.completions import MAX_PROMPTS

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve import checkpoint
-from tokserve.errors import LONGEST_SHOWN, Conflict, RequestError, StartError, invalid
+from tokserve.base.errors import LONGEST_SHOWN, Conflict, RequestError, StartError, invalid
 from tokserve.server.admin import open_updates
 from tokserve.server.http import errors, workers
 from tokserve.server.serving import Serving

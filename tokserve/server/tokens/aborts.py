@@ -10,8 +10,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokserve.base.errors import RequestError, invalid
 from tokserve.client.inputs import bare_id
-from tokserve.errors import RequestError, invalid
 from tokserve.server.http import body
 from tokserve.server.http.body_reader import BodyReader
 from tokserve.server.serving import Serving

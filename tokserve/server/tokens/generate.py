@@ -17,8 +17,8 @@ from msgspec import UNSET, Raw, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokserve.base.errors import RequestError
 from tokserve.client.outputs import ChoiceOutput, Logprobs
-from tokserve.errors import RequestError
 from tokserve.params import Count, RepetitionDetection, SamplingParams, StructuredOutputs, check_ranges
 from tokserve.prompt import TokenPrompt
 from tokserve.server import compat

@@ -18,7 +18,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 from starlette.requests import Request
 
-from tokserve.errors import RequestError, Unavailable, invalid, mistyped
+from tokserve.base.errors import RequestError, Unavailable, invalid, mistyped
 from tokserve.image_parts import ImageUrl, check_count, content_parts
 from tokserve.media.cache import NamedImages
 from tokserve.media.images import refuse_images, with_images

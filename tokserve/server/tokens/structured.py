@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from tokserve.base.errors import LONGEST_SHOWN, RequestError, invalid
 from tokserve.client.form_defaults import FormDefaults
-from tokserve.errors import LONGEST_SHOWN, RequestError, invalid
 from tokserve.params import SamplingParams, StructuredOutputs
 from tokserve.server.compat import IGNORED_OPTIONS, OTHER_NAMES
 from tokserve.server.http import body, errors

@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.errors import Conflict, RequestError
+from tokserve.base.errors import Conflict, RequestError
 from tokserve.server.admin import open_updates
 from tokserve.server.admin.commands import read
 from tokserve.server.http import body, errors

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve import admin
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.server.admin.commands import CommandRoute, load_lora_adapter
 from tokserve.server.reply_types import AdapterReply, Success
 from tokserve.server.serving import Serving

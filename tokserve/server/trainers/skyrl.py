@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.errors import RequestError
+from tokserve.base.errors import RequestError
 from tokserve.server.admin import commands
 from tokserve.server.http import body
 from tokserve.server.serving import Serving

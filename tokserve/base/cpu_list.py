@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 
 NODES = Path("/sys/devices/system/node")
 

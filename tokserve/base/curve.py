@@ -10,7 +10,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from tokserve.errors import StartError
+from tokserve.base.errors import StartError
 
 KEY_CHECKS = "inproc://zeromq.zap.01"  # where ZeroMQ asks, within its context, whether a key is admitted (RFC 27)
 DOMAIN = b"tokserve"

@@ -10,8 +10,8 @@ import signal
 import sys
 from contextlib import suppress
 
-from tokserve import cgroups
-from tokserve.memory import gib
+from tokserve.base import cgroups
+from tokserve.base.memory import gib
 
 _KILLS_BEFORE = cgroups.out_of_memory_kills()
 PR_SET_PDEATHSIG = 1

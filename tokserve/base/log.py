@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tokserve.errors import sendable
+from tokserve.base.errors import sendable
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 Format = Literal["text", "json"]
