@@ -40,7 +40,7 @@ import uvloop
 import zmq
 
 from tokserve.engine.output.columns import LogprobColumns, PackedRows, StepColumns
-from tokserve.messages import (
+from tokserve.protocol.messages import (
     Abort,
     Call,
     EngineRequest,
@@ -53,8 +53,8 @@ from tokserve.messages import (
     decode_to_engine,
     encode,
 )
-from tokserve.params import SamplingParams
-from tokserve.plan import LogprobRows
+from tokserve.protocol.params import SamplingParams
+from tokserve.protocol.plan import LogprobRows
 
 VOCAB = 151_936
 PERIOD = 4096  # tokens of the script

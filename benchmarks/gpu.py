@@ -28,8 +28,8 @@ import torch
 from tokserve import ops
 from tokserve.config import Config
 from tokserve.models import dummy
-from tokserve.params import SamplingParams
-from tokserve.plan import Int32, NewRow, StepPlan
+from tokserve.protocol.params import SamplingParams
+from tokserve.protocol.plan import Int32, NewRow, StepPlan
 from tokserve.runner.cuda import CudaBackend
 from tokserve.runner.runner import Runner
 from tokserve.runner.startup import load

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokserve.messages import Finish, Logprobs, RareFields, RowLogprobs, StepOutput, StepStats
-from tokserve.prompt import pack_ids
+from tokserve.protocol.messages import Finish, Logprobs, RareFields, RowLogprobs, StepOutput, StepStats
+from tokserve.protocol.prompt import pack_ids
 
 
 @dataclass

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from tokserve.client.results import CompletionOutput, RequestOutput
     from tokserve.client.sampling_params import RequestOutputKind, SamplingParams
     from tokserve.config import Config
-    from tokserve.params import StructuredOutputs
-    from tokserve.params import StructuredOutputs as StructuredOutputsParams
+    from tokserve.protocol.params import StructuredOutputs
+    from tokserve.protocol.params import StructuredOutputs as StructuredOutputsParams
 
 _HOMES = {
     "LLM": "tokserve.client.llm",
@@ -50,8 +50,8 @@ _HOMES = {
     "RequestOutput": "tokserve.client.results",
     "RequestOutputKind": "tokserve.client.sampling_params",
     "SamplingParams": "tokserve.client.sampling_params",
-    "StructuredOutputs": "tokserve.params",
-    "StructuredOutputsParams": "tokserve.params:StructuredOutputs",  # vLLM's name
+    "StructuredOutputs": "tokserve.protocol.params",
+    "StructuredOutputsParams": "tokserve.protocol.params:StructuredOutputs",  # vLLM's name
 }
 
 

@@ -31,7 +31,7 @@ from tokserve.config import (
 )
 from tokserve.engine_config import GPU_FILE
 from tokserve.option_checks import check, check_encoder, is_local, is_open
-from tokserve.params import VLLM_LOGPROBS_MODES
+from tokserve.protocol.params import VLLM_LOGPROBS_MODES
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tokserve.base.errors import RequestError, StartError
 from tokserve.checkpoint import read_json
-from tokserve.prompt import Feature
+from tokserve.protocol.prompt import Feature
 
 KIND = "image"  # of features
 HEADER = struct.Struct("<4i")  # t, h, w, number of the dtype

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.chaos.scene import Processes, play, thirds
-from tokserve.admin import MODES
+from tokserve.protocol.commands import MODES
 
 GROWTH = 48 << 20  # bytes
 

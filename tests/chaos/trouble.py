@@ -21,7 +21,7 @@ import psutil
 import tokserve
 from tests.chaos.pool import Fault
 from tests.e2e.server import Server
-from tokserve.admin import MODES
+from tokserve.protocol.commands import MODES
 
 KILLED, STOPPED, HUNG = (10.0, 30.0), (2.0, 6.0), (20.0, 50.0)  # seconds between two of a kind, of the engine
 API_KILLED = (20.0, 40.0)  # of an API process, if there are several

@@ -17,10 +17,10 @@ import msgspec
 
 
 def load_params(path: str) -> None:
-    """Make the file the module `tokserve.params`, before anything imports that."""
-    spec = importlib.util.spec_from_file_location("tokserve.params", path)
-    assert spec is not None and spec.loader is not None and "tokserve.params" not in sys.modules
-    sys.modules["tokserve.params"] = module = importlib.util.module_from_spec(spec)
+    """Make the file the module `tokserve.protocol.params`, before anything imports that."""
+    spec = importlib.util.spec_from_file_location("tokserve.protocol.params", path)
+    assert spec is not None and spec.loader is not None and "tokserve.protocol.params" not in sys.modules
+    sys.modules["tokserve.protocol.params"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
 
@@ -28,7 +28,7 @@ async def serve(address: str, model: str, cases: list[Any]) -> list[Any]:
     """The results of all cases, then the schemas."""
     from tests.client.fake_engine import FakeEngine, config, echo
     from tokserve.client.async_llm import AsyncLLM
-    from tokserve.messages import EngineRequest
+    from tokserve.protocol.messages import EngineRequest
     from tokserve.server.app import build_app
 
     results: list[Any] = []

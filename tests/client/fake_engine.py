@@ -23,7 +23,7 @@ from tokserve.config import (
     SchedulerConfig,
     ServerConfig,
 )
-from tokserve.messages import (
+from tokserve.protocol.messages import (
     Abort,
     Announce,
     Call,
@@ -43,8 +43,8 @@ from tokserve.messages import (
     decode_to_engine,
     encode,
 )
-from tokserve.params import SamplingParams
-from tokserve.prompt import unpack_ids
+from tokserve.protocol.params import SamplingParams
+from tokserve.protocol.prompt import unpack_ids
 
 T = TypeVar("T")
 VOCAB = 450

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import tokserve.base.one_blas_thread  # noqa: F401
 from tests.client.fake_engine import READY, FakeEngine, echo
-from tokserve.messages import Call, Dead, FromEngine, Reply
+from tokserve.protocol.messages import Call, Dead, FromEngine, Reply
 
 HERITAGE: dict[str, Callable[[Call], list[FromEngine]]] = {
     "heirless": lambda call: [],

@@ -11,7 +11,7 @@ import pytest
 
 from tokserve.base.errors import RequestError
 from tokserve.client.adapters import AdapterLoads, LoRARequest, each_adapter
-from tokserve.messages import LoadedAdapter, Status
+from tokserve.protocol.messages import LoadedAdapter, Status
 
 
 class Engine:

@@ -15,16 +15,9 @@ from tests.client.scenes import settled, waited
 from tokserve.base.errors import EngineDead, RequestError, RequestFailed, StartError
 from tokserve.client import requests
 from tokserve.client.async_llm import AsyncLLM, collect
-from tokserve.messages import (
-    Abort,
-    Call,
-    Dead,
-    EngineRequest,
-    Finish,
-    StepStats,
-)
-from tokserve.params import RequestOptions, SamplingParams
-from tokserve.prompt import pack_ids, unpack_ids
+from tokserve.protocol.messages import Abort, Call, Dead, EngineRequest, Finish, StepStats
+from tokserve.protocol.params import RequestOptions, SamplingParams
+from tokserve.protocol.prompt import pack_ids, unpack_ids
 from tokserve.text.tokenizer import Tokenizer
 
 PLAIN = SamplingParams()

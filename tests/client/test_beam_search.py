@@ -18,8 +18,8 @@ from tokserve.base.errors import RequestError
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.beam_search import BeamRun
 from tokserve.client.inputs import GenerateRequest
-from tokserve.params import RequestOptions, SamplingParams
-from tokserve.prompt import TokenPrompt, pack_ids
+from tokserve.protocol.params import RequestOptions, SamplingParams
+from tokserve.protocol.prompt import TokenPrompt, pack_ids
 
 pytestmark = pytest.mark.usefixtures("engine_threads")
 

@@ -14,7 +14,7 @@ import zmq
 from tests.client.fake_engine import FakeEngine
 from tokserve.base.errors import StartError
 from tokserve.client.client_socket import BURST, ClientSocket
-from tokserve.messages import Call, Dead, FromEngine, Ready, Reply
+from tokserve.protocol.messages import Call, Dead, FromEngine, Ready, Reply
 
 
 def test_every_message_comes_once_and_in_order(tmp_path: Path) -> None:

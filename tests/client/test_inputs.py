@@ -20,9 +20,9 @@ from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.generation_config import capped, generation_defaults, log_what_is_not_followed, output_cap
 from tokserve.client.inputs import GenerateRequest, Inputs, bare_id, token_prompt, typed
 from tokserve.config import ServerConfig
-from tokserve.messages import EngineRequest
-from tokserve.params import PoolingParams, RequestOptions, SamplingParams, StructuredOutputs
-from tokserve.prompt import Feature, TokenPrompt, pack_ids, unpack_ids
+from tokserve.protocol.messages import EngineRequest
+from tokserve.protocol.params import PoolingParams, RequestOptions, SamplingParams, StructuredOutputs
+from tokserve.protocol.prompt import Feature, TokenPrompt, pack_ids, unpack_ids
 from tokserve.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(Backend.from_str(byte_level_json()))

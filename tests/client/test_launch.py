@@ -25,7 +25,7 @@ from tokserve.cli import api_server
 from tokserve.client import engine_client, launch
 from tokserve.client.async_llm import AsyncLLM, collect
 from tokserve.client.launch import EngineProcess
-from tokserve.params import SamplingParams
+from tokserve.protocol.params import SamplingParams
 
 PLAIN = SamplingParams()
 

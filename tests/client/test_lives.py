@@ -21,8 +21,8 @@ from tests.client.test_restart import until
 from tests.engine.solo import solo
 from tokserve.base.errors import Conflict, EngineDead, RequestError, Unavailable
 from tokserve.client.async_llm import AsyncLLM, collect
-from tokserve.messages import Status
-from tokserve.params import SamplingParams
+from tokserve.protocol.messages import Status
+from tokserve.protocol.params import SamplingParams
 
 PATIENCE = 120.0
 

@@ -24,14 +24,14 @@ from safetensors.torch import load
 from tests.client.fake_engine import config, logprobs_for
 from tests.client.scenes import make
 from tests.text.checkpoints import write_chatml
-from tokserve.admin import COMMANDS
 from tokserve.base.errors import Conflict, EngineDead, RequestError, StartError
 from tokserve.client import launch
 from tokserve.client.adapters import LoRARequest
 from tokserve.client.llm import LLM
 from tokserve.client.results import Logprob, PromptLogprobs, TokenLogprobs
-from tokserve.messages import LoadedAdapter, Status
-from tokserve.params import SamplingParams
+from tokserve.protocol.commands import COMMANDS
+from tokserve.protocol.messages import LoadedAdapter, Status
+from tokserve.protocol.params import SamplingParams
 from tokserve.text.token_texts import TokenTexts
 
 ROOT = Path(__file__).parents[2]

@@ -1,6 +1,6 @@
 """A new option and a new sampling parameter are one line each: they reach the engine from the bodies of all routes.
 
-A process with an edited copy of `tokserve/params.py` serves the real routes over the real client to a fake engine.
+A process with an edited copy of `tokserve/protocol/params.py` serves the real routes over the real client to a fake engine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-import tokserve.params
+import tokserve.protocol.params
 from tests.text.checkpoints import write_chatml
 
 GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions/tokens"
@@ -42,7 +42,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """The results of all cases in order, then the schemas of the OpenAPI document."""
     tmp_path = tmp_path_factory.mktemp("edited")
-    source = Path(tokserve.params.__file__).read_text()
+    source = Path(tokserve.protocol.params.__file__).read_text()
     for before, line in LINES:
         assert source.count(before) == 1
         source = source.replace(before, line + before)

@@ -22,9 +22,9 @@ from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import total
 from tokserve.client.replicas import Replicas
 from tokserve.config import LoraConfig
-from tokserve.messages import StepStats
-from tokserve.params import RequestOptions, SamplingParams
-from tokserve.prompt import TokenPrompt, pack_ids
+from tokserve.protocol.messages import StepStats
+from tokserve.protocol.params import RequestOptions, SamplingParams
+from tokserve.protocol.prompt import TokenPrompt, pack_ids
 
 PATIENCE = 60.0
 

@@ -8,8 +8,8 @@ import pytest
 from tests.client.fake_engine import logprobs_for, stop
 from tokserve.base.errors import EngineDead
 from tokserve.client.request_state import ChoiceState, DeliveryRules, RequestState
-from tokserve.messages import Finish, Logprobs, RareFields
-from tokserve.prompt import TokenPrompt
+from tokserve.protocol.messages import Finish, Logprobs, RareFields
+from tokserve.protocol.prompt import TokenPrompt
 
 
 def make(n: int = 1, stream: bool = True, awaits_scores: bool = False) -> tuple[RequestState, list[ChoiceState]]:

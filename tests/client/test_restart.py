@@ -18,9 +18,9 @@ from tokserve.base.errors import EngineDead, StartError
 from tokserve.client import engine_client
 from tokserve.client.async_llm import AsyncLLM, collect
 from tokserve.client.inputs import GenerateRequest
-from tokserve.messages import Announce, EndAnnouncement, Reply, Submit
-from tokserve.params import SamplingParams
-from tokserve.prompt import TokenPrompt, pack_ids
+from tokserve.protocol.messages import Announce, EndAnnouncement, Reply, Submit
+from tokserve.protocol.params import SamplingParams
+from tokserve.protocol.prompt import TokenPrompt, pack_ids
 
 __all__ = ["mode"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tokserve.client.request_state import RequestState
 from tokserve.client.router import MAX_BLOCKS, PrefixRouter
-from tokserve.messages import EngineRequest
-from tokserve.params import RequestOptions, SamplingParams
-from tokserve.prompt import TokenPrompt, pack_ids
+from tokserve.protocol.messages import EngineRequest
+from tokserve.protocol.params import RequestOptions, SamplingParams
+from tokserve.protocol.prompt import TokenPrompt, pack_ids
 
 BLOCK = 4
 

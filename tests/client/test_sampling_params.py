@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import tokserve
-from tokserve import RequestOutputKind, SamplingParams, StructuredOutputsParams, params
+from tokserve import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from tokserve.base.errors import RequestError
 from tokserve.client.sampling_params import POSITIONS, output_rules, sampling_of
+from tokserve.protocol import params
 from tokserve.server.compat import TOKEN_PARAMS
 
 DEFAULTS = params.SamplingParams()

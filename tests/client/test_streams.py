@@ -22,16 +22,9 @@ from tokserve.base.errors import (
 from tokserve.client.async_llm import AsyncLLM, Stream, collect
 from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import ChoiceOutput, merge
-from tokserve.messages import (
-    Abort,
-    EngineRequest,
-    Stall,
-    StepStats,
-    Submit,
-    SubmitReply,
-)
-from tokserve.params import RequestOptions, SamplingParams
-from tokserve.prompt import TokenPrompt, pack_ids
+from tokserve.protocol.messages import Abort, EngineRequest, Stall, StepStats, Submit, SubmitReply
+from tokserve.protocol.params import RequestOptions, SamplingParams
+from tokserve.protocol.prompt import TokenPrompt, pack_ids
 
 PLAIN = SamplingParams()
 

@@ -32,7 +32,7 @@ from tokserve.client.engine_args import options_of
 from tokserve.client.llm import _priorities
 from tokserve.client.pooling_params import each_pooling
 from tokserve.client.prompts import ParsedPrompt, Tokenization, read, tokenization
-from tokserve.messages import EngineRequest
+from tokserve.protocol.messages import EngineRequest
 
 TALK = [{"role": "user", "content": "one"}]
 Play = Callable[..., None]

@@ -22,7 +22,7 @@ from tests.e2e.test_routes_agree import CHAT, COMPLETIONS, GENERATE, append, ask
 from tokserve import ops
 from tokserve.client.llm import LLM
 from tokserve.client.results import CompletionOutput
-from tokserve.params import SamplingParams, StructuredOutputs
+from tokserve.protocol.params import SamplingParams, StructuredOutputs
 from tokserve.rl import TokserveClient
 from tokserve.train import PolicyModel
 

@@ -10,10 +10,8 @@ from tests.engine.solo import VOCAB, chain, draw, prefixes_of
 from tokserve.config import SpeculationPlan
 from tokserve.engine.request import Request
 from tokserve.engine.speculation.drafter import TextDrafter
-from tokserve.params import SamplingParams
-from tokserve.plan import (
-    DraftPasses,
-)
+from tokserve.protocol.params import SamplingParams
+from tokserve.protocol.plan import DraftPasses
 
 
 class OneByOne:

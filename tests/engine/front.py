@@ -7,7 +7,7 @@ from types import TracebackType
 import zmq
 
 from tokserve.base.curve import ClientKeys, secure_client
-from tokserve.messages import Call, FromEngine, ToEngine, decode_from_engine, encode
+from tokserve.protocol.messages import Call, FromEngine, ToEngine, decode_from_engine, encode
 
 PATIENCE_MS = 60_000
 

@@ -13,7 +13,7 @@ from tests.engine.solo import EOS
 from tokserve.base.errors import RequestError
 from tokserve.engine.request import Request
 from tokserve.engine.structured_output.grammar import Grammar, GrammarState
-from tokserve.params import StructuredOutputs
+from tokserve.protocol.params import StructuredOutputs
 
 STEPS = [{3, 13}, {5}, {6, 16}]  # what may come, place by place
 

@@ -14,8 +14,8 @@ from tests.outputs import Output, unpack
 from tokserve.config import Config
 from tokserve.engine.core import EngineCore
 from tokserve.engine.speculation.drafter import Drafter
-from tokserve.kv_spec import StateLayout
-from tokserve.messages import (
+from tokserve.protocol.kv_spec import StateLayout
+from tokserve.protocol.messages import (
     Abort,
     Call,
     EngineRequest,
@@ -31,8 +31,8 @@ from tokserve.messages import (
     decode_from_engine,
     encode,
 )
-from tokserve.params import PoolingParams, SamplingParams
-from tokserve.prompt import unpack_ids
+from tokserve.protocol.params import PoolingParams, SamplingParams
+from tokserve.protocol.prompt import unpack_ids
 from tokserve.vision import ImageFormat
 
 

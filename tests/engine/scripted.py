@@ -25,9 +25,9 @@ from tests.engine.scripted_states import States, demand
 from tests.engine.solo import START, VOCAB, chain, draw, logprob_row, logprob_width, prefixes_of, rows_of, vector
 from tokserve.base.errors import RequestError
 from tokserve.config import Config
-from tokserve.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
-from tokserve.params import PoolingParams, SamplingParams
-from tokserve.plan import (
+from tokserve.protocol.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
+from tokserve.protocol.params import PoolingParams, SamplingParams
+from tokserve.protocol.plan import (
     DRAWN,
     NO_LEGAL_TOKEN,
     NOT_FINITE,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tokserve.kv_spec import StateLayout
-from tokserve.plan import StepPlan
+from tokserve.protocol.kv_spec import StateLayout
+from tokserve.protocol.plan import StepPlan
 
 
 class IllegalPlan(AssertionError):

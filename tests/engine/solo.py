@@ -12,16 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from tokserve.messages import (
-    EngineRequest,
-    Logprobs,
-)
-from tokserve.params import PoolingParams, RequestOptions, SamplingParams
-from tokserve.plan import (
-    Float32,
-    LogprobRows,
-)
-from tokserve.prompt import Feature, TokenPrompt, pack_ids
+from tokserve.protocol.messages import EngineRequest, Logprobs
+from tokserve.protocol.params import PoolingParams, RequestOptions, SamplingParams
+from tokserve.protocol.plan import Float32, LogprobRows
+from tokserve.protocol.prompt import Feature, TokenPrompt, pack_ids
 
 VOCAB = 20
 EOS = (1,)

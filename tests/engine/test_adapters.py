@@ -11,7 +11,7 @@ from tests.engine.harness import Engine
 from tests.engine.test_control import DEPTHS, PROMPT, answers, ask, update
 from tokserve.base.errors import StartError
 from tokserve.engine.admin.adapters import MAX_NAME
-from tokserve.messages import Reply, Status
+from tokserve.protocol.messages import Reply, Status
 
 
 def make(**options: Any) -> Engine:

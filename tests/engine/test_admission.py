@@ -9,8 +9,16 @@ import pytest
 from tests.engine.harness import Engine
 from tests.engine.solo import VOCAB
 from tokserve.engine import admission, core
-from tokserve.messages import PREEMPTIONS, STEP_TOKENS, Abort, Call, EngineRequest, Submit, SubmitReply
-from tokserve.params import StructuredOutputs
+from tokserve.protocol.messages import (
+    PREEMPTIONS,
+    STEP_TOKENS,
+    Abort,
+    Call,
+    EngineRequest,
+    Submit,
+    SubmitReply,
+)
+from tokserve.protocol.params import StructuredOutputs
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine.harness import Engine
 from tokserve.engine import admission
-from tokserve.messages import Announce, Call, EndAnnouncement, Reply, Submit, SubmitReply
+from tokserve.protocol.messages import Announce, Call, EndAnnouncement, Reply, Submit, SubmitReply
 
 
 def announce(engine: Engine, key: str, number: int = 5, group: str | None = None, owner: bytes = b"A") -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from tests.outputs import unpack
 from tokserve.engine.output.columns import LogprobColumns, PackedRows, StepColumns
-from tokserve.messages import Finish, StepStats
-from tokserve.plan import LogprobRows
-from tokserve.prompt import pack_ids
+from tokserve.protocol.messages import Finish, StepStats
+from tokserve.protocol.plan import LogprobRows
+from tokserve.protocol.prompt import pack_ids
 
 
 def rows(count: int, width: int) -> LogprobRows:

@@ -9,7 +9,7 @@ import pytest
 
 from tokserve.base.errors import Conflict, StartError
 from tokserve.engine.admin.command import PREPARED, STEP_BOUNDARY, Command, Commands, command
-from tokserve.messages import Call, Ready, Reply
+from tokserve.protocol.messages import Call, Ready, Reply
 
 
 class Caller:

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from tests.engine.harness import Engine
-from tokserve.admin import COMMANDS, AdminCommand
 from tokserve.client.admin import AdminMethods
 from tokserve.client.llm import LLM
 from tokserve.engine.admin.states import GENERATION, WEIGHTS
+from tokserve.protocol.commands import COMMANDS, AdminCommand
 
 RL = Path(__file__).parents[2] / "docs" / "rl.md"
 CLIENT_NAMES = {

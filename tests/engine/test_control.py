@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.harness import Engine
 from tokserve.base.errors import RequestError, StartError
-from tokserve.messages import Reply, Status, StepOutput
+from tokserve.protocol.messages import Reply, Status, StepOutput
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 PROMPT = [3, 4, 5, 6, 7, 8, 9, 2, 3]

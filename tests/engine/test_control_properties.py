@@ -20,8 +20,8 @@ import pytest
 from tests.engine.drafters import RandomDrafter, text_drafter
 from tests.engine.grammars import STEPS, LateGrammars, LateMasks
 from tests.engine.harness import Engine
-from tokserve.messages import Abort, Status, StepOutput, Submit, SubmitReply
-from tokserve.params import PoolingParams, SamplingParams, StructuredOutputs
+from tokserve.protocol.messages import Abort, Status, StepOutput, Submit, SubmitReply
+from tokserve.protocol.params import PoolingParams, SamplingParams, StructuredOutputs
 
 OPEN = [9, 8, 7, 6, 5, 4, 3, 2, 9, 9, 8, 8]
 ENDS = {"abort_user", "abort_pause", "abort_quarantine", "abort_disconnect", "deadline", "queue_timeout"}

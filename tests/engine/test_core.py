@@ -9,7 +9,7 @@ import pytest
 from tests.engine.harness import Engine
 from tests.engine.solo import VOCAB
 from tokserve.engine import registry
-from tokserve.messages import Abort, Ready, Reply, Status, StepOutput, Submit
+from tokserve.protocol.messages import Abort, Ready, Reply, Status, StepOutput, Submit
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 

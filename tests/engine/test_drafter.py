@@ -15,9 +15,9 @@ from tests.engine.solo import VOCAB
 from tokserve.engine.kv_cache.block_table import BlockTable
 from tokserve.engine.request import Request
 from tokserve.engine.structured_output.grammar import Grammar
-from tokserve.messages import Submit
-from tokserve.params import StructuredOutputs
-from tokserve.plan import StepPlan
+from tokserve.protocol.messages import Submit
+from tokserve.protocol.params import StructuredOutputs
+from tokserve.protocol.plan import StepPlan
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 PROMPT = [3, 4, 5, 6, 7]

@@ -15,9 +15,9 @@ from tokserve.engine.request import Request
 from tokserve.engine.speculation.draft_budget import StepCosts
 from tokserve.engine.speculation.draft_state import DrawState
 from tokserve.engine.speculation.drawn import EXPLORE, PRIOR, DrawnDrafts
-from tokserve.messages import Submit
-from tokserve.params import StructuredOutputs
-from tokserve.plan import DRAWN, DraftPasses
+from tokserve.protocol.messages import Submit
+from tokserve.protocol.params import StructuredOutputs
+from tokserve.protocol.plan import DRAWN, DraftPasses
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 RUN: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}

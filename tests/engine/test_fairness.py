@@ -13,7 +13,7 @@ from tokserve.engine.fairness import FairQueue, Shares
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.queue import POLICIES
 from tokserve.engine.request import Request
-from tokserve.messages import SubmitReply
+from tokserve.protocol.messages import SubmitReply
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 LIMITS = Limits(64, 20, (1,), "raw")

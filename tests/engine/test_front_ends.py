@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine.harness import Engine
 from tokserve.engine.output import front_ends
-from tokserve.messages import Reply, Status, StepOutput, StepStats, Submit
+from tokserve.protocol.messages import Reply, Status, StepOutput, StepStats, Submit
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 

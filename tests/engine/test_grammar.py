@@ -21,7 +21,7 @@ from tests.engine.grammars import Matcher
 from tokserve.base.errors import RequestError
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.engine.structured_output.grammar import LIMITS, STATE_BYTES, Compiler, Cost, GrammarState
-from tokserve.params import StructuredOutputs
+from tokserve.protocol.params import StructuredOutputs
 
 WIDTH = 300  # of the logits: more than the tokenizer has
 EOS = 287

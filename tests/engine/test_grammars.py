@@ -19,7 +19,7 @@ from tokserve.engine.structured_output import grammars as module
 from tokserve.engine.structured_output import trials as trials_module
 from tokserve.engine.structured_output.grammar import Grammar
 from tokserve.engine.structured_output.grammars import Grammars
-from tokserve.params import StructuredOutputs
+from tokserve.protocol.params import StructuredOutputs
 
 WIDTH, EOS = 300, 287
 MIB = 1 << 20

@@ -14,7 +14,7 @@ from tests.engine.test_scheduler import prompt, shapes
 from tokserve.base.errors import StartError
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.request import Request
-from tokserve.prompt import Feature
+from tokserve.protocol.prompt import Feature
 from tokserve.vision import Grid, ImageFormat, encode_image
 
 SIX = ImageFormat(  # a patch is a pixel; an image has 6 by 6 of them, and 9 tokens

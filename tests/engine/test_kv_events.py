@@ -17,7 +17,7 @@ from tokserve.config import Config
 from tokserve.engine.adapter import Adapter
 from tokserve.engine.kv_cache.event_publisher import END, shifted
 from tokserve.engine.kv_cache.events import EventLog, external
-from tokserve.prompt import Feature
+from tokserve.protocol.prompt import Feature
 
 PATIENCE_MS = 30_000
 

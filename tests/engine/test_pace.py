@@ -13,7 +13,7 @@ from tests.engine.test_drafter import Fixed
 from tokserve.engine.pace import MAX_SLOWDOWN, SMALL, StepPace
 from tokserve.engine.request import Request
 from tokserve.engine.scheduler import LINGER
-from tokserve.plan import StepPlan
+from tokserve.protocol.plan import StepPlan
 
 
 def measured(fixed: float, per_token: float, *sizes: int) -> StepPace:

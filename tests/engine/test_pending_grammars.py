@@ -15,9 +15,9 @@ from tests.engine.harness import Engine
 from tests.engine.solo import EOS, VOCAB
 from tokserve.base.errors import QueueFull, RequestError
 from tokserve.engine.structured_output.grammar import Grammar
-from tokserve.messages import StepOutput, Submit, SubmitReply
-from tokserve.params import StructuredOutputs
-from tokserve.plan import WITHHELD
+from tokserve.protocol.messages import StepOutput, Submit, SubmitReply
+from tokserve.protocol.params import StructuredOutputs
+from tokserve.protocol.plan import WITHHELD
 
 LONG = 60.0  # seconds
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])

@@ -7,7 +7,7 @@ from typing import Any
 from tests.engine.harness import Engine
 from tests.engine.test_adapters import load, make
 from tests.engine.test_control import PROMPT, ask, busy, state
-from tokserve.messages import Reply
+from tokserve.protocol.messages import Reply
 
 NO = {"go": False, "reason": "engine 1 refused: no"}
 

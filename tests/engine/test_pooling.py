@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.harness import Engine
 from tests.engine.test_control import ask, update
-from tokserve.params import PoolingParams
+from tokserve.protocol.params import PoolingParams
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 PROMPT = [3, 4, 5, 6, 7, 8, 9, 2, 3]

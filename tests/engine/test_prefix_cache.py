@@ -10,7 +10,7 @@ from tokserve.engine.adapter import Adapter
 from tokserve.engine.kv_cache.block_pool import CacheBroken
 from tokserve.engine.kv_cache.block_table import BlockTable
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
-from tokserve.prompt import Feature
+from tokserve.protocol.prompt import Feature
 
 
 def make(num_blocks: int = 16, *, enabled: bool = True, model: str = "m", epoch: int = 1) -> PrefixCache:

@@ -26,9 +26,19 @@ from tokserve.base.errors import StartError
 from tokserve.config import Config
 from tokserve.engine import process
 from tokserve.engine.core import EngineCore
-from tokserve.messages import Call, Dead, FromEngine, Ready, Reply, Status, StepOutput, Submit, SubmitReply
-from tokserve.params import SamplingParams
-from tokserve.plan import DeviceFacts
+from tokserve.protocol.messages import (
+    Call,
+    Dead,
+    FromEngine,
+    Ready,
+    Reply,
+    Status,
+    StepOutput,
+    Submit,
+    SubmitReply,
+)
+from tokserve.protocol.params import SamplingParams
+from tokserve.protocol.plan import DeviceFacts
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.engine.drafters import RandomDrafter, text_drafter
 from tests.engine.harness import Engine
 from tests.engine.solo import VOCAB
-from tokserve.params import PoolingParams
-from tokserve.prompt import Feature
+from tokserve.protocol.params import PoolingParams
+from tokserve.protocol.prompt import Feature
 
 OPEN = [9, 8, 7, 6, 5, 4, 3, 2, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2]  # what prompts begin with
 

@@ -13,8 +13,8 @@ from tokserve.base.errors import RequestError
 from tokserve.engine.output.columns import PackedRows, StepColumns
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.request import Request
-from tokserve.messages import Finish, StepStats
-from tokserve.params import PoolingParams, RepetitionDetection, SamplingParams
+from tokserve.protocol.messages import Finish, StepStats
+from tokserve.protocol.params import PoolingParams, RepetitionDetection, SamplingParams
 
 LIMITS = Limits(32, 50, (1, 2), "raw")
 

@@ -10,8 +10,8 @@ import pytest
 from tests.engine.harness import Engine
 from tokserve.base.errors import RequestError
 from tokserve.engine import counters
-from tokserve.plan import StepPlan, StepResult
-from tokserve.prompt import Feature, check_features
+from tokserve.protocol.plan import StepPlan, StepResult
+from tokserve.protocol.prompt import Feature, check_features
 
 
 def shape(plan: StepPlan) -> list[tuple[int, int, bool]]:

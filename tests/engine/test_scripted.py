@@ -17,7 +17,7 @@ from tokserve.engine.kv_cache.block_table import BlockTable
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.request import Request
 from tokserve.engine.scheduler import Scheduler
-from tokserve.plan import StepPlan
+from tokserve.protocol.plan import StepPlan
 
 PROMPT = list(range(12))
 

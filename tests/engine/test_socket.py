@@ -14,7 +14,7 @@ from tests.engine.front import Front
 from tokserve.base.curve import make_keys
 from tokserve.base.errors import StartError
 from tokserve.engine.socket import EngineSocket, Received
-from tokserve.messages import Abort, Call, Dead, Reply, encode
+from tokserve.protocol.messages import Abort, Call, Dead, Reply, encode
 
 
 @pytest.fixture

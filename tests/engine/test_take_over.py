@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.harness import Engine
 from tests.engine.test_control import PROMPT, ask, busy, state, update
-from tokserve.messages import Call, Status, decode_to_engine, encode
+from tokserve.protocol.messages import Call, Status, decode_to_engine, encode
 
 
 def successor(engine: Engine, **directories: tuple[str, str]) -> Engine:

@@ -11,8 +11,8 @@ from tests.engine.harness import Engine
 from tests.engine.solo import VOCAB
 from tokserve.config import SpeculationPlan
 from tokserve.engine.speculation.drafter import TextDrafter
-from tokserve.messages import Submit
-from tokserve.prompt import pack_ids
+from tokserve.protocol.messages import Submit
+from tokserve.protocol.prompt import pack_ids
 
 PROMPT = [3, 4, 5, 6, 7]
 RUN: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}

@@ -18,9 +18,9 @@ from tokserve.base.errors import RequestError
 from tokserve.engine.kv_transfer import transfers
 from tokserve.engine.kv_transfer.tcp import Pull, run_pull
 from tokserve.engine.structured_output.grammar import Grammar
-from tokserve.kv_transfer import KVTransferParams, transfer_params
-from tokserve.messages import Submit, SubmitReply
-from tokserve.params import StructuredOutputs
+from tokserve.protocol.kv_transfer import KVTransferParams, transfer_params
+from tokserve.protocol.messages import Submit, SubmitReply
+from tokserve.protocol.params import StructuredOutputs
 
 PROMPT = [5 + index % 9 for index in range(17)]  # four full blocks of four tokens, and one token
 LEASE = 30.0

@@ -18,7 +18,7 @@ from tokserve.checkpoint import DEMO_DIR
 from tokserve.engine.structured_output import trials as module
 from tokserve.engine.structured_output.grammar import NICENESS, Cost
 from tokserve.engine.structured_output.trials import Trial, Trials
-from tokserve.params import StructuredOutputs
+from tokserve.protocol.params import StructuredOutputs
 
 WIDTH = 300
 BOMB = "start: T\nT: " + " & ".join(f"/[ab]*a[ab]{{{i}}}/" for i in range(600))  # gigabytes, minutes

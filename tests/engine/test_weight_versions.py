@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine.harness import Engine
 from tests.engine.test_control import DEPTHS, ask, update
-from tokserve.messages import Reply
+from tokserve.protocol.messages import Reply
 
 PROMPT = [9, 8, 7, 6, 5, 4, 3, 2, 9, 8]
 

@@ -16,8 +16,8 @@ import pytest
 from tests.runner.drive import plan_of
 from tokserve.config import Config
 from tokserve.executor.base import Executor, make
-from tokserve.kv_spec import KVLayout
-from tokserve.plan import DeviceFacts, GrammarBitmask, StepPlan, StepResult
+from tokserve.protocol.kv_spec import KVLayout
+from tokserve.protocol.plan import DeviceFacts, GrammarBitmask, StepPlan, StepResult
 
 FACTS = DeviceFacts(KVLayout((), 1, 16), 10, "0", {})
 

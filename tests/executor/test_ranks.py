@@ -38,8 +38,8 @@ from tokserve.executor.channel import (
 from tokserve.executor.hub import Hub
 from tokserve.executor.listeners import PairListener, SocketListener
 from tokserve.executor.worker import connect
-from tokserve.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
-from tokserve.plan import DeviceFacts, StepPlan, StepResult, encode
+from tokserve.protocol.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
+from tokserve.protocol.plan import DeviceFacts, StepPlan, StepResult, encode
 
 WAIT = 10.0
 NO_TEXT = encode(Broken("text")).replace(b"text", b"te\xfft")  # a message whose string is not UTF-8

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_
 import msgspec
 from pydantic import BaseModel
 
-from tokserve.params import SamplingParams, StructuredOutputs
+from tokserve.protocol.params import SamplingParams, StructuredOutputs
 from tokserve.server.app import ENDPOINTS
 from tokserve.server.compat import SGLANG
 from tokserve.server.endpoint import Endpoint

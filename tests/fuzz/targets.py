@@ -18,11 +18,11 @@ from tokenizers import Tokenizer as Backend
 from tests.server.byte_tokenizer import TOKENIZER
 from tests.server.site import site
 from tests.text.checkpoints import CHATML, KINDS
-from tokserve import messages
 from tokserve.base.errors import RequestError
 from tokserve.base.structs import UNREADABLE
-from tokserve.params import RequestOptions, SamplingParams
-from tokserve.prompt import TokenPrompt
+from tokserve.protocol import messages
+from tokserve.protocol.params import RequestOptions, SamplingParams
+from tokserve.protocol.prompt import TokenPrompt
 from tokserve.server.anthropic import messages as anthropic_messages
 from tokserve.server.http import body
 from tokserve.server.openai import chat, completions, derender, render, responses, tokenize

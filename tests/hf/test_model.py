@@ -19,7 +19,7 @@ from tokserve.hf.load import load
 from tokserve.hf.model import TransformersModel
 from tokserve.layers.lora import LoraSlots, LowRank
 from tokserve.models.staging import Staging
-from tokserve.params import SamplingParams
+from tokserve.protocol.params import SamplingParams
 from tokserve.train import PolicyModel
 
 transformers.utils.logging.set_verbosity_error()

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokserve.kv_spec import KVSpec
 from tokserve.layers.attention import Attention, AttentionSpec
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.rope import RopeSpec, rope_table
+from tokserve.protocol.kv_spec import KVSpec
 
 HIDDEN, HEADS, KV_HEADS, DIM, TOKENS, PAGE = 12, 4, 2, 6, 21, 4
 ROPE = RopeSpec(DIM, 50.0)

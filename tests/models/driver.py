@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from tokserve.kv_spec import StateSpec
 from tokserve.layers.batch import ForwardBatch, LogitsRows, StateRows
 from tokserve.models.decoder import Decoder
+from tokserve.protocol.kv_spec import StateSpec
 
 PAGE = 16
 SPARE = 3  # inputs in a ring beyond its taps

@@ -11,8 +11,8 @@ from tests.models.pictures import Picture, oracle, oracle_logits, prompt_of
 from tests.runner.drive import Driver, Job
 from tokserve import checkpoint
 from tokserve.config import Config
-from tokserve.params import SamplingParams
-from tokserve.plan import DeviceFacts
+from tokserve.protocol.params import SamplingParams
+from tokserve.protocol.plan import DeviceFacts
 from tokserve.runner.runner import Runner
 from tokserve.runner.startup import load
 from tokserve.vision import ImageFormat, image_format

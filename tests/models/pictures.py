@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from tests.tiny_models import tiny_gemma_vision_config, tiny_vision_config, write_checkpoint
-from tokserve.prompt import Feature
+from tokserve.protocol.prompt import Feature
 from tokserve.vision import KIND, Grid, ImageFormat, encode_image
 
 

@@ -12,7 +12,6 @@ import torch
 from tests.models.driver import Driver, prefill, random_ids
 from tests.tiny_families import FAMILIES
 from tests.tiny_models import tiny_config
-from tokserve.kv_spec import KVSpec
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import RopeSpec
@@ -22,6 +21,7 @@ from tokserve.models.load import build, load
 from tokserve.models.registry import decoder_spec
 from tokserve.models.spec import AROUND
 from tokserve.models.weights import load_into
+from tokserve.protocol.kv_spec import KVSpec
 
 SLOW = {  # families whose parts are those of others
     "olmoe", "flex_olmo", "granitemoe", "granitemoeshared", "ernie4_5_moe", "dots1", "minimax_m2", "hunyuan_v1_moe",

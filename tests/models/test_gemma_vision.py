@@ -21,7 +21,7 @@ from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.siglip import SiglipSpec
 from tokserve.models.load import load as load_model
 from tokserve.models.registry import decoder_spec
-from tokserve.prompt import Feature
+from tokserve.protocol.prompt import Feature
 from tokserve.runner.attention_rows import divide
 from tokserve.vision import KIND, Grid, check_image, decode_image, encode_image, image_format
 

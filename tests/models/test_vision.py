@@ -18,7 +18,7 @@ from tokserve import checkpoint
 from tokserve.base.errors import StartError
 from tokserve.config import Config
 from tokserve.models.registry import decoder_spec
-from tokserve.params import SamplingParams
+from tokserve.protocol.params import SamplingParams
 from tokserve.runner.startup import load
 from tokserve.vision import Grid, decode_image
 

@@ -14,7 +14,7 @@ import pytest
 from tests import needs
 from tests.ray.cluster import RayCluster
 from tokserve.client.llm import LLM
-from tokserve.params import SamplingParams
+from tokserve.protocol.params import SamplingParams
 
 pytestmark = [needs.RAY.skips(), pytest.mark.slow, pytest.mark.timeout(900)]
 ROWS = 10_000

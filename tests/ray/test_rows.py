@@ -12,7 +12,7 @@ import pytest
 
 from tests import needs
 from tokserve.client.llm import LLM
-from tokserve.params import SamplingParams
+from tokserve.protocol.params import SamplingParams
 
 pytestmark = needs.RAY.skips()
 OPTIONS: dict[str, Any] = {"cpu_threads": 1, "kv_cache_memory_bytes": 2 << 20}

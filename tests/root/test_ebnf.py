@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tokserve.base.errors import RequestError
-from tokserve.ebnf import EbnfError, as_lark, is_ebnf
-from tokserve.params import StructuredOutputs
+from tokserve.protocol.ebnf import EbnfError, as_lark, is_ebnf
+from tokserve.protocol.params import StructuredOutputs
 
 OBJECT = 'root ::= "{" pair ("," pair)* "}"\npair ::= [a-z]+ ":" number # a comment\nnumber ::= [0-9]{1,3}\n'
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tokserve import jsonschema
+from tokserve.protocol import jsonschema
 
 SHUT = {"additionalProperties": False}
 A = {"type": "object", "properties": {"a": {}}}

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from tokserve import messages as m
 from tokserve.client.outputs import join_masks
-from tokserve.params import PoolingParams, RequestOptions, SamplingParams
-from tokserve.prompt import Feature, TokenPrompt, pack_ids, unpack_ids
+from tokserve.protocol import messages as m
+from tokserve.protocol.params import PoolingParams, RequestOptions, SamplingParams
+from tokserve.protocol.prompt import Feature, TokenPrompt, pack_ids, unpack_ids
 
 
 @pytest.mark.parametrize(

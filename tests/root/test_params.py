@@ -3,7 +3,7 @@
 import pytest
 
 from tokserve.base.errors import RequestError
-from tokserve.params import RepetitionDetection, SamplingParams
+from tokserve.protocol.params import RepetitionDetection, SamplingParams
 
 BAD = {
     "temperature": [-0.1, 2.01, float("nan"), float("inf")],

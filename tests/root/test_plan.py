@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tokserve.params import PoolingParams, SamplingParams
-from tokserve.plan import LogprobRows, NewRow, StepPlan, StepResult, decode_hook, encode
-from tokserve.prompt import Feature
+from tokserve.protocol.params import PoolingParams, SamplingParams
+from tokserve.protocol.plan import LogprobRows, NewRow, StepPlan, StepResult, decode_hook, encode
+from tokserve.protocol.prompt import Feature
 
 
 def equal(one: object, other: object) -> bool:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tokserve.base.errors import RequestError
-from tokserve.params import StructuredOutputs
-from tokserve.reduced_schema import SchemaError, reduced
-from tokserve.schema_logic import by_pointer, exclude_one_another
+from tokserve.protocol.params import StructuredOutputs
+from tokserve.protocol.reduced_schema import SchemaError, reduced
+from tokserve.protocol.schema_logic import by_pointer, exclude_one_another
 
 STRING, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
 OBJECT = {"type": "object", "properties": {"a": INTEGER}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tokserve.regex import explicit_classes
+from tokserve.protocol.regex import explicit_classes
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,17 @@ from tests.runner.fake_device import FakeDevice
 from tests.tiny_models import tiny_config
 from tokserve import device
 from tokserve.config import Config
-from tokserve.params import SamplingParams
-from tokserve.plan import OK, DeviceFacts, LogprobRows, NewRow, SamplingMaskRows, StepPlan, StepResult
-from tokserve.prompt import Feature
+from tokserve.protocol.params import SamplingParams
+from tokserve.protocol.plan import (
+    OK,
+    DeviceFacts,
+    LogprobRows,
+    NewRow,
+    SamplingMaskRows,
+    StepPlan,
+    StepResult,
+)
+from tokserve.protocol.prompt import Feature
 from tokserve.runner.runner import Runner
 from tokserve.runner.startup import load
 

@@ -28,7 +28,7 @@ from tests.runner.test_runner import prompt
 from tests.tiny_models import tiny_config
 from tokserve import device, ops
 from tokserve.ops.triton import dense, float8, int8, launch, wna16
-from tokserve.params import SamplingParams
+from tokserve.protocol.params import SamplingParams
 
 HOME = torch.device("meta")
 READS = ("item", "tolist", "numpy", "__bool__", "__int__", "__index__")

@@ -13,8 +13,8 @@ from scipy.stats import chi2
 from tests.runner.drive import Driver, Job, make_runner
 from tests.runner.test_runner import prompt
 from tests.tiny_models import tiny_config
-from tokserve.params import SamplingParams
-from tokserve.plan import DRAWN
+from tokserve.protocol.params import SamplingParams
+from tokserve.protocol.plan import DRAWN
 
 SEEDS, ROWS, LENGTH = 100_000, 250, 3
 PROMPT = prompt(9, 4)

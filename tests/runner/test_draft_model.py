@@ -18,8 +18,8 @@ from tests.runner.test_runner import jobs, outcomes, prompt
 from tests.tiny_models import tiny_config
 from tokserve import device
 from tokserve.base.errors import StartError
-from tokserve.params import SamplingParams
-from tokserve.plan import DRAWN, DeviceFacts, NewRow, StepPlan
+from tokserve.protocol.params import SamplingParams
+from tokserve.protocol.plan import DRAWN, DeviceFacts, NewRow, StepPlan
 from tokserve.runner import draft_model
 from tokserve.runner.draft_progress import DraftProgress
 from tokserve.runner.runner import Runner

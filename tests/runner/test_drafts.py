@@ -14,8 +14,8 @@ from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import jobs, outcomes, prompt
 from tests.tiny_models import tiny_config
 from tokserve import device
-from tokserve.params import SamplingParams, StructuredOutputs
-from tokserve.plan import (
+from tokserve.protocol.params import SamplingParams, StructuredOutputs
+from tokserve.protocol.plan import (
     NO_LEGAL_TOKEN,
     NOT_FINITE,
     OK,

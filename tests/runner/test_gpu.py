@@ -21,8 +21,8 @@ from tests.runner.test_lora import load
 from tests.runner.test_runner import jobs, outcomes, prompt
 from tests.runner.test_weight_sync import by_stream
 from tests.tiny_models import tiny_config, write_checkpoint
-from tokserve.params import SamplingParams
-from tokserve.plan import DeviceFacts
+from tokserve.protocol.params import SamplingParams
+from tokserve.protocol.plan import DeviceFacts
 from tokserve.runner.runner import Runner
 
 pytestmark = [

@@ -19,9 +19,9 @@ from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import device
 from tokserve.base.errors import StartError
 from tokserve.engine.request import Request
-from tokserve.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
-from tokserve.params import SamplingParams
-from tokserve.plan import NewRow
+from tokserve.protocol.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
+from tokserve.protocol.params import SamplingParams
+from tokserve.protocol.plan import NewRow
 from tokserve.runner import kvcache
 from tokserve.runner.states import StateTable
 from tokserve.train import PolicyModel

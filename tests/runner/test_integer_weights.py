@@ -23,7 +23,7 @@ from tests.runner.test_weight_sync import by_gloo, by_shared_memory, by_stream, 
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import device
 from tokserve.layers.quantized import quantize_int4
-from tokserve.params import SamplingParams
+from tokserve.protocol.params import SamplingParams
 from tokserve.rl import checksums
 
 FORMS = ["int4", "gptq", "mxfp4"]

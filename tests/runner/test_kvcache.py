@@ -5,7 +5,7 @@ import torch
 
 from tokserve.base.errors import StartError
 from tokserve.config import CacheConfig
-from tokserve.kv_spec import KVLayout, KVSpec, StateSpec
+from tokserve.protocol.kv_spec import KVLayout, KVSpec, StateSpec
 from tokserve.runner import kvcache
 
 GIB = 1 << 30

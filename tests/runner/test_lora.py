@@ -16,8 +16,8 @@ from tests.runner.test_runner import outcomes, prompt
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import device as device_module
 from tokserve.base.errors import Forbidden, RequestError
-from tokserve.params import SamplingParams
-from tokserve.plan import DeviceFacts
+from tokserve.protocol.params import SamplingParams
+from tokserve.protocol.plan import DeviceFacts
 from tokserve.runner.runner import Runner
 
 Loaded = tuple[Runner, DeviceFacts]

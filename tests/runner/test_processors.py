@@ -11,8 +11,8 @@ import torch
 from transformers import NoRepeatNGramLogitsProcessor
 
 from tokserve import ops
-from tokserve.params import SamplingParams, StructuredOutputs
-from tokserve.plan import GrammarBitmask, NewRow
+from tokserve.protocol.params import SamplingParams, StructuredOutputs
+from tokserve.protocol.plan import GrammarBitmask, NewRow
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.pipeline import Pipeline
 from tokserve.runner.processors import is_extreme

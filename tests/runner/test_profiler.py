@@ -14,8 +14,8 @@ from tests.runner.drive import make_runner, plan_of
 from tests.tiny_models import tiny_config
 from tokserve.base.errors import RequestFailed
 from tokserve.base.trace import Spans
-from tokserve.params import SamplingParams
-from tokserve.plan import NewRow
+from tokserve.protocol.params import SamplingParams
+from tokserve.protocol.plan import NewRow
 from tokserve.runner.profiler import RunnerProfiler
 
 

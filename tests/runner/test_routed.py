@@ -8,10 +8,10 @@ import torch
 
 from tests.runner.drive import plan_of
 from tests.tiny_models import tiny_config
-from tokserve.kv_spec import KVLayout
 from tokserve.models.registry import decoder_spec
-from tokserve.params import SamplingParams
-from tokserve.plan import NewRow
+from tokserve.protocol.kv_spec import KVLayout
+from tokserve.protocol.params import SamplingParams
+from tokserve.protocol.plan import NewRow
 from tokserve.runner.host_slots import HostSlots
 from tokserve.runner.routed import RoutedTable
 

@@ -14,8 +14,8 @@ from tests.runner.drive import Driver, Job, make_runner, plan_of
 from tests.tiny_models import tiny_config
 from tokserve.base.errors import NotFound, StartError
 from tokserve.models.dummy import values as dummy_values
-from tokserve.params import SamplingParams
-from tokserve.plan import NO_LEGAL_TOKEN, NOT_FINITE, DeviceFacts
+from tokserve.protocol.params import SamplingParams
+from tokserve.protocol.plan import NO_LEGAL_TOKEN, NOT_FINITE, DeviceFacts
 from tokserve.runner import kvcache
 from tokserve.runner.host import HostBackend
 from tokserve.runner.runner import Runner

@@ -12,8 +12,8 @@ from scipy import stats
 from tests.runner.drive import row
 from tokserve import ops
 from tokserve.device import Host
-from tokserve.params import LOGPROBS_MODES, SamplingParams
-from tokserve.plan import NO_LEGAL_TOKEN, NOT_FINITE, OK, LogprobRows, NewRow
+from tokserve.protocol.params import LOGPROBS_MODES, SamplingParams
+from tokserve.protocol.plan import NO_LEGAL_TOKEN, NOT_FINITE, OK, LogprobRows, NewRow
 from tokserve.rl import sticky_seeds
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.sampler import SampledTokens, Sampler

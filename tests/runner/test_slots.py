@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.runner.drive import plan_of
-from tokserve.params import PoolingParams, SamplingParams
-from tokserve.plan import NewRow, StepPlan
+from tokserve.protocol.params import PoolingParams, SamplingParams
+from tokserve.protocol.plan import NewRow, StepPlan
 from tokserve.runner.host_slots import HostSlots
 from tokserve.runner.slots import MIN_TEMPERATURE, last_indices, logit_lengths
 

@@ -12,9 +12,9 @@ import pytest
 
 from tests.runner.test_runner import prompt
 from tests.runner.test_with_engine import VOCAB, RealEngine
-from tokserve.messages import Submit
-from tokserve.params import RepetitionDetection
-from tokserve.prompt import pack_ids
+from tokserve.protocol.messages import Submit
+from tokserve.protocol.params import RepetitionDetection
+from tokserve.protocol.prompt import pack_ids
 
 OPTIONS: list[dict[str, Any]] = [
     {}, {"temperature": 0.0}, {"temperature": 0.0, "logprobs": 2}, {"temperature": 0.3, "top_k": 5},

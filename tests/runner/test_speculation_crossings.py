@@ -24,9 +24,9 @@ from tests.runner.test_speculation import OPTIONS, drafts_for
 from tests.runner.test_with_engine import RealEngine
 from tests.tiny_models import tiny_config
 from tokserve.checkpoint import DEMO_DIR
-from tokserve.messages import FromEngine, StepOutput, Submit
-from tokserve.params import StructuredOutputs
-from tokserve.prompt import pack_ids
+from tokserve.protocol.messages import FromEngine, StepOutput, Submit
+from tokserve.protocol.params import StructuredOutputs
+from tokserve.protocol.prompt import pack_ids
 
 VOCAB = 288
 TASK = [286, 84, 82, 68, 81, 198, 271, 220, 83, 71, 68, 220, 86, 78, 81, 67, 220, 82, 83, 78, 77, 68, 13, 287, 198, 286]

@@ -30,8 +30,8 @@ from tokserve.base.errors import Conflict, Forbidden, RequestError, TransferFail
 from tokserve.config import Config
 from tokserve.models import weights
 from tokserve.models.formats.base import is_finite
-from tokserve.params import SamplingParams
-from tokserve.plan import DeviceFacts
+from tokserve.protocol.params import SamplingParams
+from tokserve.protocol.plan import DeviceFacts
 from tokserve.rl import broadcast, checksums
 from tokserve.rl.errors import TransferError
 from tokserve.runner.runner import Runner

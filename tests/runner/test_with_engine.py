@@ -21,7 +21,7 @@ from tokserve.engine.core import EngineCore
 from tokserve.engine.request import Request
 from tokserve.engine.speculation.drafter import Drafter
 from tokserve.executor.inline import InlineExecutor
-from tokserve.messages import DraftCounts
+from tokserve.protocol.messages import DraftCounts
 
 VOCAB = 320
 KINDS: list[dict[str, Any]] = [

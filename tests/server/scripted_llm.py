@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 
 from tests.server.byte_tokenizer import EOS, TOKENIZER, VOCAB, ids
-from tokserve.admin import COMMANDS
 from tokserve.base.errors import REFUSALS, EngineDead, RequestError
 from tokserve.client.announcement import RequestAnnouncement
 from tokserve.client.async_llm import AsyncLLM
@@ -28,7 +27,8 @@ from tokserve.client.request_state import RequestState
 from tokserve.client.stream import Stream
 from tokserve.config import Config
 from tokserve.engine.core import EngineCore
-from tokserve.messages import (
+from tokserve.protocol.commands import COMMANDS
+from tokserve.protocol.messages import (
     Abort,
     Call,
     Dead,
@@ -42,9 +42,9 @@ from tokserve.messages import (
     decode_to_engine,
     encode,
 )
-from tokserve.params import SamplingParams
-from tokserve.plan import StepPlan
-from tokserve.prompt import unpack_ids
+from tokserve.protocol.params import SamplingParams
+from tokserve.protocol.plan import StepPlan
+from tokserve.protocol.prompt import unpack_ids
 from tokserve.testing.executor import Row, ScriptedChoice, ScriptedModel
 from tokserve.testing.script import ScriptedReply
 from tokserve.text.tokenizer import Tokenizer

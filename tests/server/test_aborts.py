@@ -11,7 +11,7 @@ import pytest
 from tests.server.byte_tokenizer import VOCAB
 from tests.server.site import Caller, Site, site
 from tokserve.client.inputs import GenerateRequest, token_prompt
-from tokserve.params import SamplingParams
+from tokserve.protocol.params import SamplingParams
 from tokserve.text.tokenizer import Tokenizer
 
 GENERATE = "/inference/v1/generate"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.server.site import Site, site
 from tokserve.base.errors import refused
-from tokserve.messages import LoadedAdapter, Status
+from tokserve.protocol.messages import LoadedAdapter, Status
 
 LOADED = Status(adapters=[LoadedAdapter("sql", "/adapters/sql", 3), LoadedAdapter("tone", "/adapters/tone", 1)])
 ROUTES: dict[str, dict[str, Any]] = {

@@ -5,7 +5,7 @@ import os
 from tests.server.scripted_llm import TOKEN_SECONDS, says
 from tests.server.site import site
 from tests.server.test_metrics import values
-from tokserve.messages import StepStats
+from tokserve.protocol.messages import StepStats
 from tokserve.server.observe.counters import ApiProcess, SharedCounters, create_shared_memory
 
 

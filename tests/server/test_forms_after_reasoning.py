@@ -11,7 +11,7 @@ from tests.replies import good
 from tests.server.site import Site, chat_site
 from tests.text.tool_templates import HERMES, OPENED, THINKER
 from tokserve.base.errors import RequestError
-from tokserve.params import StructuredOutputs
+from tokserve.protocol.params import StructuredOutputs
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "a"}]

@@ -10,7 +10,7 @@ import tokserve
 from tests.server.site import Site, site
 from tokserve.base.errors import EngineDead
 from tokserve.client.outputs import StepStats
-from tokserve.messages import Status
+from tokserve.protocol.messages import Status
 from tokserve.server.serving import Serving
 
 PUBLIC = {"/", "/health", "/ping", "/ready", "/version"}

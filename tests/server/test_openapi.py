@@ -7,7 +7,7 @@ import pytest
 
 from tests.server.site import Site, site
 from tokserve.checkpoint import DEMO_DIR
-from tokserve.params import SamplingParams
+from tokserve.protocol.params import SamplingParams
 from tokserve.server.app import endpoints
 from tokserve.server.descriptions import EXAMPLES, FIELDS, STATUSES, TAGS
 from tokserve.server.http.auth import PUBLIC

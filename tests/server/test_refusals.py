@@ -13,7 +13,7 @@ import pytest
 from tests.server.byte_tokenizer import VOCAB
 from tests.server.site import Caller, Site, site
 from tokserve.base.errors import Conflict, QueueFull
-from tokserve.params import SamplingParams
+from tokserve.protocol.params import SamplingParams
 from tokserve.server.app import CONTROL
 from tokserve.server.tokens.generate import GenerateBody
 

@@ -10,7 +10,7 @@ from tests.replies import good
 from tests.server.byte_tokenizer import EOS, TOKENIZER, VOCAB, ids
 from tests.server.scripted_llm import says
 from tests.server.site import Site, site
-from tokserve.params import MAX_CHOICES
+from tokserve.protocol.params import MAX_CHOICES
 from tokserve.server.http import body as bodies
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"

@@ -13,7 +13,7 @@ from tests.server.scripted_llm import NOWHERE, TOKEN_SECONDS, endless, says
 from tests.server.site import Caller, Site, parse_events, site
 from tests.waiting import PATIENCE
 from tokserve.checkpoint import DEMO_DIR
-from tokserve.params import SamplingParams, StructuredOutputs
+from tokserve.protocol.params import SamplingParams, StructuredOutputs
 from tokserve.server.compat import SGLANG
 from tokserve.server.sglang.generate import SglangGenerateBody
 from tokserve.server.sglang.sampling import SglangSamplingParams

@@ -12,7 +12,7 @@ from tests.server.site import Caller, Site, command_site
 from tokserve import checkpoint
 from tokserve.base.errors import Conflict, RequestError, StartError
 from tokserve.client.outputs import StepStats
-from tokserve.messages import LoadedAdapter, Status
+from tokserve.protocol.messages import LoadedAdapter, Status
 from tokserve.server.app import endpoints
 from tokserve.server.sglang.routes import ENDPOINTS
 

@@ -14,7 +14,7 @@ from tests.server.scripted_llm import Script, columns, endless, says
 from tests.server.site import Caller, Site, parse_events, site
 from tests.waiting import PATIENCE
 from tokserve.client.outputs import ChoiceOutput
-from tokserve.params import SamplingParams
+from tokserve.protocol.params import SamplingParams
 from tokserve.server.replies import logprobs, reply_parts, sse
 from tokserve.server.replies.sse import StreamWriter, request_failure
 from tokserve.server.tokens import generate

@@ -9,7 +9,7 @@ import pytest
 from tests.server.scripted_llm import says
 from tests.server.site import Site, site
 from tokserve.base.errors import RequestError
-from tokserve.params import StructuredOutputs
+from tokserve.protocol.params import StructuredOutputs
 
 GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
 TEXT = {CHAT: {"messages": [{"role": "user", "content": "x"}]}, COMPLETIONS: {"prompt": "x", "max_tokens": 4}}

@@ -13,7 +13,7 @@ import pytest
 from tests.server.site import command_site
 from tests.server.test_control import complete
 from tokserve.base.errors import Conflict, RequestError
-from tokserve.messages import Status
+from tokserve.protocol.messages import Status
 
 AREAL_GROUP = {"master_address": "10.0.0.1", "master_port": "29500", "rank_offset": 1, "world_size": 2,
                "backend": "gloo", "group_name": "update_weight_group"}  # fmt: skip

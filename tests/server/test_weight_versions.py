@@ -8,8 +8,8 @@ import pytest
 
 from tests.replies import good
 from tests.server.site import Site, site
-from tokserve.messages import Call
-from tokserve.plan import StepPlan
+from tokserve.protocol.messages import Call
+from tokserve.protocol.plan import StepPlan
 from tokserve.rl.rollouts import read_rollout
 
 PROMPT = [70, 71, 72, 73, 74, 75, 76, 77]

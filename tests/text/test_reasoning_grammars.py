@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from tests.engine.grammars import Matcher
 from tokserve.base.errors import RequestError
 from tokserve.engine.structured_output.grammar import Compiler
-from tokserve.params import StructuredOutputs
+from tokserve.protocol.params import StructuredOutputs
 from tokserve.text.reasoning_grammars import after_reasoning
 from tokserve.text.tokenizer import Tokenizer
 from tokserve.text.tool_formats import THINKING, named

@@ -6,7 +6,7 @@ import pytest
 
 from tests.server.byte_tokenizer import TOKENIZER, ids
 from tokserve.base.errors import RequestError
-from tokserve.params import SamplingParams
+from tokserve.protocol.params import SamplingParams
 from tokserve.text.detokenizer import Detokenizer
 
 OPENED, ASSUMED = ["<think>", "</think>"], ["", "</think>"]

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 from tests.engine.grammars import Matcher
 from tokserve.base.errors import RequestError
 from tokserve.engine.structured_output.grammar import Compiler
-from tokserve.params import StructuredOutputs
+from tokserve.protocol.params import StructuredOutputs
 from tokserve.text import tool_grammars
 from tokserve.text.output_format import OutputFormat
 from tokserve.text.parsing import Parser

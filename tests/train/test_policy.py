@@ -24,8 +24,8 @@ from tests.train.references import cosine
 from tokserve import SamplingParams, ops
 from tokserve.base.errors import StartError
 from tokserve.models.load import load
-from tokserve.params import PARAMS_REFUSED, PARAMS_WITHOUT_EFFECT
-from tokserve.params import SamplingParams as SentParams
+from tokserve.protocol.params import PARAMS_REFUSED, PARAMS_WITHOUT_EFFECT
+from tokserve.protocol.params import SamplingParams as SentParams
 from tokserve.runner import processors
 from tokserve.train import PolicyModel, adjustments, scores
 

@@ -19,7 +19,7 @@ from tokserve.bench.datasets import Conversation, DatasetSpec
 from tokserve.bench.report import Outcome, spread, totals
 from tokserve.client.llm import LLM
 from tokserve.client.results import RequestOutput
-from tokserve.params import SamplingParams
+from tokserve.protocol.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

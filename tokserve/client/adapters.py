@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from tokserve.base.errors import RequestError, StartError
 from tokserve.checkpoint import ADAPTER_FILES, locate_adapter
-from tokserve.messages import Status
+from tokserve.protocol.messages import Status
 
 FIELD = "lora_request"
 

@@ -15,11 +15,11 @@ from contextlib import asynccontextmanager, closing, suppress
 from functools import cached_property
 from typing import Any
 
-from tokserve.admin import UpdateFromDirectory
 from tokserve.base.errors import Conflict, EngineDead, RequestError
 from tokserve.client.adapters import AdapterLoads, LoRARequest
-from tokserve.messages import Status
-from tokserve.prompt import pack_ids
+from tokserve.protocol.commands import UpdateFromDirectory
+from tokserve.protocol.messages import Status
+from tokserve.protocol.prompt import pack_ids
 
 
 def _part(request: Any, name: str) -> Any:

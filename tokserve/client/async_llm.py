@@ -40,8 +40,8 @@ from tokserve.client.weight_pushes import WeightPushes
 from tokserve.config import Config
 from tokserve.image_parts import ImageUrl
 from tokserve.media.images import ImageReader, refuse_images, with_images
-from tokserve.params import PoolingParams, RequestOptions, SamplingParams
-from tokserve.prompt import TokenPrompt, unpack_ids
+from tokserve.protocol.params import PoolingParams, RequestOptions, SamplingParams
+from tokserve.protocol.prompt import TokenPrompt, unpack_ids
 from tokserve.resolve import resolve
 from tokserve.text.chat import ChatTemplate
 from tokserve.text.tokenizer import Tokenizer

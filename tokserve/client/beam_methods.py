@@ -13,8 +13,8 @@ from tokserve.client.beam_search import BeamRun, BeamSearchParams
 from tokserve.client.inputs import GenerateRequest, token_prompt
 from tokserve.client.prompts import ParsedPrompt
 from tokserve.client.results import TokenLogprobs
-from tokserve.params import RequestOptions, SamplingParams
-from tokserve.prompt import TokenPrompt, unpack_ids
+from tokserve.protocol.params import RequestOptions, SamplingParams
+from tokserve.protocol.prompt import TokenPrompt, unpack_ids
 from tokserve.text.tokenizer import Tokenizer
 
 

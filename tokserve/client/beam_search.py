@@ -24,9 +24,9 @@ from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import ChoiceOutput, Logprobs, join_logprobs
 from tokserve.client.request_state import RequestState
 from tokserve.client.stream import collect
-from tokserve.messages import Ready
-from tokserve.params import LogprobsMode, SamplingParams
-from tokserve.prompt import TokenPrompt, pack_ids
+from tokserve.protocol.messages import Ready
+from tokserve.protocol.params import LogprobsMode, SamplingParams
+from tokserve.protocol.prompt import TokenPrompt, pack_ids
 from tokserve.text.detokenizer import Detokenizer
 
 Spans = list[tuple[str, int, int]]

@@ -11,7 +11,7 @@ from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.beam_search import BeamRun, BeamSearchParams
 from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import ChoiceOutput
-from tokserve.prompt import TokenPrompt, unpack_ids
+from tokserve.protocol.prompt import TokenPrompt, unpack_ids
 from tokserve.text.detokenizer import Detokenizer
 
 

@@ -14,7 +14,7 @@ import zmq
 
 from tokserve.base.curve import ClientKeys, secure_client
 from tokserve.base.errors import StartError
-from tokserve.messages import FromEngine, ToEngine, decode_from_engine, encode
+from tokserve.protocol.messages import FromEngine, ToEngine, decode_from_engine, encode
 
 RECONNECT_MS = 20  # between attempts to connect, while the engine's socket does not exist yet
 BURST = 64  # messages read before the loop's other work gets its turn

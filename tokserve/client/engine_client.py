@@ -24,7 +24,7 @@ from tokserve.client.placement import start_engine
 from tokserve.client.request_state import RequestState
 from tokserve.client.requests import Requests
 from tokserve.config import Config
-from tokserve.messages import (
+from tokserve.protocol.messages import (
     Abort,
     Announce,
     Call,

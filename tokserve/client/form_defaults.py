@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from tokserve.config import ServerConfig
-from tokserve.params import StructuredOutputs
+from tokserve.protocol.params import StructuredOutputs
 
 
 class FormDefaults(NamedTuple):

@@ -16,7 +16,7 @@ import msgspec
 from tokserve import checkpoint
 from tokserve.base.errors import RequestError, StartError
 from tokserve.config import ModelConfig
-from tokserve.params import SamplingParams
+from tokserve.protocol.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from tokserve.client.form_defaults import FormDefaults
 from tokserve.client.request_state import ChoiceState, DeliveryRules, RequestState
 from tokserve.client.transfer_check import check_transfer
 from tokserve.config import Config, LimitsConfig
-from tokserve.messages import EngineRequest, Ready
-from tokserve.params import PoolingParams, RequestOptions, SamplingParams, check_ranges, wrap_seed
-from tokserve.prompt import TokenPrompt, pack_ids, without_content
+from tokserve.protocol.messages import EngineRequest, Ready
+from tokserve.protocol.params import PoolingParams, RequestOptions, SamplingParams, check_ranges, wrap_seed
+from tokserve.protocol.prompt import TokenPrompt, pack_ids, without_content
 from tokserve.text.detokenizer import Detokenizer
 from tokserve.text.stops import StopStrings
 from tokserve.text.tokenizer import Tokenizer

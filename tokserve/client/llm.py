@@ -38,8 +38,8 @@ from tokserve.client.pooling_methods import PoolingMethods
 from tokserve.client.prompts import ParsedPrompt, Prompt, Tokenization, tokenization
 from tokserve.client.results import RequestOutput, ScoringRequestOutput, request_output
 from tokserve.client.sampling_params import output_rules, sampling_of
-from tokserve.messages import Ready, StepStats
-from tokserve.params import PoolingParams, SamplingParams
+from tokserve.protocol.messages import Ready, StepStats
+from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.text.tokenizer import Tokenizer
 
 T = TypeVar("T")

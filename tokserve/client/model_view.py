@@ -14,8 +14,8 @@ import msgspec
 from tokserve import checkpoint
 from tokserve.base.errors import StartError
 from tokserve.config import Config
-from tokserve.messages import Ready
-from tokserve.params import SamplingParams
+from tokserve.protocol.messages import Ready
+from tokserve.protocol.params import SamplingParams
 from tokserve.text.chat import ChatTemplate
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from numpy.typing import NDArray
 
-from tokserve.messages import (
+from tokserve.protocol.messages import (
     PREEMPTIONS,
     STEP_TOKENS,
     DraftCounts,

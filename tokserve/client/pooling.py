@@ -15,7 +15,7 @@ from tokserve.base.errors import RequestError, StartError, invalid
 from tokserve.classifier import Activation
 from tokserve.client.prompts import Side
 from tokserve.config import ModelConfig
-from tokserve.params import PoolingParams
+from tokserve.protocol.params import PoolingParams
 
 Kind = Literal["last", "first", "mean"]
 POOLING_TYPES: Mapping[str, Kind] = {"LAST": "last", "CLS": "first", "MEAN": "mean"}

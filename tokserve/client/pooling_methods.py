@@ -24,8 +24,8 @@ from tokserve.client.results import (
     ScoringRequestOutput,
 )  # fmt: skip
 from tokserve.client.stream import Stream
-from tokserve.messages import Ready
-from tokserve.params import PoolingParams as PoolingTask
+from tokserve.protocol.messages import Ready
+from tokserve.protocol.params import PoolingParams as PoolingTask
 from tokserve.text.tokenizer import Tokenizer
 
 R = TypeVar("R", bound=PooledRequestOutput[Any])

@@ -18,9 +18,16 @@ import msgspec
 
 from tokserve.base.errors import RequestError
 from tokserve.client.outputs import TERMINATORS, ChoiceOutput, join_logprobs, join_masks
-from tokserve.messages import EngineRequest, Finish, Logprobs, RareFields, RoutedExperts, SamplingMasks
-from tokserve.params import MASK_TOO_LONG
-from tokserve.prompt import TokenPrompt
+from tokserve.protocol.messages import (
+    EngineRequest,
+    Finish,
+    Logprobs,
+    RareFields,
+    RoutedExperts,
+    SamplingMasks,
+)
+from tokserve.protocol.params import MASK_TOO_LONG
+from tokserve.protocol.prompt import TokenPrompt
 from tokserve.text.detokenizer import Detokenizer, StopHit
 
 CHOICE_WORK = 64  # of a choice's output, in tokens of a prompt: its length is not known

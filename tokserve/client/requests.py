@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from tokserve.base.errors import Conflict, EngineDead, RequestError, refused
 from tokserve.client.request_state import ChoiceState, RequestState
-from tokserve.messages import StepOutput, SubmitReply
+from tokserve.protocol.messages import StepOutput, SubmitReply
 
 TURN = 0.005  # seconds of notifying consumers before the event loop's other work gets its turn
 

@@ -18,7 +18,7 @@ from tokserve.client.outputs import ChoiceOutput, Logprobs, SamplingMasks, merge
 from tokserve.client.sampling_params import OutputRules, RequestOutputKind
 from tokserve.client.stream import Stream
 from tokserve.image_parts import Placeholder
-from tokserve.params import SamplingParams
+from tokserve.protocol.params import SamplingParams
 from tokserve.text.token_texts import LOOKBACK, TokenTexts
 from tokserve.text.tokenizer import Tokenizer
 

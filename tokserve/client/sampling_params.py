@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Self
 
 import msgspec
 
-from tokserve import params
 from tokserve.base.errors import RequestError, invalid
 from tokserve.client.inputs import typed
+from tokserve.protocol import params
 
 MAX_BIAS = 100.0  # `from_optional` clips to this, as OpenAI's API does
 # in vLLM's order, which positional arguments have

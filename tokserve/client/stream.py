@@ -12,7 +12,7 @@ from typing import Protocol
 
 from tokserve.client.outputs import ChoiceOutput, merge
 from tokserve.client.request_state import RequestState
-from tokserve.prompt import unpack_ids
+from tokserve.protocol.prompt import unpack_ids
 
 
 class Sender(Protocol):

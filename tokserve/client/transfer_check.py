@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from tokserve.base.errors import RequestError
 from tokserve.config import KVTransferPlan
-from tokserve.kv_transfer import FIELD, KVTransferParams
+from tokserve.protocol.kv_transfer import FIELD, KVTransferParams
 
 
 def check_transfer(params: KVTransferParams, plan: KVTransferPlan | None, max_blocks: int) -> None:

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from tokserve.base.errors import StartError
 from tokserve.config.common import FOR_EVER, GIB, NotNegative, Positive, about
-from tokserve.params import LogprobsMode
+from tokserve.protocol.params import LogprobsMode
 
 BACKENDS = ("disk", "http", "ipc", "gloo", "nccl")  # of weight transfers
 PACKING = ("packed", "packed_buffer_size_bytes", "packed_num_buffers")  # must be equal at both ends of a broadcast

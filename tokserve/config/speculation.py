@@ -9,7 +9,7 @@ import msgspec
 
 from tokserve.base.errors import StartError
 from tokserve.config.common import NotNegative, Positive, about
-from tokserve.params import DraftReport
+from tokserve.protocol.params import DraftReport
 
 SPECULATION_METHODS = ("suffix", "ngram", "prediction", "draft_model", "self", "none")  # the first is the default
 DRAWING = ("draft_model", "self")  # methods by which the device draws drafts, where texts have none

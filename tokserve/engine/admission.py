@@ -27,9 +27,9 @@ from tokserve.engine.speculation.drafter import prediction_index
 from tokserve.engine.speculation.token_index import TokenIndex
 from tokserve.engine.structured_output.grammars import Grammars
 from tokserve.engine.structured_output.pending_grammars import PendingGrammars
-from tokserve.messages import EngineRequest, Status, Submit, SubmitReply
-from tokserve.params import SamplingParams
-from tokserve.prompt import Feature, TokenPrompt
+from tokserve.protocol.messages import EngineRequest, Status, Submit, SubmitReply
+from tokserve.protocol.params import SamplingParams
+from tokserve.protocol.prompt import Feature, TokenPrompt
 from tokserve.vision import KIND, ImageFormat, check_image
 
 logger = logging.getLogger(__name__)

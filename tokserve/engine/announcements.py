@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
-from tokserve.messages import Announce
+from tokserve.protocol.messages import Announce
 
 
 @dataclass(slots=True)

@@ -46,9 +46,20 @@ from tokserve.engine.speculation.drafter import make as make_drafter
 from tokserve.engine.structured_output.grammars import Grammars
 from tokserve.engine.structured_output.mask_worker import MaskWorker
 from tokserve.executor.base import Executor
-from tokserve.kv_spec import KVLayout
-from tokserve.messages import Abort, Announce, Call, EndAnnouncement, Ready, Stall, Status, StepStats, Submit, ToEngine
-from tokserve.plan import DeviceFacts
+from tokserve.protocol.kv_spec import KVLayout
+from tokserve.protocol.messages import (
+    Abort,
+    Announce,
+    Call,
+    EndAnnouncement,
+    Ready,
+    Stall,
+    Status,
+    StepStats,
+    Submit,
+    ToEngine,
+)
+from tokserve.protocol.plan import DeviceFacts
 
 logger = logging.getLogger(__name__)
 

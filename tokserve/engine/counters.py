@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tokserve.engine.request import Request
-from tokserve.messages import AGES, PREEMPTIONS, STEP_TOKENS
+from tokserve.protocol.messages import AGES, PREEMPTIONS, STEP_TOKENS
 
 EPOCHS_KEPT = 1000
 

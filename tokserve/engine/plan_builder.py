@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from tokserve.engine.request import Request
-from tokserve.plan import DRAWN, GrammarBitmask, Int32, NewRow, StepPlan, StepResult, UInt32
+from tokserve.protocol.plan import DRAWN, GrammarBitmask, Int32, NewRow, StepPlan, StepResult, UInt32
 
 DRAFT_MODEL = "draft_model"  # the source of drafts that the device draws
 

@@ -30,7 +30,7 @@ from tokserve.config import Config
 from tokserve.engine.core import EngineCore
 from tokserve.engine.socket import EngineSocket
 from tokserve.executor.base import Executor, make
-from tokserve.messages import Dead
+from tokserve.protocol.messages import Dead
 
 logger = logging.getLogger("tokserve.engine.process")  # not __name__: that is __main__ here
 

@@ -27,10 +27,10 @@ from tokserve.engine.speculation.draft_state import Corpus, DraftState, DrawStat
 from tokserve.engine.speculation.token_index import TokenIndex
 from tokserve.engine.stopping import StopChecker
 from tokserve.engine.structured_output.grammar import Grammar, GrammarState
-from tokserve.messages import DraftCounts, EngineRequest, Finish
-from tokserve.params import PoolingParams, SamplingParams
-from tokserve.plan import NO_LEGAL_TOKEN, NOT_FINITE, Float32, NewRow
-from tokserve.prompt import Feature, check_features
+from tokserve.protocol.messages import DraftCounts, EngineRequest, Finish
+from tokserve.protocol.params import PoolingParams, SamplingParams
+from tokserve.protocol.plan import NO_LEGAL_TOKEN, NOT_FINITE, Float32, NewRow
+from tokserve.protocol.prompt import Feature, check_features
 from tokserve.vision import KIND
 
 RESTRICTIONS = {  # of `SamplingParams`: the fields that exclude tokens, as an error names them

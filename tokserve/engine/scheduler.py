@@ -25,8 +25,8 @@ from tokserve.engine.plan_builder import InFlightStep, PlanBuilder, ScheduledRow
 from tokserve.engine.queue import POLICIES, Excess, Queue, QueueLimits
 from tokserve.engine.request import Request, State
 from tokserve.engine.speculation.drafter import Drafter
-from tokserve.messages import StepStats, StoreStats
-from tokserve.plan import NOT_FINITE, OK, StepPlan, StepResult
+from tokserve.protocol.messages import StepStats, StoreStats
+from tokserve.protocol.plan import NOT_FINITE, OK, StepPlan, StepResult
 
 MAX_DISPLACED = 8  # preemptions per step in favour of other clients
 LINGER = 1.0  # seconds that steps stay short after the last one with several clients: a client comes back soon

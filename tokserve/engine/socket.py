@@ -21,7 +21,7 @@ from tokserve.base.curve import EngineKeys, KeyCheck
 from tokserve.base.errors import StartError
 from tokserve.base.processes import wake_promptly
 from tokserve.base.structs import UNREADABLE
-from tokserve.messages import FromEngine, ToEngine, decode_to_engine, encode
+from tokserve.protocol.messages import FromEngine, ToEngine, decode_to_engine, encode
 
 logger = logging.getLogger(__name__)
 

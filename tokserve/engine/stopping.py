@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tokserve.params import RepetitionDetection, SamplingParams
+from tokserve.protocol.params import RepetitionDetection, SamplingParams
 
 NO_IDS: frozenset[int] = frozenset()  # one for all: each empty set has 216 bytes
 

@@ -14,7 +14,7 @@ from tokserve.config import Config
 from tokserve.executor.inline import InlineExecutor
 from tokserve.executor.spawn import LocalSpawn
 from tokserve.executor.workers import WorkersExecutor
-from tokserve.plan import DeviceFacts, GrammarBitmask, Int32, StepPlan, StepResult
+from tokserve.protocol.plan import DeviceFacts, GrammarBitmask, Int32, StepPlan, StepResult
 
 Lane = Literal["pages", "read", "write"]  # between pages and memory, from files, to files
 

@@ -16,8 +16,8 @@ import msgspec
 from tokserve.base.errors import BY_STATUS, RequestError, RequestFailed
 from tokserve.base.sockets import receive_exactly
 from tokserve.config import Config
-from tokserve.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
-from tokserve.plan import DeviceFacts, GrammarBitmask, StepPlan, StepResult, decode_hook, encode
+from tokserve.protocol.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
+from tokserve.protocol.plan import DeviceFacts, GrammarBitmask, StepPlan, StepResult, decode_hook, encode
 from tokserve.vision import ImageFormat
 
 LENGTH = struct.Struct("<Q")

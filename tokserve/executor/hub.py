@@ -32,7 +32,7 @@ from tokserve.executor.channel import (
     StoreValue,
     ToRank,
 )
-from tokserve.plan import StepResult, encode
+from tokserve.protocol.plan import StepResult, encode
 
 logger = logging.getLogger(__name__)
 

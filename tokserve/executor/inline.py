@@ -17,7 +17,7 @@ import numpy as np
 
 from tokserve.base.memory import no_collections
 from tokserve.config import Config
-from tokserve.plan import DeviceFacts, GrammarBitmask, Int32, StepPlan, StepResult
+from tokserve.protocol.plan import DeviceFacts, GrammarBitmask, Int32, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from tokserve.runner.runner import Runner

@@ -50,7 +50,7 @@ from tokserve.executor.channel import (
 )
 from tokserve.executor.listeners import INHERITED
 from tokserve.executor.tunnel import Tunnel
-from tokserve.plan import DeviceFacts
+from tokserve.protocol.plan import DeviceFacts
 
 if TYPE_CHECKING:
     from tokserve.runner.ranks import Ranks

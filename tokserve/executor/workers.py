@@ -28,7 +28,7 @@ from tokserve.executor.hub import Hub
 from tokserve.executor.listeners import Listener
 from tokserve.executor.spawn import RankProcess, Spawn
 from tokserve.executor.worker import RankOpening
-from tokserve.plan import DeviceFacts, GrammarBitmask, Int32, StepPlan, StepResult
+from tokserve.protocol.plan import DeviceFacts, GrammarBitmask, Int32, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,6 @@ from tokserve.base.errors import StartError
 from tokserve.hf.config import configuration
 from tokserve.hf.conversion import Conversions
 from tokserve.hf.modules import ACTIVATIONS, Context, ElementwiseActivation, Normalization, Projection, attend
-from tokserve.kv_spec import KVSpec, dtype_name
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.experts import StackedParameter
 from tokserve.layers.linear import Linear
@@ -34,6 +33,7 @@ from tokserve.models import weights
 from tokserve.models.decoder import Decoder
 from tokserve.models.provenance import Provenance
 from tokserve.models.spec import DecoderSpec
+from tokserve.protocol.kv_spec import KVSpec, dtype_name
 
 INTERFACE = "tokserve_paged"
 PROBE = ((3, 1, 2), (1, 3, 2))  # token ids that end alike

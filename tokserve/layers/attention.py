@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.base.errors import StartError
-from tokserve.kv_spec import KVSpec, dtype_name
 from tokserve.layers.batch import ForwardBatch, LogitsRows
 from tokserve.layers.linear import Linear
 from tokserve.layers.norm import NormSpec, RMSNorm
@@ -22,6 +21,7 @@ from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import OPTION, Group, Span
 from tokserve.layers.parameter import Parameter, owned_copy, under
 from tokserve.layers.rope import RopeSpec
+from tokserve.protocol.kv_spec import KVSpec, dtype_name
 
 
 @dataclass(frozen=True, slots=True)

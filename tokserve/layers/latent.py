@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.kv_spec import KVSpec, dtype_name
 from tokserve.layers.batch import ForwardBatch, LogitsRows
 from tokserve.layers.linear import Linear
 from tokserve.layers.norm import NormSpec, RMSNorm
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter, under
 from tokserve.layers.rope import RopeSpec
+from tokserve.protocol.kv_spec import KVSpec, dtype_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.base.errors import StartError
-from tokserve.kv_spec import StateSpec, dtype_name
 from tokserve.layers.batch import ForwardBatch, LogitsRows
 from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter, owned_copy
 from tokserve.layers.places import TransposedPlace, VectorPlace
 from tokserve.layers.rope import NO_ROPE, RopeSpec
+from tokserve.protocol.kv_spec import StateSpec, dtype_name
 
 
 @dataclass(frozen=True, slots=True)

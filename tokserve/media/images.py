@@ -19,7 +19,7 @@ from tokserve.image_parts import ImageSlots, ImageUrl, check_count, expand
 from tokserve.media.frames import WorkerSettings
 from tokserve.media.pool import ProcessedImage, WorkerPool, digest_of
 from tokserve.media.sources import ImageSources
-from tokserve.prompt import Feature, TokenPrompt
+from tokserve.protocol.prompt import Feature, TokenPrompt
 from tokserve.vision import KIND, Grid, ImageFormat, encode_image
 
 DTYPES = ("|u1", "<f4")

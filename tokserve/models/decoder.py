@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.base.errors import RequestError, StartError
-from tokserve.kv_spec import LayerSpec
 from tokserve.layers.attention import Attention, AttentionSpec, BidirectionalWindow
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.classifier import Classifier, EncoderHead
@@ -33,6 +32,7 @@ from tokserve.models.provenance import Provenance
 from tokserve.models.siglip import SiglipTower
 from tokserve.models.spec import BlockSpec, DecoderSpec
 from tokserve.models.tower import Tower
+from tokserve.protocol.kv_spec import LayerSpec
 
 
 def feed_forward(hidden: int, spec: MLPSpec | MixtureSpec, options: LayerOptions) -> GatedMLP | Mixture:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.base.errors import StartError
-from tokserve.kv_spec import KVSpec, LayerSpec, dtype_name
 from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.classifier import EncoderHead, EncoderHeadSpec
@@ -24,6 +23,7 @@ from tokserve.layers.parallel import WHOLE, Stage
 from tokserve.layers.parameter import Parameter, under
 from tokserve.models.decoder import Decoder
 from tokserve.models.spec import DecoderSpec
+from tokserve.protocol.kv_spec import KVSpec, LayerSpec, dtype_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from tokserve.base.errors import EngineDead, RequestError, StartError
 from tokserve.client.async_llm import AsyncLLM, ChoiceOutput, collect
 from tokserve.client.inputs import typed
 from tokserve.config import Config
-from tokserve.params import SamplingParams
+from tokserve.protocol.params import SamplingParams
 from tokserve.resolve import resolve
 
 PROMPTS = ("token_ids", "prompt")  # columns: ids, or text

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tokserve.plan import Int32, StepPlan
+from tokserve.protocol.plan import Int32, StepPlan
 
 Span = tuple[int, int]  # first position of an image, and the one after its last
 

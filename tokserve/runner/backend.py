@@ -10,11 +10,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from tokserve.device import Device
-from tokserve.kv_spec import KVLayout
 from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.models.decoder import Decoder
 from tokserve.models.quantized_copy import QuantizedCopy
-from tokserve.plan import Int32, StepPlan
+from tokserve.protocol.kv_spec import KVLayout
+from tokserve.protocol.plan import Int32, StepPlan
 from tokserve.runner.features import FeatureRows
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.replay import Step

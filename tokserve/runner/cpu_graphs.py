@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.ops.cpu.capture import CaptureMemory, NotCapturable, capture
-from tokserve.plan import StepPlan
+from tokserve.protocol.plan import StepPlan
 from tokserve.runner.host_slots import DecodeBatch, HostSlots
 from tokserve.runner.replay import Step, is_decode
 from tokserve.runner.routed import RoutedTable

@@ -17,10 +17,10 @@ from tokserve.base import cgroups
 from tokserve.base.errors import StartError
 from tokserve.config import DEFAULT_BLOCK_SIZE, Config
 from tokserve.device import Accelerator
-from tokserve.kv_spec import KVLayout, LayerSpec, StateLayout, StateSpec
 from tokserve.layers.batch import ForwardBatch, Pages, StateRows
 from tokserve.models.decoder import Decoder
-from tokserve.plan import Int32, StepPlan
+from tokserve.protocol.kv_spec import KVLayout, LayerSpec, StateLayout, StateSpec
+from tokserve.protocol.plan import Int32, StepPlan
 from tokserve.runner import compile_ahead, exactness, kvcache
 from tokserve.runner.backend import WARM_UPS, Draft, HiddenStates, decode_step
 from tokserve.runner.cuda_graphs import (

@@ -20,7 +20,7 @@ from torch import Tensor
 from tokserve.device import Accelerator
 from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.models.decoder import Decoder
-from tokserve.plan import StepPlan
+from tokserve.protocol.plan import StepPlan
 from tokserve.runner.device_slots import DecodeRows, DeviceSlots
 from tokserve.runner.replay import Step, is_decode
 

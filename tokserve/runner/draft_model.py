@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from tokserve.models.decoder import Decoder
-from tokserve.plan import DRAWN, DraftPasses, Int32, StepPlan
+from tokserve.protocol.plan import DRAWN, DraftPasses, Int32, StepPlan
 from tokserve.runner.backend import Backend, Draft
 from tokserve.runner.draft_progress import DraftProgress
 from tokserve.runner.logits import LogitRows

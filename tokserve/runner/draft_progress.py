@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tokserve.plan import Int32
+from tokserve.protocol.plan import Int32
 from tokserve.runner.slots import Slots
 
 

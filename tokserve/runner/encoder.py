@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tokserve.models.decoder import Decoder
-from tokserve.prompt import Feature
+from tokserve.protocol.prompt import Feature
 from tokserve.vision import ImageFormat, decode_image
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tokserve.models.decoder import Decoder
-from tokserve.plan import NewRow, StepPlan
-from tokserve.prompt import Feature
+from tokserve.protocol.plan import NewRow, StepPlan
+from tokserve.protocol.prompt import Feature
 from tokserve.runner.encoder import ImageEncoder
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from tokserve.base.errors import StartError
 from tokserve.config import Config
 from tokserve.device import Device
-from tokserve.kv_spec import LayerSpec
 from tokserve.layers.batch import Pages
 from tokserve.models.decoder import Decoder
 from tokserve.models.spec import DecoderSpec
-from tokserve.plan import Int32, StepPlan
+from tokserve.protocol.kv_spec import LayerSpec
+from tokserve.protocol.plan import Int32, StepPlan
 from tokserve.runner import kvcache
 from tokserve.runner.backend import WARM_UPS, Draft, HiddenStates, decode_step
 from tokserve.runner.cpu_graphs import CpuGraphs

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tokserve.layers.batch import ForwardBatch, LogitsRows, Pages
-from tokserve.plan import Int32, NewRow, StepPlan
+from tokserve.protocol.plan import Int32, NewRow, StepPlan
 from tokserve.runner.attention_rows import Span, divide
 from tokserve.runner.slots import Int64, SamplingColumns, Slots, last_indices
 from tokserve.runner.states import StateColumns, StateTable, blank_columns

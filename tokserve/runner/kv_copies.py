@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tokserve.base.errors import StartError
 from tokserve.config import KVStorePlan
 from tokserve.device import Accelerator
-from tokserve.kv_spec import KVSpec
+from tokserve.protocol.kv_spec import KVSpec
 from tokserve.runner.backend import Backend
 from tokserve.runner.kv_files import BlockFiles, FileError
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from tokserve import __version__
 from tokserve.config import Config
-from tokserve.kv_spec import KVLayout
 from tokserve.models.decoder import Decoder
 from tokserve.models.in_place import tensors_of
+from tokserve.protocol.kv_spec import KVLayout
 from tokserve.rl.digests import checksum
 
 ROPE_ROWS = 64  # of a rope table: its length is that of the longest context, which KV does not depend on

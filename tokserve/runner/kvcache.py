@@ -19,8 +19,8 @@ from torch import Tensor
 from tokserve.base.errors import StartError
 from tokserve.base.memory import gib
 from tokserve.config import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, CacheConfig
-from tokserve.kv_spec import KVLayout, KVSpec, LayerSpec, StateLayout, one_state
 from tokserve.layers.batch import Pages
+from tokserve.protocol.kv_spec import KVLayout, KVSpec, LayerSpec, StateLayout, one_state
 
 MIB = 1 << 20
 LEAST_CONTEXT = 512  # tokens: shorter ones are not worth serving

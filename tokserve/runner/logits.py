@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokserve.plan import Int32
+from tokserve.protocol.plan import Int32
 from tokserve.runner.slots import Int64
 
 ToDevice = Callable[[NDArray[Any]], Tensor]

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokserve.params import SamplingParams
-from tokserve.plan import GrammarBitmask, NewRow
+from tokserve.protocol.params import SamplingParams
+from tokserve.protocol.plan import GrammarBitmask, NewRow
 from tokserve.runner.logits import LogitRows, LogitsBuffer, ToDevice
 from tokserve.runner.processors import (
     BadSequences,

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokserve.models.decoder import Decoder
-from tokserve.params import PoolingParams
-from tokserve.plan import Float32, NewRow, StepPlan
+from tokserve.protocol.params import PoolingParams
+from tokserve.protocol.plan import Float32, NewRow, StepPlan
 
 PIECE = 256  # rows of hidden states that are added up at a time
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from tokserve import ops
 from tokserve.ops.sampling import FEW
-from tokserve.params import SamplingParams
-from tokserve.plan import Float32, GrammarBitmask, Int32, NewRow
+from tokserve.protocol.params import SamplingParams
+from tokserve.protocol.plan import Float32, GrammarBitmask, Int32, NewRow
 from tokserve.runner.logits import LogitRows, LogitsBuffer
 from tokserve.runner.slots import Int64, Slots
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tokserve.config.parallel import sampling_rank
 from tokserve.layers.parallel import ALONE, WHOLE, Group, Stage
 from tokserve.models.coordinates import Parts, of_one_rank
-from tokserve.plan import OK
+from tokserve.protocol.plan import OK
 from tokserve.rl.sums import Sums
 from tokserve.runner.collectives import ProcessGroup
 from tokserve.runner.rank_sums import RankSums

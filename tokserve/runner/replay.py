@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from tokserve.layers.batch import ForwardBatch
-from tokserve.plan import StepPlan
+from tokserve.protocol.plan import StepPlan
 
 Step = Callable[[ForwardBatch], Tensor]  # what is captured: from a batch to its logits or hidden states
 

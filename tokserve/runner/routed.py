@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokserve.base.errors import StartError
-from tokserve.kv_spec import KVLayout
 from tokserve.models.spec import DecoderSpec
-from tokserve.plan import StepPlan
+from tokserve.protocol.kv_spec import KVLayout
+from tokserve.protocol.plan import StepPlan
 from tokserve.runner.slots import Slots
 
 

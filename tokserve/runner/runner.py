@@ -14,7 +14,7 @@ from torch import Tensor
 from tokserve.base.trace import Spans
 from tokserve.config import Config
 from tokserve.models.decoder import Decoder
-from tokserve.plan import GrammarBitmask, LogprobRows, StepPlan, StepResult
+from tokserve.protocol.plan import GrammarBitmask, LogprobRows, StepPlan, StepResult
 from tokserve.runner.admin import Admin
 from tokserve.runner.backend import Backend, HiddenStates
 from tokserve.runner.draft_model import DraftModel, has_drawn

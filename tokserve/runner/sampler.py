@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.device import Accelerator, Device, Fetched
-from tokserve.params import LOGPROBS_MODES, WHOLE_VOCABULARY, LogprobsMode, SamplingParams
-from tokserve.plan import (
+from tokserve.protocol.params import LOGPROBS_MODES, WHOLE_VOCABULARY, LogprobsMode, SamplingParams
+from tokserve.protocol.plan import (
     NO_LEGAL_TOKEN,
     NOT_FINITE,
     OK,

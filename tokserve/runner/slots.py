@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokserve.params import SamplingParams, wrap_seed
-from tokserve.plan import Int32, NewRow, StepPlan
+from tokserve.protocol.params import SamplingParams, wrap_seed
+from tokserve.protocol.plan import Int32, NewRow, StepPlan
 from tokserve.vision import ImageFormat
 
 Int64 = NDArray[np.int64]

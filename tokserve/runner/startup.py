@@ -28,8 +28,8 @@ from tokserve.models.encoder import Encoder
 from tokserve.models.quantized_copy import QuantizedCopy
 from tokserve.models.registry import decoder_spec, is_known
 from tokserve.ops.arithmetic import FMA, CpuKernels, choose_kernels
-from tokserve.params import SamplingParams
-from tokserve.plan import DRAWN, DeviceFacts, NewRow, StepPlan
+from tokserve.protocol.params import SamplingParams
+from tokserve.protocol.plan import DRAWN, DeviceFacts, NewRow, StepPlan
 from tokserve.runner import kvcache
 from tokserve.runner.backend import Backend, Draft
 from tokserve.runner.collectives import EngineStore

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tokserve.kv_spec import KVLayout, StateLayout, StateSpec
 from tokserve.layers.batch import Pages, StateRows
-from tokserve.plan import Int32, NewRow, StepPlan
+from tokserve.protocol.kv_spec import KVLayout, StateLayout, StateSpec
+from tokserve.protocol.plan import Int32, NewRow, StepPlan
 from tokserve.runner.slots import Int64
 
 PAIR = 3  # numbers of an entry of `saves`

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokserve.plan import (
+from tokserve.protocol.plan import (
     NOT_FINITE,
     OK,
     WITHHELD,

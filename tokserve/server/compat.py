@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-from tokserve.params import PARAMS_REFUSED, PARAMS_WITHOUT_EFFECT
+from tokserve.protocol.params import PARAMS_REFUSED, PARAMS_WITHOUT_EFFECT
 
 
 class FieldRule(NamedTuple):

@@ -18,7 +18,7 @@ from tokserve.client.async_llm import Stream
 from tokserve.client.beam_stream import BeamStream
 from tokserve.client.inputs import bare_id
 from tokserve.client.outputs import ChoiceOutput, DraftCounts
-from tokserve.params import DraftReport, SamplingParams
+from tokserve.protocol.params import DraftReport, SamplingParams
 from tokserve.server.replies import draft_metrics
 from tokserve.server.replies.draft_metrics import ReplyMetrics
 from tokserve.server.replies.timing import set_times

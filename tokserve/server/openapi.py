@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel
 
-from tokserve.params import SamplingParams
+from tokserve.protocol.params import SamplingParams
 from tokserve.server import descriptions
 from tokserve.server.endpoint import Content, Endpoint
 from tokserve.server.http import declared

@@ -39,11 +39,11 @@ from tokserve.client.pooling import pooler_of
 from tokserve.client.request_state import RequestState
 from tokserve.client.stream import Stream
 from tokserve.config import Config
-from tokserve.kv_transfer import transfer_params
 from tokserve.media.cache import NamedImages
 from tokserve.media.sources import ByteCount
-from tokserve.params import PoolingParams, SamplingParams
-from tokserve.prompt import TokenPrompt
+from tokserve.protocol.kv_transfer import transfer_params
+from tokserve.protocol.params import PoolingParams, SamplingParams
+from tokserve.protocol.prompt import TokenPrompt
 from tokserve.server.generation import Generation, Observer
 from tokserve.server.http import declared
 from tokserve.server.http.body import encode_json, given_rank, given_request_id

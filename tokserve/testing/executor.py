@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tokserve.kv_spec import KVLayout, KVSpec
-from tokserve.params import PoolingParams, SamplingParams
-from tokserve.plan import (
+from tokserve.protocol.kv_spec import KVLayout, KVSpec
+from tokserve.protocol.params import PoolingParams, SamplingParams
+from tokserve.protocol.plan import (
     NOT_FINITE,
     OK,
     WITHHELD,

@@ -30,8 +30,8 @@ from tokserve.client.inputs import bare_id
 from tokserve.config import Config
 from tokserve.engine.process import run
 from tokserve.engine.socket import EngineSocket, Received
-from tokserve.messages import EngineRequest, Submit, SubmitReply, ToEngine
-from tokserve.prompt import unpack_ids
+from tokserve.protocol.messages import EngineRequest, Submit, SubmitReply, ToEngine
+from tokserve.protocol.prompt import unpack_ids
 from tokserve.testing.executor import Faults, ScriptedChoice, ScriptedModel
 from tokserve.testing.script import Choice, Scripted
 from tokserve.testing.serve import end_with, opening

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from tokserve.params import StructuredOutputs
+from tokserve.protocol.params import StructuredOutputs
 from tokserve.text.output_format import Thinking
 from tokserve.text.tokenizer import Tokenizer
 from tokserve.text.tool_grammars import grammar_of, literal, rule_of, token_ranges

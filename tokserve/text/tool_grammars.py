@@ -16,8 +16,8 @@ from urllib.parse import quote
 import msgspec
 from msgspec import UNSET
 
-from tokserve import jsonschema
-from tokserve.params import GRAMMAR_BYTES, WHITE, StructuredOutputs
+from tokserve.protocol import jsonschema
+from tokserve.protocol.params import GRAMMAR_BYTES, WHITE, StructuredOutputs
 from tokserve.text.output_format import ToolFormat
 from tokserve.text.tokenizer import Tokenizer
 

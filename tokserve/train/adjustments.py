@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.base.errors import RequestError
-from tokserve.params import PARAMS_REFUSED, PARAMS_WITHOUT_EFFECT, SamplingParams
+from tokserve.protocol.params import PARAMS_REFUSED, PARAMS_WITHOUT_EFFECT, SamplingParams
 
 MAX_LOGIT = float(np.finfo(np.float32).max)
 # as the server's: beyond these, logits are clamped and reckoned from the largest

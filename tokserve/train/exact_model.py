@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from tokserve.base.errors import StartError
-from tokserve.kv_spec import dtype_name
 from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.models.registry import ARCHITECTURES
 from tokserve.models.spec import DecoderSpec
+from tokserve.protocol.kv_spec import dtype_name
 from tokserve.train import projections
 from tokserve.train.compilation import uncompiled
 from tokserve.train.padding import packed_positions, unpad

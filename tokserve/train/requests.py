@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokserve.params import LOGPROBS_MODES, SamplingParams
+from tokserve.protocol.params import LOGPROBS_MODES, SamplingParams
 from tokserve.train.adjustments import AdjustedRow, Adjustment, adjustment_of
 from tokserve.train.scores import Items
 from tokserve.train.tree import Int32, Packing

@@ -22,7 +22,7 @@ from tokserve.engine.admin.command import PREPARED, STEP_BOUNDARY, Command, Runn
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.scheduler import Scheduler
 from tokserve.executor.base import Executor
-from tokserve.messages import LoadedAdapter
+from tokserve.protocol.messages import LoadedAdapter
 
 logger = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from tokserve.admin import COMMANDS
 from tokserve.base.errors import Conflict, RequestError, StartError, Unavailable, violation
 from tokserve.engine.output.front_ends import Emit
 from tokserve.engine.request import Request
-from tokserve.messages import Call, Ready, Reply
+from tokserve.protocol.commands import COMMANDS
+from tokserve.protocol.messages import Call, Ready, Reply
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tokserve.admin import LEVELS, MEMORY, MODES, TAGS
 from tokserve.base.errors import Conflict, RequestError
 from tokserve.engine.admin.command import PREPARED, STEP_BOUNDARY, Command, RunningRequests, command
 from tokserve.engine.admin.lease import Lease, check_lease
@@ -19,7 +18,8 @@ from tokserve.engine.admin.weights import Weights
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.scheduler import Scheduler
 from tokserve.executor.base import Executor
-from tokserve.messages import Status
+from tokserve.protocol.commands import LEVELS, MEMORY, MODES, TAGS
+from tokserve.protocol.messages import Status
 
 logger = logging.getLogger(__name__)
 

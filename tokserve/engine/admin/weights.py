@@ -17,7 +17,7 @@ from tokserve.engine.admin.update import Origin, Update, check_version
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.scheduler import Scheduler
 from tokserve.executor.base import Executor
-from tokserve.messages import Status
+from tokserve.protocol.messages import Status
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tokserve.engine.adapter import Adapter
-from tokserve.prompt import Feature
+from tokserve.protocol.prompt import Feature
 
 
 class BlockTable:

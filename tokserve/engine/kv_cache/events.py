@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tokserve.engine.adapter import Adapter
-from tokserve.prompt import Feature
+from tokserve.protocol.prompt import Feature
 
 MEDIUM = "GPU"  # vLLM's name for the memory that steps read, on whatever device
 

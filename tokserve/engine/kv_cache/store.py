@@ -22,7 +22,7 @@ from tokserve.engine.kv_cache.load_rates import LoadRates
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.kv_cache.slots import MemorySlots
 from tokserve.engine.kv_cache.stored_events import StoredEvents
-from tokserve.messages import StoreStats
+from tokserve.protocol.messages import StoreStats
 
 Copy = Callable[[Any, str, dict[str, Any]], Future[Any]]  # lane, method, arguments
 

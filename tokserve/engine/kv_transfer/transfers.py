@@ -25,7 +25,7 @@ from tokserve.engine.kv_cache.store import Copy, KVStore
 from tokserve.engine.kv_transfer.leases import LeaseTable
 from tokserve.engine.kv_transfer.tcp import BlockServer, Parts, Pull, differences, run_pull, send_note
 from tokserve.engine.request import Request
-from tokserve.kv_transfer import KVTransferParams
+from tokserve.protocol.kv_transfer import KVTransferParams
 
 logger = logging.getLogger(__name__)
 

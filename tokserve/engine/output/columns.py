@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tokserve.messages import (
+from tokserve.protocol.messages import (
     MASK_ROW,
     Finish,
     Logprobs,
@@ -24,7 +24,7 @@ from tokserve.messages import (
     StepOutput,
     StepStats,
 )
-from tokserve.plan import LogprobRows, SamplingMaskRows
+from tokserve.protocol.plan import LogprobRows, SamplingMaskRows
 
 
 class PackedRows:

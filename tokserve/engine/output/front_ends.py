@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from tokserve.engine.output.columns import StepColumns
 from tokserve.engine.request import Request
-from tokserve.messages import FromEngine, Status, StepStats
+from tokserve.protocol.messages import FromEngine, Status, StepStats
 
 KEPT = 256
 

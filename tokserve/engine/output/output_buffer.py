@@ -21,9 +21,9 @@ from tokserve.engine.output.columns import (
     RoutedColumns,
     StepColumns,
 )
-from tokserve.messages import Finish
-from tokserve.params import PoolingParams, SamplingParams
-from tokserve.plan import Float32, LogprobRows
+from tokserve.protocol.messages import Finish
+from tokserve.protocol.params import PoolingParams, SamplingParams
+from tokserve.protocol.plan import Float32, LogprobRows
 from tokserve.vision import ImageFormat
 
 

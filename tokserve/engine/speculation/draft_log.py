@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokserve.messages import DraftCounts
+from tokserve.protocol.messages import DraftCounts
 
 
 class DraftLog:

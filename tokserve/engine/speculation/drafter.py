@@ -18,7 +18,7 @@ from tokserve.engine.speculation.draft_history import DraftHistory, GroupKey
 from tokserve.engine.speculation.draft_state import Corpus, DraftState
 from tokserve.engine.speculation.drawn import DrawnDrafts
 from tokserve.engine.speculation.token_index import MAX_MATCH, PAIR, TokenIndex
-from tokserve.plan import DRAWN, DraftPasses
+from tokserve.protocol.plan import DRAWN, DraftPasses
 
 PREDICTION_TRUST = 4  # tokens in a row that a prediction counts as having been right, at its start
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tokserve.engine.request import Request
 from tokserve.engine.speculation.draft_budget import MIN_GAIN, StepCosts
 from tokserve.engine.speculation.draft_state import DrawState
-from tokserve.plan import DraftPasses
+from tokserve.protocol.plan import DraftPasses
 
 MAX_DRAWN = 16  # drafts of a request in a step
 PRIOR = 0.7  # the probability of a draft before anything is known

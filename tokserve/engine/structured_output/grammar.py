@@ -25,8 +25,8 @@ import numpy as np
 
 from tokserve.base.errors import RequestError
 from tokserve.base.memory import give_back
-from tokserve.params import WHITE, StructuredOutputs
-from tokserve.plan import UInt32
+from tokserve.protocol.params import WHITE, StructuredOutputs
+from tokserve.protocol.plan import UInt32
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -24,7 +24,7 @@ from tokserve.base.memory import give_back
 from tokserve.config import Config
 from tokserve.engine.structured_output.grammar import STACK, Compiler, Cost, Grammar, lower_priority, unusable
 from tokserve.engine.structured_output.trials import SLICE, Trial, Trials
-from tokserve.params import StructuredOutputs
+from tokserve.protocol.params import StructuredOutputs
 
 IN_USE = 4  # times the bytes that may be kept may be in memory while outputs follow them
 MIN_SIZE = 1 << 14  # bytes that a grammar counts at least: the measurement misses some

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tokserve.base.errors import QueueFull, RequestError
 from tokserve.engine.request import Request
-from tokserve.messages import SubmitReply
+from tokserve.protocol.messages import SubmitReply
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from tokserve.base.errors import RequestError
 from tokserve.base.memory import give_back
 from tokserve.base.processes import end_with_parent
 from tokserve.engine.structured_output.grammar import STACK, Compiler, lower_priority
-from tokserve.params import StructuredOutputs
+from tokserve.protocol.params import StructuredOutputs
 
 READY = b"{}\n"
 MEMORY = 1 << 30  # bytes of address space that a trial may add

@@ -27,7 +27,7 @@ from tokserve.base.errors import RequestError, Unavailable
 from tokserve.base.turns import Turns
 from tokserve.engine.structured_output.grammar import Cost, unusable
 from tokserve.engine.structured_output.trial_process import MEMORY, READY, Model, Result, Start, StopTrial
-from tokserve.params import StructuredOutputs
+from tokserve.protocol.params import StructuredOutputs
 
 logger = logging.getLogger(__name__)
 

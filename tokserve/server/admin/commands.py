@@ -14,8 +14,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve import admin
 from tokserve.base.errors import EngineDead, RequestError, invalid
+from tokserve.protocol import commands
 from tokserve.server import reply_types
 from tokserve.server.http import body
 from tokserve.server.http.workers import off_loop
@@ -28,7 +28,7 @@ MAX_CORPUS_OUTPUTS = 4096  # of one call; a group keeps far fewer
 ID_BYTES = 4
 
 
-class PauseBody(admin.Pause, forbid_unknown_fields=True):
+class PauseBody(commands.Pause, forbid_unknown_fields=True):
     """vLLM's older name for mode wait as well."""
 
     wait_for_inflight_requests: bool = False
@@ -38,13 +38,13 @@ class PauseBody(admin.Pause, forbid_unknown_fields=True):
             self.mode = "wait"
 
 
-class SleepBody(admin.Sleep, forbid_unknown_fields=True):
+class SleepBody(commands.Sleep, forbid_unknown_fields=True):
     """`tags` (SkyRL's) are ignored."""
 
     tags: list[Literal["weights", "kv_cache"]] | None = None
 
 
-class ResetPrefixCacheBody(admin.ResetPrefixCache, forbid_unknown_fields=True):
+class ResetPrefixCacheBody(commands.ResetPrefixCache, forbid_unknown_fields=True):
     """vLLM's other options are ignored: running requests keep their KV pages."""
 
     reset_running_requests: bool = False
@@ -60,13 +60,13 @@ class AddDraftCorpusBody(msgspec.Struct, forbid_unknown_fields=True):
     cache_salt: str = ""
 
 
-class UnloadAdapterBody(admin.UnloadAdapter, forbid_unknown_fields=True):
+class UnloadAdapterBody(commands.UnloadAdapter, forbid_unknown_fields=True):
     """`lora_int_id` (vLLM's) is ignored."""
 
     lora_int_id: int | None = None
 
 
-class WorkerCallBody(admin.WorkerCall, forbid_unknown_fields=True):
+class WorkerCallBody(commands.WorkerCall, forbid_unknown_fields=True):
     """`timeout`: seconds that the reply may take."""
 
     timeout: float | None = None
@@ -102,7 +102,7 @@ async def query_and_body(
     return values, sent or {}, len(raw)
 
 
-def handler_of(command: admin.AdminCommand, kind: type[msgspec.Struct]) -> Handler:
+def handler_of(command: commands.AdminCommand, kind: type[msgspec.Struct]) -> Handler:
     """The handler of a command's routes: parameters go to the engine, and its reply to the client."""
 
     async def handle(serving: Serving, request: Request) -> Response:
@@ -142,7 +142,7 @@ def _packed_outputs(outputs: list[list[int]], vocab_size: int) -> list[bytes]:
 
 async def load_lora_adapter(serving: Serving, request: Request) -> Response:
     """POST /v1/load_lora_adapter: load an adapter"""
-    params = await read(serving, request, admin.LoadAdapter)
+    params = await read(serving, request, commands.LoadAdapter)
     loaded = await serving.llm.load_lora_adapter(params.lora_name, params.lora_path, params.load_inplace)
     message = f"Success: LoRA adapter '{params.lora_name}' loaded"
     return body.reply(request, {"success": True, "message": message} | loaded)
@@ -158,8 +158,8 @@ async def unload_lora_adapter(serving: Serving, request: Request) -> Response:
 
 async def call_worker(serving: Serving, request: Request, params: WorkerCallBody) -> Response:
     """Call a method of the worker extension."""
-    if params.timeout is not None and not 0 < params.timeout <= admin.LONGEST_RPC:
-        raise invalid("timeout", f"must be above 0 and at most {admin.LONGEST_RPC:g} seconds")
+    if params.timeout is not None and not 0 < params.timeout <= commands.LONGEST_RPC:
+        raise invalid("timeout", f"must be above 0 and at most {commands.LONGEST_RPC:g} seconds")
     try:
         results = await serving.llm.collective_rpc(params.method, params.timeout, params.args, params.kwargs)
     except TimeoutError:
@@ -195,7 +195,7 @@ class CommandRoute(NamedTuple):
 def routes(**handlers: Handler) -> list[CommandRoute]:
     """Every route of a command.  `handlers`: by name of the command, in the place of its own."""
     table = []
-    for command in admin.COMMANDS.values():
+    for command in commands.COMMANDS.values():
         if not command.routes:
             continue
         kind = BODIES.get(command.name, command.parameters)

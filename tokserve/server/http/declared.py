@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 from pydantic import BaseModel, create_model
 
-from tokserve.params import Field, RequestOptions, SamplingParams, declared
+from tokserve.protocol.params import Field, RequestOptions, SamplingParams, declared
 
 # a body names the adapter by `model`; what is in kv_transfer_params is checked by itself
 OPTIONS = tuple(field for field in declared(RequestOptions) if field.name not in ("adapter", "kv_transfer_params"))

@@ -15,7 +15,7 @@ from starlette.responses import Response
 import tokserve
 from tokserve import checkpoint
 from tokserve.base.errors import EngineDead, NotFound, invalid
-from tokserve.params import VLLM_LOGPROBS_MODES
+from tokserve.protocol.params import VLLM_LOGPROBS_MODES
 from tokserve.server.http import body
 from tokserve.server.observe import metrics
 from tokserve.server.serving import Serving

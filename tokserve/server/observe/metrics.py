@@ -20,7 +20,7 @@ from tokserve.base.errors import REFUSALS, QueueFull, RequestError
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.config import Config
-from tokserve.params import SamplingParams
+from tokserve.protocol.params import SamplingParams
 from tokserve.server.compat import VLLM_METRICS
 from tokserve.server.generation import Generation, Render
 from tokserve.server.observe import engine_metrics

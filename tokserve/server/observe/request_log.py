@@ -11,7 +11,7 @@ from typing import Any
 
 from tokserve.base.errors import RequestError
 from tokserve.client.outputs import ChoiceOutput
-from tokserve.params import SamplingParams
+from tokserve.protocol.params import SamplingParams
 from tokserve.server.generation import Generation
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 import tokserve
 from tokserve.base.errors import RequestError
 from tokserve.client.outputs import ChoiceOutput
-from tokserve.params import SamplingParams
+from tokserve.protocol.params import SamplingParams
 from tokserve.server.generation import Generation
 
 EXPORT_SECONDS = 5  # timeout for sending a batch to the collector

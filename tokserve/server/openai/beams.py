@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokserve.base.errors import invalid
 from tokserve.client.beam_search import BeamSearchParams
-from tokserve.params import SamplingParams
+from tokserve.protocol.params import SamplingParams
 from tokserve.server.openai.schemas import TextBody
 
 # fields of a body that beam search reads, and those that change nothing in it: of a distribution to draw from

@@ -20,8 +20,8 @@ from tokserve.client.inputs import GenerateRequest, token_prompt
 from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.image_parts import ImageSlots
 from tokserve.media.images import image_slots
-from tokserve.params import SamplingParams, StructuredOutputs
-from tokserve.prompt import TokenPrompt, pack_ids, unpack_ids
+from tokserve.protocol.params import SamplingParams, StructuredOutputs
+from tokserve.protocol.prompt import TokenPrompt, pack_ids, unpack_ids
 from tokserve.server.generation import CompletionTokensDetails, ReplyContext, Usage
 from tokserve.server.http.body import encode_json, wants_msgpack
 from tokserve.server.http.workers import off_loop

@@ -22,7 +22,7 @@ from tokserve.base.errors import RequestError, invalid
 from tokserve.client.beam_search import BeamSearchParams
 from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import ChoiceOutput, Logprobs
-from tokserve.params import SamplingParams
+from tokserve.protocol.params import SamplingParams
 from tokserve.server.generation import ReplyContext, Usage
 from tokserve.server.http.body import encode_json, wants_msgpack
 from tokserve.server.http.workers import ITEM, off_loop

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from tokserve.base.errors import RequestError, invalid
 from tokserve.client.inputs import bare_id, check_lists
 from tokserve.client.outputs import TERMINATORS, ChoiceOutput, Logprobs
-from tokserve.params import MAX_CHOICES, SamplingParams
+from tokserve.protocol.params import MAX_CHOICES, SamplingParams
 from tokserve.server.generation import PromptTokensDetails, Usage
 from tokserve.server.http import body
 from tokserve.server.http.workers import off_loop

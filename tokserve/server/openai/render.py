@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.client.inputs import GenerateRequest
-from tokserve.params import SamplingParams
+from tokserve.protocol.params import SamplingParams
 from tokserve.server.http import declared
 from tokserve.server.http.body import given_request_id, reply
 from tokserve.server.http.workers import off_loop

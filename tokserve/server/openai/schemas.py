@@ -16,7 +16,7 @@ from pydantic_core import CoreSchema
 from starlette.requests import Request
 
 from tokserve.base.errors import LONGEST_SHOWN, RequestError
-from tokserve.params import RepetitionDetection, SamplingParams, declared
+from tokserve.protocol.params import RepetitionDetection, SamplingParams, declared
 from tokserve.server import compat
 from tokserve.server.http import errors
 from tokserve.server.http.body import convert, is_msgpack, unpack_ids

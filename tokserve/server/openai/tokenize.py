@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.base.errors import RequestError, invalid
-from tokserve.prompt import unpack_ids
+from tokserve.protocol.prompt import unpack_ids
 from tokserve.server.http import body
 from tokserve.server.http.workers import off_loop
 from tokserve.server.openai import schemas

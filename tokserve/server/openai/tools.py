@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tokserve import jsonschema
 from tokserve.base.errors import LONGEST_SHOWN, RequestError, invalid
 from tokserve.client.outputs import ChoiceOutput
-from tokserve.params import SamplingParams, StructuredOutputs
-from tokserve.reduced_schema import SchemaError, reduced
+from tokserve.protocol import jsonschema
+from tokserve.protocol.params import SamplingParams, StructuredOutputs
+from tokserve.protocol.reduced_schema import SchemaError, reduced
 from tokserve.server.generation import ReplyContext
 from tokserve.server.openai.token_segments import SegmentReader, TokenSegment
 from tokserve.server.replies.logprobs import TextOffset

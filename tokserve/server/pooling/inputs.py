@@ -13,7 +13,7 @@ from starlette.requests import Request
 from tokserve.base.errors import Overloaded, RequestError, invalid
 from tokserve.client.pooling import LabelRules, PoolingRules, VectorRules
 from tokserve.client.prompts import Side, cut
-from tokserve.params import PoolingParams
+from tokserve.protocol.params import PoolingParams
 from tokserve.server import compat
 from tokserve.server.http.declared import OPTIONS, model
 from tokserve.server.http.errors import renamed

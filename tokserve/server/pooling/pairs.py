@@ -12,7 +12,7 @@ from tokserve.base.errors import RequestError, invalid
 from tokserve.client.inputs import token_prompt
 from tokserve.client.pairs import PairPrompts, Side, check_scores_pairs, counterparts, similarity
 from tokserve.client.pooling import VectorRules
-from tokserve.prompt import TokenPrompt
+from tokserve.protocol.prompt import TokenPrompt
 from tokserve.server.http.workers import off_loop
 from tokserve.server.openai.completions import MAX_PROMPTS, parse_prompts
 from tokserve.server.pooling import inputs

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 
 from tokserve.client.outputs import DraftCounts
-from tokserve.params import DraftReport
+from tokserve.protocol.params import DraftReport
 from tokserve.server.replies.timing import TimingFields
 
 

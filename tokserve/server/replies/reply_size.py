@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokserve.base.errors import RequestError
-from tokserve.params import SamplingParams
+from tokserve.protocol.params import SamplingParams
 
 OBJECT_BYTES = 96  # JSON of a token with its logprob, or of an alternative, as an object
 COLUMN_BYTES = 24  # the same in columns

@@ -9,8 +9,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.admin import MOST_STEPS
 from tokserve.base.errors import LONGEST_SHOWN, Conflict, RequestError, invalid
+from tokserve.protocol.commands import MOST_STEPS
 from tokserve.server.serving import Serving
 from tokserve.server.sglang import weights
 from tokserve.server.sglang.replies import json, read

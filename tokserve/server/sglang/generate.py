@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from tokserve.base.errors import RequestError, invalid
 from tokserve.client.outputs import ChoiceOutput
-from tokserve.params import SamplingParams
+from tokserve.protocol.params import SamplingParams
 from tokserve.server import compat
 from tokserve.server.http import body, declared, errors
 from tokserve.server.http.workers import ITEM, off_loop

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from tokserve.base.errors import RequestError, invalid
-from tokserve.params import LogprobsMode, SamplingParams, StructuredOutputs
+from tokserve.protocol.params import LogprobsMode, SamplingParams, StructuredOutputs
 from tokserve.server import compat
 from tokserve.server.http import body, errors
 

@@ -19,8 +19,14 @@ from starlette.responses import Response
 
 from tokserve.base.errors import RequestError
 from tokserve.client.outputs import ChoiceOutput, Logprobs
-from tokserve.params import Count, RepetitionDetection, SamplingParams, StructuredOutputs, check_ranges
-from tokserve.prompt import TokenPrompt
+from tokserve.protocol.params import (
+    Count,
+    RepetitionDetection,
+    SamplingParams,
+    StructuredOutputs,
+    check_ranges,
+)
+from tokserve.protocol.prompt import TokenPrompt
 from tokserve.server import compat
 from tokserve.server.generation import Generation, Usage
 from tokserve.server.http import declared, errors

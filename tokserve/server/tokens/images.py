@@ -22,7 +22,7 @@ from tokserve.base.errors import RequestError, Unavailable, invalid, mistyped
 from tokserve.image_parts import ImageUrl, check_count, content_parts
 from tokserve.media.cache import NamedImages
 from tokserve.media.images import refuse_images, with_images
-from tokserve.prompt import Feature, TokenPrompt
+from tokserve.protocol.prompt import Feature, TokenPrompt
 from tokserve.server.http.disconnect import CancelOnDisconnect
 from tokserve.server.http.workers import off_loop
 from tokserve.server.serving import Serving

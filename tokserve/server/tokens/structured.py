@@ -12,7 +12,7 @@ import msgspec
 
 from tokserve.base.errors import LONGEST_SHOWN, RequestError, invalid
 from tokserve.client.form_defaults import FormDefaults
-from tokserve.params import SamplingParams, StructuredOutputs
+from tokserve.protocol.params import SamplingParams, StructuredOutputs
 from tokserve.server.compat import IGNORED_OPTIONS, OTHER_NAMES
 from tokserve.server.http import body, errors
 

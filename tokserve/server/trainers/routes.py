@@ -5,8 +5,8 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve import admin
 from tokserve.base.errors import RequestError
+from tokserve.protocol import commands
 from tokserve.server.admin.commands import CommandRoute, load_lora_adapter
 from tokserve.server.reply_types import AdapterReply, Success
 from tokserve.server.serving import Serving
@@ -34,5 +34,5 @@ ROUTES = (
     CommandRoute("/areal_set_update_weight_meta_lora", areal.refuse_adapter_tensors, None, None),
     CommandRoute("/areal_update_weights_lora_xccl", areal.refuse_adapter_tensors, None, None),
     CommandRoute("/init_broadcaster", init_broadcaster, None, None),
-    CommandRoute("/skyrl/v1/load_lora_adapter", load_lora_adapter, admin.LoadAdapter, AdapterReply),
+    CommandRoute("/skyrl/v1/load_lora_adapter", load_lora_adapter, commands.LoadAdapter, AdapterReply),
 )

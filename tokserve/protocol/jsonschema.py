@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
-from tokserve.regex import explicit_classes
+from tokserve.protocol.regex import explicit_classes
 
 _SINGLE = (
     "additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then",

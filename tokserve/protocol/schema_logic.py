@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
 
-from tokserve.jsonschema import Schema, walk
+from tokserve.protocol.jsonschema import Schema, walk
 
 TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 STEPS = 32  # references, and branches within branches, that a proof goes through

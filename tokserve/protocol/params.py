@@ -15,12 +15,12 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Union, get_arg
 import msgspec
 from msgspec import Meta
 
-from tokserve import jsonschema
 from tokserve.base.errors import RequestError
-from tokserve.ebnf import EbnfError, as_lark, is_ebnf
-from tokserve.kv_transfer import KVTransferParams
-from tokserve.reduced_schema import SchemaError, reduced, text_of
-from tokserve.regex import explicit_classes
+from tokserve.protocol import jsonschema
+from tokserve.protocol.ebnf import EbnfError, as_lark, is_ebnf
+from tokserve.protocol.kv_transfer import KVTransferParams
+from tokserve.protocol.reduced_schema import SchemaError, reduced, text_of
+from tokserve.protocol.regex import explicit_classes
 
 DraftReport = Literal["none", "summary", "detailed"]  # vLLM's levels of metrics.speculative_decoding
 LogprobsMode = Literal["raw", "temperature", "processed", "raw_logprobs", "processed_logprobs"]

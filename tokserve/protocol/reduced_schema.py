@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from tokserve.jsonschema import Schema, walk
-from tokserve.schema_logic import by_pointer, exclude_one_another, has_no_finite_value
+from tokserve.protocol.jsonschema import Schema, walk
+from tokserve.protocol.schema_logic import by_pointer, exclude_one_another, has_no_finite_value
 
 ANNOTATIONS = (
     "$comment", "contentEncoding", "contentMediaType", "contentSchema", "default", "deprecated", "description",

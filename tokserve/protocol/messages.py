@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tokserve.params import PoolingParams, RequestOptions, SamplingParams
-from tokserve.prompt import TokenPrompt, unpack_ids
+from tokserve.protocol.params import PoolingParams, RequestOptions, SamplingParams
+from tokserve.protocol.prompt import TokenPrompt, unpack_ids
 
 MASK_ROW = 12  # bytes of a token in `SamplingMasks.rows`
 STEP_TOKENS = (1, 8, *(16 << i for i in range(11)))  # upper bounds of the buckets of `tokens_by_step`, up to 16384

@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tokserve.kv_spec import KVLayout
-from tokserve.params import PoolingParams, SamplingParams
-from tokserve.prompt import Feature
+from tokserve.protocol.kv_spec import KVLayout
+from tokserve.protocol.params import PoolingParams, SamplingParams
+from tokserve.protocol.prompt import Feature
 from tokserve.vision import ImageFormat
 
 Int32 = NDArray[np.int32]
