@@ -17,12 +17,12 @@ import msgspec
 from transformers import AutoTokenizer
 
 from tokserve.config import Config, SpeculativeConfig
+from tokserve.config.resolve import resolve
 from tokserve.engine.core import EngineCore
 from tokserve.executor.inline import InlineExecutor
 from tokserve.protocol.messages import EngineRequest, FromEngine, StepOutput, StepStats, Submit
 from tokserve.protocol.params import RequestOptions, SamplingParams
 from tokserve.protocol.prompt import TokenPrompt, pack_ids
-from tokserve.resolve import resolve
 
 PROMPT = 24  # tokens
 QUESTIONS = (

@@ -29,10 +29,10 @@ from tokserve.client import engine_client
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.launch import SOCKET
 from tokserve.config import Config
+from tokserve.config.resolve import resolve
 from tokserve.config.vllm import own_options
 from tokserve.engine import process
 from tokserve.executor.base import make
-from tokserve.resolve import resolve
 
 OF_THE_COMMAND = {"command", "config", "parser", "same_model"}
 

@@ -10,7 +10,7 @@ import threading
 import ray
 
 from tokserve.base.errors import StartError
-from tokserve.engine_config import ray_address
+from tokserve.config.engine_config import ray_address
 
 REACHABLE = 10.0  # seconds to connect to the cluster
 _connecting = threading.Lock()

@@ -14,8 +14,8 @@ from tokserve.cli import listen
 from tokserve.cli.http import ApiServer, Signals
 from tokserve.cli.serve import chosen, serve, serve_config
 from tokserve.config import Config
-from tokserve.option_checks import is_open
-from tokserve.resolve import resolve
+from tokserve.config.option_checks import is_open
+from tokserve.config.resolve import resolve
 
 
 def test_a_small_write_is_not_held_back_by_the_kernel() -> None:

@@ -26,7 +26,7 @@ from tokserve import LLM
 from tokserve.base.errors import RequestError, StartError
 from tokserve.client.pooling import VectorRules, pooler_of
 from tokserve.config import Config
-from tokserve.resolve import resolve
+from tokserve.config.resolve import resolve
 
 pytestmark = pytest.mark.usefixtures("engine_threads")
 

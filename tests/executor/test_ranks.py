@@ -17,7 +17,7 @@ import pytest
 from tests.waiting import PATIENCE
 from tokserve.base.errors import Conflict, RequestFailed, StartError
 from tokserve.config import Config
-from tokserve.engine_config import rank_config
+from tokserve.config.engine_config import rank_config
 from tokserve.executor import auth, merge
 from tokserve.executor.channel import (
     Begin,

@@ -11,7 +11,7 @@ import pytest
 from tokserve import device
 from tokserve.base import cgroups, processes
 from tokserve.config import Config
-from tokserve.resolve import resolve
+from tokserve.config.resolve import resolve
 
 V1 = "5:cpu,cpuacct:/x\n4:memory:/box\n0::/\n"
 

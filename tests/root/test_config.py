@@ -14,8 +14,8 @@ from huggingface_hub import errors as hub
 from tokserve.base.errors import StartError
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.config import Config, RuntimeConfig, fields, vllm
-from tokserve.engine_config import replica_config
-from tokserve.resolve import resolve
+from tokserve.config.engine_config import replica_config
+from tokserve.config.resolve import resolve
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_resolve_fills_in_what_the_checkpoint_says(checkpoint: Path) -> None:
 def test_steps_are_larger_and_overlap_on_a_gpu(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, device: str, defaults: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr("tokserve.resolve._device", lambda name: device)
+    monkeypatch.setattr("tokserve.config.resolve._device", lambda name: device)
 
     def scheduler(**options: object) -> tuple[int | None, ...]:
         actual = resolve(Config.make(model=str(checkpoint), **options)).scheduler
@@ -441,11 +441,11 @@ def test_a_gpu_is_taken_where_there_is_one_with_its_kernels(checkpoint: Path, mo
         actual = resolve(Config.make(model=str(checkpoint), **options))
         return actual.runtime.device, actual.cache.block_size
 
-    monkeypatch.setattr("tokserve.resolve.GPU_FILE", checkpoint / "absent")
+    monkeypatch.setattr("tokserve.config.resolve.GPU_FILE", checkpoint / "absent")
     assert resolved() == ("cpu", 16)
     assert resolved(device="cuda") == ("cuda", 64)
     assert resolved(device="cuda", block_size=32) == ("cuda", 32)
-    monkeypatch.setattr("tokserve.resolve.GPU_FILE", checkpoint)
+    monkeypatch.setattr("tokserve.config.resolve.GPU_FILE", checkpoint)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert resolved() == ("cpu", 16)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "triton")

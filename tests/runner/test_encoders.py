@@ -17,10 +17,10 @@ from tests.runner.drive import plan_of
 from tests.tiny_models import write_checkpoint
 from tokserve.base.errors import StartError
 from tokserve.config import Config
+from tokserve.config.resolve import resolve
 from tokserve.encoders import ENDINGS, FAMILIES
 from tokserve.protocol.params import PoolingParams
 from tokserve.protocol.plan import NewRow
-from tokserve.resolve import resolve
 from tokserve.runner.runner import Runner
 from tokserve.runner.startup import load
 

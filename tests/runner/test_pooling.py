@@ -17,9 +17,9 @@ from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import StartError
 from tokserve.client.pooling import VectorRules, pooler_of
 from tokserve.config import Config
+from tokserve.config.resolve import resolve
 from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.protocol.plan import NOT_FINITE, OK, DeviceFacts, NewRow, StepResult
-from tokserve.resolve import resolve
 from tokserve.runner.runner import Runner
 from tokserve.runner.startup import load
 

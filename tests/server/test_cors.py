@@ -12,7 +12,7 @@ from tests.server.scripted_llm import endless
 from tests.server.site import Caller, Site, site
 from tokserve.base.errors import StartError
 from tokserve.config import Config
-from tokserve.resolve import resolve
+from tokserve.config.resolve import resolve
 
 PAGE = "http://page.example:3000"
 CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"

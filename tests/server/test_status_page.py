@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.site import Site, site
 from tokserve.config import Config
-from tokserve.resolve import resolve
+from tokserve.config.resolve import resolve
 from tokserve.server.observe.status_page import FILE
 
 PAGE = FILE.read_text()

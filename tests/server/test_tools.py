@@ -16,7 +16,7 @@ from tests.server.site import Site, chat_site, site
 from tests.text.tool_templates import DEEPSEEK, HERMES, LLAMA, MISTRAL, OPENED, THINKER
 from tokserve.base.errors import RequestError, StartError
 from tokserve.config import Config
-from tokserve.resolve import resolve
+from tokserve.config.resolve import resolve
 from tokserve.server.openai import tools
 from tokserve.text.tokenizer import Tokenizer
 from tokserve.text.tool_formats import THINKING, TOOL_FORMATS

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from tokserve.base.errors import StartError
 from tokserve.config import Config
-from tokserve.engine_config import rank_config
+from tokserve.config.engine_config import rank_config
 from tokserve.executor.spawn import LocalProcess, cluster_key
 from tokserve.executor.worker import RankOpening
 

@@ -22,8 +22,8 @@ from tokserve.cli import headless, listen
 from tokserve.cli.http import ApiServer, Signals, banner, report
 from tokserve.cli.supervisor import Supervisor
 from tokserve.config import SECRET, WITHOUT_EFFECT, Config, fields
+from tokserve.config.resolve import model_name, resolve
 from tokserve.config.vllm import own_options
-from tokserve.resolve import model_name, resolve
 
 logger = logging.getLogger("tokserve.serve")
 

@@ -38,11 +38,11 @@ from tokserve.client.sampling_params import RequestOutputKind, output_rules, sam
 from tokserve.client.stream import Stream, collect
 from tokserve.client.weight_pushes import WeightPushes
 from tokserve.config import Config
+from tokserve.config.resolve import resolve
 from tokserve.image_parts import ImageUrl
 from tokserve.media.images import ImageReader, refuse_images, with_images
 from tokserve.protocol.params import PoolingParams, RequestOptions, SamplingParams
 from tokserve.protocol.prompt import TokenPrompt, unpack_ids
-from tokserve.resolve import resolve
 from tokserve.text.chat import ChatTemplate
 from tokserve.text.tokenizer import Tokenizer
 from tokserve.vision import image_format

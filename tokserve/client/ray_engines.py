@@ -23,7 +23,7 @@ from tokserve.base.errors import StartError
 from tokserve.base.processes import describe_exit
 from tokserve.client.launch import TERM_SECONDS, EngineProcess
 from tokserve.config import Config
-from tokserve.engine_config import reserved_devices
+from tokserve.config.engine_config import reserved_devices
 from tokserve.ray_cluster import connect, first_line
 
 logger = logging.getLogger(__name__)

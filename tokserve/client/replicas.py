@@ -24,7 +24,7 @@ from tokserve.client.outputs import EngineReport, Ready, Status, StepStats, tota
 from tokserve.client.request_state import RequestState
 from tokserve.client.router import PrefixRouter
 from tokserve.config import Config
-from tokserve.engine_config import replica_config, replica_environment
+from tokserve.config.engine_config import replica_config, replica_environment
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tokserve.base.curve import make_keys
 from tokserve.base.errors import StartError
 from tokserve.config import Config
-from tokserve.engine_config import rank_config, reserved_for_rank
+from tokserve.config.engine_config import rank_config, reserved_for_rank
 from tokserve.executor.listeners import Invitation, Listener, StreamListener
 from tokserve.executor.spawn import PATIENCE, LocalProcess, RankProcess
 from tokserve.executor.tunnel import Tunnel

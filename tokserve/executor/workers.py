@@ -20,8 +20,8 @@ from tokserve import __version__
 from tokserve.base.errors import StartError
 from tokserve.base.processes import see_log
 from tokserve.config import Config
+from tokserve.config.engine_config import rank_config
 from tokserve.config.parallel import sampling_rank
-from tokserve.engine_config import rank_config
 from tokserve.executor import merge
 from tokserve.executor.channel import Begin, Channel, End, Forward, Interrupt, Loaded, SampleStep
 from tokserve.executor.hub import Hub

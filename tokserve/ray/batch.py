@@ -17,8 +17,8 @@ from tokserve.base.errors import EngineDead, RequestError, StartError
 from tokserve.client.async_llm import AsyncLLM, ChoiceOutput, collect
 from tokserve.client.inputs import typed
 from tokserve.config import Config
+from tokserve.config.resolve import resolve
 from tokserve.protocol.params import SamplingParams
-from tokserve.resolve import resolve
 
 PROMPTS = ("token_ids", "prompt")  # columns: ids, or text
 OUTPUTS = ("output_token_ids", "logprobs", "text", "finish_reason", "error")

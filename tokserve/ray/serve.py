@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tokserve.base.errors import RequestError, StartError
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.config import Config, fields
-from tokserve.engine_config import reserved_devices
-from tokserve.resolve import resolve
+from tokserve.config.engine_config import reserved_devices
+from tokserve.config.resolve import resolve
 from tokserve.server.app import build_app, endpoints
 from tokserve.server.http import errors, workers
 from tokserve.server.http.auth import route_path

@@ -15,7 +15,7 @@ from tokserve.base.errors import StartError
 from tokserve.gguf import config as gguf_config
 from tokserve.gguf.header import SUFFIX
 
-DEMO_DIR = Path(__file__).parent / "demo_model"
+DEMO_DIR = Path(__file__).parents[1] / "demo_model"
 ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors"]
 WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json"]
 TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]

@@ -29,8 +29,8 @@ from tokserve.config import (
     RuntimeConfig,
     ServerConfig,
 )
-from tokserve.engine_config import GPU_FILE
-from tokserve.option_checks import check, check_encoder, is_local, is_open
+from tokserve.config.engine_config import GPU_FILE
+from tokserve.config.option_checks import check, check_encoder, is_local, is_open
 from tokserve.protocol.params import VLLM_LOGPROBS_MODES
 
 logger = logging.getLogger(__name__)
