@@ -25,9 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.ops.samples.recurrent import columns
-from tokserve import _C, device
+from tokserve import _C
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
+from tokserve.runner import device
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, VOCAB, PAGE = 1024, 3072, 16, 8, 128, 151936, 16
 BF16 = torch.bfloat16

@@ -30,10 +30,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokserve import device, ops
+from tokserve import ops
 from tokserve.ops.registry import OPS
 from tokserve.ops.triton import attention, launch
-from tokserve.runner import exactness
+from tokserve.runner import device, exactness
 
 EXACT = launch.EXACT
 ROWS = (1, 2, 16, 17, 64, 65, 128, 129, 256, 257)

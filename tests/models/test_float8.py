@@ -17,9 +17,9 @@ from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import ops
 from tokserve.base.errors import RequestError
 from tokserve.config import WeightsConfig
-from tokserve.device import Host
 from tokserve.models import weights
 from tokserve.models.decoder import Decoder
+from tokserve.runner.device import Host
 from tokserve.runner.weight_sync import WeightSync
 
 HF = tiny_config("qwen3", hidden_size=96, intermediate_size=200, dtype="bfloat16")

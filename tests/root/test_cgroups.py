@@ -8,10 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tokserve import device
 from tokserve.base import cgroups, processes
 from tokserve.config import Config
 from tokserve.config.resolve import resolve
+from tokserve.runner import device
 
 V1 = "5:cpu,cpuacct:/x\n4:memory:/box\n0::/\n"
 

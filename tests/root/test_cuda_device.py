@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tokserve import device
 from tokserve.base.errors import StartError
+from tokserve.runner import device
 
 
 class FakeEvent:

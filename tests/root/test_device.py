@@ -10,8 +10,8 @@ import psutil
 import pytest
 import torch
 
-from tokserve import device
 from tokserve.base import cgroups, cpu_list
+from tokserve.runner import device
 
 
 def test_threads_are_set_and_default_to_the_cores_of_this_process() -> None:

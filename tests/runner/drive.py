@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tests.runner.fake_device import FakeDevice
 from tests.tiny_models import tiny_config
-from tokserve import device
 from tokserve.config import Config
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import (
@@ -28,6 +27,7 @@ from tokserve.protocol.plan import (
     StepResult,
 )
 from tokserve.protocol.prompt import Feature
+from tokserve.runner import device
 from tokserve.runner.runner import Runner
 from tokserve.runner.startup import load
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokserve.device import fill, pack, views
+from tokserve.runner.device import fill, pack, views
 
 POISON = 0x7F
 

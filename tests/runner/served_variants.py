@@ -26,9 +26,10 @@ from tests.runner.drive import Driver, Job, make_runner
 from tests.runner.fake_device import FakeDevice, Leaving
 from tests.runner.test_runner import prompt
 from tests.tiny_models import tiny_config
-from tokserve import device, ops
+from tokserve import ops
 from tokserve.ops.triton import dense, float8, int8, launch, wna16
 from tokserve.protocol.params import SamplingParams
+from tokserve.runner import device
 
 HOME = torch.device("meta")
 READS = ("item", "tolist", "numpy", "__bool__", "__int__", "__index__")

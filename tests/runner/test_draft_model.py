@@ -16,11 +16,10 @@ from tests.runner.drive import Driver, Job, make_runner, plan_of
 from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import jobs, outcomes, prompt
 from tests.tiny_models import tiny_config
-from tokserve import device
 from tokserve.base.errors import StartError
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import DRAWN, DeviceFacts, NewRow, StepPlan
-from tokserve.runner import draft_model
+from tokserve.runner import device, draft_model
 from tokserve.runner.draft_progress import DraftProgress
 from tokserve.runner.runner import Runner
 

@@ -13,7 +13,6 @@ from tests.runner.drive import Driver, Job, make_runner, plan_of
 from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import jobs, outcomes, prompt
 from tests.tiny_models import tiny_config
-from tokserve import device
 from tokserve.protocol.params import SamplingParams, StructuredOutputs
 from tokserve.protocol.plan import (
     NO_LEGAL_TOKEN,
@@ -26,6 +25,7 @@ from tokserve.protocol.plan import (
     NewRow,
     StepResult,
 )
+from tokserve.runner import device
 from tokserve.runner.runner import Runner
 from tokserve.runner.sampler import SampledTokens
 from tokserve.runner.steps import verify

@@ -16,13 +16,12 @@ from tests.runner.drive import plan_of
 from tests.runner.fake_device import FakeDevice
 from tests.runner.test_with_engine import KINDS, RealEngine
 from tests.tiny_models import tiny_config, write_checkpoint
-from tokserve import device
 from tokserve.base.errors import StartError
 from tokserve.engine.request import Request
 from tokserve.protocol.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import NewRow
-from tokserve.runner import kvcache
+from tokserve.runner import device, kvcache
 from tokserve.runner.states import StateTable
 from tokserve.train import PolicyModel
 

@@ -16,10 +16,10 @@ from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import outcomes, prompt
 from tests.runner.test_weight_sync import by_disk, by_shared_memory, by_stream
 from tests.tiny_models import tiny_config, write_checkpoint
-from tokserve import device
 from tokserve.base.errors import RequestError
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import DeviceFacts
+from tokserve.runner import device
 from tokserve.runner.cuda import CudaBackend
 from tokserve.runner.kvcache import rescale
 from tokserve.runner.runner import Runner

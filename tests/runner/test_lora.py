@@ -14,10 +14,10 @@ from tests.runner.drive import Driver, Job, make_runner
 from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import outcomes, prompt
 from tests.tiny_models import tiny_config, write_checkpoint
-from tokserve import device as device_module
 from tokserve.base.errors import Forbidden, RequestError
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import DeviceFacts
+from tokserve.runner import device as device_module
 from tokserve.runner.runner import Runner
 
 Loaded = tuple[Runner, DeviceFacts]

@@ -11,10 +11,10 @@ from scipy import stats
 
 from tests.runner.drive import row
 from tokserve import ops
-from tokserve.device import Host
 from tokserve.protocol.params import LOGPROBS_MODES, SamplingParams
 from tokserve.protocol.plan import NO_LEGAL_TOKEN, NOT_FINITE, OK, LogprobRows, NewRow
 from tokserve.rl import sticky_seeds
+from tokserve.runner.device import Host
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.sampler import SampledTokens, Sampler
 from tokserve.runner.slots import SamplingColumns, Slots

@@ -23,10 +23,10 @@ from tests.runner.test_sampler import (
     rows_of,
     varied,
 )
-from tokserve.device import Host
 from tokserve.ops import sampling
 from tokserve.protocol.params import MASK_TOO_LONG, WHOLE_VOCABULARY, SamplingParams
 from tokserve.protocol.plan import NewRow, SamplingMaskRows, StepResult, decode_hook, encode
+from tokserve.runner.device import Host
 from tokserve.runner.sampler import SampledTokens, Sampler
 from tokserve.runner.slots import Slots
 

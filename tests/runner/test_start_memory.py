@@ -9,10 +9,10 @@ import pytest
 
 from tests.runner.drive import make_runner
 from tests.tiny_models import tiny_config
-from tokserve import device
 from tokserve.base.errors import StartError
-from tokserve.device import MemoryBound
 from tokserve.models import weights
+from tokserve.runner import device
+from tokserve.runner.device import MemoryBound
 
 GIB = 1 << 30
 SHAPES = tiny_config("qwen3", hidden_size=512, intermediate_size=2048, vocab_size=4096)

@@ -15,13 +15,13 @@ from tests.engine.harness import Clock, Engine
 from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import prompt
 from tests.tiny_models import tiny_config
-from tokserve import device
 from tokserve.config import Config
 from tokserve.engine.core import EngineCore
 from tokserve.engine.request import Request
 from tokserve.engine.speculation.drafter import Drafter
 from tokserve.executor.inline import InlineExecutor
 from tokserve.protocol.messages import DraftCounts
+from tokserve.runner import device
 
 VOCAB = 320
 KINDS: list[dict[str, Any]] = [

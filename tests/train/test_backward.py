@@ -16,7 +16,7 @@ from tests.train.references import cosine
 from tokserve import ops
 from tokserve.layers.norm import NormSpec, RMSNorm
 from tokserve.ops import gradients
-from tokserve.train import backward
+from tokserve.train.layers import backward
 
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # largest relative error of a gradient
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -27,7 +27,8 @@ from tokserve.models.load import load
 from tokserve.protocol.params import PARAMS_REFUSED, PARAMS_WITHOUT_EFFECT
 from tokserve.protocol.params import SamplingParams as SentParams
 from tokserve.runner import processors
-from tokserve.train import PolicyModel, adjustments, scores
+from tokserve.train import PolicyModel, scores
+from tokserve.train.layers import adjustments
 
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 VOCAB = 320

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import tokserve
 from tokserve.base.errors import StartError
-from tokserve.cli.bench import add_bench, bench
+from tokserve.bench.cli import add_bench, bench
 from tokserve.cli.options import add_flags, add_foreign_flags
 from tokserve.cli.words import completed, dashed, read_options
 

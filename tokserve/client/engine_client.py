@@ -20,7 +20,6 @@ from tokserve.client.client_socket import ClientSocket
 from tokserve.client.heartbeat import Heartbeat
 from tokserve.client.launch import EngineHandle, watch
 from tokserve.client.outputs import EngineReport, Ready, Status, StepStats
-from tokserve.client.placement import start_engine
 from tokserve.client.request_state import RequestState
 from tokserve.client.requests import Requests
 from tokserve.config import Config
@@ -38,6 +37,7 @@ from tokserve.protocol.messages import (
     SubmitReply,
     ToEngine,
 )  # fmt: skip
+from tokserve.ray.placement import start_engine
 
 logger = logging.getLogger(__name__)
 

@@ -64,6 +64,6 @@ def make(config: Config) -> Executor:
         return InlineExecutor(config)
     if config.parallel.distributed_executor_backend != "ray":
         return WorkersExecutor(config, LocalSpawn(config))
-    from tokserve.executor.ray_ranks import RaySpawn  # Ray is an extra
+    from tokserve.ray.ray_ranks import RaySpawn  # Ray is an extra
 
     return WorkersExecutor(config, RaySpawn(config))

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from tokserve.device import Device
 from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.models.decoder import Decoder
 from tokserve.models.quantized_copy import QuantizedCopy
 from tokserve.protocol.kv_spec import KVLayout
 from tokserve.protocol.plan import Int32, StepPlan
+from tokserve.runner.device import Device
 from tokserve.runner.features import FeatureRows
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.replay import Step

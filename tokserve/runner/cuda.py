@@ -16,7 +16,6 @@ from tokserve import ops
 from tokserve.base import cgroups
 from tokserve.base.errors import StartError
 from tokserve.config import DEFAULT_BLOCK_SIZE, Config
-from tokserve.device import Accelerator
 from tokserve.layers.batch import ForwardBatch, Pages, StateRows
 from tokserve.models.decoder import Decoder
 from tokserve.protocol.kv_spec import KVLayout, LayerSpec, StateLayout, StateSpec
@@ -31,6 +30,7 @@ from tokserve.runner.cuda_graphs import (
     prompt_rows,
     prompt_sizes,
 )
+from tokserve.runner.device import Accelerator
 from tokserve.runner.device_slots import DeviceSlots
 from tokserve.runner.features import FeatureRows
 from tokserve.runner.logits import LogitRows

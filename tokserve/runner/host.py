@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tokserve.base.errors import StartError
 from tokserve.config import Config
-from tokserve.device import Device
 from tokserve.layers.batch import Pages
 from tokserve.models.decoder import Decoder
 from tokserve.models.spec import DecoderSpec
@@ -18,6 +17,7 @@ from tokserve.protocol.plan import Int32, StepPlan
 from tokserve.runner import kvcache
 from tokserve.runner.backend import WARM_UPS, Draft, HiddenStates, decode_step
 from tokserve.runner.cpu_graphs import CpuGraphs
+from tokserve.runner.device import Device
 from tokserve.runner.features import FeatureRows
 from tokserve.runner.host_slots import HostSlots
 from tokserve.runner.logits import LogitRows

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from tokserve.base.errors import StartError
 from tokserve.config import KVStorePlan
-from tokserve.device import Accelerator
 from tokserve.protocol.kv_spec import KVSpec
 from tokserve.runner.backend import Backend
+from tokserve.runner.device import Accelerator
 from tokserve.runner.kv_files import BlockFiles, FileError
 
 Bytes = NDArray[uint8]

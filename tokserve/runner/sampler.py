@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.device import Accelerator, Device, Fetched
 from tokserve.protocol.params import LOGPROBS_MODES, WHOLE_VOCABULARY, LogprobsMode, SamplingParams
 from tokserve.protocol.plan import (
     NO_LEGAL_TOKEN,
@@ -31,6 +30,7 @@ from tokserve.protocol.plan import (
     SamplingMaskRows,
     UInt8,
 )
+from tokserve.runner.device import Accelerator, Device, Fetched
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.pipeline import Pipeline
 from tokserve.runner.slots import Int64, SamplingColumns, Slots

@@ -14,12 +14,11 @@ import msgspec
 import numpy as np
 import torch
 
-from tokserve import checkpoint, device, ops
+from tokserve import checkpoint, ops
 from tokserve.base.errors import NotBuiltIn, StartError
 from tokserve.base.memory import gib, give_back
 from tokserve.classifier import is_classifier, with_token_ids
 from tokserve.config import Config, KVStorePlan, ModelConfig, RuntimeConfig
-from tokserve.device import Accelerator, Device
 from tokserve.layers.quant import WNA16
 from tokserve.layers.recurrent import GatedDeltaSpec, ShortConvSpec
 from tokserve.models import load as models
@@ -30,10 +29,11 @@ from tokserve.models.registry import decoder_spec, is_known
 from tokserve.ops.arithmetic import FMA, CpuKernels, choose_kernels
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import DRAWN, DeviceFacts, NewRow, StepPlan
-from tokserve.runner import kvcache
+from tokserve.runner import device, kvcache
 from tokserve.runner.backend import Backend, Draft
 from tokserve.runner.collectives import EngineStore
 from tokserve.runner.cuda import CudaBackend
+from tokserve.runner.device import Accelerator, Device
 from tokserve.runner.encoder import ImageEncoder
 from tokserve.runner.host import HostBackend
 from tokserve.runner.kv_copies import KVCopies

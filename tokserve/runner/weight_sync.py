@@ -20,7 +20,6 @@ from safetensors import SafetensorError
 from tokserve import checkpoint
 from tokserve.base.errors import Conflict, RequestError, StartError, TransferFailed, invalid_value
 from tokserve.config import BACKENDS, PACKING, WeightsConfig
-from tokserve.device import Device
 from tokserve.models import weights
 from tokserve.models.adapters import is_adapter
 from tokserve.models.checksums import checksums
@@ -38,6 +37,7 @@ from tokserve.rl.rendezvous import KINDS, Rendezvous
 from tokserve.rl.sums import Sums
 from tokserve.runner import delta_sources
 from tokserve.runner import weight_sources as sources
+from tokserve.runner.device import Device
 from tokserve.runner.served_sums import ServedSums
 
 SPARE = 1.1  # free memory over the size of the weights that staging beside them needs

@@ -20,8 +20,8 @@ from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.models.registry import ARCHITECTURES
 from tokserve.models.spec import DecoderSpec
 from tokserve.protocol.kv_spec import dtype_name
-from tokserve.train import projections
 from tokserve.train.compilation import uncompiled
+from tokserve.train.layers import projections
 from tokserve.train.padding import packed_positions, unpad
 from tokserve.train.requests import Mask, Params, checked
 from tokserve.train.served import PREFIX, ServedDecoder, ServedOptions

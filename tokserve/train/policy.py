@@ -23,8 +23,8 @@ from tokserve.train import adapters, scoring
 from tokserve.train.adapters import TrainedAdapter
 from tokserve.train.binding import Binding
 from tokserve.train.compilation import uncompiled
-from tokserve.train.modules import DecoderModules
-from tokserve.train.products import Products
+from tokserve.train.layers.modules import DecoderModules
+from tokserve.train.layers.products import Products
 from tokserve.train.requests import Masks, Params, checked
 from tokserve.train.support import trainable_spec
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokserve.protocol.params import LOGPROBS_MODES, SamplingParams
-from tokserve.train.adjustments import AdjustedRow, Adjustment, adjustment_of
+from tokserve.train.layers.adjustments import AdjustedRow, Adjustment, adjustment_of
 from tokserve.train.scores import Items
 from tokserve.train.tree import Int32, Packing
 

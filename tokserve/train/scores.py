@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 
 from tokserve import ops
 from tokserve.layers.embedding import Head
-from tokserve.train import adjustments, backward, functions
-from tokserve.train.adjustments import AdjustedRow
 from tokserve.train.byte_budget import ByteBudget
-from tokserve.train.products import Products
+from tokserve.train.layers import adjustments, backward, functions
+from tokserve.train.layers.adjustments import AdjustedRow
+from tokserve.train.layers.products import Products
 
 PIECE_BYTES = 256 << 20  # of logits whose gradients are multiplied together
 PRODUCT = 128  # rows of logits that are made at a time: as many as share a reading of the head's weight

@@ -11,8 +11,8 @@ from tokserve.models.provenance import EMBEDDING
 from tokserve.train import tree
 from tokserve.train.batch import PackedBatch
 from tokserve.train.byte_budget import ByteBudget
-from tokserve.train.modules import DecoderModules
-from tokserve.train.order import in_order
+from tokserve.train.layers.modules import DecoderModules
+from tokserve.train.layers.order import in_order
 from tokserve.train.requests import ScoringRequest, items_of
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tokserve import ops
-from tokserve.train import backward, functions
+from tokserve.train.layers import backward, functions
 from tokserve.train.requests import Mask, check_mode
 from tokserve.train.scores import PIECE_BYTES, Items
 

@@ -19,14 +19,15 @@ from tokserve.models import load
 from tokserve.models.provenance import HEAD
 from tokserve.models.spec import DecoderSpec
 from tokserve.ops.arithmetic import FMA
-from tokserve.train import functions, projections, scores, scoring, tree
+from tokserve.train import scores, scoring, tree
 from tokserve.train.batch import PackedBatch
 from tokserve.train.binding import Binding
 from tokserve.train.byte_budget import ByteBudget
-from tokserve.train.modules import DecoderModules
+from tokserve.train.layers import functions, projections
+from tokserve.train.layers.modules import DecoderModules
+from tokserve.train.layers.products import Products
+from tokserve.train.layers.projections import ModelWeights
 from tokserve.train.padding import PaddedBatch
-from tokserve.train.products import Products
-from tokserve.train.projections import ModelWeights
 from tokserve.train.requests import ScoringRequest
 
 PREFIX = "model."

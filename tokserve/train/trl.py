@@ -32,9 +32,10 @@ from tokserve.rl.pools import authorization, sync_pool
 from tokserve.rl.step_seeds import StepSeeds
 from tokserve.rl.trl import HTTPWeightTransfer, RolloutFunction, TokserveVLLMClient, use_tokserve
 from tokserve.rl.trl_settings import check_settings, sampling_of
-from tokserve.train import backward, projections, selective_logprobs
+from tokserve.train import selective_logprobs
 from tokserve.train.compilation import uncompiled
 from tokserve.train.exact_model import exact
+from tokserve.train.layers import backward, projections
 
 __all__ = [
     "ExactGRPOTrainer",

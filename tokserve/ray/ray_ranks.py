@@ -32,7 +32,7 @@ from tokserve.executor.listeners import Invitation, Listener, StreamListener
 from tokserve.executor.spawn import PATIENCE, LocalProcess, RankProcess
 from tokserve.executor.tunnel import Tunnel
 from tokserve.executor.worker import RankOpening
-from tokserve.ray_cluster import connect, first_line
+from tokserve.ray.cluster import connect, first_line
 
 logger = logging.getLogger(__name__)
 

@@ -17,13 +17,14 @@ from tokserve.layers.experts import Mixture
 from tokserve.layers.lora import LoraSlots, LowRank
 from tokserve.models.decoder import Decoder
 from tokserve.models.provenance import EMBEDDING, HEAD
-from tokserve.train import experts, functions, norms, scores, support
+from tokserve.train import scores, support
 from tokserve.train.adapters import lora_a_name, lora_b_name
 from tokserve.train.batch import PackedBatch
-from tokserve.train.blocks import BlockPass, Masters, joined, kept_bytes, norm_masters
 from tokserve.train.byte_budget import ByteBudget
 from tokserve.train.fingerprint import fingerprint
-from tokserve.train.products import Products
+from tokserve.train.layers import experts, functions, norms
+from tokserve.train.layers.blocks import BlockPass, Masters, joined, kept_bytes, norm_masters
+from tokserve.train.layers.products import Products
 from tokserve.train.scores import Items
 
 NORM = "model.norm"

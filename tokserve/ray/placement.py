@@ -20,6 +20,6 @@ def start_engine(config: Config, name: str, environment: Mapping[str, str] | Non
         os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")  # SIGTERM is no failure: the server drains
     if config.parallel.data_parallel_backend != "ray":
         return EngineProcess(config, name=name, environment=environment)
-    from tokserve.client.ray_engines import RayEngine
+    from tokserve.ray.ray_engines import RayEngine
 
     return RayEngine(config, name)

@@ -18,8 +18,8 @@ from tokserve.layers.experts import Experts, Mixture, MixtureSpec, Router
 from tokserve.layers.linear import Linear
 from tokserve.layers.quant import gated
 from tokserve.ops.mixture import MIN_SUM
-from tokserve.train import backward
-from tokserve.train.products import Products
+from tokserve.train.layers import backward
+from tokserve.train.layers.products import Products
 
 Masters = Mapping[str, Tensor]
 

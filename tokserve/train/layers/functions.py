@@ -20,9 +20,9 @@ from tokserve import ops
 from tokserve.layers.attention import Attention
 from tokserve.layers.embedding import Embedding
 from tokserve.layers.linear import GatedLinear, Linear
-from tokserve.train import backward
 from tokserve.train.batch import PackedBatch
-from tokserve.train.products import Products
+from tokserve.train.layers import backward
+from tokserve.train.layers.products import Products
 
 
 def applied(function: Any, *args: Any) -> Any:

@@ -14,11 +14,11 @@ from tokserve.layers.linear import GatedLinear, Linear
 from tokserve.layers.mlp import GatedMLP
 from tokserve.layers.norm import NoNorm
 from tokserve.models.decoder import DecoderBlock
-from tokserve.train import experts, functions, norms
-from tokserve.train.activations import activate
 from tokserve.train.adapters import lora_a_name, lora_b_name
 from tokserve.train.batch import PackedBatch
-from tokserve.train.products import Products
+from tokserve.train.layers import experts, functions, norms
+from tokserve.train.layers.activations import activate
+from tokserve.train.layers.products import Products
 
 Masters = Mapping[str, Tensor]
 

@@ -24,7 +24,7 @@ from tokserve.base.processes import describe_exit
 from tokserve.client.launch import TERM_SECONDS, EngineProcess
 from tokserve.config import Config
 from tokserve.config.engine_config import reserved_devices
-from tokserve.ray_cluster import connect, first_line
+from tokserve.ray.cluster import connect, first_line
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokserve.train import backward
+from tokserve.train.layers import backward
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from tokserve import ops
 from tokserve.layers.norm import LayerNorm, NoNorm, RMSNorm
-from tokserve.train import backward
+from tokserve.train.layers import backward
 
 
 def norm(x: Tensor, layer: NoNorm, masters: Sequence[Tensor]) -> Tensor:  # [T, H] -> [T, H]
