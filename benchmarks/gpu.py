@@ -27,10 +27,10 @@ import torch
 
 from tokserve import ops
 from tokserve.config import Config
+from tokserve.gpu.cuda import CudaBackend
 from tokserve.models import dummy
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import Int32, NewRow, StepPlan
-from tokserve.runner.cuda import CudaBackend
 from tokserve.runner.runner import Runner
 from tokserve.runner.startup import load
 from tokserve.runner.steps import PendingResult

@@ -28,9 +28,9 @@ from triton.runtime.errors import OutOfResources
 from triton.testing import do_bench_cudagraph
 
 from tokserve import ops
+from tokserve.gpu.kernels import dense, launch
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
-from tokserve.ops.triton import dense, launch
 
 TILES = {  # by rows
     16: ((16, 16), (16, 32), (16, 64), (64, 32), (64, 16)),
@@ -196,7 +196,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the entries")
-    parser.add_argument("--write", action="store_true", help="put them into tokserve/ops/triton/tuning.json too")
+    parser.add_argument("--write", action="store_true", help="put them into tokserve/gpu/kernels/tuning.json too")
     for name, default in (("hidden", 4096), ("inner", 12288), ("heads", 32), ("kv-heads", 8), ("head-dim", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--seconds", type=float, default=220.0)

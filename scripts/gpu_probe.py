@@ -31,8 +31,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tokserve import ops
+from tokserve.gpu.kernels import attention, launch
 from tokserve.ops.registry import OPS
-from tokserve.ops.triton import attention, launch
 from tokserve.runner import device, exactness
 
 EXACT = launch.EXACT

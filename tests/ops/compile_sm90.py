@@ -24,9 +24,9 @@ from triton.runtime.jit import JITFunction
 
 from tests.ops.samples.wna16 import weights as integer_weights
 from tokserve import ops
+from tokserve.gpu.kernels import launch, wna16
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
-from tokserve.ops.triton import launch, wna16
 
 TARGET = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

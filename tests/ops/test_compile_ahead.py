@@ -21,7 +21,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 from tokserve import ops
 from tokserve.ops.registry import OPS
-from tokserve.ops.triton import launch
+from tokserve.gpu.kernels import launch
 
 launches, loads = [], []
 

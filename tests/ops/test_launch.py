@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tokserve.ops.triton import launch
+from tokserve.gpu.kernels import launch
 
 
 @pytest.fixture

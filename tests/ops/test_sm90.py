@@ -16,8 +16,8 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
+from tokserve.gpu.kernels import dense  # noqa: E402
 from tokserve.ops import registry  # noqa: E402
-from tokserve.ops.triton import dense  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="a GPU shows it")
 

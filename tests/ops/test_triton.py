@@ -25,11 +25,11 @@ from tests.ops.test_exact import Outputs, Paged, by_row, outputs, randn, same  #
 from tests.ops.test_latent import PagedRows  # noqa: E402
 from tests.ops.test_ops import close, run  # noqa: E402
 from tokserve import ops  # noqa: E402, F401  (declares the ops)
+from tokserve.gpu.kernels import attention, dense, launch  # noqa: E402
+from tokserve.gpu.kernels import latent as latent_kernels  # noqa: E402
+from tokserve.gpu.kernels.sums import strided_sums  # noqa: E402
 from tokserve.ops import float8, registry  # noqa: E402
 from tokserve.ops.registry import OPS, Op  # noqa: E402
-from tokserve.ops.triton import attention, dense, launch  # noqa: E402
-from tokserve.ops.triton import latent as latent_kernels  # noqa: E402
-from tokserve.ops.triton.sums import strided_sums  # noqa: E402
 
 INTERPRETED = triton.knobs.runtime.interpret
 if not INTERPRETED and not torch.cuda.is_available():

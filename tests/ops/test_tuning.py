@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tokserve.ops.triton import launch
+from tokserve.gpu.kernels import launch
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu_tune.py"
 

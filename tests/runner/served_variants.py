@@ -27,7 +27,7 @@ from tests.runner.fake_device import FakeDevice, Leaving
 from tests.runner.test_runner import prompt
 from tests.tiny_models import tiny_config
 from tokserve import ops
-from tokserve.ops.triton import dense, float8, int8, launch, wna16
+from tokserve.gpu.kernels import dense, float8, int8, launch, wna16
 from tokserve.protocol.params import SamplingParams
 from tokserve.runner import device
 

@@ -19,12 +19,12 @@ from tests.runner.drive import row as plain_row
 from tests.runner.fake_device import FakeDevice, same_bytes
 from tests.runner.test_runner import jobs, outcomes, prompt
 from tests.tiny_models import tiny_config, write_checkpoint
+from tokserve.gpu.cuda import CudaBackend
+from tokserve.gpu.cuda_graphs import decode_sizes, prompt_rows, prompt_sizes
+from tokserve.gpu.device_slots import DeviceSlots
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import OK, DeviceFacts, NewRow, StepPlan
 from tokserve.runner import device
-from tokserve.runner.cuda import CudaBackend
-from tokserve.runner.cuda_graphs import decode_sizes, prompt_rows, prompt_sizes
-from tokserve.runner.device_slots import DeviceSlots
 from tokserve.runner.host_slots import HostSlots
 from tokserve.runner.runner import Runner
 from tokserve.runner.slots import logit_lengths

@@ -13,10 +13,10 @@ import torch
 from tests.runner.fake_device import FakeDevice
 from tests.runner.test_triton import bind_references
 from tokserve import ops
+from tokserve.gpu.cuda import CudaBackend
 from tokserve.models import dummy
 from tokserve.ops.registry import OPS
 from tokserve.runner import device, exactness
-from tokserve.runner.cuda import CudaBackend
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 

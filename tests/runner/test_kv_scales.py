@@ -17,10 +17,10 @@ from tests.runner.test_runner import outcomes, prompt
 from tests.runner.test_weight_sync import by_disk, by_shared_memory, by_stream
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import RequestError
+from tokserve.gpu.cuda import CudaBackend
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import DeviceFacts
 from tokserve.runner import device
-from tokserve.runner.cuda import CudaBackend
 from tokserve.runner.kvcache import rescale
 from tokserve.runner.runner import Runner
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.base.errors import StartError
+from tokserve.gpu.in_place import tensors_of
 from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.places import MatrixPlace
 from tokserve.models.decoder import Decoder
-from tokserve.models.in_place import tensors_of
 from tokserve.models.load import quant_methods
 
 GROUP = 64  # inputs that share a scale with int4: drafts of groups of 128 are right less often, at the same cost

@@ -153,7 +153,7 @@ def compile_ahead(jobs: int) -> AbstractContextManager[None] | None:
     are compiled already."""
     if torch_device.type != "cuda":
         return None
-    context: AbstractContextManager[None] = import_module("tokserve.ops.triton.launch").compile_ahead(jobs)
+    context: AbstractContextManager[None] = import_module("tokserve.gpu.kernels.launch").compile_ahead(jobs)
     return context
 
 

@@ -26,7 +26,7 @@ ORDER = {"cpu": ("cpp", REFERENCE), "cuda": ("triton", "cublas", REFERENCE)}  # 
 FAST = {"cuda": "cublas"}  # by device kind: the implementation that is not batch invariant
 EXTENSIONS = {  # by device kind: the required module, and the module that registers the implementations
     "cpu": ("tokserve._C", "tokserve.ops.cpu.kernels"),
-    "cuda": ("triton", "tokserve.ops.triton"),
+    "cuda": ("triton", "tokserve.gpu.kernels"),
 }
 
 WITHOUT_KERNELS = (

@@ -11,9 +11,9 @@ import torch
 
 from tokserve.base.errors import NotFound, RequestError
 from tokserve.config import WeightsConfig
+from tokserve.gpu.in_place import copy_weights
 from tokserve.models.checksums import checksums
 from tokserve.models.decoder import Decoder
-from tokserve.models.in_place import copy_weights
 from tokserve.rl.deltas import dtype_name
 from tokserve.runner import extension, kvcache
 from tokserve.runner.device import Accelerator

@@ -19,6 +19,7 @@ from tokserve.base.errors import NotBuiltIn, StartError
 from tokserve.base.memory import gib, give_back
 from tokserve.classifier import is_classifier, with_token_ids
 from tokserve.config import Config, KVStorePlan, ModelConfig, RuntimeConfig
+from tokserve.gpu.cuda import CudaBackend
 from tokserve.layers.quant import WNA16
 from tokserve.layers.recurrent import GatedDeltaSpec, ShortConvSpec
 from tokserve.models import load as models
@@ -32,7 +33,6 @@ from tokserve.protocol.plan import DRAWN, DeviceFacts, NewRow, StepPlan
 from tokserve.runner import device, kvcache
 from tokserve.runner.backend import Backend, Draft
 from tokserve.runner.collectives import EngineStore
-from tokserve.runner.cuda import CudaBackend
 from tokserve.runner.device import Accelerator, Device
 from tokserve.runner.encoder import ImageEncoder
 from tokserve.runner.host import HostBackend

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokserve.gpu.kernels.launch import EXACT, cdiv, is_last_of, next_power_of_2, warps
+from tokserve.gpu.kernels.sampling import ordered
 from tokserve.ops import sampling
-from tokserve.ops.triton.launch import EXACT, cdiv, is_last_of, next_power_of_2, warps
-from tokserve.ops.triton.sampling import ordered
 
 SLICE = 4096  # vocabulary entries of one program
 CHUNK = 1024  # tokens of a history that one program counts

@@ -16,13 +16,8 @@ from tokserve import ops
 from tokserve.base import cgroups
 from tokserve.base.errors import StartError
 from tokserve.config import DEFAULT_BLOCK_SIZE, Config
-from tokserve.layers.batch import ForwardBatch, Pages, StateRows
-from tokserve.models.decoder import Decoder
-from tokserve.protocol.kv_spec import KVLayout, LayerSpec, StateLayout, StateSpec
-from tokserve.protocol.plan import Int32, StepPlan
-from tokserve.runner import compile_ahead, exactness, kvcache
-from tokserve.runner.backend import WARM_UPS, Draft, HiddenStates, decode_step
-from tokserve.runner.cuda_graphs import (
+from tokserve.gpu import compile_ahead
+from tokserve.gpu.cuda_graphs import (
     DecodeGraphs,
     PromptGraphs,
     decode_sizes,
@@ -30,8 +25,14 @@ from tokserve.runner.cuda_graphs import (
     prompt_rows,
     prompt_sizes,
 )
+from tokserve.gpu.device_slots import DeviceSlots
+from tokserve.layers.batch import ForwardBatch, Pages, StateRows
+from tokserve.models.decoder import Decoder
+from tokserve.protocol.kv_spec import KVLayout, LayerSpec, StateLayout, StateSpec
+from tokserve.protocol.plan import Int32, StepPlan
+from tokserve.runner import exactness, kvcache
+from tokserve.runner.backend import WARM_UPS, Draft, HiddenStates, decode_step
 from tokserve.runner.device import Accelerator
-from tokserve.runner.device_slots import DeviceSlots
 from tokserve.runner.features import FeatureRows
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.ranks import ONE, Ranks

@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokserve.ops import attention
-from tokserve.ops.triton.elementwise import pairing, rotate
-from tokserve.ops.triton.float8 import nearest
-from tokserve.ops.triton.launch import (
+from tokserve.gpu.kernels.elementwise import pairing, rotate
+from tokserve.gpu.kernels.float8 import nearest
+from tokserve.gpu.kernels.launch import (
     EXACT,
     is_dependent,
     launch_dependents,
@@ -21,7 +20,8 @@ from tokserve.ops.triton.launch import (
     wait_for_inputs,
     warps,
 )
-from tokserve.ops.triton.sums import tree_sum, tree_sums
+from tokserve.gpu.kernels.sums import tree_sum, tree_sums
+from tokserve.ops import attention
 
 
 @triton.jit

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokserve.gpu.device_slots import DecodeRows, DeviceSlots
 from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.models.decoder import Decoder
 from tokserve.protocol.plan import StepPlan
 from tokserve.runner.device import Accelerator
-from tokserve.runner.device_slots import DecodeRows, DeviceSlots
 from tokserve.runner.replay import Step, is_decode
 
 Shape = tuple[int, int]  # tokens, rows

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokserve.gpu.kernels.launch import EXACT, cdiv, next_power_of_2
 from tokserve.ops.lora import add_lora as add_lora_op
-from tokserve.ops.triton.launch import EXACT, cdiv, next_power_of_2
 
 BLOCK_T, BLOCK_N, BLOCK_K = 16, 64, 64  # rows and outputs of a tile, inputs of a step
 MAX_BLOCK_R = 64  # ranks at a time

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokserve.gpu.kernels.launch import EXACT
 from tokserve.ops import step
-from tokserve.ops.triton.launch import EXACT
 
 CHUNK = 1024  # entries per step of a program
 

@@ -6,7 +6,7 @@ check no shapes: the callers' inputs are valid.
 
 from __future__ import annotations
 
-from tokserve.ops.triton import (
+from tokserve.gpu.kernels import (
     attention,
     dense,
     elementwise,

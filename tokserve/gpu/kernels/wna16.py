@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokserve.gpu.kernels import elementwise
+from tokserve.gpu.kernels.launch import EXACT, cdiv, torch_device, tuned
+from tokserve.gpu.kernels.sums import tree_sums
 from tokserve.ops import wna16
-from tokserve.ops.triton import elementwise
-from tokserve.ops.triton.launch import EXACT, cdiv, torch_device, tuned
-from tokserve.ops.triton.sums import tree_sums
 from tokserve.ops.wna16 import SIGNED, UNSIGNED, PackedPart, PackedWna16, QuantizedRows
 
 STEPS = (128, 64, 32, 16)  # inputs that are multiplied at once: the most that do not exceed a group

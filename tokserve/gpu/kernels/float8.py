@@ -11,10 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokserve.ops import float8
-from tokserve.ops.float8 import PackedFloat8
-from tokserve.ops.triton.dense import product
-from tokserve.ops.triton.launch import (
+from tokserve.gpu.kernels.dense import product
+from tokserve.gpu.kernels.launch import (
     is_dependent,
     launch_dependents,
     launched,
@@ -23,6 +21,8 @@ from tokserve.ops.triton.launch import (
     wait_for_inputs,
     warps,
 )
+from tokserve.ops import float8
+from tokserve.ops.float8 import PackedFloat8
 
 MAX = tl.constexpr(float8.MAX)
 MIN_MAGNITUDE = tl.constexpr(float8.MIN_MAGNITUDE)

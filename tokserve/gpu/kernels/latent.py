@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokserve.gpu.kernels.attention import LOG2_E, MERGE_STAGES, NEG_INF, SPLIT, TILE, finite, merge
+from tokserve.gpu.kernels.dense import BLOCK_K
+from tokserve.gpu.kernels.elementwise import pairing, rotated_heads
+from tokserve.gpu.kernels.launch import EXACT, addresses, cdiv, next_power_of_2, tuned, warps
+from tokserve.gpu.kernels.sums import strided_sums, tree_sum
 from tokserve.ops import latent
 from tokserve.ops.dense import PackedWeight
-from tokserve.ops.triton.attention import LOG2_E, MERGE_STAGES, NEG_INF, SPLIT, TILE, finite, merge
-from tokserve.ops.triton.dense import BLOCK_K
-from tokserve.ops.triton.elementwise import pairing, rotated_heads
-from tokserve.ops.triton.launch import EXACT, addresses, cdiv, next_power_of_2, tuned, warps
-from tokserve.ops.triton.sums import strided_sums, tree_sum
 
 KEYS = 32  # rows of one tile, which lies in shared memory; part of the arithmetic
 WARPS = 8  # part of the arithmetic

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokserve.ops import elementwise
-from tokserve.ops.triton.launch import (
+from tokserve.gpu.kernels.launch import (
     EXACT,
     cdiv,
     is_dependent,
@@ -22,7 +21,8 @@ from tokserve.ops.triton.launch import (
     wait_for_inputs,
     warps,
 )
-from tokserve.ops.triton.sums import tree_sum
+from tokserve.gpu.kernels.sums import tree_sum
+from tokserve.ops import elementwise
 
 GATED_BLOCK = 1024  # outputs of one program
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")  # by number

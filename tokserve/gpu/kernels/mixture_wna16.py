@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokserve.gpu.kernels.launch import EXACT, addresses, cdiv, next_power_of_2, tuned
+from tokserve.gpu.kernels.mixture import Sorting, mixed, product, rows_of_tile, tiles_of
+from tokserve.gpu.kernels.wna16 import is_even, step_of, wna16_sums
 from tokserve.ops import mixture
 from tokserve.ops.dense import PackedWeight
-from tokserve.ops.triton.launch import EXACT, addresses, cdiv, next_power_of_2, tuned
-from tokserve.ops.triton.mixture import Sorting, mixed, product, rows_of_tile, tiles_of
-from tokserve.ops.triton.wna16 import is_even, step_of, wna16_sums
 from tokserve.ops.wna16 import PackedPart, PackedWna16
 
 

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokserve.gpu.kernels.launch import EXACT, cdiv, next_power_of_2, warps
+from tokserve.gpu.kernels.sums import tree_sum
 from tokserve.ops import recurrent
-from tokserve.ops.triton.launch import EXACT, cdiv, next_power_of_2, warps
-from tokserve.ops.triton.sums import tree_sum
 
 COLUMNS = 32  # of a state in a program
 CHANNELS = 256  # of a program that convolves or copies

@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokserve.gpu.kernels import elementwise
+from tokserve.gpu.kernels.dense import BLOCK_K
+from tokserve.gpu.kernels.int8 import INTEGER_STEP, quantize
+from tokserve.gpu.kernels.launch import EXACT, addresses, cdiv, next_power_of_2, tuned, warps
+from tokserve.gpu.kernels.sums import tree_sum
 from tokserve.ops import mixture
 from tokserve.ops.dense import PackedWeight
 from tokserve.ops.quant import PackedInt8
-from tokserve.ops.triton import elementwise
-from tokserve.ops.triton.dense import BLOCK_K
-from tokserve.ops.triton.int8 import INTEGER_STEP, quantize
-from tokserve.ops.triton.launch import EXACT, addresses, cdiv, next_power_of_2, tuned, warps
-from tokserve.ops.triton.sums import tree_sum
 
 COLUMNS = 1024  # of a row that one program adds up
 Sorting = tuple[Tensor, Tensor]  # choices by expert [T * k] int32, and where each expert's begin [E + 1] int32

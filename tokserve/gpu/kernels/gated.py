@@ -11,11 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokserve.ops import dense, quant
-from tokserve.ops.dense import PackedWeight
-from tokserve.ops.quant import PackedInt8
-from tokserve.ops.triton import elementwise, int8
-from tokserve.ops.triton.dense import (
+from tokserve.gpu.kernels import elementwise, int8
+from tokserve.gpu.kernels.dense import (
     BAND,
     BLOCK_K,
     PREFETCHED,
@@ -26,8 +23,19 @@ from tokserve.ops.triton.dense import (
     linear,
     tile_of,
 )
-from tokserve.ops.triton.elementwise import ACTIVATIONS, active
-from tokserve.ops.triton.launch import cdiv, is_dependent, launch_dependents, launched, prefetch, tuned, wait_for_inputs
+from tokserve.gpu.kernels.elementwise import ACTIVATIONS, active
+from tokserve.gpu.kernels.launch import (
+    cdiv,
+    is_dependent,
+    launch_dependents,
+    launched,
+    prefetch,
+    tuned,
+    wait_for_inputs,
+)
+from tokserve.ops import dense, quant
+from tokserve.ops.dense import PackedWeight
+from tokserve.ops.quant import PackedInt8
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -19,11 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from tokserve.ops import dense
-from tokserve.ops.dense import PackedWeight
-from tokserve.ops.float8 import STEP
-from tokserve.ops.triton import elementwise
-from tokserve.ops.triton.launch import (
+from tokserve.gpu.kernels import elementwise
+from tokserve.gpu.kernels.launch import (
     COUNTERS,
     cdiv,
     counters,
@@ -36,6 +33,9 @@ from tokserve.ops.triton.launch import (
     tuned,
     wait_for_inputs,
 )
+from tokserve.ops import dense
+from tokserve.ops.dense import PackedWeight
+from tokserve.ops.float8 import STEP
 
 BLOCK_K = 64  # inputs of one step, unless the table says otherwise
 FLOAT8_STEP = 128  # the same where both are float8, and part of the arithmetic; 64 where scales change in between

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokserve.gpu.kernels.launch import EXACT, cdiv, next_power_of_2, warps
+from tokserve.gpu.kernels.sums import tree_sum
 from tokserve.ops import sampling
-from tokserve.ops.triton.launch import EXACT, cdiv, next_power_of_2, warps
-from tokserve.ops.triton.sums import tree_sum
 
 SLICE = 4096  # vocabulary entries of one program
 SWEEP = 1024  # entries that one program of a whole row reads at a time

@@ -25,9 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokserve.ops import attention
-from tokserve.ops.triton.elementwise import tanh
-from tokserve.ops.triton.launch import (
+from tokserve.gpu.kernels.elementwise import tanh
+from tokserve.gpu.kernels.launch import (
     cdiv,
     is_dependent,
     is_last_of,
@@ -38,7 +37,8 @@ from tokserve.ops.triton.launch import (
     tuned,
     wait_for_inputs,
 )
-from tokserve.ops.triton.sums import strided_sums
+from tokserve.gpu.kernels.sums import strided_sums
+from tokserve.ops import attention
 
 SPLIT = 256  # keys of one partial softmax; part of the arithmetic
 KEYS = 64  # keys of one tile; part of the arithmetic
