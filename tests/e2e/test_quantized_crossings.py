@@ -26,8 +26,8 @@ from tests.models import test_packed as packed
 from tests.models.test_load import rewrite, stored
 from tests.replies import good
 from tests.tiny_models import write_checkpoint
-from tokserve.gguf.config import model_config
-from tokserve.gguf.header import read_header
+from tokserve.families.gguf.config import model_config
+from tokserve.families.gguf.header import read_header
 from tokserve.rl import ServerError, TokserveClient, checksums
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine.harness import Engine
 from tokserve.engine.kv_cache.block_pool import CacheBroken
-from tokserve.engine.kv_cache.snapshots import Snapshots
+from tokserve.families.recurrent.snapshots import Snapshots
 
 PROMPT = [9, 8, 7, 6, 5, 4, 3, 2] * 4
 

@@ -5,9 +5,9 @@ import weakref
 import pytest
 import torch
 
+from tokserve.families.quantization.quant import METHODS
 from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
-from tokserve.layers.quant import METHODS
 
 SHARDS = {"q_proj": 6, "k_proj": 2, "v_proj": 4}
 

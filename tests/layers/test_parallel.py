@@ -11,15 +11,15 @@ from torch import Tensor
 from tests.layers.test_attention import DIM, HEADS, HIDDEN, KV_HEADS, ROPE, TABLE, TOKENS, one_row
 from tokserve import ops
 from tokserve.base.errors import StartError
+from tokserve.families.mixtures.experts import Experts, MixtureSpec, RouterSpec
+from tokserve.families.quantization.quant import FLOAT8, Float8Weight
 from tokserve.layers.attention import Attention, AttentionSpec
 from tokserve.layers.embedding import Head
-from tokserve.layers.experts import Experts, MixtureSpec, RouterSpec
 from tokserve.layers.linear import GatedLinear, Linear
 from tokserve.layers.mlp import GatedMLP, MLPSpec
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import ALONE, Group
 from tokserve.layers.parameter import Parameter
-from tokserve.layers.quant import FLOAT8, Float8Weight
 
 SHARDS = {"q_proj": 64, "k_proj": 32, "v_proj": 32}
 RANKS = (Group(0, 2), Group(1, 2))

@@ -17,15 +17,15 @@ from tests.models.test_load import IDS, logits, opened, rewrite, stored
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import ops
 from tokserve.base.errors import RequestError
+from tokserve.families.quantization.formats import pick
+from tokserve.families.quantization.formats.base import DENSE, WHOLE, DenseFormat, Described, Part, group
+from tokserve.families.quantization.formats.float8 import Float8Format
+from tokserve.families.quantization.quant import FLOAT8, METHODS, UNQUANTIZED, Float8Weight, Unquantized
 from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import StoredWeight
-from tokserve.layers.quant import FLOAT8, METHODS, UNQUANTIZED, Float8Weight, Unquantized
 from tokserve.models import load as loading
 from tokserve.models.decoder import Decoder
-from tokserve.models.formats import pick
-from tokserve.models.formats.base import DENSE, WHOLE, DenseFormat, Described, Part, group
-from tokserve.models.formats.float8 import Float8Format
 from tokserve.models.staging import Staging
 
 PACKAGE = Path(loading.__file__).parent.parent
@@ -228,13 +228,13 @@ def test_a_layer_turns_stored_shards_into_floats_where_one_is_floats() -> None:
 
 
 ALLOWED = {  # files that may name float8 or int8
-    "ops": "kernels", "models/formats": "formats", "layers/quant.py": "methods",
+    "ops": "kernels", "models/formats": "formats", "families/quantization/quant.py": "methods",
     "config": "the option", "resolve.py": "the option", "option_checks.py": "the option",
     "device.py": "what a device can multiply",
     "kv_spec.py": "the cache's dtype", "runner/kvcache.py": "the cache's dtype",
-    "models/kv_scales.py": "the cache's scales", "models/load.py": "the cache's scales",
-    "hf/load.py": "the cache's dtype", "rl/deltas.py": "the names of safetensors' dtypes",
-    "layers/latent.py": "the cache's dtype", "models/quantized_copy.py": "the option",
+    "families/quantization/kv_scales.py": "the cache's scales", "models/load.py": "the cache's scales",
+    "families/hf/load.py": "the cache's dtype", "rl/deltas.py": "the names of safetensors' dtypes",
+    "families/latent/layers.py": "the cache's dtype", "models/quantized_copy.py": "the option",
     "runner/startup.py": "the option",
 }  # fmt: skip
 NO_FORMAT = re.compile(  # the cache's dtype, what a device can do, the option's value, torch's name

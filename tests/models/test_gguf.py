@@ -17,8 +17,8 @@ from tests.models.driver import Driver, prefill, random_ids
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import checkpoint
 from tokserve.base.errors import StartError
-from tokserve.gguf import tokenizer as gguf_tokenizer
-from tokserve.gguf.header import GgufHeader
+from tokserve.families.gguf import tokenizer as gguf_tokenizer
+from tokserve.families.gguf.header import GgufHeader
 from tokserve.models.decoder import Decoder
 from tokserve.models.load import load
 from tokserve.ops import PackedWna16

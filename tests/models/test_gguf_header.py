@@ -20,8 +20,8 @@ from tokserve import checkpoint
 from tokserve.base.errors import StartError
 from tokserve.cli.serve import chosen
 from tokserve.config import Config
-from tokserve.gguf import config as gguf_config
-from tokserve.gguf.header import GgufHeader, read_header, read_headers
+from tokserve.families.gguf import config as gguf_config
+from tokserve.families.gguf.header import GgufHeader, read_header, read_headers
 from tokserve.models.registry import decoder_spec
 
 VALUES: list[Any] = [

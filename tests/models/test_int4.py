@@ -12,7 +12,7 @@ from tests.models.driver import Driver, prefill
 from tests.models.test_load import IDS, opened, rewrite, stored
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import StartError
-from tokserve.layers.quantized import quantize_int4
+from tokserve.families.quantization.quantized import quantize_int4
 from tokserve.models.staging import Staging
 from tokserve.ops import PackedInt8, PackedWna16
 

@@ -13,7 +13,7 @@ from tests.models.driver import prefill, random_ids
 from tests.models.test_load import opened
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import StartError
-from tokserve.layers.latent import LatentAttention
+from tokserve.families.latent.layers import LatentAttention
 from tokserve.models import weights
 from tokserve.models.coordinates import Coordinates
 from tokserve.models.quantized_copy import QuantizedCopy

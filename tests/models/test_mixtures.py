@@ -14,7 +14,7 @@ from tests.models.driver import Driver, prefill, random_ids
 from tests.models.test_load import opened
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import RequestError, StartError
-from tokserve.layers.quantized import quantize_int4
+from tokserve.families.quantization.quantized import quantize_int4
 from tokserve.models import weights
 from tokserve.models.coordinates import Coordinates
 from tokserve.models.load import build

@@ -19,8 +19,8 @@ from tests.models.test_load import IDS, opened, rewrite, stored
 from tests.models.test_parity import OF_STATES
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import RequestError, StartError
-from tokserve.models.formats.base import is_finite
-from tokserve.models.formats.packed import PackedFormat, unpacked
+from tokserve.families.quantization.formats.base import is_finite
+from tokserve.families.quantization.formats.packed import PackedFormat, unpacked
 from tokserve.models.staging import Staging
 from tokserve.ops import PackedWna16
 

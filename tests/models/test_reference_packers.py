@@ -17,10 +17,10 @@ from tests.models import gguf_models
 from tests.models.test_gguf import KINDS
 from tests.models.test_packed import CASES, numbers, scheme
 from tokserve import ops  # noqa: F401  (declares the ops)
-from tokserve.layers.quantized import QuantizedWeight
-from tokserve.models.formats.gguf_types import PLAIN, decoded
-from tokserve.models.formats.mxfp4 import Mxfp4Experts
-from tokserve.models.formats.pick import checkpoint_format
+from tokserve.families.gguf.gguf_types import PLAIN, decoded
+from tokserve.families.quantization.formats.mxfp4 import Mxfp4Experts
+from tokserve.families.quantization.formats.pick import checkpoint_format
+from tokserve.families.quantization.quantized import QuantizedWeight
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from tests.models.driver import Driver, prefill, random_ids
 from tests.models.random_configs import every, random_config
 from tokserve import checkpoint
-from tokserve.hf.config import with_architecture
+from tokserve.families.hf.config import with_architecture
 from tokserve.models.load import load
 
 transformers.utils.logging.set_verbosity_error()

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.ops.samples.common import normal
 from tests.ops.samples.wna16 import E2M1, weights
 from tokserve import ops  # noqa: F401  (declares the ops)
-from tokserve.layers.quantized import QuantizedWeight, quantize_int4
+from tokserve.families.quantization.quantized import QuantizedWeight, quantize_int4
 from tokserve.ops import registry
 from tokserve.ops.quant import quantize_rows
 from tokserve.ops.registry import OPS

@@ -21,7 +21,7 @@ from tests.runner.test_lora import load, scores
 from tests.runner.test_runner import outcomes, prompt
 from tests.runner.test_weight_sync import by_gloo, by_shared_memory, by_stream, outcome, start
 from tests.tiny_models import tiny_config, write_checkpoint
-from tokserve.layers.quantized import quantize_int4
+from tokserve.families.quantization.quantized import quantize_int4
 from tokserve.protocol.params import SamplingParams
 from tokserve.rl import checksums
 from tokserve.runner import device

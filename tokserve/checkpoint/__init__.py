@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tokserve.base.errors import StartError
-from tokserve.gguf import config as gguf_config
-from tokserve.gguf.header import SUFFIX
+from tokserve.families.gguf import config as gguf_config
+from tokserve.families.gguf.header import SUFFIX
 
 DEMO_DIR = Path(__file__).parents[1] / "demo_model"
 ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors"]

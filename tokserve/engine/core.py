@@ -34,7 +34,6 @@ from tokserve.engine.external_kv import ExternalKV
 from tokserve.engine.kv_cache.event_publisher import EventPublisher
 from tokserve.engine.kv_cache.events import EventLog
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
-from tokserve.engine.kv_cache.snapshots import Snapshots
 from tokserve.engine.output.front_ends import Emit, FrontEnds
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.plan_builder import InFlightStep
@@ -46,6 +45,7 @@ from tokserve.engine.speculation.drafter import make as make_drafter
 from tokserve.engine.structured_output.grammars import Grammars
 from tokserve.engine.structured_output.mask_worker import MaskWorker
 from tokserve.executor.base import Executor
+from tokserve.families.recurrent.snapshots import Snapshots
 from tokserve.protocol.kv_spec import KVLayout
 from tokserve.protocol.messages import (
     Abort,

@@ -11,8 +11,8 @@ from itertools import product
 import torch
 
 from tokserve import ops
+from tokserve.families.mixtures.experts import Mixture
 from tokserve.layers.batch import ForwardBatch, Pages
-from tokserve.layers.experts import Mixture
 from tokserve.models.decoder import Decoder
 from tokserve.runner import exactness
 

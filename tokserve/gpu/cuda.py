@@ -16,6 +16,8 @@ from tokserve import ops
 from tokserve.base import cgroups
 from tokserve.base.errors import StartError
 from tokserve.config import DEFAULT_BLOCK_SIZE, Config
+from tokserve.families.mixtures.routed import RoutedTable
+from tokserve.families.recurrent.states import StateTable
 from tokserve.gpu import compile_ahead
 from tokserve.gpu.cuda_graphs import (
     DecodeGraphs,
@@ -36,9 +38,7 @@ from tokserve.runner.device import Accelerator
 from tokserve.runner.features import FeatureRows
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.ranks import ONE, Ranks
-from tokserve.runner.routed import RoutedTable
 from tokserve.runner.slots import Int64, SamplingColumns
-from tokserve.runner.states import StateTable
 from tokserve.runner.steps import PendingResult
 
 logger = logging.getLogger(__name__)

@@ -13,19 +13,19 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.base.errors import RequestError, StartError
+from tokserve.families.latent.layers import LatentAttention, LatentAttentionSpec
+from tokserve.families.mixtures.experts import Mixture, MixtureSpec, StackedParameter
+from tokserve.families.recurrent.layers import GatedDelta, GatedDeltaSpec, ShortConv
 from tokserve.layers.attention import Attention, AttentionSpec, BidirectionalWindow
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.classifier import Classifier, EncoderHead
 from tokserve.layers.embedding import Embedding, Head
-from tokserve.layers.experts import Mixture, MixtureSpec, StackedParameter
-from tokserve.layers.latent import LatentAttention, LatentAttentionSpec
 from tokserve.layers.linear import Linear
 from tokserve.layers.mlp import GatedMLP, MLPSpec, make_mlp
 from tokserve.layers.norm import NoNorm, make_norm
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import ALONE, OPTION, WHOLE, Stage
 from tokserve.layers.parameter import Parameter, on_another_rank, under
-from tokserve.layers.recurrent import GatedDelta, GatedDeltaSpec, ShortConv
 from tokserve.layers.rope import rope_table, rows_of_axes
 from tokserve.layers.siglip import SiglipSpec
 from tokserve.models.provenance import Provenance

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from tokserve.base.errors import Conflict, RequestError
+from tokserve.families.quantization.formats.base import is_finite
 from tokserve.layers.places import Indices, Place, gather, scatter
 from tokserve.models import weights
 from tokserve.models.coordinates import CHUNK, Coordinates
 from tokserve.models.decoder import Decoder
-from tokserve.models.formats.base import is_finite
 from tokserve.models.provenance import Provenance
 from tokserve.rl import sums
 from tokserve.rl.deltas import DeltaLabel, DeltaReader, TensorDelta, label_of

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tokserve.layers.experts import RouterSpec
+from tokserve.families.mixtures.experts import RouterSpec
+from tokserve.families.mixtures.moe import mixture, shared_mlp, with_mixture
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.rope import NO_ROPE
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.moe import mixture, shared_mlp, with_mixture
 from tokserve.models.spec import DecoderSpec, dense
 
 

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 
 from tokserve.base.errors import StartError
-from tokserve.layers.experts import MixtureSpec
+from tokserve.families.mixtures.experts import MixtureSpec
+from tokserve.families.quantization import kv_scales
+from tokserve.families.quantization.formats.pick import quantization_of
+from tokserve.families.quantization.quant import METHODS, UNQUANTIZED, WNA16, QuantMethod
+from tokserve.families.quantization.quantized import GROUP, Int4, Wna16
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import ALONE, WHOLE, Group, Stage
-from tokserve.layers.quant import METHODS, UNQUANTIZED, WNA16, QuantMethod
-from tokserve.layers.quantized import GROUP, Int4, Wna16
-from tokserve.models import dummy, kv_scales, weights
+from tokserve.models import dummy, weights
 from tokserve.models.decoder import Decoder, rope_tables
 from tokserve.models.encoder import make_model
-from tokserve.models.formats.pick import quantization_of
 from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.models.registry import decoder_spec
 from tokserve.models.spec import DecoderSpec

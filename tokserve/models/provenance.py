@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from tokserve.base.errors import Conflict, StartError
+from tokserve.families.quantization.formats.pick import is_unused
 from tokserve.models import weights
-from tokserve.models.formats.pick import is_unused
 from tokserve.models.weights import Entry
 from tokserve.rl.digests import checksum, checksums
 

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from tokserve.families.mixtures import moe
+from tokserve.families.mixtures.experts import MixtureSpec
+from tokserve.families.recurrent import hybrid
 from tokserve.layers.attention import AttentionSpec
-from tokserve.layers.experts import MixtureSpec
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.vision import MergerSpec, VisionSpec
-from tokserve.models import hybrid, llama, moe
+from tokserve.models import llama
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.spec import BlockSpec, DecoderSpec, Renames, activation
 

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from tokserve import checkpoint
 from tokserve.base.errors import RequestError, StartError
-from tokserve.gguf import config as gguf_config
-from tokserve.layers.experts import StackedParameter
+from tokserve.families.gguf import config as gguf_config
+from tokserve.families.gguf import gguf_weights
+from tokserve.families.gguf.gguf_weights import Source
+from tokserve.families.mixtures.experts import StackedParameter
+from tokserve.families.quantization.formats.base import DENSE, FLOATS, CheckpointFormat, group
 from tokserve.layers.parameter import Parameter, StoredWeight, as_dense
-from tokserve.models import gguf_weights
-from tokserve.models.formats.base import DENSE, FLOATS, CheckpointFormat, group
-from tokserve.models.gguf_weights import Source
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

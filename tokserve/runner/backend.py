@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from tokserve.families.mixtures.routed import RoutedTable
+from tokserve.families.recurrent.states import StateTable
 from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.models.decoder import Decoder
 from tokserve.models.quantized_copy import QuantizedCopy
@@ -18,9 +20,7 @@ from tokserve.runner.device import Device
 from tokserve.runner.features import FeatureRows
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.replay import Step
-from tokserve.runner.routed import RoutedTable
 from tokserve.runner.slots import Int64, SamplingColumns, Slots
-from tokserve.runner.states import StateTable
 from tokserve.runner.steps import PendingResult
 
 WARM_UPS: tuple[dict[str, Any], ...] = (  # sampling parameters; all but the first only compile kernels

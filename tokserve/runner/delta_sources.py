@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tokserve.base.errors import RequestError
+from tokserve.families.quantization.formats import base as formats
 from tokserve.models.delta_staging import DeltaStaging
-from tokserve.models.formats import base as formats
 from tokserve.models.staging import Staging
 from tokserve.rl import deltas
 from tokserve.rl.broadcast import DTYPES, TransferGroup, receive

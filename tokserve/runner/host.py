@@ -9,6 +9,8 @@ from torch import Tensor
 
 from tokserve.base.errors import StartError
 from tokserve.config import Config
+from tokserve.families.mixtures.routed import RoutedTable
+from tokserve.families.recurrent.states import StateTable
 from tokserve.layers.batch import Pages
 from tokserve.models.decoder import Decoder
 from tokserve.models.spec import DecoderSpec
@@ -23,9 +25,7 @@ from tokserve.runner.host_slots import HostSlots
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.ranks import ONE, Ranks
 from tokserve.runner.replay import Replay
-from tokserve.runner.routed import RoutedTable
 from tokserve.runner.slots import SamplingColumns, last_indices
-from tokserve.runner.states import StateTable
 from tokserve.runner.steps import PendingResult
 
 

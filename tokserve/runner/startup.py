@@ -19,9 +19,9 @@ from tokserve.base.errors import NotBuiltIn, StartError
 from tokserve.base.memory import gib, give_back
 from tokserve.classifier import is_classifier, with_token_ids
 from tokserve.config import Config, KVStorePlan, ModelConfig, RuntimeConfig
+from tokserve.families.quantization.quant import WNA16
+from tokserve.families.recurrent.layers import GatedDeltaSpec, ShortConvSpec
 from tokserve.gpu.cuda import CudaBackend
-from tokserve.layers.quant import WNA16
-from tokserve.layers.recurrent import GatedDeltaSpec, ShortConvSpec
 from tokserve.models import load as models
 from tokserve.models.decoder import Decoder
 from tokserve.models.encoder import Encoder
@@ -155,7 +155,7 @@ def _model(config: Config, target: Device | Accelerator, ranks: Ranks) -> Decode
     directory = checkpoint.locate(options.model, weights=options.load_format != "dummy")
     hf = checkpoint.hf_config(directory) | (options.hf_overrides or {})
     if not hf.get("architectures"):
-        hf = import_module("tokserve.hf.config").with_architecture(hf)
+        hf = import_module("tokserve.families.hf.config").with_architecture(hf)
     hf = with_token_ids(Path(options.tokenizer or directory), hf)
     common: dict[str, Any] = {
         "dtype": options.dtype, "head_dtype": options.head_dtype, "load_format": options.load_format,
@@ -172,7 +172,7 @@ def _model(config: Config, target: Device | Accelerator, ranks: Ranks) -> Decode
             raise StartError(
                 "option tensor_parallel_size or pipeline_parallel_size: a transformers module is not divided"
             )
-        return import_module("tokserve.hf.load").load(directory, hf, **common)
+        return import_module("tokserve.families.hf.load").load(directory, hf, **common)
     try:
         decoder_spec(hf)
     except NotBuiltIn as refusal:
@@ -207,7 +207,7 @@ def _through_transformers(
 ) -> Decoder:
     """The model that no spec function reads, for the reason given, if transformers' module can be served."""
     try:
-        model: Decoder = import_module("tokserve.hf.load").load(directory, hf, **options)
+        model: Decoder = import_module("tokserve.families.hf.load").load(directory, hf, **options)
     except StartError as error:
         raise StartError(f"{refusal}; nor is it served by --model-impl transformers: {error}") from None
     logger.warning("the reason: %s", refusal)

@@ -20,13 +20,13 @@ from safetensors import SafetensorError
 from tokserve import checkpoint
 from tokserve.base.errors import Conflict, RequestError, StartError, TransferFailed, invalid_value
 from tokserve.config import BACKENDS, PACKING, WeightsConfig
+from tokserve.families.quantization.formats.pick import checkpoint_format
 from tokserve.models import weights
 from tokserve.models.adapters import is_adapter
 from tokserve.models.checksums import checksums
 from tokserve.models.coordinates import Coordinates, Parts, of_one_rank
 from tokserve.models.decoder import Decoder
 from tokserve.models.delta_staging import DeltaStaging, check_base
-from tokserve.models.formats.pick import checkpoint_format
 from tokserve.models.staging import Staging
 from tokserve.rl import broadcast
 from tokserve.rl.broadcast import TransferGroup

@@ -11,11 +11,11 @@ from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from tokserve.base.errors import StartError
+from tokserve.families.mixtures.experts import MixtureSpec, RouterSpec
+from tokserve.families.recurrent.layers import GatedDeltaSpec, ShortConvSpec
 from tokserve.layers.attention import AttentionSpec
-from tokserve.layers.experts import MixtureSpec, RouterSpec
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
-from tokserve.layers.recurrent import GatedDeltaSpec, ShortConvSpec
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.registry import decoder_spec
 from tokserve.models.spec import BlockSpec, DecoderSpec

@@ -20,7 +20,7 @@ from tokserve.engine.adapter import Adapter
 from tokserve.engine.kv_cache.block_pool import BlockPool, CacheBroken
 from tokserve.engine.kv_cache.block_table import BlockTable, features_key
 from tokserve.engine.kv_cache.events import EventLog
-from tokserve.engine.kv_cache.snapshots import Snapshots
+from tokserve.families.recurrent.snapshots import Snapshots
 from tokserve.protocol.messages import StoreStats
 
 

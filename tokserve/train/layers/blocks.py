@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tokserve.families.mixtures.experts import Mixture
 from tokserve.layers.attention import Attention
-from tokserve.layers.experts import Mixture
 from tokserve.layers.linear import GatedLinear, Linear
 from tokserve.layers.mlp import GatedMLP
 from tokserve.layers.norm import NoNorm

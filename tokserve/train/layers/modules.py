@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokserve.layers.experts import Mixture
+from tokserve.families.mixtures.experts import Mixture
 from tokserve.layers.lora import LoraSlots, LowRank
 from tokserve.models.decoder import Decoder
 from tokserve.models.provenance import EMBEDDING, HEAD

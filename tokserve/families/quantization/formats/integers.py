@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokserve.models.formats.packed import CODES, ORDER, SCALES, SHAPE, ZEROS, Layout, PackedFormat
+from tokserve.families.quantization.formats.packed import (
+    CODES,
+    ORDER,
+    SCALES,
+    SHAPE,
+    ZEROS,
+    Layout,
+    PackedFormat,
+)
 
 BITS = (4, 8)
 CHECKPOINT_FORMATS = ("gptq", "gptq_v2")

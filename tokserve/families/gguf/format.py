@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tokserve.layers.quant import WNA16
-from tokserve.models.formats.base import DenseFormat, Grouped
+from tokserve.families.quantization.formats.base import DenseFormat, Grouped
+from tokserve.families.quantization.quant import WNA16
 
 
 @dataclass(frozen=True, slots=True)

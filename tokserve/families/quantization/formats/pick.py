@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tokserve.families.gguf.format import GgufFormat
+from tokserve.families.quantization.formats import float8, integers, mxfp4
+from tokserve.families.quantization.formats.base import DENSE, CheckpointFormat
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.formats import float8, integers, mxfp4
-from tokserve.models.formats.base import DENSE, CheckpointFormat
-from tokserve.models.formats.gguf import GgufFormat
 
 ATTRIBUTES = ("quantization_config", "compression_config")  # of config.json
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from tokserve.families.mixtures.experts import RouterSpec
+from tokserve.families.mixtures.moe import mixture, shared_mlp, sparse_layers, with_mixture
+from tokserve.families.recurrent.layers import GatedDeltaSpec, ShortConvSpec
 from tokserve.layers.attention import AttentionSpec
-from tokserve.layers.experts import RouterSpec
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
-from tokserve.layers.recurrent import GatedDeltaSpec, ShortConvSpec
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.moe import mixture, shared_mlp, sparse_layers, with_mixture
 from tokserve.models.rope_config import rope
 from tokserve.models.spec import (
     HEADLESS,

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokserve.families.gguf.gguf_types import E2M1, power_of_two
+from tokserve.families.quantization.formats.base import Described, Grouped, Part
+from tokserve.families.quantization.quant import WNA16
+from tokserve.families.quantization.quantized import QuantizedWeight
 from tokserve.layers.parameter import StoredWeight
-from tokserve.layers.quant import WNA16
-from tokserve.layers.quantized import QuantizedWeight
-from tokserve.models.formats.base import Described, Grouped, Part
-from tokserve.models.formats.gguf_types import E2M1, power_of_two
 from tokserve.ops.wna16 import QuantizedRows
 
 BLOCKS, EXPONENTS = "blocks", "scales"  # roles

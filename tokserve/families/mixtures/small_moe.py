@@ -7,10 +7,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tokserve.layers.experts import RouterSpec
+from tokserve.families.mixtures.experts import RouterSpec
+from tokserve.families.mixtures.moe import (
+    MIXTRAL_NAMES,
+    grouped_router,
+    mixture,
+    routed_and_shared,
+    shared_mlp,
+    with_mixture,
+)
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.llama import ernie4_5, hunyuan
-from tokserve.models.moe import MIXTRAL_NAMES, grouped_router, mixture, routed_and_shared, shared_mlp, with_mixture
 from tokserve.models.olmo import olmo2
 from tokserve.models.spec import HEADLESS, DecoderSpec, dense, layer_windows, no_extra_layers, window_size
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokserve.layers.experts import MixtureSpec, RouterSpec
-from tokserve.layers.latent import LatentAttentionSpec
+from tokserve.families.latent.layers import LatentAttentionSpec
+from tokserve.families.mixtures.experts import MixtureSpec, RouterSpec
+from tokserve.families.mixtures.moe import grouped_router, routed_and_shared
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import yarn_scale
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.moe import grouped_router, routed_and_shared
 from tokserve.models.rope_config import rope, rope_values
 from tokserve.models.spec import HEADLESS, BlockSpec, DecoderSpec, decoder, mlp, no_extra_layers
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tokserve.layers.experts import MixtureSpec, RouterSpec
+from tokserve.families.mixtures.experts import MixtureSpec, RouterSpec
 from tokserve.layers.mlp import MLPSpec
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.spec import (

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tokserve.layers.experts import MixtureSpec, RouterSpec
+from tokserve.families.mixtures.experts import MixtureSpec, RouterSpec
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.spec import DecoderSpec, dense, layer_windows, window_size
 from tokserve.ops.mixture import CLAMPED_LIMIT, CLAMPED_SLOPE

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from tokserve.base.errors import StartError
-from tokserve.gguf import tokenizer as gguf_tokenizer
-from tokserve.gguf.header import GgufHeader, read_headers
+from tokserve.families.gguf import tokenizer as gguf_tokenizer
+from tokserve.families.gguf.header import GgufHeader, read_headers
 
 SOURCE = "gguf.json"  # in that directory: the files
 NO_TOKENIZER = "no_tokenizer"  # in it: why the header gives none

@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from tokserve.gguf.header import GgufHeader
+from tokserve.families.gguf.header import GgufHeader
 
 logger = logging.getLogger(__name__)
 

@@ -20,11 +20,18 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from tokserve import ops
 from tokserve.base.errors import StartError
-from tokserve.hf.config import configuration
-from tokserve.hf.conversion import Conversions
-from tokserve.hf.modules import ACTIVATIONS, Context, ElementwiseActivation, Normalization, Projection, attend
+from tokserve.families.hf.config import configuration
+from tokserve.families.hf.conversion import Conversions
+from tokserve.families.hf.modules import (
+    ACTIVATIONS,
+    Context,
+    ElementwiseActivation,
+    Normalization,
+    Projection,
+    attend,
+)
+from tokserve.families.mixtures.experts import StackedParameter
 from tokserve.layers.batch import ForwardBatch
-from tokserve.layers.experts import StackedParameter
 from tokserve.layers.linear import Linear
 from tokserve.layers.norm import LayerNorm, NormSpec
 from tokserve.layers.options import LayerOptions

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tokserve.layers.quantized import QuantizedWeight
+from tokserve.families.quantization.quantized import QuantizedWeight
 from tokserve.ops.wna16 import SIGNED, UNSIGNED, QuantizedRows
 
 IQ4: tuple[int, ...] = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

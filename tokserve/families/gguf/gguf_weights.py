@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tokserve.base.errors import StartError
-from tokserve.gguf.header import GgufHeader, GgufTensor, read_header
+from tokserve.families.gguf.gguf_types import PLAIN, decoded
+from tokserve.families.gguf.header import GgufHeader, GgufTensor, read_header
+from tokserve.families.quantization.quantized import QuantizedWeight
 from tokserve.layers.parameter import StoredWeight, as_dense
-from tokserve.layers.quantized import QuantizedWeight
-from tokserve.models.formats.gguf_types import PLAIN, decoded
 
 OUTER = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
 INNER = {

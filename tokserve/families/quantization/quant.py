@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tokserve import ops
+from tokserve.families.quantization.quantized import Int4, Wna16
 from tokserve.layers.parameter import StoredWeight
-from tokserve.layers.quantized import Int4, Wna16
 
 PIECE = 1 << 20  # elements that are converted at once
 Packed = ops.PackedWeight | ops.PackedInt8 | ops.PackedFloat8 | ops.PackedWna16
